@@ -1,0 +1,187 @@
+"""Agreement: before a collective moves data, its ranks learn that all of them called the same thing.
+
+[Note: agreement]
+Every collective begins with it. Each rank sends its encoded call to rank 0; rank 0 sends the list of all of them to each
+rank. Two steps, 192 bytes up and 192*p down for each rank. That gives, with no call after it that could go wrong unseen:
+
+- a mismatch is found by every rank from the same list, so all raise the same error, naming both calls;
+- a late rank is known by name: rank 0 sees whose call has not come. A rank whose own deadline passes first says so to
+  rank 0 (`Channel.LATE`) and gives it half a second to answer for all; without an answer it is rank 0 that is late;
+- no rank starts a collective's data before all have entered it, so what a rank has to hold for operations it has not
+  called yet is bounded by one call;
+- up to `MAX_PAYLOAD` bytes of each rank travel along, which serves tiny collectives whole, and sizes that ranks don't
+  know of each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+from ferrodist.backends.call import CALL_SIZE, Call, fingerprint_of, payload_of
+from ferrodist.backends.request import wait_all
+from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag
+from ferrodist.deadline import Deadline
+from ferrodist.errors import CollectiveMismatchError, DistributedError, DistributedTimeoutError, GroupClosedError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from ferrodist.backends.request import Request
+
+__all__ = ["Agreement"]
+
+_COORDINATOR = 0
+
+_ANSWER_GRACE_SECONDS = 0.5
+"""How long past its deadline a rank waits for rank 0 to say who is late."""
+
+
+class _Group(Protocol):
+    """What agreement needs of a backend."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def failure(self) -> DistributedError | None: ...
+    def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request: ...
+    def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request: ...
+    def abort(self, reason: str | DistributedError) -> None: ...
+
+
+class Agreement:
+    """The collectives of one group, counted and compared."""
+
+    def __init__(self, group: _Group) -> None:
+        self._group = group
+        self._counter = itertools.count()
+
+    def reserve(self) -> int:
+        """Take the next position among the group's collectives. Ranks must reserve in the same order."""
+        return next(self._counter)
+
+    def reach(self, call: Call, timeout: float, sequence: int | None = None) -> list[bytes]:
+        """Block until every rank has made the same call.
+
+        Args:
+            call: This rank's call.
+            timeout: Seconds.
+            sequence: The position from `reserve`, or None to take the next one now.
+
+        Returns:
+            The payload of every rank, in rank order.
+
+        Raises:
+            CollectiveMismatchError: On all ranks, when two calls differ. The group has failed.
+            DistributedTimeoutError: On all ranks, when one is late. The group has failed.
+        """
+        call = call.at(self.reserve() if sequence is None else sequence)
+        if self._group.failure is not None:
+            raise self._group.failure
+        if self._group.world_size == 1:
+            return [call.payload]
+        deadline = Deadline(timeout)
+        table = memoryview(bytearray(CALL_SIZE * self._group.world_size))
+        try:
+            if self._group.rank == _COORDINATOR:
+                self._collect(call, table, deadline)
+            else:
+                self._report(call, table, deadline)
+        except GroupClosedError:
+            raise
+        except DistributedError as error:
+            self._group.abort(error)
+            raise self._group.failure or error from None
+        records = [table[i : i + CALL_SIZE] for i in range(0, len(table), CALL_SIZE)]
+        self._compare(records)
+        return [payload_of(record) for record in records]
+
+    def _collect(self, call: Call, table: memoryview, deadline: Deadline) -> None:
+        """Rank 0: take every rank's call, then send all of them to everyone."""
+        group = self._group
+        tag = channel_tag(Channel.CALL, call.sequence)
+        table[:CALL_SIZE] = call.encode()
+        missing = {
+            rank: group.irecv(table[rank * CALL_SIZE : (rank + 1) * CALL_SIZE], rank, tag=tag)
+            for rank in range(1, group.world_size)
+        }
+        late = group.irecv(bytearray(1), ANY_SOURCE, tag=channel_tag(Channel.LATE, call.sequence))
+        try:
+            self._await_calls(call, missing, late, deadline)
+        finally:
+            for request in (late, *missing.values()):
+                request.cancel()
+        wait_all([group.isend(table, rank, tag=tag) for rank in range(1, group.world_size)], deadline)
+
+    def _await_calls(self, call: Call, missing: dict[int, Request], late: Request, deadline: Deadline) -> None:
+        """Empty ``missing`` as calls come; raise when one fails, or when a deadline passes: ours or a reporter's."""
+        changed = threading.Semaphore(0)
+        for request in (*missing.values(), late):
+            request.add_done_callback(changed.release)
+        while True:
+            for rank in [rank for rank, request in missing.items() if request.done()]:
+                missing.pop(rank).wait(0)
+            if not missing:
+                return
+            if late.done():
+                reporter = late.wait(0)
+                raise self._late(call, tuple(missing), deadline, f" (rank {reporter}'s deadline passed first)")
+            if not changed.acquire(timeout=deadline.remaining()):
+                raise self._late(call, tuple(missing), deadline)
+
+    def _report(self, call: Call, table: memoryview, deadline: Deadline) -> None:
+        """Every other rank: send the call to rank 0 and take its answer."""
+        group = self._group
+        tag = channel_tag(Channel.CALL, call.sequence)
+        answer = group.irecv(table, _COORDINATOR, tag=tag)
+        try:
+            group.isend(call.encode(), _COORDINATOR, tag=tag).wait(deadline.remaining())
+            answer.wait(deadline.remaining())
+        except DistributedTimeoutError:
+            if group.failure is not None:
+                raise
+            group.isend(b"\0", _COORDINATOR, tag=channel_tag(Channel.LATE, call.sequence))
+            try:
+                answer.wait(_ANSWER_GRACE_SECONDS)
+            except DistributedTimeoutError:
+                raise (group.failure or self._late(call, (_COORDINATOR,), deadline)) from None
+        finally:
+            answer.cancel()
+
+    def _late(
+        self, call: Call, ranks: tuple[int, ...], deadline: Deadline, detail: str = ""
+    ) -> DistributedTimeoutError:
+        group = self._group
+        who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+        return DistributedTimeoutError(
+            f"{call} on group {group.name!r}, operation {call.sequence}: {who} not called it, after {deadline.elapsed():.2f} s"
+            f" of {deadline.timeout:g} s allowed{detail}. Look at what {'that rank is' if len(ranks) == 1 else 'they are'}"
+            f" doing, or pass a larger timeout. Reported by rank {group.rank}.",
+            ranks=ranks,
+        )
+
+    def _compare(self, records: list[memoryview]) -> None:
+        """Raise, the same on every rank, when the calls in ``records`` are not all the same."""
+        callers: dict[bytes, list[int]] = {}
+        for rank, record in enumerate(records):
+            callers.setdefault(fingerprint_of(record), []).append(rank)
+        if len(callers) == 1:
+            return
+        said = "; ".join(
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} called {Call.decode(records[ranks[0]])}"
+            for ranks in callers.values()
+        )
+        sequence = Call.decode(records[0]).sequence
+        odd = min(callers.values(), key=len)
+        error = CollectiveMismatchError(
+            f"the ranks of group {self._group.name!r} disagree about operation {sequence}: {said}. Every rank must make the"
+            " same collective calls in the same order.",
+            ranks=tuple(odd) if len(callers) == 2 and len(odd) < len(records) - len(odd) else (),
+        )
+        self._group.abort(error)
+        raise error

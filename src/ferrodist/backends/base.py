@@ -1,0 +1,214 @@
+"""The contract of a backend: what a group is to everything above it.
+
+A group is a `Backend`: one rank's handle on a fixed set of ranks that can send each other bytes. An author implements
+``send``, ``recv``, ``abort`` and ``close``; everything else in ferrodist works on top. A backend that can start a transfer
+without waiting for it also overrides ``isend`` and ``irecv``, which otherwise run the blocking calls in threads.
+`ferrodist.testing.check_backend` tests all of what is said here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from ferrodist.backends.agreement import Agreement
+from ferrodist.backends.call import Call
+from ferrodist.backends.request import Request, ThreadedRequest
+from ferrodist.backends.tags import ANY_SOURCE
+from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, check_timeout
+from ferrodist.errors import (
+    DistributedError,
+    GroupAbortedError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    SelfSendError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from typing_extensions import Buffer
+
+__all__ = ["Backend", "as_abort_error", "check_peer"]
+
+
+class Backend(ABC):
+    """One rank's handle on a group of ranks.
+
+    Threads may share a handle. Every blocking call takes ``timeout`` in seconds; None means the group's own.
+
+    Args:
+        rank: This rank, 0-based.
+        world_size: Number of ranks in the group.
+        timeout: Seconds a blocking call may take when it names no timeout itself.
+        name: What error messages call the group.
+    """
+
+    group_id: int = 0
+    """Upper half of the tags of this group's messages: 0, or what a sub-group derives from its members."""
+
+    def __init__(
+        self, rank: int, world_size: int, *, timeout: float = DEFAULT_COLLECTIVE_TIMEOUT, name: str = "world"
+    ) -> None:
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise InvalidWorldSizeError(f"a group needs a world size of at least 1, not {world_size!r}")
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
+            raise InvalidRankError(f"rank {rank!r} is not in 0..{world_size - 1} (world size {world_size})")
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout = check_timeout(timeout)
+        self._name = name
+        self._close_callbacks: list[Callable[[], None]] = []
+        self.agreement = Agreement(self)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return self._world_size
+
+    @property
+    def timeout(self) -> float:
+        """Seconds a blocking call may take when it names no timeout itself."""
+        return self._timeout
+
+    @property
+    def name(self) -> str:
+        """What error messages call the group."""
+        return self._name
+
+    @property
+    def failure(self) -> DistributedError | None:
+        """Why the group can't be used any more, or None while it can. A group that has failed stays failed."""
+        return None
+
+    def __repr__(self) -> str:
+        state = f", failed: {type(self.failure).__name__}" if self.failure else ""
+        return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size}, name={self.name!r}{state})"
+
+    @abstractmethod
+    def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
+        """Send bytes to one rank; ``data`` may be changed when the call returns.
+
+        Returns when the backend has taken the message over, which for a large one may be when ``dst`` receives it.
+
+        Args:
+            data: Any C-contiguous buffer. It may be empty.
+            dst: The receiving rank.
+            tag: See [Note: tags] in `tags.py`; users choose from 0 to 2**56-1.
+            timeout: Seconds, or None for the group's.
+
+        Raises:
+            InvalidRankError: ``dst`` is not in the group.
+            SelfSendError: ``dst`` is this rank.
+            DistributedTimeoutError: The message could not be handed over in time. It was not, and will not be, received.
+            PeerLostError: ``dst`` died or left.
+            GroupClosedError: This rank closed the group.
+        """
+
+    @abstractmethod
+    def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
+        """Receive the next message from ``src`` into ``buffer``, which it must fill exactly.
+
+        Args:
+            buffer: A writable C-contiguous buffer of the message's size.
+            src: The sending rank, or `ANY_SOURCE`.
+            tag: The tag it was sent with.
+            timeout: Seconds, or None for the group's.
+
+        Returns:
+            The rank that sent it.
+
+        Raises:
+            SizeMismatchError: The message has another size. It stays queued.
+            DistributedTimeoutError: Nothing came in time. The group is still good and the call may be made again.
+            InvalidRankError, SelfSendError, PeerLostError, GroupClosedError: As for `send`.
+        """
+
+    @abstractmethod
+    def abort(self, reason: str | DistributedError) -> None:
+        """End the group on all ranks: whatever waits in it, and every later call, raises.
+
+        Args:
+            reason: A sentence, raised as `GroupAbortedError`, or the error itself. Only the first abort counts.
+        """
+
+    @abstractmethod
+    def close(self, timeout: float | None = None) -> None:
+        """Leave the group and release what it holds. Closing twice is allowed.
+
+        What this rank sent before stays receivable. Ranks that still wait for it get `PeerLostError`.
+        Implementations call `_run_close_callbacks` first.
+        """
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Return when every rank of the group has called it.
+
+        Raises:
+            CollectiveMismatchError: Some rank called another collective instead.
+            DistributedTimeoutError: Some rank did not call in time; it is named.
+        """
+        self.agreement.reach(Call(operation="barrier"), self.timeout if timeout is None else check_timeout(timeout))
+
+    def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
+        """Start `send` and return at once. This form repeats the blocking call in a thread."""
+        check_peer(self, dst)
+        return ThreadedRequest(lambda timeout: (self.send(data, dst, tag=tag, timeout=timeout), dst)[1], dst)
+
+    def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
+        """Start `recv` and return at once. This form repeats the blocking call in a thread."""
+        check_peer(self, src, any_source=True)
+        return ThreadedRequest(lambda timeout: self.recv(buffer, src, tag=tag, timeout=timeout), src)
+
+    def abort_subgroup(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
+        """End one sub-group on all its members (ranks of this group).
+
+        This form ends this whole group, which is right for a backend that can't tell its messages apart.
+        """
+        del group_id, members
+        self.abort(error)
+
+    def subgroup_failure(self, group_id: int, members: tuple[int, ...]) -> DistributedError | None:
+        """Why a sub-group made from this group can't be used any more, or None."""
+        del group_id, members
+        return self.failure
+
+    def open_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
+        """Be told that this rank has made a sub-group of ``members`` (ranks of this group). This form needs nothing of it."""
+
+    def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
+        """Be told that this rank has left a sub-group. This form tells nobody."""
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Have ``callback()`` run once when the group is closed on this rank, before its connections go."""
+        self._close_callbacks.append(callback)
+
+    def _run_close_callbacks(self) -> None:
+        while self._close_callbacks:
+            self._close_callbacks.pop()()
+
+
+def check_peer(group: Backend, peer: int, *, any_source: bool = False) -> None:
+    """Raise unless ``peer`` is another rank of ``group`` (or `ANY_SOURCE` where that is allowed)."""
+    if any_source and peer == ANY_SOURCE:
+        return
+    if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < group.world_size:
+        raise InvalidRankError(
+            f"rank {peer!r} is not in 0..{group.world_size - 1} of group {group.name!r} (called on rank {group.rank})"
+        )
+    if peer == group.rank:
+        raise SelfSendError(
+            f"rank {peer} of group {group.name!r} cannot exchange messages with itself: copy the data instead",
+            ranks=(peer,),
+        )
+
+
+def as_abort_error(group: Backend, reason: str | DistributedError) -> DistributedError:
+    """The error that `Backend.abort` with ``reason`` raises everywhere."""
+    if isinstance(reason, DistributedError):
+        return reason
+    return GroupAbortedError(f"rank {group.rank} aborted group {group.name!r}: {reason}", ranks=(group.rank,))

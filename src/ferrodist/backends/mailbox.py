@@ -1,0 +1,311 @@
+"""A rank's mailbox: where messages that arrive meet the receives that were asked for.
+
+[Note: eager and offered messages]
+A message of up to `EAGER_LIMIT` bytes is sent at once and kept by the receiving rank until it is asked for. A larger one is
+only offered: its elements move when the receiving rank has a buffer for them, straight into that buffer. So a rank holds
+little for messages it has not asked for, whatever others send, and ``send`` of a large message waits for its receiver.
+
+[Note: who may write into a receive's buffer]
+Bytes go into a user's buffer only while the mailbox's lock is held and the message is still matched with the receive. So
+once `Mailbox.cancel` has returned, the buffer is the user's again; what had come already is kept with the message, which
+waits for the next receive. Callbacks and grants run after the lock is released.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ferrodist.backends.request import BaseRequest
+from ferrodist.backends.tags import ANY_SOURCE
+from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError, SizeMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from typing_extensions import Buffer
+
+__all__ = ["EAGER_LIMIT", "Mailbox", "Message", "Receive", "copy_bytes", "read_view", "write_view"]
+
+EAGER_LIMIT = 256 * 1024
+"""Bytes up to which a message is sent before it is asked for."""
+
+MAX_UNASKED_BYTES = 1 << 30
+"""Bytes of eager messages a mailbox keeps; more means that a rank sends what nobody receives."""
+
+
+def read_view(data: Buffer) -> memoryview:
+    """``data`` as a flat view of its bytes; raises TypeError or ValueError when it is no contiguous buffer."""
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise ValueError("the data to send must be C-contiguous: copy it first")
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def write_view(buffer: Buffer) -> memoryview:
+    """``buffer`` as a flat writable view of its bytes; raises when it is read-only or not contiguous."""
+    view = memoryview(buffer)
+    if view.readonly:
+        raise ValueError("the buffer to receive into is read-only: pass a bytearray or a writable array")
+    if not view.c_contiguous:
+        raise ValueError("the buffer to receive into must be C-contiguous")
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy equally long views; large ones without the interpreter lock."""
+    if len(source) < 1 << 15:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+class Receive(BaseRequest):
+    """A receive that was asked for; see `Mailbox.post`."""
+
+    __slots__ = ("_mailbox", "buffer", "message", "source", "tag")
+
+    def __init__(self, mailbox: Mailbox, buffer: memoryview, source: int, tag: int) -> None:
+        super().__init__(source)
+        self._mailbox = mailbox
+        self.buffer = buffer
+        self.source = source
+        self.tag = tag
+        self.message: Message | None = None
+
+    def matches(self, message: Message) -> bool:
+        """Whether this receive may take ``message``, which has its tag."""
+        return self.source in (ANY_SOURCE, message.source)
+
+    def cancel(self) -> bool:
+        """Give the receive up; see `Request.cancel`."""
+        return self._mailbox.cancel(self)
+
+
+class Message:
+    """A message that has been announced, has partly come, or waits whole.
+
+    Args:
+        source: The rank that sent it.
+        tag: Its tag.
+        size_bytes: Its length.
+        grant: For an offered message: called once a receive is there for it.
+    """
+
+    __slots__ = ("arrival", "grant", "kept", "num_received", "receive", "size_bytes", "source", "tag")
+
+    def __init__(self, source: int, tag: int, size_bytes: int, grant: Callable[[], None] | None = None) -> None:
+        self.source = source
+        self.tag = tag
+        self.size_bytes = size_bytes
+        self.grant = grant
+        self.num_received = 0
+        self.kept: bytearray | None = None  # its bytes, when they could not go to a receive's buffer
+        self.receive: Receive | None = None
+        self.arrival = 0
+
+
+class Mailbox:
+    """Messages and receives of one rank, matched by tag and source in order of arrival."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._receives: dict[int, list[Receive]] = {}  # by tag, in the order they were asked for
+        self._messages: dict[int, list[Message]] = {}  # by tag, in the order they came
+        self._matched: set[Receive] = set()  # their message is on its way
+        self._num_arrivals = 0
+        self._unasked_bytes = 0
+
+    def post(self, receive: Receive, refusal: Callable[[], DistributedError | None]) -> None:
+        """Ask for a message.
+
+        Args:
+            receive: A fresh receive.
+            refusal: Looked at under the lock when no message is there: why none will ever come, or None.
+        """
+        after: list[Callable[[], None]] = []
+        with self._lock:
+            if not self._take_message(receive, after):
+                error = refusal()
+                if error is None:
+                    self._receives.setdefault(receive.tag, []).append(receive)
+                else:
+                    after.append(partial(receive._finish, error))  # noqa: SLF001 - the mailbox is who finishes receives
+        _run(after)
+
+    def arrive(self, message: Message) -> None:
+        """Take a message's announcement; its bytes, if any, follow through `write`.
+
+        Raises:
+            ProtocolError: Too much that nobody asked for is kept already.
+        """
+        after: list[Callable[[], None]] = []
+        with self._lock:
+            if message.grant is None and self._unasked_bytes + message.size_bytes > MAX_UNASKED_BYTES:
+                raise ProtocolError(
+                    f"rank {message.source} keeps sending what this rank does not receive: {self._unasked_bytes} bytes"
+                    " wait here already. Receive them, or check the tags of send and recv.",
+                    ranks=(message.source,),
+                )
+            self._num_arrivals += 1
+            message.arrival = self._num_arrivals
+            self._take_receive(message, after)
+        _run(after)
+
+    def write(self, message: Message, fill: Callable[[memoryview], int], start: int, stop: int) -> int:
+        """Let ``fill(target)`` write bytes ``start`` to ``stop``; returns its result, the number it wrote.
+
+        ``fill`` runs under the lock: it must not block or call the mailbox. An exception from it changes nothing.
+        """
+        after: list[Callable[[], None]] = []
+        with self._lock:
+            if message.kept is not None:
+                target = memoryview(message.kept)[start:stop]
+            elif message.receive is not None:
+                target = message.receive.buffer[start:stop]
+            else:  # withdrawn, or its receive has failed: the bytes go nowhere
+                target = memoryview(bytearray(stop - start))
+            count = fill(target)
+            message.num_received += count
+            if message.num_received == message.size_bytes and message.receive is not None:
+                self._complete(message.receive, message, after)
+        _run(after)
+        return count
+
+    def cancel(self, receive: Receive, reason: DistributedError | None = None) -> bool:
+        """Give a receive up; what has come of its message is kept for the next one. False when it was done."""
+        after: list[Callable[[], None]] = []
+        with self._lock:
+            message = receive.message
+            if message is not None:
+                self._matched.discard(receive)
+                message.receive = receive.message = None
+                if message.kept is None:
+                    message.kept = bytearray(message.size_bytes)
+                    message.kept[: message.num_received] = receive.buffer[: message.num_received]
+                self._take_receive(message, after)
+            elif receive in self._receives.get(receive.tag, ()):
+                self._drop_receive(receive)
+            else:
+                return False
+        receive._finish(reason or DistributedTimeoutError("the receive was cancelled"))  # noqa: SLF001
+        _run(after)
+        return True
+
+    def withdraw(self, message: Message) -> None:
+        """Forget a message that its sender took back; a receive it was matched with waits for the next one."""
+        after: list[Callable[[], None]] = []
+        with self._lock:
+            self._drop_message(message)
+            receive, message.receive, message.kept = message.receive, None, None
+            if receive is not None:
+                self._matched.discard(receive)
+                receive.message = None
+                receive.peer = receive.source
+                if not self._take_message(receive, after):  # it was asked for before all that wait
+                    self._receives.setdefault(receive.tag, []).insert(0, receive)
+        _run(after)
+
+    def fail(self, applies: Callable[[Receive], bool], error: DistributedError) -> None:
+        """End every receive for which ``applies(receive)`` with ``error``."""
+        with self._lock:
+            failed = [receive for queue in self._receives.values() for receive in queue if applies(receive)]
+            for receive in failed:
+                self._drop_receive(receive)
+            for receive in [receive for receive in self._matched if applies(receive)]:
+                self._matched.discard(receive)
+                if receive.message is not None:
+                    receive.message.receive = receive.message = None
+                failed.append(receive)
+        for receive in failed:
+            receive._finish(error)  # noqa: SLF001
+
+    def forget(self, applies: Callable[[Message], bool]) -> None:
+        """Free every waiting message for which ``applies(message)``."""
+        with self._lock:
+            for message in [m for queue in self._messages.values() for m in queue if applies(m)]:
+                self._drop_message(message)
+                message.kept = None
+
+    # Below here the lock is held, and what must happen after its release is added to ``after``.
+
+    def _take_message(self, receive: Receive, after: list[Callable[[], None]]) -> bool:
+        """Match a receive with the first message that fits it, or refuse it; False when there is none."""
+        message = next((m for m in self._messages.get(receive.tag, ()) if receive.matches(m)), None)
+        if message is None:
+            return False
+        error = _size_error(receive, message)
+        if error is not None:
+            after.append(partial(receive._finish, error))  # noqa: SLF001
+        else:
+            self._drop_message(message)
+            self._pair(receive, message, after)
+        return True
+
+    def _take_receive(self, message: Message, after: list[Callable[[], None]]) -> None:
+        """Match a message with the first receive that fits it, or keep it."""
+        for receive in [r for r in self._receives.get(message.tag, ()) if r.matches(message)]:
+            self._drop_receive(receive)
+            error = _size_error(receive, message)
+            if error is None:
+                self._pair(receive, message, after)
+                return
+            after.append(partial(receive._finish, error))  # noqa: SLF001
+        if message.grant is None and message.kept is None:
+            message.kept = bytearray(message.size_bytes)
+        if message.kept is not None:
+            self._unasked_bytes += message.size_bytes
+        queue = self._messages.setdefault(message.tag, [])
+        # A message that a cancelled receive gave back goes before those that came after it.
+        place = next((i for i, other in enumerate(queue) if other.arrival > message.arrival), len(queue))
+        queue.insert(place, message)
+
+    def _pair(self, receive: Receive, message: Message, after: list[Callable[[], None]]) -> None:
+        receive.message, message.receive = message, receive
+        receive.peer = message.source
+        if message.num_received == message.size_bytes:
+            self._complete(receive, message, after)
+            return
+        self._matched.add(receive)
+        if message.grant is not None and message.kept is None:
+            after.append(message.grant)
+
+    def _complete(self, receive: Receive, message: Message, after: list[Callable[[], None]]) -> None:
+        if message.kept:
+            copy_bytes(receive.buffer, memoryview(message.kept))
+        self._matched.discard(receive)
+        message.receive = receive.message = None
+        after.append(receive._finish)  # noqa: SLF001
+
+    def _drop_message(self, message: Message) -> None:
+        queue = self._messages.get(message.tag, [])
+        if message in queue:
+            queue.remove(message)
+            if not queue:
+                del self._messages[message.tag]
+            if message.kept is not None:
+                self._unasked_bytes -= message.size_bytes
+
+    def _drop_receive(self, receive: Receive) -> None:
+        queue = self._receives[receive.tag]
+        queue.remove(receive)
+        if not queue:
+            del self._receives[receive.tag]
+
+
+def _size_error(receive: Receive, message: Message) -> SizeMismatchError | None:
+    if len(receive.buffer) == message.size_bytes:
+        return None
+    return SizeMismatchError(
+        f"rank {message.source} sent {message.size_bytes} bytes, the buffer to receive them has {len(receive.buffer)}:"
+        " receive into one of that size. The message is kept.",
+        ranks=(message.source,),
+    )
+
+
+def _run(actions: list[Callable[[], None]]) -> None:
+    for action in actions:
+        action()

@@ -1,0 +1,145 @@
+"""Transfers that were started and not waited for."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["BaseRequest", "Request", "ThreadedRequest", "wait_all"]
+
+
+class Request(Protocol):
+    """A transfer that was started. Its buffer belongs to the backend until the request is done."""
+
+    def wait(self, timeout: float) -> int:
+        """Block until done and return the rank of the other side.
+
+        Raises:
+            DistributedTimeoutError: ``timeout`` seconds passed; the request is still under way and may be waited for
+                again or cancelled.
+            DistributedError: The transfer failed, with the reason.
+        """
+
+    def done(self) -> bool:
+        """Whether the transfer has ended, well or not."""
+
+    def cancel(self) -> bool:
+        """Give the transfer up, so that the buffer is the caller's again.
+
+        Returns False when it had ended before. A message on its way to a cancelled receive is kept for the next one.
+        """
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` once when done, at once if it is; it must not block or raise."""
+
+
+def wait_all(requests: Iterable[Request], deadline: Deadline) -> None:
+    """Wait for every request; when one fails or is late, cancel the others and raise its error."""
+    pending = list(requests)
+    try:
+        for request in pending:
+            request.wait(deadline.remaining())
+    except BaseException:
+        for request in pending:
+            request.cancel()
+        raise
+
+
+class BaseRequest:
+    """The state every request ends in, and the way threads wait for it.
+
+    Subclasses start the transfer and call `_finish` exactly once; `_finish` may come from any thread.
+    """
+
+    __slots__ = ("_callbacks", "_done", "_lock", "error", "peer")
+
+    def __init__(self, peer: int) -> None:
+        self.peer = peer
+        self.error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._done = False
+        # Held until the transfer ends. A bare lock is a third of the cost of an Event, and a small message's wait is
+        # mostly that cost; a waiter gives it back at once, so any number of threads may wait.
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def _finish(self, error: BaseException | None = None) -> None:
+        assert not self._done, "a request ends once"
+        self.error = error
+        self._done = True
+        self._lock.release()
+        while self._callbacks:  # emptied from both ends by whoever comes last: see add_done_callback
+            self._callbacks.pop()()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` once when done, at once if it is; it must not block or raise."""
+        self._callbacks.append(callback)
+        if self._done:  # _finish may have looked at the list before the append
+            try:
+                self._callbacks.remove(callback)
+            except ValueError:
+                return  # _finish took it
+            callback()
+
+    def done(self) -> bool:
+        """Whether the transfer has ended, well or not."""
+        return self._done
+
+    def wait(self, timeout: float) -> int:
+        """Block until done; see `Request.wait`."""
+        if not self._done:
+            deadline = Deadline(timeout)
+            if not self._lock.acquire(timeout=deadline.remaining()):
+                raise DistributedTimeoutError(
+                    f"no transfer with rank {self.peer} within {timeout:g} s", ranks=(self.peer,)
+                )
+            self._lock.release()
+        if self.error is not None:
+            raise self.error
+        return self.peer
+
+
+class ThreadedRequest(BaseRequest):
+    """A request that repeats a blocking call with a short timeout in a thread until it succeeds or is cancelled.
+
+    Args:
+        attempt: ``attempt(timeout)`` returns the peer, or raises DistributedTimeoutError with nothing done.
+        peer: The other side, for error messages.
+    """
+
+    __slots__ = ("_cancelled",)
+
+    _ATTEMPT_SECONDS = 0.05
+
+    def __init__(self, attempt: Callable[[float], int], peer: int) -> None:
+        super().__init__(peer)
+        self._cancelled = False
+        threading.Thread(target=self._run, args=(attempt,), name="ferrodist-request", daemon=True).start()
+
+    def _run(self, attempt: Callable[[float], int]) -> None:
+        while not self._cancelled:
+            try:
+                self.peer = attempt(self._ATTEMPT_SECONDS)
+            except DistributedTimeoutError:
+                continue
+            except Exception as error:  # noqa: BLE001 - it is raised again in wait()
+                self._finish(error)
+                return
+            self._finish()
+            return
+        self._finish(GroupClosedError("the transfer was cancelled"))
+
+    def cancel(self) -> bool:
+        """Stop after the attempt under way; see `Request.cancel`."""
+        if self._done:
+            return False
+        self._cancelled = True
+        self._lock.acquire()
+        self._lock.release()
+        return isinstance(self.error, DistributedError)

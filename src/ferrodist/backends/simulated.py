@@ -1,0 +1,99 @@
+"""Ranks as threads of one process: no ports, no processes, the same contract."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ferrodist.backends.mailbox import EAGER_LIMIT, Message, copy_bytes
+from ferrodist.backends.mailbox_backend import MailboxBackend, Send
+from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT
+from ferrodist.errors import DistributedError, InvalidWorldSizeError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["SimulatedBackend"]
+
+
+class SimulatedBackend(MailboxBackend):
+    """A rank of a group whose ranks are threads of this process.
+
+    Deadlines, errors, sub-groups and the way large messages wait for their receiver are those of `TcpBackend`, so that a
+    program which hangs or fails there does so here. Make groups with `create_group`.
+    """
+
+    def __init__(self, rank: int, peers: Sequence[SimulatedBackend], world_size: int, *, timeout: float, name: str) -> None:
+        super().__init__(rank, world_size, timeout=timeout, name=name)
+        self._peers = peers
+        self._arrivals: dict[Send, Message] = {}
+
+    @classmethod
+    def create_group(
+        cls, world_size: int, *, timeout: float = DEFAULT_COLLECTIVE_TIMEOUT, name: str = "world"
+    ) -> list[SimulatedBackend]:
+        """Make a group.
+
+        Args:
+            world_size: Number of ranks, at least 1.
+            timeout: Seconds a blocking call may take when it names no timeout itself.
+            name: What error messages call the group.
+
+        Returns:
+            The handle of each rank, for one thread each.
+        """
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise InvalidWorldSizeError(f"a group needs a world size of at least 1, not {world_size!r}")
+        peers: list[SimulatedBackend] = []
+        peers.extend(cls(rank, peers, world_size, timeout=timeout, name=name) for rank in range(world_size))
+        return peers
+
+    def close(self, timeout: float | None = None) -> None:
+        """Leave the group; see `Backend.close`."""
+        del timeout
+        self._run_close_callbacks()
+        if self._close_groups():
+            self._notify_left(0, tuple(range(self.world_size)))
+
+    def _start_send(self, send: Send) -> None:
+        mailbox = self._peers[send.peer]._mailbox  # noqa: SLF001 - peers are one object to the user
+        size = len(send.data)
+        if size <= EAGER_LIMIT:
+            message = Message(self.rank, send.tag, size)
+            mailbox.arrive(message)
+            if size:
+                mailbox.write(message, partial(_copy, send.data), 0, size)
+            self._finish_send(send)
+            return
+        message = Message(self.rank, send.tag, size, grant=partial(self._move, send))
+        self._arrivals[send] = message
+        mailbox.arrive(message)
+
+    def _move(self, send: Send) -> None:
+        """A receive is there for an offered message; runs in whichever thread came second."""
+        message = self._arrivals.pop(send, None)
+        if message is not None:
+            self._peers[send.peer]._mailbox.write(message, partial(_copy, send.data), 0, len(send.data))  # noqa: SLF001
+            self._finish_send(send)
+
+    def _take_back(self, send: Send) -> bool:
+        message = self._arrivals.pop(send, None)
+        if message is None:
+            return False
+        self._peers[send.peer]._mailbox.withdraw(message)  # noqa: SLF001
+        return True
+
+    def _notify_abort(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
+        for rank in members:
+            if rank != self.rank:
+                self._peers[rank]._fail_group(group_id, error)  # noqa: SLF001
+
+    def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
+        for rank in members:
+            if rank != self.rank:
+                self._peers[rank]._peer_left(group_id, self.rank)  # noqa: SLF001
+
+
+def _copy(source: memoryview, target: memoryview) -> int:
+    copy_bytes(target, source)
+    return len(source)

@@ -1,0 +1,195 @@
+"""Sub-groups: some ranks of a group as a group of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ferrodist.backends.base import Backend, as_abort_error, check_peer
+from ferrodist.backends.tags import ANY_SOURCE, group_tag
+from ferrodist.errors import DistributedError, GroupClosedError, InvalidRankError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from typing_extensions import Buffer
+
+    from ferrodist.backends.request import Request
+
+__all__ = ["SubBackend"]
+
+_TAG_BITS = 64
+
+# How many sub-groups with the same members each group has had on this rank; see [Note: group ids].
+_generations: weakref.WeakKeyDictionary[Backend, Counter[tuple[int, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
+_generations_lock = threading.Lock()
+
+
+class SubBackend(Backend):
+    """A group made of some ranks of another, over the connections of the other.
+
+    Only the members make it, each by itself, without a message: ranks outside don't take part. Members that make several
+    sub-groups of the same ranks must make them in the same order. A sub-group of a sub-group is one of the outermost group.
+
+    [Note: group ids]
+    Messages are told apart by a 64-bit id, hashed from the outermost group's ranks in order and how often this rank has made
+    a sub-group of just these before. Members agree on all of that without talking. Two ids of one job are equal with
+    probability 2**-64 a pair.
+
+    Args:
+        parent: The group to take ranks from.
+        ranks: Ranks of ``parent``, all different, this one among them. Position i becomes rank i.
+        timeout: Seconds a blocking call may take when it names no timeout itself; None takes the parent's.
+        name: What error messages call the group.
+
+    Raises:
+        InvalidRankError: A rank is not in ``parent``, comes twice, or this rank is not among them.
+    """
+
+    def __init__(
+        self, parent: Backend, ranks: Sequence[int], *, timeout: float | None = None, name: str | None = None
+    ) -> None:
+        members = _check_members(parent, ranks)
+        super().__init__(
+            members.index(parent.rank),
+            len(members),
+            timeout=parent.timeout if timeout is None else timeout,
+            name=name or f"{parent.name}{list(members)}",
+        )
+        self._parent = parent
+        self._members = members
+        self._root, self._root_ranks = _outermost(parent, members)
+        self._index = {rank: i for i, rank in enumerate(self._root_ranks)}
+        self._closed: DistributedError | None = None
+        self.group_id = _next_id(self._root, parent.group_id, self._root_ranks)
+        self._root.open_subgroup(self.group_id, self._root_ranks)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The parent's ranks that form this group, in this group's order."""
+        return self._members
+
+    @property
+    def parent(self) -> Backend:
+        """The group this one was made from."""
+        return self._parent
+
+    @property
+    def failure(self) -> DistributedError | None:
+        """Why the group can't be used any more, or None while it can."""
+        return self._closed or self._root.subgroup_failure(self.group_id, self._root_ranks)
+
+    def to_global(self, local: int) -> int:
+        """The parent's number of this group's rank ``local``."""
+        if not 0 <= local < self.world_size:
+            raise InvalidRankError(f"rank {local} is not in 0..{self.world_size - 1} of group {self.name!r}")
+        return self._members[local]
+
+    def to_local(self, rank: int) -> int | None:
+        """This group's number of the parent's ``rank``, or None when it is not a member."""
+        return self._members.index(rank) if rank in self._members else None
+
+    def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
+        """Send bytes to one rank; see `Backend.send`."""
+        check_peer(self, dst)
+        self._check_open()
+        limit = self.timeout if timeout is None else timeout
+        self._root.send(data, self._root_ranks[dst], tag=self._tag(tag), timeout=limit)
+
+    def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
+        """Receive the next message from ``src``; see `Backend.recv`."""
+        check_peer(self, src, any_source=True)
+        self._check_open()
+        limit = self.timeout if timeout is None else timeout
+        return self._index[self._root.recv(buffer, self._source(src), tag=self._tag(tag), timeout=limit)]
+
+    def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
+        """Start `send` and return at once."""
+        check_peer(self, dst)
+        self._check_open()
+        return _SubRequest(self._root.isend(data, self._root_ranks[dst], tag=self._tag(tag)), self._index)
+
+    def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
+        """Start `recv` and return at once."""
+        check_peer(self, src, any_source=True)
+        self._check_open()
+        return _SubRequest(self._root.irecv(buffer, self._source(src), tag=self._tag(tag)), self._index)
+
+    def abort(self, reason: str | DistributedError) -> None:
+        """End this group on all its members; see `Backend.abort`."""
+        self._root.abort_subgroup(self.group_id, self._root_ranks, as_abort_error(self, reason))
+
+    def close(self, timeout: float | None = None) -> None:
+        """Leave the group; the parent goes on. See `Backend.close`."""
+        del timeout
+        self._run_close_callbacks()
+        if self._closed is None:
+            self._closed = GroupClosedError(f"group {self.name!r} was closed on this rank ({self.rank})")
+            self._root.close_subgroup(self.group_id, self._root_ranks)
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise self._closed
+
+    def _source(self, src: int) -> int:
+        return src if src == ANY_SOURCE else self._root_ranks[src]
+
+    def _tag(self, tag: int) -> int:
+        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < 1 << _TAG_BITS:
+            raise ValueError(f"a tag is an integer from 0 to 2**56-1, not {tag!r}")
+        return group_tag(self.group_id, tag)
+
+
+class _SubRequest:
+    """A request of the outermost group with the peer in the sub-group's numbers."""
+
+    __slots__ = ("_index", "_request")
+
+    def __init__(self, request: Request, index: dict[int, int]) -> None:
+        self._request = request
+        self._index = index
+
+    def wait(self, timeout: float) -> int:
+        return self._index[self._request.wait(timeout)]
+
+    def done(self) -> bool:
+        return self._request.done()
+
+    def cancel(self) -> bool:
+        return self._request.cancel()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        self._request.add_done_callback(callback)
+
+
+def _check_members(parent: Backend, ranks: Sequence[int]) -> tuple[int, ...]:
+    members = tuple(ranks)
+    for rank in members:
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < parent.world_size:
+            raise InvalidRankError(f"rank {rank!r} is not in 0..{parent.world_size - 1} of group {parent.name!r}")
+    if len(set(members)) != len(members):
+        raise InvalidRankError(f"a sub-group's ranks must all be different, not {list(members)}")
+    if parent.rank not in members:
+        raise InvalidRankError(
+            f"rank {parent.rank} of group {parent.name!r} is not among the sub-group's ranks {list(members)}: only members make"
+            " a sub-group; use new_group(), which returns None on other ranks"
+        )
+    return members
+
+
+def _outermost(parent: Backend, members: tuple[int, ...]) -> tuple[Backend, tuple[int, ...]]:
+    if isinstance(parent, SubBackend):
+        return parent._root, tuple(parent._root_ranks[rank] for rank in members)  # noqa: SLF001 - the same class
+    return parent, members
+
+
+def _next_id(root: Backend, parent_id: int, ranks: tuple[int, ...]) -> int:
+    with _generations_lock:
+        made = _generations.setdefault(root, Counter())
+        made[parent_id, ranks] += 1
+        generation = made[parent_id, ranks]
+    text = f"{parent_id}:{generation}:{','.join(map(str, ranks))}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1

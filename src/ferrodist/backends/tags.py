@@ -1,0 +1,53 @@
+"""Tags: what keeps the messages of a group's many conversations apart.
+
+[Note: tags]
+A tag is an integer of up to 128 bits that a backend compares and nothing more. Messages between two ranks with the same
+tag arrive in the order they were sent; messages with different tags don't wait for each other. The upper 64 bits name a
+group (0 is the group itself, others are the sub-groups made from it), the lower 64 name a channel and a number within
+it, so no two parts of a program can take each other's messages.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = ["ANY_SOURCE", "Channel", "channel_tag", "check_user_tag", "group_of_tag", "group_tag"]
+
+ANY_SOURCE = -1
+"""As ``src`` of a receive: take the first message with the right tag, whoever sent it."""
+
+_NUMBER_BITS = 56
+_GROUP_SHIFT = 64
+
+
+class Channel(IntEnum):
+    """What a message is for: the top byte of a tag's lower half."""
+
+    BYTES = 0  # Backend.send and recv, numbered by the user's tag
+    CALL = 1  # calls compared before a collective, numbered by its sequence
+    LATE = 2  # "my deadline has passed", numbered by the collective's sequence
+    DATA = 3  # the data of a collective, numbered by its sequence
+    TENSOR_HEAD = 4  # dtype and shape of a tensor sent point to point, numbered by the user's tag
+    TENSOR_BODY = 5  # its elements, numbered by the message
+
+
+def channel_tag(channel: Channel, number: int) -> int:
+    """The tag of message ``number`` (0 to 2**56-1) of a channel."""
+    return channel << _NUMBER_BITS | number
+
+
+def check_user_tag(tag: int) -> int:
+    """Return ``tag``, or raise ValueError when it is not an integer in 0..2**56-1."""
+    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < 1 << _NUMBER_BITS:
+        raise ValueError(f"a tag is an integer from 0 to 2**56-1, not {tag!r}")
+    return tag
+
+
+def group_tag(group_id: int, tag: int) -> int:
+    """A sub-group's tag as a tag of the group it was made from."""
+    return group_id << _GROUP_SHIFT | tag
+
+
+def group_of_tag(tag: int) -> int:
+    """The group a tag belongs to."""
+    return tag >> _GROUP_SHIFT

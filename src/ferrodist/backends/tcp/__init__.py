@@ -1,0 +1,5 @@
+"""The star: every rank is connected to rank 0, which passes on what ranks say to each other."""
+
+from ferrodist.backends.tcp.backend import TcpBackend
+
+__all__ = ["TcpBackend"]

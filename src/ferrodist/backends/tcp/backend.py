@@ -1,0 +1,424 @@
+"""The TCP star as a backend.
+
+One thread of each rank (`LinkLoop`) reads and writes all of its connections and never blocks on one, so whatever the
+sizes of socket buffers and whoever waits for whom in the program, frames keep moving: a rank that computes still passes
+on, takes in and grants. Senders write straight from their own thread while the socket takes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ferrodist.backends.mailbox import EAGER_LIMIT, Message
+from ferrodist.backends.mailbox_backend import MailboxBackend, Send
+from ferrodist.backends.tags import group_of_tag, group_tag
+from ferrodist.backends.tcp.frame import MAX_PAYLOAD, Frame, Kind
+from ferrodist.backends.tcp.link import Link, Outgoing
+from ferrodist.backends.tcp.loop import BLOCK_BYTES, LinkLoop, Sink
+from ferrodist.backends.tcp.meeting import dial_hub, gather_links
+from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
+from ferrodist.errors import (
+    DistributedError,
+    GroupClosedError,
+    PeerLostError,
+    ProtocolError,
+    RendezvousError,
+    error_from_wire,
+    error_to_wire,
+)
+from ferrodist.rendezvous.secret import resolve_secret
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["TcpBackend"]
+
+_HUB = 0
+_WORLD = 0
+_LOW_64 = (1 << 64) - 1
+
+_CLOSE_SECONDS = 5.0
+"""How long `TcpBackend.close` goes on passing on what ranks that are still there say to each other."""
+
+_ANSWER_GRACE_SECONDS = 0.5
+"""How long past its deadline a connected rank waits for rank 0 to say which rank is missing."""
+
+_FLUSH_POLL_SECONDS = 0.01
+
+_MAX_REASON = 10_000
+"""Characters of an error message, and ranks, that an ABORT frame carries."""
+
+# Kernel settings that end a connection to a host that has vanished without closing it: probes after 5 idle seconds, one a
+# second, given up after five; unacknowledged data the same. A killed process is seen at once, by its closed connection.
+_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 10_000))
+
+
+class TcpBackend(MailboxBackend):
+    """A rank of a group connected by TCP through rank 0.
+
+    Ranks other than 0 have one connection, to rank 0, which passes on what they send each other. That needs no more than one
+    reachable port, and costs rank 0 the traffic of all pairs. Returns when every rank is connected.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        address: "host:port" that rank 0 binds and the others dial.
+        secret: The job secret, the same on every rank; None takes the environment's FERRODIST_SECRET. Without one rank 0
+            refuses to bind anything but a loopback address.
+        timeout: Seconds to connect, and seconds a blocking call may take when it names no timeout itself.
+        name: What error messages call the group.
+        job: Name of the job; ranks of another one are turned away.
+        listener: For rank 0: a bound, listening socket to use in place of ``address``; the group closes it.
+        socket_buffer_bytes: Size of the kernel's buffers, None for the kernel's own tuning.
+
+    Raises:
+        RendezvousError: On every rank, when some did not come in time; they are named.
+        AuthenticationError: This rank's secret is not rank 0's.
+        InvalidRankError, InvalidWorldSizeError: Rank 0 waits for other numbers.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        address: str,
+        *,
+        secret: str | bytes | None = None,
+        timeout: float = DEFAULT_COLLECTIVE_TIMEOUT,
+        name: str = "world",
+        job: str = "default",
+        listener: socket.socket | None = None,
+        socket_buffer_bytes: int | None = None,
+    ) -> None:
+        super().__init__(rank, world_size, timeout=timeout, name=name)
+        self._links: dict[int, Link] = {}
+        self._buffer_bytes = socket_buffer_bytes
+        self._message_numbers = itertools.count(1)
+        self._numbers: dict[Send, int] = {}  # of sends that can still be taken back
+        self._offers: dict[int, Send] = {}  # by message number: waiting for a GRANT
+        self._incoming: dict[tuple[int, int], Message] = {}  # by source and number: offered to this rank, not whole
+        self._changed = threading.Condition()
+        self._ready = False
+        self._process = os.getpid()
+        _live.add(self)
+        self._loop = LinkLoop(self, world_size, name=f"ferrodist-tcp-{name}-{rank}")
+        deadline = Deadline(timeout)
+        key = resolve_secret(secret)
+        if world_size == 1:
+            if listener is not None:
+                listener.close()
+            self._loop.stop()
+        elif rank == _HUB:
+            connections, error = gather_links(
+                world_size, address, secret=key, job=job, group=name, listener=listener, deadline=deadline
+            )
+            self._begin(connections)
+            if error is not None:
+                self.abort(error)
+                self.close()
+                raise error
+            for peer in self._links:
+                self._push(Frame(kind=Kind.READY, source=rank, destination=peer))
+        else:
+            sock = dial_hub(rank, world_size, address, secret=key, job=job, group=name, deadline=deadline)
+            self._begin({_HUB: sock})
+            self._await_ready(deadline)
+
+    def _begin(self, connections: dict[int, socket.socket]) -> None:
+        for peer, sock in sorted(connections.items()):
+            _tune(sock, self._buffer_bytes)
+            self._links[peer] = Link(sock, peer)
+        self._loop.start()
+        for link in list(self._links.values()):
+            self._loop.touch(link)
+
+    def _await_ready(self, deadline: Deadline) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self.failure, deadline.remaining() + _ANSWER_GRACE_SECONDS)
+            ready = self._ready
+        if ready:
+            return
+        error = self.failure or RendezvousError(
+            f"rank 0 of group {self.name!r} took this rank's connection, but did not say within {deadline.timeout:g} s"
+            " that all ranks are there. Look at what rank 0 is doing.",
+            ranks=(_HUB,),
+        )
+        self.close()
+        raise error
+
+    # Sending.
+
+    def _start_send(self, send: Send) -> None:
+        number = next(self._message_numbers)
+        size = len(send.data)
+        self._numbers[send] = number
+        if size <= EAGER_LIMIT:
+            frame = self._message_frame(Kind.EAGER, send, number, length=size)
+            self._push(frame, send.data, owner=send, on_written=partial(self._written, send))
+        else:
+            self._offers[number] = send
+            self._push(self._message_frame(Kind.OFFER, send, number), owner=send)
+
+    def _stream(self, number: int) -> None:
+        """A GRANT has come: queue the whole message, in pieces."""
+        send = self._offers.pop(number, None)
+        if send is None:
+            return  # taken back meanwhile
+        size = len(send.data)
+        for start in range(0, size, MAX_PAYLOAD):
+            stop = min(start + MAX_PAYLOAD, size)
+            frame = self._message_frame(Kind.DATA, send, number, length=stop - start, offset=start)
+            on_written = partial(self._written, send) if stop == size else None
+            self._push(frame, send.data[start:stop], owner=send, on_written=on_written)
+
+    def _written(self, send: Send) -> None:
+        self._numbers.pop(send, None)
+        self._finish_send(send)
+
+    def _take_back(self, send: Send) -> bool:
+        number = self._numbers.pop(send, None)
+        if number is None:
+            return False  # its last byte has been written
+        self._offers.pop(number, None)
+        link = self._link_to(send.peer)
+        if link is not None:
+            link.drop(send)
+            if len(send.data) > EAGER_LIMIT:
+                self._push(self._message_frame(Kind.WITHDRAW, send, number))
+        return True
+
+    def _message_frame(self, kind: Kind, send: Send, number: int, *, length: int = 0, offset: int = 0) -> Frame:
+        return Frame(
+            kind=kind,
+            source=self.rank,
+            destination=send.peer,
+            length=length,
+            message=number,
+            group=group_of_tag(send.tag),
+            tag=send.tag & _LOW_64,
+            size_bytes=len(send.data),
+            offset=offset,
+        )
+
+    def _link_to(self, rank: int) -> Link | None:
+        return self._links.get(rank if self.rank == _HUB else _HUB)
+
+    def _push(
+        self,
+        frame: Frame,
+        payload: memoryview | bytes = b"",
+        *,
+        owner: object = None,
+        on_written: Callable[[], object] | None = None,
+        source_link: Link | None = None,
+    ) -> None:
+        """Write or queue a frame on the way to its destination; without a way it is dropped."""
+        link = self._link_to(frame.destination)
+        if link is None:
+            return
+        outgoing = Outgoing(frame, payload, owner=owner, on_written=on_written, relayed=source_link is not None)
+        if link.push(outgoing):
+            if source_link is not None and link.relayed_bytes > BLOCK_BYTES:
+                source_link.blocked_by = link
+            self._loop.touch(link)
+
+    # What comes in: called by the loop's thread.
+
+    def frame_begins(self, link: Link, frame: Frame) -> Sink:
+        """Check a frame against this rank's place in the star, and say where its payload goes."""
+        if self.rank == _HUB:
+            legal = frame.source == link.peer and frame.kind not in (Kind.READY, Kind.DIED)
+        else:
+            legal = frame.destination == self.rank
+        if not legal:
+            raise ProtocolError(
+                f"a {frame.kind.name} frame from rank {frame.source} to rank {frame.destination} over the connection of"
+                f" rank {link.peer} and rank {self.rank}"
+            )
+        if frame.destination != self.rank:
+            return _Bytes(frame.length)
+        if frame.kind is Kind.EAGER:
+            return self._message_sink(self._announce(frame))
+        if frame.kind is Kind.DATA:
+            message = self._incoming.get((frame.source, frame.message))
+            if message is None:
+                return _Bytes(frame.length)  # withdrawn, or its group has failed
+            if frame.offset != message.num_received or frame.size_bytes != message.size_bytes:
+                raise ProtocolError(f"a piece of message {frame.message} out of its order")
+            return self._message_sink(message, frame.offset)
+        return _Bytes(frame.length)
+
+    def frame_ends(self, link: Link, frame: Frame, sink: Sink) -> None:
+        """Act on a frame."""
+        payload = sink.data if isinstance(sink, _Bytes) else b""
+        if frame.destination != self.rank:
+            self._push(frame, payload, source_link=link)
+            return
+        match frame.kind:
+            case Kind.OFFER:
+                if (frame.source, frame.message) in self._incoming:
+                    raise ProtocolError(f"a second offer of message {frame.message}")
+                self._incoming[frame.source, frame.message] = self._announce(frame, offered=True)
+            case Kind.GRANT:
+                self._stream(frame.message)
+            case Kind.DATA:
+                if frame.offset + frame.length == frame.size_bytes:
+                    self._incoming.pop((frame.source, frame.message), None)
+            case Kind.WITHDRAW:
+                message = self._incoming.pop((frame.source, frame.message), None)
+                if message is not None:
+                    self._mailbox.withdraw(message)
+            case Kind.ABORT:
+                self._fail_group(frame.group, _decode_error(payload))
+            case Kind.LEFT:
+                link.has_left |= frame.group == _WORLD and frame.source == link.peer
+                self._peer_left(frame.group, frame.source)
+            case Kind.DIED:
+                self._peer_died(frame.source, self._death(frame.source, "its connection to rank 0 ended"))
+            case Kind.READY:
+                self._ready = True
+            case Kind.EAGER:
+                return
+        with self._changed:
+            self._changed.notify_all()
+
+    def link_ended(self, link: Link, reason: str, violation: ProtocolError | None) -> None:
+        """A connection is gone: its rank has left or died, and at the hub's end so has every way to others."""
+        self._links.pop(link.peer, None)
+        for key in [key for key in self._incoming if key[0] == link.peer or link.peer == _HUB]:
+            self._mailbox.withdraw(self._incoming.pop(key))
+        if not link.has_left:
+            self._peer_died(link.peer, violation or self._death(link.peer, reason))
+        if self.rank == _HUB:
+            for other in () if link.has_left else tuple(self._links):
+                self._push(Frame(kind=Kind.DIED, source=link.peer, destination=other))
+        else:
+            for other in range(1, self.world_size):
+                self._peer_left(_WORLD, other)  # no way to it is left
+        with self._changed:
+            self._changed.notify_all()
+
+    def loop_broke(self, error: Exception) -> None:
+        """The loop has a defect: fail everything, rather than leave ranks waiting."""
+        failure = DistributedError(f"the connections of rank {self.rank} ended by a defect: {error!r}", ranks=(self.rank,))
+        failure.__cause__ = error
+        for group_id in list(self._members):
+            self._fail_group(group_id, failure)
+
+    def _announce(self, frame: Frame, *, offered: bool = False) -> Message:
+        tag = group_tag(frame.group, frame.tag)
+        grant = partial(self._grant, frame.source, frame.message) if offered else None
+        message = Message(frame.source, tag, frame.size_bytes, grant)
+        if frame.group not in self._failures:
+            self._mailbox.arrive(message)
+        return message
+
+    def _grant(self, source: int, number: int) -> None:
+        self._push(Frame(kind=Kind.GRANT, source=self.rank, destination=source, message=number))
+
+    def _message_sink(self, message: Message, base: int = 0) -> Sink:
+        return lambda fill, start, stop: self._mailbox.write(message, fill, base + start, base + stop)
+
+    def _death(self, rank: int, reason: str) -> PeerLostError:
+        return PeerLostError(f"rank {rank} of group {self.name!r} died: {reason} without a goodbye", ranks=(rank,))
+
+    # Notices, and the end.
+
+    def _notify_abort(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
+        name, message, ranks = error_to_wire(error)
+        payload = msgspec.msgpack.encode((name, message[:_MAX_REASON], ranks[:_MAX_REASON]))
+        for rank in members:
+            if rank != self.rank:
+                frame = Frame(
+                    kind=Kind.ABORT, source=self.rank, destination=rank, group=group_id, length=len(payload)
+                )
+                self._push(frame, payload)
+
+    def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
+        for rank in members:
+            if rank != self.rank:
+                self._push(Frame(kind=Kind.LEFT, source=self.rank, destination=rank, group=group_id))
+
+    def close(self, timeout: float | None = None) -> None:
+        """Leave the group; see `Backend.close`.
+
+        Args:
+            timeout: Seconds that rank 0 goes on passing on what other ranks that are still there say to each other, and
+                that other ranks wait for their last words to be taken; None for five.
+        """
+        deadline = Deadline(_CLOSE_SECONDS if timeout is None else check_timeout(timeout))
+        if os.getpid() != self._process:
+            return  # a forked child: the connections are the parent's
+        self._run_close_callbacks()
+        if self._close_groups():
+            self._notify_left(_WORLD, tuple(range(self.world_size)))
+            self._drain(deadline)
+            self._loop.stop()
+
+    def _drain(self, deadline: Deadline) -> None:
+        """Wait until all is written and the peers have closed their side too, so that no last word is lost.
+
+        Closing a socket with unread input resets the connection, which would destroy what the peer has not read yet.
+        """
+        links = list(self._links.values())
+        with self._changed:
+            self._changed.wait_for(lambda: not any(link.waiting for link in links), min(_FLUSH_POLL_SECONDS, deadline.remaining()))
+            while self._links and not deadline.expired:
+                for link in list(self._links.values()):
+                    if not link.waiting and (self.rank != _HUB or link.has_left):
+                        link.finish_writing()
+                self._changed.wait(min(_FLUSH_POLL_SECONDS, deadline.remaining()))
+
+
+class _Bytes:
+    """A sink that keeps the payload."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, length: int) -> None:
+        self.data = memoryview(bytearray(length))
+
+    def __call__(self, fill: Callable[[memoryview], int], start: int, stop: int) -> int:
+        return fill(self.data[start:stop])
+
+
+def _decode_error(payload: memoryview | bytes) -> DistributedError:
+    try:
+        name, message, ranks = msgspec.msgpack.decode(payload, type=tuple[str, str, tuple[int, ...]])
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"an ABORT frame whose reason can't be read ({error})") from None
+    return error_from_wire(name, message, ranks)
+
+
+def _tune(sock: socket.socket, buffer_bytes: int | None) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        if hasattr(socket, option):  # Linux has all of them, other systems some
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    if buffer_bytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+
+
+_live: weakref.WeakSet[TcpBackend] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: the groups stay the parent's; using one here is an error, not a hang."""
+    error = GroupClosedError("this group belongs to the process that this one was forked from: make one here")
+    for backend in list(_live):
+        backend._state_lock = threading.Lock()  # noqa: SLF001 - the parent's threads may have held it
+        backend._failures = dict.fromkeys(backend._members, error)  # noqa: SLF001
+    _live.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)

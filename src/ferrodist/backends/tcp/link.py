@@ -1,0 +1,197 @@
+"""A link: one non-blocking connection, with what is still to be written to it and what has been read ahead."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ferrodist.backends.tcp.frame import HEADER_SIZE, URGENT, Frame
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Link", "Outgoing"]
+
+_READ_AHEAD = 64 * 1024
+_DIRECT_READ = 16 * 1024  # from here on a read goes straight to where the bytes belong
+
+
+class Outgoing:
+    """A frame to be written.
+
+    Args:
+        frame: Its header.
+        payload: ``frame.length`` bytes that stay unchanged until it is written.
+        owner: Whom the payload belongs to, for `Link.drop`.
+        on_written: Called once the last byte has been given to the kernel.
+        relayed: Whether it passes through this rank only.
+    """
+
+    __slots__ = ("frame", "on_written", "owner", "payload", "relayed", "views")
+
+    def __init__(
+        self,
+        frame: Frame,
+        payload: memoryview | bytes = b"",
+        *,
+        owner: object = None,
+        on_written: Callable[[], object] | None = None,
+        relayed: bool = False,
+    ) -> None:
+        self.frame = frame
+        self.payload = payload
+        self.owner = owner
+        self.on_written = on_written
+        self.relayed = relayed
+        self.views: list[memoryview] = []
+
+
+class Link:
+    """A connection to a peer. Any thread may `push`; one thread reads and calls `flush`.
+
+    Args:
+        sock: A connected, authenticated socket; the link owns it.
+        peer: The rank on the other side.
+    """
+
+    def __init__(self, sock: socket.socket, peer: int) -> None:
+        self.sock = sock
+        self.peer = peer
+        self.has_left = False  # LEFT for the whole group has come from the peer
+        self.relayed_bytes = 0  # waiting to be written, on behalf of others
+        self.blocked_by: Link | None = None  # not read from while that link has too much relayed_bytes
+        self.frame: Frame | None = None  # whose payload is being read
+        self.sink: Callable[[Callable[[memoryview], int], int, int], int] | None = None  # where its payload goes
+        self.num_read = 0  # bytes of its payload
+        self.header = memoryview(bytearray(HEADER_SIZE))
+        self.num_header = 0
+        self._ahead = memoryview(bytearray(_READ_AHEAD))
+        self._ahead_start = self._ahead_stop = 0
+        self._lock = threading.Lock()
+        self._urgent: deque[Outgoing] = deque()
+        self._queue: deque[Outgoing] = deque()
+        self._current: Outgoing | None = None
+        self._closed = False
+        sock.setblocking(False)
+
+    def push(self, outgoing: Outgoing) -> bool:
+        """Write a frame, or queue it. True when something waits to be written: see to it that `flush` is called."""
+        with self._lock:
+            if self._closed:
+                return False
+            was_waiting = self._waiting()
+            (self._urgent if outgoing.frame.kind in URGENT else self._queue).append(outgoing)
+            if outgoing.relayed:
+                self.relayed_bytes += outgoing.frame.length
+            if was_waiting:
+                return True
+            written = self._write()
+            waiting = self._waiting()
+        for callback in written:
+            callback()
+        return waiting
+
+    def flush(self) -> None:
+        """Write what the socket takes now. Connection errors show when reading."""
+        with self._lock:
+            written = self._write()
+        for callback in written:
+            callback()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether frames wait to be written."""
+        with self._lock:
+            return self._waiting()
+
+    @property
+    def has_read_ahead(self) -> bool:
+        """Whether bytes have been read that `read_into` has not given out."""
+        return self._ahead_start < self._ahead_stop
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self._closed
+
+    def drop(self, owner: object) -> None:
+        """Forget the queued frames of ``owner``. Of one that is partly written the rest is copied: it must go out whole."""
+        with self._lock:
+            self._queue = deque(outgoing for outgoing in self._queue if outgoing.owner is not owner)
+            current = self._current
+            if current is not None and current.owner is owner:
+                current.views = [memoryview(bytes(view)) for view in current.views]
+                current.on_written = None
+
+    def read_into(self, target: memoryview) -> int:
+        """Read at least one byte into ``target``.
+
+        Returns:
+            How many; 0 when the peer has closed the connection.
+
+        Raises:
+            BlockingIOError: Nothing is there now.
+            OSError: The connection is broken.
+        """
+        if self._ahead_start == self._ahead_stop:
+            if len(target) >= _DIRECT_READ:
+                return self.sock.recv_into(target)
+            self._ahead_start = self._ahead_stop = 0
+            self._ahead_stop = self.sock.recv_into(self._ahead)
+        count = min(len(target), self._ahead_stop - self._ahead_start)
+        target[:count] = self._ahead[self._ahead_start : self._ahead_start + count]
+        self._ahead_start += count
+        return count
+
+    def close(self) -> None:
+        """Close the connection; what waits to be written is dropped."""
+        with self._lock:
+            self._closed = True
+            self._queue.clear()
+            self._urgent.clear()
+            self._current = None
+            self.sock.close()
+
+    def finish_writing(self) -> None:
+        """Tell the peer that nothing more will come."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_WR)
+
+    def _waiting(self) -> bool:
+        return self._current is not None or bool(self._urgent) or bool(self._queue)
+
+    def _write(self) -> list[Callable[[], object]]:
+        """Under the lock: write until the socket is full; returns what to call after."""
+        written: list[Callable[[], object]] = []
+        while True:
+            if self._current is None:
+                queue = self._urgent or self._queue
+                if not queue:
+                    return written
+                self._current = queue.popleft()
+                self._current.views = [memoryview(self._current.frame.pack())]
+                if self._current.frame.length:
+                    self._current.views.append(memoryview(self._current.payload))
+            current = self._current
+            try:
+                count = self.sock.sendmsg(current.views)
+            except BlockingIOError:
+                return written
+            except OSError:  # the reader sees the same and reports it
+                self._queue.clear()
+                self._urgent.clear()
+                self._current = None
+                return written
+            while current.views and count >= len(current.views[0]):
+                count -= len(current.views.pop(0))
+            if current.views:
+                current.views[0] = current.views[0][count:]
+                continue
+            if current.relayed:
+                self.relayed_bytes -= current.frame.length
+            if current.on_written is not None:
+                written.append(current.on_written)
+            self._current = None

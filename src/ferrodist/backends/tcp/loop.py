@@ -1,0 +1,200 @@
+"""The input and output of all links of a rank, in one thread that never blocks on any of them."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+from ferrodist.backends.tcp.frame import Frame
+from ferrodist.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrodist.backends.tcp.link import Link
+
+__all__ = ["BLOCK_BYTES", "LinkHandler", "LinkLoop", "Sink"]
+
+_READ_BUDGET = 4 << 20
+"""Bytes read from one link before the others get their turn."""
+
+BLOCK_BYTES = 8 << 20
+"""A link is not read from while what it sent waits in this much for one other rank ..."""
+
+_UNBLOCK_BYTES = 4 << 20
+"""... until no more than this is left."""
+
+
+class Sink(Protocol):
+    """Where a frame's payload goes: lets ``fill`` write payload bytes ``start`` to ``stop``; returns how many it wrote."""
+
+    def __call__(self, fill: Callable[[memoryview], int], start: int, stop: int) -> int: ...
+
+
+class LinkHandler(Protocol):
+    """What is told of everything that comes in. All calls come from the loop's thread."""
+
+    def frame_begins(self, link: Link, frame: Frame) -> Sink:
+        """A header has come; raises ProtocolError when the frame may not be."""
+
+    def frame_ends(self, link: Link, frame: Frame, sink: Sink) -> None:
+        """A whole frame has come."""
+
+    def link_ended(self, link: Link, reason: str, violation: ProtocolError | None) -> None:
+        """The connection is gone, and closed on this side; ``violation`` when this side ended it."""
+
+    def loop_broke(self, error: Exception) -> None:
+        """The loop's thread ends because of a defect."""
+
+
+class LinkLoop:
+    """Reads frames from links and writes what is queued on them, until `stop`."""
+
+    def __init__(self, handler: LinkHandler, world_size: int, name: str) -> None:
+        self._handler = handler
+        self._world_size = world_size
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, None)
+        self._lock = threading.Lock()
+        self._touched: set[Link] = set()
+        self._links: dict[Link, int] = {}  # and what the selector watches them for
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def touch(self, link: Link) -> None:
+        """Have a new link watched, or one with something to write written to. Any thread may call."""
+        with self._lock:
+            self._touched.add(link)
+        self._wake()
+
+    def stop(self) -> None:
+        """End the thread and close all links."""
+        self._stopping = True
+        if self._thread.ident is None:
+            self._release()
+            return
+        self._wake()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake up; closed: it has ended
+            self._wake_out.send(b"\0")
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._watch_touched()
+                for key, events in self._selector.select():
+                    if key.data is None:
+                        with contextlib.suppress(BlockingIOError):
+                            self._wake_in.recv(4096)
+                    else:
+                        self._serve(key.data, events)
+        except Exception as error:  # noqa: BLE001 - whatever it is, ranks must not wait for a thread that is gone
+            self._handler.loop_broke(error)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        for link in list(self._links):
+            link.close()
+        self._selector.close()
+        self._wake_in.close()
+        self._wake_out.close()
+
+    def _watch_touched(self) -> None:
+        with self._lock:
+            touched, self._touched = self._touched, set()
+        for link in touched:
+            if link not in self._links and not link.closed:
+                self._links[link] = 0
+            self._watch(link)
+
+    def _watch(self, link: Link) -> None:
+        """Tell the selector what to watch a link for."""
+        before = self._links.get(link)
+        if before is None:
+            return
+        wanted = 0 if link.blocked_by else selectors.EVENT_READ
+        if link.waiting:
+            wanted |= selectors.EVENT_WRITE
+        if wanted == before:
+            return
+        if not before:
+            self._selector.register(link.sock, wanted, link)
+        elif not wanted:
+            self._selector.unregister(link.sock)
+        else:
+            self._selector.modify(link.sock, wanted, link)
+        self._links[link] = wanted
+
+    def _serve(self, link: Link, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            link.flush()
+            if link.relayed_bytes <= _UNBLOCK_BYTES:
+                self._unblock(link)
+        if events & selectors.EVENT_READ:
+            self._read(link)
+        self._watch(link)
+
+    def _unblock(self, full: Link) -> None:
+        for link in [link for link in self._links if link.blocked_by is full]:
+            link.blocked_by = None
+            self._read(link)  # what was read ahead of the block is not announced again
+            self._watch(link)
+
+    def _read(self, link: Link) -> None:
+        """Read what is there, frame by frame, up to the budget."""
+        budget = _READ_BUDGET
+        try:
+            while link.blocked_by is None and (budget > 0 or link.has_read_ahead):
+                if link.frame is None or link.sink is None:
+                    count = link.read_into(link.header[link.num_header :])
+                    link.num_header += count
+                    if link.num_header == len(link.header):
+                        self._begin(link)
+                else:
+                    count = link.sink(link.read_into, link.num_read, link.frame.length)
+                    link.num_read += count
+                    self._end_if_whole(link)
+                budget -= count
+                if count == 0:
+                    self.end(link, "its connection closed")
+                    return
+        except BlockingIOError:
+            return
+        except ProtocolError as error:
+            violation = ProtocolError(f"rank {link.peer} broke the protocol: {error.message}", ranks=(link.peer,))
+            self.end(link, "", violation)
+        except OSError as error:
+            self.end(link, f"its connection broke ({error.strerror or error})")
+
+    def _begin(self, link: Link) -> None:
+        link.num_header = link.num_read = 0
+        link.frame = Frame.unpack(link.header, self._world_size)
+        link.sink = self._handler.frame_begins(link, link.frame)
+        self._end_if_whole(link)
+
+    def _end_if_whole(self, link: Link) -> None:
+        frame, sink = link.frame, link.sink
+        if frame is not None and sink is not None and link.num_read == frame.length:
+            link.frame = link.sink = None
+            self._handler.frame_ends(link, frame, sink)
+
+    def end(self, link: Link, reason: str, violation: ProtocolError | None = None) -> None:
+        """Close a link from the loop's thread and report it."""
+        if self._links.pop(link, 0):
+            self._selector.unregister(link.sock)
+        link.close()
+        self._unblock(link)
+        self._handler.link_ended(link, reason, violation)

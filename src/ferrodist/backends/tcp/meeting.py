@@ -1,0 +1,94 @@
+"""How the ranks of a star come together: rank 0 listens, the others dial, all prove themselves."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from ferrodist.errors import DistributedError, InvalidRankError, InvalidWorldSizeError, RendezvousError
+from ferrodist.rendezvous.handshake import Hello, connect
+from ferrodist.rendezvous.listener import Listener, parse_address
+
+if TYPE_CHECKING:
+    import socket
+
+    from ferrodist.deadline import Deadline
+
+__all__ = ["dial_hub", "gather_links"]
+
+_PURPOSE = "group"
+
+
+def gather_links(  # noqa: PLR0913 - the facts of a meeting
+    world_size: int,
+    address: str,
+    *,
+    secret: bytes,
+    job: str,
+    group: str,
+    listener: socket.socket | None,
+    deadline: Deadline,
+) -> tuple[dict[int, socket.socket], DistributedError | None]:
+    """Rank 0: wait for every other rank.
+
+    Returns:
+        The authenticated connection of each rank that came, and why the others did not, if any are missing.
+    """
+    host, port = parse_address(address)
+    connections: dict[int, socket.socket] = {}
+    changed = threading.Condition()
+
+    def admit(hello: Hello) -> None:
+        if hello.purpose != _PURPOSE or hello.job != job or hello.group != group:
+            raise RendezvousError(
+                f"rank {hello.rank} came for {hello.purpose} {hello.group!r} of job {hello.job!r}, but this is"
+                f" group {group!r} of job {job!r}: two jobs share an address"
+            )
+        if hello.world_size != world_size:
+            raise InvalidWorldSizeError(
+                f"rank {hello.rank} was told a world size of {hello.world_size}, rank 0 one of {world_size}:"
+                " start every rank with the same"
+            )
+        if not 1 <= hello.rank < world_size:
+            raise InvalidRankError(f"rank {hello.rank} is not in 1..{world_size - 1}, the ranks that rank 0 waits for")
+        with changed:
+            if hello.rank in connections:
+                raise RendezvousError(
+                    f"rank {hello.rank} is here already: two processes were started with this rank",
+                    ranks=(hello.rank,),
+                )
+
+    def take(sock: socket.socket, hello: Hello) -> None:
+        with changed:
+            if hello.rank in connections:  # both were admitted before either was taken
+                sock.close()
+                return
+            connections[hello.rank] = sock
+            changed.notify()
+
+    server = Listener(host, port, secret=secret, sock=listener)
+    try:
+        server.serve(admit, take)
+        with changed:
+            changed.wait_for(lambda: len(connections) == world_size - 1, deadline.remaining())
+    finally:
+        server.close()
+    missing = tuple(rank for rank in range(1, world_size) if rank not in connections)
+    if not missing:
+        return connections, None
+    turned_away = f" Turned away: {'; '.join(server.rejections)}." if server.rejections else ""
+    names = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
+    return connections, RendezvousError(
+        f"{names} not connected to rank 0 of group {group!r} at {server.address} within {deadline.timeout:g} s."
+        f"{turned_away} Check that every rank was started, with this address, world size and secret.",
+        ranks=missing,
+    )
+
+
+def dial_hub(
+    rank: int, world_size: int, address: str, *, secret: bytes, job: str, group: str, deadline: Deadline
+) -> socket.socket:
+    """Every other rank: connect to rank 0."""
+    host, port = parse_address(address)
+    hello = Hello(purpose=_PURPOSE, job=job, rank=rank, world_size=world_size, group=group)
+    return connect(host, port, secret=secret, hello=hello, deadline=deadline)

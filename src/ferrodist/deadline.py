@@ -1,0 +1,58 @@
+"""Deadlines: one way to turn a ``timeout`` in seconds into the time that is left."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["DEFAULT_COLLECTIVE_TIMEOUT", "Deadline", "check_timeout"]
+
+DEFAULT_COLLECTIVE_TIMEOUT = 60.0
+"""Seconds a blocking call may take when neither the call nor its group says otherwise."""
+
+# Lock.acquire and Condition.wait refuse longer waits than this (threading.TIMEOUT_MAX is about 292 years on Linux, but
+# 49 days on some platforms).
+_LONGEST_WAIT = 30 * 24 * 3600.0
+
+
+def check_timeout(timeout: float) -> float:
+    """Return ``timeout`` as a float, or raise: it must be a number of seconds, not negative and not NaN."""
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds, not {type(timeout).__name__}")
+    if math.isnan(timeout) or timeout < 0:
+        raise ValueError(f"timeout must be 0 or more seconds, not {timeout}")
+    return float(timeout)
+
+
+class Deadline:
+    """A moment by which something must be done.
+
+    Args:
+        timeout: Seconds from now; ``math.inf`` never passes.
+        clock: Where the time comes from, in seconds; only differences matter.
+    """
+
+    __slots__ = ("_clock", "_end", "_start", "timeout")
+
+    def __init__(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.timeout = check_timeout(timeout)
+        self._clock = clock
+        self._start = clock()
+        self._end = self._start + self.timeout
+
+    def remaining(self) -> float:
+        """Seconds left: never negative, and never more than a lock can wait for."""
+        return min(max(0.0, self._end - self._clock()), _LONGEST_WAIT)
+
+    def elapsed(self) -> float:
+        """Seconds since the deadline was made."""
+        return self._clock() - self._start
+
+    @property
+    def expired(self) -> bool:
+        """Whether the moment has passed."""
+        return self._clock() >= self._end

@@ -1,0 +1,168 @@
+"""Every error ferrodist raises of its own.
+
+::
+
+    DistributedError(RuntimeError)            what            whose turn it is
+    |-- InvalidRankError       (ValueError)   wrong argument   fix the call
+    |-- InvalidWorldSizeError  (ValueError)   wrong argument   fix the call
+    |-- SelfSendError          (ValueError)   wrong argument   fix the call
+    |-- SizeMismatchError      (ValueError)   a message does not fit the buffer given for it
+    |-- UnsupportedOpError     (TypeError)    no backend or dtype here can do this
+    |-- CollectiveMismatchError               ranks called different things
+    |-- GroupClosedError                      this rank closed the group
+    |-- GroupAbortedError                     some rank called abort()
+    |-- PeerLostError                         a rank died or left
+    |-- DistributedTimeoutError (TimeoutError) a rank is late
+    |-- NoConnectionError                     there never was a path to that rank
+    |-- ProtocolError                         bytes that no ferrodist peer would send
+    |-- AuthenticationError                   a peer does not know the job secret
+    |-- RendezvousError                       the ranks could not all meet
+    |-- BackendUnavailable                    the engine is not installed here
+    `-- RankFailedError                       a rank's program failed (launcher, test kit)
+
+``ValueError`` and ``TypeError`` of Python itself are raised for arguments that are wrong on their face. The first rank
+that detects a failure reports it; every other rank raises the same class with the same facts, so each error pickles and
+crosses process boundaries whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "AuthenticationError",
+    "BackendUnavailable",
+    "CollectiveMismatchError",
+    "DistributedError",
+    "DistributedTimeoutError",
+    "GroupAbortedError",
+    "GroupClosedError",
+    "InvalidRankError",
+    "InvalidWorldSizeError",
+    "NoConnectionError",
+    "PeerLostError",
+    "ProtocolError",
+    "RankFailedError",
+    "RendezvousError",
+    "SelfSendError",
+    "SizeMismatchError",
+    "UnsupportedOpError",
+    "error_from_wire",
+    "error_to_wire",
+]
+
+
+class DistributedError(RuntimeError):
+    """Base of all ferrodist errors.
+
+    Args:
+        message: A whole sentence: what happened, where, and what to do.
+        ranks: The ranks the error is about (the lost peers, the late ranks), in the numbering of the group it names.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.message = message
+        self.ranks = tuple(ranks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.ranks, self.__dict__.copy())
+
+    @property
+    def rank(self) -> int | None:
+        """The rank the error is about, or None when it is about none or several."""
+        return self.ranks[0] if len(self.ranks) == 1 else None
+
+
+def _rebuild(
+    kind: type[DistributedError], message: str, ranks: tuple[int, ...], state: dict[str, Any]
+) -> DistributedError:
+    error = kind(message, ranks=ranks)
+    error.__dict__.update(state)
+    return error
+
+
+class InvalidRankError(DistributedError, ValueError):
+    """A rank outside 0..world_size-1, or one that is not a member of the group."""
+
+
+class InvalidWorldSizeError(DistributedError, ValueError):
+    """A world size below 1, or one that other ranks do not agree with."""
+
+
+class SelfSendError(DistributedError, ValueError):
+    """A rank tried to send to, or receive from, itself."""
+
+
+class SizeMismatchError(DistributedError, ValueError):
+    """A message has another size than the buffer it was to be received into."""
+
+
+class UnsupportedOpError(DistributedError, TypeError):
+    """An operation that this backend, dtype or device cannot do."""
+
+
+class CollectiveMismatchError(DistributedError):
+    """Ranks of one group made different collective calls at the same position of their programs."""
+
+
+class GroupClosedError(DistributedError):
+    """The group was closed on this rank before the call."""
+
+
+class GroupAbortedError(DistributedError):
+    """A rank ended the group on purpose with ``abort()``."""
+
+
+class PeerLostError(DistributedError):
+    """A rank of the group died, or left while others still counted on it."""
+
+
+class DistributedTimeoutError(DistributedError, TimeoutError):
+    """A deadline passed; ``ranks`` are those that were waited for, where known."""
+
+
+class NoConnectionError(DistributedError):
+    """There is no path to a rank."""
+
+
+class ProtocolError(DistributedError):
+    """A peer sent bytes that do not follow the wire format."""
+
+
+class AuthenticationError(DistributedError):
+    """A peer could not prove that it knows the job secret."""
+
+
+class RendezvousError(DistributedError):
+    """The ranks of a job could not all meet."""
+
+
+class BackendUnavailable(DistributedError):  # noqa: N818 - the name the crate gave it
+    """An engine that is not installed, or cannot run on this machine."""
+
+
+class RankFailedError(DistributedError):
+    """The program of one or more ranks failed; the message carries their tracebacks."""
+
+
+def _tree(kind: type[DistributedError]) -> dict[str, type[DistributedError]]:
+    found = {kind.__name__: kind}
+    for child in kind.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+def error_to_wire(error: BaseException) -> tuple[str, str, tuple[int, ...]]:
+    """Reduce an error to (class name, message, ranks), which any codec can carry."""
+    if isinstance(error, DistributedError):
+        return type(error).__name__, error.message, error.ranks
+    return DistributedError.__name__, f"{type(error).__name__}: {error}", ()
+
+
+def error_from_wire(name: str, message: str, ranks: tuple[int, ...]) -> DistributedError:
+    """Rebuild an error from `error_to_wire`'s triple; an unknown class becomes `DistributedError`.
+
+    Names are looked up in this module's tree and nowhere else, so a peer cannot make this process import or call anything.
+    """
+    return _tree(DistributedError).get(name, DistributedError)(message, ranks=tuple(ranks))
