@@ -9,7 +9,7 @@ without waiting for it also overrides ``isend`` and ``irecv``, which otherwise r
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.agreement import Agreement
 from ferrodist.backends.call import Call
@@ -59,6 +59,8 @@ class Backend(ABC):
         self._timeout = check_timeout(timeout)
         self._name = name
         self._close_callbacks: list[Callable[[], None]] = []
+        self.attachments: dict[str, Any] = {}
+        """What layers above keep with the group, by name."""
         self.agreement = Agreement(self)
 
     @property
@@ -142,7 +144,7 @@ class Backend(ABC):
         """Leave the group and release what it holds. Closing twice is allowed.
 
         What this rank sent before stays receivable. Ranks that still wait for it get `PeerLostError`.
-        Implementations call `_run_close_callbacks` first.
+        Implementations call `_run_close_callbacks` last.
         """
 
     def barrier(self, timeout: float | None = None) -> None:
@@ -184,7 +186,7 @@ class Backend(ABC):
         """Be told that this rank has left a sub-group. This form tells nobody."""
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Have ``callback()`` run once when the group is closed on this rank, before its connections go."""
+        """Have ``callback()`` run once the group has been closed on this rank, and nothing waits in it any more."""
         self._close_callbacks.append(callback)
 
     def _run_close_callbacks(self) -> None:

@@ -75,6 +75,10 @@ class Call:
         """The same call at another position."""
         return replace(self, sequence=sequence)
 
+    def with_payload(self, payload: bytes) -> Call:
+        """The same call with other bytes of this rank."""
+        return replace(self, payload=payload)
+
     def __str__(self) -> str:
         parts = [self.reduce_op] if self.reduce_op else []
         if self.dtype:

@@ -51,9 +51,9 @@ class SimulatedBackend(MailboxBackend):
     def close(self, timeout: float | None = None) -> None:
         """Leave the group; see `Backend.close`."""
         del timeout
-        self._run_close_callbacks()
         if self._close_groups():
             self._notify_left(0, tuple(range(self.world_size)))
+            self._run_close_callbacks()
 
     def _start_send(self, send: Send) -> None:
         mailbox = self._peers[send.peer]._mailbox  # noqa: SLF001 - peers are one object to the user

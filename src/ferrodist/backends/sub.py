@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.backends.base import Backend, as_abort_error, check_peer
 from ferrodist.backends.tags import ANY_SOURCE, group_tag
-from ferrodist.errors import DistributedError, GroupClosedError, InvalidRankError
+from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, InvalidRankError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,7 +52,12 @@ class SubBackend(Backend):
     def __init__(
         self, parent: Backend, ranks: Sequence[int], *, timeout: float | None = None, name: str | None = None
     ) -> None:
-        members = _check_members(parent, ranks)
+        members = self.check_members(parent, ranks)
+        if parent.rank not in members:
+            raise InvalidRankError(
+                f"rank {parent.rank} of group {parent.name!r} is not among the sub-group's ranks {list(members)}: only"
+                " members make a sub-group; new_group() returns None on other ranks"
+            )
         super().__init__(
             members.index(parent.rank),
             len(members),
@@ -66,6 +71,19 @@ class SubBackend(Backend):
         self._closed: DistributedError | None = None
         self.group_id = _next_id(self._root, parent.group_id, self._root_ranks)
         self._root.open_subgroup(self.group_id, self._root_ranks)
+
+    @staticmethod
+    def check_members(parent: Backend, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The ranks of a sub-group of ``parent`` as a tuple, or InvalidRankError when they can't be."""
+        members = tuple(ranks)
+        if not members:
+            raise InvalidRankError(f"a sub-group of group {parent.name!r} needs at least one rank")
+        for rank in members:
+            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < parent.world_size:
+                raise InvalidRankError(f"rank {rank!r} is not in 0..{parent.world_size - 1} of group {parent.name!r}")
+        if len(set(members)) != len(members):
+            raise InvalidRankError(f"a sub-group's ranks must all be different, not {list(members)}")
+        return members
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -125,10 +143,10 @@ class SubBackend(Backend):
     def close(self, timeout: float | None = None) -> None:
         """Leave the group; the parent goes on. See `Backend.close`."""
         del timeout
-        self._run_close_callbacks()
         if self._closed is None:
             self._closed = GroupClosedError(f"group {self.name!r} was closed on this rank ({self.rank})")
             self._root.close_subgroup(self.group_id, self._root_ranks)
+            self._run_close_callbacks()
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -153,7 +171,11 @@ class _SubRequest:
         self._index = index
 
     def wait(self, timeout: float) -> int:
-        return self._index[self._request.wait(timeout)]
+        try:
+            return self._index[self._request.wait(timeout)]
+        except DistributedTimeoutError as error:
+            ranks = tuple(self._index[rank] for rank in error.ranks if rank in self._index)
+            raise DistributedTimeoutError(error.message, ranks=ranks) from None
 
     def done(self) -> bool:
         return self._request.done()
@@ -163,21 +185,6 @@ class _SubRequest:
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         self._request.add_done_callback(callback)
-
-
-def _check_members(parent: Backend, ranks: Sequence[int]) -> tuple[int, ...]:
-    members = tuple(ranks)
-    for rank in members:
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < parent.world_size:
-            raise InvalidRankError(f"rank {rank!r} is not in 0..{parent.world_size - 1} of group {parent.name!r}")
-    if len(set(members)) != len(members):
-        raise InvalidRankError(f"a sub-group's ranks must all be different, not {list(members)}")
-    if parent.rank not in members:
-        raise InvalidRankError(
-            f"rank {parent.rank} of group {parent.name!r} is not among the sub-group's ranks {list(members)}: only members make"
-            " a sub-group; use new_group(), which returns None on other ranks"
-        )
-    return members
 
 
 def _outermost(parent: Backend, members: tuple[int, ...]) -> tuple[Backend, tuple[int, ...]]:

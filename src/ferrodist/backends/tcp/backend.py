@@ -357,11 +357,11 @@ class TcpBackend(MailboxBackend):
         deadline = Deadline(_CLOSE_SECONDS if timeout is None else check_timeout(timeout))
         if os.getpid() != self._process:
             return  # a forked child: the connections are the parent's
-        self._run_close_callbacks()
         if self._close_groups():
             self._notify_left(_WORLD, tuple(range(self.world_size)))
             self._drain(deadline)
             self._loop.stop()
+            self._run_close_callbacks()
 
     def _drain(self, deadline: Deadline) -> None:
         """Wait until all is written and the peers have closed their side too, so that no last word is lost.

@@ -1,0 +1,177 @@
+"""ferrodist: distributed training for PyTorch on a communication layer of its own.
+
+::
+
+    groups        init_process_group, destroy_process_group, default_group, is_initialized, new_group, use_group
+    backends      Backend, TcpBackend, SimulatedBackend, SubBackend, register_backend
+    collectives   allreduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, barrier and
+                  their forms; ReduceOp, premultiplied_sum; async_* -> PendingCollective; coalesce
+    objects       all_gather_object, broadcast_object, gather_object, scatter_object, send_object, recv_object
+    messages      send, recv, recv_into, sendrecv, batch(Send, Recv), ANY_SOURCE
+    training      DDP
+    errors        DistributedError and the tree below it, drawn in ferrodist.errors
+
+Names load when they are first used, so that ``ferrodist run`` starts without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ferrodist.backends.base import Backend as Backend
+    from ferrodist.backends.process_group import default_group as default_group
+    from ferrodist.backends.process_group import destroy_process_group as destroy_process_group
+    from ferrodist.backends.process_group import init_process_group as init_process_group
+    from ferrodist.backends.process_group import is_initialized as is_initialized
+    from ferrodist.backends.process_group import new_group as new_group
+    from ferrodist.backends.process_group import register_backend as register_backend
+    from ferrodist.backends.process_group import use_group as use_group
+    from ferrodist.backends.simulated import SimulatedBackend as SimulatedBackend
+    from ferrodist.backends.sub import SubBackend as SubBackend
+    from ferrodist.backends.tags import ANY_SOURCE as ANY_SOURCE
+    from ferrodist.backends.tcp import TcpBackend as TcpBackend
+    from ferrodist.collectives.coalescing import coalesce as coalesce
+    from ferrodist.collectives.movement import all_gather as all_gather
+    from ferrodist.collectives.movement import all_gather_uneven as all_gather_uneven
+    from ferrodist.collectives.movement import all_to_all as all_to_all
+    from ferrodist.collectives.movement import all_to_all_single_uneven as all_to_all_single_uneven
+    from ferrodist.collectives.movement import async_all_gather as async_all_gather
+    from ferrodist.collectives.movement import async_all_to_all as async_all_to_all
+    from ferrodist.collectives.movement import async_broadcast as async_broadcast
+    from ferrodist.collectives.movement import barrier as barrier
+    from ferrodist.collectives.movement import broadcast as broadcast
+    from ferrodist.collectives.movement import gather as gather
+    from ferrodist.collectives.movement import monitored_barrier as monitored_barrier
+    from ferrodist.collectives.movement import scatter as scatter
+    from ferrodist.collectives.objects import all_gather_object as all_gather_object
+    from ferrodist.collectives.objects import broadcast_object as broadcast_object
+    from ferrodist.collectives.objects import gather_object as gather_object
+    from ferrodist.collectives.objects import recv_object as recv_object
+    from ferrodist.collectives.objects import scatter_object as scatter_object
+    from ferrodist.collectives.objects import send_object as send_object
+    from ferrodist.collectives.pending import PendingCollective as PendingCollective
+    from ferrodist.collectives.point_to_point import Recv as Recv
+    from ferrodist.collectives.point_to_point import Send as Send
+    from ferrodist.collectives.point_to_point import batch as batch
+    from ferrodist.collectives.point_to_point import recv as recv
+    from ferrodist.collectives.point_to_point import recv_into as recv_into
+    from ferrodist.collectives.point_to_point import send as send
+    from ferrodist.collectives.point_to_point import sendrecv as sendrecv
+    from ferrodist.collectives.reduce_op import ReduceOp as ReduceOp
+    from ferrodist.collectives.reduce_op import premultiplied_sum as premultiplied_sum
+    from ferrodist.collectives.reductions import allreduce as allreduce
+    from ferrodist.collectives.reductions import async_allreduce as async_allreduce
+    from ferrodist.collectives.reductions import async_reduce_scatter as async_reduce_scatter
+    from ferrodist.collectives.reductions import reduce as reduce
+    from ferrodist.collectives.reductions import reduce_scatter as reduce_scatter
+    from ferrodist.collectives.reductions import reduce_scatter_tensor as reduce_scatter_tensor
+    from ferrodist.collectives.sharding import compute_shard_sizes as compute_shard_sizes
+    from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT as DEFAULT_COLLECTIVE_TIMEOUT
+    from ferrodist.errors import AuthenticationError as AuthenticationError
+    from ferrodist.errors import BackendUnavailable as BackendUnavailable
+    from ferrodist.errors import CollectiveMismatchError as CollectiveMismatchError
+    from ferrodist.errors import DistributedError as DistributedError
+    from ferrodist.errors import DistributedTimeoutError as DistributedTimeoutError
+    from ferrodist.errors import GroupAbortedError as GroupAbortedError
+    from ferrodist.errors import GroupClosedError as GroupClosedError
+    from ferrodist.errors import InvalidRankError as InvalidRankError
+    from ferrodist.errors import InvalidWorldSizeError as InvalidWorldSizeError
+    from ferrodist.errors import NoConnectionError as NoConnectionError
+    from ferrodist.errors import PeerLostError as PeerLostError
+    from ferrodist.errors import ProtocolError as ProtocolError
+    from ferrodist.errors import RankFailedError as RankFailedError
+    from ferrodist.errors import RendezvousError as RendezvousError
+    from ferrodist.errors import SelfSendError as SelfSendError
+    from ferrodist.errors import SizeMismatchError as SizeMismatchError
+    from ferrodist.errors import UnsupportedOpError as UnsupportedOpError
+    from ferrodist.parallel.data import DDP as DDP
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "backends.base": ["Backend"],
+    "backends.process_group": [
+        "default_group",
+        "destroy_process_group",
+        "init_process_group",
+        "is_initialized",
+        "new_group",
+        "register_backend",
+        "use_group",
+    ],
+    "backends.simulated": ["SimulatedBackend"],
+    "backends.sub": ["SubBackend"],
+    "backends.tags": ["ANY_SOURCE"],
+    "backends.tcp": ["TcpBackend"],
+    "collectives.coalescing": ["coalesce"],
+    "collectives.movement": [
+        "all_gather",
+        "all_gather_uneven",
+        "all_to_all",
+        "all_to_all_single_uneven",
+        "async_all_gather",
+        "async_all_to_all",
+        "async_broadcast",
+        "barrier",
+        "broadcast",
+        "gather",
+        "monitored_barrier",
+        "scatter",
+    ],
+    "collectives.objects": [
+        "all_gather_object",
+        "broadcast_object",
+        "gather_object",
+        "recv_object",
+        "scatter_object",
+        "send_object",
+    ],
+    "collectives.pending": ["PendingCollective"],
+    "collectives.point_to_point": ["Recv", "Send", "batch", "recv", "recv_into", "send", "sendrecv"],
+    "collectives.reduce_op": ["ReduceOp", "premultiplied_sum"],
+    "collectives.reductions": [
+        "allreduce",
+        "async_allreduce",
+        "async_reduce_scatter",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+    ],
+    "collectives.sharding": ["compute_shard_sizes"],
+    "deadline": ["DEFAULT_COLLECTIVE_TIMEOUT"],
+    "errors": [
+        "AuthenticationError",
+        "BackendUnavailable",
+        "CollectiveMismatchError",
+        "DistributedError",
+        "DistributedTimeoutError",
+        "GroupAbortedError",
+        "GroupClosedError",
+        "InvalidRankError",
+        "InvalidWorldSizeError",
+        "NoConnectionError",
+        "PeerLostError",
+        "ProtocolError",
+        "RankFailedError",
+        "RendezvousError",
+        "SelfSendError",
+        "SizeMismatchError",
+        "UnsupportedOpError",
+    ],
+    "parallel.data": ["DDP"],
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604 - names that __getattr__ gives
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,220 @@
+"""The groups of a program: making them from the environment, and which one a call without a group means."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import socket
+import threading
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from ferrodist.backends.base import Backend
+from ferrodist.backends.sub import SubBackend
+from ferrodist.backends.tcp import TcpBackend
+from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
+from ferrodist.errors import BackendUnavailable, DistributedError, GroupClosedError
+from ferrodist.rendezvous import rendezvous
+from ferrodist.rendezvous.listener import format_address
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ferrodist.rendezvous import Membership
+
+    Factory = Callable[[Membership, float], Backend]
+
+__all__ = [
+    "default_group",
+    "destroy_process_group",
+    "init_process_group",
+    "is_initialized",
+    "new_group",
+    "register_backend",
+    "resolve_group",
+    "use_group",
+]
+
+_ANNOUNCED = ("native", "gloo", "mpi", "ucc", "nccl", "hybrid")
+
+_local_group: ContextVar[Backend | None] = ContextVar("ferrodist_group", default=None)
+_lock = threading.Lock()
+
+
+class _Process:
+    """The group of this process, and the meeting it came from."""
+
+    group: Backend | None = None
+    membership: Membership | None = None
+
+
+def init_process_group(
+    backend: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    init_method: str | None = None,
+    timeout: float = DEFAULT_COLLECTIVE_TIMEOUT,
+    secret: str | bytes | None = None,
+) -> Backend:
+    """Meet the other ranks of the job and make the default group. Every rank calls it, once.
+
+    Args:
+        backend: "tcp", or a name given to `register_backend`; None chooses.
+        rank: This rank; None takes RANK from the environment.
+        world_size: Number of ranks; None takes WORLD_SIZE.
+        init_method: ``env://`` (the default: torchrun's variables MASTER_ADDR and MASTER_PORT), ``tcp://host:port`` (rank 0
+            serves there) or ``file://path`` (a file that all ranks can reach).
+        timeout: Seconds for all ranks to meet, and the group's default for blocking calls.
+        secret: The job secret; None takes FERRODIST_SECRET. Needed where the ranks meet on anything but loopback.
+
+    Returns:
+        The group, which calls without ``group=`` then use.
+
+    Raises:
+        RendezvousError: On every rank, when some did not come; they are named.
+        BackendUnavailable: This installation has no such backend.
+        ValueError: ``backend`` or ``init_method`` is unknown, or the environment lacks a variable.
+    """
+    factory = _factory(backend)
+    deadline = Deadline(check_timeout(timeout))
+    with _lock:
+        if _Process.group is not None:
+            raise ValueError("this process has a default group: call destroy_process_group() before making another")
+        membership = rendezvous(
+            init_method, rank=rank, world_size=world_size, timeout=deadline.remaining(), secret=secret
+        )
+        try:
+            group = factory(membership, timeout)
+        except BaseException:
+            membership.close()
+            raise
+        _Process.group, _Process.membership = group, membership
+    atexit.register(destroy_process_group)
+    return group
+
+
+def destroy_process_group() -> None:
+    """Close the default group, and the store it was made through. Without one it does nothing."""
+    with _lock:
+        group, membership = _Process.group, _Process.membership
+        _Process.group = _Process.membership = None
+    atexit.unregister(destroy_process_group)
+    if group is not None:
+        group.close()
+    if membership is not None:
+        membership.close()
+
+
+def is_initialized() -> bool:
+    """Whether calls without a group have one to use here."""
+    return _local_group.get() is not None or _Process.group is not None
+
+
+def default_group() -> Backend:
+    """The group that calls without ``group=`` use: `use_group`'s in this thread, else the process's.
+
+    Raises:
+        GroupClosedError: There is none.
+    """
+    group = _local_group.get() or _Process.group
+    if group is None:
+        raise GroupClosedError(
+            "there is no default group: call ferrodist.init_process_group() first, pass group=, or use ferrodist.use_group()"
+        )
+    return group
+
+
+def resolve_group(group: Backend | None) -> Backend:
+    """``group``, or the default group when it is None.
+
+    Raises:
+        TypeError: It is neither a `Backend` nor None.
+    """
+    if group is None:
+        return default_group()
+    if not isinstance(group, Backend):
+        raise TypeError(f"group must be a ferrodist Backend or None, not {type(group).__name__}")
+    return group
+
+
+@contextlib.contextmanager
+def use_group(group: Backend) -> Iterator[Backend]:
+    """Make ``group`` the default group of this thread (context) inside the block."""
+    token = _local_group.set(resolve_group(group))
+    try:
+        yield group
+    finally:
+        _local_group.reset(token)
+
+
+def new_group(
+    ranks: Sequence[int] | None = None, *, group: Backend | None = None, timeout: float | None = None
+) -> SubBackend | None:
+    """Make a sub-group. Only its members need to call; on other ranks it does nothing and returns None.
+
+    Args:
+        ranks: Ranks of ``group``, in the order they shall have; None takes all.
+        group: The group to take them from; None is the default group.
+        timeout: Seconds a blocking call may take when it names no timeout itself; None takes the parent's.
+    """
+    parent = resolve_group(group)
+    members = list(range(parent.world_size)) if ranks is None else list(ranks)
+    SubBackend.check_members(parent, members)
+    if parent.rank not in members:
+        return None
+    return SubBackend(parent, members, timeout=timeout)
+
+
+def register_backend(name: str, factory: Factory) -> None:
+    """Make ``init_process_group(name)`` call ``factory(membership, timeout)``, which returns this rank's `Backend`.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+    if name in _FACTORIES or name in _ANNOUNCED:
+        raise ValueError(f"there is a backend {name!r} already")
+    _FACTORIES[name] = factory
+
+
+def _factory(name: str | None) -> Factory:
+    chosen = "tcp" if name is None else name
+    if chosen in _FACTORIES:
+        return _FACTORIES[chosen]
+    if chosen in _ANNOUNCED:
+        raise BackendUnavailable(f"backend {chosen!r} is not part of this version; there is {_known()}")
+    hint = "; make simulated groups with SimulatedBackend.create_group(n)" if chosen == "simulated" else ""
+    raise ValueError(f"unknown backend {chosen!r}: there is {_known()}{hint}")
+
+
+def _known() -> str:
+    return ", ".join(sorted(_FACTORIES))
+
+
+def _make_tcp(membership: Membership, timeout: float) -> Backend:
+    """Rank 0 listens on a free port next to its store and publishes the address; the others dial it."""
+    store, deadline = membership.store, Deadline(timeout)
+    listener = None
+    if membership.rank == 0 and membership.world_size > 1:
+        family = socket.AF_INET6 if ":" in membership.host else socket.AF_INET
+        listener = socket.create_server((membership.host, 0), family=family)
+        host, port = listener.getsockname()[:2]
+        store.set("tcp/address", format_address(host, port).encode())
+    address = store.get("tcp/address", timeout=deadline.remaining()).decode() if membership.world_size > 1 else ""
+    try:
+        return TcpBackend(
+            membership.rank,
+            membership.world_size,
+            address,
+            secret=membership.secret,
+            timeout=timeout,
+            job=membership.job,
+            listener=listener,
+        )
+    except DistributedError:
+        if listener is not None:
+            listener.close()
+        raise
+
+
+_FACTORIES: dict[str, Factory] = {"tcp": _make_tcp}

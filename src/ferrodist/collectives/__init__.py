@@ -1,0 +1,1 @@
+"""What ranks say together: reduce operations, collectives, point-to-point, pending work."""

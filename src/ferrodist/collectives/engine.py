@@ -1,0 +1,102 @@
+"""The seam between what users call and who moves the bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from ferrodist.collectives.reduce_op import Op
+
+__all__ = ["Collectives", "OffersCollectives"]
+
+
+class Collectives(Protocol):
+    """The tensor collectives of one group, as an engine does them.
+
+    All tensors are one-dimensional, contiguous and on the CPU, of a dtype in `DTYPES`; arguments have been checked. Every
+    method blocks for at most ``timeout`` seconds, compares the call with the other ranks', and ends the group when it fails.
+    ``sequence`` comes from `reserve`, which ranks call in the same order; the calls themselves may run in any. A method may
+    write its ``out`` while it reads ``source``'s parts that it has not sent, so the two may only overlap where said. Both sides skip messages without
+    elements, but for `all_to_all`.
+    """
+
+    def reserve(self) -> int:
+        """Take the next position among the group's collectives."""
+
+    def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
+        """Give every rank the `MAX_PAYLOAD` or fewer bytes of each, in rank order; a call of ``operation`` to others."""
+
+    def barrier(self, *, timeout: float, sequence: int) -> None:
+        """Return when all ranks have called."""
+
+    def allreduce(
+        self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int
+    ) -> None:
+        """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
+
+    def reduce(
+        self, out: torch.Tensor | None, source: torch.Tensor, op: Op, root: int, *, timeout: float, sequence: int
+    ) -> None:
+        """Fold ``source`` over the ranks into the root's ``out``, which may be its ``source``; None elsewhere."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int, *, timeout: float, sequence: int) -> None:
+        """Copy the root's ``tensor`` into every rank's."""
+
+    def all_gather(
+        self, out: torch.Tensor, source: torch.Tensor, counts: Sequence[int], *, timeout: float, sequence: int
+    ) -> None:
+        """Copy every rank's ``source`` into every ``out``, one after the other; ``counts[r]`` is rank r's size."""
+
+    def gather(
+        self,
+        out: torch.Tensor | None,
+        source: torch.Tensor,
+        counts: Sequence[int],
+        root: int,
+        *,
+        timeout: float,
+        sequence: int,
+    ) -> None:
+        """Copy every rank's ``source`` into the root's ``out``; None elsewhere."""
+
+    def scatter(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor | None,
+        counts: Sequence[int],
+        root: int,
+        *,
+        timeout: float,
+        sequence: int,
+    ) -> None:
+        """Copy part r of the root's ``source``, of ``counts[r]`` elements, into rank r's ``out``."""
+
+    def reduce_scatter(
+        self, out: torch.Tensor, source: torch.Tensor, counts: Sequence[int], op: Op, *, timeout: float, sequence: int
+    ) -> None:
+        """Fold part r of every rank's ``source`` into rank r's ``out``."""
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        *,
+        timeout: float,
+        sequence: int,
+    ) -> None:
+        """Send part r of ``source`` to rank r, and collect what the ranks sent here in ``out``."""
+
+
+@runtime_checkable
+class OffersCollectives(Protocol):
+    """A backend with collectives of its own."""
+
+    @property
+    def collectives(self) -> Collectives:
+        """The backend's engine, in place of the reference implementation."""

@@ -1,0 +1,108 @@
+"""The arithmetic of reductions: one definition, which every engine has to match bit for bit.
+
+[Note: fold]
+``fold(op, [x_0, ..., x_{p-1}])`` starts with x_0 and takes in x_1, x_2, ... in this order.
+
+- float16, bfloat16 and 8-bit floats are converted to float32, folded there and rounded once, to nearest even, at the end.
+- MEAN is the sum divided by p, before that rounding. A premultiplied sum multiplies in the accumulation type.
+- MIN and MAX: a NaN wins, the first one of several; of equal elements (0.0 and -0.0) the lowest rank's stays.
+- Integers wrap around. On bool SUM and MAX are *or*, PRODUCT and MIN are *and*.
+- A complex product is (a*c - b*d, a*d + b*c), each product and difference rounded (no fused multiply-add); a complex mean
+  divides both parts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ferrodist.collectives.reduce_op import SMALL_FLOATS, Op, PremultipliedSum, ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["accumulation_dtype", "fold"]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which ``dtype`` is folded."""
+    return torch.float32 if dtype in SMALL_FLOATS else dtype
+
+
+def fold(op: Op, inputs: Sequence[torch.Tensor], factors: Sequence[float] | None = None) -> torch.Tensor:
+    """Fold one tensor a rank, in rank order.
+
+    Args:
+        op: A reduction that is defined for their dtype.
+        inputs: Tensors of equal shape and dtype, by rank. They are not changed.
+        factors: Each rank's factor, for a premultiplied sum.
+
+    Returns:
+        A fresh tensor in the inputs' dtype.
+    """
+    dtype = inputs[0].dtype
+    working = [tensor.to(accumulation_dtype(dtype)) for tensor in inputs]
+    if isinstance(op, PremultipliedSum):
+        assert factors is not None
+        working = [tensor * factor for tensor, factor in zip(working, factors, strict=True)]
+    accumulator = working[0].clone()
+    step = _step(op, dtype)
+    for tensor in working[1:]:
+        step(accumulator, tensor)
+    if op is ReduceOp.MEAN:
+        parts = torch.view_as_real(accumulator) if accumulator.is_complex() else accumulator
+        parts.div_(len(inputs))
+    return accumulator.to(dtype)
+
+
+def _step(op: Op, dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor], object]:
+    if dtype is torch.bool:
+        return _BOOL_STEPS[op] if isinstance(op, ReduceOp) else torch.Tensor.logical_or_
+    if isinstance(op, PremultipliedSum):
+        return torch.Tensor.add_
+    if op is ReduceOp.PRODUCT and dtype.is_complex:
+        return _multiply_complex
+    if dtype.is_floating_point and op in (ReduceOp.MIN, ReduceOp.MAX):
+        return _float_min if op is ReduceOp.MIN else _float_max
+    return _STEPS[op]
+
+
+def _float_min(accumulator: torch.Tensor, tensor: torch.Tensor) -> None:
+    wins = (tensor < accumulator) | (tensor.isnan() & ~accumulator.isnan())
+    torch.where(wins, tensor, accumulator, out=accumulator)
+
+
+def _float_max(accumulator: torch.Tensor, tensor: torch.Tensor) -> None:
+    wins = (tensor > accumulator) | (tensor.isnan() & ~accumulator.isnan())
+    torch.where(wins, tensor, accumulator, out=accumulator)
+
+
+def _multiply_complex(accumulator: torch.Tensor, tensor: torch.Tensor) -> None:
+    a, b = torch.view_as_real(accumulator).unbind(-1)
+    c, d = torch.view_as_real(tensor).unbind(-1)
+    real, imaginary = a * c - b * d, a * d + b * c
+    a.copy_(real)
+    b.copy_(imaginary)
+
+
+_STEPS: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    ReduceOp.SUM: torch.Tensor.add_,
+    ReduceOp.MEAN: torch.Tensor.add_,
+    ReduceOp.PRODUCT: torch.Tensor.mul_,
+    ReduceOp.MIN: lambda a, x: torch.minimum(a, x, out=a),
+    ReduceOp.MAX: lambda a, x: torch.maximum(a, x, out=a),
+    ReduceOp.BAND: torch.Tensor.bitwise_and_,
+    ReduceOp.BOR: torch.Tensor.bitwise_or_,
+    ReduceOp.BXOR: torch.Tensor.bitwise_xor_,
+}
+
+_BOOL_STEPS: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    ReduceOp.SUM: torch.Tensor.logical_or_,
+    ReduceOp.MAX: torch.Tensor.logical_or_,
+    ReduceOp.BOR: torch.Tensor.logical_or_,
+    ReduceOp.PRODUCT: torch.Tensor.logical_and_,
+    ReduceOp.MIN: torch.Tensor.logical_and_,
+    ReduceOp.BAND: torch.Tensor.logical_and_,
+    ReduceOp.BXOR: torch.Tensor.logical_xor_,
+}

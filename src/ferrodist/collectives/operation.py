@@ -1,0 +1,111 @@
+"""One collective call as a value: what runs it, now or later, and what its result is."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from ferrodist.collectives.engine import OffersCollectives
+from ferrodist.collectives.pending import OperationQueue, PendingCollective
+from ferrodist.collectives.reference import ReferenceCollectives
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.collectives.engine import Collectives
+
+__all__ = ["Fusible", "Operation", "collector", "collectives_of", "run_later", "run_now"]
+
+T = TypeVar("T")
+
+_KEY = "collectives.reference"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fusible:
+    """What operations of one kind need to travel as one: same ``key``, inputs and outputs laid end to end.
+
+    Args:
+        key: Equal for operations that can be fused.
+        source: The flat input.
+        out: The flat output.
+        run: ``run(out, source, sequence)`` does the operation on other tensors.
+    """
+
+    key: tuple[object, ...]
+    source: torch.Tensor
+    out: torch.Tensor
+    run: Callable[[torch.Tensor, torch.Tensor, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation(Generic[T]):
+    """A checked call.
+
+    Args:
+        name: The collective's name.
+        group: Where it runs.
+        run: ``run(sequence)`` blocks until it is done.
+        finish: Makes the user's result, once `run` has returned; in the user's thread.
+        fusible: How it can be joined with others of its kind, or None.
+    """
+
+    name: str
+    group: Backend
+    run: Callable[[int], None]
+    finish: Callable[[], T]
+    fusible: Fusible | None = None
+
+
+collector: ContextVar[Callable[[Operation[object]], PendingCollective[object]] | None] = ContextVar(
+    "ferrodist_collector", default=None
+)
+"""Set inside a `coalesce` block: takes operations in place of the queue."""
+
+
+def collectives_of(group: Backend) -> Collectives:
+    """The engine of a group: its own when it offers one, else the reference implementation."""
+    if isinstance(group, OffersCollectives):
+        return group.collectives
+    found = group.attachments.get(_KEY)
+    if found is None:
+        found = group.attachments.setdefault(_KEY, ReferenceCollectives(group))
+    assert isinstance(found, ReferenceCollectives)
+    return found
+
+
+def run_now(operation: Operation[T]) -> T:
+    """Run in the calling thread. Operations that were started before may still be under way: they don't mix."""
+    if collector.get() is not None:
+        raise RuntimeError(
+            f"{operation.name} inside coalesce() must be async_{operation.name}: its result is there when the block has ended"
+        )
+    operation.run(collectives_of(operation.group).reserve())
+    return operation.finish()
+
+
+def run_later(operation: Operation[T]) -> PendingCollective[T]:
+    """Start it: its place among the group's collectives is taken now."""
+    collect = collector.get()
+    if collect is not None:
+        return collect(operation)  # type: ignore[arg-type, return-value]
+    pending: PendingCollective[T] = PendingCollective(operation.name, operation.group.name)
+    sequence = collectives_of(operation.group).reserve()
+
+    def job() -> None:
+        try:
+            operation.run(sequence)
+        except BaseException as error:  # noqa: BLE001 - it is raised in wait()
+            pending.fail(error)
+        else:
+            pending.succeed(operation.finish)
+
+    if operation.group.failure is not None:
+        pending.fail(operation.group.failure)
+    else:
+        OperationQueue.of(operation.group).submit(job)
+    return pending

@@ -1,0 +1,155 @@
+"""Collectives that were started and not waited for."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import weakref
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from ferrodist.deadline import check_timeout
+from ferrodist.errors import DistributedTimeoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrodist.backends.base import Backend
+
+__all__ = ["OperationQueue", "PendingCollective"]
+
+_JOIN_SECONDS = 1.0
+"""How long closing a queue waits for its thread, which only an operation that ignores its group's end can hold up."""
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class PendingCollective(Generic[T_co]):
+    """A collective under way.
+
+    Its input and output must not be changed until it is done. Any number may be outstanding; those of one group run in the
+    order in which they were started, and so must be started in the same order on all ranks.
+    """
+
+    def __init__(self, op_name: str, group_name: str) -> None:
+        self._op_name = op_name
+        self._group_name = group_name
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._finish: Callable[[], T_co] | None = None
+        self._result: T_co | None = None
+        self._has_result = False
+        self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done() else "failed" if self._error else "done"
+        return f"PendingCollective({self._op_name} on group {self._group_name!r}, {state})"
+
+    @property
+    def op_name(self) -> str:
+        """The collective's name, as "allreduce"."""
+        return self._op_name
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not; `wait` then returns or raises at once."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> T_co:
+        """Block until it has ended and return its result. Any number of threads may wait, any number of times.
+
+        Args:
+            timeout: Seconds; None waits as long as the operation itself may take, as given when it was started.
+
+        Raises:
+            DistributedTimeoutError: ``timeout`` passed; the operation goes on and may be waited for again.
+            DistributedError: The operation failed.
+        """
+        if not self._ended.wait(None if timeout is None else check_timeout(timeout)):
+            raise DistributedTimeoutError(
+                f"{self._op_name} on group {self._group_name!r} is still under way after {timeout:g} s: wait for it again"
+            )
+        if self._error is not None:
+            raise self._error
+        with self._lock:
+            if not self._has_result:
+                assert self._finish is not None
+                # In the waiting thread: it records autograd history, which belongs to the thread that goes on with it.
+                self._result = self._finish()
+                self._has_result = True
+                self._finish = None
+        return self._result  # type: ignore[return-value]
+
+    def succeed(self, finish: Callable[[], T_co]) -> None:
+        """End it; the first `wait` calls ``finish()`` for the result. For who runs the operation."""
+        self._finish = finish
+        self._ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error. For who runs the operation."""
+        self._error = error
+        self._ended.set()
+
+
+class OperationQueue:
+    """The started collectives of one group: a thread runs them first in, first out, and ends when the group is closed."""
+
+    _KEY = "collectives.queue"
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"ferrodist-queue-{name}", daemon=True)
+        self._thread.start()
+        # The interpreter ends daemon threads where they stand. In the middle of torch's code that aborts the process, so
+        # groups that were never closed have their queues stopped first.
+        _open_queues.add(self)
+
+    @classmethod
+    def of(cls, group: Backend) -> OperationQueue:
+        """The queue of a group, made when first needed."""
+        found = group.attachments.get(cls._KEY)
+        if found is None:
+            with _making:
+                found = group.attachments.get(cls._KEY)
+                if found is None:
+                    found = cls(group.name)
+                    group.attachments[cls._KEY] = found
+                    group.on_close(found.close)
+        assert isinstance(found, OperationQueue)
+        return found
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run ``job()`` after all before it; it must not raise."""
+        with self._lock:
+            if not self._closed:
+                self._jobs.put(job)
+                return
+        job()  # the group is closed, so it fails at once, with that reason
+
+    def close(self, timeout: float = _JOIN_SECONDS) -> None:
+        """End the thread, after what is queued: operations of a closed group end at once."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
+            job()
+            del job  # or a result would live until the next operation comes
+
+
+_making = threading.Lock()
+_open_queues: weakref.WeakSet[OperationQueue] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_queues() -> None:
+    for operations in list(_open_queues):
+        operations.close()

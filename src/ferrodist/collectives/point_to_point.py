@@ -1,0 +1,323 @@
+"""Tensors from rank to rank.
+
+A tensor travels as two messages: a head that says what it is, under the user's tag, and its elements, under a number that
+the head names. So a receiver finds a wrong shape or dtype before it takes the elements, and tensors with one tag stay in
+order however many threads send or receive them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ferrodist.backends.request import BaseRequest, wait_all
+from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag, check_user_tag
+from ferrodist.collectives.prepare import (
+    Target,
+    check_tensor,
+    flatten,
+    group_and_timeout,
+    prepare_out,
+)
+from ferrodist.collectives.reduce_op import DTYPES, check_dtype
+from ferrodist.collectives.views import bytes_of
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedError, DistributedTimeoutError, SizeMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.backends.request import Request
+
+__all__ = ["ANY_SOURCE", "Recv", "Send", "batch", "recv", "recv_into", "send", "sendrecv"]
+
+_MAX_DIMS = 12
+_HEAD = struct.Struct(f"<QBB{_MAX_DIMS}q")  # number of the body, dtype's place in DTYPES, dims, shape
+_NUMBERS = "collectives.messages"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A send for `batch`: ``tensor`` to rank ``dst``, under ``tag``."""
+
+    tensor: torch.Tensor
+    dst: int
+    tag: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """A receive for `batch`: into ``tensor`` from rank ``src`` (or `ANY_SOURCE`), under ``tag``."""
+
+    tensor: torch.Tensor
+    src: int
+    tag: int = 0
+
+
+def send(
+    tensor: torch.Tensor, dst: int, *, tag: int = 0, group: Backend | None = None, timeout: float | None = None
+) -> None:
+    """Send a tensor to one rank, which calls `recv`, `recv_into`, `sendrecv` or `batch`.
+
+    Args:
+        tensor: Of at most 12 dims; any strides. It may be changed when the call returns. What is received has no autograd
+            history.
+        dst: The receiving rank.
+        tag: From 0 to 2**56-1; only a receive with the same tag gets it.
+        group: The group; None is the default group.
+        timeout: Seconds; None takes the group's.
+
+    Raises:
+        SelfSendError, InvalidRankError: ``dst`` is this rank, or not in the group.
+        DistributedTimeoutError: A large tensor was not received in time; it will not be.
+        PeerLostError: ``dst`` died or left.
+    """
+    batch([Send(tensor, dst, tag)], group=group, timeout=timeout)
+
+
+def recv(
+    shape: Sequence[int] | None,
+    dtype: torch.dtype | None,
+    src: int,
+    *,
+    tag: int = 0,
+    group: Backend | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Receive a tensor.
+
+    Args:
+        shape: Its shape; None takes what comes.
+        dtype: Its dtype; None takes what comes.
+        src: The sending rank, or `ANY_SOURCE`.
+        tag: The tag it is sent with.
+        group: The group; None is the default group.
+        timeout: Seconds; None takes the group's.
+
+    Raises:
+        SizeMismatchError: A tensor of another shape or dtype came. It is lost.
+        DistributedTimeoutError: None came in time. The call may be made again.
+        SelfSendError, InvalidRankError, PeerLostError: As for `send`.
+    """
+    chosen, limit = group_and_timeout(group, timeout)
+    if dtype is not None:
+        check_dtype(dtype)
+    receive = _TensorReceive(chosen, src, tag, shape=shape, dtype=dtype)
+    _wait_for([receive], Deadline(limit), chosen, f"recv from {_whom(src)}")
+    return receive.finish()
+
+
+def recv_into(
+    tensor: torch.Tensor, src: int, *, tag: int = 0, group: Backend | None = None, timeout: float | None = None
+) -> int:
+    """Receive a tensor into one of the same shape and dtype; returns the rank that sent it. See `recv`."""
+    chosen, limit = group_and_timeout(group, timeout)
+    receive = _receive_into(chosen, Recv(tensor, src, tag))
+    _wait_for([receive], Deadline(limit), chosen, f"recv_into from {_whom(src)}")
+    receive.finish()
+    return receive.peer
+
+
+def sendrecv(
+    tensor: torch.Tensor,
+    dst: int,
+    shape: Sequence[int] | None,
+    src: int,
+    *,
+    tag: int = 0,
+    group: Backend | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Send a tensor to ``dst`` and receive one from ``src`` at the same time, so that rings of ranks don't block.
+
+    Args:
+        tensor: What to send.
+        dst: The rank to send it to.
+        shape: Shape of what comes, in ``tensor``'s dtype; None takes what comes.
+        src: The rank to receive from, or `ANY_SOURCE`.
+        tag: Tag of both.
+        group: The group; None is the default group.
+        timeout: Seconds for both together; None takes the group's.
+
+    Raises:
+        As `send` and `recv`.
+    """
+    check_tensor(tensor)
+    chosen, limit = group_and_timeout(group, timeout)
+    receive = _TensorReceive(chosen, src, tag, shape=shape, dtype=tensor.dtype)
+    requests: list[Request] = [receive]
+    try:
+        requests.extend(_start_send(chosen, Send(tensor, dst, tag)))
+    except BaseException:
+        receive.cancel()
+        raise
+    _wait_for(requests, Deadline(limit), chosen, f"sendrecv with {_whom(dst)} and {_whom(src)}")
+    return receive.finish()
+
+
+def batch(
+    operations: Sequence[Send | Recv], *, group: Backend | None = None, timeout: float | None = None
+) -> None:
+    """Do several sends and receives at the same time; returns when all are done.
+
+    Args:
+        operations: `Send` and `Recv` values, in any order; those with the same peer and tag keep theirs.
+        group: The group; None is the default group.
+        timeout: Seconds for all together; None takes the group's.
+
+    Raises:
+        As `send` and `recv`; when one operation fails the others are given up.
+    """
+    chosen, limit = group_and_timeout(group, timeout)
+    for operation in operations:
+        if not isinstance(operation, (Send, Recv)):
+            raise TypeError(f"batch takes Send(...) and Recv(...), not {type(operation).__name__}")
+        check_tensor(operation.tensor)
+    receives = []
+    requests: list[Request] = []
+    try:
+        for operation in operations:
+            if isinstance(operation, Recv):
+                receives.append(_receive_into(chosen, operation))
+                requests.append(receives[-1])
+        for operation in operations:
+            if isinstance(operation, Send):
+                requests.extend(_start_send(chosen, operation))
+    except BaseException:
+        for request in requests:
+            request.cancel()
+        raise
+    what = ", ".join(
+        f"send to {_whom(op.dst)}" if isinstance(op, Send) else f"recv from {_whom(op.src)}" for op in operations
+    )
+    _wait_for(requests, Deadline(limit), chosen, what)
+    for receive in receives:
+        receive.finish()
+
+
+def _start_send(group: Backend, operation: Send) -> list[Request]:
+    tensor = operation.tensor
+    if tensor.dim() > _MAX_DIMS:
+        raise ValueError(f"send takes tensors of at most {_MAX_DIMS} dims, not {tensor.dim()}: reshape it")
+    number = next(_message_numbers(group))
+    shape = [*tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())]
+    head = _HEAD.pack(number, DTYPES.index(tensor.dtype), tensor.dim(), *shape)
+    tag = channel_tag(Channel.TENSOR_HEAD, check_user_tag(operation.tag))
+    requests = [group.isend(head, operation.dst, tag=tag)]
+    if tensor.numel():
+        body = channel_tag(Channel.TENSOR_BODY, number)
+        requests.append(group.isend(bytes_of(flatten(tensor)), operation.dst, tag=body))
+    return requests
+
+
+def _message_numbers(group: Backend) -> Iterator[int]:
+    """Numbers for the bodies this rank sends in a group; a receiver reads them per sender."""
+    numbers: Iterator[int] = group.attachments.setdefault(_NUMBERS, itertools.count())
+    return numbers
+
+
+def _receive_into(group: Backend, operation: Recv) -> _TensorReceive:
+    tensor = operation.tensor
+    check_tensor(tensor)
+    with torch.no_grad():
+        target = prepare_out(tensor, tensor.shape, tensor.dtype)
+    return _TensorReceive(
+        group, operation.src, operation.tag, shape=tensor.shape, dtype=tensor.dtype, target=target
+    )
+
+
+class _TensorReceive(BaseRequest):
+    """Receives a head, checks it, then receives the body: whichever thread brings the head starts the body."""
+
+    __slots__ = ("_body", "_dtype", "_group", "_head", "_head_request", "_shape", "_target")
+
+    def __init__(  # noqa: PLR0913 - what is expected
+        self,
+        group: Backend,
+        src: int,
+        tag: int,
+        *,
+        shape: Sequence[int] | None,
+        dtype: torch.dtype | None,
+        target: Target | None = None,
+    ) -> None:
+        super().__init__(src)
+        self._group = group
+        self._shape = None if shape is None else tuple(shape)
+        self._dtype = dtype
+        self._target = target
+        self._head = bytearray(_HEAD.size)
+        self._body: Request | None = None
+        self._head_request = group.irecv(self._head, src, tag=channel_tag(Channel.TENSOR_HEAD, check_user_tag(tag)))
+        self._head_request.add_done_callback(self._take_head)
+
+    def finish(self) -> torch.Tensor:
+        """The tensor, once the request is done."""
+        assert self._target is not None
+        return self._target.finish()
+
+    def cancel(self) -> bool:
+        """Give the receive up; see `Request.cancel`. Of a tensor whose head has come the elements are lost."""
+        cancelled = self._head_request.cancel()
+        if not cancelled and self._body is not None:
+            cancelled = self._body.cancel()
+        return cancelled
+
+    def _take_head(self) -> None:
+        try:
+            self.peer = self._head_request.wait(0)
+            number, place, num_dims, *padded = _HEAD.unpack(self._head)
+            shape, dtype = tuple(padded[:num_dims]), DTYPES[place]
+            if self._target is None or (shape, dtype) != (self._shape, self._dtype):
+                self._check(shape, dtype)
+                self._target = prepare_out(None, shape, dtype)
+            if not self._target.flat.numel():
+                self._finish()
+                return
+            tag = channel_tag(Channel.TENSOR_BODY, number)
+            self._body = self._group.irecv(bytes_of(self._target.flat), self.peer, tag=tag)
+            self._body.add_done_callback(self._take_body)
+        except Exception as error:  # noqa: BLE001 - it is raised again in wait()
+            self._finish(error)
+
+    def _check(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if (self._shape is not None and shape != self._shape) or (self._dtype is not None and dtype is not self._dtype):
+            wanted = f"{self._dtype or 'any dtype'} of shape {self._shape if self._shape is not None else 'any'}"
+            raise SizeMismatchError(
+                f"rank {self.peer} of group {self._group.name!r} sent a {dtype} tensor of shape {shape}; rank"
+                f" {self._group.rank} expected {wanted}",
+                ranks=(self.peer,),
+            )
+
+    def _take_body(self) -> None:
+        assert self._body is not None
+        try:
+            self._body.wait(0)
+        except Exception as error:  # noqa: BLE001 - it is raised again in wait()
+            self._finish(error)
+        else:
+            self._finish()
+
+
+def _wait_for(requests: list[Request], deadline: Deadline, group: Backend, what: str) -> None:
+    try:
+        wait_all(requests, deadline)
+    except DistributedTimeoutError as error:
+        if group.failure is not None:
+            raise
+        raise DistributedTimeoutError(
+            f"{what} on group {group.name!r}: not done after {deadline.elapsed():.2f} s of {deadline.timeout:g} s allowed"
+            f" (rank {group.rank}). The other side has not made the matching call.",
+            ranks=tuple(rank for rank in error.ranks if rank != ANY_SOURCE),
+        ) from None
+    except DistributedError:
+        raise
+
+
+def _whom(rank: int) -> str:
+    return "any rank" if rank == ANY_SOURCE else f"rank {rank}"

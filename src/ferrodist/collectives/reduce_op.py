@@ -1,0 +1,99 @@
+"""Reduce operations, and which dtypes they are defined for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+__all__ = ["DTYPES", "Op", "PremultipliedSum", "ReduceOp", "check_dtype", "check_reduction", "premultiplied_sum"]
+
+
+class ReduceOp(Enum):
+    """How the ranks' elements become one. Every operation folds rank 0, 1, ..., p-1, whatever the backend."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class PremultipliedSum:
+    """The sum of ``factor * x`` over the ranks; each rank gives its own factor. Made by `premultiplied_sum`."""
+
+    factor: float
+
+    def __str__(self) -> str:
+        return "premultiplied_sum"
+
+
+Op = ReduceOp | PremultipliedSum
+
+
+def premultiplied_sum(factor: float) -> PremultipliedSum:
+    """The reduce operation that multiplies this rank's elements by ``factor`` before the sum, in one rounding for small floats.
+
+    Raises:
+        TypeError, ValueError: ``factor`` is not a finite real number.
+    """
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        raise TypeError(f"the factor of a premultiplied sum is a real number, not {type(factor).__name__}")
+    if not math.isfinite(factor):
+        raise ValueError(f"the factor of a premultiplied sum is finite, not {factor}")
+    return PremultipliedSum(float(factor))
+
+
+SMALL_FLOATS = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+"""Accumulated in float32 and rounded once."""
+
+_FLOATS = (torch.float64, torch.float32, *SMALL_FLOATS)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+_COMPLEX = (torch.complex64, torch.complex128)
+
+DTYPES = (*_FLOATS, *_INTEGERS, torch.bool, *_COMPLEX)
+"""Every dtype a collective carries."""
+
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+_REASONS = {
+    "no order": "complex numbers have no order",
+    "bits": "bitwise operations are for integers and bool",
+    "mean": "the mean of {kind} is not one of them; convert to a float first",
+    "factor": "a factor is a real number; convert to a float first",
+}
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise TypeError unless collectives carry ``dtype``."""
+    if dtype not in DTYPES:
+        names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
+        raise TypeError(f"collectives carry {names}; not {dtype}")
+
+
+def check_reduction(dtype: torch.dtype, op: Op) -> None:
+    """Raise TypeError unless ``op`` is defined for ``dtype``, with the reason."""
+    check_dtype(dtype)
+    if not isinstance(op, (ReduceOp, PremultipliedSum)):
+        raise TypeError(f"op must be a ReduceOp or premultiplied_sum(factor), not {op!r}")
+    reason = None
+    if op in _BITWISE and dtype not in (*_INTEGERS, torch.bool):
+        reason = _REASONS["bits"]
+    elif op in (ReduceOp.MIN, ReduceOp.MAX) and dtype in _COMPLEX:
+        reason = _REASONS["no order"]
+    elif dtype in (*_INTEGERS, torch.bool):
+        kind = "bools" if dtype is torch.bool else "integers"
+        if op is ReduceOp.MEAN:
+            reason = _REASONS["mean"].format(kind=kind)
+        elif isinstance(op, PremultipliedSum):
+            reason = _REASONS["factor"]
+    if reason is not None:
+        raise TypeError(f"{op} of {dtype} is not defined: {reason}")

@@ -1,0 +1,322 @@
+"""Collectives that fold: allreduce, reduce, reduce_scatter."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from ferrodist.collectives.differentiable import attach, records_history
+from ferrodist.collectives.operation import Fusible, Operation, collectives_of, run_later, run_now
+from ferrodist.collectives.prepare import (
+    check_dim,
+    check_root,
+    check_tensor,
+    flatten,
+    group_and_timeout,
+    prepare_out,
+)
+from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction
+from ferrodist.collectives.sharding import compute_shard_sizes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.collectives.differentiable import Backward
+    from ferrodist.collectives.pending import PendingCollective
+
+__all__ = [
+    "allreduce",
+    "async_allreduce",
+    "async_reduce_scatter",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+]
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    op: Op = ReduceOp.SUM,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Fold a tensor over all ranks; every rank gets the result.
+
+    Args:
+        tensor: Of equal shape and dtype on all ranks; any strides.
+        op: How elements become one, folded in rank order.
+        group: The group, on all of whose ranks this is called; None is the default group.
+        out: Where the result goes, which may be ``tensor``; None makes a fresh tensor.
+        timeout: Seconds; None takes the group's.
+
+    Returns:
+        ``out``, or a fresh tensor of ``tensor``'s shape. Differentiable for all operations but the bitwise ones.
+
+    Raises:
+        TypeError: ``op`` is not defined for the dtype; raised before anything is sent.
+        CollectiveMismatchError: On all ranks, when one called something else.
+        DistributedTimeoutError: On all ranks, when one is late.
+        PeerLostError: On all ranks, when one died.
+    """
+    return run_now(_allreduce(tensor, op, group, out, timeout))
+
+
+def async_allreduce(
+    tensor: torch.Tensor,
+    op: Op = ReduceOp.SUM,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> PendingCollective[torch.Tensor]:
+    """Start `allreduce`."""
+    return run_later(_allreduce(tensor, op, group, out, timeout))
+
+
+def _allreduce(
+    tensor: torch.Tensor, op: Op, group: Backend | None, out: torch.Tensor | None, timeout: float | None
+) -> Operation[torch.Tensor]:
+    check_tensor(tensor)
+    check_reduction(tensor.dtype, op)
+    chosen, limit = group_and_timeout(group, timeout)
+    target = prepare_out(out, tensor.shape, tensor.dtype, tensor)
+    source = flatten(tensor)
+    engine = collectives_of(chosen)
+
+    def on(target: torch.Tensor, flat: torch.Tensor, sequence: int) -> None:
+        engine.allreduce(target, flat, op, timeout=limit, sequence=sequence)
+
+    def finish() -> torch.Tensor:
+        result = target.finish()
+        if not (recorded and out is None):
+            return result
+        return attach(tensor, result, _reduction_backward(tensor, result, op, chosen))
+
+    recorded = records_history(tensor)
+    return Operation(
+        name="allreduce",
+        group=chosen,
+        run=partial(on, target.flat, source),
+        finish=finish,
+        fusible=Fusible(key=("allreduce", tensor.dtype, op), source=source, out=target.flat, run=on),
+    )
+
+
+def _reduction_backward(
+    tensor: torch.Tensor, result: torch.Tensor, op: Op, group: Backend
+) -> Backward:
+    """The gradient of allreduce: every rank's output depends on every rank's input."""
+    if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        return lambda grad: allreduce(grad, op, group=group)
+    if isinstance(op, PremultipliedSum):
+        return lambda grad: allreduce(grad, group=group) * op.factor
+    own = tensor.detach()
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        return lambda grad: _share_of_extremum(own, result, allreduce(grad, group=group), group)
+    if op is ReduceOp.PRODUCT:
+        return lambda grad: _times_other_factors(own, allreduce(grad, group=group), group)
+    raise AssertionError(f"{op} is for dtypes that have no gradient")
+
+
+def _share_of_extremum(
+    own: torch.Tensor, extremum: torch.Tensor, grad: torch.Tensor, group: Backend
+) -> torch.Tensor:
+    """The gradient goes to the ranks that have the extremum, in equal parts, as torch's amin and amax divide it."""
+    mine = ((own == extremum) | (own.isnan() & extremum.isnan())).to(grad.dtype)
+    return grad * mine / allreduce(mine, group=group)
+
+
+def _times_other_factors(own: torch.Tensor, grad: torch.Tensor, group: Backend) -> torch.Tensor:
+    """The product of the other ranks' elements: gathered, not divided out, so that zeros are right."""
+    from ferrodist.collectives.movement import all_gather  # noqa: PLC0415 - the gradients of the two need each other
+
+    everyone = all_gather(own.unsqueeze(0), group=group)
+    others = torch.cat([everyone[: group.rank], everyone[group.rank + 1 :]])
+    return grad * others.prod(dim=0).conj()
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int = 0,
+    op: Op = ReduceOp.SUM,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Fold a tensor over all ranks; rank ``dst`` gets the result.
+
+    Args:
+        tensor: Of equal shape and dtype on all ranks; any strides.
+        dst: The rank that gets the result, the same on all ranks.
+        op: How elements become one, folded in rank order.
+        group: The group, on all of whose ranks this is called; None is the default group.
+        out: On rank ``dst``: where the result goes, which may be ``tensor``. Refused elsewhere.
+        timeout: Seconds; None takes the group's.
+
+    Returns:
+        On ``dst`` the result, of ``tensor``'s shape; elsewhere an empty tensor, through which backward runs.
+
+    Raises:
+        TypeError, CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
+    """
+    check_tensor(tensor)
+    check_reduction(tensor.dtype, op)
+    chosen, limit = group_and_timeout(group, timeout)
+    check_root(chosen, dst, "dst")
+    is_root = chosen.rank == dst
+    if out is not None and not is_root:
+        raise ValueError(f"only rank {dst} gets a result: pass out= there, not on rank {chosen.rank}")
+    target = prepare_out(out, tensor.shape if is_root else (0,), tensor.dtype, tensor)
+    source = flatten(tensor)
+    recorded = records_history(tensor) and out is None
+
+    def run(sequence: int) -> None:
+        collectives_of(chosen).reduce(
+            target.flat if is_root else None, source, op, dst, timeout=limit, sequence=sequence
+        )
+
+    def finish() -> torch.Tensor:
+        result = target.finish()
+        return attach(tensor, result, partial(_reduce_backward, tensor, result, op, dst, chosen)) if recorded else result
+
+    return run_now(Operation(name="reduce", group=chosen, run=run, finish=finish))
+
+
+def _reduce_backward(  # noqa: PLR0913, PLR0917 - bound by partial
+    tensor: torch.Tensor, result: torch.Tensor, op: Op, dst: int, group: Backend, grad: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of reduce: the root's gradient goes to all ranks, then as for allreduce."""
+    from ferrodist.collectives.movement import broadcast  # noqa: PLC0415 - the gradients of the two need each other
+
+    is_root = group.rank == dst
+    whole = broadcast(grad if is_root else torch.empty_like(tensor), dst, group=group)
+    if op is ReduceOp.SUM:
+        return whole
+    if op is ReduceOp.MEAN:
+        return whole / group.world_size
+    if isinstance(op, PremultipliedSum):
+        return whole * op.factor
+    own = tensor.detach()
+    if op is ReduceOp.PRODUCT:
+        return _times_other_factors(own, whole, group)
+    extremum = broadcast(result if is_root else torch.empty_like(own), dst, group=group)
+    return _share_of_extremum(own, extremum, whole, group)
+
+
+def reduce_scatter(
+    tensor: torch.Tensor,
+    op: Op = ReduceOp.SUM,
+    *,
+    dim: int = 0,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Fold a tensor over all ranks and divide the result over them along ``dim``.
+
+    Sizes that the world size doesn't divide follow `compute_shard_sizes`: the first ranks get one more.
+
+    Args:
+        tensor: Of equal shape and dtype on all ranks; any strides.
+        op: How elements become one, folded in rank order.
+        dim: The dim to divide.
+        group: The group, on all of whose ranks this is called; None is the default group.
+        out: Where this rank's part goes; None makes a fresh tensor.
+        timeout: Seconds; None takes the group's.
+
+    Returns:
+        This rank's part. Differentiable for SUM, MEAN and premultiplied sums.
+
+    Raises:
+        TypeError, CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
+    """
+    return run_now(_reduce_scatter(tensor, op, dim, group, out, timeout))
+
+
+def async_reduce_scatter(
+    tensor: torch.Tensor,
+    op: Op = ReduceOp.SUM,
+    *,
+    dim: int = 0,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> PendingCollective[torch.Tensor]:
+    """Start `reduce_scatter`."""
+    return run_later(_reduce_scatter(tensor, op, dim, group, out, timeout))
+
+
+def reduce_scatter_tensor(
+    out: torch.Tensor,
+    tensor: torch.Tensor,
+    op: Op = ReduceOp.SUM,
+    *,
+    group: Backend | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """`reduce_scatter` along dim 0 into ``out``, which is returned."""
+    return reduce_scatter(tensor, op, group=group, out=out, timeout=timeout)
+
+
+def reduce_scatter_by_sizes(
+    tensor: torch.Tensor, sizes: Sequence[int], *, dim: int, group: Backend
+) -> torch.Tensor:
+    """`reduce_scatter` with SUM that gives rank r ``sizes[r]`` of ``dim``: the gradient of a gathering."""
+    return run_now(_reduce_scatter(tensor, ReduceOp.SUM, dim, group, None, None, sizes))
+
+
+def _reduce_scatter(  # noqa: PLR0913, PLR0917 - the public signature, by position
+    tensor: torch.Tensor,
+    op: Op,
+    dim: int,
+    group: Backend | None,
+    out: torch.Tensor | None,
+    timeout: float | None,
+    sizes: Sequence[int] | None = None,
+) -> Operation[torch.Tensor]:
+    check_tensor(tensor)
+    check_reduction(tensor.dtype, op)
+    dim = check_dim(tensor, dim)
+    chosen, limit = group_and_timeout(group, timeout)
+    sizes = compute_shard_sizes(tensor.shape[dim], chosen.world_size) if sizes is None else sizes
+    moved = tensor.detach().movedim(dim, 0)
+    row = math.prod(moved.shape[1:])
+    source = flatten(moved)
+    part = (sizes[chosen.rank], *moved.shape[1:])
+    shape = (*tensor.shape[:dim], sizes[chosen.rank], *tensor.shape[dim + 1 :])
+    target = prepare_out(out, shape, tensor.dtype, tensor)
+    flat = target.flat if dim == 0 else torch.empty(sizes[chosen.rank] * row, dtype=tensor.dtype)
+    recorded = records_history(tensor) and out is None
+
+    def run(sequence: int) -> None:
+        counts = [size * row for size in sizes]
+        collectives_of(chosen).reduce_scatter(flat, source, counts, op, timeout=limit, sequence=sequence)
+
+    def finish() -> torch.Tensor:
+        if dim != 0:
+            with torch.no_grad():
+                target.result.copy_(flat.view(part).movedim(0, dim))
+        result = target.result if dim != 0 else target.finish()
+        return attach(tensor, result, partial(_reduce_scatter_backward, op, dim, chosen)) if recorded else result
+
+    return Operation(name="reduce_scatter", group=chosen, run=run, finish=finish)
+
+
+def _reduce_scatter_backward(op: Op, dim: int, group: Backend, grad: torch.Tensor) -> torch.Tensor:
+    from ferrodist.collectives.movement import all_gather_uneven  # noqa: PLC0415 - the gradients of the two need each other
+
+    if not (op in (ReduceOp.SUM, ReduceOp.MEAN) or isinstance(op, PremultipliedSum)):
+        raise RuntimeError(f"reduce_scatter with {op} has no gradient: use allreduce and narrow()")
+    whole = all_gather_uneven(grad, dim=dim, group=group)
+    if op is ReduceOp.MEAN:
+        return whole / group.world_size
+    return whole * op.factor if isinstance(op, PremultipliedSum) else whole
+
+

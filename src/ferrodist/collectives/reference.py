@@ -1,0 +1,374 @@
+"""The collectives of any backend, over its ``isend`` and ``irecv``: what every engine's result is compared with.
+
+Words: a *chunk* is the part of a tensor that one rank owns in a collective, a *segment* a piece of a chunk that moves at
+once. n is the tensor's bytes, p the number of ranks. Every operation begins with an agreement ([Note: agreement] in
+`backends/agreement.py`: 2 steps, 192 bytes up and 192*p down for each rank), and tiny ones end with it, for their elements
+travel along. The figures below are for the steps after it: bytes are those that the busiest rank sends.
+
+    operation        up to 108 B   up to 64 KiB                    above
+    allreduce        0 steps       1 step, (p-1)n                  2 steps a segment, 2n(p-1)/p
+    reduce           0 steps       1 step, n                       2 steps, n(p-1)/p + n/p
+    broadcast        0 steps       log2(p) steps, n*log2(p)        2 steps, 2n(p-1)/p
+    all_gather       0 steps       1 step, (p-1) times the own chunk
+    gather, scatter                1 step, the chunk; the root's link carries n(p-1)/p
+    reduce_scatter                 1 step a segment, n(p-1)/p
+    all_to_all                     1 step, what is for others
+
+A step is `_exchange`: all receives are posted, then all sends started, then all waited for. No rank waits for a send before
+its receives are posted, so no order of arrival and no size of socket buffers can block it.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import torch
+
+from ferrodist.backends.call import MAX_PAYLOAD, Call
+from ferrodist.backends.request import wait_all
+from ferrodist.backends.tags import Channel, channel_tag
+from ferrodist.collectives.fold import fold
+from ferrodist.collectives.reduce_op import Op, PremultipliedSum
+from ferrodist.collectives.sharding import compute_shard_sizes, offsets_of
+from ferrodist.collectives.views import bytes_of
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.backends.request import Request
+
+__all__ = ["ReferenceCollectives"]
+
+_ONE_STEP_BYTES = 64 * 1024
+"""Up to here one step with more bytes is faster than two with fewer."""
+
+_SEGMENT_BYTES = 4 << 20
+"""What a reduction receives from each rank before it folds: bounds its memory to p segments."""
+
+_FACTOR = struct.Struct("<d")
+
+
+class ReferenceCollectives:
+    """`Collectives` over a group's point-to-point messages.
+
+    Args:
+        group: Any backend.
+    """
+
+    def __init__(self, group: Backend) -> None:
+        self._group = group
+
+    def reserve(self) -> int:
+        """Take the next position among the group's collectives."""
+        return self._group.agreement.reserve()
+
+    def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
+        """Give every rank the `MAX_PAYLOAD` or fewer bytes of each; the agreement is all of it."""
+        return self._group.agreement.reach(Call(operation=operation, payload=payload), timeout, sequence)
+
+    def barrier(self, *, timeout: float, sequence: int) -> None:
+        """Return when all ranks have called; the agreement is all of it."""
+        self._group.agreement.reach(Call(operation="barrier"), timeout, sequence)
+
+    def allreduce(
+        self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int
+    ) -> None:
+        """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
+        tiny = _is_tiny(source, op)
+        run = self._enter(_call("allreduce", source, op=op), _payload(source if tiny else None, op), timeout, sequence)
+        if tiny:
+            out.copy_(fold(op, run.tensors(source.dtype), run.factors(op)))
+        elif run.world_size == 1:
+            out.copy_(fold(op, [source], run.factors(op)))
+        elif source.nbytes <= _ONE_STEP_BYTES:
+            inputs = [source if rank == run.rank else torch.empty_like(source) for rank in range(run.world_size)]
+            run.exchange([(peer, source) for peer in run.peers], [(peer, inputs[peer]) for peer in run.peers])
+            out.copy_(fold(op, inputs, run.factors(op)))
+        else:
+            counts = compute_shard_sizes(source.numel(), run.world_size)
+            chunks = out.split(counts)
+            run.fold_chunks(chunks[run.rank], source, counts, op)
+            run.exchange([(peer, chunks[run.rank]) for peer in run.peers], [(peer, chunks[peer]) for peer in run.peers])
+
+    def reduce(
+        self, out: torch.Tensor | None, source: torch.Tensor, op: Op, root: int, *, timeout: float, sequence: int
+    ) -> None:
+        """Fold ``source`` over the ranks into the root's ``out``, which may be its ``source``; None elsewhere."""
+        tiny = _is_tiny(source, op)
+        call = _call("reduce", source, op=op, root=root)
+        run = self._enter(call, _payload(source if tiny else None, op), timeout, sequence)
+        if tiny or run.world_size == 1:
+            inputs = run.tensors(source.dtype) if tiny else [source]
+            if out is not None:
+                out.copy_(fold(op, inputs, run.factors(op)))
+        elif source.nbytes <= _ONE_STEP_BYTES:
+            if out is None:
+                run.exchange([(root, source)], [])
+                return
+            inputs = [source if rank == run.rank else torch.empty_like(source) for rank in range(run.world_size)]
+            run.exchange([], [(peer, inputs[peer]) for peer in run.peers])
+            out.copy_(fold(op, inputs, run.factors(op)))
+        else:
+            counts = compute_shard_sizes(source.numel(), run.world_size)
+            if out is None:
+                own = source.new_empty(counts[run.rank])
+                run.fold_chunks(own, source, counts, op)
+                run.exchange([(root, own)], [])
+            else:
+                chunks = out.split(counts)
+                run.fold_chunks(chunks[run.rank], source, counts, op)
+                run.exchange([], [(peer, chunks[peer]) for peer in run.peers])
+
+    def broadcast(self, tensor: torch.Tensor, root: int, *, timeout: float, sequence: int) -> None:
+        """Copy the root's ``tensor`` into every rank's."""
+        tiny = tensor.nbytes <= MAX_PAYLOAD
+        mine = self._group.rank == root
+        payload = _payload(tensor if tiny and mine else None)
+        run = self._enter(_call("broadcast", tensor, root=root), payload, timeout, sequence)
+        if mine and (tiny or run.world_size == 1):
+            return
+        if tiny:
+            tensor.copy_(run.tensor(root, tensor.dtype))
+        elif tensor.nbytes <= _ONE_STEP_BYTES:
+            run.send_down_tree(tensor, root)
+        else:
+            chunks = tensor.split(compute_shard_sizes(tensor.numel(), run.world_size))
+            if mine:
+                run.exchange([(peer, chunks[peer]) for peer in run.peers], [])
+                run.exchange([(peer, chunks[root]) for peer in run.peers], [])
+            else:
+                run.exchange([], [(root, chunks[run.rank])])
+                others = [peer for peer in run.peers if peer != root]
+                run.exchange(
+                    [(peer, chunks[run.rank]) for peer in others], [(peer, chunks[peer]) for peer in run.peers]
+                )
+
+    def all_gather(
+        self, out: torch.Tensor, source: torch.Tensor, counts: Sequence[int], *, timeout: float, sequence: int
+    ) -> None:
+        """Copy every rank's ``source`` into every ``out``, one after the other; ``counts[r]`` is rank r's size."""
+        tiny = max(counts) * source.element_size() <= MAX_PAYLOAD
+        run = self._enter(_call("all_gather", out), _payload(source if tiny else None), timeout, sequence)
+        chunks = out.split(list(counts))
+        if tiny:
+            for chunk, tensor in zip(chunks, run.tensors(source.dtype), strict=True):
+                chunk.copy_(tensor)
+            return
+        chunks[run.rank].copy_(source)
+        run.exchange([(peer, source) for peer in run.peers], [(peer, chunks[peer]) for peer in run.peers])
+
+    def gather(
+        self,
+        out: torch.Tensor | None,
+        source: torch.Tensor,
+        counts: Sequence[int],
+        root: int,
+        *,
+        timeout: float,
+        sequence: int,
+    ) -> None:
+        """Copy every rank's ``source`` into the root's ``out``; None elsewhere."""
+        run = self._enter(_call("gather", source, root=root, count=sum(counts)), b"", timeout, sequence)
+        if out is None:
+            run.exchange([(root, source)], [])
+            return
+        chunks = out.split(list(counts))
+        chunks[root].copy_(source)
+        run.exchange([], [(peer, chunks[peer]) for peer in run.peers])
+
+    def scatter(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor | None,
+        counts: Sequence[int],
+        root: int,
+        *,
+        timeout: float,
+        sequence: int,
+    ) -> None:
+        """Copy part r of the root's ``source``, of ``counts[r]`` elements, into rank r's ``out``."""
+        run = self._enter(_call("scatter", out, root=root, count=sum(counts)), b"", timeout, sequence)
+        if source is None:
+            run.exchange([], [(root, out)])
+            return
+        chunks = source.split(list(counts))
+        out.copy_(chunks[root])
+        run.exchange([(peer, chunks[peer]) for peer in run.peers], [])
+
+    def reduce_scatter(
+        self, out: torch.Tensor, source: torch.Tensor, counts: Sequence[int], op: Op, *, timeout: float, sequence: int
+    ) -> None:
+        """Fold part r of every rank's ``source`` into rank r's ``out``."""
+        run = self._enter(_call("reduce_scatter", source, op=op), _payload(None, op), timeout, sequence)
+        run.fold_chunks(out, source, counts, op)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        *,
+        timeout: float,
+        sequence: int,
+    ) -> None:
+        """Send part r of ``source`` to rank r, and collect what the ranks sent here in ``out``."""
+        run = self._enter(_call("all_to_all", source, count=0), b"", timeout, sequence)
+        outgoing, incoming = source.split(list(send_counts)), out.split(list(receive_counts))
+        incoming[run.rank].copy_(outgoing[run.rank])
+        run.exchange(
+            [(peer, outgoing[peer]) for peer in run.peers],
+            [(peer, incoming[peer]) for peer in run.peers],
+            skip_empty=False,  # the other side may expect elements: let it find the difference, not wait
+        )
+
+    def _enter(self, call: Call, payload: bytes, timeout: float, sequence: int) -> _Run:
+        deadline = Deadline(timeout)
+        call = call.with_payload(payload)
+        return _Run(self._group, call, sequence, deadline, self._group.agreement.reach(call, timeout, sequence))
+
+
+class _Run:
+    """One collective that all ranks have agreed on, under way."""
+
+    def __init__(
+        self, group: Backend, call: Call, sequence: int, deadline: Deadline, payloads: list[bytes]
+    ) -> None:
+        self.rank = group.rank
+        self.world_size = group.world_size
+        self.peers = _peers_of(group.rank, group.world_size)
+        self._group = group
+        self._call = call
+        self._sequence = sequence
+        self._deadline = deadline
+        self._payloads = payloads
+        self._tag = channel_tag(Channel.DATA, sequence)
+
+    def tensor(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
+        """The elements that came with a rank's call."""
+        payload = self._payloads[rank]
+        if not payload:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype)
+
+    def tensors(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The elements that came with every rank's call."""
+        return [self.tensor(rank, dtype) for rank in range(self.world_size)]
+
+    def factors(self, op: Op) -> list[float] | None:
+        """Every rank's factor of a premultiplied sum."""
+        if not isinstance(op, PremultipliedSum):
+            return None
+        return [_FACTOR.unpack_from(payload)[0] for payload in self._payloads]
+
+    def exchange(
+        self,
+        sends: Iterable[tuple[int, torch.Tensor]],
+        receives: Iterable[tuple[int, torch.Tensor]],
+        *,
+        skip_empty: bool = True,
+    ) -> None:
+        """One step: receive each (rank, tensor) and send each, all at once."""
+
+        def start_and_wait() -> None:
+            pending: list[Request] = []
+            try:
+                for peer, tensor in receives:
+                    if tensor.numel() or not skip_empty:
+                        pending.append(self._group.irecv(bytes_of(tensor), peer, tag=self._tag))  # noqa: PERF401 - kept on errors
+                for peer, tensor in sends:
+                    if tensor.numel() or not skip_empty:
+                        pending.append(self._group.isend(bytes_of(tensor), peer, tag=self._tag))  # noqa: PERF401
+            except BaseException:
+                for request in pending:
+                    request.cancel()
+                raise
+            wait_all(pending, self._deadline)
+
+        self._guard(start_and_wait)
+
+    def fold_chunks(self, out: torch.Tensor, source: torch.Tensor, counts: Sequence[int], op: Op) -> None:
+        """Fold chunk ``rank`` of every rank's ``source`` into ``out``, segment by segment.
+
+        ``out`` may be this rank's chunk of ``source``: a segment is folded from it before it is written.
+        """
+        starts = offsets_of(counts)
+        step = max(1, _SEGMENT_BYTES // source.element_size())
+        factors = self.factors(op)
+        for begin in range(0, max(counts), step):
+            segments = [
+                source[starts[rank] + min(begin, counts[rank]) : starts[rank] + min(begin + step, counts[rank])]
+                for rank in range(self.world_size)
+            ]
+            own = segments[self.rank]
+            inputs = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.world_size)]
+            self.exchange(
+                [(peer, segments[peer]) for peer in self.peers], [(peer, inputs[peer]) for peer in self.peers]
+            )
+            if own.numel():
+                out[begin : begin + own.numel()].copy_(fold(op, inputs, factors))
+
+    def send_down_tree(self, tensor: torch.Tensor, root: int) -> None:
+        """Broadcast along a binomial tree: rank v (counted from the root) receives from v without its highest bit."""
+        place = (self.rank - root) % self.world_size
+        distance = 1
+        if place:
+            distance = 1 << place.bit_length()
+            self.exchange([], [((place - (distance >> 1) + root) % self.world_size, tensor)])
+        children = []
+        while place + distance < self.world_size:
+            children.append((place + distance + root) % self.world_size)
+            distance <<= 1
+        self.exchange([(child, tensor) for child in children], [])
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        """Run a step; what fails in the middle of a collective ends the group, for its ranks are out of step now."""
+        try:
+            action()
+        except GroupClosedError:
+            raise
+        except DistributedTimeoutError as error:
+            late = f"rank {error.ranks[0]}" if error.ranks else "other ranks"
+            failure = self._group.failure or DistributedTimeoutError(
+                f"{self._call} on group {self._group.name!r}, operation {self._sequence}: all ranks have called it, but"
+                f" rank {self.rank} was still exchanging data with {late} after {self._deadline.elapsed():.2f} s of"
+                f" {self._deadline.timeout:g} s allowed. Pass a larger timeout, or look at what that rank is doing.",
+                ranks=error.ranks,
+            )
+            self._group.abort(failure)
+            raise (self._group.failure or failure) from None
+        except DistributedError as error:
+            self._group.abort(error)
+            raise (self._group.failure or error) from None
+
+
+def _peers_of(rank: int, world_size: int) -> list[int]:
+    """The other ranks, beginning after this one, so that not all ranks send to the same one first."""
+    return [(rank + i) % world_size for i in range(1, world_size)]
+
+
+def _call(
+    operation: str, tensor: torch.Tensor, *, op: Op | None = None, root: int = -1, count: int | None = None
+) -> Call:
+    return Call(
+        operation=operation,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        reduce_op="" if op is None else str(op),
+        root=root,
+        count=tensor.numel() if count is None else count,
+    )
+
+
+def _is_tiny(source: torch.Tensor, op: Op) -> bool:
+    """Whether the elements travel with the call; the room is taken by the factor of a premultiplied sum."""
+    return source.nbytes <= MAX_PAYLOAD and not isinstance(op, PremultipliedSum)
+
+
+def _payload(tensor: torch.Tensor | None, op: Op | None = None) -> bytes:
+    if isinstance(op, PremultipliedSum):
+        return _FACTOR.pack(op.factor)
+    return b"" if tensor is None else bytes(bytes_of(tensor))
