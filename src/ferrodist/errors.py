@@ -163,6 +163,7 @@ def error_to_wire(error: BaseException) -> tuple[str, str, tuple[int, ...]]:
 def error_from_wire(name: str, message: str, ranks: tuple[int, ...]) -> DistributedError:
     """Rebuild an error from `error_to_wire`'s triple; an unknown class becomes `DistributedError`.
 
-    Names are looked up in this module's tree and nowhere else, so a peer cannot make this process import or call anything.
+    Names are looked up in this module's tree and nowhere else, so a peer cannot make this process import or call
+    anything.
     """
     return _tree(DistributedError).get(name, DistributedError)(message, ranks=tuple(ranks))

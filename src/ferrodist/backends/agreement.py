@@ -1,8 +1,9 @@
 """Agreement: before a collective moves data, its ranks learn that all of them called the same thing.
 
 [Note: agreement]
-Every collective begins with it. Each rank sends its encoded call to rank 0; rank 0 sends the list of all of them to each
-rank. Two steps, 192 bytes up and 192*p down for each rank. That gives, with no call after it that could go wrong unseen:
+Every collective begins with it. Each rank sends its encoded call to rank 0; rank 0 sends the list of all of them to
+each rank. Two steps, 192 bytes up and 192*p down for each rank. That gives, with no call after it that could go
+wrong unseen:
 
 - a mismatch is found by every rank from the same list, so all raise the same error, naming both calls;
 - a late rank is known by name: rank 0 sees whose call has not come. A rank whose own deadline passes first says so to
@@ -23,9 +24,16 @@ from ferrodist.backends.call import CALL_SIZE, Call, fingerprint_of, payload_of
 from ferrodist.backends.request import wait_all
 from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag
 from ferrodist.deadline import Deadline
-from ferrodist.errors import CollectiveMismatchError, DistributedError, DistributedTimeoutError, GroupClosedError
+from ferrodist.errors import (
+    CollectiveMismatchError,
+    DistributedError,
+    DistributedTimeoutError,
+    GroupClosedError,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from typing_extensions import Buffer
 
     from ferrodist.backends.request import Request
@@ -157,11 +165,11 @@ class Agreement:
         self, call: Call, ranks: tuple[int, ...], deadline: Deadline, detail: str = ""
     ) -> DistributedTimeoutError:
         group = self._group
-        who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+        who = f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"
         return DistributedTimeoutError(
-            f"{call} on group {group.name!r}, operation {call.sequence}: {who} not called it, after {deadline.elapsed():.2f} s"
-            f" of {deadline.timeout:g} s allowed{detail}. Look at what {'that rank is' if len(ranks) == 1 else 'they are'}"
-            f" doing, or pass a larger timeout. Reported by rank {group.rank}.",
+            f"{call} on group {group.name!r}, operation {call.sequence}: {who} not called it, after"
+            f" {deadline.elapsed():.2f} s of {deadline.timeout:g} s allowed{detail}. Look at what is going on there, or pass"
+            f" a larger timeout. Reported by rank {group.rank}.",
             ranks=ranks,
         )
 
@@ -172,16 +180,17 @@ class Agreement:
             callers.setdefault(fingerprint_of(record), []).append(rank)
         if len(callers) == 1:
             return
-        said = "; ".join(
-            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} called {Call.decode(records[ranks[0]])}"
-            for ranks in callers.values()
-        )
+        said = "; ".join(f"{_ranks(ranks)} called {Call.decode(records[ranks[0]])}" for ranks in callers.values())
         sequence = Call.decode(records[0]).sequence
         odd = min(callers.values(), key=len)
         error = CollectiveMismatchError(
-            f"the ranks of group {self._group.name!r} disagree about operation {sequence}: {said}. Every rank must make the"
-            " same collective calls in the same order.",
+            f"the ranks of group {self._group.name!r} disagree about operation {sequence}: {said}. Every rank must make"
+            " the same collective calls in the same order.",
             ranks=tuple(odd) if len(callers) == 2 and len(odd) < len(records) - len(odd) else (),
         )
         self._group.abort(error)
         raise error
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

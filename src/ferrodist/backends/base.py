@@ -1,9 +1,9 @@
 """The contract of a backend: what a group is to everything above it.
 
 A group is a `Backend`: one rank's handle on a fixed set of ranks that can send each other bytes. An author implements
-``send``, ``recv``, ``abort`` and ``close``; everything else in ferrodist works on top. A backend that can start a transfer
-without waiting for it also overrides ``isend`` and ``irecv``, which otherwise run the blocking calls in threads.
-`ferrodist.testing.check_backend` tests all of what is said here.
+``send``, ``recv``, ``abort`` and ``close``; everything else in ferrodist works on top. A backend that can start a
+transfer without waiting for it also overrides ``isend`` and ``irecv``, which otherwise run the blocking calls in
+threads. `ferrodist.testing.check_backend` tests all of what is said here.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class Backend(ABC):
         Raises:
             InvalidRankError: ``dst`` is not in the group.
             SelfSendError: ``dst`` is this rank.
-            DistributedTimeoutError: The message could not be handed over in time. It was not, and will not be, received.
+            DistributedTimeoutError: The message could not be handed over in time. It was not, and will not be,
+                received.
             PeerLostError: ``dst`` died or left.
             GroupClosedError: This rank closed the group.
         """
@@ -179,10 +180,12 @@ class Backend(ABC):
         del group_id, members
         return self.failure
 
-    def open_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
-        """Be told that this rank has made a sub-group of ``members`` (ranks of this group). This form needs nothing of it."""
+    def open_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:  # noqa: B027 - may stay as it is
+        """Be told that this rank has made a sub-group of ``members`` (ranks of this group). This form needs nothing
+        of it.
+        """
 
-    def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
+    def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:  # noqa: B027 - may stay as it is
         """Be told that this rank has left a sub-group. This form tells nobody."""
 
     def on_close(self, callback: Callable[[], None]) -> None:

@@ -53,7 +53,12 @@ class Call:
         """The call as `CALL_SIZE` bytes."""
         assert len(self.payload) <= MAX_PAYLOAD
         head = _HEAD.pack(
-            _text(self.operation), _text(self.dtype), _text(self.reduce_op), self.root, self.count, self.sequence
+            _text(self.operation),
+            _text(self.dtype),
+            _text(self.reduce_op),
+            self.root,
+            self.count,
+            self.sequence,
         )
         return (head + _PAYLOAD_LENGTH.pack(len(self.payload)) + self.payload).ljust(CALL_SIZE, b"\0")
 

@@ -1,14 +1,15 @@
 """A rank's mailbox: where messages that arrive meet the receives that were asked for.
 
 [Note: eager and offered messages]
-A message of up to `EAGER_LIMIT` bytes is sent at once and kept by the receiving rank until it is asked for. A larger one is
-only offered: its elements move when the receiving rank has a buffer for them, straight into that buffer. So a rank holds
-little for messages it has not asked for, whatever others send, and ``send`` of a large message waits for its receiver.
+A message of up to `EAGER_LIMIT` bytes is sent at once and kept by the receiving rank until it is asked for. A larger
+one is only offered: its elements move when the receiving rank has a buffer for them, straight into that buffer. So a
+rank holds little for messages it has not asked for, whatever others send, and ``send`` of a large message waits for
+its receiver.
 
 [Note: who may write into a receive's buffer]
-Bytes go into a user's buffer only while the mailbox's lock is held and the message is still matched with the receive. So
-once `Mailbox.cancel` has returned, the buffer is the user's again; what had come already is kept with the message, which
-waits for the next receive. Callbacks and grants run after the lock is released.
+Bytes go into a user's buffer only while the mailbox's lock is held and the message is still matched with the
+receive. So once `Mailbox.cancel` has returned, the buffer is the user's again; what had come already is kept with
+the message, which waits for the next receive. Callbacks and grants run after the lock is released.
 """
 
 from __future__ import annotations
@@ -217,8 +218,9 @@ class Mailbox:
                 self._drop_receive(receive)
             for receive in [receive for receive in self._matched if applies(receive)]:
                 self._matched.discard(receive)
-                if receive.message is not None:
-                    receive.message.receive = receive.message = None
+                message, receive.message = receive.message, None
+                if message is not None:
+                    message.receive = None
                 failed.append(receive)
         for receive in failed:
             receive._finish(error)  # noqa: SLF001

@@ -1,13 +1,13 @@
 """What the in-process and the TCP backend have in common: a mailbox, and who may still be waited for.
 
-A transport below it starts sends (`_start_send`), takes them back (`_take_back`), and carries two notices to other ranks:
-that a group has been aborted, and that this rank has left one. It reports what comes in through `_mailbox`,
+A transport below it starts sends (`_start_send`), takes them back (`_take_back`), and carries two notices to other
+ranks: that a group has been aborted, and that this rank has left one. It reports what comes in through `_mailbox`,
 `_fail_group`, `_peer_left` and `_peer_died`.
 
 [Note: left and died]
-A rank that closes a group has *left*: what it sent is still delivered, then whatever needs it fails, and ranks that need
-nothing more of it go on. A rank that vanishes has *died*: every group it was a member of fails at once on every rank.
-Sub-groups without it go on in both cases.
+A rank that closes a group has *left*: what it sent is still delivered, then whatever needs it fails, and ranks that
+need nothing more of it go on. A rank that vanishes has *died*: every group it was a member of fails at once on every
+rank. Sub-groups without it go on in both cases.
 """
 
 from __future__ import annotations
@@ -225,8 +225,8 @@ class MailboxBackend(Backend):
         self._mailbox.forget(lambda message: group_of_tag(message.tag) == group_id)
         return True
 
-    def _peer_left(self, group_id: int, rank: int) -> None:
-        error = PeerLostError(
+    def _peer_left(self, group_id: int, rank: int, error: DistributedError | None = None) -> None:
+        error = error or PeerLostError(
             f"rank {rank} of group {self.name!r} has left: it closed the group while rank {self.rank} still needed it",
             ranks=(rank,),
         )

@@ -63,8 +63,8 @@ def init_process_group(
         backend: "tcp", or a name given to `register_backend`; None chooses.
         rank: This rank; None takes RANK from the environment.
         world_size: Number of ranks; None takes WORLD_SIZE.
-        init_method: ``env://`` (the default: torchrun's variables MASTER_ADDR and MASTER_PORT), ``tcp://host:port`` (rank 0
-            serves there) or ``file://path`` (a file that all ranks can reach).
+        init_method: ``env://`` (the default: torchrun's variables MASTER_ADDR and MASTER_PORT), ``tcp://host:port``
+            (rank 0 serves there) or ``file://path`` (a file that all ranks can reach).
         timeout: Seconds for all ranks to meet, and the group's default for blocking calls.
         secret: The job secret; None takes FERRODIST_SECRET. Needed where the ranks meet on anything but loopback.
 
@@ -120,7 +120,8 @@ def default_group() -> Backend:
     group = _local_group.get() or _Process.group
     if group is None:
         raise GroupClosedError(
-            "there is no default group: call ferrodist.init_process_group() first, pass group=, or use ferrodist.use_group()"
+            "there is no default group: call ferrodist.init_process_group() first, pass group=, or use"
+            " ferrodist.use_group()"
         )
     return group
 

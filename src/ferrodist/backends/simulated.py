@@ -19,11 +19,13 @@ __all__ = ["SimulatedBackend"]
 class SimulatedBackend(MailboxBackend):
     """A rank of a group whose ranks are threads of this process.
 
-    Deadlines, errors, sub-groups and the way large messages wait for their receiver are those of `TcpBackend`, so that a
-    program which hangs or fails there does so here. Make groups with `create_group`.
+    Deadlines, errors, sub-groups and the way large messages wait for their receiver are those of `TcpBackend`, so
+    that a program which hangs or fails there does so here. Make groups with `create_group`.
     """
 
-    def __init__(self, rank: int, peers: Sequence[SimulatedBackend], world_size: int, *, timeout: float, name: str) -> None:
+    def __init__(
+        self, rank: int, peers: Sequence[SimulatedBackend], world_size: int, *, timeout: float, name: str
+    ) -> None:
         super().__init__(rank, world_size, timeout=timeout, name=name)
         self._peers = peers
         self._arrivals: dict[Send, Message] = {}

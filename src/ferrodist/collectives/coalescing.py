@@ -24,12 +24,13 @@ __all__ = ["coalesce"]
 def coalesce(group: Backend | None = None) -> Iterator[None]:
     """Gather the collectives that are started inside the block and send them together when it ends.
 
-    Allreduces of one dtype and operation, and broadcasts of one dtype and root, become one operation each on their elements
-    laid end to end: one agreement and one set of messages for any number of small tensors, and the same bits as without.
+    Allreduces of one dtype and operation, and broadcasts of one dtype and root, become one operation each on their
+    elements laid end to end: one agreement and one set of messages for any number of small tensors, and the same
+        bits as without.
     Other collectives start one after the other, in the order in which they were called.
 
-    Inside the block use the ``async_*`` forms; each gives its `PendingCollective`, which starts when the block ends. When the
-    block raises, nothing is sent and the pending operations fail with that error.
+    Inside the block use the ``async_*`` forms; each gives its `PendingCollective`, which starts when the block ends.
+    When the block raises, nothing is sent and the pending operations fail with that error.
 
     Args:
         group: The group of all operations in the block; None is the default group.
@@ -83,7 +84,7 @@ def _fused(members: list[tuple[Operation[object], PendingCollective[object]]]) -
             if len(parts) > 1:
                 out = torch.cat([part.source for part in parts])
                 parts[0].run(out, out, sequence)
-                for part, piece in zip(parts, out.split([part.out.numel() for part in parts]), strict=True):
+                for part, piece in zip(parts, torch.split(out, [part.out.numel() for part in parts]), strict=True):
                     part.out.copy_(piece)
             else:
                 operations[0].run(sequence)

@@ -1,9 +1,9 @@
 """Autograd through collectives: the gradient of a collective is a collective.
 
-The loss is the sum of what all ranks differentiate, so the gradient of a rank's input is the sum over ranks of what flows
-back through every output it has a part in. A result records history when this rank's input requires grad (and grad mode is
-on); every rank of the group must then run backward through it, for backward is a collective too, with the group's
-timeout.
+The loss is the sum of what all ranks differentiate, so the gradient of a rank's input is the sum over ranks of what
+flows back through every output it has a part in. A result records history when this rank's input requires grad (and
+grad mode is on); every rank of the group must then run backward through it, for backward is a collective too, with
+the group's timeout.
 """
 
 from __future__ import annotations
@@ -41,6 +41,6 @@ def records_history(source: torch.Tensor | None) -> bool:
 
 def attach(source: torch.Tensor, result: torch.Tensor, backward: Backward) -> torch.Tensor:
     """``result`` with ``backward(gradient of result) -> gradient of source`` as its history."""
-    attached = _Attached.apply(source, result, backward)
+    attached = _Attached.apply(source, result, backward)  # type: ignore[no-untyped-call]
     assert isinstance(attached, torch.Tensor)
     return attached

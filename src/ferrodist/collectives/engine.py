@@ -17,29 +17,36 @@ __all__ = ["Collectives", "OffersCollectives"]
 class Collectives(Protocol):
     """The tensor collectives of one group, as an engine does them.
 
-    All tensors are one-dimensional, contiguous and on the CPU, of a dtype in `DTYPES`; arguments have been checked. Every
-    method blocks for at most ``timeout`` seconds, compares the call with the other ranks', and ends the group when it fails.
-    ``sequence`` comes from `reserve`, which ranks call in the same order; the calls themselves may run in any. A method may
-    write its ``out`` while it reads ``source``'s parts that it has not sent, so the two may only overlap where said. Both sides skip messages without
-    elements, but for `all_to_all`.
+    All tensors are one-dimensional, contiguous and on the CPU, of a dtype in `DTYPES`; arguments have been checked.
+    Every method blocks for at most ``timeout`` seconds, compares the call with the other ranks', and ends the group
+    when it fails. ``sequence`` comes from `reserve`, which ranks call in the same order; the calls themselves may
+    run in any. A method may write its ``out`` while it reads ``source``'s parts that it has not sent, so the two may
+    only overlap where said. Both sides skip messages without elements, but for `all_to_all`.
     """
 
     def reserve(self) -> int:
         """Take the next position among the group's collectives."""
 
     def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
-        """Give every rank the `MAX_PAYLOAD` or fewer bytes of each, in rank order; a call of ``operation`` to others."""
+        """Give every rank the `MAX_PAYLOAD` or fewer bytes of each, in rank order; a call of ``operation`` to
+        others.
+        """
 
     def barrier(self, *, timeout: float, sequence: int) -> None:
         """Return when all ranks have called."""
 
-    def allreduce(
-        self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int
-    ) -> None:
+    def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int) -> None:
         """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
 
     def reduce(
-        self, out: torch.Tensor | None, source: torch.Tensor, op: Op, root: int, *, timeout: float, sequence: int
+        self,
+        out: torch.Tensor | None,
+        source: torch.Tensor,
+        op: Op,
+        root: int,
+        *,
+        timeout: float,
+        sequence: int,
     ) -> None:
         """Fold ``source`` over the ranks into the root's ``out``, which may be its ``source``; None elsewhere."""
 
@@ -76,7 +83,14 @@ class Collectives(Protocol):
         """Copy part r of the root's ``source``, of ``counts[r]`` elements, into rank r's ``out``."""
 
     def reduce_scatter(
-        self, out: torch.Tensor, source: torch.Tensor, counts: Sequence[int], op: Op, *, timeout: float, sequence: int
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        counts: Sequence[int],
+        op: Op,
+        *,
+        timeout: float,
+        sequence: int,
     ) -> None:
         """Fold part r of every rank's ``source`` into rank r's ``out``."""
 

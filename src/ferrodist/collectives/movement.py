@@ -215,7 +215,7 @@ def _share_sizes(operation: str, size: int, group: Backend, timeout: float) -> l
     return [_SIZE.unpack(payload)[0] for payload in payloads]
 
 
-def _all_gather(  # noqa: PLR0913, PLR0917 - the public signature, by position
+def _all_gather(  # noqa: PLR0917 - the public signature, by position
     tensor: torch.Tensor,
     dim: int,
     group: Backend | None,
@@ -241,9 +241,7 @@ def _all_gather(  # noqa: PLR0913, PLR0917 - the public signature, by position
         result = target.finish() if dim == 0 else join.restore(flat, target.result)
         if not recorded:
             return result
-        return attach(
-            tensor, result, partial(reduce_scatter_by_sizes, sizes=sizes, dim=dim, group=chosen)
-        )
+        return attach(tensor, result, partial(reduce_scatter_by_sizes, sizes=sizes, dim=dim, group=chosen))
 
     return Operation(name="all_gather", group=chosen, run=run, finish=finish)
 
@@ -266,7 +264,12 @@ class _Join:
 
 
 def gather(
-    tensor: torch.Tensor, dst: int = 0, *, dim: int = 0, group: Backend | None = None, timeout: float | None = None
+    tensor: torch.Tensor,
+    dst: int = 0,
+    *,
+    dim: int = 0,
+    group: Backend | None = None,
+    timeout: float | None = None,
 ) -> torch.Tensor:
     """Join the ranks' tensors along ``dim``, in rank order, on rank ``dst``.
 
@@ -297,11 +300,18 @@ def gather(
 
     def run(sequence: int) -> None:
         collectives_of(chosen).gather(
-            flat if is_root else None, source, join.counts, dst, timeout=deadline.remaining(), sequence=sequence
+            flat if is_root else None,
+            source,
+            join.counts,
+            dst,
+            timeout=deadline.remaining(),
+            sequence=sequence,
         )
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
-        return scatter_by_sizes(grad if is_root else None, part, sizes, dst, dim=dim, group=chosen, timeout=chosen.timeout)
+        return scatter_by_sizes(
+            grad if is_root else None, part, sizes, dst, dim=dim, group=chosen, timeout=chosen.timeout
+        )
 
     def finish() -> torch.Tensor:
         result = join.restore(flat, torch.empty(join.shape, dtype=tensor.dtype)) if is_root else flat
@@ -345,7 +355,9 @@ def scatter(
         check_tensor(tensor)
         dim = check_dim(tensor, dim)
         if tensor.dim() > _MAX_SCATTER_DIMS:
-            raise ValueError(f"scatter takes tensors of at most {_MAX_SCATTER_DIMS} dims, not {tensor.dim()}: reshape it")
+            raise ValueError(
+                f"scatter takes tensors of at most {_MAX_SCATTER_DIMS} dims, not {tensor.dim()}: reshape it"
+            )
         shape = [*tensor.shape, *[0] * (_MAX_SCATTER_DIMS - tensor.dim())]
         head = _SCATTER_HEAD.pack(DTYPES.index(tensor.dtype), records_history(tensor), tensor.dim(), *shape)
     elif tensor is not None:
@@ -361,12 +373,10 @@ def scatter(
     if recorded and tensor is None:  # so that backward comes through here too
         whole.requires_grad_()
     with torch.enable_grad() if recorded else torch.no_grad():
-        return scatter_by_sizes(
-            whole, part, sizes, src, dim=dim, group=chosen, timeout=deadline.remaining()
-        )
+        return scatter_by_sizes(whole, part, sizes, src, dim=dim, group=chosen, timeout=deadline.remaining())
 
 
-def scatter_by_sizes(  # noqa: PLR0913 - what a scatter is made of
+def scatter_by_sizes(
     tensor: torch.Tensor | None,
     part: torch.Tensor,
     sizes: Sequence[int],
@@ -407,18 +417,22 @@ def all_to_all(
     tensors: Sequence[torch.Tensor], *, group: Backend | None = None, timeout: float | None = None
 ) -> list[torch.Tensor]: ...
 def all_to_all(
-    tensors: torch.Tensor | Sequence[torch.Tensor], *, group: Backend | None = None, timeout: float | None = None
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    group: Backend | None = None,
+    timeout: float | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """Send a tensor to each rank and receive one from each.
 
     Args:
-        tensors: One tensor a rank, all of one shape and dtype, on all ranks; ``tensors[r]`` goes to rank r. Or one tensor
-            that is divided evenly along dim 0.
+        tensors: One tensor a rank, all of one shape and dtype, on all ranks; ``tensors[r]`` goes to rank r. Or one
+            tensor that is divided evenly along dim 0.
         group: The group, on all of whose ranks this is called; None is the default group.
         timeout: Seconds; None takes the group's.
 
     Returns:
-        What the ranks sent here, in rank order: a list, or joined along dim 0 when one tensor was given. Differentiable.
+        What the ranks sent here, in rank order: a list, or joined along dim 0 when one tensor was given.
+            Differentiable.
 
     Raises:
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
@@ -429,13 +443,19 @@ def all_to_all(
 
 
 def async_all_to_all(
-    tensors: torch.Tensor | Sequence[torch.Tensor], *, group: Backend | None = None, timeout: float | None = None
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    group: Backend | None = None,
+    timeout: float | None = None,
 ) -> PendingCollective[torch.Tensor | list[torch.Tensor]]:
     """Start `all_to_all`."""
     operation, finish = _all_to_all(tensors, group, timeout)
     return run_later(
         Operation(
-            name=operation.name, group=operation.group, run=operation.run, finish=lambda: finish(operation.finish())
+            name=operation.name,
+            group=operation.group,
+            run=operation.run,
+            finish=lambda: finish(operation.finish()),
         )
     )
 
@@ -449,7 +469,8 @@ def _all_to_all(
         check_dim(tensors, 0)
         if tensors.shape[0] % size:
             raise ValueError(
-                f"dim 0 has {tensors.shape[0]} rows, which {size} ranks can't share evenly: use all_to_all_single_uneven"
+                f"dim 0 has {tensors.shape[0]} rows, which {size} ranks can't share evenly:"
+                " use all_to_all_single_uneven"
             )
         rows = [tensors.shape[0] // size] * size
         return _all_to_all_rows(tensors, rows, rows, chosen, limit), lambda joined: joined
@@ -498,7 +519,9 @@ def all_to_all_single_uneven(
     chosen, limit = group_and_timeout(group, timeout)
     for name, counts in (("send_counts", send_counts), ("recv_counts", recv_counts)):
         if len(counts) != chosen.world_size or any(count < 0 for count in counts):
-            raise ValueError(f"{name} needs a number of rows for each of the {chosen.world_size} ranks, not {list(counts)}")
+            raise ValueError(
+                f"{name} needs a number of rows for each of the {chosen.world_size} ranks, not {list(counts)}"
+            )
     if sum(send_counts) != tensor.shape[0]:
         raise ValueError(f"send_counts {list(send_counts)} don't add up to the tensor's {tensor.shape[0]} rows")
     if send_counts[chosen.rank] != recv_counts[chosen.rank]:
@@ -509,7 +532,11 @@ def all_to_all_single_uneven(
 
 
 def _all_to_all_rows(
-    tensor: torch.Tensor, send_rows: Sequence[int], receive_rows: Sequence[int], group: Backend, timeout: float
+    tensor: torch.Tensor,
+    send_rows: Sequence[int],
+    receive_rows: Sequence[int],
+    group: Backend,
+    timeout: float,
 ) -> Operation[torch.Tensor]:
     check_tensor(tensor)
     row = math.prod(tensor.shape[1:])

@@ -1,7 +1,8 @@
 """Python objects between ranks: msgpack by default, pickle only when asked for by name.
 
-msgpack carries None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and dataclasses and msgspec structs as dicts;
-it comes back as None, bool, int, float, str, bytes, list and dict: a tuple arrives as a list. Decoding it runs no code.
+msgpack carries None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and dataclasses and msgspec structs
+as dicts; it comes back as None, bool, int, float, str, bytes, list and dict: a tuple arrives as a list. Decoding it
+runs no code.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def all_gather_object(
     Args:
         value: This rank's object.
         group: The group, on all of whose ranks this is called; None is the default group.
-        allow_pickle: Encode with pickle, and so run code that other ranks choose when decoding. On all ranks or on none.
+        allow_pickle: Encode with pickle, and so run code that other ranks choose when decoding. On all ranks or on
+            none.
         timeout: Seconds; None takes the group's.
 
     Raises:
@@ -53,7 +55,7 @@ def all_gather_object(
     deadline = Deadline(limit)
     sizes = all_gather(torch.tensor([encoded.numel()]), group=chosen, timeout=limit)
     joined = all_gather_uneven(encoded, group=chosen, timeout=deadline.remaining())
-    return [_decode(part, allow_pickle) for part in joined.split(sizes.tolist())]
+    return [_decode(part, allow_pickle) for part in torch.split(joined, sizes.tolist())]
 
 
 def broadcast_object(
@@ -92,7 +94,7 @@ def gather_object(
     joined = gather(encoded, dst, group=chosen, timeout=deadline.remaining())
     if chosen.rank != dst:
         return None
-    return [_decode(part, allow_pickle) for part in joined.split(sizes.tolist())]
+    return [_decode(part, allow_pickle) for part in torch.split(joined, sizes.tolist())]
 
 
 def scatter_object(
@@ -156,8 +158,8 @@ def _encode(value: Any, allow_pickle: bool) -> torch.Tensor:  # noqa: FBT001 - t
             data = _MSGPACK + msgspec.msgpack.encode(value)
         except (TypeError, OverflowError, ValueError) as error:
             raise TypeError(
-                f"msgpack can't carry this {type(value).__name__} ({error}): send plain data, or pass allow_pickle=True on"
-                " all ranks if every rank may run code on every other"
+                f"msgpack can't carry this {type(value).__name__} ({error}): send plain data, or pass"
+                " allow_pickle=True on all ranks if every rank may run code on every other"
             ) from error
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
@@ -166,7 +168,9 @@ def _decode(data: torch.Tensor, allow_pickle: bool) -> Any:  # noqa: FBT001 - th
     raw = data.numpy().tobytes()
     codec, body = raw[:1], raw[1:]
     if codec == _PICKLE and not allow_pickle:
-        raise ProtocolError("another rank sent a pickle; pass allow_pickle=True to run what it says, on all ranks or none")
+        raise ProtocolError(
+            "another rank sent a pickle; pass allow_pickle=True to run what it says, on all ranks or none"
+        )
     try:
         return pickle.loads(body) if codec == _PICKLE else msgspec.msgpack.decode(body)  # noqa: S301 - asked for by name
     except Exception as error:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.collectives.engine import Collectives
 
-__all__ = ["Fusible", "Operation", "collector", "collectives_of", "run_later", "run_now"]
+__all__ = ["Fusible", "Operation", "collectives_of", "collector", "run_later", "run_now"]
 
 T = TypeVar("T")
 
@@ -82,7 +82,8 @@ def run_now(operation: Operation[T]) -> T:
     """Run in the calling thread. Operations that were started before may still be under way: they don't mix."""
     if collector.get() is not None:
         raise RuntimeError(
-            f"{operation.name} inside coalesce() must be async_{operation.name}: its result is there when the block has ended"
+            f"{operation.name} inside coalesce() must be async_{operation.name}: its result is there when the"
+            " block has ended"
         )
     operation.run(collectives_of(operation.group).reserve())
     return operation.finish()

@@ -27,8 +27,8 @@ T_co = TypeVar("T_co", covariant=True)
 class PendingCollective(Generic[T_co]):
     """A collective under way.
 
-    Its input and output must not be changed until it is done. Any number may be outstanding; those of one group run in the
-    order in which they were started, and so must be started in the same order on all ranks.
+    Its input and output must not be changed until it is done. Any number may be outstanding; those of one group run
+    in the order in which they were started, and so must be started in the same order on all ranks.
     """
 
     def __init__(self, op_name: str, group_name: str) -> None:
@@ -66,7 +66,8 @@ class PendingCollective(Generic[T_co]):
         """
         if not self._ended.wait(None if timeout is None else check_timeout(timeout)):
             raise DistributedTimeoutError(
-                f"{self._op_name} on group {self._group_name!r} is still under way after {timeout:g} s: wait for it again"
+                f"{self._op_name} on group {self._group_name!r} is still under way after {timeout:g} s:"
+                " wait for it again"
             )
         if self._error is not None:
             raise self._error
@@ -91,7 +92,9 @@ class PendingCollective(Generic[T_co]):
 
 
 class OperationQueue:
-    """The started collectives of one group: a thread runs them first in, first out, and ends when the group is closed."""
+    """The started collectives of one group: a thread runs them first in, first out, and ends when the group is
+    closed.
+    """
 
     _KEY = "collectives.queue"
 
@@ -101,8 +104,8 @@ class OperationQueue:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"ferrodist-queue-{name}", daemon=True)
         self._thread.start()
-        # The interpreter ends daemon threads where they stand. In the middle of torch's code that aborts the process, so
-        # groups that were never closed have their queues stopped first.
+        # The interpreter ends daemon threads where they stand. In the middle of torch's code that aborts the
+        # process, so groups that were never closed have their queues stopped first.
         _open_queues.add(self)
 
     @classmethod

@@ -1,8 +1,8 @@
 """Tensors from rank to rank.
 
-A tensor travels as two messages: a head that says what it is, under the user's tag, and its elements, under a number that
-the head names. So a receiver finds a wrong shape or dtype before it takes the elements, and tensors with one tag stay in
-order however many threads send or receive them.
+A tensor travels as two messages: a head that says what it is, under the user's tag, and its elements, under a number
+that the head names. So a receiver finds a wrong shape or dtype before it takes the elements, and tensors with one
+tag stay in order however many threads send or receive them.
 """
 
 from __future__ import annotations
@@ -60,13 +60,18 @@ class Recv:
 
 
 def send(
-    tensor: torch.Tensor, dst: int, *, tag: int = 0, group: Backend | None = None, timeout: float | None = None
+    tensor: torch.Tensor,
+    dst: int,
+    *,
+    tag: int = 0,
+    group: Backend | None = None,
+    timeout: float | None = None,
 ) -> None:
     """Send a tensor to one rank, which calls `recv`, `recv_into`, `sendrecv` or `batch`.
 
     Args:
-        tensor: Of at most 12 dims; any strides. It may be changed when the call returns. What is received has no autograd
-            history.
+        tensor: Of at most 12 dims; any strides. It may be changed when the call returns. What is received has no
+            autograd history.
         dst: The receiving rank.
         tag: From 0 to 2**56-1; only a receive with the same tag gets it.
         group: The group; None is the default group.
@@ -113,7 +118,12 @@ def recv(
 
 
 def recv_into(
-    tensor: torch.Tensor, src: int, *, tag: int = 0, group: Backend | None = None, timeout: float | None = None
+    tensor: torch.Tensor,
+    src: int,
+    *,
+    tag: int = 0,
+    group: Backend | None = None,
+    timeout: float | None = None,
 ) -> int:
     """Receive a tensor into one of the same shape and dtype; returns the rank that sent it. See `recv`."""
     chosen, limit = group_and_timeout(group, timeout)
@@ -160,9 +170,7 @@ def sendrecv(
     return receive.finish()
 
 
-def batch(
-    operations: Sequence[Send | Recv], *, group: Backend | None = None, timeout: float | None = None
-) -> None:
+def batch(operations: Sequence[Send | Recv], *, group: Backend | None = None, timeout: float | None = None) -> None:
     """Do several sends and receives at the same time; returns when all are done.
 
     Args:
@@ -226,9 +234,7 @@ def _receive_into(group: Backend, operation: Recv) -> _TensorReceive:
     check_tensor(tensor)
     with torch.no_grad():
         target = prepare_out(tensor, tensor.shape, tensor.dtype)
-    return _TensorReceive(
-        group, operation.src, operation.tag, shape=tensor.shape, dtype=tensor.dtype, target=target
-    )
+    return _TensorReceive(group, operation.src, operation.tag, shape=tensor.shape, dtype=tensor.dtype, target=target)
 
 
 class _TensorReceive(BaseRequest):
@@ -236,7 +242,7 @@ class _TensorReceive(BaseRequest):
 
     __slots__ = ("_body", "_dtype", "_group", "_head", "_head_request", "_shape", "_target")
 
-    def __init__(  # noqa: PLR0913 - what is expected
+    def __init__(
         self,
         group: Backend,
         src: int,
@@ -311,8 +317,8 @@ def _wait_for(requests: list[Request], deadline: Deadline, group: Backend, what:
         if group.failure is not None:
             raise
         raise DistributedTimeoutError(
-            f"{what} on group {group.name!r}: not done after {deadline.elapsed():.2f} s of {deadline.timeout:g} s allowed"
-            f" (rank {group.rank}). The other side has not made the matching call.",
+            f"{what} on group {group.name!r}: not done after {deadline.elapsed():.2f} s of"
+            f" {deadline.timeout:g} s allowed (rank {group.rank}). The other side has not made the matching call.",
             ranks=tuple(rank for rank in error.ranks if rank != ANY_SOURCE),
         ) from None
     except DistributedError:

@@ -8,7 +8,15 @@ from enum import Enum
 
 import torch
 
-__all__ = ["DTYPES", "Op", "PremultipliedSum", "ReduceOp", "check_dtype", "check_reduction", "premultiplied_sum"]
+__all__ = [
+    "DTYPES",
+    "Op",
+    "PremultipliedSum",
+    "ReduceOp",
+    "check_dtype",
+    "check_reduction",
+    "premultiplied_sum",
+]
 
 
 class ReduceOp(Enum):
@@ -41,7 +49,8 @@ Op = ReduceOp | PremultipliedSum
 
 
 def premultiplied_sum(factor: float) -> PremultipliedSum:
-    """The reduce operation that multiplies this rank's elements by ``factor`` before the sum, in one rounding for small floats.
+    """The reduce operation that multiplies this rank's elements by ``factor`` before the sum, in one rounding for
+    small floats.
 
     Raises:
         TypeError, ValueError: ``factor`` is not a finite real number.

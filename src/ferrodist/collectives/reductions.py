@@ -108,9 +108,7 @@ def _allreduce(
     )
 
 
-def _reduction_backward(
-    tensor: torch.Tensor, result: torch.Tensor, op: Op, group: Backend
-) -> Backward:
+def _reduction_backward(tensor: torch.Tensor, result: torch.Tensor, op: Op, group: Backend) -> Backward:
     """The gradient of allreduce: every rank's output depends on every rank's input."""
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return lambda grad: allreduce(grad, op, group=group)
@@ -124,9 +122,7 @@ def _reduction_backward(
     raise AssertionError(f"{op} is for dtypes that have no gradient")
 
 
-def _share_of_extremum(
-    own: torch.Tensor, extremum: torch.Tensor, grad: torch.Tensor, group: Backend
-) -> torch.Tensor:
+def _share_of_extremum(own: torch.Tensor, extremum: torch.Tensor, grad: torch.Tensor, group: Backend) -> torch.Tensor:
     """The gradient goes to the ranks that have the extremum, in equal parts, as torch's amin and amax divide it."""
     mine = ((own == extremum) | (own.isnan() & extremum.isnan())).to(grad.dtype)
     return grad * mine / allreduce(mine, group=group)
@@ -184,12 +180,14 @@ def reduce(
 
     def finish() -> torch.Tensor:
         result = target.finish()
-        return attach(tensor, result, partial(_reduce_backward, tensor, result, op, dst, chosen)) if recorded else result
+        return (
+            attach(tensor, result, partial(_reduce_backward, tensor, result, op, dst, chosen)) if recorded else result
+        )
 
     return run_now(Operation(name="reduce", group=chosen, run=run, finish=finish))
 
 
-def _reduce_backward(  # noqa: PLR0913, PLR0917 - bound by partial
+def _reduce_backward(  # noqa: PLR0917 - bound by partial
     tensor: torch.Tensor, result: torch.Tensor, op: Op, dst: int, group: Backend, grad: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of reduce: the root's gradient goes to all ranks, then as for allreduce."""
@@ -265,14 +263,12 @@ def reduce_scatter_tensor(
     return reduce_scatter(tensor, op, group=group, out=out, timeout=timeout)
 
 
-def reduce_scatter_by_sizes(
-    tensor: torch.Tensor, sizes: Sequence[int], *, dim: int, group: Backend
-) -> torch.Tensor:
+def reduce_scatter_by_sizes(tensor: torch.Tensor, sizes: Sequence[int], *, dim: int, group: Backend) -> torch.Tensor:
     """`reduce_scatter` with SUM that gives rank r ``sizes[r]`` of ``dim``: the gradient of a gathering."""
     return run_now(_reduce_scatter(tensor, ReduceOp.SUM, dim, group, None, None, sizes))
 
 
-def _reduce_scatter(  # noqa: PLR0913, PLR0917 - the public signature, by position
+def _reduce_scatter(  # noqa: PLR0917 - the public signature, by position
     tensor: torch.Tensor,
     op: Op,
     dim: int,
@@ -318,5 +314,3 @@ def _reduce_scatter_backward(op: Op, dim: int, group: Backend, grad: torch.Tenso
     if op is ReduceOp.MEAN:
         return whole / group.world_size
     return whole * op.factor if isinstance(op, PremultipliedSum) else whole
-
-

@@ -1,9 +1,10 @@
 """The collectives of any backend, over its ``isend`` and ``irecv``: what every engine's result is compared with.
 
-Words: a *chunk* is the part of a tensor that one rank owns in a collective, a *segment* a piece of a chunk that moves at
-once. n is the tensor's bytes, p the number of ranks. Every operation begins with an agreement ([Note: agreement] in
-`backends/agreement.py`: 2 steps, 192 bytes up and 192*p down for each rank), and tiny ones end with it, for their elements
-travel along. The figures below are for the steps after it: bytes are those that the busiest rank sends.
+Words: a *chunk* is the part of a tensor that one rank owns in a collective, a *segment* a piece of a chunk that
+moves at once. n is the tensor's bytes, p the number of ranks. Every operation begins with an agreement ([Note:
+agreement] in `backends/agreement.py`: 2 steps, 192 bytes up and 192*p down for each rank), and tiny ones end with
+it, for their elements travel along. The figures below are for the steps after it: bytes are those that the busiest
+rank sends.
 
     operation        up to 108 B   up to 64 KiB                    above
     allreduce        0 steps       1 step, (p-1)n                  2 steps a segment, 2n(p-1)/p
@@ -14,8 +15,8 @@ travel along. The figures below are for the steps after it: bytes are those that
     reduce_scatter                 1 step a segment, n(p-1)/p
     all_to_all                     1 step, what is for others
 
-A step is `_exchange`: all receives are posted, then all sends started, then all waited for. No rank waits for a send before
-its receives are posted, so no order of arrival and no size of socket buffers can block it.
+A step is `_exchange`: all receives are posted, then all sends started, then all waited for. No rank waits for a send
+before its receives are posted, so no order of arrival and no size of socket buffers can block it.
 """
 
 from __future__ import annotations
@@ -74,9 +75,7 @@ class ReferenceCollectives:
         """Return when all ranks have called; the agreement is all of it."""
         self._group.agreement.reach(Call(operation="barrier"), timeout, sequence)
 
-    def allreduce(
-        self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int
-    ) -> None:
+    def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int) -> None:
         """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
         tiny = _is_tiny(source, op)
         run = self._enter(_call("allreduce", source, op=op), _payload(source if tiny else None, op), timeout, sequence)
@@ -90,12 +89,19 @@ class ReferenceCollectives:
             out.copy_(fold(op, inputs, run.factors(op)))
         else:
             counts = compute_shard_sizes(source.numel(), run.world_size)
-            chunks = out.split(counts)
+            chunks = torch.split(out, counts)
             run.fold_chunks(chunks[run.rank], source, counts, op)
             run.exchange([(peer, chunks[run.rank]) for peer in run.peers], [(peer, chunks[peer]) for peer in run.peers])
 
     def reduce(
-        self, out: torch.Tensor | None, source: torch.Tensor, op: Op, root: int, *, timeout: float, sequence: int
+        self,
+        out: torch.Tensor | None,
+        source: torch.Tensor,
+        op: Op,
+        root: int,
+        *,
+        timeout: float,
+        sequence: int,
     ) -> None:
         """Fold ``source`` over the ranks into the root's ``out``, which may be its ``source``; None elsewhere."""
         tiny = _is_tiny(source, op)
@@ -119,7 +125,7 @@ class ReferenceCollectives:
                 run.fold_chunks(own, source, counts, op)
                 run.exchange([(root, own)], [])
             else:
-                chunks = out.split(counts)
+                chunks = torch.split(out, counts)
                 run.fold_chunks(chunks[run.rank], source, counts, op)
                 run.exchange([], [(peer, chunks[peer]) for peer in run.peers])
 
@@ -136,7 +142,7 @@ class ReferenceCollectives:
         elif tensor.nbytes <= _ONE_STEP_BYTES:
             run.send_down_tree(tensor, root)
         else:
-            chunks = tensor.split(compute_shard_sizes(tensor.numel(), run.world_size))
+            chunks = torch.split(tensor, compute_shard_sizes(tensor.numel(), run.world_size))
             if mine:
                 run.exchange([(peer, chunks[peer]) for peer in run.peers], [])
                 run.exchange([(peer, chunks[root]) for peer in run.peers], [])
@@ -144,7 +150,8 @@ class ReferenceCollectives:
                 run.exchange([], [(root, chunks[run.rank])])
                 others = [peer for peer in run.peers if peer != root]
                 run.exchange(
-                    [(peer, chunks[run.rank]) for peer in others], [(peer, chunks[peer]) for peer in run.peers]
+                    [(peer, chunks[run.rank]) for peer in others],
+                    [(peer, chunks[peer]) for peer in run.peers],
                 )
 
     def all_gather(
@@ -153,7 +160,7 @@ class ReferenceCollectives:
         """Copy every rank's ``source`` into every ``out``, one after the other; ``counts[r]`` is rank r's size."""
         tiny = max(counts) * source.element_size() <= MAX_PAYLOAD
         run = self._enter(_call("all_gather", out), _payload(source if tiny else None), timeout, sequence)
-        chunks = out.split(list(counts))
+        chunks = torch.split(out, list(counts))
         if tiny:
             for chunk, tensor in zip(chunks, run.tensors(source.dtype), strict=True):
                 chunk.copy_(tensor)
@@ -176,7 +183,7 @@ class ReferenceCollectives:
         if out is None:
             run.exchange([(root, source)], [])
             return
-        chunks = out.split(list(counts))
+        chunks = torch.split(out, list(counts))
         chunks[root].copy_(source)
         run.exchange([], [(peer, chunks[peer]) for peer in run.peers])
 
@@ -195,12 +202,19 @@ class ReferenceCollectives:
         if source is None:
             run.exchange([], [(root, out)])
             return
-        chunks = source.split(list(counts))
+        chunks = torch.split(source, list(counts))
         out.copy_(chunks[root])
         run.exchange([(peer, chunks[peer]) for peer in run.peers], [])
 
     def reduce_scatter(
-        self, out: torch.Tensor, source: torch.Tensor, counts: Sequence[int], op: Op, *, timeout: float, sequence: int
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        counts: Sequence[int],
+        op: Op,
+        *,
+        timeout: float,
+        sequence: int,
     ) -> None:
         """Fold part r of every rank's ``source`` into rank r's ``out``."""
         run = self._enter(_call("reduce_scatter", source, op=op), _payload(None, op), timeout, sequence)
@@ -218,7 +232,7 @@ class ReferenceCollectives:
     ) -> None:
         """Send part r of ``source`` to rank r, and collect what the ranks sent here in ``out``."""
         run = self._enter(_call("all_to_all", source, count=0), b"", timeout, sequence)
-        outgoing, incoming = source.split(list(send_counts)), out.split(list(receive_counts))
+        outgoing, incoming = torch.split(source, list(send_counts)), torch.split(out, list(receive_counts))
         incoming[run.rank].copy_(outgoing[run.rank])
         run.exchange(
             [(peer, outgoing[peer]) for peer in run.peers],
@@ -235,9 +249,7 @@ class ReferenceCollectives:
 class _Run:
     """One collective that all ranks have agreed on, under way."""
 
-    def __init__(
-        self, group: Backend, call: Call, sequence: int, deadline: Deadline, payloads: list[bytes]
-    ) -> None:
+    def __init__(self, group: Backend, call: Call, sequence: int, deadline: Deadline, payloads: list[bytes]) -> None:
         self.rank = group.rank
         self.world_size = group.world_size
         self.peers = _peers_of(group.rank, group.world_size)
@@ -279,10 +291,10 @@ class _Run:
             try:
                 for peer, tensor in receives:
                     if tensor.numel() or not skip_empty:
-                        pending.append(self._group.irecv(bytes_of(tensor), peer, tag=self._tag))  # noqa: PERF401 - kept on errors
+                        pending.append(self._group.irecv(bytes_of(tensor), peer, tag=self._tag))
                 for peer, tensor in sends:
                     if tensor.numel() or not skip_empty:
-                        pending.append(self._group.isend(bytes_of(tensor), peer, tag=self._tag))  # noqa: PERF401
+                        pending.append(self._group.isend(bytes_of(tensor), peer, tag=self._tag))
             except BaseException:
                 for request in pending:
                     request.cancel()

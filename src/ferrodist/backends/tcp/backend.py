@@ -21,13 +21,14 @@ from ferrodist.backends.mailbox import EAGER_LIMIT, Message
 from ferrodist.backends.mailbox_backend import MailboxBackend, Send
 from ferrodist.backends.tags import group_of_tag, group_tag
 from ferrodist.backends.tcp.frame import MAX_PAYLOAD, Frame, Kind
-from ferrodist.backends.tcp.link import Link, Outgoing
-from ferrodist.backends.tcp.loop import BLOCK_BYTES, LinkLoop, Sink
+from ferrodist.backends.tcp.link import Link, Outgoing, Sink
+from ferrodist.backends.tcp.loop import BLOCK_BYTES, LinkLoop
 from ferrodist.backends.tcp.meeting import dial_hub, gather_links
 from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
 from ferrodist.errors import (
     DistributedError,
     GroupClosedError,
+    NoConnectionError,
     PeerLostError,
     ProtocolError,
     RendezvousError,
@@ -56,23 +57,24 @@ _FLUSH_POLL_SECONDS = 0.01
 _MAX_REASON = 10_000
 """Characters of an error message, and ranks, that an ABORT frame carries."""
 
-# Kernel settings that end a connection to a host that has vanished without closing it: probes after 5 idle seconds, one a
-# second, given up after five; unacknowledged data the same. A killed process is seen at once, by its closed connection.
+# Kernel settings that end a connection to a host that has vanished without closing it: probes after 5 idle seconds,
+# one a second, given up after five; unacknowledged data the same. A killed process is seen at once, by its closed
+# connection.
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 10_000))
 
 
 class TcpBackend(MailboxBackend):
     """A rank of a group connected by TCP through rank 0.
 
-    Ranks other than 0 have one connection, to rank 0, which passes on what they send each other. That needs no more than one
-    reachable port, and costs rank 0 the traffic of all pairs. Returns when every rank is connected.
+    Ranks other than 0 have one connection, to rank 0, which passes on what they send each other. That needs no more
+    than one reachable port, and costs rank 0 the traffic of all pairs. Returns when every rank is connected.
 
     Args:
         rank: This rank.
         world_size: Number of ranks.
         address: "host:port" that rank 0 binds and the others dial.
-        secret: The job secret, the same on every rank; None takes the environment's FERRODIST_SECRET. Without one rank 0
-            refuses to bind anything but a loopback address.
+        secret: The job secret, the same on every rank; None takes the environment's FERRODIST_SECRET. Without one
+            rank 0 refuses to bind anything but a loopback address.
         timeout: Seconds to connect, and seconds a blocking call may take when it names no timeout itself.
         name: What error messages call the group.
         job: Name of the job; ranks of another one are turned away.
@@ -107,6 +109,16 @@ class TcpBackend(MailboxBackend):
         self._incoming: dict[tuple[int, int], Message] = {}  # by source and number: offered to this rank, not whole
         self._changed = threading.Condition()
         self._ready = False
+        self._actions: dict[Kind, Callable[[Link, Frame, memoryview | bytes], None]] = {
+            Kind.OFFER: self._on_offer,
+            Kind.GRANT: self._on_grant,
+            Kind.DATA: self._on_data,
+            Kind.WITHDRAW: self._on_withdraw,
+            Kind.ABORT: self._on_abort,
+            Kind.LEFT: self._on_left,
+            Kind.DIED: self._on_died,
+            Kind.READY: self._on_ready,
+        }
         self._process = os.getpid()
         _live.add(self)
         self._loop = LinkLoop(self, world_size, name=f"ferrodist-tcp-{name}-{rank}")
@@ -262,33 +274,41 @@ class TcpBackend(MailboxBackend):
         if frame.destination != self.rank:
             self._push(frame, payload, source_link=link)
             return
-        match frame.kind:
-            case Kind.OFFER:
-                if (frame.source, frame.message) in self._incoming:
-                    raise ProtocolError(f"a second offer of message {frame.message}")
-                self._incoming[frame.source, frame.message] = self._announce(frame, offered=True)
-            case Kind.GRANT:
-                self._stream(frame.message)
-            case Kind.DATA:
-                if frame.offset + frame.length == frame.size_bytes:
-                    self._incoming.pop((frame.source, frame.message), None)
-            case Kind.WITHDRAW:
-                message = self._incoming.pop((frame.source, frame.message), None)
-                if message is not None:
-                    self._mailbox.withdraw(message)
-            case Kind.ABORT:
-                self._fail_group(frame.group, _decode_error(payload))
-            case Kind.LEFT:
-                link.has_left |= frame.group == _WORLD and frame.source == link.peer
-                self._peer_left(frame.group, frame.source)
-            case Kind.DIED:
-                self._peer_died(frame.source, self._death(frame.source, "its connection to rank 0 ended"))
-            case Kind.READY:
-                self._ready = True
-            case Kind.EAGER:
-                return
-        with self._changed:
-            self._changed.notify_all()
+        action = self._actions.get(frame.kind)
+        if action is not None:
+            action(link, frame, payload)
+            with self._changed:
+                self._changed.notify_all()
+
+    def _on_offer(self, _link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
+        if (frame.source, frame.message) in self._incoming:
+            raise ProtocolError(f"a second offer of message {frame.message}")
+        self._incoming[frame.source, frame.message] = self._announce(frame, offered=True)
+
+    def _on_grant(self, _link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
+        self._stream(frame.message)
+
+    def _on_data(self, _link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
+        if frame.offset + frame.length == frame.size_bytes:
+            self._incoming.pop((frame.source, frame.message), None)
+
+    def _on_withdraw(self, _link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
+        message = self._incoming.pop((frame.source, frame.message), None)
+        if message is not None:
+            self._mailbox.withdraw(message)
+
+    def _on_abort(self, _link: Link, frame: Frame, payload: memoryview | bytes) -> None:
+        self._fail_group(frame.group, _decode_error(payload))
+
+    def _on_left(self, link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
+        link.has_left |= frame.group == _WORLD and frame.source == link.peer
+        self._peer_left(frame.group, frame.source)
+
+    def _on_died(self, _link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
+        self._peer_died(frame.source, self._death(frame.source, "its connection to rank 0 ended"))
+
+    def _on_ready(self, _link: Link, _frame: Frame, _payload: memoryview | bytes) -> None:
+        self._ready = True
 
     def link_ended(self, link: Link, reason: str, violation: ProtocolError | None) -> None:
         """A connection is gone: its rank has left or died, and at the hub's end so has every way to others."""
@@ -302,13 +322,15 @@ class TcpBackend(MailboxBackend):
                 self._push(Frame(kind=Kind.DIED, source=link.peer, destination=other))
         else:
             for other in range(1, self.world_size):
-                self._peer_left(_WORLD, other)  # no way to it is left
+                self._peer_left(_WORLD, other, self._unreachable(other))
         with self._changed:
             self._changed.notify_all()
 
     def loop_broke(self, error: Exception) -> None:
         """The loop has a defect: fail everything, rather than leave ranks waiting."""
-        failure = DistributedError(f"the connections of rank {self.rank} ended by a defect: {error!r}", ranks=(self.rank,))
+        failure = DistributedError(
+            f"the connections of rank {self.rank} ended by a defect: {error!r}", ranks=(self.rank,)
+        )
         failure.__cause__ = error
         for group_id in list(self._members):
             self._fail_group(group_id, failure)
@@ -320,6 +342,12 @@ class TcpBackend(MailboxBackend):
         if frame.group not in self._failures:
             self._mailbox.arrive(message)
         return message
+
+    def _unreachable(self, rank: int) -> NoConnectionError:
+        return NoConnectionError(
+            f"rank {rank} of group {self.name!r} can't be reached: rank 0, which passes on its messages, is gone",
+            ranks=(rank,),
+        )
 
     def _grant(self, source: int, number: int) -> None:
         self._push(Frame(kind=Kind.GRANT, source=self.rank, destination=source, message=number))
@@ -337,9 +365,7 @@ class TcpBackend(MailboxBackend):
         payload = msgspec.msgpack.encode((name, message[:_MAX_REASON], ranks[:_MAX_REASON]))
         for rank in members:
             if rank != self.rank:
-                frame = Frame(
-                    kind=Kind.ABORT, source=self.rank, destination=rank, group=group_id, length=len(payload)
-                )
+                frame = Frame(kind=Kind.ABORT, source=self.rank, destination=rank, group=group_id, length=len(payload))
                 self._push(frame, payload)
 
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
@@ -370,7 +396,10 @@ class TcpBackend(MailboxBackend):
         """
         links = list(self._links.values())
         with self._changed:
-            self._changed.wait_for(lambda: not any(link.waiting for link in links), min(_FLUSH_POLL_SECONDS, deadline.remaining()))
+            self._changed.wait_for(
+                lambda: not any(link.waiting for link in links),
+                min(_FLUSH_POLL_SECONDS, deadline.remaining()),
+            )
             while self._links and not deadline.expired:
                 for link in list(self._links.values()):
                     if not link.waiting and (self.rank != _HUB or link.has_left):

@@ -1,8 +1,8 @@
 """Frames: what ranks write on a connection, and what is checked before any of it is believed.
 
-A frame is a header of 60 bytes and up to `MAX_PAYLOAD` bytes. A message of up to `EAGER_LIMIT` bytes is one EAGER frame.
-A larger one is an OFFER, answered by a GRANT when the other rank has a buffer, then DATA frames in order; the sender may
-take it back with WITHDRAW at any time before the last one.
+A frame is a header of 60 bytes and up to `MAX_PAYLOAD` bytes. A message of up to `EAGER_LIMIT` bytes is one EAGER
+frame. A larger one is an OFFER, answered by a GRANT when the other rank has a buffer, then DATA frames in order; the
+sender may take it back with WITHDRAW at any time before the last one.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ class Frame:
         Raises:
             ProtocolError: It is not one that a rank of this version and a group of this size writes.
         """
-        magic, version, kind, zero, length, source, destination, message, group, tag, size, offset = _HEADER.unpack(data)
+        magic, version, kind, zero, length, source, destination, message, group, tag, size, offset = _HEADER.unpack(
+            data
+        )
         if magic != _MAGIC or zero != 0:
             raise ProtocolError("bytes that are not a frame")
         if version != WIRE_VERSION:
@@ -116,7 +118,7 @@ class Frame:
             raise ProtocolError(f"a {known.name} frame with {length} bytes of a message of {size}: that is too large")
         if known is Kind.EAGER and not (length == size <= EAGER_LIMIT):
             raise ProtocolError(f"an EAGER frame with {length} bytes of a message of {size}")
-        if known is Kind.DATA and not (0 < length and offset + length <= size):
+        if known is Kind.DATA and not (length > 0 and offset + length <= size):
             raise ProtocolError(f"a DATA frame with bytes {offset} to {offset + length} of a message of {size}")
         return Frame(
             kind=known,

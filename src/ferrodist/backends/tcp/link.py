@@ -6,17 +6,24 @@ import contextlib
 import socket
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.backends.tcp.frame import HEADER_SIZE, URGENT, Frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Link", "Outgoing"]
+__all__ = ["Link", "Outgoing", "Sink"]
 
 _READ_AHEAD = 64 * 1024
 _DIRECT_READ = 16 * 1024  # from here on a read goes straight to where the bytes belong
+
+
+class Sink(Protocol):
+    """Where a frame's payload goes."""
+
+    def __call__(self, fill: Callable[[memoryview], int], start: int, stop: int, /) -> int:
+        """Let ``fill`` write payload bytes ``start`` to ``stop``; returns how many it wrote."""
 
 
 class Outgoing:
@@ -64,7 +71,7 @@ class Link:
         self.relayed_bytes = 0  # waiting to be written, on behalf of others
         self.blocked_by: Link | None = None  # not read from while that link has too much relayed_bytes
         self.frame: Frame | None = None  # whose payload is being read
-        self.sink: Callable[[Callable[[memoryview], int], int, int], int] | None = None  # where its payload goes
+        self.sink: Sink | None = None  # where its payload goes
         self.num_read = 0  # bytes of its payload
         self.header = memoryview(bytearray(HEADER_SIZE))
         self.num_header = 0
@@ -118,7 +125,9 @@ class Link:
         return self._closed
 
     def drop(self, owner: object) -> None:
-        """Forget the queued frames of ``owner``. Of one that is partly written the rest is copied: it must go out whole."""
+        """Forget the queued frames of ``owner``. Of one that is partly written the rest is copied: it must go out
+        whole.
+        """
         with self._lock:
             self._queue = deque(outgoing for outgoing in self._queue if outgoing.owner is not owner)
             current = self._current
@@ -150,9 +159,7 @@ class Link:
         """Close the connection; what waits to be written is dropped."""
         with self._lock:
             self._closed = True
-            self._queue.clear()
-            self._urgent.clear()
-            self._current = None
+            self._forget_queued()
             self.sock.close()
 
     def finish_writing(self) -> None:
@@ -166,32 +173,43 @@ class Link:
     def _write(self) -> list[Callable[[], object]]:
         """Under the lock: write until the socket is full; returns what to call after."""
         written: list[Callable[[], object]] = []
-        while True:
-            if self._current is None:
-                queue = self._urgent or self._queue
-                if not queue:
-                    return written
-                self._current = queue.popleft()
-                self._current.views = [memoryview(self._current.frame.pack())]
-                if self._current.frame.length:
-                    self._current.views.append(memoryview(self._current.payload))
-            current = self._current
-            try:
-                count = self.sock.sendmsg(current.views)
-            except BlockingIOError:
-                return written
-            except OSError:  # the reader sees the same and reports it
-                self._queue.clear()
-                self._urgent.clear()
+        try:
+            while self._current is not None or self._take_next():
+                current = self._current
+                assert current is not None
+                _advance(current.views, self.sock.sendmsg(current.views))
+                if current.views:
+                    continue
+                if current.relayed:
+                    self.relayed_bytes -= current.frame.length
+                if current.on_written is not None:
+                    written.append(current.on_written)
                 self._current = None
-                return written
-            while current.views and count >= len(current.views[0]):
-                count -= len(current.views.pop(0))
-            if current.views:
-                current.views[0] = current.views[0][count:]
-                continue
-            if current.relayed:
-                self.relayed_bytes -= current.frame.length
-            if current.on_written is not None:
-                written.append(current.on_written)
-            self._current = None
+        except BlockingIOError:
+            pass
+        except OSError:  # the reader sees the same and reports it
+            self._forget_queued()
+        return written
+
+    def _take_next(self) -> bool:
+        queue = self._urgent or self._queue
+        if not queue:
+            return False
+        self._current = queue.popleft()
+        self._current.views = [memoryview(self._current.frame.pack())]
+        if self._current.frame.length:
+            self._current.views.append(memoryview(self._current.payload))
+        return True
+
+    def _forget_queued(self) -> None:
+        self._queue.clear()
+        self._urgent.clear()
+        self._current = None
+
+
+def _advance(views: list[memoryview], count: int) -> None:
+    """Drop the first ``count`` bytes of ``views``."""
+    while views and count >= len(views[0]):
+        count -= len(views.pop(0))
+    if views:
+        views[0] = views[0][count:]

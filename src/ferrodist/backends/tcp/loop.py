@@ -12,11 +12,9 @@ from ferrodist.backends.tcp.frame import Frame
 from ferrodist.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from ferrodist.backends.tcp.link import Link, Sink
 
-    from ferrodist.backends.tcp.link import Link
-
-__all__ = ["BLOCK_BYTES", "LinkHandler", "LinkLoop", "Sink"]
+__all__ = ["BLOCK_BYTES", "LinkHandler", "LinkLoop"]
 
 _READ_BUDGET = 4 << 20
 """Bytes read from one link before the others get their turn."""
@@ -26,12 +24,6 @@ BLOCK_BYTES = 8 << 20
 
 _UNBLOCK_BYTES = 4 << 20
 """... until no more than this is left."""
-
-
-class Sink(Protocol):
-    """Where a frame's payload goes: lets ``fill`` write payload bytes ``start`` to ``stop``; returns how many it wrote."""
-
-    def __call__(self, fill: Callable[[memoryview], int], start: int, stop: int) -> int: ...
 
 
 class LinkHandler(Protocol):

@@ -19,7 +19,7 @@ __all__ = ["dial_hub", "gather_links"]
 _PURPOSE = "group"
 
 
-def gather_links(  # noqa: PLR0913 - the facts of a meeting
+def gather_links(
     world_size: int,
     address: str,
     *,
