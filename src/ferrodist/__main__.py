@@ -1,0 +1,10 @@
+"""``python -m ferrodist`` is the ``ferrodist`` command."""
+
+from __future__ import annotations
+
+import sys
+
+from ferrodist.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""The ``ferrodist`` command.
+
+Each subcommand is one small function that adds a parser and names its handler; `_COMMANDS` lists them. What
+needs torch is imported by the handler that needs it, so that ``run`` and ``secret`` start without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+from ferrodist.errors import DistributedError
+from ferrodist.launch.run import add_run_arguments, launch, spec_from_arguments
+from ferrodist.rendezvous.secret import make_secret
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Subcommands = argparse._SubParsersAction["_Parser"]  # noqa: SLF001 - argparse has no public name for it
+
+__all__ = ["UsageError", "build_parser", "main"]
+
+
+class UsageError(Exception):
+    """The arguments are wrong; the message says what to do."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers wrong usage in one line instead of a page."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see '{self.prog} --help')\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the process's exit code (2 for wrong usage)."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        code: int = arguments.handler(arguments)
+    except UsageError as error:
+        arguments.parser.error(str(error))
+    except DistributedError as error:
+        sys.stderr.write(f"ferrodist: {error}\n")
+        return 1
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with every subcommand on it."""
+    # No abbreviations: they would claim a script's own options, and break scripts when an option is added.
+    parser = _Parser(prog="ferrodist", description="Distributed training for PyTorch.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"ferrodist {_version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+    for add_command in _COMMANDS:
+        add_command(commands)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("ferrodist")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed: run from its source tree)"
+
+
+def _add_run(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="start a program as several ranks",
+        description="Start a program as several ranks, with torchrun's options and variables.",
+        usage="%(prog)s [options] [-m | --no-python] program [arguments ...]",
+        allow_abbrev=False,
+    )
+    add_run_arguments(parser)
+    parser.set_defaults(handler=_run, parser=parser)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        spec = spec_from_arguments(arguments)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return launch(spec)
+
+
+def _add_secret(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "secret",
+        help="print a new job secret",
+        description="Print a new secret; set FERRODIST_SECRET to it on every host of a job.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(handler=_secret, parser=parser)
+
+
+def _secret(_arguments: argparse.Namespace) -> int:
+    sys.stdout.write(make_secret() + "\n")
+    return 0
+
+
+_COMMANDS: tuple[Callable[[Subcommands], None], ...] = (_add_run, _add_secret)

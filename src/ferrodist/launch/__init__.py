@@ -1,0 +1,8 @@
+"""Start the ranks of a job on this host, watch them, and end them together."""
+
+from __future__ import annotations
+
+from ferrodist.launch.run import launch
+from ferrodist.launch.spec import LaunchSpec, ProgramKind
+
+__all__ = ["LaunchSpec", "ProgramKind", "launch"]

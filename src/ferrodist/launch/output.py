@@ -1,0 +1,222 @@
+"""Carry the ranks' output to the launcher's own streams, one prefixed line at a time."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import select
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["LONGEST_LINE", "REDRAW_INTERVAL", "TAIL_LINES", "LinePrefixer", "OutputPump", "rank_prefix"]
+
+LONGEST_LINE = 64 * 1024
+"""Bytes after which a line without an end is cut, so that no rank can fill the launcher's memory."""
+
+REDRAW_INTERVAL = 1.0
+"""Seconds between two shown states of a progress bar."""
+
+TAIL_LINES = 20
+"""Lines of standard error kept for the failure report."""
+
+_READ_SIZE = 64 * 1024
+_LARGEST_PIPE = 1024 * 1024  # /proc/sys/fs/pipe-max-size; a fresh pipe holds 64 KiB
+# After poll() says that a pipe is writable, this much goes in without blocking: POSIX promises atomic writes
+# up to it.
+_WRITE_SIZE = select.PIPE_BUF
+
+# A line's end, or a carriage return that does not belong to one: the sign of a progress bar. A carriage
+# return at the end of the data is neither yet. Runs of carriage returns are made one first, or the search for
+# an end would take quadratic time.
+_RETURNS = re.compile(rb"\r+")
+_LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")
+_COLOURS = (36, 33, 32, 35, 34, 31)
+
+
+def rank_prefix(rank: int, *, colour: bool) -> bytes:
+    """``[rank 3] ``, in a colour of the rank's own if asked."""
+    label = f"[rank {rank}]"
+    if colour:
+        label = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{label}\x1b[0m"
+    return label.encode() + b" "
+
+
+class LinePrefixer:
+    r"""Turns one stream of bytes into whole prefixed lines; how the stream was cut up makes no difference.
+
+    Bytes are passed on as they are, whatever their encoding. ``\r\n`` becomes ``\n``. Text that ends in a
+    lone ``\r`` is a state of a progress bar, which a terminal would overwrite: it becomes a line of its own,
+    at most one every `REDRAW_INTERVAL`, and those between are dropped. The last state, which ends in a
+    newline or the stream's end, is always kept. Lines longer than `LONGEST_LINE` are cut into several.
+
+    Args:
+        prefix: Put before each line.
+        clock: Where the time comes from, for progress bars.
+    """
+
+    def __init__(self, prefix: bytes, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.tail: deque[bytes] = deque(maxlen=TAIL_LINES)
+        self._prefix = prefix
+        self._clock = clock
+        self._partial = bytearray()
+        self._last_redraw = -math.inf
+
+    def feed(self, data: bytes) -> bytes:
+        """Add bytes of the stream; returns the lines they completed, each with prefix and newline."""
+        lines: list[bytes] = []
+        if b"\n" in data or b"\r" in data or self._partial.endswith(b"\r"):
+            text, start = _RETURNS.sub(b"\r", bytes(self._partial) + data), 0
+            for match in _LINE_END.finditer(text):
+                self._add(lines, text[start : match.start()], redraw=not match[0].endswith(b"\n"))
+                start = match.end()
+            self._partial[:] = text[start:]
+        else:
+            self._partial += data
+        body_size = len(self._partial) - self._partial.endswith(b"\r")
+        while body_size > LONGEST_LINE:
+            self._emit(lines, bytes(self._partial[:LONGEST_LINE]))
+            del self._partial[:LONGEST_LINE]
+            body_size -= LONGEST_LINE
+        return b"".join(lines)
+
+    def flush(self) -> bytes:
+        """End the stream; returns its last line if that had no newline."""
+        lines: list[bytes] = []
+        body = bytes(self._partial).rstrip(b"\r")
+        if body:
+            self._add(lines, body, redraw=False)
+        self._partial.clear()
+        return b"".join(lines)
+
+    def _add(self, lines: list[bytes], text: bytes, *, redraw: bool) -> None:
+        while len(text) > LONGEST_LINE:
+            self._emit(lines, text[:LONGEST_LINE])
+            text = text[LONGEST_LINE:]
+        if redraw:
+            now = self._clock()
+            if not text or now - self._last_redraw < REDRAW_INTERVAL:
+                return
+            self._last_redraw = now
+        self._emit(lines, text)
+
+    def _emit(self, lines: list[bytes], text: bytes) -> None:
+        self.tail.append(text)
+        lines.append(self._prefix + text + b"\n")
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    prefixer: LinePrefixer
+    sink: int
+
+
+class OutputPump:
+    """Moves bytes from the ranks' pipes to the sinks, within the launcher's event loop and never blocking it.
+
+    All sinks share one queue. Only its head is written, so a line is finished before another begins, even
+    when standard output and standard error are the same terminal. While anything waits there nothing is read:
+    a reader that pauses (``| less``) pauses the ranks, as it would without a launcher, and memory stays
+    bounded.
+
+    Sources are closed by the pump. Sinks are not; one whose reader has gone is dropped, and the ranks go on.
+    """
+
+    def __init__(self) -> None:
+        self._routes: dict[int, _Route] = {}
+        self._queue: deque[tuple[int, memoryview]] = deque()
+        self._gone: set[int] = set()
+
+    def add(self, source: int, sink: int, prefixer: LinePrefixer) -> None:
+        """Carry what arrives at ``source`` to ``sink``; takes ownership of ``source``."""
+        self._routes[source] = _Route(prefixer, sink)
+
+    @property
+    def sources(self) -> frozenset[int]:
+        """Descriptors to wait on for reading; none while earlier output still waits to be written."""
+        return frozenset() if self._queue else frozenset(self._routes)
+
+    @property
+    def blocked_sink(self) -> int | None:
+        """Descriptor to wait on for writing, if output waits."""
+        return self._queue[0][0] if self._queue else None
+
+    @property
+    def at_end(self) -> bool:
+        """Whether every source has ended (what they sent may still wait to be written)."""
+        return not self._routes
+
+    def read(self, sources: Iterable[int]) -> None:
+        """Read once from each of these sources, which must be readable."""
+        for source in sources:
+            if source in self._routes:
+                self._read_one(source)
+
+    def write(self) -> None:
+        """Write what the sinks accept now."""
+        while self._queue:
+            sink, data = self._queue[0]
+            if sink not in self._gone:
+                if not _is_writable(sink):
+                    return
+                try:
+                    data = data[os.write(sink, data[:_WRITE_SIZE]) :]
+                except BlockingIOError:  # a sink that somebody else made non-blocking
+                    return
+                except OSError:  # the reader has gone: EPIPE, or EIO from a terminal
+                    self._gone.add(sink)
+            if data and sink not in self._gone:
+                self._queue[0] = (sink, data)
+            else:
+                self._queue.popleft()
+
+    def read_rest(self) -> None:
+        """Read what the sources hold now and close them: nobody whom we wait for writes any more."""
+        for source in list(self._routes):
+            # No pipe holds more than this, so a process that escaped and writes for ever cannot keep us here.
+            for _ in range(_LARGEST_PIPE // _READ_SIZE):
+                if source in self._routes and _is_readable(source):
+                    self._read_one(source)
+            if source in self._routes:
+                self._end(source)
+
+    def close(self) -> None:
+        """Close the sources and forget what was not written."""
+        for source in self._routes:
+            os.close(source)
+        self._routes.clear()
+        self._queue.clear()
+
+    def _read_one(self, source: int) -> None:
+        data = os.read(source, _READ_SIZE)
+        if data:
+            route = self._routes[source]
+            self._enqueue(route.sink, route.prefixer.feed(data))
+        else:
+            self._end(source)
+
+    def _end(self, source: int) -> None:
+        route = self._routes.pop(source)
+        self._enqueue(route.sink, route.prefixer.flush())
+        os.close(source)
+
+    def _enqueue(self, sink: int, data: bytes) -> None:
+        if data:
+            self._queue.append((sink, memoryview(data)))
+
+
+def _is_writable(descriptor: int) -> bool:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLOUT)
+    return bool(poller.poll(0))
+
+
+def _is_readable(descriptor: int) -> bool:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(0))

@@ -1,0 +1,131 @@
+"""The ferrodist command: parsing, usage errors, and what it must not import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ferrodist.launch
+from ferrodist.cli import build_parser, main
+from ferrodist.launch.run import spec_from_arguments
+from ferrodist.launch.spec import LaunchSpec, ProgramKind
+
+SOURCE = Path(ferrodist.launch.__file__).parents[2]
+
+
+def parse(*arguments: str) -> LaunchSpec:
+    return spec_from_arguments(build_parser().parse_args(["run", *arguments]))
+
+
+def test_defaults():
+    """A script alone is one rank on one host without restarts."""
+    spec = parse(__file__)
+    assert (spec.nproc_per_node, spec.nnodes, spec.max_restarts, spec.timeout_before_kill) == (1, 1, 0, 5.0)
+    assert (spec.master_addr, spec.master_port, spec.kind) == (None, None, ProgramKind.SCRIPT)
+
+
+@pytest.mark.parametrize("separator", ["-", "_"])
+def test_hyphens_and_underscores(monkeypatch, separator):
+    """Both of torchrun's spellings are accepted for every option."""
+    monkeypatch.setenv("FERRODIST_SECRET", "s")
+    options = {
+        "nproc-per-node": "4",
+        "nnodes": "2",
+        "node-rank": "1",
+        "master-addr": "host0",
+        "master-port": "29400",
+        "max-restarts": "3",
+        "timeout-before-kill": "1.5",
+        "rdzv-id": "job7",
+    }
+    words = [word for name, value in options.items() for word in ("--" + name.replace("-", separator), value)]
+    spec = parse(*words, "-m", "pkg.mod")
+    assert (spec.nproc_per_node, spec.nnodes, spec.node_rank) == (4, 2, 1)
+    assert (spec.master_addr, spec.master_port, spec.max_restarts) == ("host0", 29400, 3)
+    assert (spec.timeout_before_kill, spec.run_id, spec.kind) == (1.5, "job7", ProgramKind.MODULE)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        ["--nproc-per-node", "9", "-m", "--", "-x"],
+        ["--", "--help"],
+        ["--help", "--version", "-h"],
+        ["", "two words", "-", "-5", "--m=1", "@file"],
+        ["run", "secret"],
+    ],
+)
+def test_arguments_of_the_program_are_left_alone(rest):
+    """Everything after the program belongs to it, also what looks like our own options."""
+    spec = parse("--nproc-per-node", "2", __file__, *rest)
+    assert spec.nproc_per_node == 2
+    assert spec.arguments == tuple(rest)
+    assert parse("-m", "mod", *rest).arguments == tuple(rest)
+    assert parse("--", __file__, *rest).arguments == tuple(rest)
+
+
+def test_endpoint_is_address_and_port():
+    """--rdzv-endpoint stands for both halves of the address."""
+    spec = parse("--rdzv-endpoint", "[::1]:29400", __file__)
+    assert (spec.master_addr, spec.master_port) == ("::1", 29400)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["nonsense"], "invalid choice"),
+        (["run"], "required: program"),
+        (["run", "--"], "program"),
+        (["run", "--nproc-per-node", "two", __file__], "invalid int value: 'two'"),
+        (["run", "--nproc-per-node", "0", __file__], "--nproc-per-node must be 1 or more"),
+        (["run", "--nproc", "2", __file__], "unrecognized arguments"),
+        (["run", "no/such.py"], "there is no script 'no/such.py'"),
+        (["run", "--no-python", "-m", "sh"], "exclude each other"),
+        (["run", "--standalone", "--nnodes", "2", __file__], "--standalone is for one host"),
+        (["run", "--rdzv-endpoint", "host", __file__], "must be HOST:PORT"),
+        (["run", "--rdzv-endpoint", "a:1", "--master-addr", "b", __file__], "give one or the other"),
+        (["run", "--nnodes", "2", __file__], "need --node-rank"),
+        (
+            ["run", "--nnodes=2", "--node-rank=0", "--master-addr=a", "--master-port=1", __file__],
+            "set FERRODIST_SECRET",
+        ),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(arguments, message, capsys, monkeypatch):
+    """Wrong usage says in one line what to do, and starts nothing."""
+    monkeypatch.delenv("FERRODIST_SECRET", raising=False)
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+
+
+def test_secret_prints_a_new_secret(capsys):
+    """Each call prints another one, alone on its line."""
+    assert main(["secret"]) == 0
+    assert main(["secret"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first != second
+    assert len(first) >= 32
+
+
+def test_version(capsys):
+    """--version prints the name and exits with 0."""
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out.startswith("ferrodist ")
+
+
+def test_the_launcher_starts_without_torch():
+    """Neither the command line nor the launcher imports torch."""
+    code = "import sys, ferrodist.cli; ferrodist.cli.build_parser(); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SOURCE)}, check=True)

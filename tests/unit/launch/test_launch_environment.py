@@ -1,0 +1,152 @@
+"""The variables that each rank finds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import pytest
+
+from ferrodist.launch.environment import Attempt, find_free_port, rank_environment, usable_cores
+from ferrodist.launch.spec import LaunchSpec, ProgramKind
+
+ATTEMPT = Attempt(master_addr="10.0.0.1", master_port=1234, run_id="job", secret="s3cret", restart_count=2)
+
+
+def make_spec(**values) -> LaunchSpec:
+    defaults = {"program": "python", "kind": ProgramKind.MODULE, "secret": "s3cret"}
+    return LaunchSpec(**{**defaults, **values})
+
+
+def two_hosts(node_rank: int) -> LaunchSpec:
+    return make_spec(
+        nproc_per_node=3,
+        nnodes=2,
+        node_rank=node_rank,
+        master_addr="10.0.0.1",
+        master_port=1234,
+        max_restarts=4,
+    )
+
+
+def test_every_variable_of_a_rank_on_the_second_host():
+    """All of torchrun's variables have torchrun's meaning."""
+    assert rank_environment(two_hosts(1), ATTEMPT, 2, base={}, cores=8) == {
+        "RANK": "5",
+        "WORLD_SIZE": "6",
+        "LOCAL_RANK": "2",
+        "LOCAL_WORLD_SIZE": "3",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": "5",
+        "ROLE_WORLD_SIZE": "6",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "1234",
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "4",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "PYTHONUNBUFFERED": "1",
+        "FERRODIST_SECRET": "s3cret",
+        "OMP_NUM_THREADS": "2",
+    }
+
+
+def test_ranks_of_all_hosts_count_through():
+    """Over all hosts, every rank number is given once."""
+    ranks = [
+        int(rank_environment(two_hosts(node), ATTEMPT, local, base={}, cores=1)["RANK"])
+        for node in range(2)
+        for local in range(3)
+    ]
+    assert ranks == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_base_passes_through_and_is_not_changed():
+    """Unrelated variables reach the rank, stale ones of an outer launcher do not; the base stays as is."""
+    base = {"HOME": "/home/user", "RANK": "77", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    before = dict(base)
+    environment = rank_environment(make_spec(), ATTEMPT, 0, base=base, cores=1)
+    assert environment["HOME"] == "/home/user"
+    assert environment["RANK"] == "0"
+    assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+    assert base == before
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "given", "expected"),
+    [(8, 2, None, "4"), (8, 3, None, "2"), (2, 4, None, "1"), (8, 2, "", "4"), (8, 2, "7", "7")],
+)
+def test_threads_are_shared_out_unless_set(cores, ranks, given, expected):
+    """OMP_NUM_THREADS is an even share of the cores, at least 1, and a user's value wins."""
+    base = {} if given is None else {"OMP_NUM_THREADS": given}
+    environment = rank_environment(make_spec(nproc_per_node=ranks), ATTEMPT, 0, base=base, cores=cores)
+    assert environment["OMP_NUM_THREADS"] == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this platform has no affinity mask")
+def test_usable_cores_are_those_of_the_affinity_mask(monkeypatch):
+    """A restricted process counts its own cores, not the machine's."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 8})
+    assert usable_cores() == 3
+
+
+def test_a_free_port_can_be_bound():
+    """The port found is one that rank 0 can listen on."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", find_free_port()))
+
+
+def test_commands_use_the_launching_interpreter():
+    """Scripts and modules run under this interpreter, executables as they are; arguments stay verbatim."""
+    arguments = ("--", "-m", "", "a b", "--nproc-per-node=3")
+    python = sys.executable
+    assert make_spec(program="pkg.mod", arguments=arguments).command() == (
+        python,
+        "-m",
+        "pkg.mod",
+        *arguments,
+    )
+    script = make_spec(program=__file__, kind=ProgramKind.SCRIPT, arguments=arguments)
+    assert script.command() == (python, __file__, *arguments)
+    executable = make_spec(program="sh", kind=ProgramKind.EXECUTABLE, arguments=arguments)
+    assert executable.command() == ("sh", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"nproc_per_node": 0}, "--nproc-per-node must be 1 or more"),
+        ({"nnodes": 0}, "--nnodes must be 1 or more"),
+        ({"max_restarts": -1}, "--max-restarts must be 0 or more"),
+        ({"timeout_before_kill": -1.0}, "timeout must be 0 or more"),
+        ({"node_rank": 1}, "--node-rank 1 is not one of"),
+        ({"master_port": 70000}, "--master-port must be 1 to 65535"),
+        ({"nnodes": 2}, "need --node-rank, --master-addr, --master-port"),
+        ({"nnodes": 2, "node_rank": 0, "master_addr": "a"}, "need --master-port"),
+        (
+            {"nnodes": 2, "node_rank": 0, "master_addr": "a", "master_port": 1, "secret": None},
+            "set FERRODIST_SECRET",
+        ),
+        ({"program": ""}, "empty name"),
+        (
+            {"program": "no/such/script.py", "kind": ProgramKind.SCRIPT},
+            "there is no script 'no/such/script.py'",
+        ),
+        ({"program": "no-such-program", "kind": ProgramKind.EXECUTABLE}, "there is no executable"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(values, message):
+    """A wrong value is refused when the spec is made, with what to give instead."""
+    with pytest.raises(ValueError, match=message):
+        make_spec(**values)
+
+
+def test_the_secret_comes_from_the_environment_and_is_not_shown(monkeypatch):
+    """FERRODIST_SECRET is the default secret, and printing a spec does not reveal it."""
+    monkeypatch.setenv("FERRODIST_SECRET", "do-not-show")
+    spec = LaunchSpec(program="pkg", kind=ProgramKind.MODULE)
+    assert spec.secret == "do-not-show"
+    assert "do-not-show" not in repr(spec)

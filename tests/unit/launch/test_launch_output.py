@@ -1,0 +1,191 @@
+"""Prefixing, and the pump that carries output without blocking."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ferrodist.launch import output
+from ferrodist.launch.output import LONGEST_LINE, TAIL_LINES, LinePrefixer, OutputPump, rank_prefix
+
+# Few different bytes, so that line ends meet each other and the cuts; \xff and \xc3 are not UTF-8.
+STREAMS = st.lists(st.sampled_from([b"a", b"b", b"\xff\xc3", b"\n", b"\r", b"\r\n", b"abcdefghij"])).map(b"".join)
+
+
+def prefix_all(chunks: list[bytes], **options) -> bytes:
+    prefixer = LinePrefixer(b"> ", clock=lambda: 0.0, **options)
+    return b"".join(prefixer.feed(chunk) for chunk in chunks) + prefixer.flush()
+
+
+@settings(deadline=None, max_examples=300)
+@given(STREAMS, st.lists(st.integers(0, 200), max_size=30))
+def test_chunk_boundaries_make_no_difference(stream, positions):
+    """However the stream is cut up, also inside a line end or a long line, the output is the same."""
+    cuts = [0, *sorted(min(position, len(stream)) for position in positions), len(stream)]
+    chunks = [stream[start:end] for start, end in itertools.pairwise(cuts)]
+    with mock.patch.object(output, "LONGEST_LINE", 8):
+        whole = prefix_all([stream])
+        assert prefix_all(chunks) == whole
+        assert prefix_all([stream[i : i + 1] for i in range(len(stream))]) == whole
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.binary().map(lambda line: line.replace(b"\r", b"").replace(b"\n", b""))))
+def test_lines_of_any_bytes_survive(lines):
+    """Lines come out in order, each with one prefix and every byte, whatever the encoding."""
+    stream = b"".join(line + b"\n" for line in lines)
+    assert prefix_all([stream]) == b"".join(b"> " + line + b"\n" for line in lines)
+
+
+def test_a_partial_last_line_is_flushed():
+    """What a rank wrote last appears even without its newline."""
+    assert prefix_all([b"one\ntw", b"o"]) == b"> one\n> two\n"
+    assert prefix_all([]) == b""
+
+
+def test_empty_lines_are_lines():
+    """Blank lines keep their place."""
+    assert prefix_all([b"\n\na\n"]) == b"> \n> \n> a\n"
+
+
+def test_a_carriage_return_before_a_newline_is_dropped():
+    """Windows line ends become plain ones, also when cut in the middle."""
+    assert prefix_all([b"a\r\nb\r", b"\nc\r\r\n"]) == b"> a\n> b\n> c\n"
+
+
+def test_a_progress_bar_shows_one_state_a_second_and_its_last():
+    """Redrawn states are thinned out by time; the final one is always there."""
+    now = 0.0
+    prefixer = LinePrefixer(b"", clock=lambda: now)
+    shown = []
+    for step in range(1, 51):
+        now += 0.1
+        shown.append(prefixer.feed(b"\r%d%%" % step))
+    shown.append(prefixer.feed(b"\rdone\n"))
+    lines = b"".join(shown).split()
+    assert lines[0] == b"1%"
+    assert lines[-1] == b"done"
+    assert 5 <= len(lines) <= 7
+
+
+def test_a_line_without_end_is_cut():
+    """Memory stays bounded: a stream without newlines comes out in pieces, and no byte is lost."""
+    prefixer = LinePrefixer(b"> ")
+    pieces = []
+    for _ in range(40):
+        pieces.append(prefixer.feed(b"x" * 10_000))
+        assert len(prefixer._partial) <= LONGEST_LINE
+    lines = (b"".join(pieces) + prefixer.flush()).split(b"\n")
+    assert max(len(line) for line in lines) == LONGEST_LINE + len(b"> ")
+    assert sum(line.count(b"x") for line in lines) == 400_000
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("unit", [b"x", b"\r", b"\n" + b"x" * 50_000, b"\r" * 50_000 + b"x", b"x\r\n\r"])
+def test_no_stream_takes_more_than_linear_time(unit):
+    """Long lines and runs of carriage returns cost no more than others (quadratic would take minutes)."""
+    stream = unit * (4_000_000 // len(unit))
+    assert prefix_all([stream[start : start + 65536] for start in range(0, len(stream), 65536)]) is not None
+
+
+def test_the_tail_is_the_last_lines():
+    """The prefixer keeps the last lines, unprefixed, for the report."""
+    prefixer = LinePrefixer(b"> ")
+    prefixer.feed(b"".join(b"%d\n" % number for number in range(100)) + b"end")
+    prefixer.flush()
+    assert list(prefixer.tail) == [b"%d" % number for number in range(81, 100)] + [b"end"]
+    assert len(prefixer.tail) == TAIL_LINES
+
+
+def test_colour_only_when_asked():
+    """The plain prefix has no escape sequences; the coloured one ends what it begins."""
+    assert rank_prefix(3, colour=False) == b"[rank 3] "
+    coloured = rank_prefix(3, colour=True)
+    assert coloured.startswith(b"\x1b[")
+    assert coloured.endswith(b"[rank 3]\x1b[0m ")
+
+
+def test_the_pump_pauses_reading_while_its_reader_pauses():
+    """A reader that does not read blocks neither the pump nor loses a byte."""
+    pump = OutputPump()
+    source, rank_side = os.pipe()
+    reader, sink = os.pipe()
+    data = b"".join(b"%06d\n" % number for number in range(8_000))
+    os.set_blocking(rank_side, False)
+    try:
+        pump.add(source, sink, LinePrefixer(b"[rank 0] "))
+        written, received = 0, b""
+        while pump.sources:  # fill the way until the sink takes no more
+            written += os.write(rank_side, data[written:]) if written < len(data) else 0
+            pump.read(pump.sources)
+            pump.write()
+        assert pump.blocked_sink == sink
+        while written < len(data) or pump.blocked_sink is not None:
+            received += os.read(reader, 65536)
+            pump.write()
+            if pump.sources and written < len(data):
+                written += os.write(rank_side, data[written:])
+                pump.read(pump.sources)
+        os.set_blocking(reader, False)
+        while chunk := _read_now(reader):
+            received += chunk
+        assert received == b"".join(b"[rank 0] " + line + b"\n" for line in data.split())
+    finally:
+        pump.close()
+        for descriptor in (rank_side, reader, sink):
+            os.close(descriptor)
+
+
+def _read_now(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65536)
+    except BlockingIOError:
+        return b""
+
+
+def test_a_sink_whose_reader_has_gone_is_dropped():
+    """When nobody reads one stream any more, the pump goes on with the other."""
+    pump = OutputPump()
+    gone_reader, gone_sink = os.pipe()
+    reader, sink = os.pipe()
+    first, first_writer = os.pipe()
+    second, second_writer = os.pipe()
+    os.close(gone_reader)
+    try:
+        pump.add(first, gone_sink, LinePrefixer(b""))
+        pump.add(second, sink, LinePrefixer(b""))
+        for writer in (first_writer, second_writer):
+            os.write(writer, b"text\n")
+            os.close(writer)
+        while not pump.at_end:
+            pump.read(pump.sources)
+            pump.write()
+        assert pump.blocked_sink is None
+        assert os.read(reader, 100) == b"text\n"
+    finally:
+        pump.close()
+        for descriptor in (gone_sink, reader, sink):
+            os.close(descriptor)
+
+
+def test_read_rest_does_not_wait_for_writers_that_stay():
+    """A process that escaped and holds the pipe open does not hold the launcher."""
+    pump = OutputPump()
+    source, writer = os.pipe()
+    reader, sink = os.pipe()
+    try:
+        pump.add(source, sink, LinePrefixer(b""))
+        os.write(writer, b"last words")
+        pump.read_rest()
+        pump.write()
+        assert pump.at_end
+        assert os.read(reader, 100) == b"last words\n"
+    finally:
+        pump.close()
+        for descriptor in (writer, reader, sink):
+            os.close(descriptor)
