@@ -51,9 +51,7 @@ def holds(owner, name):
         return True
     if not inspect.isclass(owner):
         return False
-    return any(
-        name in inspect.get_annotations(kind) or name in assigned_on_self(kind) for kind in owner.__mro__
-    )
+    return any(name in inspect.get_annotations(kind) or name in assigned_on_self(kind) for kind in owner.__mro__)
 
 
 def assigned_on_self(kind):

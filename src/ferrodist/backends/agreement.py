@@ -168,8 +168,8 @@ class Agreement:
         who = f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"
         return DistributedTimeoutError(
             f"{call} on group {group.name!r}, operation {call.sequence}: {who} not called it, after"
-            f" {deadline.elapsed():.2f} s of {deadline.timeout:g} s allowed{detail}. Look at what is going on there, or pass"
-            f" a larger timeout. Reported by rank {group.rank}.",
+            f" {deadline.elapsed():.2f} s of {deadline.timeout:g} s allowed{detail}. Look at what is going on there,"
+            f" or pass a larger timeout. Reported by rank {group.rank}.",
             ranks=ranks,
         )
 

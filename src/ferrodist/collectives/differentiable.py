@@ -15,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Backward = Callable[[torch.Tensor], torch.Tensor]
+    Backward = Callable[..., torch.Tensor]
 
 __all__ = ["attach", "records_history"]
 
@@ -24,14 +24,22 @@ class _Attached(torch.autograd.Function):
     """Joins a result that was computed elsewhere to the graph of its input."""
 
     @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, result: torch.Tensor, backward: Backward) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        source: torch.Tensor,
+        computed: list[torch.Tensor],
+        backward: Backward,
+        saved: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
         ctx.backward_of = backward
         ctx.source_shape = source.shape
-        return result.view_as(result)
+        ctx.save_for_backward(*saved)
+        return computed[0]  # in a list: as an argument it would come out as a view, which users may not write to
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.backward_of(grads[0]).view(ctx.source_shape), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        grad = ctx.backward_of(grads[0], *ctx.saved_tensors)
+        return grad.view(ctx.source_shape), None, None, None
 
 
 def records_history(source: torch.Tensor | None) -> bool:
@@ -39,8 +47,11 @@ def records_history(source: torch.Tensor | None) -> bool:
     return source is not None and source.requires_grad and torch.is_grad_enabled()
 
 
-def attach(source: torch.Tensor, result: torch.Tensor, backward: Backward) -> torch.Tensor:
-    """``result`` with ``backward(gradient of result) -> gradient of source`` as its history."""
-    attached = _Attached.apply(source, result, backward)  # type: ignore[no-untyped-call]
+def attach(source: torch.Tensor, result: torch.Tensor, backward: Backward, *saved: torch.Tensor) -> torch.Tensor:
+    """``result`` with ``backward(gradient of result, *saved) -> gradient of source`` as its history.
+
+    What ``backward`` needs of ``source`` and ``result`` goes through ``saved``, so that autograd finds writes to them.
+    """
+    attached = _Attached.apply(source, [result], backward, saved)  # type: ignore[no-untyped-call]
     assert isinstance(attached, torch.Tensor)
     return attached

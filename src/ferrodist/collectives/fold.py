@@ -3,14 +3,12 @@
 [Note: fold]
 ``fold(op, [x_0, ..., x_{p-1}])`` starts with x_0 and takes in x_1, x_2, ... in this order.
 
-- float16, bfloat16 and 8-bit floats are converted to float32, folded there and rounded once, to nearest even, at the
-end.
+- float16, bfloat16 and 8-bit floats are converted to float32, folded there and rounded once, to nearest even.
 - MEAN is the sum divided by p, before that rounding. A premultiplied sum multiplies in the accumulation type.
 - MIN and MAX: a NaN wins, the first one of several; of equal elements (0.0 and -0.0) the lowest rank's stays.
 - Integers wrap around. On bool SUM and MAX are *or*, PRODUCT and MIN are *and*.
-- A complex product is (a*c - b*d, a*d + b*c), each product and difference rounded (no fused multiply-add); a complex
-mean
-  divides both parts.
+- A complex product is (a*c - b*d, a*d + b*c), each product and difference rounded (no fused multiply-add). A complex
+  sum, mean or premultiplied sum is that of both parts.
 """
 
 from __future__ import annotations
@@ -44,6 +42,9 @@ def fold(op: Op, inputs: Sequence[torch.Tensor], factors: Sequence[float] | None
         A fresh tensor in the inputs' dtype.
     """
     dtype = inputs[0].dtype
+    if dtype.is_complex and op is not ReduceOp.PRODUCT:
+        # torch adds complex numbers as a + (1 + 0i) * b, and scales by (factor + 0i): with infinities both give NaN.
+        return torch.view_as_complex(fold(op, [torch.view_as_real(tensor) for tensor in inputs], factors))
     working = [tensor.to(accumulation_dtype(dtype)) for tensor in inputs]
     if isinstance(op, PremultipliedSum):
         assert factors is not None
@@ -53,8 +54,7 @@ def fold(op: Op, inputs: Sequence[torch.Tensor], factors: Sequence[float] | None
     for tensor in working[1:]:
         step(accumulator, tensor)
     if op is ReduceOp.MEAN:
-        parts = torch.view_as_real(accumulator) if accumulator.is_complex() else accumulator
-        parts.div_(len(inputs))
+        accumulator.div_(len(inputs))
     return accumulator.to(dtype)
 
 

@@ -23,6 +23,7 @@ from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.reductions import reduce, reduce_scatter_by_sizes
 from ferrodist.collectives.sharding import compute_shard_sizes
 from ferrodist.deadline import Deadline
+from ferrodist.errors import CollectiveMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,7 +49,8 @@ __all__ = [
 _SIZE = struct.Struct("<q")
 
 _MAX_SCATTER_DIMS = 12
-_SCATTER_HEAD = struct.Struct(f"<BBB{_MAX_SCATTER_DIMS}q")  # dtype's place in DTYPES, records history, dims, shape
+# dim (every rank's); of the root also: dtype's place in DTYPES, records history, dims, shape
+_SCATTER_HEAD = struct.Struct(f"<qBBB{_MAX_SCATTER_DIMS}q")
 
 
 def barrier(group: Backend | None = None, *, timeout: float | None = None) -> None:
@@ -348,7 +350,7 @@ def scatter(
     """
     chosen, limit = group_and_timeout(group, timeout)
     check_root(chosen, src, "src")
-    head = b""
+    head = _SIZE.pack(dim)
     if chosen.rank == src:
         if tensor is None:
             raise ValueError(f"rank {src} scatters: pass the tensor there")
@@ -359,14 +361,14 @@ def scatter(
                 f"scatter takes tensors of at most {_MAX_SCATTER_DIMS} dims, not {tensor.dim()}: reshape it"
             )
         shape = [*tensor.shape, *[0] * (_MAX_SCATTER_DIMS - tensor.dim())]
-        head = _SCATTER_HEAD.pack(DTYPES.index(tensor.dtype), records_history(tensor), tensor.dim(), *shape)
+        head = _SCATTER_HEAD.pack(dim, DTYPES.index(tensor.dtype), records_history(tensor), tensor.dim(), *shape)
     elif tensor is not None:
         raise ValueError(f"rank {src} scatters: pass None on rank {chosen.rank}")
     deadline = Deadline(limit)
     engine = collectives_of(chosen)
     heads = engine.share("scatter", head, timeout=limit, sequence=engine.reserve())
-    place, recorded, num_dims, *shape = _SCATTER_HEAD.unpack(heads[src])
-    dim %= num_dims
+    dim, place, recorded, num_dims, *shape = _SCATTER_HEAD.unpack(heads[src])
+    _compare_dims([_SIZE.unpack_from(head)[0] for head in heads], src, num_dims, chosen)
     sizes = compute_shard_sizes(shape[dim], chosen.world_size)
     whole = tensor if tensor is not None else torch.empty(0, dtype=DTYPES[place])
     part = torch.empty([*shape[:dim], sizes[chosen.rank], *shape[dim + 1 : num_dims]], dtype=DTYPES[place])
@@ -374,6 +376,19 @@ def scatter(
         whole.requires_grad_()
     with torch.enable_grad() if recorded else torch.no_grad():
         return scatter_by_sizes(whole, part, sizes, src, dim=dim, group=chosen, timeout=deadline.remaining())
+
+
+def _compare_dims(dims: Sequence[int], src: int, num_dims: int, group: Backend) -> None:
+    """Raise, the same on every rank, when a rank scatters along another dim than the root."""
+    odd = tuple(rank for rank, dim in enumerate(dims) if not -num_dims <= dim < num_dims or dim % num_dims != dims[src])
+    if odd:
+        error = CollectiveMismatchError(
+            f"the ranks of group {group.name!r} disagree about the dim of a scatter: rank {src}, which has the tensor,"
+            f" divides dim {dims[src]} of {num_dims}, rank {odd[0]} passed dim={dims[odd[0]]}. Pass the same everywhere.",
+            ranks=odd,
+        )
+        group.abort(error)
+        raise error
 
 
 def scatter_by_sizes(

@@ -106,7 +106,7 @@ def run_later(operation: Operation[T]) -> PendingCollective[T]:
             pending.succeed(operation.finish)
 
     if operation.group.failure is not None:
-        pending.fail(operation.group.failure)
+        job()  # it fails at once, and so tells all whom the operation was made of
     else:
         OperationQueue.of(operation.group).submit(job)
     return pending

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from ferrodist.collectives.prepare import (
 from ferrodist.collectives.reduce_op import DTYPES, check_dtype
 from ferrodist.collectives.views import bytes_of
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, DistributedTimeoutError, SizeMismatchError
+from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError, SizeMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -240,7 +241,7 @@ def _receive_into(group: Backend, operation: Recv) -> _TensorReceive:
 class _TensorReceive(BaseRequest):
     """Receives a head, checks it, then receives the body: whichever thread brings the head starts the body."""
 
-    __slots__ = ("_body", "_dtype", "_group", "_head", "_head_request", "_shape", "_target")
+    __slots__ = ("_body", "_cancelled", "_dtype", "_group", "_head", "_head_request", "_starting", "_shape", "_target")
 
     def __init__(
         self,
@@ -259,6 +260,8 @@ class _TensorReceive(BaseRequest):
         self._target = target
         self._head = bytearray(_HEAD.size)
         self._body: Request | None = None
+        self._cancelled = False
+        self._starting = threading.Lock()  # between the start of the body and `cancel`
         self._head_request = group.irecv(self._head, src, tag=channel_tag(Channel.TENSOR_HEAD, check_user_tag(tag)))
         self._head_request.add_done_callback(self._take_head)
 
@@ -269,30 +272,49 @@ class _TensorReceive(BaseRequest):
 
     def cancel(self) -> bool:
         """Give the receive up; see `Request.cancel`. Of a tensor whose head has come the elements are lost."""
-        cancelled = self._head_request.cancel()
-        if not cancelled and self._body is not None:
-            cancelled = self._body.cancel()
-        return cancelled
+        with self._starting:
+            self._cancelled = True
+            body = self._body
+        if body is not None:
+            return body.cancel()
+        return self._head_request.cancel() or not self._done  # not done: `_take_head` sees the mark
 
     def _take_head(self) -> None:
         try:
             self.peer = self._head_request.wait(0)
-            number, place, num_dims, *padded = _HEAD.unpack(self._head)
-            shape, dtype = tuple(padded[:num_dims]), DTYPES[place]
+            number, shape, dtype = self._read_head()
+            tag = channel_tag(Channel.TENSOR_BODY, number)
             if self._target is None or (shape, dtype) != (self._shape, self._dtype):
-                self._check(shape, dtype)
+                self._check(shape, dtype, tag)
                 self._target = prepare_out(None, shape, dtype)
             if not self._target.flat.numel():
                 self._finish()
-                return
-            tag = channel_tag(Channel.TENSOR_BODY, number)
-            self._body = self._group.irecv(bytes_of(self._target.flat), self.peer, tag=tag)
-            self._body.add_done_callback(self._take_body)
+            else:
+                self._start_body(self._target, tag)
         except Exception as error:  # noqa: BLE001 - it is raised again in wait()
             self._finish(error)
 
-    def _check(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def _read_head(self) -> tuple[int, tuple[int, ...], torch.dtype]:
+        number, place, num_dims, *padded = _HEAD.unpack(self._head)
+        if place >= len(DTYPES) or num_dims > _MAX_DIMS or min(padded) < 0:
+            raise ProtocolError(
+                f"rank {self.peer} of group {self._group.name!r} sent the head of a tensor that can't be",
+                ranks=(self.peer,),
+            )
+        return number, tuple(padded[:num_dims]), DTYPES[place]
+
+    def _start_body(self, target: Target, tag: int) -> None:
+        with self._starting:
+            if self._cancelled:
+                raise DistributedTimeoutError("the receive was cancelled")
+            self._body = self._group.irecv(bytes_of(target.flat), self.peer, tag=tag)
+        self._body.add_done_callback(self._take_body)
+
+    def _check(self, shape: tuple[int, ...], dtype: torch.dtype, tag: int) -> None:
         if (self._shape is not None and shape != self._shape) or (self._dtype is not None and dtype is not self._dtype):
+            unwanted = prepare_out(None, shape, dtype).flat
+            if unwanted.numel():  # take its elements, or the sender of a large one waits for its whole timeout
+                self._group.irecv(bytes_of(unwanted), self.peer, tag=tag)
             wanted = f"{self._dtype or 'any dtype'} of shape {self._shape if self._shape is not None else 'any'}"
             raise SizeMismatchError(
                 f"rank {self.peer} of group {self._group.name!r} sent a {dtype} tensor of shape {shape}; rank"

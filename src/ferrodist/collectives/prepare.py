@@ -109,6 +109,13 @@ def prepare_out(
         )
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise ValueError("out has elements that share memory (it was expanded): pass a tensor of its own memory")
-    if out.is_contiguous() and not out.is_conj() and not out.is_neg():
+    if out.is_contiguous() and not out.is_conj() and not out.is_neg() and not _shifted(out, source):
         return Target(flat=out.detach().view(-1), result=out)
     return Target(flat=torch.empty(out.numel(), dtype=dtype), result=out, is_copy=True)
+
+
+def _shifted(out: torch.Tensor, source: torch.Tensor | None) -> bool:
+    """Whether writing ``out`` may change what is still to be read: the two share memory, but are not the same."""
+    if source is None or out.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+        return False
+    return out.data_ptr() != source.data_ptr() or out.shape != source.shape

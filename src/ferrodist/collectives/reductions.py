@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.differentiable import Backward
     from ferrodist.collectives.pending import PendingCollective
 
 __all__ = [
@@ -94,36 +93,42 @@ def _allreduce(
 
     def finish() -> torch.Tensor:
         result = target.finish()
-        if not (recorded and out is None):
-            return result
-        return attach(tensor, result, _reduction_backward(tensor, result, op, chosen))
+        return _attach_reduction(tensor, result, op, chosen) if recorded and out is None else result
 
     recorded = records_history(tensor)
+    # Ranks whose factors happen to be equal would join premultiplied sums that other ranks can't.
+    fusible = Fusible(key=("allreduce", tensor.dtype, op), source=source, out=target.flat, run=on)
     return Operation(
         name="allreduce",
         group=chosen,
         run=partial(on, target.flat, source),
         finish=finish,
-        fusible=Fusible(key=("allreduce", tensor.dtype, op), source=source, out=target.flat, run=on),
+        fusible=None if isinstance(op, PremultipliedSum) else fusible,
     )
 
 
-def _reduction_backward(tensor: torch.Tensor, result: torch.Tensor, op: Op, group: Backend) -> Backward:
+def _attach_reduction(tensor: torch.Tensor, result: torch.Tensor, op: Op, group: Backend) -> torch.Tensor:
     """The gradient of allreduce: every rank's output depends on every rank's input."""
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
-        return lambda grad: allreduce(grad, op, group=group)
+        return attach(tensor, result, lambda grad: allreduce(grad, op, group=group))
     if isinstance(op, PremultipliedSum):
-        return lambda grad: allreduce(grad, group=group) * op.factor
-    own = tensor.detach()
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
-        return lambda grad: _share_of_extremum(own, result, allreduce(grad, group=group), group)
+        return attach(tensor, result, lambda grad: allreduce(grad, group=group) * op.factor)
+
     if op is ReduceOp.PRODUCT:
-        return lambda grad: _times_other_factors(own, allreduce(grad, group=group), group)
-    raise AssertionError(f"{op} is for dtypes that have no gradient")
+        return attach(
+            tensor, result, lambda grad, own: _times_other_factors(own, allreduce(grad, group=group), group), tensor
+        )
+    assert op in (ReduceOp.MIN, ReduceOp.MAX), f"{op} is for dtypes that have no gradient"
+
+    def backward(grad: torch.Tensor, own: torch.Tensor, extremum: torch.Tensor) -> torch.Tensor:
+        return _share_of_extremum(own, extremum, allreduce(grad, group=group), group)
+
+    return attach(tensor, result, backward, tensor, result)
 
 
 def _share_of_extremum(own: torch.Tensor, extremum: torch.Tensor, grad: torch.Tensor, group: Backend) -> torch.Tensor:
     """The gradient goes to the ranks that have the extremum, in equal parts, as torch's amin and amax divide it."""
+    own, extremum = own.detach(), extremum.detach()
     mine = ((own == extremum) | (own.isnan() & extremum.isnan())).to(grad.dtype)
     return grad * mine / allreduce(mine, group=group)
 
@@ -180,31 +185,38 @@ def reduce(
 
     def finish() -> torch.Tensor:
         result = target.finish()
+        saved = () if _is_linear(op) else (tensor,) if op is ReduceOp.PRODUCT else (tensor, result)
         return (
-            attach(tensor, result, partial(_reduce_backward, tensor, result, op, dst, chosen)) if recorded else result
+            attach(tensor, result, partial(_reduce_backward, tensor.shape, op, dst, chosen), *saved)
+            if recorded
+            else result
         )
 
     return run_now(Operation(name="reduce", group=chosen, run=run, finish=finish))
 
 
-def _reduce_backward(  # noqa: PLR0917 - bound by partial
-    tensor: torch.Tensor, result: torch.Tensor, op: Op, dst: int, group: Backend, grad: torch.Tensor
+def _is_linear(op: Op) -> bool:
+    return op in (ReduceOp.SUM, ReduceOp.MEAN) or isinstance(op, PremultipliedSum)
+
+
+def _reduce_backward(
+    shape: torch.Size, op: Op, dst: int, group: Backend, grad: torch.Tensor, *saved: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of reduce: the root's gradient goes to all ranks, then as for allreduce."""
     from ferrodist.collectives.movement import broadcast  # noqa: PLC0415 - the gradients of the two need each other
 
     is_root = group.rank == dst
-    whole = broadcast(grad if is_root else torch.empty_like(tensor), dst, group=group)
+    whole = broadcast(grad if is_root else grad.new_empty(shape), dst, group=group)
     if op is ReduceOp.SUM:
         return whole
     if op is ReduceOp.MEAN:
         return whole / group.world_size
     if isinstance(op, PremultipliedSum):
         return whole * op.factor
-    own = tensor.detach()
     if op is ReduceOp.PRODUCT:
-        return _times_other_factors(own, whole, group)
-    extremum = broadcast(result if is_root else torch.empty_like(own), dst, group=group)
+        return _times_other_factors(saved[0], whole, group)
+    own, result = saved
+    extremum = broadcast(result.detach() if is_root else torch.empty_like(own), dst, group=group)
     return _share_of_extremum(own, extremum, whole, group)
 
 
@@ -308,7 +320,7 @@ def _reduce_scatter(  # noqa: PLR0917 - the public signature, by position
 def _reduce_scatter_backward(op: Op, dim: int, group: Backend, grad: torch.Tensor) -> torch.Tensor:
     from ferrodist.collectives.movement import all_gather_uneven  # noqa: PLC0415 - the gradients of the two need each other
 
-    if not (op in (ReduceOp.SUM, ReduceOp.MEAN) or isinstance(op, PremultipliedSum)):
+    if not _is_linear(op):
         raise RuntimeError(f"reduce_scatter with {op} has no gradient: use allreduce and narrow()")
     whole = all_gather_uneven(grad, dim=dim, group=group)
     if op is ReduceOp.MEAN:

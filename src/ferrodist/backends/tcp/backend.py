@@ -122,27 +122,40 @@ class TcpBackend(MailboxBackend):
         self._process = os.getpid()
         _live.add(self)
         self._loop = LinkLoop(self, world_size, name=f"ferrodist-tcp-{name}-{rank}")
-        deadline = Deadline(timeout)
-        key = resolve_secret(secret)
-        if world_size == 1:
-            if listener is not None:
+        try:
+            if world_size > 1:
+                self._connect(address, resolve_secret(secret), job, listener)
+            elif listener is not None:
                 listener.close()
+        except BaseException:
             self._loop.stop()
-        elif rank == _HUB:
-            connections, error = gather_links(
-                world_size, address, secret=key, job=job, group=name, listener=listener, deadline=deadline
+            raise
+
+    def _connect(self, address: str, secret: bytes, job: str, listener: socket.socket | None) -> None:
+        deadline = Deadline(self.timeout)
+        if self.rank != _HUB:
+            sock = dial_hub(
+                self.rank, self.world_size, address, secret=secret, job=job, group=self.name, deadline=deadline
             )
-            self._begin(connections)
-            if error is not None:
-                self.abort(error)
-                self.close()
-                raise error
-            for peer in self._links:
-                self._push(Frame(kind=Kind.READY, source=rank, destination=peer))
-        else:
-            sock = dial_hub(rank, world_size, address, secret=key, job=job, group=name, deadline=deadline)
             self._begin({_HUB: sock})
             self._await_ready(deadline)
+            return
+        connections, error = gather_links(
+            self.world_size,
+            address,
+            secret=secret,
+            job=job,
+            group=self.name,
+            listener=listener,
+            deadline=deadline,
+        )
+        self._begin(connections)
+        if error is not None:
+            self.abort(error)
+            self.close()
+            raise error
+        for peer in self._links:
+            self._push(Frame(kind=Kind.READY, source=self.rank, destination=peer))
 
     def _begin(self, connections: dict[int, socket.socket]) -> None:
         for peer, sock in sorted(connections.items()):

@@ -1,0 +1,50 @@
+"""Deadlines, with a clock that is passed in."""
+
+import math
+
+import pytest
+
+from ferrodist.deadline import Deadline, check_timeout
+
+
+class Clock:
+    """A clock that goes when it is told to."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_counts_down_and_expires():
+    """What is left and what has gone add up, and nothing is left after the end."""
+    clock = Clock()
+    deadline = Deadline(5, clock)
+    clock.now += 2
+    assert (deadline.remaining(), deadline.elapsed(), deadline.expired) == (3.0, 2.0, False)
+    clock.now += 3
+    assert (deadline.remaining(), deadline.expired) == (0.0, True)
+    clock.now += 100
+    assert deadline.remaining() == 0.0
+
+
+def test_infinite_timeout_is_a_wait_that_locks_accept():
+    """An endless deadline never expires, and its remaining time is finite."""
+    deadline = Deadline(math.inf, Clock())
+    assert not deadline.expired
+    assert math.isfinite(deadline.remaining())
+
+
+@pytest.mark.parametrize("wrong", [-1, -0.001, math.nan])
+def test_refuses_what_is_no_duration(wrong):
+    """Negative seconds and NaN are refused."""
+    with pytest.raises(ValueError, match="seconds"):
+        check_timeout(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["5", True, None, [1]])
+def test_refuses_what_is_no_number(wrong):
+    """Only numbers are seconds; True is not one."""
+    with pytest.raises(TypeError, match="number of seconds"):
+        check_timeout(wrong)

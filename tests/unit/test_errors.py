@@ -1,0 +1,72 @@
+"""The error tree: what it promises to callers, to pickles and to the drawing at its top."""
+
+import inspect
+import pickle
+import re
+
+import pytest
+
+from ferrodist import errors
+from ferrodist.errors import DistributedError, error_from_wire, error_to_wire
+
+
+def kinds():
+    """Every class of the tree."""
+
+    def below(kind):
+        yield kind
+        for child in kind.__subclasses__():
+            yield from below(child)
+
+    return list(below(DistributedError))
+
+
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
+def test_crosses_processes_whole(kind):
+    """A pickled error comes back with class, message, ranks and whatever was set on it."""
+    error = kind("rank 3 said no", ranks=(3,))
+    error.detail = {"elapsed": 1.5}
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is kind
+    assert (str(back), back.message, back.ranks, back.rank, back.detail) == (
+        "rank 3 said no",
+        "rank 3 said no",
+        (3,),
+        3,
+        {"elapsed": 1.5},
+    )
+
+
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
+def test_crosses_the_wire(kind):
+    """The triple that codecs carry rebuilds the same error."""
+    back = error_from_wire(*error_to_wire(kind("late", ranks=(1, 2))))
+    assert (type(back), back.message, back.ranks) == (kind, "late", (1, 2))
+    assert back.rank is None
+
+
+def test_unknown_class_on_the_wire_is_the_base():
+    """A name that is not in the tree never resolves to anything else, whatever a peer sends."""
+    for name in ("SystemExit", "os.system", "", "KeyError"):
+        assert type(error_from_wire(name, "x", ())) is DistributedError
+
+
+def test_foreign_errors_keep_their_name_on_the_wire():
+    """An error that is not ours is told as text, with its class."""
+    assert error_to_wire(ZeroDivisionError("by zero")) == ("DistributedError", "ZeroDivisionError: by zero", ())
+
+
+def test_drawing_is_the_tree():
+    """The tree at the top of the module names every class, with the builtin it is also an instance of."""
+    drawn = dict(re.findall(r"^    [|`]-- (\w+) *(?:\((\w+)\))?", inspect.getdoc(errors), re.MULTILINE))
+    actual = {
+        kind.__name__: next((b.__name__ for b in (ValueError, TypeError, TimeoutError) if issubclass(kind, b)), "")
+        for kind in kinds()
+        if kind is not DistributedError
+    }
+    assert drawn == actual
+
+
+def test_everything_public_is_exported():
+    """``__all__`` names every class of the tree."""
+    assert {kind.__name__ for kind in kinds()} <= set(errors.__all__)

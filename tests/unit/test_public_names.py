@@ -1,0 +1,56 @@
+"""What ``import ferrodist`` gives, and what it costs."""
+
+import ast
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import ferrodist as fd
+
+PUBLIC = """
+ANY_SOURCE AuthenticationError Backend BackendUnavailable CollectiveMismatchError DDP DEFAULT_COLLECTIVE_TIMEOUT
+DistributedError DistributedTimeoutError GroupAbortedError GroupClosedError InvalidRankError InvalidWorldSizeError
+NoConnectionError PeerLostError PendingCollective ProtocolError RankFailedError Recv ReduceOp RendezvousError SelfSendError
+Send SimulatedBackend SizeMismatchError SubBackend TcpBackend UnsupportedOpError __version__ all_gather all_gather_object
+all_gather_uneven all_to_all all_to_all_single_uneven allreduce async_all_gather async_all_to_all async_allreduce
+async_broadcast async_reduce_scatter barrier batch broadcast broadcast_object coalesce compute_shard_sizes default_group
+destroy_process_group gather gather_object init_process_group is_initialized monitored_barrier new_group premultiplied_sum
+recv recv_into recv_object reduce reduce_scatter reduce_scatter_tensor register_backend scatter scatter_object send
+send_object sendrecv use_group
+""".split()
+
+
+def test_public_names_are_these():
+    """A name comes or goes on purpose only."""
+    assert sorted(fd.__all__) == PUBLIC
+    assert set(PUBLIC) <= set(dir(fd))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_each_name_loads_and_is_described(name):
+    """Every public name resolves, and every function and class has a docstring."""
+    value = getattr(fd, name)
+    if callable(value):
+        assert inspect.getdoc(value)
+
+
+def test_type_checkers_see_the_same_names():
+    """The imports for type checkers and the names loaded at run time are the same list, from the same modules."""
+    tree = ast.parse(inspect.getsource(fd))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name: node.module.removeprefix("ferrodist.") for node in block.body for alias in node.names}
+    assert seen == fd._HOME_OF
+
+
+def test_unknown_name_is_an_attribute_error():
+    """A misspelt name fails as in any module."""
+    with pytest.raises(AttributeError, match="all_reduce"):
+        _ = fd.all_reduce
+
+
+def test_importing_the_package_does_not_import_torch():
+    """The launcher must start at once: torch loads with the first name that needs it."""
+    code = "import sys, ferrodist, ferrodist.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
