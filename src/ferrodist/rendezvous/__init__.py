@@ -1,0 +1,41 @@
+"""How ranks find and authenticate each other.
+
+::
+
+    join.py         rendezvous() and Membership      environment.py  what the launcher says
+    attendance.py   are all ranks there?             secret.py       the job secret
+    store.py        the seam, and PrefixStore        memory_store.py, file_store.py, tcp_store.py
+    listener.py     accepts proven peers only        handshake.py    the proof
+    framing.py      bytes within a deadline          fork.py         no sockets in children
+"""
+
+from ferrodist.rendezvous.environment import Environment, read_environment
+from ferrodist.rendezvous.file_store import FileStore
+from ferrodist.rendezvous.handshake import PROTOCOL_VERSION, Hello, connect, greet
+from ferrodist.rendezvous.join import Membership, rendezvous
+from ferrodist.rendezvous.listener import Listener, parse_address
+from ferrodist.rendezvous.memory_store import MemoryStore
+from ferrodist.rendezvous.secret import make_secret, resolve_secret
+from ferrodist.rendezvous.store import PrefixStore, Store
+from ferrodist.rendezvous.tcp_store import TcpStore, TcpStoreServer
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Environment",
+    "FileStore",
+    "Hello",
+    "Listener",
+    "Membership",
+    "MemoryStore",
+    "PrefixStore",
+    "Store",
+    "TcpStore",
+    "TcpStoreServer",
+    "connect",
+    "greet",
+    "make_secret",
+    "parse_address",
+    "read_environment",
+    "rendezvous",
+    "resolve_secret",
+]

@@ -1,0 +1,169 @@
+"""How the ranks of a job make sure, through a store, that every one of them is there.
+
+Each rank claims its number. The claim that completes the roll publishes the verdict "complete"; a rank whose
+deadline passes first publishes a failure that names the missing ranks instead. The verdict is written once,
+by compare-and-set, so all ranks end with the same one whatever the order of their deadlines, also when the
+coordinator is dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ferrodist.errors import DistributedTimeoutError, RendezvousError, error_from_wire, error_to_wire
+from ferrodist.rendezvous.store import PrefixStore
+
+if TYPE_CHECKING:
+    from ferrodist.deadline import Deadline
+    from ferrodist.rendezvous.store import Store
+
+__all__ = ["Claim", "await_all", "claim_rank", "leave", "note_rejection", "roll"]
+
+_FOLDER = "ferrodist/attendance"
+_REJECTIONS_KEPT = 32
+
+# Rank 0's deadline has usually just passed too, so others give it this long to speak first.
+_COORDINATOR_GRACE = 0.1
+_PUBLISH_TIMEOUT = 0.2
+_NOTE_TIMEOUT = 0.1
+
+_NEVER = b"\0"
+
+
+class Claim(msgspec.Struct, frozen=True, array_like=True):
+    """Who says to be a rank.
+
+    Args:
+        host: Name of its host.
+        process: Its process number there.
+        token: Random, so that two claims always differ.
+    """
+
+    host: str
+    process: int
+    token: str
+
+
+class _Verdict(msgspec.Struct, frozen=True, array_like=True):
+    error: tuple[str, str, tuple[int, ...]] | None = None
+
+
+_CLAIM_DECODER = msgspec.msgpack.Decoder(Claim)
+_VERDICT_DECODER = msgspec.msgpack.Decoder(_Verdict)
+
+
+def claim_rank(store: Store, *, rank: int, where: str, advice: str, deadline: Deadline) -> None:
+    """Claim a rank number, which makes this process a member.
+
+    Args:
+        store: The job's store, without a prefix.
+        rank: The number.
+        where: Names job and address in messages.
+        advice: What to check when the number is taken.
+        deadline: For the whole rendezvous.
+
+    Raises:
+        RendezvousError: The number is taken, or the rendezvous has failed already.
+    """
+    desk = PrefixStore(store, _FOLDER)
+    # Compared with what it cannot hold, a key is read without being waited for.
+    _raise_failure(desk.compare_set("verdict", _NEVER, _NEVER, timeout=deadline.remaining()))
+    mine = Claim(socket.gethostname(), os.getpid(), secrets.token_hex(8))
+    claim = msgspec.msgpack.encode(mine)
+    current = desk.compare_set(f"rank/{rank}", b"", claim, timeout=deadline.remaining())
+    if current != claim:
+        first = _CLAIM_DECODER.decode(current)
+        message = (
+            f"{where}: rank {rank} is taken by process {first.process} on {first.host}, so process "
+            f"{mine.process} on {mine.host} cannot have it too; {advice}"
+        )
+        note_rejection(store, message)
+        raise RendezvousError(message, ranks=(rank,))
+
+
+def await_all(store: Store, *, rank: int, world_size: int, where: str, deadline: Deadline) -> None:
+    """Return once all ranks have claimed their numbers; each member calls this once.
+
+    Raises:
+        RendezvousError: Not all came, in the same words on every rank.
+        DistributedTimeoutError: The store itself did not answer.
+    """
+    desk = PrefixStore(store, _FOLDER)
+    if desk.add("present", 1, timeout=deadline.remaining()) >= world_size:
+        _publish(desk, _Verdict(), deadline.remaining())
+    try:
+        verdict = desk.get("verdict", timeout=deadline.remaining() + (_COORDINATOR_GRACE if rank else 0.0))
+    except DistributedTimeoutError as error:
+        if error.ranks:  # the store's server itself is silent
+            raise
+        verdict = _publish(desk, _conclude(store, world_size, where, deadline), _PUBLISH_TIMEOUT)
+    _raise_failure(verdict)
+
+
+def roll(store: Store, world_size: int) -> dict[int, Claim]:
+    """Return the claims there are now, by rank."""
+    desk = PrefixStore(store, _FOLDER)
+    claims = {}
+    for rank in range(world_size):
+        data = _peek(desk, f"rank/{rank}")
+        if data:
+            claims[rank] = _CLAIM_DECODER.decode(data)
+    return claims
+
+
+def leave(store: Store, world_size: int, *, timeout: float) -> bool:
+    """Say that a member is done with the store; returns whether it was the last one."""
+    return PrefixStore(store, _FOLDER).add("left", 1, timeout=timeout) >= len(roll(store, world_size))
+
+
+def note_rejection(store: Store, reason: str) -> None:
+    """Keep the reason why a process was turned away, for the message about the rank that will be missing."""
+    desk = PrefixStore(store, _FOLDER)
+    with contextlib.suppress(DistributedTimeoutError):
+        number = desk.add("rejections", 1, timeout=_NOTE_TIMEOUT)
+        desk.set(f"rejection/{number % _REJECTIONS_KEPT}", reason.encode(), timeout=_NOTE_TIMEOUT)
+
+
+def _conclude(store: Store, world_size: int, where: str, deadline: Deadline) -> _Verdict:
+    present = roll(store, world_size)
+    missing = tuple(rank for rank in range(world_size) if rank not in present)
+    if not missing:
+        return _Verdict()
+    desk = PrefixStore(store, _FOLDER)
+    rejections = [_peek(desk, f"rejection/{slot}").decode() for slot in range(_REJECTIONS_KEPT)]
+    turned_away = "; ".join(sorted(set(filter(None, rejections))))
+    ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+    message = (
+        f"{where}: {ranks} of {world_size} did not come within {deadline.elapsed():.1f} s (limit "
+        f"{deadline.timeout:.1f} s). "
+        + (f"Turned away: {turned_away}. " if turned_away else "No process was turned away. ")
+        + "Check that each of them was started, and with the same address, world size, job and secret."
+    )
+    return _Verdict(error_to_wire(RendezvousError(message, ranks=missing)))
+
+
+def _publish(desk: Store, verdict: _Verdict, timeout: float) -> bytes:
+    """Write the verdict if there is none yet; returns the one that counts."""
+    return desk.compare_set("verdict", b"", msgspec.msgpack.encode(verdict), timeout=timeout)
+
+
+def _raise_failure(verdict: bytes) -> None:
+    error = _VERDICT_DECODER.decode(verdict).error if verdict else None
+    if error is not None:
+        raise error_from_wire(*error)
+
+
+def _peek(store: Store, key: str) -> bytes:
+    """Return the value of a key, or nothing if it does not exist now."""
+    try:
+        return store.get(key, timeout=0)
+    except DistributedTimeoutError as error:
+        if error.ranks:
+            raise
+        return b""

@@ -1,0 +1,107 @@
+"""What launchers tell a process about its place in the job: the variables that torchrun sets."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ferrodist.errors import InvalidRankError, InvalidWorldSizeError, RendezvousError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Environment", "read_environment"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """The launcher's variables; None where one is not set.
+
+    Args:
+        rank: RANK.
+        world_size: WORLD_SIZE.
+        local_rank: LOCAL_RANK, this process's number on its host.
+        local_world_size: LOCAL_WORLD_SIZE, the number of ranks on this host.
+        group_rank: GROUP_RANK, the host's number.
+        master_addr: MASTER_ADDR, rank 0's host.
+        master_port: MASTER_PORT.
+        run_id: TORCHELASTIC_RUN_ID.
+        restart_count: TORCHELASTIC_RESTART_COUNT, 0 where it is not set.
+        agent_store: TORCHELASTIC_USE_AGENT_STORE: torchrun's agent itself listens on MASTER_PORT.
+        attempt_folder: A folder of this host, made by torchrun for this attempt at the job alone (from
+            TORCHELASTIC_ERROR_FILE, which is `<folder>/<local rank>/error.json`).
+    """
+
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    group_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    run_id: str | None = None
+    restart_count: int = 0
+    agent_store: bool = False
+    attempt_folder: str | None = None
+
+    @property
+    def single_host(self) -> bool:
+        """Whether the launcher says that all ranks run on this host."""
+        return self.local_world_size is not None and self.local_world_size == self.world_size
+
+
+def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """Read the launcher's variables.
+
+    Args:
+        variables: Where to look; None means the process's environment.
+
+    Raises:
+        RendezvousError: A variable that should be a number is not one.
+        InvalidRankError: RANK or LOCAL_RANK does not fit its world size.
+        InvalidWorldSizeError: A world size is below 1.
+    """
+    variables = os.environ if variables is None else variables
+    error_file = variables.get("TORCHELASTIC_ERROR_FILE")
+    found = Environment(
+        rank=_number(variables, "RANK"),
+        world_size=_number(variables, "WORLD_SIZE"),
+        local_rank=_number(variables, "LOCAL_RANK"),
+        local_world_size=_number(variables, "LOCAL_WORLD_SIZE"),
+        group_rank=_number(variables, "GROUP_RANK"),
+        master_addr=variables.get("MASTER_ADDR") or None,
+        master_port=_number(variables, "MASTER_PORT"),
+        run_id=variables.get("TORCHELASTIC_RUN_ID") or None,
+        restart_count=_number(variables, "TORCHELASTIC_RESTART_COUNT") or 0,
+        agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt_folder=str(Path(error_file).parent.parent) if error_file else None,
+    )
+    _check_pair("RANK", found.rank, "WORLD_SIZE", found.world_size)
+    _check_pair("LOCAL_RANK", found.local_rank, "LOCAL_WORLD_SIZE", found.local_world_size)
+    if found.master_port is not None and found.master_port > 65535:
+        raise RendezvousError(f"MASTER_PORT={found.master_port} is not a port; set it to a free one, 1 to 65535")
+    return found
+
+
+def _number(variables: Mapping[str, str], name: str) -> int | None:
+    text = variables.get(name, "").strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.lstrip("-").isdigit()):
+        raise RendezvousError(
+            f"the environment variable {name}={text!r} is not a whole number; launchers set it (torchrun, "
+            "`python -m ferrodist run`), so unset it or correct it where this process is started"
+        )
+    return int(text)
+
+
+def _check_pair(rank_name: str, rank: int | None, size_name: str, size: int | None) -> None:
+    if size is not None and size < 1:
+        raise InvalidWorldSizeError(f"{size_name}={size} is below 1; set it to the number of processes")
+    if rank is not None and (rank < 0 or (size is not None and rank >= size)):
+        raise InvalidRankError(
+            f"{rank_name}={rank} does not fit {size_name}={size}; ranks go from 0 to {size_name} - 1",
+            ranks=(rank,),
+        )

@@ -1,0 +1,263 @@
+"""A store in a file: for processes that share a file system, on one host or several."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import stat
+import struct
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedTimeoutError, ProtocolError, RendezvousError
+from ferrodist.rendezvous.store import (
+    DEFAULT_STORE_TIMEOUT,
+    added,
+    check_key,
+    check_keys,
+    check_value,
+    missing_error,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+__all__ = ["FileStore"]
+
+_FAMILY = b"ferrodist store "
+_HEADER = struct.Struct("!18sQ")
+_MAGIC = _FAMILY + b"1\n"
+_DECODER = msgspec.msgpack.Decoder(dict[str, bytes])
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+_OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+# fcntl locks belong to the process: they do not keep its threads apart, and closing any descriptor of the
+# lock file gives the lock up. So one thread of a process at a time. The pid in the key gives a forked child
+# fresh locks.
+_MUTEXES: dict[tuple[int, Path], threading.Lock] = {}
+
+
+class FileStore:
+    """A `Store` whose keys live in one file.
+
+    [Note: a kill at any moment] A change is made under a POSIX lock on ``path.lock``, which the kernel
+    releases when the process dies: the whole map is written to ``path.tmp``, then renamed over ``path``. So
+    readers, who take no lock, see the map before the change or after it, and what a killed writer left in
+    ``path.tmp`` is replaced by the next. Each version carries a generation number, so polling reads the
+    header alone. The cost of a change grows with the size of the map, which is right for a rendezvous and
+    wrong for bulk data.
+
+    Args:
+        path: The file; its folder must exist. Created with mode 0600.
+        timeout: Default limit of a call, in seconds.
+
+    Raises:
+        RendezvousError: The folder is missing; or, from any call, the file belongs to another user or is
+            writable by others, so what it says cannot be trusted.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, timeout: float = DEFAULT_STORE_TIMEOUT) -> None:
+        self._timeout = timeout
+        given = Path(path)
+        try:
+            self.path = given.parent.resolve(strict=True) / given.name
+        except OSError as error:
+            raise RendezvousError(f"the folder of the store file {given} cannot be used: {error}") from error
+        self._lock_path = self.path.with_name(self.path.name + ".lock")
+        self._draft_path = self.path.with_name(self.path.name + ".tmp")
+        self._closed = threading.Event()
+        self._seen: tuple[int, dict[str, bytes]] = (0, {})
+
+    def set(self, key: str, value: bytes, *, timeout: float | None = None) -> None:
+        """See `Store.set`."""
+        check_key(key)
+        value = check_value(value)
+        with self._changing(timeout) as values:
+            values[key] = value
+
+    def get(self, key: str, *, timeout: float | None = None) -> bytes:
+        """See `Store.get`."""
+        return self._await([check_key(key)], timeout)[key]
+
+    def wait(self, keys: Iterable[str], *, timeout: float | None = None) -> None:
+        """See `Store.wait`."""
+        self._await(check_keys(keys), timeout)
+
+    def add(self, key: str, amount: int, *, timeout: float | None = None) -> int:
+        """See `Store.add`."""
+        check_key(key)
+        with self._changing(timeout) as values:
+            values[key] = added(key, values.get(key, b""), amount)
+            return int(values[key])
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes, *, timeout: float | None = None) -> bytes:
+        """See `Store.compare_set`."""
+        check_key(key)
+        expected, desired = check_value(expected), check_value(desired)
+        with self._changing(timeout) as values:
+            current = values.get(key)
+            if (current is None and not expected) or (expected and current == expected):
+                values[key] = desired
+            return values.get(key, b"")
+
+    def delete(self, key: str, *, timeout: float | None = None) -> bool:
+        """See `Store.delete`."""
+        check_key(key)
+        with self._changing(timeout) as values:
+            return values.pop(key, None) is not None
+
+    def close(self) -> None:
+        """See `Store.close`; the file stays."""
+        self._closed.set()
+
+    def remove(self, *, timeout: float | None = None) -> None:
+        """Remove the file and what belongs to it; for the last user of the store."""
+        with self._locked(timeout):
+            for path in (self.path, self._draft_path, self._lock_path):
+                path.unlink(missing_ok=True)
+
+    def _await(self, keys: list[str], timeout: float | None) -> dict[str, bytes]:
+        deadline = Deadline(self._timeout if timeout is None else timeout)
+        pause = _SHORTEST_PAUSE
+        while True:
+            self._check_open()
+            _, values = self._read()
+            missing = [key for key in keys if key not in values]
+            if not missing:
+                return values
+            if deadline.expired:
+                raise missing_error(f"store file {self.path}", missing, deadline)
+            self._closed.wait(min(pause, deadline.remaining()))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    @contextlib.contextmanager
+    def _changing(self, timeout: float | None) -> Iterator[dict[str, bytes]]:
+        """Lock the store, give a copy of its map to change, and put it in place if it was changed."""
+        with self._locked(timeout):
+            generation, values = self._read()
+            draft = dict(values)
+            yield draft
+            if draft != values:
+                # A file made anew after a removal must not repeat a generation that someone has seen.
+                self._write(generation + 1 if generation else secrets.randbits(62) + 1, draft)
+
+    def _read(self) -> tuple[int, dict[str, bytes]]:
+        """Return the generation (0: no file) and the map, which the caller must not change."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | _OPEN_FLAGS)
+        except FileNotFoundError:
+            return 0, {}
+        except OSError as error:
+            self._fail(error)
+        try:
+            self._check_private(self.path, os.fstat(descriptor))
+        except RendezvousError:
+            os.close(descriptor)
+            raise
+        with os.fdopen(descriptor, "rb") as file:
+            header = file.read(_HEADER.size)
+            if not header:  # made by the caller, as tempfile does
+                return 0, {}
+            if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+                what = "another version of ferrodist" if header.startswith(_FAMILY) else "something else"
+                raise ProtocolError(f"the store file {self.path} was written by {what}; remove it or choose another")
+            (_, generation) = _HEADER.unpack(header)
+            seen, values = self._seen
+            if generation == seen:
+                return seen, values
+            try:
+                values = _DECODER.decode(file.read())
+            except ValueError as error:
+                raise ProtocolError(f"the store file {self.path} is damaged ({error}); remove it") from error
+        self._seen = (generation, values)
+        return generation, values
+
+    def _write(self, generation: int, values: dict[str, bytes]) -> None:
+        try:
+            self._draft_path.unlink(missing_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS
+            with os.fdopen(os.open(self._draft_path, flags, 0o600), "wb") as file:
+                file.write(_HEADER.pack(_MAGIC, generation) + msgspec.msgpack.encode(values))
+            self._draft_path.replace(self.path)
+        except OSError as error:
+            self._fail(error)
+
+    @contextlib.contextmanager
+    def _locked(self, timeout: float | None) -> Iterator[None]:
+        self._check_open()
+        deadline = Deadline(self._timeout if timeout is None else timeout)
+        mutex = _MUTEXES.setdefault((os.getpid(), self._lock_path), threading.Lock())
+        if not mutex.acquire(timeout=deadline.remaining()):
+            raise self._late(deadline)
+        try:
+            descriptor = self._lock(deadline)
+            try:
+                yield
+            finally:
+                os.close(descriptor)
+        finally:
+            mutex.release()
+
+    def _lock(self, deadline: Deadline) -> int:
+        """Lock the lock file and return its descriptor, whose closing unlocks."""
+        pause = _SHORTEST_PAUSE
+        while True:
+            try:
+                descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
+            except OSError as error:
+                self._fail(error)
+            if self._try_lock(descriptor):
+                return descriptor
+            os.close(descriptor)
+            if deadline.expired:
+                raise self._late(deadline)
+            self._closed.wait(min(pause, deadline.remaining()))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _try_lock(self, descriptor: int) -> bool:
+        try:
+            held = os.fstat(descriptor)
+            self._check_private(self._lock_path, held)
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The last user may have removed the file between the opening and the locking: then this lock is
+            # on a file that nobody else will ever open.
+            current = self._lock_path.stat(follow_symlinks=False)
+        except (BlockingIOError, PermissionError, FileNotFoundError):
+            return False
+        except RendezvousError:
+            os.close(descriptor)
+            raise
+        except OSError as error:
+            os.close(descriptor)
+            self._fail(error)
+        return (held.st_dev, held.st_ino) == (current.st_dev, current.st_ino)
+
+    def _check_private(self, path: Path, status: os.stat_result) -> None:
+        if not stat.S_ISREG(status.st_mode):
+            raise RendezvousError(f"{path} is not a regular file; choose another path for the store")
+        if status.st_uid != os.geteuid():
+            raise RendezvousError(f"{path} belongs to user {status.st_uid}, so it cannot be trusted as a store")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise RendezvousError(
+                f"{path} can be written by other users (mode {stat.S_IMODE(status.st_mode):o}), so it cannot "
+                "be trusted as a store: remove it"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise RendezvousError(f"the store at {self.path} was closed")
+
+    def _late(self, deadline: Deadline) -> DistributedTimeoutError:
+        return DistributedTimeoutError(
+            f"store file {self.path}: another process held its lock for {deadline.elapsed():.2f} s (limit "
+            f"{deadline.timeout:.2f} s)"
+        )
+
+    def _fail(self, error: OSError) -> NoReturn:
+        raise RendezvousError(f"the store file {self.path} cannot be used: {error}") from error

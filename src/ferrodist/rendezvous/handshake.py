@@ -1,0 +1,306 @@
+"""How two processes come to trust a connection before either reads anything else from it.
+
+::
+
+    client                                     server
+    "ferrodist" "C" version            ->
+                                       <-      "ferrodist" "S" version, server nonce
+    client nonce, proof("client")      ->
+                                       <-      verdict byte, proof("server")
+    seal(Hello)                        ->
+                                       <-      seal(verdict)
+
+``proof(role)`` is HMAC-SHA256 under the job secret over the role, the protocol version and both nonces, so a
+proof can be neither replayed (fresh nonces of 32 bytes) nor sent back to its maker (roles). Every message up
+to the proofs has a fixed length. ``seal`` adds an HMAC under a key of this one connection. The client proves
+itself first: a stranger gets no HMAC out of a server.
+
+What it does not do: encrypt, or authenticate what follows. Someone who can rewrite packets on the network
+between the ranks is outside of what the job secret protects against.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ferrodist.deadline import Deadline
+from ferrodist.errors import (
+    AuthenticationError,
+    DistributedError,
+    DistributedTimeoutError,
+    NoConnectionError,
+    ProtocolError,
+    error_from_wire,
+    error_to_wire,
+)
+from ferrodist.rendezvous.fork import close_in_child
+from ferrodist.rendezvous.framing import arm, disconnect, read_exactly, read_frame, write, write_frame
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+__all__ = ["PROTOCOL_VERSION", "Hello", "connect", "greet"]
+
+PROTOCOL_VERSION = 1
+
+_MAGIC = b"ferrodist"
+_INTRO = struct.Struct(f"!{len(_MAGIC)}s1sH")
+_CLIENT, _SERVER = b"C", b"S"
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_ACCEPTED, _REFUSED = b"\x01", b"\x00"
+_MAX_HELLO_BYTES = 4096
+_MAX_VERDICT_BYTES = 64 * 1024
+
+# How long one attempt waits for the first bytes of a server: a connection to a process that died under load,
+# or was never accepted, can stay silent for ever. Past them the server answers within its own limit.
+_ATTEMPT_TIMEOUT = 5.0
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """Who connects, and what for.
+
+    Args:
+        purpose: "store" or "group".
+        job: Name of the job.
+        rank: The client's rank.
+        world_size: Number of ranks, as the client was told.
+        group: Name of the group, for purpose "group".
+    """
+
+    purpose: str
+    job: str
+    rank: int
+    world_size: int
+    group: str
+
+
+class _Verdict(msgspec.Struct, frozen=True, array_like=True):
+    error: tuple[str, str, tuple[int, ...]] | None = None
+
+
+_HELLO_DECODER = msgspec.msgpack.Decoder(Hello)
+_VERDICT_DECODER = msgspec.msgpack.Decoder(_Verdict)
+
+
+def connect(
+    host: str, port: int, *, secret: bytes, hello: Hello, deadline: Deadline, retry_refused: bool = True
+) -> socket.socket:
+    """Connect to a `greet`-ing server, dialling again until it is there.
+
+    Args:
+        host: Name or address of the server.
+        port: Its port.
+        secret: The job secret; may be empty.
+        hello: Who this process is.
+        deadline: When to stop trying.
+        retry_refused: Whether the server may be yet to start; if not, a refused connection is an error.
+
+    Returns:
+        A blocking socket with no timeout and TCP_NODELAY set. Forked children do not inherit it.
+
+    Raises:
+        AuthenticationError: One side does not know the other's secret.
+        ProtocolError: Something else has that port, or another version of ferrodist.
+        NoConnectionError: Refused, and ``retry_refused`` is false.
+        DistributedTimeoutError: No server answered in time.
+        DistributedError: Of whatever class the server refused this rank with.
+    """
+    where = f"{hello.purpose} at {host}:{port}"
+    pause = _SHORTEST_PAUSE
+    failure: OSError | None = None
+    while not deadline.expired:
+        try:
+            return _attempt(host, port, secret, hello, deadline)
+        except DistributedError:  # the server's word; DistributedTimeoutError would pass for an OSError
+            raise
+        except ConnectionRefusedError as error:
+            if not retry_refused:
+                raise NoConnectionError(f"{where}: connection refused") from error
+            failure = error
+        except OSError as error:
+            failure = error
+        time.sleep(min(pause, deadline.remaining()))
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    raise DistributedTimeoutError(
+        f"rank {hello.rank} could not connect to the {where} within {deadline.elapsed():.2f} s (limit "
+        f"{deadline.timeout:.2f} s); the last attempt: {failure or 'none was possible'}. Check that the "
+        "process that should listen there runs, and that this host can reach it."
+    )
+
+
+def greet(sock: socket.socket, *, secret: bytes, admit: Callable[[Hello], None], deadline: Deadline) -> Hello:
+    """Do the server's side of the handshake on an accepted connection.
+
+    Args:
+        sock: The connection; afterwards blocking, with no timeout and TCP_NODELAY set. Not closed on failure.
+        secret: The job secret; may be empty.
+        admit: Called with the proven client's Hello; a DistributedError it raises is sent to the client, then
+            raised.
+        deadline: For the whole exchange.
+
+    Raises:
+        AuthenticationError: The client does not know the secret.
+        ProtocolError: It is no ferrodist client, or one of another version.
+        OSError: It closed the connection or was too slow.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    version = _read_intro(sock, _CLIENT, deadline)
+    server_nonce = secrets.token_bytes(_NONCE_BYTES)
+    intro = _INTRO.pack(_MAGIC, _SERVER, PROTOCOL_VERSION)
+    write(sock, intro + server_nonce, deadline)
+    _check_version(version, "the client")
+
+    answer = read_exactly(sock, _NONCE_BYTES + _PROOF_BYTES, deadline)
+    nonces = answer[:_NONCE_BYTES] + server_nonce
+    if not hmac.compare_digest(answer[_NONCE_BYTES:], _proof(secret, b"client", nonces)):
+        write(sock, _REFUSED + bytes(_PROOF_BYTES), deadline)
+        raise AuthenticationError("wrong job secret")
+    write(sock, _ACCEPTED + _proof(secret, b"server", nonces), deadline)
+
+    key = _proof(secret, b"session", nonces)
+    sealed = read_frame(sock, _MAX_HELLO_BYTES, deadline)
+    try:
+        hello = _HELLO_DECODER.decode(_unseal(key, b"hello", sealed))
+        admit(hello)
+    except (DistributedError, ValueError) as error:
+        refusal = error if isinstance(error, DistributedError) else ProtocolError(f"malformed hello: {error}")
+        name, message, ranks = error_to_wire(refusal)
+        _send_sealed(sock, key, b"verdict", _Verdict((name, message[:8192], ranks[:1024])), deadline)
+        raise refusal from None
+    _send_sealed(sock, key, b"verdict", _Verdict(), deadline)
+    sock.settimeout(None)
+    return hello
+
+
+def _attempt(host: str, port: int, secret: bytes, hello: Hello, deadline: Deadline) -> socket.socket:
+    patience = Deadline(min(deadline.remaining(), _ATTEMPT_TIMEOUT))
+    sock = _dial(host, port, patience)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _introduce(sock, f"{host}:{port}", secret, hello, (patience, deadline))
+        sock.settimeout(None)
+    except BaseException:
+        disconnect(sock)
+        raise
+    return sock
+
+
+def _introduce(sock: socket.socket, where: str, secret: bytes, hello: Hello, limits: tuple[Deadline, Deadline]) -> None:
+    patience, deadline = limits
+    write(sock, _INTRO.pack(_MAGIC, _CLIENT, PROTOCOL_VERSION), patience)
+    version = _read_intro(sock, _SERVER, patience, where=where)
+    _check_version(version, f"the server at {where}")
+    server_nonce = read_exactly(sock, _NONCE_BYTES, deadline)
+
+    client_nonce = secrets.token_bytes(_NONCE_BYTES)
+    nonces = client_nonce + server_nonce
+    write(sock, client_nonce + _proof(secret, b"client", nonces), deadline)
+    answer = read_exactly(sock, 1 + _PROOF_BYTES, deadline)
+    proven = hmac.compare_digest(answer[1:], _proof(secret, b"server", nonces))
+    if answer[:1] != _ACCEPTED or not proven:
+        raise AuthenticationError(
+            f"rank {hello.rank} and the {hello.purpose} at {where} do not have the same job secret. Set "
+            "FERRODIST_SECRET to the same value on every rank (`python -m ferrodist secret` prints a new "
+            "one)."
+        )
+    key = _proof(secret, b"session", nonces)
+    _send_sealed(sock, key, b"hello", hello, deadline)
+    try:
+        verdict = _VERDICT_DECODER.decode(_unseal(key, b"verdict", read_frame(sock, _MAX_VERDICT_BYTES, deadline)))
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"the server at {where} sent a malformed verdict: {error}") from error
+    if verdict.error is not None:
+        raise error_from_wire(*verdict.error)
+
+
+def _read_intro(sock: socket.socket, role: bytes, deadline: Deadline, *, where: str | None = None) -> int:
+    """Read the other side's first bytes and return its protocol version."""
+    intro = read_exactly(sock, _INTRO.size, deadline)
+    magic, its_role, version = _INTRO.unpack(intro)
+    if magic != _MAGIC or its_role != role:
+        who = f"what listens at {where}" if where else "the peer"
+        raise ProtocolError(
+            f"{who} does not speak ferrodist (it began with {intro!r})"
+            + ("; choose a port that no other program uses" if where else "")
+        )
+    return int(version)
+
+
+def _check_version(version: int, who: str) -> None:
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"{who} speaks version {version} of the ferrodist protocol, this process version "
+            f"{PROTOCOL_VERSION}; install the same release on every host"
+        )
+
+
+def _proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret, b"%s %d %s\0" % (_MAGIC, PROTOCOL_VERSION, role) + nonces, "sha256")
+
+
+def _send_sealed(sock: socket.socket, key: bytes, label: bytes, message: msgspec.Struct, deadline: Deadline) -> None:
+    payload = msgspec.msgpack.encode(message)
+    write_frame(sock, hmac.digest(key, label + b"\0" + payload, "sha256") + payload, deadline)
+
+
+def _unseal(key: bytes, label: bytes, sealed: bytes) -> bytes:
+    payload = sealed[_PROOF_BYTES:]
+    tag = hmac.digest(key, label + b"\0" + payload, "sha256")
+    if not hmac.compare_digest(sealed[:_PROOF_BYTES], tag):
+        raise AuthenticationError(f"the {label.decode()} was altered on its way")
+    return payload
+
+
+def _dial(host: str, port: int, deadline: Deadline) -> socket.socket:
+    failure: OSError = ConnectionRefusedError(f"{host} has no address")
+    for family, kind, protocol, _, address in _resolve(host, port, deadline):
+        sock = close_in_child(socket.socket(family, kind, protocol))
+        try:
+            arm(sock, deadline)
+            sock.connect(address)
+            # A dial to a free port of the ephemeral range can meet itself (TCP simultaneous open), and would
+            # then hold the very port that the server is about to bind.
+            if sock.getsockname() == sock.getpeername():
+                raise ConnectionRefusedError(f"nobody listens at {host}:{port}")
+        except OSError as error:
+            sock.close()
+            failure = error
+        else:
+            return sock
+    raise failure
+
+
+def _resolve(host: str, port: int, deadline: Deadline) -> list[Any]:
+    """`socket.getaddrinfo` with a deadline: a name server that does not answer can block it for minutes."""
+    numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)
+    except socket.gaierror:
+        pass
+    found: list[Any] = []
+
+    def look_up() -> None:
+        try:
+            found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except OSError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=look_up, name="ferrodist-resolve", daemon=True)
+    thread.start()
+    thread.join(deadline.remaining())
+    if not found:
+        raise TimeoutError(f"the name {host} could not be resolved in time")
+    if isinstance(found[0], OSError):
+        raise found[0]
+    return list(found[0])

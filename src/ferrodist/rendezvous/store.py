@@ -1,0 +1,152 @@
+"""The store seam: a small shared map through which ranks find each other, before any group exists."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline
+from ferrodist.errors import DistributedTimeoutError, UnsupportedOpError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "DEFAULT_STORE_TIMEOUT",
+    "MAX_VALUE_BYTES",
+    "PrefixStore",
+    "Store",
+    "added",
+    "check_key",
+    "check_keys",
+    "check_value",
+    "missing_error",
+]
+
+DEFAULT_STORE_TIMEOUT = DEFAULT_COLLECTIVE_TIMEOUT
+
+MAX_VALUE_BYTES = 64 * 1024 * 1024
+"""The longest value a store takes."""
+
+_MAX_KEY_BYTES = 4096
+_KEYS_NAMED = 8
+
+
+class Store(Protocol):
+    """A map from text to bytes that the ranks of a job share.
+
+    Each operation is atomic. ``timeout`` is in seconds; None means the store's own default. A call that runs
+    out of time raises `DistributedTimeoutError`, one on a closed store or a store whose server went away
+    `RendezvousError`.
+    """
+
+    def set(self, key: str, value: bytes, *, timeout: float | None = None) -> None:
+        """Store ``value`` under ``key``, replacing what was there."""
+
+    def get(self, key: str, *, timeout: float | None = None) -> bytes:
+        """Return the value of ``key``, waiting until there is one."""
+
+    def wait(self, keys: Iterable[str], *, timeout: float | None = None) -> None:
+        """Return once all ``keys`` exist at the same moment."""
+
+    def add(self, key: str, amount: int, *, timeout: float | None = None) -> int:
+        """Add to the number under ``key``, kept as decimal ASCII (missing: 0), and return the sum."""
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes, *, timeout: float | None = None) -> bytes:
+        """Store ``desired`` if the value is ``expected``, and return the value after the call.
+
+        ``expected=b""`` means "only if the key is missing". A key that is missing after the call gives
+        ``b""``.
+        """
+
+    def delete(self, key: str, *, timeout: float | None = None) -> bool:
+        """Remove ``key``; returns whether it was there."""
+
+    def close(self) -> None:
+        """Let go of the store; calls that are waiting, and later ones, raise."""
+
+
+class PrefixStore:
+    """A view of a store in which every key carries a prefix, so that users of one store do not collide.
+
+    Args:
+        store: The parent; may be another PrefixStore. Closing the view leaves it open.
+        prefix: Put before each key, with a slash between.
+    """
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self._prefix = check_key(prefix)
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{check_key(key)}"
+
+    def set(self, key: str, value: bytes, *, timeout: float | None = None) -> None:
+        """See `Store.set`."""
+        self._store.set(self._key(key), value, timeout=timeout)
+
+    def get(self, key: str, *, timeout: float | None = None) -> bytes:
+        """See `Store.get`."""
+        return self._store.get(self._key(key), timeout=timeout)
+
+    def wait(self, keys: Iterable[str], *, timeout: float | None = None) -> None:
+        """See `Store.wait`."""
+        self._store.wait([self._key(key) for key in check_keys(keys)], timeout=timeout)
+
+    def add(self, key: str, amount: int, *, timeout: float | None = None) -> int:
+        """See `Store.add`."""
+        return self._store.add(self._key(key), amount, timeout=timeout)
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes, *, timeout: float | None = None) -> bytes:
+        """See `Store.compare_set`."""
+        return self._store.compare_set(self._key(key), expected, desired, timeout=timeout)
+
+    def delete(self, key: str, *, timeout: float | None = None) -> bool:
+        """See `Store.delete`."""
+        return self._store.delete(self._key(key), timeout=timeout)
+
+    def close(self) -> None:
+        """Do nothing: the parent belongs to whoever opened it."""
+
+
+def check_key(key: str) -> str:
+    """Return ``key``, or raise: a key is text of 1 to 4096 bytes."""
+    if not isinstance(key, str):
+        raise TypeError(f"a store key must be text, not {type(key).__name__}")
+    if not 0 < len(key.encode()) <= _MAX_KEY_BYTES:
+        raise ValueError(f"a store key must have 1 to {_MAX_KEY_BYTES} bytes")
+    return key
+
+
+def check_keys(keys: Iterable[str]) -> list[str]:
+    """Return ``keys`` as a list of checked keys; a bare text, which would be taken apart, is refused."""
+    if isinstance(keys, str):
+        raise TypeError("wait takes several keys: put the one key in a list")
+    return [check_key(key) for key in keys]
+
+
+def check_value(value: bytes) -> bytes:
+    """Return ``value`` as bytes, or raise: a value is bytes-like and at most 64 MiB."""
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        raise TypeError(f"a store value must be bytes, not {type(value).__name__}")
+    if memoryview(value).nbytes > MAX_VALUE_BYTES:
+        raise ValueError(f"a store value may have {MAX_VALUE_BYTES} bytes, this one is longer")
+    return bytes(value)
+
+
+def added(key: str, current: bytes, amount: int) -> bytes:
+    """Return the value of a counter after `Store.add`."""
+    try:
+        return b"%d" % (int(current or b"0") + amount)
+    except ValueError:
+        message = f"store add: key {key!r} holds {current[:32]!r}, which is not a decimal number"
+        raise UnsupportedOpError(message) from None
+
+
+def missing_error(where: str, missing: Sequence[str], deadline: Deadline) -> DistributedTimeoutError:
+    """Say which keys did not come in time."""
+    named = ", ".join(map(repr, missing[:_KEYS_NAMED]))
+    more = f" and {len(missing) - _KEYS_NAMED} more" if len(missing) > _KEYS_NAMED else ""
+    return DistributedTimeoutError(
+        f"{where}: waited {deadline.elapsed():.2f} s (limit {deadline.timeout:.2f} s) for {len(missing)} "
+        f"missing key{'s' if len(missing) != 1 else ''}: {named}{more}"
+    )

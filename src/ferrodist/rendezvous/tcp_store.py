@@ -1,0 +1,447 @@
+"""A store that one process serves to others over TCP.
+
+Each request and each reply is one frame of MessagePack. A connection carries one call at a time, so a call
+that waits occupies its connection; the client opens another one for its other threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ferrodist.deadline import Deadline
+from ferrodist.errors import (
+    DistributedError,
+    DistributedTimeoutError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    NoConnectionError,
+    ProtocolError,
+    RendezvousError,
+    error_from_wire,
+    error_to_wire,
+)
+from ferrodist.rendezvous.framing import disconnect, read_frame, write_frame
+from ferrodist.rendezvous.handshake import Hello, connect
+from ferrodist.rendezvous.listener import Listener, parse_address
+from ferrodist.rendezvous.memory_store import MemoryStore
+from ferrodist.rendezvous.store import (
+    DEFAULT_STORE_TIMEOUT,
+    MAX_VALUE_BYTES,
+    check_key,
+    check_keys,
+    check_value,
+    missing_error,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ferrodist.rendezvous.store import Store
+
+__all__ = ["TcpStore", "TcpStoreServer"]
+
+# A value, its key and the envelope.
+_MAX_FRAME_BYTES = MAX_VALUE_BYTES + 1024 * 1024
+
+# How long a client gives the server, past its own deadline, to say which keys are missing.
+_ANSWER_GRACE = 0.15
+
+# How often a waiting server thread looks whether its client is still there.
+_PEER_CHECK_PERIOD = 1.0
+
+_IDLE_CONNECTIONS_KEPT = 4
+
+
+class _Operation(enum.IntEnum):
+    SET = 1
+    GET = 2
+    WAIT = 3
+    ADD = 4
+    COMPARE_SET = 5
+    DELETE = 6
+
+
+class _Request(msgspec.Struct, frozen=True, array_like=True):
+    operation: _Operation
+    keys: list[str]
+    timeout: float
+    value: bytes = b""
+    expected: bytes = b""
+    amount: int = 0
+
+
+class _Reply(msgspec.Struct, frozen=True, array_like=True):
+    value: bytes = b""
+    error: tuple[str, str, tuple[int, ...]] | None = None
+
+
+_REQUEST_DECODER = msgspec.msgpack.Decoder(_Request)
+_REPLY_DECODER = msgspec.msgpack.Decoder(_Reply)
+
+
+class TcpStoreServer:
+    """Serves a `MemoryStore` to the ranks of one job, with a thread for each connection.
+
+    Args:
+        host: Interface to bind; see `Listener`.
+        port: Port to bind; 0 takes a free one.
+        secret: The job secret.
+        job: Name of the job; ranks of another are refused.
+        world_size: Number of ranks; ranks that were told another number are refused.
+        sock: A bound, listening socket to use.
+        max_connections: Connections served at once; more are refused.
+        on_rejection: Given the store and the reason each time a connection is turned away.
+
+    Attributes:
+        store: The keys, for the serving process itself.
+        host: The address that is bound.
+        port: The port that is bound.
+        address: Both, as `TcpStore` takes them.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        secret: bytes,
+        job: str,
+        world_size: int,
+        sock: socket.socket | None = None,
+        max_connections: int = 4096,
+        on_rejection: Callable[[Store, str], None] | None = None,
+    ) -> None:
+        self._job = job
+        self._world_size = world_size
+        self._max_connections = max_connections
+        self._changed = threading.Condition()
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._closed = False
+        self._process = os.getpid()
+        self.store = MemoryStore()
+        self._on_rejection = on_rejection
+        self._listener = Listener(host, port, secret=secret, sock=sock, on_rejection=self._reject)
+        self.host, self.port, self.address = self._listener.host, self._listener.port, self._listener.address
+        self._listener.serve(self._admit, self._welcome)
+
+    @property
+    def rejections(self) -> list[str]:
+        """See `Listener.rejections`."""
+        return self._listener.rejections
+
+    def close(self, *, linger: float = 0.0) -> None:
+        """Stop serving: calls that wait, and later ones, raise RendezvousError in their clients.
+
+        Args:
+            linger: Seconds to go on for clients that are still connected; ends early once all have gone.
+        """
+        if os.getpid() != self._process:
+            return  # see Listener.close
+        with self._changed:
+            self._changed.wait_for(lambda: not self._connections, Deadline(linger).remaining())
+            if self._closed:
+                return
+            self._closed = True
+        self._listener.close()
+        self.store.close()
+        with self._changed:
+            connections = dict(self._connections)
+        for sock, thread in connections.items():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+    def _admit(self, hello: Hello) -> None:
+        who = f"rank {hello.rank}"
+        if hello.purpose != "store":
+            raise ProtocolError(f"{who} asked for a {hello.purpose!r}, but a store listens at {self.address}")
+        if hello.job != self._job:
+            raise RendezvousError(
+                f"{who} belongs to job {hello.job!r}, but {self.address} serves job {self._job!r}; give each "
+                "job an address of its own, or all ranks the same FERRODIST_JOB",
+                ranks=(hello.rank,),
+            )
+        if hello.world_size != self._world_size:
+            raise InvalidWorldSizeError(
+                f"{who} was started with world size {hello.world_size}, rank 0 with {self._world_size}; "
+                "start every rank with the same world size",
+                ranks=(hello.rank,),
+            )
+        if not 0 <= hello.rank < self._world_size:
+            raise InvalidRankError(
+                f"{who} is not in a job of {self._world_size} ranks; ranks go from 0 to {self._world_size - 1}",
+                ranks=(hello.rank,),
+            )
+        with self._changed:
+            if len(self._connections) >= self._max_connections:
+                raise RendezvousError(
+                    f"the store at {self.address} serves {self._max_connections} connections, its limit"
+                )
+
+    def _reject(self, reason: str) -> None:
+        if self._on_rejection is not None:
+            with contextlib.suppress(RendezvousError):  # the store was closed meanwhile
+                self._on_rejection(self.store, reason)
+
+    def _welcome(self, sock: socket.socket, hello: Hello) -> None:
+        thread = threading.Thread(
+            target=self._converse, args=(sock,), name=f"ferrodist-store-{hello.rank}", daemon=True
+        )
+        with self._changed:
+            thread.start()
+            self._connections[sock] = thread
+
+    def _converse(self, sock: socket.socket) -> None:
+        try:
+            while True:
+                try:
+                    request = _REQUEST_DECODER.decode(read_frame(sock, _MAX_FRAME_BYTES, None))
+                except (ProtocolError, ValueError) as error:
+                    refusal = ProtocolError(f"the store at {self.address} cannot read this request: {error}")
+                    _send(sock, _Reply(error=error_to_wire(refusal)))
+                    return
+                _send(sock, self._answer(request, sock))
+        except (OSError, MemoryError):
+            pass
+        finally:
+            disconnect(sock)
+            with self._changed:
+                self._connections.pop(sock, None)
+                self._changed.notify_all()
+
+    def _answer(self, request: _Request, sock: socket.socket) -> _Reply:
+        try:
+            return _Reply(self._perform(request, sock))
+        except RendezvousError:
+            gone = RendezvousError(f"the store of rank 0 at {self.address} went away: it was closed", ranks=(0,))
+            return _Reply(error=error_to_wire(gone))
+        except (DistributedError, ValueError, TypeError) as error:
+            return _Reply(error=error_to_wire(error))
+
+    def _perform(self, request: _Request, sock: socket.socket) -> bytes:
+        store, operation = self.store, request.operation
+        if operation is _Operation.WAIT:
+            self._await(check_keys(request.keys), request.timeout, sock)
+            return b""
+        if len(request.keys) != 1:
+            raise ProtocolError(f"{operation.name} takes one key, not {len(request.keys)}")
+        key = check_key(request.keys[0])
+        if operation is _Operation.GET:
+            return self._await([key], request.timeout, sock)[0]
+        if operation is _Operation.SET:
+            store.set(key, request.value)
+            return b""
+        if operation is _Operation.ADD:
+            return b"%d" % store.add(key, request.amount)
+        if operation is _Operation.COMPARE_SET:
+            return store.compare_set(key, request.expected, request.value)
+        return b"1" if store.delete(key) else b""
+
+    def _await(self, keys: list[str], timeout: float, sock: socket.socket) -> list[bytes]:
+        deadline = Deadline(timeout)
+        while True:
+            with contextlib.suppress(DistributedTimeoutError):
+                return self.store.get_all(keys, timeout=min(deadline.remaining(), _PEER_CHECK_PERIOD))
+            if deadline.expired:
+                raise missing_error(f"store at {self.address}", self.store.missing(keys) or keys, deadline)
+            if _is_gone(sock):
+                raise ConnectionResetError("the client left while it waited")
+
+
+class TcpStore:
+    """A `Store` that lives in the `TcpStoreServer` of rank 0.
+
+    Calls of different threads use different connections, so one that waits holds up no other. A
+    `DistributedTimeoutError` carries rank 0 when the server did not answer at all, and no rank when a key is
+    missing.
+
+    Args:
+        address: The server's, "host:port".
+        secret: The job secret.
+        job: Name of the job.
+        rank: This process's rank.
+        world_size: Number of ranks.
+        timeout: Default limit of a call, and the limit of connecting, in seconds.
+
+    Raises:
+        DistributedError: As `connect` does.
+
+    Attributes:
+        local_host: The address of this side of the connection, which the server's host can reach.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        secret: bytes,
+        job: str,
+        rank: int,
+        world_size: int,
+        timeout: float = DEFAULT_STORE_TIMEOUT,
+    ) -> None:
+        self.address = address
+        self._host, self._port = parse_address(address)
+        self._secret = secret
+        self._hello = Hello(purpose="store", job=job, rank=rank, world_size=world_size, group="")
+        self._timeout = timeout
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._idle: list[socket.socket] = []
+        self._busy: set[socket.socket] = set()
+        self._lost: str | None = None
+        sock = connect(self._host, self._port, secret=secret, hello=self._hello, deadline=Deadline(timeout))
+        self.local_host: str = sock.getsockname()[0]
+        self._idle.append(sock)
+
+    def set(self, key: str, value: bytes, *, timeout: float | None = None) -> None:
+        """See `Store.set`."""
+        self._call(_Operation.SET, [check_key(key)], timeout, value=check_value(value))
+
+    def get(self, key: str, *, timeout: float | None = None) -> bytes:
+        """See `Store.get`."""
+        return self._call(_Operation.GET, [check_key(key)], timeout)
+
+    def wait(self, keys: Iterable[str], *, timeout: float | None = None) -> None:
+        """See `Store.wait`."""
+        self._call(_Operation.WAIT, check_keys(keys), timeout)
+
+    def add(self, key: str, amount: int, *, timeout: float | None = None) -> int:
+        """See `Store.add`."""
+        return int(self._call(_Operation.ADD, [check_key(key)], timeout, amount=amount))
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes, *, timeout: float | None = None) -> bytes:
+        """See `Store.compare_set`."""
+        expected, desired = check_value(expected), check_value(desired)
+        return self._call(_Operation.COMPARE_SET, [check_key(key)], timeout, value=desired, expected=expected)
+
+    def delete(self, key: str, *, timeout: float | None = None) -> bool:
+        """See `Store.delete`."""
+        return self._call(_Operation.DELETE, [check_key(key)], timeout) == b"1"
+
+    def close(self) -> None:
+        """See `Store.close`; the server and its other clients go on."""
+        if os.getpid() == self._process:  # see Listener.close
+            self._abandon("was closed")
+
+    def _call(
+        self,
+        operation: _Operation,
+        keys: list[str],
+        timeout: float | None,
+        *,
+        value: bytes = b"",
+        expected: bytes = b"",
+        amount: int = 0,
+    ) -> bytes:
+        limit = Deadline(self._timeout if timeout is None else timeout).timeout
+        patience = Deadline(limit + _ANSWER_GRACE)
+        request = msgspec.msgpack.encode(_Request(operation, keys, limit, value, expected, amount))
+        if len(request) > _MAX_FRAME_BYTES:
+            raise ValueError(f"a store request of {len(request)} bytes exceeds the limit of {_MAX_FRAME_BYTES}")
+        sock = self._take(patience)
+        try:
+            write_frame(sock, request, patience)
+            reply = _REPLY_DECODER.decode(read_frame(sock, _MAX_FRAME_BYTES, patience))
+        except TimeoutError:
+            self._drop(sock)
+            raise DistributedTimeoutError(
+                f"the store at {self.address} did not answer {operation.name} {', '.join(keys[:4])} within "
+                f"{patience.elapsed():.2f} s (limit {limit:.2f} s); is rank 0, which serves it, stopped?",
+                ranks=(0,),
+            ) from None
+        except (OSError, ProtocolError, ValueError) as error:
+            self._drop(sock)
+            raise self._abandon(f"went away: {error}") from error
+        except BaseException:
+            self._drop(sock)
+            raise
+        self._return(sock)
+        if reply.error is not None:
+            raise error_from_wire(*reply.error)
+        return reply.value
+
+    def _take(self, patience: Deadline) -> socket.socket:
+        """Return a connection that no other thread uses."""
+        if os.getpid() != self._process:
+            raise RendezvousError(
+                f"the store at {self.address} was opened by process {self._process}, before this one was "
+                "forked from it; open another TcpStore in the child"
+            )
+        with self._lock:
+            self._check_usable()
+            if self._idle:
+                sock = self._idle.pop()
+                self._busy.add(sock)
+                return sock
+        try:
+            sock = connect(
+                self._host,
+                self._port,
+                secret=self._secret,
+                hello=self._hello,
+                deadline=patience,
+                retry_refused=False,
+            )
+        except NoConnectionError as error:
+            raise self._abandon(f"went away: {error}") from error
+        try:
+            with self._lock:
+                self._check_usable()
+                self._busy.add(sock)
+        except RendezvousError:
+            disconnect(sock)
+            raise
+        return sock
+
+    def _return(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._busy.discard(sock)
+            if self._lost is None and len(self._idle) < _IDLE_CONNECTIONS_KEPT:
+                self._idle.append(sock)
+                return
+        disconnect(sock)
+
+    def _drop(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._busy.discard(sock)
+        disconnect(sock)
+
+    def _abandon(self, reason: str) -> RendezvousError:
+        """Make this call's and all other calls fail for the first reason that was given."""
+        with self._lock:
+            self._lost = self._lost or reason
+            idle, self._idle = self._idle, []
+            busy = list(self._busy)
+            error = self._unusable()
+        for sock in idle:
+            disconnect(sock)
+        for sock in busy:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        return error
+
+    def _check_usable(self) -> None:
+        if self._lost is not None:
+            raise self._unusable()
+
+    def _unusable(self) -> RendezvousError:
+        return RendezvousError(f"the store of rank 0 at {self.address} {self._lost}", ranks=(0,))
+
+
+def _send(sock: socket.socket, reply: _Reply) -> None:
+    write_frame(sock, msgspec.msgpack.encode(reply), None)
+
+
+def _is_gone(sock: socket.socket) -> bool:
+    try:
+        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False

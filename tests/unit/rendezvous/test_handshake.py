@@ -1,0 +1,366 @@
+"""The handshake: both directions, and each way in which it can fail."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from ferrodist.deadline import Deadline
+from ferrodist.errors import (
+    AuthenticationError,
+    DistributedTimeoutError,
+    InvalidWorldSizeError,
+    NoConnectionError,
+    ProtocolError,
+    RendezvousError,
+)
+from ferrodist.rendezvous import Hello, connect, greet, handshake
+
+HELLO = Hello(purpose="group", job="j", rank=1, world_size=2, group="g")
+
+
+def dial(port, *, secret=b"s", hello=HELLO, timeout=10.0, **options):
+    return connect("127.0.0.1", port, secret=secret, hello=hello, deadline=Deadline(timeout), **options)
+
+
+@pytest.fixture
+def listening():
+    """A listening socket and its port."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield sock
+
+
+def accept_and(listening, script):
+    """Return a call that accepts one connection and runs ``script`` on it."""
+
+    def call():
+        sock, _ = listening.accept()
+        with sock:
+            return script(sock)
+
+    return call
+
+
+def greeting(secret=b"s", admit=lambda hello: None, timeout=10.0):
+    return lambda sock: greet(sock, secret=secret, admit=admit, deadline=Deadline(timeout))
+
+
+def run_pair(in_threads, listening, script, **options):
+    """Run a server script and a client; returns what each returned or raised."""
+
+    def client():
+        sock = dial(listening.getsockname()[1], **options)
+        with sock:
+            return sock.gettimeout(), sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+    return in_threads(accept_and(listening, script), client)
+
+
+@pytest.mark.parametrize("secret", [b"", b"s", b"long" * 1000])
+def test_both_sides_agree(in_threads, listening, secret):
+    """With one secret, also an empty one, the server learns the Hello and the client gets a plain socket."""
+    server, client = run_pair(in_threads, listening, greeting(secret), secret=secret)
+    assert server == HELLO
+    assert client == (None, True)
+
+
+def test_what_follows_the_handshake_is_untouched(in_threads, listening):
+    """Neither side reads past the handshake: bytes sent at once afterwards arrive."""
+
+    def serve(sock):
+        greeting()(sock)
+        sock.sendall(b"from server")
+        return sock.recv(100)
+
+    def client():
+        with dial(listening.getsockname()[1]) as sock:
+            sock.sendall(b"from client")
+            return sock.recv(100)
+
+    assert in_threads(accept_and(listening, serve), client) == [b"from client", b"from server"]
+
+
+@pytest.mark.parametrize(("server_secret", "client_secret"), [(b"s", b"t"), (b"s", b""), (b"", b"s")])
+def test_a_wrong_secret_fails_on_both_sides(in_threads, listening, server_secret, client_secret):
+    """Whoever of the two has the wrong secret, both sides raise, and the client is told what to set."""
+    admitted = []
+    script = greeting(server_secret, admit=admitted.append)
+    server, client = run_pair(in_threads, listening, script, secret=client_secret)
+    assert isinstance(server, AuthenticationError)
+    assert isinstance(client, AuthenticationError)
+    assert "FERRODIST_SECRET" in client.message
+    assert admitted == []
+
+
+def fake_server(answer):
+    """A server that plays along without the secret; ``answer`` makes its proof from the client's."""
+
+    def script(sock):
+        sock.recv(handshake._INTRO.size)
+        sock.sendall(handshake._INTRO.pack(handshake._MAGIC, b"S", handshake.PROTOCOL_VERSION) + bytes(32))
+        nonce_and_proof = sock.recv(64, socket.MSG_WAITALL)
+        sock.sendall(answer(nonce_and_proof))
+        with contextlib.suppress(OSError):
+            return sock.recv(1)  # nothing may follow
+
+    return script
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda sent: b"\x01" + sent[32:],
+        lambda sent: b"\x01" + sent[:32],
+        lambda sent: b"\x01" + bytes(32),
+        lambda sent: b"\x00" + bytes(32),
+        lambda sent: b"\x02" + sent[32:],
+    ],
+    ids=["reflected proof", "reflected nonce", "zeros", "refusal", "unknown"],
+)
+def test_a_server_without_the_secret_learns_nothing(in_threads, listening, answer):
+    """A server that cannot prove itself gets no Hello, whatever it sends back."""
+    server, client = run_pair(in_threads, listening, fake_server(answer))
+    assert not server
+    assert isinstance(client, AuthenticationError)
+
+
+def test_an_echo_is_no_server(in_threads, listening):
+    """A peer that sends every byte back is told from a server by its role."""
+
+    def echo(sock):
+        while data := sock.recv(4096):
+            sock.sendall(data)
+
+    _, client = run_pair(in_threads, listening, echo)
+    assert isinstance(client, ProtocolError)
+    assert "does not speak ferrodist" in client.message
+
+
+@pytest.mark.parametrize("greeting_bytes", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n", bytes(64)])
+def test_another_program_has_the_port(in_threads, listening, greeting_bytes):
+    """Something that is not ferrodist ends the attempt at once, with the advice to choose another port."""
+
+    def serve(sock):
+        sock.sendall(greeting_bytes)
+        with contextlib.suppress(OSError):
+            sock.recv(100)
+
+    _, client = run_pair(in_threads, listening, serve)
+    assert isinstance(client, ProtocolError)
+    assert "choose a port" in client.message
+
+
+def test_another_version_is_named_on_both_sides(in_threads, listening, monkeypatch):
+    """A peer of another version is told from a stranger: each side names both versions."""
+    theirs = handshake._INTRO.pack(handshake._MAGIC, b"S", 7) + bytes(32)
+
+    def serve(sock):
+        sock.recv(handshake._INTRO.size)
+        sock.sendall(theirs)
+        with contextlib.suppress(OSError):
+            sock.recv(1)
+
+    _, client = run_pair(in_threads, listening, serve)
+    assert isinstance(client, ProtocolError)
+    assert "version 7" in client.message
+    assert f"version {handshake.PROTOCOL_VERSION}" in client.message
+
+    def old_client():
+        with socket.create_connection(listening.getsockname()) as sock:
+            sock.sendall(handshake._INTRO.pack(handshake._MAGIC, b"C", 7))
+            return sock.recv(handshake._INTRO.size, socket.MSG_WAITALL)
+
+    server, seen = in_threads(accept_and(listening, greeting()), old_client)
+    assert isinstance(server, ProtocolError)
+    assert "version 7" in server.message
+    assert handshake._INTRO.unpack(seen) == (handshake._MAGIC, b"S", handshake.PROTOCOL_VERSION)
+
+
+@pytest.mark.parametrize("kind", [InvalidWorldSizeError, RendezvousError, DistributedTimeoutError])
+def test_a_refusal_arrives_with_class_message_and_ranks(in_threads, listening, kind):
+    """What admit raises is raised by greet, and again by connect, at once."""
+
+    def admit(hello):
+        raise kind(f"no room for {hello.rank}", ranks=(hello.rank,))
+
+    started = time.monotonic()
+    for error in run_pair(in_threads, listening, greeting(admit=admit), timeout=60):
+        assert type(error) is kind
+        assert (error.message, error.ranks) == ("no room for 1", (1,))
+    assert time.monotonic() - started < 30
+
+
+def raw_client(port, payload, *, secret=b"s", tamper=False):
+    """Prove the secret, then send ``payload`` as the sealed hello."""
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.sendall(handshake._INTRO.pack(handshake._MAGIC, b"C", handshake.PROTOCOL_VERSION))
+        intro = sock.recv(handshake._INTRO.size + 32, socket.MSG_WAITALL)
+        nonces = bytes(32) + intro[-32:]
+        sock.sendall(bytes(32) + handshake._proof(secret, b"client", nonces))
+        sock.recv(33, socket.MSG_WAITALL)
+        key = handshake._proof(secret, b"session", nonces)
+        tag = handshake.hmac.digest(key, b"hello\0" + payload, "sha256")
+        if tamper:
+            payload = payload[:-1] + b"\0"
+        sealed = tag + payload
+        sock.sendall(len(sealed).to_bytes(4, "big") + sealed)
+        with contextlib.suppress(OSError):
+            sock.recv(4096)
+
+
+@pytest.mark.parametrize(
+    ("payload", "tamper", "kind"),
+    [
+        (b"\xc1", False, ProtocolError),
+        (b"\x80", False, ProtocolError),
+        (handshake.msgspec.msgpack.encode({"purpose": 1}), False, ProtocolError),
+        (handshake.msgspec.msgpack.encode(HELLO), True, AuthenticationError),
+        (b"\x80" * 5000, False, ProtocolError),
+    ],
+    ids=["no msgpack", "fields missing", "wrong type", "altered", "too long"],
+)
+def test_a_hello_that_cannot_be_read(in_threads, listening, payload, tamper, kind):
+    """A proven peer's malformed, altered or oversized hello is an error of its own class."""
+    port = listening.getsockname()[1]
+    server, _ = in_threads(accept_and(listening, greeting()), lambda: raw_client(port, payload, tamper=tamper))
+    assert type(server) is kind
+
+
+def test_a_replayed_proof_is_refused(in_threads, listening):
+    """A client's recorded messages are worth nothing on the next connection, whose nonce differs."""
+    recorded = []
+
+    def record(sock):
+        genuine = greeting()
+
+        class Recorder:
+            def __getattr__(self, name):
+                return getattr(sock, name)
+
+            def recv_into(self, view):
+                count = sock.recv_into(view)
+                recorded.append(bytes(view[:count]))
+                return count
+
+        return genuine(Recorder())
+
+    server, _ = run_pair(in_threads, listening, record)
+    assert server == HELLO
+
+    def replay():
+        with socket.create_connection(listening.getsockname()) as sock:
+            sock.sendall(b"".join(recorded))
+            with contextlib.suppress(OSError):
+                while sock.recv(4096):
+                    pass
+
+    server, _ = in_threads(accept_and(listening, greeting()), replay)
+    assert isinstance(server, AuthenticationError)
+
+
+def test_greet_keeps_its_deadline_against_dripping(in_threads, listening):
+    """A client that sends a byte now and then is cut off at the deadline of the whole exchange."""
+    done = threading.Event()
+
+    def drip():
+        with socket.create_connection(listening.getsockname()) as sock:
+            for byte in handshake._MAGIC:
+                with contextlib.suppress(OSError):
+                    sock.sendall(bytes([byte]))
+                if done.wait(0.05):
+                    break
+
+    def serve():
+        try:
+            return accept_and(listening, greeting(timeout=0.2))()
+        finally:
+            done.set()
+
+    started = time.monotonic()
+    server, _ = in_threads(serve, drip)
+    assert isinstance(server, TimeoutError)
+    assert time.monotonic() - started < 5
+
+
+def test_connect_waits_for_a_server_that_starts_later(in_threads, free_port, until):
+    """A refused client dials again until the server is there."""
+    port, tried = free_port(), threading.Event()
+
+    def client():
+        tried.set()
+        with dial(port):
+            return "connected"
+
+    def server():
+        assert tried.wait(10)
+        with socket.create_server(("127.0.0.1", port)) as late:
+            return accept_and(late, greeting())()
+
+    assert in_threads(client, server) == ["connected", HELLO]
+
+
+def test_connect_names_what_it_could_not_reach(free_port):
+    """At the deadline the error says where, for how long, and how the last attempt ended."""
+    port = free_port()
+    started = time.monotonic()
+    with pytest.raises(DistributedTimeoutError, match=rf"127.0.0.1:{port} .*limit 0.20 s.*refused"):
+        dial(port, timeout=0.2)
+    assert time.monotonic() - started < 5
+    with pytest.raises(NoConnectionError, match=r"refused"):
+        dial(port, timeout=60, retry_refused=False)
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_connect_keeps_its_deadline_against_silence(in_threads, listening, accepts):
+    """A server that says nothing, or never accepts, costs the deadline and no more."""
+    done = threading.Event()
+    started = time.monotonic()
+
+    def client():
+        try:
+            return dial(listening.getsockname()[1], timeout=0.2)
+        finally:
+            done.set()
+
+    calls = [client]
+    if accepts:
+        calls.append(accept_and(listening, lambda sock: done.wait(10)))
+    assert isinstance(in_threads(*calls)[0], DistributedTimeoutError)
+    assert time.monotonic() - started < 5
+
+
+def test_a_name_that_does_not_resolve_costs_the_deadline(monkeypatch):
+    """A name server that does not answer cannot hold a client past its deadline."""
+    release = threading.Event()
+    genuine = socket.getaddrinfo
+
+    def stuck(host, *args, **options):
+        if host == "stuck.invalid" and not options.get("flags"):
+            release.wait(30)
+        return genuine(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", stuck)
+    try:
+        with pytest.raises(DistributedTimeoutError, match=r"stuck.invalid"):
+            connect("stuck.invalid", 1, secret=b"", hello=HELLO, deadline=Deadline(0.1))
+    finally:
+        release.set()
+
+
+def test_a_socket_that_met_itself_is_no_connection(monkeypatch, free_port):
+    """A dial that meets itself on a free ephemeral port counts as refused, and frees the port."""
+    port = free_port()
+    genuine = socket.socket.connect
+
+    def meet(self, address):
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.bind(address)
+        genuine(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", meet)
+    with pytest.raises(NoConnectionError):
+        dial(port, retry_refused=False)
+    monkeypatch.undo()
+    socket.create_server(("127.0.0.1", port)).close()

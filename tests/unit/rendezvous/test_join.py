@@ -1,0 +1,401 @@
+"""The whole rendezvous, ranks as threads: success, and each way to fail, over TCP and a file."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ferrodist.errors import (
+    AuthenticationError,
+    DistributedError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    ProtocolError,
+    RendezvousError,
+)
+from ferrodist.rendezvous import FileStore, attendance, handshake, rendezvous
+from ferrodist.rendezvous import join as join_module
+
+LIMIT = 0.6
+
+
+@pytest.fixture(params=["tcp", "file"])
+def method(request, tmp_path, free_port):
+    """A place to meet, of each kind."""
+    return f"tcp://127.0.0.1:{free_port()}" if request.param == "tcp" else f"file://{tmp_path}/meet"
+
+
+def join(method, rank, size, *, timeout=20.0, secret="s", **options):
+    return lambda: rendezvous(method, rank=rank, world_size=size, timeout=timeout, secret=secret, **options)
+
+
+def close_all(in_threads, members):
+    in_threads(*[member.close for member in members if not isinstance(member, Exception)])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_all_ranks_meet(method, in_threads, tmp_path, size):
+    """Each rank becomes a member with one store; closing twice is fine, and a file is removed by the last."""
+    members = in_threads(*[join(method, rank, size) for rank in range(size)])
+    assert [(member.rank, member.world_size) for member in members] == [(rank, size) for rank in range(size)]
+    assert {(m.host, m.job, m.secret, m.local_rank) for m in members} == {("127.0.0.1", "default", b"s", None)}
+    assert "b's'" not in repr(members[0])
+    members[-1].store.set("k", b"v")
+    assert {member.store.get("k") for member in members} == {b"v"}
+    started = time.monotonic()
+    close_all(in_threads, members)
+    close_all(in_threads, members)
+    assert time.monotonic() - started < 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_place_serves_again(method, in_threads):
+    """After all have closed, the next job can meet in the same place."""
+    for _ in range(3):
+        members = in_threads(*[join(method, rank, 2) for rank in range(2)])
+        assert all(isinstance(member.rank, int) for member in members)
+        close_all(in_threads, members)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_does_not_leave_for_its_parent(method, in_threads):
+    """Closing memberships in a forked child does nothing there and nothing here."""
+    members = in_threads(*[join(method, rank, 2) for rank in range(2)])
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            for member in members:
+                member.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    members[0].store.set("k", b"v")
+    assert members[1].store.get("k") == b"v"
+    close_all(in_threads, members)
+
+
+def test_missing_ranks_are_named_in_the_same_words(method, in_threads, tmp_path):
+    """Ranks that do not come are named by every other rank, in one text, at the deadline; nothing is left."""
+    started = time.monotonic()
+    errors = in_threads(*[join(method, rank, 5, timeout=LIMIT) for rank in (0, 2, 4)])
+    assert time.monotonic() - started < LIMIT + 2
+    assert {type(error) for error in errors} == {RendezvousError}
+    assert len({error.message for error in errors}) == 1
+    assert "ranks 1, 3 of 5 did not come within 0.6 s" in errors[0].message
+    assert {error.ranks for error in errors} == {(1, 3)}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_with_shorter_deadlines_speak_for_all(method, in_threads):
+    """Whoever's deadline passes first ends the rendezvous for all, rank 0 included, with one text."""
+    started = time.monotonic()
+    errors = in_threads(join(method, 0, 3, timeout=60), join(method, 1, 3, timeout=LIMIT))
+    assert time.monotonic() - started < 30
+    assert errors[0].message == errors[1].message
+    assert errors[0].ranks == (2,)
+
+
+def test_without_rank_0(method, in_threads):
+    """Ranks whose rank 0 never comes say so, and soon after their deadline."""
+    started = time.monotonic()
+    errors = in_threads(*[join(method, rank, 3, timeout=LIMIT) for rank in (1, 2)])
+    assert time.monotonic() - started < LIMIT + 2
+    for rank, error in zip((1, 2), errors, strict=True):
+        assert type(error) is RendezvousError
+        assert f"rank 0 did not answer rank {rank}" in error.message
+        assert error.ranks == (0,)
+
+
+def test_a_rank_number_claimed_twice(method, in_threads, until):
+    """The second of two ranks with one number is refused with the first one's process; the job goes on."""
+    results = in_threads(*[join(method, rank, 2) for rank in (0, 1)], join(method, 1, 2, timeout=5))
+    refused = [result for result in results if isinstance(result, Exception)]
+    assert len(refused) == 1
+    assert type(refused[0]) is RendezvousError
+    assert f"rank 1 is taken by process {os.getpid()} on {socket.gethostname()}" in refused[0].message
+    assert "start each rank once" in refused[0].message
+    close_all(in_threads, results)
+
+
+def test_a_duplicate_in_place_of_a_missing_rank_is_told(method, in_threads):
+    """When a rank is missing since its process took another number, the failure says both."""
+    errors = in_threads(*[join(method, rank, 3, timeout=LIMIT) for rank in (0, 1, 1)])
+    assert {type(error) for error in errors} == {RendezvousError}
+    failures = {error.message for error in errors if error.ranks == (2,)}
+    assert len(failures) == 1
+    assert "Turned away: " in failures.copy().pop()
+    assert "rank 1 is taken" in failures.pop()
+
+
+def test_two_ranks_0(method, in_threads):
+    """Of two processes with rank 0 one is refused at once, with what to check."""
+    results = in_threads(join(method, 0, 2), join(method, 0, 2), join(method, 1, 2))
+    refused = [result for result in results if isinstance(result, Exception)]
+    assert len(refused) == 1
+    assert refused[0].ranks == (0,)
+    assert "start each rank once" in refused[0].message or "be started once" in refused[0].message
+    close_all(in_threads, results)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "reason"),
+    [
+        ({"secret": "wrong"}, AuthenticationError, "secret"),
+        ({"secret": ""}, AuthenticationError, "FERRODIST_SECRET"),
+        ({"job": "other"}, RendezvousError, "job 'other'|job 'default'"),
+        ({"size": 3}, InvalidWorldSizeError, "world size 3, rank 0 with 2"),
+    ],
+)
+def test_a_rank_that_does_not_belong(method, in_threads, options, kind, reason):
+    """It is told at once why; the others name it as missing, with the reason, at their deadline."""
+    options = {"size": 2, **options}
+    started = time.monotonic()
+    ours, theirs = in_threads(join(method, 0, 2, timeout=LIMIT), join(method, 1, timeout=60, **options))
+    assert time.monotonic() - started < 30
+    assert type(theirs) is kind
+    with pytest.raises(kind, match=reason):
+        raise theirs
+    assert type(ours) is RendezvousError
+    assert "rank 1 of 2 did not come" in ours.message
+    assert "Turned away: " in ours.message
+    assert "secret" in ours.message
+
+
+@pytest.mark.parametrize("options", [{"secret": "wrong"}, {"job": "other"}, {"size": 4}])
+def test_the_others_are_served_meanwhile(method, in_threads, options):
+    """A process that does not belong does not keep the job from meeting."""
+    stray = join(method, 1, timeout=5, **{"size": 2, **options})
+    results = in_threads(join(method, 0, 2), stray, join(method, 1, 2))
+    assert isinstance(results[1], DistributedError)
+    assert [results[0].rank, results[2].rank] == [0, 1]
+    close_all(in_threads, results)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "kind"),
+    [(2, 2, InvalidRankError), (-1, 2, InvalidRankError), (0, 0, InvalidWorldSizeError)],
+)
+def test_a_rank_out_of_range(method, rank, size, kind):
+    """It is refused before anything is opened."""
+    with pytest.raises(kind, match=r"ranks go from 0|at least 1"):
+        join(method, rank, size)()
+
+
+def test_another_version(free_port, in_threads):
+    """A rank of another release fails at once by version, and rank 0 says that it was turned away."""
+    method = f"tcp://127.0.0.1:{(port := free_port())}"
+
+    def old_rank():
+        for _ in range(2000):
+            try:
+                with socket.create_connection(("127.0.0.1", port)) as sock:
+                    sock.sendall(handshake._INTRO.pack(handshake._MAGIC, b"C", 99))
+                    return sock.recv(100)
+            except ConnectionRefusedError:
+                time.sleep(0.005)
+        return None
+
+    error, answer = in_threads(join(method, 0, 2, timeout=LIMIT), old_rank)
+    assert answer[:9] == handshake._MAGIC
+    assert "version 99" in error.message
+
+
+def test_garbage_on_the_port(in_threads):
+    """Where another program listens, clients fail at once by ProtocolError and rank 0 by address in use."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        method = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+
+        def talk():
+            sock, _ = other.accept()
+            with sock:
+                sock.sendall(b"220 mail.example.com ESMTP ready\r\n")
+                return sock.recv(100)
+
+        _, client, server = in_threads(talk, join(method, 1, 2), join(method, 0, 2))
+    assert type(client) is ProtocolError
+    assert type(server) is RendezvousError
+    assert "in use" in server.message
+
+
+def test_strangers_do_not_disturb(free_port, in_threads):
+    """Garbage sent to rank 0's port while the ranks meet changes nothing."""
+    method = f"tcp://127.0.0.1:{(port := free_port())}"
+
+    def stranger():
+        for data in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(4096), b"ferrodistC\0\x01" + bytes(64)) * 5:
+            try:
+                with socket.create_connection(("127.0.0.1", port)) as sock:
+                    sock.sendall(data)
+            except OSError:
+                pass
+
+    members = in_threads(*[join(method, rank, 3) for rank in range(3)], stranger, stranger)[:3]
+    assert [member.rank for member in members] == [0, 1, 2]
+    close_all(in_threads, members)
+
+
+def test_a_secret_is_made_for_a_file(tmp_path, in_threads):
+    """Without a secret the ranks of a file rendezvous share one that rank 0 made."""
+    method = f"file://{tmp_path}/meet"
+    members = in_threads(*[join(method, rank, 3, secret=None) for rank in range(3)])
+    assert len({member.secret for member in members}) == 1
+    assert len(members[0].secret) >= 43
+    assert members[0].secret not in repr(members[0]).encode()
+    close_all(in_threads, members)
+
+
+def test_no_secret_on_loopback(free_port, in_threads):
+    """Over TCP on loopback no secret is needed."""
+    method = f"tcp://127.0.0.1:{free_port()}"
+    members = in_threads(*[join(method, rank, 2, secret=None) for rank in range(2)])
+    assert [member.secret for member in members] == [b"", b""]
+    close_all(in_threads, members)
+
+
+def test_a_stale_file(tmp_path, in_threads):
+    """What a killed run left behind is an error at once, on each rank, that says to remove the file."""
+    method = f"file://{tmp_path}/meet"
+    abandoned = in_threads(*[join(method, rank, 2) for rank in range(2)])
+    errors = in_threads(*[join(method, rank, 2) for rank in range(2)])
+    for error in errors:
+        assert type(error) is RendezvousError
+        assert f"if {tmp_path}/meet is left over from an earlier run, remove it" in error.message
+    close_all(in_threads, abandoned)
+
+
+def test_a_file_store_that_others_may_write(tmp_path):
+    """A file that other users could have written is refused, not joined."""
+    (tmp_path / "meet").touch()
+    (tmp_path / "meet").chmod(0o666)
+    with pytest.raises(RendezvousError, match=r"written by other users"):
+        join(f"file://{tmp_path}/meet", 1, 2)()
+
+
+_RANK_0 = """
+import sys
+from ferrodist.rendezvous import rendezvous
+print("up", flush=True)
+rendezvous(sys.argv[1], rank=0, world_size=3, timeout=60, secret="s")
+"""
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_rank_0_dies_or_stops(free_port, in_threads, signal_number):
+    """Ranks whose rank 0 is killed or stopped while they wait raise an error naming it, by their deadline."""
+    method = f"tcp://127.0.0.1:{free_port()}"
+    with subprocess.Popen([sys.executable, "-c", _RANK_0, method], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        started = []
+
+        class Waiting(attendance.PrefixStore):
+            def get(self, key, *, timeout=None):
+                process.send_signal(signal_number)
+                started.append(time.monotonic())
+                return super().get(key, timeout=timeout)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attendance, "PrefixStore", Waiting)
+            error = in_threads(join(method, 1, 3, timeout=5 if signal_number == signal.SIGKILL else 1.5))[0]
+        took = time.monotonic() - started[0]
+        process.kill()
+    assert type(error) is RendezvousError
+    assert error.ranks == (0,)
+    assert "rank 0" in error.message
+    assert took < (2 if signal_number == signal.SIGKILL else 2.5)
+
+
+def launch(monkeypatch, **variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def from_environment(rank):
+    return lambda: rendezvous(None, rank=rank, world_size=None, timeout=20, secret=None)
+
+
+def test_from_the_environment(monkeypatch, free_port, in_threads):
+    """The launcher's variables say everything; the job is named after the run and its restart."""
+    launch(monkeypatch, WORLD_SIZE=2, RANK=1, LOCAL_RANK=0, MASTER_ADDR="localhost", MASTER_PORT=free_port())
+    launch(monkeypatch, TORCHELASTIC_RUN_ID="run", TORCHELASTIC_RESTART_COUNT=3)
+    members = in_threads(from_environment(0), from_environment(None))
+    assert [(m.rank, m.world_size, m.job) for m in members] == [(0, 2, "run.3"), (1, 2, "run.3")]
+    assert [m.local_rank for m in members] == [None, 0]
+    close_all(in_threads, members)
+    monkeypatch.setenv("FERRODIST_JOB", "mine")
+    members = in_threads(from_environment(0), from_environment(1))
+    assert {m.job for m in members} == {"mine"}
+    close_all(in_threads, members)
+
+
+def test_under_torchrun_on_one_host(monkeypatch, tmp_path, in_threads):
+    """Where torchrun's agent has MASTER_PORT, ranks of one host meet in the attempt's own folder."""
+    with socket.create_server(("127.0.0.1", 0)) as agent:
+        launch(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT=agent.getsockname()[1])
+        launch(monkeypatch, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, TORCHELASTIC_USE_AGENT_STORE=True)
+        launch(monkeypatch, TORCHELASTIC_ERROR_FILE=tmp_path / "0" / "error.json")
+        members = in_threads(from_environment(0), from_environment(1))
+        assert [member.rank for member in members] == [0, 1]
+        assert members[0].secret
+        close_all(in_threads, members)
+
+
+def test_under_torchrun_on_several_hosts(monkeypatch, free_port, in_threads):
+    """There, ranks meet at FERRODIST_PORT; a port that is taken is an error that names the variable."""
+    with socket.create_server(("127.0.0.1", 0)) as agent:
+        launch(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT=agent.getsockname()[1], FERRODIST_SECRET="s")
+        launch(monkeypatch, WORLD_SIZE=2, LOCAL_WORLD_SIZE=1, TORCHELASTIC_USE_AGENT_STORE=True)
+        launch(monkeypatch, FERRODIST_PORT=free_port())
+        members = in_threads(from_environment(0), from_environment(1))
+        assert [member.rank for member in members] == [0, 1]
+        close_all(in_threads, members)
+        launch(monkeypatch, FERRODIST_PORT=agent.getsockname()[1])
+        with pytest.raises(RendezvousError, match=r"in use.*set FERRODIST_PORT"):
+            from_environment(0)()
+
+
+def test_what_the_environment_lacks(monkeypatch):
+    """A missing variable is named, with what to do."""
+    with pytest.raises(RendezvousError, match=r"RANK and WORLD_SIZE.*torchrun"):
+        from_environment(None)()
+    launch(monkeypatch, RANK=0, WORLD_SIZE=2)
+    with pytest.raises(RendezvousError, match=r"MASTER_ADDR and MASTER_PORT.*torchrun"):
+        from_environment(None)()
+
+
+@pytest.mark.parametrize(
+    "method", ["", "tcp://", "tcp://host", "tcp://host:x", "http://a:1", "file://", "tcp://127.0.0.1:0"]
+)
+def test_methods_that_cannot_be_read(method):
+    """A wrong init_method is a ValueError."""
+    with pytest.raises(ValueError, match=r"init_method|address|port"):
+        join(method, 0, 2)()
+
+
+def test_no_secret_beyond_this_host():
+    """Rank 0 does not listen on other interfaces without a secret."""
+    with pytest.raises(AuthenticationError, match=r"FERRODIST_SECRET"):
+        join("tcp://0.0.0.0:29400", 0, 2, secret=None)()
+
+
+def test_ranks_of_several_hosts_share_a_file(tmp_path, in_threads, monkeypatch):
+    """With claims from another host, a rank's listeners go on the interface towards that host."""
+    genuine = attendance.socket.gethostname()
+    store = FileStore(tmp_path / "meet")
+    members = in_threads(*[join(f"file://{tmp_path}/meet", rank, 2) for rank in range(2)])
+    assert join_module._interface(store, 2) == "127.0.0.1"
+    monkeypatch.setattr(join_module.socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr(
+        join_module.socket,
+        "getaddrinfo",
+        lambda host, *_, **__: (
+            [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.0.2", 9))] if host == genuine else []
+        ),
+    )
+    assert join_module._interface(store, 2).startswith("127.0.0.")
+    close_all(in_threads, members)
