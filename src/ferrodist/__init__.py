@@ -31,18 +31,17 @@ if TYPE_CHECKING:
     from ferrodist.backends.tags import ANY_SOURCE as ANY_SOURCE
     from ferrodist.backends.tcp import TcpBackend as TcpBackend
     from ferrodist.collectives.coalescing import coalesce as coalesce
-    from ferrodist.collectives.movement import all_gather as all_gather
-    from ferrodist.collectives.movement import all_gather_uneven as all_gather_uneven
-    from ferrodist.collectives.movement import all_to_all as all_to_all
-    from ferrodist.collectives.movement import all_to_all_single_uneven as all_to_all_single_uneven
-    from ferrodist.collectives.movement import async_all_gather as async_all_gather
-    from ferrodist.collectives.movement import async_all_to_all as async_all_to_all
-    from ferrodist.collectives.movement import async_broadcast as async_broadcast
-    from ferrodist.collectives.movement import barrier as barrier
-    from ferrodist.collectives.movement import broadcast as broadcast
-    from ferrodist.collectives.movement import gather as gather
-    from ferrodist.collectives.movement import monitored_barrier as monitored_barrier
-    from ferrodist.collectives.movement import scatter as scatter
+    from ferrodist.collectives.exchange import all_to_all as all_to_all
+    from ferrodist.collectives.exchange import all_to_all_single_uneven as all_to_all_single_uneven
+    from ferrodist.collectives.exchange import async_all_to_all as async_all_to_all
+    from ferrodist.collectives.exchange import barrier as barrier
+    from ferrodist.collectives.exchange import monitored_barrier as monitored_barrier
+    from ferrodist.collectives.gathering import all_gather as all_gather
+    from ferrodist.collectives.gathering import all_gather_uneven as all_gather_uneven
+    from ferrodist.collectives.gathering import async_all_gather as async_all_gather
+    from ferrodist.collectives.gathering import async_reduce_scatter as async_reduce_scatter
+    from ferrodist.collectives.gathering import reduce_scatter as reduce_scatter
+    from ferrodist.collectives.gathering import reduce_scatter_tensor as reduce_scatter_tensor
     from ferrodist.collectives.objects import all_gather_object as all_gather_object
     from ferrodist.collectives.objects import broadcast_object as broadcast_object
     from ferrodist.collectives.objects import gather_object as gather_object
@@ -61,10 +60,11 @@ if TYPE_CHECKING:
     from ferrodist.collectives.reduce_op import premultiplied_sum as premultiplied_sum
     from ferrodist.collectives.reductions import allreduce as allreduce
     from ferrodist.collectives.reductions import async_allreduce as async_allreduce
-    from ferrodist.collectives.reductions import async_reduce_scatter as async_reduce_scatter
+    from ferrodist.collectives.reductions import async_broadcast as async_broadcast
+    from ferrodist.collectives.reductions import broadcast as broadcast
     from ferrodist.collectives.reductions import reduce as reduce
-    from ferrodist.collectives.reductions import reduce_scatter as reduce_scatter
-    from ferrodist.collectives.reductions import reduce_scatter_tensor as reduce_scatter_tensor
+    from ferrodist.collectives.scattering import gather as gather
+    from ferrodist.collectives.scattering import scatter as scatter
     from ferrodist.collectives.sharding import compute_shard_sizes as compute_shard_sizes
     from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT as DEFAULT_COLLECTIVE_TIMEOUT
     from ferrodist.errors import AuthenticationError as AuthenticationError
@@ -104,20 +104,23 @@ _HOMES = {
     "backends.tags": ["ANY_SOURCE"],
     "backends.tcp": ["TcpBackend"],
     "collectives.coalescing": ["coalesce"],
-    "collectives.movement": [
-        "all_gather",
-        "all_gather_uneven",
+    "collectives.exchange": [
         "all_to_all",
         "all_to_all_single_uneven",
-        "async_all_gather",
         "async_all_to_all",
-        "async_broadcast",
         "barrier",
-        "broadcast",
-        "gather",
         "monitored_barrier",
-        "scatter",
     ],
+    "collectives.gathering": [
+        "all_gather",
+        "all_gather_uneven",
+        "async_all_gather",
+        "async_reduce_scatter",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+    ],
+    "collectives.reductions": ["allreduce", "async_allreduce", "async_broadcast", "broadcast", "reduce"],
+    "collectives.scattering": ["gather", "scatter"],
     "collectives.objects": [
         "all_gather_object",
         "broadcast_object",
@@ -129,14 +132,6 @@ _HOMES = {
     "collectives.pending": ["PendingCollective"],
     "collectives.point_to_point": ["Recv", "Send", "batch", "recv", "recv_into", "send", "sendrecv"],
     "collectives.reduce_op": ["ReduceOp", "premultiplied_sum"],
-    "collectives.reductions": [
-        "allreduce",
-        "async_allreduce",
-        "async_reduce_scatter",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-    ],
     "collectives.sharding": ["compute_shard_sizes"],
     "deadline": ["DEFAULT_COLLECTIVE_TIMEOUT"],
     "errors": [

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from ferrodist.collectives.movement import all_gather, all_gather_uneven, broadcast, gather, scatter_by_sizes
+from ferrodist.collectives.gathering import all_gather, all_gather_uneven
 from ferrodist.collectives.point_to_point import recv, send
 from ferrodist.collectives.prepare import check_root, group_and_timeout
+from ferrodist.collectives.reductions import broadcast
+from ferrodist.collectives.scattering import gather, scatter_by_sizes
 from ferrodist.deadline import Deadline
 from ferrodist.errors import ProtocolError
 

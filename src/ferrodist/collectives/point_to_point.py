@@ -241,7 +241,7 @@ def _receive_into(group: Backend, operation: Recv) -> _TensorReceive:
 class _TensorReceive(BaseRequest):
     """Receives a head, checks it, then receives the body: whichever thread brings the head starts the body."""
 
-    __slots__ = ("_body", "_cancelled", "_dtype", "_group", "_head", "_head_request", "_starting", "_shape", "_target")
+    __slots__ = ("_body", "_cancelled", "_dtype", "_group", "_head", "_head_request", "_shape", "_starting", "_target")
 
     def __init__(
         self,

@@ -106,3 +106,8 @@ def check_reduction(dtype: torch.dtype, op: Op) -> None:
             reason = _REASONS["factor"]
     if reason is not None:
         raise TypeError(f"{op} of {dtype} is not defined: {reason}")
+
+
+def is_linear(op: Op) -> bool:
+    """Whether the result's gradient does not depend on the elements."""
+    return op in (ReduceOp.SUM, ReduceOp.MEAN) or isinstance(op, PremultipliedSum)

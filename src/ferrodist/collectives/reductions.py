@@ -1,40 +1,23 @@
-"""Collectives that fold: allreduce, reduce, reduce_scatter."""
+"""allreduce; reduce and broadcast, of which each is the other's gradient."""
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from ferrodist.collectives.differentiable import attach, records_history
+from ferrodist.collectives.gathering import all_gather
 from ferrodist.collectives.operation import Fusible, Operation, collectives_of, run_later, run_now
-from ferrodist.collectives.prepare import (
-    check_dim,
-    check_root,
-    check_tensor,
-    flatten,
-    group_and_timeout,
-    prepare_out,
-)
-from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction
-from ferrodist.collectives.sharding import compute_shard_sizes
+from ferrodist.collectives.prepare import check_root, check_tensor, flatten, group_and_timeout, prepare_out
+from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ferrodist.backends.base import Backend
     from ferrodist.collectives.pending import PendingCollective
 
-__all__ = [
-    "allreduce",
-    "async_allreduce",
-    "async_reduce_scatter",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-]
+__all__ = ["allreduce", "async_allreduce", "async_broadcast", "broadcast", "reduce"]
 
 
 def allreduce(
@@ -135,8 +118,6 @@ def _share_of_extremum(own: torch.Tensor, extremum: torch.Tensor, grad: torch.Te
 
 def _times_other_factors(own: torch.Tensor, grad: torch.Tensor, group: Backend) -> torch.Tensor:
     """The product of the other ranks' elements: gathered, not divided out, so that zeros are right."""
-    from ferrodist.collectives.movement import all_gather  # noqa: PLC0415 - the gradients of the two need each other
-
     everyone = all_gather(own.unsqueeze(0), group=group)
     others = torch.cat([everyone[: group.rank], everyone[group.rank + 1 :]])
     return grad * others.prod(dim=0).conj()
@@ -185,7 +166,7 @@ def reduce(
 
     def finish() -> torch.Tensor:
         result = target.finish()
-        saved = () if _is_linear(op) else (tensor,) if op is ReduceOp.PRODUCT else (tensor, result)
+        saved = () if is_linear(op) else (tensor,) if op is ReduceOp.PRODUCT else (tensor, result)
         return (
             attach(tensor, result, partial(_reduce_backward, tensor.shape, op, dst, chosen), *saved)
             if recorded
@@ -195,16 +176,10 @@ def reduce(
     return run_now(Operation(name="reduce", group=chosen, run=run, finish=finish))
 
 
-def _is_linear(op: Op) -> bool:
-    return op in (ReduceOp.SUM, ReduceOp.MEAN) or isinstance(op, PremultipliedSum)
-
-
 def _reduce_backward(
     shape: torch.Size, op: Op, dst: int, group: Backend, grad: torch.Tensor, *saved: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of reduce: the root's gradient goes to all ranks, then as for allreduce."""
-    from ferrodist.collectives.movement import broadcast  # noqa: PLC0415 - the gradients of the two need each other
-
     is_root = group.rank == dst
     whole = broadcast(grad if is_root else grad.new_empty(shape), dst, group=group)
     if op is ReduceOp.SUM:
@@ -220,109 +195,71 @@ def _reduce_backward(
     return _share_of_extremum(own, extremum, whole, group)
 
 
-def reduce_scatter(
+def broadcast(
     tensor: torch.Tensor,
-    op: Op = ReduceOp.SUM,
+    root: int = 0,
     *,
-    dim: int = 0,
     group: Backend | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
-    """Fold a tensor over all ranks and divide the result over them along ``dim``.
-
-    Sizes that the world size doesn't divide follow `compute_shard_sizes`: the first ranks get one more.
+    """Give every rank the root's tensor.
 
     Args:
-        tensor: Of equal shape and dtype on all ranks; any strides.
-        op: How elements become one, folded in rank order.
-        dim: The dim to divide.
+        tensor: The elements on the root; elsewhere any tensor of the same shape and dtype, whose elements are not read.
+        root: The rank whose elements everyone gets, the same on all ranks.
         group: The group, on all of whose ranks this is called; None is the default group.
-        out: Where this rank's part goes; None makes a fresh tensor.
+        out: Where the result goes, which may be ``tensor``; None makes a fresh tensor.
         timeout: Seconds; None takes the group's.
 
     Returns:
-        This rank's part. Differentiable for SUM, MEAN and premultiplied sums.
+        ``out``, or a fresh tensor. Differentiable on ranks whose ``tensor`` requires grad, which then must on all.
 
     Raises:
-        TypeError, CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
+        CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
-    return run_now(_reduce_scatter(tensor, op, dim, group, out, timeout))
+    return run_now(_broadcast(tensor, root, group, out, timeout))
 
 
-def async_reduce_scatter(
+def async_broadcast(
     tensor: torch.Tensor,
-    op: Op = ReduceOp.SUM,
+    root: int = 0,
     *,
-    dim: int = 0,
     group: Backend | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> PendingCollective[torch.Tensor]:
-    """Start `reduce_scatter`."""
-    return run_later(_reduce_scatter(tensor, op, dim, group, out, timeout))
+    """Start `broadcast`."""
+    return run_later(_broadcast(tensor, root, group, out, timeout))
 
 
-def reduce_scatter_tensor(
-    out: torch.Tensor,
-    tensor: torch.Tensor,
-    op: Op = ReduceOp.SUM,
-    *,
-    group: Backend | None = None,
-    timeout: float | None = None,
-) -> torch.Tensor:
-    """`reduce_scatter` along dim 0 into ``out``, which is returned."""
-    return reduce_scatter(tensor, op, group=group, out=out, timeout=timeout)
-
-
-def reduce_scatter_by_sizes(tensor: torch.Tensor, sizes: Sequence[int], *, dim: int, group: Backend) -> torch.Tensor:
-    """`reduce_scatter` with SUM that gives rank r ``sizes[r]`` of ``dim``: the gradient of a gathering."""
-    return run_now(_reduce_scatter(tensor, ReduceOp.SUM, dim, group, None, None, sizes))
-
-
-def _reduce_scatter(  # noqa: PLR0917 - the public signature, by position
-    tensor: torch.Tensor,
-    op: Op,
-    dim: int,
-    group: Backend | None,
-    out: torch.Tensor | None,
-    timeout: float | None,
-    sizes: Sequence[int] | None = None,
+def _broadcast(
+    tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None, timeout: float | None
 ) -> Operation[torch.Tensor]:
     check_tensor(tensor)
-    check_reduction(tensor.dtype, op)
-    dim = check_dim(tensor, dim)
     chosen, limit = group_and_timeout(group, timeout)
-    sizes = compute_shard_sizes(tensor.shape[dim], chosen.world_size) if sizes is None else sizes
-    moved = tensor.detach().movedim(dim, 0)
-    row = math.prod(moved.shape[1:])
-    source = flatten(moved)
-    part = (sizes[chosen.rank], *moved.shape[1:])
-    shape = (*tensor.shape[:dim], sizes[chosen.rank], *tensor.shape[dim + 1 :])
-    target = prepare_out(out, shape, tensor.dtype, tensor)
-    flat = target.flat if dim == 0 else torch.empty(sizes[chosen.rank] * row, dtype=tensor.dtype)
+    check_root(chosen, root, "root")
+    target = prepare_out(out, tensor.shape, tensor.dtype, tensor)
+    source = flatten(tensor) if chosen.rank == root else target.flat
     recorded = records_history(tensor) and out is None
 
-    def run(sequence: int) -> None:
-        counts = [size * row for size in sizes]
-        collectives_of(chosen).reduce_scatter(flat, source, counts, op, timeout=limit, sequence=sequence)
+    def on(flat: torch.Tensor, source: torch.Tensor, sequence: int) -> None:
+        if source.data_ptr() != flat.data_ptr():
+            flat.copy_(source)
+        collectives_of(chosen).broadcast(flat, root, timeout=limit, sequence=sequence)
+
+    def backward(grad: torch.Tensor) -> torch.Tensor:
+        total = reduce(grad, root, group=chosen)
+        return total if chosen.rank == root else torch.zeros_like(grad)
 
     def finish() -> torch.Tensor:
-        if dim != 0:
-            with torch.no_grad():
-                target.result.copy_(flat.view(part).movedim(0, dim))
-        result = target.result if dim != 0 else target.finish()
-        return attach(tensor, result, partial(_reduce_scatter_backward, op, dim, chosen)) if recorded else result
+        result = target.finish()
+        return attach(tensor, result, backward) if recorded else result
 
-    return Operation(name="reduce_scatter", group=chosen, run=run, finish=finish)
-
-
-def _reduce_scatter_backward(op: Op, dim: int, group: Backend, grad: torch.Tensor) -> torch.Tensor:
-    from ferrodist.collectives.movement import all_gather_uneven  # noqa: PLC0415 - the gradients of the two need each other
-
-    if not _is_linear(op):
-        raise RuntimeError(f"reduce_scatter with {op} has no gradient: use allreduce and narrow()")
-    whole = all_gather_uneven(grad, dim=dim, group=group)
-    if op is ReduceOp.MEAN:
-        return whole / group.world_size
-    return whole * op.factor if isinstance(op, PremultipliedSum) else whole
+    return Operation(
+        name="broadcast",
+        group=chosen,
+        run=partial(on, target.flat, source),
+        finish=finish,
+        fusible=Fusible(key=("broadcast", tensor.dtype, root), source=source, out=target.flat, run=on),
+    )
