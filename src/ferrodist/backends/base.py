@@ -181,9 +181,7 @@ class Backend(ABC):
         return self.failure
 
     def open_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:  # noqa: B027 - may stay as it is
-        """Be told that this rank has made a sub-group of ``members`` (ranks of this group). This form needs nothing
-        of it.
-        """
+        """Be told that this rank has made a sub-group of ``members`` (ranks of this group)."""
 
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:  # noqa: B027 - may stay as it is
         """Be told that this rank has left a sub-group. This form tells nobody."""

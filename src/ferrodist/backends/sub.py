@@ -32,9 +32,8 @@ class SubBackend(Backend):
     """A group made of some ranks of another, over the connections of the other.
 
     Only the members make it, each by itself, without a message: ranks outside don't take part. Members that make
-        several
-    sub-groups of the same ranks must make them in the same order. A sub-group of a sub-group is one of the outermost
-    group.
+    several sub-groups of the same ranks must make them in the same order. A sub-group of a sub-group is one of the
+    outermost group.
 
     [Note: group ids]
     Messages are told apart by a 64-bit id, hashed from the outermost group's ranks in order and how often this rank

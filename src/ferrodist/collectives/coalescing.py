@@ -26,7 +26,7 @@ def coalesce(group: Backend | None = None) -> Iterator[None]:
 
     Allreduces of one dtype and operation, and broadcasts of one dtype and root, become one operation each on their
     elements laid end to end: one agreement and one set of messages for any number of small tensors, and the same
-        bits as without.
+    bits as without.
     Other collectives start one after the other, in the order in which they were called.
 
     Inside the block use the ``async_*`` forms; each gives its `PendingCollective`, which starts when the block ends.

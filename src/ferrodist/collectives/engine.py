@@ -28,9 +28,7 @@ class Collectives(Protocol):
         """Take the next position among the group's collectives."""
 
     def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
-        """Give every rank the `MAX_PAYLOAD` or fewer bytes of each, in rank order; a call of ``operation`` to
-        others.
-        """
+        """Give every rank the `MAX_PAYLOAD` or fewer bytes of each, in rank order."""
 
     def barrier(self, *, timeout: float, sequence: int) -> None:
         """Return when all ranks have called."""

@@ -4,6 +4,7 @@
 ``fold(op, [x_0, ..., x_{p-1}])`` starts with x_0 and takes in x_1, x_2, ... in this order.
 
 - float16, bfloat16 and 8-bit floats are converted to float32, folded there and rounded once, to nearest even.
+  What is too large for float8_e4m3fn, which has no infinity, becomes what torch's conversion makes of it.
 - MEAN is the sum divided by p, before that rounding. A premultiplied sum multiplies in the accumulation type.
 - MIN and MAX: a NaN wins, the first one of several; of equal elements (0.0 and -0.0) the lowest rank's stays.
 - Integers wrap around. On bool SUM and MAX are *or*, PRODUCT and MIN are *and*.

@@ -92,9 +92,7 @@ class PendingCollective(Generic[T_co]):
 
 
 class OperationQueue:
-    """The started collectives of one group: a thread runs them first in, first out, and ends when the group is
-    closed.
-    """
+    """The started collectives of one group: a thread runs them first in, first out, and ends with the group."""
 
     _KEY = "collectives.queue"
 

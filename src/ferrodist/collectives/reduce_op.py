@@ -49,8 +49,7 @@ Op = ReduceOp | PremultipliedSum
 
 
 def premultiplied_sum(factor: float) -> PremultipliedSum:
-    """The reduce operation that multiplies this rank's elements by ``factor`` before the sum, in one rounding for
-    small floats.
+    """The sum of the ranks' elements, this rank's multiplied by ``factor`` before; small floats are rounded once.
 
     Raises:
         TypeError, ValueError: ``factor`` is not a finite real number.

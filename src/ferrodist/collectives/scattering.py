@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["gather", "scatter", "scatter_by_sizes"]
 
-_SIZE = struct.Struct("<q")
 _MAX_SCATTER_DIMS = 12
-_SCATTER_HEAD = struct.Struct(f"<qBBB{_MAX_SCATTER_DIMS}q")
+
+# Every rank's dim and src; of the root also: dtype's place in DTYPES, records history, dims, shape.
+_SCATTER_CALL = struct.Struct("<ii")
+_SCATTER_HEAD = struct.Struct(f"<iiBBB{_MAX_SCATTER_DIMS}q")
 
 
 def gather(
@@ -114,7 +116,7 @@ def scatter(
     """
     chosen, limit = group_and_timeout(group, timeout)
     check_root(chosen, src, "src")
-    head = _SIZE.pack(dim)
+    head = _SCATTER_CALL.pack(dim, src)
     if chosen.rank == src:
         if tensor is None:
             raise ValueError(f"rank {src} scatters: pass the tensor there")
@@ -125,14 +127,14 @@ def scatter(
                 f"scatter takes tensors of at most {_MAX_SCATTER_DIMS} dims, not {tensor.dim()}: reshape it"
             )
         shape = [*tensor.shape, *[0] * (_MAX_SCATTER_DIMS - tensor.dim())]
-        head = _SCATTER_HEAD.pack(dim, DTYPES.index(tensor.dtype), records_history(tensor), tensor.dim(), *shape)
+        head = _SCATTER_HEAD.pack(dim, src, DTYPES.index(tensor.dtype), records_history(tensor), tensor.dim(), *shape)
     elif tensor is not None:
         raise ValueError(f"rank {src} scatters: pass None on rank {chosen.rank}")
     deadline = Deadline(limit)
     engine = collectives_of(chosen)
     heads = engine.share("scatter", head, timeout=limit, sequence=engine.reserve())
-    dim, place, recorded, num_dims, *shape = _SCATTER_HEAD.unpack(heads[src])
-    _compare_dims([_SIZE.unpack_from(head)[0] for head in heads], src, num_dims, chosen)
+    _compare_scatters(heads, chosen)
+    dim, _, place, recorded, num_dims, *shape = _SCATTER_HEAD.unpack(heads[src])
     sizes = compute_shard_sizes(shape[dim], chosen.world_size)
     whole = tensor if tensor is not None else torch.empty(0, dtype=DTYPES[place])
     part = torch.empty([*shape[:dim], sizes[chosen.rank], *shape[dim + 1 : num_dims]], dtype=DTYPES[place])
@@ -142,18 +144,19 @@ def scatter(
         return scatter_by_sizes(whole, part, sizes, src, dim=dim, group=chosen, timeout=deadline.remaining())
 
 
-def _compare_dims(dims: Sequence[int], src: int, num_dims: int, group: Backend) -> None:
-    """Raise, the same on every rank, when a rank scatters along another dim than the root."""
-    odd = tuple(rank for rank, dim in enumerate(dims) if not -num_dims <= dim < num_dims or dim % num_dims != dims[src])
-    if odd:
-        error = CollectiveMismatchError(
-            f"the ranks of group {group.name!r} disagree about the dim of a scatter: rank {src}, which has the tensor,"
-            f" divides dim {dims[src]} of {num_dims}, rank {odd[0]} passed dim={dims[odd[0]]}."
-            " Pass the same everywhere.",
-            ranks=odd,
-        )
-        group.abort(error)
-        raise error
+def _compare_scatters(heads: Sequence[bytes], group: Backend) -> None:
+    """Raise, the same on every rank, unless all ranks scatter the tensor of one rank along one dim."""
+    said = [_SCATTER_CALL.unpack_from(head) for head in heads]
+    if len({src for _, src in said}) == 1:
+        dim, _, _, _, num_dims, *_ = _SCATTER_HEAD.unpack(heads[said[0][1]])
+        if all(other in (dim, dim - num_dims) for other, _ in said):
+            return
+    calls = "; ".join(f"rank {rank} called scatter(src={src}, dim={dim})" for rank, (dim, src) in enumerate(said))
+    error = CollectiveMismatchError(
+        f"the ranks of group {group.name!r} disagree about a scatter: {calls}. Pass the same src and dim on every rank."
+    )
+    group.abort(error)
+    raise error
 
 
 def scatter_by_sizes(

@@ -12,9 +12,7 @@ __all__ = ["compute_shard_sizes", "offsets_of"]
 
 
 def compute_shard_sizes(total: int, world_size: int) -> list[int]:
-    """Divide ``total`` elements over ranks as evenly as possible: the first ``total % world_size`` ranks get one
-    more.
-    """
+    """Divide ``total`` elements over ranks as evenly as possible: the first ranks get one more."""
     if total < 0 or world_size < 1:
         raise ValueError(f"cannot divide {total} elements over {world_size} ranks")
     share, rest = divmod(total, world_size)

@@ -125,9 +125,7 @@ class Link:
         return self._closed
 
     def drop(self, owner: object) -> None:
-        """Forget the queued frames of ``owner``. Of one that is partly written the rest is copied: it must go out
-        whole.
-        """
+        """Forget the queued frames of ``owner``; one that is partly written goes out whole, from a copy."""
         with self._lock:
             self._queue = deque(outgoing for outgoing in self._queue if outgoing.owner is not owner)
             current = self._current
