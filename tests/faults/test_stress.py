@@ -75,7 +75,7 @@ def check_messages(group, rng, step):
 
 
 def check_given_up(group, rng, step):
-    """Receives given up again and again while their message is on its way: it arrives whole in the one that stays."""
+    """Receives given up again and again while their message is on its way: it arrives whole in the last."""
     data = bytes([step % 251]) * rng.choice([1, 1000, 300_000])
     right, left = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
     buffer = bytearray(len(data))

@@ -122,7 +122,7 @@ def test_wrong_size_fails_the_receive_and_keeps_the_message():
 
 
 def test_cancel_in_the_middle_keeps_what_came():
-    """A receive given up half-way leaves its buffer alone from then on; the next one gets the whole message, in order."""
+    """A receive given up half-way leaves its buffer alone; the next one gets the whole message, in order."""
     box = Mailbox()
     first = post(box, 4)
     message = Message(1, 5, 4)
@@ -180,7 +180,7 @@ def test_fail_ends_waiting_and_matched_receives():
 
 
 def test_flood_of_unasked_messages_is_refused():
-    """A peer that sends without end what nobody receives is an error before memory runs out, and draining makes room."""
+    """What nobody receives is an error before memory runs out, and draining makes room."""
     box = Mailbox()
     box._unasked_bytes = MAX_UNASKED_BYTES - 2
     deliver(box, b"ab")

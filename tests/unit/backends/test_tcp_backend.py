@@ -1,0 +1,277 @@
+"""The TCP star: how its ranks meet, what relaying costs nobody, and how it ends."""
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+import ferrodist as fd
+from ferrodist.backends.tcp.frame import HEADER_SIZE, MAX_PAYLOAD, Frame, Kind
+from ferrodist.errors import ProtocolError
+from ferrodist.testing import check_leaks, run_ranks
+
+
+def meet(*ranks, **options):
+    """Make the ranks (rank, world_size, options) at once; returns what each got, an error or a closed group."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    results = [None] * len(ranks)
+
+    def make(i, rank, world_size, own):
+        mine = {"secret": "s", "timeout": 1.0, **options, **own}
+        if rank == 0:
+            mine["listener"] = listener
+        try:
+            group = fd.TcpBackend(rank, world_size, address, **mine)
+        except Exception as error:
+            results[i] = error
+        else:
+            results[i] = group
+
+    threads = [threading.Thread(target=make, args=(i, *rank)) for i, rank in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    listener.close()
+    closers = [threading.Thread(target=group.close) for group in results if isinstance(group, fd.Backend)]
+    for thread in closers:
+        thread.start()
+    for thread in closers:
+        thread.join()
+    return results
+
+
+def test_ranks_meet_and_leak_nothing():
+    """Making and closing a group leaves no thread, socket or descriptor behind."""
+    meet((0, 2, {}), (1, 2, {}))
+    with check_leaks():
+        assert all(isinstance(group, fd.TcpBackend) for group in meet((0, 3, {}), (1, 3, {}), (2, 3, {})))
+
+
+def test_missing_rank_is_named_on_every_rank():
+    """When a rank doesn't come, the others raise the same error, which names it, soon after the deadline."""
+    start = time.monotonic()
+    with check_leaks():
+        hub, other = meet((0, 3, {}), (2, 3, {}))
+    assert time.monotonic() - start < 2.5
+    for error in (hub, other):
+        assert isinstance(error, fd.RendezvousError)
+        assert error.ranks == (1,)
+        assert "rank 1" in str(error)
+    assert str(hub) == str(other)
+
+
+def test_wrong_secret_is_told_at_once_and_reported_to_the_others():
+    """The rank with the wrong secret raises immediately; the ranks it fails to join learn that one was turned away."""
+    with check_leaks():
+        hub, wrong = meet((0, 2, {}), (1, 2, {"secret": "not it"}))
+    assert isinstance(wrong, fd.AuthenticationError)
+    assert isinstance(hub, fd.RendezvousError)
+    assert "secret" in str(hub)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "options", "kind", "word"),
+    [
+        (1, 3, {}, fd.InvalidWorldSizeError, "world size of 3"),
+        (1, 2, {"job": "another"}, fd.RendezvousError, "another"),
+        (1, 2, {"name": "another"}, fd.RendezvousError, "another"),
+    ],
+)
+def test_wrong_facts_are_told_to_who_is_wrong(rank, world_size, options, kind, word):
+    """Another world size, job or group is refused with the two facts that differ, and rank 0 says whom it refused."""
+    hub, wrong = meet((0, 2, {}), (rank, world_size, options))
+    assert isinstance(wrong, kind)
+    assert word in str(wrong)
+    assert isinstance(hub, fd.RendezvousError)
+    assert "Turned away" in str(hub)
+
+
+def test_duplicate_rank_does_not_disturb_the_group():
+    """Of two processes with one rank number the second is refused; the group goes on without noticing."""
+    results = meet((0, 3, {}), (1, 3, {}), (1, 3, {}), (2, 3, {}), timeout=3.0)
+    errors = [result for result in results if isinstance(result, Exception)]
+    assert len(errors) == 1
+    assert isinstance(errors[0], fd.DistributedError)
+    assert sum(isinstance(result, fd.TcpBackend) for result in results) == 3
+
+
+@pytest.mark.parametrize("rank", [-1, 2, True, "1"])
+def test_impossible_rank_is_refused_without_a_connection(rank):
+    """A rank outside of the group is wrong before anything is dialled."""
+    with check_leaks(), pytest.raises(fd.InvalidRankError):
+        fd.TcpBackend(rank, 2, "127.0.0.1:1", secret="s")
+
+
+@pytest.mark.parametrize("size", [0, -3, 1.5])
+def test_impossible_world_size_is_refused(size):
+    """A world needs a whole, positive number of ranks."""
+    with pytest.raises(fd.InvalidWorldSizeError):
+        fd.TcpBackend(0, size, "127.0.0.1:1")
+
+
+def test_bad_address_is_refused_and_leaks_nothing():
+    """An address without a port is a ValueError, on either side."""
+    with check_leaks():
+        for rank in (0, 1):
+            with pytest.raises(ValueError, match="host:port"):
+                fd.TcpBackend(rank, 2, "localhost", secret="s", timeout=1)
+
+
+def test_world_of_one_needs_no_network():
+    """A single rank connects to nothing, whatever the address."""
+    with check_leaks():
+        group = fd.TcpBackend(0, 1, "nowhere.invalid:1")
+        group.barrier()
+        group.close()
+
+
+def test_refuses_to_listen_without_a_secret(monkeypatch):
+    """Without a secret rank 0 binds loopback only, and the error says how to set one."""
+    monkeypatch.delenv("FERRODIST_SECRET", raising=False)
+    with check_leaks(), pytest.raises(fd.AuthenticationError, match="FERRODIST_SECRET"):
+        fd.TcpBackend(0, 2, "0.0.0.0:0", timeout=1)
+
+
+@pytest.mark.parametrize("buffer_bytes", [16384, None])
+def test_collectives_pass_through_small_buffers(buffer_bytes):
+    """Rings and crossing messages far larger than the socket buffers, most of them relayed, don't block each other."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+    def program(outer):
+        mine = {"listener": listener} if outer.rank == 0 else {}
+        group = fd.TcpBackend(outer.rank, 4, address, secret="s", timeout=30, socket_buffer_bytes=buffer_bytes, **mine)
+        data = torch.full((200_000,), float(group.rank))
+        right, left = (group.rank + 1) % 4, (group.rank - 1) % 4
+        got = fd.sendrecv(data, right, None, left, group=group)
+        assert torch.equal(got, torch.full_like(data, float(left)))
+        assert torch.equal(fd.allreduce(data, group=group), torch.full_like(data, 6.0))
+        parts = fd.all_to_all(data, group=group)
+        assert parts[::50_000].tolist() == [0.0, 1.0, 2.0, 3.0]
+        group.close()
+        return True
+
+    assert run_ranks(program, 4, timeout=60) == [True] * 4
+
+
+def test_paused_receiver_does_not_hold_up_others():
+    """While a large message to one rank waits for it, small ones between the others go through at once."""
+
+    def program(group):
+        if group.rank == 1:
+            sending = group.isend(bytes(50_000_000), 2, tag=1)
+            for i in range(50):
+                group.send(bytes([i]), 3, tag=2)
+            group.barrier()
+            sending.wait(20)
+        elif group.rank == 3:
+            byte = bytearray(1)
+            for i in range(50):
+                group.recv(byte, 1, tag=2, timeout=5)
+                assert byte[0] == i
+            group.barrier()
+        else:
+            group.barrier()
+            if group.rank == 2:
+                buffer = bytearray(50_000_000)
+                group.recv(buffer, 1, tag=1)
+
+    run_ranks(program, 4, backend="tcp-threads")
+
+
+def test_last_words_are_received_after_the_sender_has_closed():
+    """A rank that sends and closes at once loses nothing, relayed or not."""
+
+    def program(group):
+        data = bytes(200_000)
+        if group.rank == 2:
+            for peer in (0, 1):
+                for _ in range(20):
+                    group.send(data, peer)
+        else:
+            buffer = bytearray(200_000)
+            for _ in range(20):
+                group.recv(buffer, 2)
+
+    for _ in range(5):
+        run_ranks(program, 3, backend="tcp-threads")
+
+
+def test_forked_child_has_no_part_in_the_group():
+    """A child that a rank forks can neither use the group nor keep it alive, and closing it there harms nobody."""
+
+    def program(group):
+        group.barrier()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                group.send(b"x", 1 - group.rank)
+            except fd.GroupClosedError:
+                group.close()
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        group.barrier()
+
+    run_ranks(program, 2, backend="tcp")
+
+
+def header(**changes):
+    """The bytes of a valid header, with some fields changed after packing was checked."""
+    fields = {"kind": Kind.EAGER, "source": 1, "destination": 0, "length": 4, "size_bytes": 4, "message": 7, **changes}
+    return memoryview(Frame(**fields).pack())
+
+
+def test_frames_survive_packing():
+    """Every field of a header comes back."""
+    frame = Frame(
+        kind=Kind.DATA,
+        source=2,
+        destination=1,
+        length=100,
+        message=2**63,
+        group=2**64 - 1,
+        tag=2**64 - 2,
+        size_bytes=2**40,
+        offset=2**39,
+    )
+    assert len(frame.pack()) == HEADER_SIZE
+    assert Frame.unpack(memoryview(frame.pack()), 3) == frame
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"source": 5},
+        {"destination": 3},
+        {"destination": 1},
+        {"kind": 99},
+        {"kind": 0},
+        {"length": MAX_PAYLOAD + 1},
+        {"length": 5},
+        {"size_bytes": 2**50, "kind": Kind.OFFER, "length": 0},
+        {"kind": Kind.DATA, "offset": 1},
+        {"kind": Kind.DATA, "length": 0},
+        {"kind": Kind.GRANT, "length": 1},
+        {"length": 300_000, "size_bytes": 300_000},
+    ],
+    ids=str,
+)
+def test_malformed_headers_are_refused(changes):
+    """What no rank of this group and version writes is refused from its header alone."""
+    with pytest.raises(ProtocolError):
+        Frame.unpack(header(**changes), 3)
+
+
+@pytest.mark.parametrize(("place", "value"), [(0, 0), (1, 0), (2, 9), (2, 0)])
+def test_wrong_magic_and_version_are_refused(place, value):
+    """Other bytes at the front are no frame, and another version says which."""
+    data = bytearray(header())
+    data[place] = value
+    with pytest.raises(ProtocolError, match="version" if place == 2 else "not a frame"):
+        Frame.unpack(memoryview(data), 3)
