@@ -105,7 +105,7 @@ CHECKS = (check_reduce, check_movement, check_outstanding, check_messages, check
     ],
 )
 def test_random_program(backend, world_size, steps):
-    """Thousands of random operations give exact results on every rank, over the group and two overlapping sub-groups."""
+    """Thousands of random operations are exact on every rank, over the group and two overlapping sub-groups."""
 
     def program(group):
         rng = random.Random(world_size)
