@@ -68,6 +68,12 @@ class DistributedError(RuntimeError):
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.message, self.ranks, self.__dict__.copy())
 
+    def fresh(self) -> DistributedError:
+        """A copy to raise. What is kept and raised again and again would keep the frames of each time alive."""
+        copy = _rebuild(type(self), self.message, self.ranks, self.__dict__.copy())
+        copy.__cause__ = self.__cause__
+        return copy
+
     @property
     def rank(self) -> int | None:
         """The rank the error is about, or None when it is about none or several."""

@@ -90,40 +90,41 @@ class Agreement:
         """
         call = call.at(self.reserve() if sequence is None else sequence)
         if self._group.failure is not None:
-            raise self._group.failure
+            raise self._group.failure.fresh()
         if self._group.world_size == 1:
             return [call.payload]
         deadline = Deadline(timeout)
         table = memoryview(bytearray(CALL_SIZE * self._group.world_size))
+        pending: list[Request] = []
         try:
             if self._group.rank == _COORDINATOR:
-                self._collect(call, table, deadline)
+                self._collect(call, table, deadline, pending)
             else:
-                self._report(call, table, deadline)
+                self._report(call, table, deadline, pending)
         except GroupClosedError:
             raise
         except DistributedError as error:
             self._group.abort(error)
-            raise self._group.failure or error from None
+            raise (self._group.failure or error).fresh() from None
+        finally:  # after the abort, so that the others learn of it first
+            for request in pending:
+                request.cancel()
         records = [table[i : i + CALL_SIZE] for i in range(0, len(table), CALL_SIZE)]
         self._compare(records)
         return [payload_of(record) for record in records]
 
-    def _collect(self, call: Call, table: memoryview, deadline: Deadline) -> None:
+    def _collect(self, call: Call, table: memoryview, deadline: Deadline, pending: list[Request]) -> None:
         """Rank 0: take every rank's call, then send all of them to everyone."""
         group = self._group
         tag = channel_tag(Channel.CALL, call.sequence)
         table[:CALL_SIZE] = call.encode()
-        missing = {
-            rank: group.irecv(table[rank * CALL_SIZE : (rank + 1) * CALL_SIZE], rank, tag=tag)
-            for rank in range(1, group.world_size)
-        }
+        missing: dict[int, Request] = {}
+        for rank in range(1, group.world_size):
+            missing[rank] = group.irecv(table[rank * CALL_SIZE : (rank + 1) * CALL_SIZE], rank, tag=tag)
+            pending.append(missing[rank])
         late = group.irecv(bytearray(1), ANY_SOURCE, tag=channel_tag(Channel.LATE, call.sequence))
-        try:
-            self._await_calls(call, missing, late, deadline)
-        finally:
-            for request in (late, *missing.values()):
-                request.cancel()
+        pending.append(late)
+        self._await_calls(call, missing, late, deadline)
         wait_all([group.isend(table, rank, tag=tag) for rank in range(1, group.world_size)], deadline)
 
     def _await_calls(self, call: Call, missing: dict[int, Request], late: Request, deadline: Deadline) -> None:
@@ -142,11 +143,12 @@ class Agreement:
             if not changed.acquire(timeout=deadline.remaining()):
                 raise self._late(call, tuple(missing), deadline)
 
-    def _report(self, call: Call, table: memoryview, deadline: Deadline) -> None:
+    def _report(self, call: Call, table: memoryview, deadline: Deadline, pending: list[Request]) -> None:
         """Every other rank: send the call to rank 0 and take its answer."""
         group = self._group
         tag = channel_tag(Channel.CALL, call.sequence)
         answer = group.irecv(table, _COORDINATOR, tag=tag)
+        pending.append(answer)
         try:
             group.isend(call.encode(), _COORDINATOR, tag=tag).wait(deadline.remaining())
             answer.wait(deadline.remaining())
@@ -158,8 +160,6 @@ class Agreement:
                 answer.wait(_ANSWER_GRACE_SECONDS)
             except DistributedTimeoutError:
                 raise (group.failure or self._late(call, (_COORDINATOR,), deadline)) from None
-        finally:
-            answer.cancel()
 
     def _late(
         self, call: Call, ranks: tuple[int, ...], deadline: Deadline, detail: str = ""

@@ -8,6 +8,7 @@ threads. `ferrodist.testing.check_backend` tests all of what is said here.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,8 @@ class Backend(ABC):
         self._timeout = check_timeout(timeout)
         self._name = name
         self._close_callbacks: list[Callable[[], None]] = []
+        self._threaded: dict[tuple[str, int], list[tuple[int, ThreadedRequest]]] = {}
+        self._threaded_lock = threading.Lock()
         self.attachments: dict[str, Any] = {}
         """What layers above keep with the group, by name."""
         self.agreement = Agreement(self)
@@ -96,12 +99,13 @@ class Backend(ABC):
     def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
         """Send bytes to one rank; ``data`` may be changed when the call returns.
 
-        Returns when the backend has taken the message over, which for a large one may be when ``dst`` receives it.
+        Returns when the backend has taken the message over. For one of more than 1 KiB that may be when ``dst``
+        receives it.
 
         Args:
             data: Any C-contiguous buffer. It may be empty.
             dst: The receiving rank.
-            tag: See [Note: tags] in `tags.py`; users choose from 0 to 2**56-1.
+            tag: See [Note: tags] in `tags.py`; users choose from 0 to 2**56-1, the rest is for what stands on top.
             timeout: Seconds, or None for the group's.
 
         Raises:
@@ -136,20 +140,27 @@ class Backend(ABC):
     def abort(self, reason: str | DistributedError) -> None:
         """End the group on all ranks: whatever waits in it, and every later call, raises.
 
+        Sub-groups made from it are groups of their own and go on, where the backend can tell their messages apart.
+
         Args:
-            reason: A sentence, raised as `GroupAbortedError`, or the error itself. Only the first abort counts.
+            reason: A sentence, raised as `GroupAbortedError`, or the error itself. Only the first abort counts; after
+                `close` it does nothing.
         """
 
     @abstractmethod
     def close(self, timeout: float | None = None) -> None:
         """Leave the group and release what it holds. Closing twice is allowed.
 
-        What this rank sent before stays receivable. Ranks that still wait for it get `PeerLostError`.
-        Implementations call `_run_close_callbacks` last.
+        What this rank sent before stays receivable. Ranks that still wait for it get `PeerLostError`. Later calls on
+        this rank raise `GroupClosedError`, whatever the group's state was. Implementations call
+        `_run_close_callbacks` last.
+
+        Args:
+            timeout: Seconds to wait for what this rank owes the others; None lets the backend choose.
         """
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Return when every rank of the group has called it.
+        """Return when every rank of the group has called it. When it raises, the group has failed.
 
         Raises:
             CollectiveMismatchError: Some rank called another collective instead.
@@ -158,14 +169,34 @@ class Backend(ABC):
         self.agreement.reach(Call(operation="barrier"), self.timeout if timeout is None else check_timeout(timeout))
 
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
-        """Start `send` and return at once. This form repeats the blocking call in a thread."""
+        """Start `send` and return at once. This form repeats the blocking call in a thread.
+
+        Messages started in one thread with the same tag and ``dst`` are received in that order.
+        """
         check_peer(self, dst)
-        return ThreadedRequest(lambda timeout: (self.send(data, dst, tag=tag, timeout=timeout), dst)[1], dst)
+        return self._in_thread(
+            ("send", tag), dst, lambda timeout: (self.send(data, dst, tag=tag, timeout=timeout), dst)[1]
+        )
 
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
         """Start `recv` and return at once. This form repeats the blocking call in a thread."""
         check_peer(self, src, any_source=True)
-        return ThreadedRequest(lambda timeout: self.recv(buffer, src, tag=tag, timeout=timeout), src)
+        return self._in_thread(("recv", tag), src, lambda timeout: self.recv(buffer, src, tag=tag, timeout=timeout))
+
+    def _in_thread(self, kind: tuple[str, int], peer: int, attempt: Callable[[float], int]) -> Request:
+        """Start a transfer that waits for those before it which could take its message, and for no others."""
+        with self._threaded_lock:
+            started = [(other, request) for other, request in self._threaded.get(kind, []) if not request.done()]
+            earlier = [request for other, request in started if other == peer or ANY_SOURCE in (other, peer)]
+            request = ThreadedRequest(attempt, peer, lambda: self.failure, after=earlier)
+            self._threaded[kind] = [*started, (peer, request)]
+        request.add_done_callback(lambda: self._forget_threaded(kind))
+        return request
+
+    def _forget_threaded(self, kind: tuple[str, int]) -> None:
+        with self._threaded_lock:
+            if all(request.done() for _, request in self._threaded.get(kind, [])):
+                self._threaded.pop(kind, None)
 
     def abort_subgroup(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
         """End one sub-group on all its members (ranks of this group).
@@ -187,7 +218,7 @@ class Backend(ABC):
         """Be told that this rank has left a sub-group. This form tells nobody."""
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Have ``callback()`` run once the group has been closed on this rank, and nothing waits in it any more."""
+        """Have ``callback()`` run once this rank has closed the group and nothing waits in it; last in, first out."""
         self._close_callbacks.append(callback)
 
     def _run_close_callbacks(self) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from ferrodist.backends.base import Backend, as_abort_error, check_peer
 from ferrodist.backends.mailbox import Mailbox, Receive, read_view, write_view
 from ferrodist.backends.request import BaseRequest
-from ferrodist.backends.tags import group_of_tag
+from ferrodist.backends.tags import ANY_SOURCE, group_of_tag
 from ferrodist.deadline import check_timeout
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, PeerLostError
 
@@ -99,7 +99,7 @@ class MailboxBackend(Backend):
         with self._state_lock:
             error = self._refusal(send.tag, dst)
             if error is not None:
-                raise error
+                raise error.fresh()
             self._sends.add(send)
         try:
             self._start_send(send)
@@ -114,7 +114,7 @@ class MailboxBackend(Backend):
         receive = Receive(self._mailbox, write_view(buffer), src, _check_tag(tag))
         failure = self._failures.get(group_of_tag(tag))
         if failure is not None:
-            raise failure
+            raise failure.fresh()
         self._mailbox.post(receive, partial(self._refusal, tag, src))
         return receive
 
@@ -126,7 +126,7 @@ class MailboxBackend(Backend):
     def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
         """Receive the next message from ``src``; see `Backend.recv`."""
         limit = self._limit(timeout)
-        whom = f"rank {src}" if src >= 0 else "any rank"
+        whom = "any rank" if src == ANY_SOURCE else f"rank {src}"
         return self._wait(self.irecv(buffer, src, tag=tag), f"recv from {whom}: nothing came", limit)
 
     def _limit(self, timeout: float | None) -> float:
@@ -217,6 +217,7 @@ class MailboxBackend(Backend):
 
     def _fail_group(self, group_id: int, error: DistributedError) -> bool:
         """End a group on this rank; False when it had failed before, which then keeps its reason."""
+        error = error.fresh()
         with self._state_lock:
             if group_id in self._failures:
                 return False

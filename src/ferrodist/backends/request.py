@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
+from ferrodist.errors import DistributedError, DistributedTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -57,7 +58,7 @@ class BaseRequest:
     Subclasses start the transfer and call `_finish` exactly once; `_finish` may come from any thread.
     """
 
-    __slots__ = ("_callbacks", "_done", "_lock", "error", "peer")
+    __slots__ = ("__weakref__", "_callbacks", "_done", "_lock", "error", "peer")
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
@@ -91,17 +92,20 @@ class BaseRequest:
         """Whether the transfer has ended, well or not."""
         return self._done
 
+    def ended_within(self, timeout: float) -> bool:
+        """Wait at most ``timeout`` seconds for the end; False when it has not come."""
+        if not self._done:
+            if not self._lock.acquire(timeout=Deadline(timeout).remaining()):
+                return False
+            self._lock.release()
+        return True
+
     def wait(self, timeout: float) -> int:
         """Block until done; see `Request.wait`."""
-        if not self._done:
-            deadline = Deadline(timeout)
-            if not self._lock.acquire(timeout=deadline.remaining()):
-                raise DistributedTimeoutError(
-                    f"no transfer with rank {self.peer} within {timeout:g} s", ranks=(self.peer,)
-                )
-            self._lock.release()
+        if not self.ended_within(timeout):
+            raise DistributedTimeoutError(f"no transfer with rank {self.peer} within {timeout:g} s", ranks=(self.peer,))
         if self.error is not None:
-            raise self.error
+            raise self.error.fresh() if isinstance(self.error, DistributedError) else self.error
         return self.peer
 
 
@@ -111,35 +115,56 @@ class ThreadedRequest(BaseRequest):
     Args:
         attempt: ``attempt(timeout)`` returns the peer, or raises DistributedTimeoutError with nothing done.
         peer: The other side, for error messages.
+        failure: Why the group can't be used any more, or None; it may be a DistributedTimeoutError too.
+        after: Requests that could take each other's messages: it begins once they have ended.
     """
 
-    __slots__ = ("_cancelled",)
+    __slots__ = ("_cancelled", "_failure", "_gave_up")
 
-    _ATTEMPT_SECONDS = 0.05
+    # The first attempt is short, so that cancel() waits little; later ones are longer, for messages that take long.
+    _FIRST_SECONDS = 0.05
+    _GROWTH = 1.25
 
-    def __init__(self, attempt: Callable[[float], int], peer: int) -> None:
+    def __init__(
+        self,
+        attempt: Callable[[float], int],
+        peer: int,
+        failure: Callable[[], BaseException | None],
+        after: Iterable[ThreadedRequest] = (),
+    ) -> None:
         super().__init__(peer)
-        self._cancelled = False
-        threading.Thread(target=self._run, args=(attempt,), name="ferrodist-request", daemon=True).start()
+        self._cancelled = self._gave_up = False
+        self._failure = failure
+        threading.Thread(target=self._run, args=(attempt, list(after)), name="ferrodist-request", daemon=True).start()
 
-    def _run(self, attempt: Callable[[float], int]) -> None:
+    def _run(self, attempt: Callable[[float], int], earlier: list[ThreadedRequest]) -> None:
+        seconds = self._FIRST_SECONDS
         while not self._cancelled:
-            try:
-                self.peer = attempt(self._ATTEMPT_SECONDS)
-            except DistributedTimeoutError:
+            if earlier:
+                if earlier[-1].ended_within(self._FIRST_SECONDS):
+                    earlier.pop()
                 continue
+            try:
+                self.peer = attempt(seconds)
+            except DistributedTimeoutError:
+                failure = self._failure()
+                if failure is not None:
+                    self._finish(failure)
+                    return
+                seconds *= self._GROWTH
             except Exception as error:  # noqa: BLE001 - it is raised again in wait()
                 self._finish(error)
                 return
-            self._finish()
-            return
-        self._finish(GroupClosedError("the transfer was cancelled"))
+            else:
+                self._finish()
+                return
+        self._gave_up = True
+        self._finish(DistributedTimeoutError("the transfer was cancelled", ranks=(self.peer,)))
 
     def cancel(self) -> bool:
         """Stop after the attempt under way; see `Request.cancel`."""
         if self._done:
             return False
         self._cancelled = True
-        self._lock.acquire()
-        self._lock.release()
-        return isinstance(self.error, DistributedError)
+        self.ended_within(math.inf)
+        return self._gave_up

@@ -151,7 +151,7 @@ class SubBackend(Backend):
 
     def _check_open(self) -> None:
         if self._closed is not None:
-            raise self._closed
+            raise self._closed.fresh()
 
     def _source(self, src: int) -> int:
         return src if src == ANY_SOURCE else self._root_ranks[src]

@@ -169,6 +169,8 @@ def _encode(value: Any, allow_pickle: bool) -> torch.Tensor:  # noqa: FBT001 - t
 def _decode(data: torch.Tensor, allow_pickle: bool) -> Any:  # noqa: FBT001 - the user's keyword, passed on
     raw = data.numpy().tobytes()
     codec, body = raw[:1], raw[1:]
+    if codec not in (_MSGPACK, _PICKLE):
+        raise ProtocolError("what another rank sent is not an object: receive it with recv()")
     if codec == _PICKLE and not allow_pickle:
         raise ProtocolError(
             "another rank sent a pickle; pass allow_pickle=True to run what it says, on all ranks or none"

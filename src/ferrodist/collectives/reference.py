@@ -352,10 +352,10 @@ class _Run:
                 ranks=error.ranks,
             )
             self._group.abort(failure)
-            raise (self._group.failure or failure) from None
+            raise (self._group.failure or failure).fresh() from None
         except DistributedError as error:
             self._group.abort(error)
-            raise (self._group.failure or error) from None
+            raise (self._group.failure or error).fresh() from None
 
 
 def _peers_of(rank: int, world_size: int) -> list[int]:

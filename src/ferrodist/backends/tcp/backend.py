@@ -154,7 +154,7 @@ class TcpBackend(MailboxBackend):
             self.abort(error)
             self.close()
             raise error
-        for peer in self._links:
+        for peer in list(self._links):
             self._push(Frame(kind=Kind.READY, source=self.rank, destination=peer))
 
     def _begin(self, connections: dict[int, socket.socket]) -> None:

@@ -1,0 +1,53 @@
+"""Testing distributed programs, and backends and stores of one's own.
+
+::
+
+    ranks.py               run_ranks            supervision.py     watching ranks, whatever they are
+    rank_program.py        what a rank does     thread_ranks.py, process_ranks.py, rank_child.py
+    rank_failures.py       one error of many    stack_dump.py      where a stuck process is
+    leaks.py               check_leaks          pytest_plugin.py   the marker ranks
+    backend_conformance.py check_backend        backend_checks/    its checks
+    store_conformance.py   check_store          conformance.py     running checks
+
+Names load when they are first used: pytest imports the plugin, and with it this package, at every start.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ferrodist.testing.backend_checks.harness import RankRunner as RankRunner
+    from ferrodist.testing.backend_conformance import BACKEND_CHECKS as BACKEND_CHECKS
+    from ferrodist.testing.backend_conformance import check_backend as check_backend
+    from ferrodist.testing.leaks import check_leaks as check_leaks
+    from ferrodist.testing.ranks import RANKS_BACKENDS as RANKS_BACKENDS
+    from ferrodist.testing.ranks import BackendName as BackendName
+    from ferrodist.testing.ranks import run_ranks as run_ranks
+    from ferrodist.testing.store_conformance import STORE_CHECKS as STORE_CHECKS
+    from ferrodist.testing.store_conformance import check_store as check_store
+
+_HOME_OF = {
+    "BACKEND_CHECKS": "backend_conformance",
+    "RANKS_BACKENDS": "ranks",
+    "STORE_CHECKS": "store_conformance",
+    "BackendName": "ranks",
+    "RankRunner": "backend_checks.harness",
+    "check_backend": "backend_conformance",
+    "check_leaks": "leaks",
+    "check_store": "store_conformance",
+    "run_ranks": "ranks",
+}
+
+__all__ = [*_HOME_OF]  # noqa: PLE0604 - names that __getattr__ gives
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

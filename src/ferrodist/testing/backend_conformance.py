@@ -1,0 +1,58 @@
+"""The conformance suite of backends: every promise of `ferrodist.backends.base`, as a check that an author can run.
+
+::
+
+    @pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
+    def test_my_backend(check):
+        check(MyBackend.create_group, 3)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ferrodist.testing.backend_checks.arguments import ARGUMENT_CHECKS
+from ferrodist.testing.backend_checks.deadlines import DEADLINE_CHECKS
+from ferrodist.testing.backend_checks.endings import ENDING_CHECKS
+from ferrodist.testing.backend_checks.messages import MESSAGE_CHECKS
+from ferrodist.testing.backend_checks.requests import REQUEST_CHECKS
+from ferrodist.testing.backend_checks.subgroups import SUBGROUP_CHECKS
+from ferrodist.testing.conformance import run_checks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ferrodist.testing.backend_checks.harness import BackendCheck, BackendUnderTest
+
+__all__ = ["BACKEND_CHECKS", "check_backend"]
+
+BACKEND_CHECKS: tuple[BackendCheck, ...] = (
+    *MESSAGE_CHECKS,
+    *REQUEST_CHECKS,
+    *DEADLINE_CHECKS,
+    *ARGUMENT_CHECKS,
+    *ENDING_CHECKS,
+    *SUBGROUP_CHECKS,
+)
+"""All checks. Each takes a factory or a runner, and a world size, and raises when its rule is broken."""
+
+
+def check_backend(backend: BackendUnderTest, world_sizes: Iterable[int] = (2, 3, 4)) -> None:
+    """Run all checks on a backend.
+
+    Args:
+        backend: ``factory(world_size)`` that returns the handles of a fresh group whose ranks will be threads; or an
+            object with ``run(world_size, fn)``, see `RankRunner`, for ranks that are forked processes.
+        world_sizes: The group sizes to check; checks that need three ranks take three where 2 is asked for.
+
+    Raises:
+        AssertionError: Rules are broken; all of them are listed, and the first failure is the cause.
+    """
+    run_checks(
+        "backend",
+        [
+            (f"{check.__name__} (world size {world_size})", check, (backend, world_size))
+            for world_size in world_sizes
+            for check in BACKEND_CHECKS
+        ],
+    )

@@ -1,0 +1,185 @@
+"""Nothing may be left behind: threads, processes, descriptors, shared memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ferrodist.deadline import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["check_leaks"]
+
+_SETTLE_SECONDS = 1.0
+_POLL_SECONDS = 0.01
+_SHARED_MEMORY = Path("/dev/shm")
+_ENGINE_THREAD_PREFIX = "ferro"
+"""Threads of the native engine carry names that start with this."""
+
+# Started once, on first use, by the interpreter or torch, and meant to live as long as the process.
+_LASTING_PROCESSES = (
+    "multiprocessing.resource_tracker",  # unlinks shared memory that a crashed process left
+    "multiprocessing.forkserver",  # forks workers of the "forkserver" start method
+    "torch_shm_manager",  # torch's own tracker of tensors in shared memory
+)
+_LASTING_DESCRIPTORS = (
+    "/dev/null",  # opened by subprocess and logging set-ups and kept for later
+    "/dev/urandom",  # kept open by OpenSSL and libraries that draw random numbers
+    "/dev/nvidia",  # the CUDA driver opens its devices at the first call
+)
+_LASTING_THREADS = ("tqdm_monitor",)  # of progress bars, started with the first one
+
+
+@contextmanager
+def check_leaks() -> Iterator[None]:
+    """Raise AssertionError, with a list, when the block leaves something behind that was not there before.
+
+    Looked at are Python threads and threads of the native engine, child processes (zombies too), open descriptors
+    (sockets, pipes, files, memfd, eventfd, epoll), mappings of shared memory, and files in ``/dev/shm``. What is
+    just ending has a second for it. Things that the interpreter and torch make once and keep are left out; each is
+    named in this module with its reason. An exception of the block itself goes through unchanged.
+
+    Everything but threads is read from ``/proc``, so other systems than Linux check threads only.
+
+    Raises:
+        AssertionError: Something was left behind.
+    """
+    gc.collect()
+    before = _Snapshot.take()
+    yield
+    gc.collect()
+    deadline = Deadline(_SETTLE_SECONDS)
+    while leaks := _Snapshot.take().beyond(before):
+        if deadline.expired:
+            raise AssertionError("the block left behind:\n" + "\n".join(f"  {leak}" for leak in leaks))
+        time.sleep(_POLL_SECONDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Snapshot:
+    """What this process holds at one moment; each thing is counted under a name that tells it from others."""
+
+    threads: Counter[str]
+    processes: Counter[str]
+    descriptors: Counter[str]
+    mappings: Counter[str]
+    segments: Counter[str]
+
+    @classmethod
+    def take(cls) -> _Snapshot:
+        on_linux = sys.platform == "linux"
+        processes = _child_processes() if on_linux else {}
+        return cls(
+            threads=_threads(),
+            processes=Counter(processes.values()),
+            descriptors=_descriptors() if on_linux else Counter(),
+            mappings=_mappings() if on_linux else Counter(),
+            segments=_segments({os.getpid(), *processes}) if on_linux else Counter(),
+        )
+
+    def beyond(self, before: _Snapshot) -> list[str]:
+        """What is here and was not in ``before``, in words."""
+        return [
+            f"{kind} {name}" + (f" ({count} more)" if count > 1 and kind != "mapping" else "")
+            for kind, now, then in (
+                ("thread", self.threads, before.threads),
+                ("process", self.processes, before.processes),
+                ("descriptor", self.descriptors, before.descriptors),
+                ("mapping", self.mappings, before.mappings),
+                ("file", self.segments, before.segments),
+            )
+            for name, count in (now - then).items()
+        ]
+
+
+def _threads() -> Counter[str]:
+    # A dummy stands for a native thread that once called into Python, as the workers of torch's autograd pool do: it
+    # stays listed for as long as the pool. Those of the native engine are found by their own name below.
+    threads = [
+        thread
+        for thread in threading.enumerate()
+        if not isinstance(thread, threading._DummyThread)  # noqa: SLF001
+    ]
+    found = Counter(
+        f"{thread.name!r} (ident {thread.ident}{', daemon' if thread.daemon else ''})"
+        for thread in threads
+        if thread.name not in _LASTING_THREADS
+    )
+    known = {thread.native_id for thread in threads}
+    for task in Path("/proc/self/task").glob("*"):
+        # Other native threads are pools (OpenMP, BLAS) that grow at the first large operation and are kept.
+        with suppress(OSError):  # it ended
+            name = (task / "comm").read_text().strip()
+            if name.startswith(_ENGINE_THREAD_PREFIX) and int(task.name) not in known:
+                found[f"{name!r} of the native engine (id {task.name})"] += 1
+    return found
+
+
+def _child_processes() -> dict[int, str]:
+    children: dict[int, str] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            if int(parent) != os.getpid():
+                continue
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            if any(name in command for name in _LASTING_PROCESSES):
+                continue
+            ended = ", ended but not waited for" if state == "Z" else ""
+            children[int(entry.name)] = f"{entry.name}{ended}: {command[:100]}".removesuffix(": ")
+    return children
+
+
+def _descriptors() -> Counter[str]:
+    found: Counter[str] = Counter()
+    # The pipe that tells the resource tracker of this process's end; made with the tracker.
+    tracker_pipe = getattr(resource_tracker._resource_tracker, "_fd", None)  # noqa: SLF001 - no public name for it
+    for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208 - a Path for each would open more descriptors to look at
+        with suppress(OSError):  # the listing's own descriptor
+            target = os.readlink(f"/proc/self/fd/{entry}")  # noqa: PTH115
+            if int(entry) != tracker_pipe and not target.startswith((*_LASTING_DESCRIPTORS, "/proc/")):
+                # Sockets and pipes have their inode in the name; event descriptors only their kind, so they are
+                # counted.
+                found[target] += 1
+    return found
+
+
+def _mappings() -> Counter[str]:
+    """Bytes mapped of each piece of shared memory (not how often: the kernel merges neighbours)."""
+    found: Counter[str] = Counter()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5].startswith(("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")):
+            start, end = (int(address, 16) for address in fields[0].split("-"))
+            found[f"of {fields[5]} (inode {fields[4]})"] += end - start
+    return found
+
+
+def _segments(own: set[int]) -> Counter[str]:
+    """Files in /dev/shm, but for those that another running program holds: they are its own."""
+    if not _SHARED_MEMORY.is_dir():
+        return Counter()
+    names = {str(path) for path in _SHARED_MEMORY.iterdir()}
+    return Counter(names - _held_by_others(own)) if names else Counter()
+
+
+def _held_by_others(own: set[int]) -> set[str]:
+    held: set[str] = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        if int(entry.name) not in own:
+            with suppress(OSError):  # it ended, or belongs to another user
+                maps = (entry / "maps").read_text().splitlines()
+                held.update(line.split(maxsplit=5)[-1] for line in maps if "/dev/shm/" in line)
+                held.update(os.readlink(link) for link in (entry / "fd").iterdir())  # noqa: PTH115
+    return held

@@ -1,0 +1,245 @@
+"""Ranks as processes forked from this one.
+
+What a rank returns or raises comes back by pickle. That is safe here and nowhere else: the pipe has no name, and
+both of its ends are this program.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+import warnings
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import wait as wait_readable
+from typing import IO, TYPE_CHECKING, Any
+
+from ferrodist.deadline import Deadline
+from ferrodist.testing.rank_child import STACK_SIGNAL, fork_rank
+from ferrodist.testing.rank_program import Outcome
+from ferrodist.testing.stack_dump import read_stack
+from ferrodist.testing.supervision import Event, Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ferrodist.testing.rank_program import RankProgram
+
+__all__ = ["ProcessRanks"]
+
+_EXIT_SECONDS = 2.0
+
+
+class _Child:
+    """One forked rank, as its parent sees it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.connection, self.far_end = Pipe()
+        self.stack_file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
+        self.pid = 0
+        # Readable when the process has ended, whoever else holds its pipe (a child of its own, say). Linux has it.
+        self.pidfd: int | None = None
+        self.stage: Stage | None = None
+        self.status: int | None = None
+        self.reaped = False
+
+    def started(self, pid: int) -> None:
+        self.pid = pid
+        self.far_end.close()
+        if hasattr(os, "pidfd_open"):
+            with suppress(OSError):
+                self.pidfd = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        if self.pid and not self.reaped:  # not reaped: the pid can't have gone to another process
+            os.kill(self.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Wait for the end of a process that is known to end."""
+        if self.pid and not self.reaped:
+            with suppress(ChildProcessError):  # someone else in this process has waited for it
+                self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            self.reaped = True
+
+    def exited_within(self, deadline: Deadline) -> bool:
+        """Wait for the end of the process; False when it goes on."""
+        while not self.reaped:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                self.reaped = True
+                break
+            if pid:
+                self.status, self.reaped = os.waitstatus_to_exitcode(status), True
+            elif deadline.expired:
+                return False
+            elif self.pidfd is not None:
+                wait_readable([self.pidfd], deadline.remaining())
+            else:
+                time.sleep(0.005)
+        return True
+
+    def close(self) -> None:
+        self.connection.close()
+        self.far_end.close()
+        self.stack_file.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+    def cause_of_death(self) -> str:
+        if self.status is None:
+            return "the process ended without a result"
+        if self.status < 0:
+            return f"the process was killed by {_signal_name(-self.status)}"
+        return f"the process exited with status {self.status} without a result"
+
+
+class ProcessRanks:
+    """One forked process for each rank; a `RankSet`."""
+
+    def __init__(self, program: RankProgram, world_size: int) -> None:
+        self._other_threads = [
+            thread.name for thread in threading.enumerate() if thread is not threading.current_thread()
+        ]
+        self._pending: list[Event] = []
+        self._children: list[_Child] = []
+        try:
+            self._children.extend(_Child(rank) for rank in range(world_size))
+            for child in self._children:
+                self._fork(child, program)
+        except BaseException:
+            self.dispose()
+            raise
+
+    def _fork(self, child: _Child, program: RankProgram) -> None:
+        with warnings.catch_warnings():
+            # Python 3.12 warns of a fork beside threads. `notes` says so when it mattered.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = fork_rank(program, child.rank, child.far_end, child.stack_file, partial(self._forget_in, child.rank))
+        child.started(pid)
+
+    def _forget_in(self, rank: int) -> None:
+        """Close in a child what belongs to the parent and to other ranks: a copy of a pipe's end would hide its end."""
+        for child in self._children:
+            if child.rank == rank:
+                child.connection.close()
+            else:
+                child.close()
+
+    def next_event(self, timeout: float) -> Event | None:
+        """See `RankSet.next_event`."""
+        deadline = Deadline(timeout)
+        while not self._pending:
+            sources: dict[Any, _Child] = {}
+            for child in self._children:
+                if not child.reaped:
+                    if not child.connection.closed:
+                        sources[child.connection] = child
+                    if child.pidfd is not None:
+                        sources[child.pidfd] = child
+            ready = wait_readable(list(sources), deadline.remaining())
+            if not ready:
+                return None
+            for source in ready:
+                self._listen(sources[source], exited=isinstance(source, int))
+        return self._pending.pop(0)
+
+    def _listen(self, child: _Child, *, exited: bool) -> None:
+        """Take what one child has to say."""
+        if child.reaped:
+            return
+        try:
+            while not child.connection.closed and child.connection.poll():
+                self._heard(child, child.connection.recv_bytes())
+        except (EOFError, OSError):
+            child.connection.close()
+            if child.pidfd is None:  # nothing else would tell of its end; without the pipe it is of no use anyway
+                child.kill()
+                exited = True
+        if exited:
+            child.reap()
+            self._died(child)
+
+    def _heard(self, child: _Child, message: bytes) -> None:
+        try:
+            stage, outcome = pickle.loads(message)
+        except Exception as error:  # noqa: BLE001 - a result's own code runs here
+            stage = Stage.ENDED if child.stage is None else Stage.CLOSED
+            summary = f"what it returned or raised cannot be unpickled here: {type(error).__name__}: {error}"
+            outcome = Outcome(rank=child.rank, time=time.monotonic(), summary=summary)
+        child.stage = stage
+        self._pending.append(Event(rank=child.rank, stage=stage, outcome=outcome))
+
+    def _died(self, child: _Child) -> None:
+        if child.stage is Stage.CLOSED:
+            return
+        outcome = Outcome(rank=child.rank, time=time.monotonic(), summary=child.cause_of_death())
+        if child.stage is None:
+            self._pending.append(Event(rank=child.rank, stage=Stage.ENDED, outcome=outcome))
+            self._pending.append(Event(rank=child.rank, stage=Stage.CLOSED, outcome=None))
+        else:
+            outcome = replace(outcome, summary=f"{outcome.summary}, while it closed its group")
+            self._pending.append(Event(rank=child.rank, stage=Stage.CLOSED, outcome=outcome))
+        child.stage = Stage.CLOSED
+
+    def stack(self, rank: int) -> str:
+        """See `RankSet.stack`."""
+        child = self._children[rank]
+        if child.reaped:
+            return "  (the process has just ended)"
+        os.kill(child.pid, STACK_SIGNAL)
+        return read_stack(child.stack_file, child.pid)
+
+    def stop(self, ranks: Iterable[int]) -> None:
+        """See `RankSet.stop`."""
+        children = [self._children[rank] for rank in ranks]
+        for child in children:
+            child.kill()
+        for child in children:
+            child.reap()
+            child.stage = Stage.CLOSED
+        stopped = {child.rank for child in children}
+        self._pending = [event for event in self._pending if event.rank not in stopped]
+
+    def release(self) -> None:
+        """See `RankSet.release`."""
+        for child in self._children:
+            if not child.reaped and not child.connection.closed:
+                with suppress(OSError):  # it has just died, which its pidfd or pipe will tell
+                    child.connection.send_bytes(b"close")
+
+    def dispose(self) -> None:
+        """See `RankSet.dispose`."""
+        deadline = Deadline(_EXIT_SECONDS)
+        for child in self._children:
+            if child.pid and (child.stage is not Stage.CLOSED or not child.exited_within(deadline)):
+                child.kill()
+        for child in self._children:
+            child.reap()
+            child.close()
+
+    def notes(self) -> list[str]:
+        """See `RankSet.notes`."""
+        if not self._other_threads:
+            return []
+        names = ", ".join(self._other_threads)
+        note = (
+            f"this process had other threads when it forked the ranks ({names}); a lock that one of them held at that"
+            " moment stays locked in the ranks for ever. Fork before starting threads, or use ranks that are threads."
+        )
+        return [note]
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

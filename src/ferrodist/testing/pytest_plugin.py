@@ -1,0 +1,170 @@
+"""The pytest plugin: a test that runs as every rank of a group.
+
+::
+
+    @pytest.mark.ranks(4)
+    def test_ranks_meet(group):
+        group.barrier()
+
+The body runs once for each rank, with ``group`` the rank's handle, through `ferrodist.testing.run_ranks`. Other
+fixtures are set up once and shared by the ranks (a copy for each, when ranks are processes). pytest imports this module
+at every start, so it imports nothing but the standard library and pytest; the rest comes with the first marked test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from _pytest._io import TerminalWriter  # pytest has no public name for it
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.testing.ranks import BackendName
+
+__all__: list[str] = []
+
+_BACKENDS = ("simulated", "tcp", "tcp-threads")
+_DEFAULT_TIMEOUT = 60.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--ranks-backend``."""
+    parser.getgroup("ferrodist").addoption(
+        "--ranks-backend",
+        choices=_BACKENDS,
+        default=_BACKENDS[0],
+        help="what connects the ranks of tests marked with ranks, where the marker does not say (default: %(default)s)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line(
+        "markers",
+        "ranks(world_size, backend=None, timeout=60): run the test on each of world_size ranks; the test's argument"
+        " 'group' is the rank's group. backend is simulated, tcp or tcp-threads.",
+    )
+
+
+@pytest.fixture(name="group")
+def _group(request: pytest.FixtureRequest) -> None:
+    """The group of the rank that runs the test; the test must be marked with ranks."""
+    if request.node.get_closest_marker("ranks") is None:
+        pytest.fail("the argument 'group' needs the marker: @pytest.mark.ranks(world_size)", pytrace=False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a marked test on its ranks."""
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    from ferrodist.errors import RankFailedError  # noqa: PLC0415 - see the module's docstring
+    from ferrodist.testing.ranks import run_ranks  # noqa: PLC0415
+
+    options = _read_marker(*marker.args, **marker.kwargs)
+    names = pyfuncitem._fixtureinfo.argnames  # noqa: SLF001 - as pytest's own implementation of this hook does
+    if "group" not in names:
+        pytest.fail("a test marked with ranks must take the argument 'group'", pytrace=False)
+    arguments = {name: pyfuncitem.funcargs[name] for name in names if name != "group"}
+    backend: BackendName = options.backend or pyfuncitem.config.getoption("--ranks-backend")
+    body: Callable[..., Any] = pyfuncitem.obj
+
+    def program(group: Backend) -> None:
+        try:
+            body(group=group, **arguments)
+        except _OUTCOMES as outcome:
+            raise _RankOutcome(type(outcome).__name__, str(outcome)) from None
+
+    try:
+        run_ranks(program, options.world_size, backend=backend, timeout=options.timeout)
+    except RankFailedError as error:
+        if isinstance(error.__cause__, _RankOutcome):
+            name, reason = error.__cause__.args
+            kind = next(kind for kind in _OUTCOMES if kind.__name__ == name)
+            raise kind(reason) from None
+        raise
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the ranks' tracebacks, and not those of what ran them."""
+    report = yield
+    if item.get_closest_marker("ranks") is not None and call.excinfo is not None and report.failed:
+        from ferrodist.errors import RankFailedError  # noqa: PLC0415
+
+        error = call.excinfo.value
+        if isinstance(error, RankFailedError):
+            path, line, _ = item.location
+            # pytest asks of a long representation no more than what _RankReport has.
+            report.longrepr = _RankReport(text=str(error), path=path, line=(line or 0) + 1)  # type: ignore[assignment]
+    return report
+
+
+_OUTCOMES: tuple[type[BaseException], ...] = (
+    pytest.skip.Exception,
+    pytest.xfail.Exception,
+    pytest.exit.Exception,
+)
+
+
+class _RankOutcome(BaseException):
+    """A rank has ended the test in one of pytest's own ways. pytest's exceptions for these do not pickle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """What the marker says."""
+
+    world_size: int
+    backend: BackendName | None
+    timeout: float
+
+
+def _read_marker(world_size: int, *, backend: BackendName | None = None, timeout: float = _DEFAULT_TIMEOUT) -> _Options:
+    if backend is not None and backend not in _BACKENDS:
+        pytest.fail(f"the marker ranks takes as backend {', '.join(_BACKENDS)}, not {backend!r}", pytrace=False)
+    return _Options(world_size=world_size, backend=backend, timeout=timeout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Crash:
+    """Where a failure is, and its one line for pytest's summary."""
+
+    path: str
+    lineno: int
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RankReport:
+    """The text of a `RankFailedError`, as pytest shows failures."""
+
+    text: str
+    path: str
+    line: int
+
+    @property
+    def reprcrash(self) -> _Crash:
+        return _Crash(path=self.path, lineno=self.line, message=self.text.partition("\n")[0])
+
+    def toterminal(self, tw: TerminalWriter) -> None:
+        for line in self.text.splitlines():
+            if line.startswith("--------"):
+                tw.line(line, bold=True)
+            elif line.startswith((" ", "Traceback")):
+                tw.line(line)
+            else:
+                tw.line(line, red=True)
+        tw.line(f"{self.path}:{self.line}", bold=True)
+
+    def __str__(self) -> str:
+        return self.text

@@ -1,0 +1,121 @@
+"""Running a function as every rank of a group, within one test."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, check_timeout
+from ferrodist.errors import InvalidWorldSizeError
+from ferrodist.testing.rank_program import RankProgram
+from ferrodist.testing.supervision import supervise
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.testing.supervision import RankSet
+
+    BackendFactory: TypeAlias = Callable[[int], Sequence[Backend]]
+
+__all__ = ["RANKS_BACKENDS", "BackendFactory", "BackendName", "run_ranks"]
+
+BackendName: TypeAlias = Literal["simulated", "tcp", "tcp-threads"]
+
+RANKS_BACKENDS = ("simulated", "tcp", "tcp-threads")
+"""The names `run_ranks` takes for ``backend``."""
+
+_GROUP_SHARE = 0.75
+"""Part of the run's time that a call in the group may take: its error, which names the late rank, must come first."""
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: BackendName | BackendFactory = "simulated",
+    timeout: float = 60.0,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run ``fn(group, *args, **kwargs)`` on every rank of a fresh group and return the results by rank.
+
+    While ``fn`` runs, ``group`` is also the default group of its rank. ``fn`` may be a closure or a lambda. When one
+    rank fails, the group is aborted, and ranks that do not end by themselves within a few seconds are stopped:
+    processes by SIGKILL; threads, which can't be stopped, are left behind as daemons. The groups are closed, all at the
+    same time, when the last ``fn`` has ended; a rank that fails closes its own at once.
+
+    Args:
+        fn: The program of a rank.
+        world_size: Number of ranks.
+        args: Passed to ``fn``. Ranks that are threads share the objects; ranks that are processes each have a copy.
+        backend: ``"simulated"``: ranks are threads that exchange bytes in memory. ``"tcp-threads"``: threads, over
+            loopback TCP. ``"tcp"``: processes forked from this one, over loopback TCP; what ``fn`` returns or raises
+            must pickle. Or a function that takes the world size and returns the handle of each rank, for ranks that
+            are threads.
+        timeout: Seconds for the whole run. The groups get three quarters of it as their own, at most the usual default.
+        kwargs: Passed to ``fn``.
+
+    Raises:
+        RankFailedError: A rank raised, died, or was not done in time. ``ranks`` are those that failed of themselves,
+            the first failure first. The message has their tracebacks whole (the stack, for a rank that was stuck),
+            and a line for each rank that failed as a consequence. ``__cause__`` is the first exception.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise InvalidWorldSizeError(f"run_ranks needs a world size of at least 1, not {world_size!r}")
+    if not callable(backend) and backend not in RANKS_BACKENDS:
+        raise ValueError(f"backend must be a function or one of {', '.join(RANKS_BACKENDS)}, not {backend!r}")
+    check_timeout(timeout)
+
+    def body(group: Backend) -> Any:
+        return fn(group, *args, **kwargs)
+
+    return supervise(_start(body, world_size, backend, timeout), world_size, timeout)
+
+
+def _start(
+    body: Callable[[Backend], Any], world_size: int, backend: BackendName | BackendFactory, timeout: float
+) -> RankSet:
+    # Imported where they are used, and before a fork, which then brings them to every rank.
+    import ferrodist.backends.process_group  # noqa: PLC0415, F401 - RankProgram uses it
+    from ferrodist.testing.thread_ranks import ThreadRanks  # noqa: PLC0415
+
+    group_timeout = min(timeout * _GROUP_SHARE, DEFAULT_COLLECTIVE_TIMEOUT)
+    if callable(backend):
+        open_group = _handed_out(backend(world_size), world_size)
+    elif backend == "simulated":
+        from ferrodist.backends.simulated import SimulatedBackend  # noqa: PLC0415
+
+        open_group = _handed_out(SimulatedBackend.create_group(world_size, timeout=group_timeout), world_size)
+    else:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, world_size))
+        open_group = _tcp_opener(listener, world_size, group_timeout, keep=backend == "tcp-threads")
+        if backend == "tcp":
+            from ferrodist.testing.process_ranks import ProcessRanks  # noqa: PLC0415
+
+            with listener:  # the forked rank 0 has a copy
+                return ProcessRanks(RankProgram(open_group=open_group, body=body), world_size)
+    return ThreadRanks(RankProgram(open_group=open_group, body=body), world_size)
+
+
+def _handed_out(groups: Sequence[Backend], world_size: int) -> Callable[[int], Backend]:
+    if len(groups) != world_size or [group.rank for group in groups] != list(range(world_size)):
+        raise ValueError(f"the backend factory must return ranks 0 to {world_size - 1} in order, not {groups!r}")
+    return groups.__getitem__
+
+
+def _tcp_opener(listener: socket.socket, world_size: int, timeout: float, *, keep: bool) -> Callable[[int], Backend]:
+    """What opens a rank's TCP group; ``keep`` is for threads, where the listening socket is one for all ranks."""
+    from ferrodist.backends.tcp import TcpBackend  # noqa: PLC0415
+
+    address = "{}:{}".format(*listener.getsockname())
+    secret = secrets.token_bytes(32)
+
+    def open_group(rank: int) -> Backend:
+        if rank == 0:
+            return TcpBackend(rank, world_size, address, secret=secret, timeout=timeout, listener=listener)
+        if not keep:
+            listener.close()
+        return TcpBackend(rank, world_size, address, secret=secret, timeout=timeout)
+
+    return open_group

@@ -1,0 +1,203 @@
+"""What works with what, as a page of documentation that is made from the code: ``docs/support.md``.
+
+::
+
+    python -m ferrodist.testing.support_table                        # to standard output
+    python -m ferrodist.testing.support_table --write docs/support.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+import ferrodist as fd
+from ferrodist.collectives.reduce_op import DTYPES, Op, PremultipliedSum, ReduceOp, check_reduction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ferrodist.backends.base import Backend
+
+__all__ = ["OPERATIONS", "YES", "render", "undefined_reason"]
+
+YES = "yes"
+_NO = "-"
+
+OPERATIONS: dict[str, Op] = {**{op.name: op for op in ReduceOp}, "premultiplied_sum": PremultipliedSum(0.5)}
+"""The columns of the first table."""
+
+_HEAD = """# What works with what
+
+Made from the code by `python -m ferrodist.testing.support_table --write docs/support.md`; a test compares the two and
+tries every cell.
+"""
+
+_REDUCTIONS = """## Element types and reductions
+
+`allreduce`, `reduce`, `reduce_scatter` and their forms. A number refers to the reason below the table; such a call raises
+`TypeError` before anything is sent. Everything else that ferrodist does (broadcast, gathering, scattering, all-to-all,
+messages) takes all of these types, and no others.
+"""
+
+_COLLECTIVES = """## Collectives
+
+*grad*: differentiable. *out*: takes `out=`. *dim*: takes `dim=`. *async*: has a form that starts it and returns a
+`PendingCollective`. *joined*: several of them inside `coalesce` travel as one.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A collective: what the code can't tell about it, and how to try it with one tensor of four elements.
+
+    Args:
+        result: Who gets what.
+        uneven: Which sizes ranks may differ in.
+        call: Tries it, on a group of one rank.
+    """
+
+    result: str
+    uneven: str
+    call: Callable[[torch.Tensor], object]
+
+
+_ROWS: dict[str, _Row] = {
+    "allreduce": _Row(result="all ranks: the fold", uneven=_NO, call=lambda x: fd.allreduce(x)),
+    "reduce": _Row(result="one rank: the fold", uneven=_NO, call=lambda x: fd.reduce(x)),
+    "broadcast": _Row(result="all ranks: one rank's", uneven=_NO, call=lambda x: fd.broadcast(x)),
+    "all_gather": _Row(result="all ranks: the ranks' joined", uneven=_NO, call=lambda x: fd.all_gather(x)),
+    "all_gather_uneven": _Row(
+        result="all ranks: the ranks' joined", uneven="any, along dim", call=lambda x: fd.all_gather_uneven(x)
+    ),
+    "gather": _Row(result="one rank: the ranks' joined", uneven="any, along dim", call=lambda x: fd.gather(x)),
+    "scatter": _Row(
+        result="each rank: its part of one rank's", uneven="first ranks one more", call=lambda x: fd.scatter(x)
+    ),
+    "reduce_scatter": _Row(
+        result="each rank: its part of the fold", uneven="first ranks one more", call=lambda x: fd.reduce_scatter(x)
+    ),
+    "reduce_scatter_tensor": _Row(
+        result="each rank: its part of the fold",
+        uneven="first ranks one more",
+        call=lambda x: fd.reduce_scatter_tensor(torch.empty_like(x), x),
+    ),
+    "all_to_all": _Row(result="each rank: a part of each rank's", uneven=_NO, call=lambda x: fd.all_to_all(x)),
+    "all_to_all_single_uneven": _Row(
+        result="each rank: a part of each rank's",
+        uneven="as counts say",
+        call=lambda x: fd.all_to_all_single_uneven(x, [len(x)], [len(x)]),
+    ),
+    "barrier": _Row(result="nothing", uneven=_NO, call=lambda x: fd.barrier()),
+    "all_gather_object": _Row(
+        result="all ranks: the ranks' objects", uneven="any", call=lambda x: fd.all_gather_object(1)
+    ),
+    "broadcast_object": _Row(
+        result="all ranks: one rank's object", uneven="any", call=lambda x: fd.broadcast_object(1)
+    ),
+    "gather_object": _Row(result="one rank: the ranks' objects", uneven="any", call=lambda x: fd.gather_object(1)),
+    "scatter_object": _Row(
+        result="each rank: an object of one rank", uneven="any", call=lambda x: fd.scatter_object([1])
+    ),
+}
+
+
+def undefined_reason(dtype: torch.dtype, op: Op) -> str | None:
+    """Why ``op`` of ``dtype`` is not defined, or None when it is."""
+    try:
+        check_reduction(dtype, op)
+    except TypeError as error:
+        return str(error).partition("is not defined: ")[2]
+    return None
+
+
+def render() -> str:
+    """The whole page."""
+    group = fd.SimulatedBackend.create_group(1)[0]
+    with fd.use_group(group):
+        collectives = _collectives_table(group)
+    group.close()
+    return f"{_HEAD}\n{_REDUCTIONS}\n{_reductions_table()}\n{_COLLECTIVES}\n{collectives}"
+
+
+def _reductions_table() -> str:
+    reasons: list[str] = []
+    rows = []
+    for dtype in DTYPES:
+        cells = []
+        for op in OPERATIONS.values():
+            reason = undefined_reason(dtype, op)
+            if reason is not None and reason not in reasons:
+                reasons.append(reason)
+            cells.append(YES if reason is None else str(reasons.index(reason) + 1))
+        rows.append([str(dtype).removeprefix("torch."), *cells])
+    notes = "".join(f"{number}. {reason}.\n" for number, reason in enumerate(reasons, 1))
+    return f"{_table(['', *OPERATIONS], rows)}\n{notes}"
+
+
+def _collectives_table(group: Backend) -> str:
+    rows = []
+    for name, row in _ROWS.items():
+        parameters = inspect.signature(getattr(fd, name)).parameters
+        started = f"async_{name}" if hasattr(fd, f"async_{name}") else None
+        cells = [
+            _cell(is_so=_has_gradient(row)),
+            _cell(is_so="out" in parameters),
+            _cell(is_so="dim" in parameters),
+            _NO if started is None else YES,
+            _cell(is_so=started is not None and _are_joined(started, group)),
+        ]
+        rows.append([f"`{name}`", row.result, row.uneven, *cells])
+    return _table(["", "result", "sizes that differ", "grad", "out", "dim", "async", "joined"], rows)
+
+
+def _cell(*, is_so: bool) -> str:
+    return YES if is_so else _NO
+
+
+def _has_gradient(row: _Row) -> bool:
+    try:
+        result = row.call(torch.ones(4, requires_grad=True))
+    except RuntimeError:  # its out= and autograd don't go together
+        return False
+    return isinstance(result, torch.Tensor) and result.requires_grad
+
+
+def _are_joined(started: str, group: Backend) -> bool:
+    """Whether two of a kind take one place among the group's collectives."""
+    first = group.agreement.reserve()
+    with fd.coalesce(group):
+        pending = [getattr(fd, started)(torch.ones(4)) for _ in range(2)]
+    for handle in pending:
+        handle.wait()
+    return group.agreement.reserve() - first == 2
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = [head, ["-" * width for width in widths], *rows]
+    return "".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |\n"
+        for line in lines
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(prog="python -m ferrodist.testing.support_table", description=main.__doc__)
+    parser.add_argument("--write", type=Path, metavar="PATH", help="a file; default: standard output")
+    path: Path | None = parser.parse_args(arguments).write
+    if path is None:
+        sys.stdout.write(render())
+    else:
+        path.write_text(render(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
