@@ -1,8 +1,12 @@
-"""Plugins of the whole test tree."""
+"""Plugins of the whole test tree, and what must be set before torch is imported."""
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import entry_points
+
+# Process ranks are forked from this process. A pool of torch threads here would be missing, but waited for, in them.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 pytest_plugins = ["pytester"]
 if not any(entry.name == "ferrodist" for entry in entry_points(group="pytest11")):

@@ -11,6 +11,7 @@ import importlib.metadata
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from ferrodist.demo import add_demo_arguments, demo_options, run_demo
 from ferrodist.errors import DistributedError
 from ferrodist.launch.run import add_run_arguments, launch, spec_from_arguments
 from ferrodist.rendezvous.secret import make_secret
@@ -101,4 +102,23 @@ def _secret(_arguments: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS: tuple[Callable[[Subcommands], None], ...] = (_add_run, _add_secret)
+def _add_demo(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="train a small network on several ranks",
+        description="Train a small network on 1 rank and on several, compare, and plot. Needs the extra 'demo'.",
+        allow_abbrev=False,
+    )
+    add_demo_arguments(parser)
+    parser.set_defaults(handler=_demo, parser=parser)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    try:
+        options = demo_options(arguments)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return run_demo(options)
+
+
+_COMMANDS: tuple[Callable[[Subcommands], None], ...] = (_add_run, _add_secret, _add_demo)

@@ -1,0 +1,194 @@
+"""The command ``ferrodist demo``. What needs torch runs in the ranks; what needs the extra is imported when it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ferrodist.launch import LaunchSpec, ProgramKind, launch
+
+if TYPE_CHECKING:
+    import argparse
+
+    from ferrodist.demo.comparison import Comparison
+    from ferrodist.demo.display import Display
+    from ferrodist.demo.results import History, RunResult
+
+__all__ = ["DemoOptions", "add_demo_arguments", "demo_options", "run_demo"]
+
+_WANTED_ACCURACY = 0.97
+_MOST_RANKS = 48  # an image of each batch for every rank
+_REQUIRED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "rich"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """What to show.
+
+    Args:
+        ranks: How many ranks are compared with one.
+        epochs: Passes over the training images.
+        seed: Of the weights and of the order of the images.
+        plot: Where the picture goes.
+
+    Raises:
+        ValueError: A value is out of range; the message names the option.
+    """
+
+    ranks: int = 2
+    epochs: int = 12
+    seed: int = 0
+    plot: Path = Path("demo.png")
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.ranks <= _MOST_RANKS:
+            raise ValueError(
+                f"--ranks must be 2 to {_MOST_RANKS}, not {self.ranks}: they are compared with 1 rank, and share"
+                f" batches of {_MOST_RANKS} images"
+            )
+        if self.epochs < 1:
+            raise ValueError(f"--epochs must be 1 or more, not {self.epochs}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"--seed must be 0 to 2**63 - 1, not {self.seed}")
+        if not self.plot.absolute().parent.is_dir():
+            raise ValueError(f"--plot: there is no folder {self.plot.parent}; make it first")
+        if self.plot.is_dir():
+            raise ValueError(f"--plot: {self.plot} is a folder; name a file in it")
+
+
+def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``ferrodist demo``."""
+    default = DemoOptions()
+    parser.add_argument("--ranks", type=int, metavar="N", default=default.ranks, help="ranks (default %(default)s)")
+    parser.add_argument("--epochs", type=int, metavar="N", default=default.epochs, help="epochs (default %(default)s)")
+    parser.add_argument("--seed", type=int, metavar="N", default=default.seed, help="seed (default %(default)s)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="PATH", default=default.plot, help="where the plot goes (default %(default)s)"
+    )
+
+
+def demo_options(arguments: argparse.Namespace) -> DemoOptions:
+    """Turn parsed arguments into options.
+
+    Raises:
+        ValueError: For values that are out of range.
+    """
+    return DemoOptions(ranks=arguments.ranks, epochs=arguments.epochs, seed=arguments.seed, plot=arguments.plot)
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Train on one rank and on several, compare, and say whether both did what they should.
+
+    Returns:
+        0; 1 when the accuracy is below 97%, the weights differ by more than rounding explains, or the extra ``demo``
+        is not installed; what the launcher returned when a run failed.
+    """
+    missing = [package for module, package in _REQUIRED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        sys.stderr.write(
+            f"ferrodist: the demo needs {', '.join(missing)}, which is not installed here:"
+            " pip install 'ferrodist[demo]'\n"
+        )
+        return 1
+    from ferrodist.demo.comparison import compare_weights  # noqa: PLC0415 - needs NumPy
+    from ferrodist.demo.display import make_display  # noqa: PLC0415 - needs the extra
+    from ferrodist.demo.plot import save_plot  # noqa: PLC0415 - needs the extra
+
+    results: list[RunResult] = []
+    with make_display() as display:
+        for num_ranks in (1, options.ranks):
+            outcome = _train(options, num_ranks, display)
+            if isinstance(outcome, int):
+                return outcome
+            results.append(outcome)
+    one, several = results
+    save_plot(options.plot, one.history, several.history, num_ranks=options.ranks, wanted_accuracy=_WANTED_ACCURACY)
+    comparison = compare_weights(one.weights[0], several.weights[0], len(one.history.losses))
+    return _conclude(options, one, several, comparison)
+
+
+def _train(options: DemoOptions, num_ranks: int, display: Display) -> RunResult | int:
+    """One run in processes of its own; returns its result, or the launcher's exit code when it failed."""
+    from ferrodist.demo.progress import ProgressPipe  # noqa: PLC0415 - needs msgspec
+    from ferrodist.demo.results import read_result  # noqa: PLC0415 - needs NumPy
+
+    display.begin(_count(num_ranks))
+    with tempfile.TemporaryDirectory(prefix="ferrodist-demo-") as name:
+        folder = Path(name)
+        pipe = folder / "progress"
+        arguments = {
+            "--folder": str(folder),
+            "--progress": str(pipe),
+            "--epochs": str(options.epochs),
+            "--seed": str(options.seed),
+        }
+        spec = LaunchSpec(
+            program="ferrodist.demo.worker",
+            arguments=tuple(word for pair in arguments.items() for word in pair),
+            kind=ProgramKind.MODULE,
+            nproc_per_node=num_ranks,
+        )
+        with ProgressPipe(pipe, display.show):
+            code = launch(spec)
+        return read_result(folder, num_ranks) if code == 0 else code
+
+
+def _conclude(options: DemoOptions, one: RunResult, several: RunResult, comparison: Comparison) -> int:
+    """Print what came out; returns the exit code."""
+    from ferrodist.demo.comparison import are_identical  # noqa: PLC0415 - needs NumPy
+
+    ranks = _count(options.ranks)
+    lowest = min(one.history.accuracies[-1], several.history.accuracies[-1])
+    checks = {
+        f"test accuracy is below {_WANTED_ACCURACY:.0%}": lowest >= _WANTED_ACCURACY,
+        f"the {ranks} hold different weights": are_identical(several.weights),
+        "the weights differ by more than rounding explains": comparison.is_within_bound,
+    }
+    failures = [failure for failure, passed in checks.items() if not passed]
+    history = several.history
+    lines = [
+        "",
+        (
+            f"{history.num_train} images of handwritten digits in global batches of {history.batch_size},"
+            f" {options.epochs} epochs, {len(history.losses)} steps; {history.num_test} images for the test."
+        ),
+        _run_line("1 rank", one.history),
+        _run_line(f"{ranks} over TCP", several.history),
+        "",
+        *_comparison_lines(ranks, several, comparison),
+        "",
+        f"plot: {options.plot}",
+        *(f"FAILED: {failure}" for failure in failures),
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 1 if failures else 0
+
+
+def _run_line(title: str, history: History) -> str:
+    return f"  {title:<18} test accuracy {history.accuracies[-1]:.2%}, trained in {history.seconds:.1f} s"
+
+
+def _comparison_lines(ranks: str, several: RunResult, comparison: Comparison) -> list[str]:
+    from ferrodist.demo.comparison import are_identical  # noqa: PLC0415 - needs NumPy
+
+    same = "the same weights, bit for bit" if are_identical(several.weights) else "DIFFERENT weights"
+    return [
+        f"The {ranks} hold {same}. Compared with 1 rank:",
+        f"  largest difference of a weight: {comparison.absolute:.1e}",
+        f"  relative to its tensor's largest weight: {comparison.relative:.1e}",
+        (
+            f"  allowed: {comparison.bound:.1e}, which is float32 eps {comparison.eps:.1e}"
+            f" x {comparison.num_steps} steps x largest weight {comparison.largest_weight:.2f}"
+        ),
+        "  Seeds, batches and updates are the same; only the order in which a batch is summed is not, and float32",
+        "  rounds each sum. The bound lets each step move a weight by one unit in its last place: a rule of thumb,",
+        "  for later steps may enlarge or damp a difference.",
+    ]
+
+
+def _count(num_ranks: int) -> str:
+    return f"{num_ranks} rank{'s' * (num_ranks > 1)}"

@@ -1,0 +1,51 @@
+"""The program of one rank of ``ferrodist demo``: ``python -m ferrodist.demo.worker``, started by the launcher."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ferrodist.backends.process_group import destroy_process_group, init_process_group
+from ferrodist.demo.progress import ProgressWriter
+from ferrodist.demo.results import write_history, write_weights
+from ferrodist.demo.training import train
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ferrodist.demo.progress import Progress
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as the rank that the environment names, and leave the result in a folder."""
+    parser = argparse.ArgumentParser(prog="python -m ferrodist.demo.worker")
+    parser.add_argument("--folder", type=Path, required=True, help="where the results go")
+    parser.add_argument("--progress", type=Path, required=True, help="the named pipe that the command reads")
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the demo; a traceback from each rank would not say more
+    # Images of 8 by 8 pixels give a second thread nothing to do, and on busy cores threads wait for each other.
+    torch.set_num_threads(1)
+    group = init_process_group("tcp")
+    writer = ProgressWriter(options.progress) if group.rank == 0 else None
+    weights, history = train(group, num_epochs=options.epochs, seed=options.seed, tell=writer or _tell_nobody)
+    write_weights(options.folder, group.rank, {name: tensor.numpy() for name, tensor in weights.items()})
+    if writer is not None:
+        write_history(options.folder, history)
+        writer.close()
+    destroy_process_group()
+
+
+def _tell_nobody(_: Progress) -> None:
+    """The other ranks are as far as rank 0."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Gradients become their mean over the ranks while backward is still running.
+
+[Note: round]
+A *round* is one reduction of all buckets. It opens with the first gradient that autograd has accumulated, and
+closes in a callback that the engine runs at the end of the same backward, before ``backward()`` returns. In
+between, a bucket starts as soon as it and all buckets before it are complete, so that all ranks start them in one
+order, whatever the order in which their gradients come. When the round closes, the buckets that are still
+incomplete start as they are, with zeros for gradients that did not come.
+
+A backward inside a backward (reentrant checkpointing) is a backward of its own to the engine, so the round closes
+at its end, and the outer backward opens another. That is right, for the mean of what is equal on all ranks is that
+value again, but it costs messages; checkpoint with ``use_reentrant=False``.
+
+A backward that fails leaves its round open. If nothing had started, the next one starts afresh. If something had,
+the other ranks count on the rest of it, and the group is ended: an error on all ranks in place of mixed-up buckets.
+
+[Note: presence]
+A bucket carries one element more for each parameter: 1 from a rank that has a gradient for it, else 0. Their mean
+tells a gradient that some rank has (all get the average, in which the others count as zeros) from one that no rank
+has, which stays None as it would without DDP, so that optimizers skip the parameter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd import Variable
+
+from ferrodist.collectives.reduce_op import ReduceOp
+from ferrodist.collectives.reductions import async_allreduce
+from ferrodist.errors import GroupAbortedError, UnsupportedOpError
+from ferrodist.parallel.data.buckets import plan_buckets
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.utils.hooks import RemovableHandle
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.collectives.pending import PendingCollective
+
+__all__ = ["Reducer"]
+
+
+class Reducer:
+    """Averages the gradients of some parameters over a group, in buckets, during backward; see [Note: round].
+
+    The hooks go when the reducer is collected, so that a module can be wrapped again.
+
+    Args:
+        parameters: The parameters that require grad, each once, the same on all ranks.
+        group: The group. In a group of one rank nothing is done.
+        max_bytes: Size of a bucket.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], group: Backend, *, max_bytes: float) -> None:
+        self.parameters = tuple(parameters)
+        self._group = group
+        # Gradients come roughly in the reverse order of the parameters.
+        backwards = self.parameters[::-1] if group.world_size > 1 else ()
+        plan = plan_buckets(backwards, max_bytes)
+        self.buckets = tuple(_Bucket([backwards[place] for place in bucket.members]) for bucket in plan)
+        self._num_started = 0
+        self._ready: set[int] = set()
+        self._task: int | None = None  # the engine's number of the backward whose end closes the round
+        homes = {place: number for number, bucket in enumerate(plan) for place in bucket.members}
+        handles = [_watch(self, parameter, place, homes[place]) for place, parameter in enumerate(backwards)]
+        weakref.finalize(self, _remove, handles).atexit = False
+
+    def reduce(self, timeout: float | None = None) -> None:
+        """Close the round, or do a whole one: on return every gradient is the mean over the ranks.
+
+        Raises:
+            DistributedError: A bucket's reduction failed, and so the group; gradients may be partly averaged.
+        """
+        try:
+            for bucket in self.buckets[self._num_started :]:
+                bucket.start(self._group, timeout)
+            for bucket in self.buckets:
+                bucket.finish()
+        finally:
+            self._forget_round()
+
+    def on_gradient(self, place: int, home: int) -> None:
+        """Take note that a gradient is there, and start the buckets that are now complete; called by autograd."""
+        if place in self._ready:
+            self._abandon_round()
+        task = torch._C._current_graph_task_id()  # noqa: SLF001 - no public name; torch's own FSDP asks the same
+        if task != self._task:
+            self._task = task
+            Variable._execution_engine.queue_callback(self._on_backward_end)  # noqa: SLF001 - as torch's own DDP
+        self._ready.add(place)
+        self.buckets[home].num_missing -= 1
+        while self._num_started < len(self.buckets) and self.buckets[self._num_started].num_missing == 0:
+            self.buckets[self._num_started].start(self._group)
+            self._num_started += 1
+
+    def _on_backward_end(self) -> None:
+        if self._ready:  # else a backward inside this one has closed the round
+            self.reduce()
+
+    def _abandon_round(self) -> None:
+        """A gradient came twice, so the backward of this round ended in an error."""
+        if self._num_started:
+            error = GroupAbortedError(
+                f"an earlier backward of DDP on rank {self._group.rank} of group {self._group.name!r} ended in an"
+                f" error after {self._num_started} of {len(self.buckets)} buckets had started, so the ranks are out"
+                " of step. Make a new group, and a new DDP on it, to go on after a failed backward.",
+                ranks=(self._group.rank,),
+            )
+            self._group.abort(error)
+            raise error
+        self._forget_round()
+
+    def _forget_round(self) -> None:
+        self._num_started = 0
+        self._task = None
+        self._ready.clear()
+        for bucket in self.buckets:
+            bucket.num_missing = len(bucket.parameters)
+
+
+class _Bucket:
+    """The flat memory in which the gradients of some parameters travel; made once and used in every round."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.num_missing = len(parameters)
+        sizes = [parameter.numel() for parameter in parameters]
+        first = parameters[0]
+        # The last elements say which gradients are there; see [Note: presence].
+        self._flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
+        *parts, self._presence = torch.split(self._flat, [*sizes, len(sizes)])
+        self._views = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+        self._pending: PendingCollective[torch.Tensor] | None = None
+
+    @torch.no_grad()
+    def start(self, group: Backend, timeout: float | None = None) -> None:
+        """Copy the gradients in and start their allreduce."""
+        self._presence.fill_(1)
+        for place, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
+            if parameter.grad is None:
+                view.zero_()
+                self._presence[place] = 0
+            elif parameter.grad.layout is torch.strided:
+                view.copy_(parameter.grad)
+            else:
+                raise UnsupportedOpError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} has layout"
+                    f" {parameter.grad.layout}: DDP averages dense gradients, as of an embedding with sparse=False"
+                )
+        self._pending = async_allreduce(self._flat, ReduceOp.MEAN, group=group, out=self._flat, timeout=timeout)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the averages and copy them out."""
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        pending.wait()
+        for place, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
+            if parameter.grad is not None:
+                parameter.grad.copy_(view)
+            elif self._presence[place]:
+                parameter.grad = torch.empty_like(parameter).copy_(view)
+
+
+def _watch(reducer: Reducer, parameter: torch.nn.Parameter, place: int, home: int) -> RemovableHandle:
+    # A weak reference, or the parameter would keep the reducer, which keeps the parameter.
+    reference = weakref.ref(reducer)
+
+    def notice(_: torch.Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.on_gradient(place, home)
+
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(notice)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,193 @@
+"""The parts of the demo by themselves: options, progress, comparison, plot."""
+
+import importlib.util
+import io
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn", reason="the extra 'demo' is not installed")
+pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
+pytest.importorskip("rich", reason="the extra 'demo' is not installed")
+
+from rich.console import Console
+
+from ferrodist.cli import main
+from ferrodist.demo import DemoOptions, command, run_demo
+from ferrodist.demo.comparison import are_identical, compare_weights
+from ferrodist.demo.display import BarDisplay, LineDisplay
+from ferrodist.demo.plot import save_plot
+from ferrodist.demo.progress import Progress, ProgressPipe, ProgressWriter
+from ferrodist.demo.results import History, read_result, write_history, write_weights
+from ferrodist.demo.training import train
+from ferrodist.testing import run_ranks
+
+WEIGHTS = {"a": np.array([1.0, -2.0], np.float32), "b": np.array([[0.5]], np.float32)}
+
+
+def history(**changes):
+    values = {
+        "losses": [2.0, 1.0, 0.5, 0.25],
+        "accuracies": [0.8, 0.98],
+        "seconds": 1.5,
+        "num_train": 96,
+        "num_test": 10,
+        "batch_size": 48,
+    }
+    return History(**{**values, **changes})
+
+
+def progress(step=3, accuracy=None):
+    return Progress(step=step, num_steps=9, epoch=1, loss=0.125, accuracy=accuracy)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--ranks", "1"], "--ranks must be 2 to 48, not 1"),
+        (["--ranks", "49"], "--ranks must be 2 to 48, not 49"),
+        (["--epochs", "0"], "--epochs must be 1 or more, not 0"),
+        (["--seed", "-1"], "--seed must be 0 to"),
+        (["--plot", "no/such/folder/demo.png"], "there is no folder"),
+        (["--plot", "."], "is a folder"),
+        (["--epochs", "many"], "invalid int value"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, text, capsys):
+    """Each gets one line that names the option, and exit code 2, before anything runs."""
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", *arguments])
+    captured = capsys.readouterr()
+    assert ended.value.code == 2
+    assert captured.out == ""
+    assert text in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_missing_extra_is_named(monkeypatch, capsys):
+    """Without its packages the demo says which, and what to type."""
+    find = importlib.util.find_spec
+    hidden = ("sklearn", "rich")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find(name))
+    assert run_demo(DemoOptions()) == 1
+    assert capsys.readouterr().err == (
+        "ferrodist: the demo needs scikit-learn, rich, which is not installed here: pip install 'ferrodist[demo]'\n"
+    )
+
+
+def test_a_failed_run_gives_its_exit_code(monkeypatch, capfd, tmp_path):
+    """What the launcher returned is returned, and nothing is claimed."""
+    monkeypatch.setattr(command, "launch", lambda spec: 7)
+    assert run_demo(DemoOptions(plot=tmp_path / "demo.png")) == 7
+    assert capfd.readouterr() == ("", "")
+    assert not (tmp_path / "demo.png").exists()
+
+
+def test_one_rank_and_two_train_alike():
+    """The loop gives the same weights on any number of ranks, up to rounding, and the same bits on each of them."""
+    (alone, _), *_ = run_ranks(lambda group: train(group, num_epochs=1, seed=5, tell=lambda state: None), 1)
+    results = run_ranks(lambda group: train(group, num_epochs=1, seed=5, tell=lambda state: None), 2)
+    first, second = ({name: tensor.numpy() for name, tensor in weights.items()} for weights, _ in results)
+    comparison = compare_weights({name: tensor.numpy() for name, tensor in alone.items()}, first, num_steps=29)
+    assert are_identical([first, second])
+    assert comparison.is_within_bound
+    assert results[0][1].losses == results[1][1].losses
+    assert len(results[0][1].losses) == 29
+
+
+def test_what_a_run_writes_is_read_back(tmp_path):
+    """Weights of each rank and rank 0's record come back as they were."""
+    write_history(tmp_path, history())
+    for rank in range(2):
+        write_weights(tmp_path, rank, WEIGHTS)
+    result = read_result(tmp_path, 2)
+    assert result.history == history()
+    assert are_identical([WEIGHTS, *result.weights])
+
+
+def test_equal_weights_do_not_differ():
+    """The bound is eps x steps x largest weight, and 0 is within it."""
+    comparison = compare_weights(WEIGHTS, WEIGHTS, num_steps=10)
+    assert (comparison.absolute, comparison.relative, comparison.largest_weight) == (0, 0, 2)
+    assert comparison.bound == pytest.approx(10 * 2 * 2**-23)
+    assert comparison.is_within_bound
+
+
+@pytest.mark.parametrize(("change", "within"), [(2**-22, True), (1e-4, False), (float("nan"), False)])
+def test_a_difference_is_measured(change, within):
+    """The largest difference counts, in itself and relative to its tensor; NaN is never within the bound."""
+    other = {"a": WEIGHTS["a"], "b": WEIGHTS["b"] + np.float32(change)}
+    comparison = compare_weights(WEIGHTS, other, num_steps=10)
+    assert comparison.is_within_bound is within
+    if change == change:
+        assert comparison.absolute == pytest.approx(change, rel=1e-2)
+        assert comparison.relative == pytest.approx(2 * change, rel=1e-2)
+
+
+def test_identical_means_bit_for_bit():
+    """Zeros of different sign are equal numbers and different bits."""
+    zero = {"a": np.zeros(1, np.float32)}
+    assert are_identical([zero, zero])
+    assert not are_identical([zero, {"a": -zero["a"]}])
+    assert not are_identical([zero, {"b": zero["a"]}])
+
+
+def test_progress_comes_through_the_pipe(tmp_path):
+    """What rank 0 tells is shown, in order, also when nobody ever opens the pipe on the other side."""
+    shown = []
+    with ProgressPipe(tmp_path / "pipe", shown.append):
+        writer = ProgressWriter(tmp_path / "pipe")
+        for step in range(500):
+            writer(progress(step))
+        writer.close()
+    assert shown == [progress(step) for step in range(500)]
+    with ProgressPipe(tmp_path / "unused", shown.append):
+        pass
+    assert len(shown) == 500
+
+
+def test_a_display_that_fails_does_not_stop_rank_0(tmp_path):
+    """The pipe is read to the end, and the error raised when the run is over."""
+
+    def fail(_):
+        raise ArithmeticError("no terminal")
+
+    def tell():
+        with ProgressPipe(tmp_path / "pipe", fail):
+            writer = ProgressWriter(tmp_path / "pipe")
+            for step in range(5000):  # more than a pipe holds
+                writer(progress(step))
+            writer.close()
+
+    with pytest.raises(ArithmeticError, match="no terminal"):
+        tell()
+
+
+def test_lines_show_epochs():
+    """Where there is no terminal, an epoch is a line and a step is none."""
+    file = io.StringIO()
+    with LineDisplay(Console(file=file)) as display:
+        display.begin("2 ranks")
+        display.show(progress())
+        display.show(progress(accuracy=0.5))
+    assert file.getvalue() == "2 ranks: epoch  1, step 3 of 9, loss 0.1250, test accuracy 50.0%\n"
+
+
+def test_bars_show_steps():
+    """On a terminal each run has a bar with its loss, and the accuracy once there is one."""
+    file = io.StringIO()
+    with BarDisplay(Console(file=file, force_terminal=True, width=80)) as display:
+        for title in ("1 rank", "2 ranks"):
+            display.begin(title)
+            display.show(progress(accuracy=0.5))
+            display.show(progress(step=9))
+    text = file.getvalue()
+    assert all(part in text for part in ("1 rank", "2 ranks", "9 of 9 steps", "loss 0.1250", "accuracy 50.0%"))
+
+
+def test_the_plot_is_a_picture(tmp_path):
+    """Equal and different runs, and runs of one epoch, are drawn without warnings."""
+    for several in (history(), history(losses=[2.0, 1.0, 0.6, 0.25]), history(losses=[1.0], accuracies=[0.97])):
+        one = history(losses=several.losses[:1], accuracies=[0.97]) if len(several.losses) == 1 else history()
+        save_plot(tmp_path / "demo", one, several, num_ranks=2, wanted_accuracy=0.97)
+        assert (tmp_path / "demo").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -1,0 +1,735 @@
+"""DDP: what ranks compute together is what one process computes, and what goes wrong is raised."""
+
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ferrodist import DDP, SimulatedBackend, allreduce
+from ferrodist.collectives.reference import ReferenceCollectives
+from ferrodist.errors import (
+    CollectiveMismatchError,
+    DistributedError,
+    GroupAbortedError,
+    GroupClosedError,
+    InvalidRankError,
+    PeerLostError,
+    RankFailedError,
+    UnsupportedOpError,
+)
+from ferrodist.testing import run_ranks
+
+BATCH = 12  # divides over 1, 2 and 3 ranks
+SMALL = 1e-4  # a bucket of about a hundred bytes: several buckets for small models
+LIMIT = 20
+
+
+def mlp():
+    return torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.Tanh(), torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
+
+
+def cnn_with_frozen_layer():
+    model = torch.nn.Sequential(
+        torch.nn.Unflatten(1, (1, 2, 3)),
+        torch.nn.Conv2d(1, 4, 3, padding=1),
+        torch.nn.SiLU(),
+        torch.nn.Conv2d(4, 2, 1),
+        torch.nn.Flatten(),
+        torch.nn.Linear(12, 3),
+    )
+    model[3].weight.requires_grad_(False)
+    return model
+
+
+class Tied(torch.nn.Module):
+    """Its weight is used twice, under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(6, 6)
+        self.second = torch.nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.last = torch.nn.Linear(6, 3)
+
+    def forward(self, inputs):
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(inputs)))))
+
+
+class Branches(torch.nn.Module):
+    """Takes one of several ways through itself."""
+
+    def __init__(self, num_branches=3):
+        super().__init__()
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(2, 1, bias=False) for _ in range(num_branches))
+
+    def forward(self, inputs, *taken):
+        return sum(self.branches[branch](inputs) for branch in taken).sum()
+
+
+MODELS = {"mlp": mlp, "cnn": cnn_with_frozen_layer, "tied": Tied}
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+
+
+def seeded(make, dtype=torch.float64):
+    """A model whose weights don't depend on who draws random numbers at the same time: make it before the ranks."""
+    torch.manual_seed(1)
+    return make().to(dtype)
+
+
+def batches(num_steps, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (
+            torch.randn(BATCH, 6, generator=generator).to(dtype),
+            torch.randint(3, (BATCH,), generator=generator),
+        )
+        for _ in range(num_steps)
+    ]
+
+
+def own_copy(model, rank):
+    """The model as a rank would have built it: with values of its own everywhere but on rank 0."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.add_(rank)
+    return model
+
+
+def train(model, steps, optimizer):
+    for inputs, labels in steps:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+
+def train_rank(group, model, steps, make_optimizer, bucket_size_mb=SMALL):
+    ddp = DDP(own_copy(model, group.rank), group, bucket_size_mb=bucket_size_mb)
+    part = BATCH // group.world_size
+    mine = [tuple(tensor[group.rank * part : (group.rank + 1) * part] for tensor in step) for step in steps]
+    train(ddp, mine, make_optimizer(ddp.parameters()))
+    return ddp.state_dict()
+
+
+def assert_same_bits(states):
+    for state in states[1:]:
+        assert state.keys() == states[0].keys()
+        for name, tensor in state.items():
+            assert torch.equal(tensor, states[0][name]), name
+
+
+def caught(action):
+    """What ``action`` raises, for ranks to return."""
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None
+
+
+class CountingBackend(SimulatedBackend):
+    """Counts its allreduces, and says when one has begun."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.collectives = CountingCollectives(self)
+
+
+class CountingCollectives(ReferenceCollectives):
+    def __init__(self, group):
+        super().__init__(group)
+        self.sizes = []
+        self.num_broadcasts = 0
+        self.begun = threading.Event()
+
+    def allreduce(self, out, source, op, **options):
+        self.sizes.append(source.numel())
+        self.begun.set()
+        super().allreduce(out, source, op, **options)
+
+    def broadcast(self, tensor, root, **options):
+        self.num_broadcasts += 1
+        super().broadcast(tensor, root, **options)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_training_equals_that_of_one_process(world_size, model, optimizer):
+    """Ranks with parts of a batch end with the weights of one process with the whole, and with each other's bits."""
+    start, steps, make_optimizer = seeded(MODELS[model]), batches(6), OPTIMIZERS[optimizer]
+    alone = copy.deepcopy(start)
+    train(alone, steps, make_optimizer(alone.parameters()))
+    states = run_ranks(train_rank, world_size, start, steps, make_optimizer)
+    assert_same_bits(states)
+    for name, tensor in alone.state_dict().items():
+        torch.testing.assert_close(states[0][name], tensor, rtol=0, atol=1e-12, msg=name)
+        assert not torch.equal(tensor, start.state_dict()[name]) or name == "3.weight"
+
+
+def test_float32_training_equals_that_of_one_process():
+    """In single precision the weights agree to 1e-6."""
+    start, steps, make_optimizer = seeded(mlp, torch.float32), batches(6, torch.float32), OPTIMIZERS["sgd"]
+    alone = copy.deepcopy(start)
+    train(alone, steps, make_optimizer(alone.parameters()))
+    states = run_ranks(train_rank, 2, start, steps, make_optimizer)
+    assert_same_bits(states)
+    for name, tensor in alone.state_dict().items():
+        torch.testing.assert_close(states[0][name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+def test_bucket_size_does_not_change_the_result():
+    """One bucket for everything, or one for each parameter: the same bits."""
+    start, steps = seeded(mlp), batches(3)
+    states = [
+        run_ranks(train_rank, 3, start, steps, OPTIMIZERS["adam"], bucket_size_mb)[0]
+        for bucket_size_mb in (1e-9, SMALL, 25, float("inf"))
+    ]
+    assert_same_bits(states)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_tcp_gives_the_bits_of_one_process(world_size):
+    """Training over TCP ends with the bits that it ends with in memory."""
+    start, steps = seeded(mlp, torch.float32), batches(3, torch.float32)
+    states = [
+        run_ranks(train_rank, world_size, start, steps, OPTIMIZERS["adam"], backend=backend)
+        for backend in ("simulated", "tcp-threads")
+    ]
+    assert_same_bits([*states[0], *states[1]])
+
+
+def test_an_allreduce_for_each_bucket():
+    """A step reduces each bucket once, in reverse order of the parameters, and nothing else."""
+    start, steps = seeded(mlp), batches(4)
+
+    def count(group):
+        train_rank(group, start, steps, OPTIMIZERS["sgd"], bucket_size_mb=300 / 2**20)
+        return group.collectives.sizes
+
+    # In bytes: 24 (bias), 120 (weight), 40, 280, 56, 336; a bucket has one element more for each parameter.
+    expected = [(3 + 15 + 5) + 3, 35 + 1, 7 + 1, 42 + 1]
+    assert run_ranks(count, 2, backend=CountingBackend.create_group) == [expected * 4] * 2
+
+
+def test_buckets_start_during_backward():
+    """The first bucket is on its way before the gradient of the first layer has been computed."""
+    start = seeded(mlp)
+
+    def overlaps(group):
+        ddp = DDP(copy.deepcopy(start), group, bucket_size_mb=SMALL)
+        seen = []
+        ddp.module[0].weight.register_hook(lambda grad: seen.append(group.collectives.begun.wait(LIMIT)))
+        ddp(batches(1)[0][0]).sum().backward()
+        return seen
+
+    assert run_ranks(overlaps, 2, backend=CountingBackend.create_group) == [[True], [True]]
+
+
+def test_ranks_start_buckets_in_one_order():
+    """Ranks whose gradients come in different orders still reduce their buckets in the same order."""
+    start = seeded(Branches)
+
+    def gradients(group):
+        ddp = DDP(copy.deepcopy(start), group, bucket_size_mb=1e-9)
+        order = []
+        for place, branch in enumerate(ddp.module.branches):
+            branch.weight.register_hook(lambda grad, place=place: order.append(place))
+        ddp(torch.full((1, 2), group.rank).double(), *((0, 1, 2), (1, 2, 0))[group.rank]).backward()
+        return order, [branch.weight.grad.tolist() for branch in ddp.module.branches]
+
+    assert run_ranks(gradients, 2) == [([2, 1, 0], [[[0.5, 0.5]]] * 3), ([0, 2, 1], [[[0.5, 0.5]]] * 3)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_several_dtypes(world_size):
+    """Each dtype is averaged in buckets of its own; a gradient that differs in dtype by parameter keeps it."""
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.float32]
+
+    def gradients(group):
+        module = torch.nn.Module()
+        module.items = torch.nn.ParameterList(torch.ones(3, dtype=dtype) for dtype in dtypes)
+        ddp = DDP(module, group)
+        sum((item * (group.rank + 1)).real.sum().float() for item in ddp.module.items).backward()
+        return [item.grad for item in module.items]
+
+    mean = (world_size + 1) / 2
+    for grads in run_ranks(gradients, world_size):
+        assert [grad.dtype for grad in grads] == dtypes
+        assert all(torch.equal(grad, torch.full_like(grad, mean)) for grad in grads)
+
+
+def test_half_precision_gradients_are_averaged_in_single_precision():
+    """A mean of large bfloat16 or float16 gradients neither overflows nor rounds on the way."""
+
+    def gradients(group):
+        module = torch.nn.Module()
+        module.weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+        ddp = DDP(module, group)
+        (ddp.module.weight * 60000).sum().backward()
+        return module.weight.grad.tolist()
+
+    assert run_ranks(gradients, 2) == [[60000.0] * 2] * 2
+
+
+def test_gradients_keep_the_strides_of_their_parameter():
+    """Parameters that are not contiguous are packed and written back element by element."""
+
+    def gradients(group):
+        conv = torch.nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        ddp = DDP(conv, group)
+        weights = torch.arange(24.0).view(3, 2, 2, 2) * (group.rank + 1)
+        (conv.weight * weights).sum().backward()
+        first = conv.weight.grad.clone()
+        conv.weight.grad = None
+        if group.rank:
+            (conv.weight * weights).sum().backward()
+        else:
+            ddp.sync_gradients()
+        return first, conv.weight.grad, conv.weight.stride()
+
+    for first, second, strides in run_ranks(gradients, 2):
+        assert torch.equal(first, torch.arange(24.0).view(3, 2, 2, 2) * 1.5)
+        assert torch.equal(second, torch.arange(24.0).view(3, 2, 2, 2))
+        assert second.stride() == strides
+
+
+def test_a_parameter_that_some_ranks_use():
+    """Ranks without a gradient count as zeros and get the average; nobody's gradient stays None."""
+    start = seeded(Branches)
+
+    def gradients(group):
+        ddp = DDP(copy.deepcopy(start), group, bucket_size_mb=1e-9)
+        ddp(torch.ones(1, 2).double(), *((0, 1) if group.rank else (1,))).backward()
+        return [branch.weight.grad for branch in ddp.module.branches]
+
+    for used_by_one, used_by_all, used_by_none in run_ranks(gradients, 2):
+        assert used_by_one.tolist() == [[0.5, 0.5]]
+        assert used_by_all.tolist() == [[1.0, 1.0]]
+        assert used_by_none is None
+
+
+def test_a_parameter_that_no_rank_uses_stays_as_it_is():
+    """Optimizers skip it, with weight decay and momentum too, as in one process."""
+    start = seeded(Branches)
+
+    def weights(group):
+        ddp = DDP(copy.deepcopy(start), group)
+        optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            ddp(torch.ones(1, 2).double(), 0).backward()
+            optimizer.step()
+        return ddp.state_dict()
+
+    for state in run_ranks(weights, 2):
+        assert not torch.equal(state["branches.0.weight"], start.branches[0].weight)
+        assert torch.equal(state["branches.2.weight"], start.branches[2].weight)
+
+
+def test_backwards_accumulate():
+    """Two backwards without an optimizer step between them give the sum of both means."""
+    start, steps = seeded(mlp), batches(2)
+    alone = copy.deepcopy(start)
+    for inputs, labels in steps:
+        torch.nn.functional.cross_entropy(alone(inputs), labels).backward()
+
+    def gradients(group):
+        ddp = DDP(copy.deepcopy(start), group, bucket_size_mb=SMALL)
+        part = slice(group.rank * 4, group.rank * 4 + 4)
+        for inputs, labels in steps:
+            torch.nn.functional.cross_entropy(ddp(inputs[part]), labels[part]).backward()
+        return [parameter.grad for parameter in ddp.parameters()]
+
+    for grads in run_ranks(gradients, 3):
+        for grad, parameter in zip(grads, alone.parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-12)
+
+
+def test_a_graph_may_be_used_twice():
+    """A second backward through the same graph is a round of its own."""
+    start = seeded(Branches)
+
+    def gradients(group):
+        ddp = DDP(copy.deepcopy(start), group)
+        loss = ddp(torch.full((1, 2), group.rank + 1.0).double(), 0)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return ddp.module.branches[0].weight.grad.tolist()
+
+    assert run_ranks(gradients, 2) == [[[3.0, 3.0]]] * 2
+
+
+@pytest.mark.parametrize(("use_reentrant", "num_rounds"), [(False, 1), (True, 2)])
+def test_checkpointed_modules(use_reentrant, num_rounds):
+    """Backwards inside the backward, as reentrant checkpointing does them, give the same gradients in more rounds."""
+    start, (inputs, labels) = seeded(Tied), batches(1)[0]
+    alone = copy.deepcopy(start)
+    torch.nn.functional.cross_entropy(alone(inputs), labels).backward()
+
+    def gradients(group):
+        ddp = DDP(copy.deepcopy(start), group, bucket_size_mb=1e-9)
+        module, part = ddp.module, slice(group.rank * 6, group.rank * 6 + 6)
+        hidden = inputs[part].clone().requires_grad_()
+        for layer in (module.first, module.second):
+            hidden = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), hidden, use_reentrant=use_reentrant)
+        torch.nn.functional.cross_entropy(module.last(hidden), labels[part]).backward()
+        assert len(group.collectives.sizes) == num_rounds * len(list(ddp.parameters()))
+        return [parameter.grad for parameter in ddp.parameters()]
+
+    for grads in run_ranks(gradients, 2, backend=CountingBackend.create_group):
+        for grad, parameter in zip(grads, alone.parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-12)
+
+
+def test_sync_gradients_averages_what_backward_did_not_make():
+    """Gradients that were put in by hand are averaged on demand."""
+
+    def gradients(group):
+        ddp = DDP(torch.nn.Linear(2, 1), group)
+        for parameter in ddp.parameters():
+            parameter.grad = torch.full_like(parameter, float(group.rank))
+        ddp.sync_gradients()
+        return [parameter.grad.flatten().tolist() for parameter in ddp.parameters()]
+
+    assert run_ranks(gradients, 3) == [[[1.0, 1.0], [1.0]]] * 3
+
+
+def test_sync_gradients_after_backward_changes_nothing():
+    """The explicit form may follow backward, as programs of the crate do it."""
+    start = seeded(mlp)
+
+    def gradients(group):
+        ddp = DDP(copy.deepcopy(start), group)
+        ddp(batches(1)[0][0] + group.rank).sum().backward()
+        before = [parameter.grad.clone() for parameter in ddp.parameters()]
+        ddp.sync_gradients(timeout=LIMIT)
+        return before, [parameter.grad for parameter in ddp.parameters()]
+
+    for before, after in run_ranks(gradients, 2):
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_unfrozen_parameters_join():
+    """A parameter that begins to require grad is averaged from then on, and one that stops is left out."""
+
+    def gradients(group):
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
+        for layer in model:
+            torch.nn.init.ones_(layer.weight)
+        model[0].weight.requires_grad_(False)
+        ddp = DDP(model, group)
+        found = []
+        for frozen, thawed in ((0, 1), (1, 0)):
+            model[frozen].weight.requires_grad_(False)
+            model[thawed].weight.requires_grad_(True)
+            ddp.zero_grad()
+            ddp(torch.full((1, 1), group.rank + 1.0)).sum().backward()
+            found.append((model[thawed].weight.grad.item(), model[frozen].weight.grad))
+        return found
+
+    assert run_ranks(gradients, 2) == [[(1.5, None), (1.5, None)]] * 2
+
+
+@pytest.mark.parametrize(("bucket_size_mb", "num_messages"), [(25, 2), (100 / 2**20, 6)])
+def test_parameters_come_from_rank_0(bucket_size_mb, num_messages):
+    """At construction every rank takes rank 0's parameters and buffers, in the tensors it has and in few messages."""
+    start = seeded(lambda: torch.nn.Sequential(mlp(), torch.nn.BatchNorm1d(3)), torch.float32)
+
+    def states(group):
+        model = own_copy(start, group.rank)
+        before = [tensor.data_ptr() for tensor in model.state_dict().values()]
+        DDP(model, group, bucket_size_mb=bucket_size_mb)
+        in_place = before == [tensor.data_ptr() for tensor in model.state_dict().values()]
+        return model.state_dict(), in_place, group.collectives.num_broadcasts
+
+    for state, in_place, count in run_ranks(states, 3, backend=CountingBackend.create_group):
+        assert_same_bits([start.state_dict(), state])
+        assert in_place
+        assert count == num_messages + 2  # the comparison of the modules takes two
+
+
+def test_parameters_come_from_any_root():
+    """broadcast_parameters takes the values of the rank it is given, and refuses one that is not there."""
+
+    def values(group):
+        ddp = DDP(torch.nn.Linear(2, 2), group)
+        torch.nn.init.constant_(ddp.module.weight, group.rank)
+        ddp.broadcast_parameters(root=2, timeout=LIMIT)
+        error = caught(lambda: ddp.broadcast_parameters(root=3))
+        return ddp.module.weight.flatten().tolist(), error
+
+    for weights, error in run_ranks(values, 3):
+        assert weights == [2.0] * 4
+        assert isinstance(error, InvalidRankError)
+
+
+def test_buffers_come_from_rank_0_before_each_forward():
+    """In training mode running statistics are rank 0's when a forward begins; without the option they stay apart."""
+
+    def statistics(group, broadcast_buffers):
+        ddp = DDP(torch.nn.BatchNorm1d(1, momentum=1.0), group, broadcast_buffers=broadcast_buffers)
+        ddp(torch.tensor([[1.0], [3.0]]) + group.rank)
+        own = ddp.module.running_mean.item()
+        seen = []
+        ddp.module.register_forward_pre_hook(lambda module, _: seen.append(module.running_mean.item()))
+        ddp(torch.zeros(2, 1))
+        return own, seen
+
+    assert run_ranks(statistics, 2, True) == [(2.0, [2.0]), (3.0, [2.0])]
+    assert run_ranks(statistics, 2, False) == [(2.0, [2.0]), (3.0, [3.0])]
+
+
+def test_a_rank_may_evaluate_alone():
+    """In evaluation mode forward needs no other rank."""
+
+    def outputs(group):
+        ddp = DDP(torch.nn.BatchNorm1d(2), group).eval()
+        return ddp(torch.ones(3, 2)).shape if group.rank == 1 else None
+
+    assert run_ranks(outputs, 2) == [None, (3, 2)]
+
+
+def test_two_forwards_before_one_backward():
+    """Buffers may be broadcast between a forward and its backward."""
+
+    def gradients(group):
+        ddp = DDP(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)), group)
+        inputs = torch.arange(8.0).view(4, 2)
+        (ddp(inputs) * inputs + ddp(inputs + 1)).sum().backward()
+        return [parameter.grad for parameter in ddp.parameters()]
+
+    first, second = run_ranks(gradients, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class Renamed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2, 2))
+        self.other = torch.nn.Parameter(torch.zeros(2))
+
+
+class WithBuffer(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer("state", torch.zeros(1))
+
+
+DIFFERENT = {
+    "shape": (
+        lambda: torch.nn.Linear(3, 2),
+        r"'weight' of shape \(2, 3\).* where rank 0 has .*'weight' of shape \(2, 2\)",
+    ),
+    "dtype": (lambda: torch.nn.Linear(2, 2).double(), r"torch\.float64 where rank 0 has .*torch\.float32"),
+    "number": (lambda: torch.nn.Linear(2, 2, bias=False), r"nothing more where rank 0 has parameter 'bias'"),
+    "name": (
+        Renamed,
+        r"'other' .* where rank 0 has .*'bias'",
+    ),
+    "frozen": (
+        lambda: torch.nn.Linear(2, 2).requires_grad_(False),
+        r"frozen parameter 'weight'.* where rank 0 has parameter",
+    ),
+    "buffer": (WithBuffer, r"buffer 'state' of shape \(1,\).* where rank 0 has nothing more"),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_different_modules_are_refused(kind):
+    """A rank whose module is not rank 0's is named on all ranks, with what differs first, and the group stays good."""
+    make, pattern = DIFFERENT[kind]
+
+    def attempt(group):
+        error = caught(lambda: DDP(make() if group.rank == 1 else torch.nn.Linear(2, 2), group))
+        return error, allreduce(torch.ones(1), group=group).item()
+
+    for error, total in run_ranks(attempt, 3):
+        assert isinstance(error, CollectiveMismatchError)
+        assert error.ranks == (1,)
+        with pytest.raises(CollectiveMismatchError, match=f"rank 1 has .*{pattern}"):
+            raise error
+        assert total == 3.0
+
+
+def test_uneven_parameter_sets_name_the_first_missing():
+    """A rank with more parameters than rank 0 says which is the first of them."""
+
+    def attempt(group):
+        return str(caught(lambda: DDP(mlp()[: 3 + group.rank], group)))
+
+    messages = run_ranks(attempt, 2)
+    assert messages[0] == messages[1]
+    assert "rank 1 has parameter '3.weight' of shape (3, 5)" in messages[0]
+    assert "where rank 0 has nothing more" in messages[0]
+
+
+def test_state_dict_is_the_modules():
+    """States go from a bare module to a wrapped one and back, inside other modules too."""
+    start = seeded(mlp)
+
+    def exchange(group):
+        ddp = DDP(mlp().double(), group)
+        outer = torch.nn.ModuleDict({"model": ddp, "head": torch.nn.Linear(1, 1)})
+        bare = torch.nn.ModuleDict({"model": mlp().double(), "head": torch.nn.Linear(1, 1)})
+        assert list(ddp.state_dict()) == list(start.state_dict())
+        assert ddp.load_state_dict(start.state_dict()) == start.load_state_dict(start.state_dict())
+        assert list(outer.state_dict()) == list(bare.state_dict())
+        bare.load_state_dict(outer.state_dict())
+        with torch.no_grad():
+            bare["model"][0].bias += 1
+        outer.load_state_dict(bare.state_dict())
+        return ddp.state_dict(), bare["model"].state_dict()
+
+    for wrapped, bare in run_ranks(exchange, 2):
+        assert_same_bits([bare, wrapped])
+        assert torch.equal(wrapped["0.bias"], start[0].bias + 1)
+
+
+@pytest.mark.parametrize(("how", "expected"), [("abort", GroupAbortedError), ("close", PeerLostError)])
+def test_a_peer_that_leaves_during_backward(how, expected):
+    """Survivors get the error out of backward itself, whichever bucket they wait for."""
+    start = seeded(mlp)
+
+    def backward(group):
+        ddp = DDP(copy.deepcopy(start), group, bucket_size_mb=SMALL)
+        if group.rank == 1:
+            leave = (lambda grad: group.close()) if how == "close" else (lambda grad: group.abort("out of memory"))
+            ddp.module[2].weight.register_hook(leave)
+        loss = ddp(batches(1)[0][0]).sum()
+        return caught(loss.backward)
+
+    errors = run_ranks(backward, 3)
+    assert all(type(errors[rank]) is expected and errors[rank].ranks == (1,) for rank in (0, 2))
+    assert type(errors[1]) is (GroupClosedError if how == "close" else GroupAbortedError)
+
+
+def test_a_failed_backward_before_any_bucket_may_be_repeated():
+    """What failed before anything was sent leaves the ranks in step."""
+    start = seeded(Branches)
+
+    def gradients(group):
+        ddp = DDP(copy.deepcopy(start), group)
+
+        def fail(grad):
+            raise ArithmeticError("once")
+
+        handle = ddp.module.branches[0].weight.register_hook(fail)
+        first = ddp(torch.ones(1, 2).double(), 0, 1, 2)
+        errors = [type(caught(first.backward))]
+        handle.remove()
+        ddp.zero_grad()
+        ddp(torch.full((1, 2), group.rank).double(), 0, 1, 2).backward()
+        return errors, [branch.weight.grad.tolist() for branch in ddp.module.branches]
+
+    assert run_ranks(gradients, 2) == [([ArithmeticError], [[[0.5, 0.5]]] * 3)] * 2
+
+
+def test_a_failed_backward_after_a_bucket_ends_the_group():
+    """A rank that goes on after a backward that failed halfway would mix up buckets: all ranks are told instead."""
+    start = seeded(Branches)
+
+    def backward(group):
+        ddp = DDP(copy.deepcopy(start), group, bucket_size_mb=1e-9)
+        inputs = torch.ones(1, 2).double()
+        if group.rank == 0:
+            return caught(ddp(inputs, 0, 1, 2).backward)
+
+        def fail(grad):
+            raise ArithmeticError("once")
+
+        ddp.module.branches[0].weight.register_hook(fail)
+        loss = ddp(inputs, 0, 1, 2)
+        assert type(caught(loss.backward)) is ArithmeticError
+        return caught(ddp(inputs, 0, 1, 2).backward)
+
+    for error in run_ranks(backward, 2):
+        assert type(error) is GroupAbortedError
+        assert "earlier backward of DDP on rank 1" in str(error)
+        assert "Make a new group" in str(error)
+
+
+def test_a_module_may_be_wrapped_again():
+    """A collected DDP leaves no hooks: the next one's gradients are averaged once, and a copy's never."""
+
+    def count(group):
+        module = torch.nn.Linear(2, 2)
+        for _ in range(2):
+            ddp = DDP(module, group)
+            del ddp
+        gc.collect()
+        module(torch.ones(1, 2)).sum().backward()
+        ddp = DDP(module, group)
+        ddp(torch.ones(1, 2)).sum().backward()
+        copy.deepcopy(ddp.module)(torch.ones(1, 2)).sum().backward()
+        assert len(module.weight._post_accumulate_grad_hooks) == 1
+        return len(group.collectives.sizes)
+
+    assert run_ranks(count, 2, backend=CountingBackend.create_group) == [1, 1]
+
+
+def test_sparse_gradients_are_refused():
+    """An embedding with sparse gradients raises out of backward, saying what to do."""
+
+    def attempt(group):
+        ddp = DDP(torch.nn.Embedding(4, 2, sparse=True), group)
+        return caught(ddp(torch.tensor([1])).sum().backward)
+
+    for error in run_ranks(attempt, 2):
+        assert isinstance(error, UnsupportedOpError)
+        assert "sparse=False" in str(error)
+
+
+def test_modules_without_trainable_parameters():
+    """A module that has nothing to average still runs, and keeps its buffers equal."""
+
+    def outputs(group):
+        ddp = DDP(torch.nn.BatchNorm1d(1, affine=False), group)
+        ddp.sync_gradients()
+        return ddp(torch.tensor([[1.0], [3.0]])).flatten().tolist()
+
+    first, second = run_ranks(outputs, 2)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ((3,), TypeError, "torch.nn.Module, not int"),
+        ((torch.nn.Linear(1, 1), "world"), TypeError, "group must be"),
+        ((torch.nn.LazyLinear(1), None), ValueError, "'weight' is lazy"),
+    ],
+)
+def test_wrong_arguments(arguments, kind, text):
+    """Each is refused with what should be there instead."""
+
+    def attempt(group):
+        DDP(*arguments)
+
+    with pytest.raises(RankFailedError, match=text) as failure:
+        run_ranks(attempt, 1)
+    assert isinstance(failure.value.__cause__, kind)
+
+
+@pytest.mark.parametrize(
+    ("size", "kind"), [(0, ValueError), (float("nan"), ValueError), ("25", TypeError), (True, TypeError)]
+)
+def test_wrong_bucket_sizes(size, kind):
+    """A bucket needs a size above 0."""
+    group = SimulatedBackend.create_group(1)[0]
+    with pytest.raises(kind, match="bucket_size_mb"):
+        DDP(torch.nn.Linear(1, 1), group, bucket_size_mb=size)
+
+
+def test_a_closed_group_is_refused():
+    """DDP on a group that was closed says so at once."""
+    group = SimulatedBackend.create_group(1)[0]
+    group.close()
+    with pytest.raises(DistributedError, match="closed"):
+        DDP(torch.nn.Linear(1, 1), group)
