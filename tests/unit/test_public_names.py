@@ -9,17 +9,76 @@ import pytest
 
 import ferrodist as fd
 
-PUBLIC = """
-ANY_SOURCE AuthenticationError Backend BackendUnavailable CollectiveMismatchError DDP DEFAULT_COLLECTIVE_TIMEOUT
-DistributedError DistributedTimeoutError GroupAbortedError GroupClosedError InvalidRankError InvalidWorldSizeError
-NoConnectionError PeerLostError PendingCollective ProtocolError RankFailedError Recv ReduceOp RendezvousError SelfSendError
-Send SimulatedBackend SizeMismatchError SubBackend TcpBackend UnsupportedOpError __version__ all_gather all_gather_object
-all_gather_uneven all_to_all all_to_all_single_uneven allreduce async_all_gather async_all_to_all async_allreduce
-async_broadcast async_reduce_scatter barrier batch broadcast broadcast_object coalesce compute_shard_sizes default_group
-destroy_process_group gather gather_object init_process_group is_initialized monitored_barrier new_group premultiplied_sum
-recv recv_into recv_object reduce reduce_scatter reduce_scatter_tensor register_backend scatter scatter_object send
-send_object sendrecv use_group
-""".split()
+PUBLIC = [
+    "ANY_SOURCE",
+    "AuthenticationError",
+    "Backend",
+    "BackendUnavailable",
+    "CollectiveMismatchError",
+    "DDP",
+    "DEFAULT_COLLECTIVE_TIMEOUT",
+    "DistributedError",
+    "DistributedTimeoutError",
+    "GroupAbortedError",
+    "GroupClosedError",
+    "InvalidRankError",
+    "InvalidWorldSizeError",
+    "NoConnectionError",
+    "PeerLostError",
+    "PendingCollective",
+    "ProtocolError",
+    "RankFailedError",
+    "Recv",
+    "ReduceOp",
+    "RendezvousError",
+    "SelfSendError",
+    "Send",
+    "SimulatedBackend",
+    "SizeMismatchError",
+    "SubBackend",
+    "TcpBackend",
+    "UnsupportedOpError",
+    "__version__",
+    "all_gather",
+    "all_gather_object",
+    "all_gather_uneven",
+    "all_to_all",
+    "all_to_all_single_uneven",
+    "allreduce",
+    "async_all_gather",
+    "async_all_to_all",
+    "async_allreduce",
+    "async_broadcast",
+    "async_reduce_scatter",
+    "barrier",
+    "batch",
+    "broadcast",
+    "broadcast_object",
+    "coalesce",
+    "compute_shard_sizes",
+    "default_group",
+    "destroy_process_group",
+    "gather",
+    "gather_object",
+    "init_process_group",
+    "is_initialized",
+    "monitored_barrier",
+    "new_group",
+    "premultiplied_sum",
+    "recv",
+    "recv_into",
+    "recv_object",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "register_backend",
+    "scatter",
+    "scatter_object",
+    "send",
+    "send_object",
+    "sendrecv",
+    "use_group",
+]
 
 
 def test_public_names_are_these():
