@@ -25,7 +25,7 @@ def check_timeout(timeout: float) -> float:
         raise TypeError(f"timeout must be a number of seconds, not {type(timeout).__name__}")
     if math.isnan(timeout) or timeout < 0:
         raise ValueError(f"timeout must be 0 or more seconds, not {timeout}")
-    return float(timeout)
+    return min(float(timeout), math.inf) if timeout < 1e300 else math.inf
 
 
 class Deadline:

@@ -66,11 +66,11 @@ class DistributedError(RuntimeError):
         self.ranks = tuple(ranks)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.message, self.ranks, self.__dict__.copy())
+        return _rebuild, (type(self), self.args, self.__dict__.copy())
 
     def fresh(self) -> DistributedError:
         """A copy to raise. What is kept and raised again and again would keep the frames of each time alive."""
-        copy = _rebuild(type(self), self.message, self.ranks, self.__dict__.copy())
+        copy = _rebuild(type(self), self.args, self.__dict__.copy())
         copy.__cause__ = self.__cause__
         return copy
 
@@ -80,10 +80,11 @@ class DistributedError(RuntimeError):
         return self.ranks[0] if len(self.ranks) == 1 else None
 
 
-def _rebuild(
-    kind: type[DistributedError], message: str, ranks: tuple[int, ...], state: dict[str, Any]
-) -> DistributedError:
-    error = kind(message, ranks=ranks)
+def _rebuild(kind: type[DistributedError], args: tuple[Any, ...], state: dict[str, Any]) -> DistributedError:
+    """Make an error without its ``__init__``, whose signature a subclass may have changed."""
+    new = OSError.__new__ if issubclass(kind, OSError) else RuntimeError.__new__  # a TimeoutError is an OSError
+    error = new(kind, *args)
+    error.args = args
     error.__dict__.update(state)
     return error
 
@@ -152,24 +153,27 @@ class RankFailedError(DistributedError):
     """The program of one or more ranks failed; the message carries their tracebacks."""
 
 
-def _tree(kind: type[DistributedError]) -> dict[str, type[DistributedError]]:
-    found = {kind.__name__: kind}
-    for child in kind.__subclasses__():
-        found.update(_tree(child))
-    return found
+_BY_NAME: dict[str, type[DistributedError]] = {
+    name: kind
+    for name, kind in list(globals().items())
+    if isinstance(kind, type) and issubclass(kind, DistributedError)
+}
 
 
 def error_to_wire(error: BaseException) -> tuple[str, str, tuple[int, ...]]:
-    """Reduce an error to (class name, message, ranks), which any codec can carry."""
-    if isinstance(error, DistributedError):
-        return type(error).__name__, error.message, error.ranks
-    return DistributedError.__name__, f"{type(error).__name__}: {error}", ()
+    """Reduce an error to (class name, message, ranks), which any codec can carry.
+
+    A class from elsewhere becomes the nearest one of this module.
+    """
+    if not isinstance(error, DistributedError):
+        return DistributedError.__name__, f"{type(error).__name__}: {error}", ()
+    nearest = next(kind for kind in type(error).__mro__ if _BY_NAME.get(kind.__name__) is kind)
+    return nearest.__name__, error.message, error.ranks
 
 
 def error_from_wire(name: str, message: str, ranks: tuple[int, ...]) -> DistributedError:
     """Rebuild an error from `error_to_wire`'s triple; an unknown class becomes `DistributedError`.
 
-    Names are looked up in this module's tree and nowhere else, so a peer cannot make this process import or call
-    anything.
+    Names are looked up among this module's classes only, so a peer cannot make this process import or call anything.
     """
-    return _tree(DistributedError).get(name, DistributedError)(message, ranks=tuple(ranks))
+    return _BY_NAME.get(name, DistributedError)(message, ranks=tuple(ranks))

@@ -6,8 +6,10 @@ import re
 
 import pytest
 
+import ferrodist as fd
 from ferrodist import errors
 from ferrodist.errors import DistributedError, error_from_wire, error_to_wire
+from ferrodist.testing import run_ranks
 
 
 def kinds():
@@ -18,7 +20,7 @@ def kinds():
         for child in kind.__subclasses__():
             yield from below(child)
 
-    return list(below(DistributedError))
+    return [kind for kind in below(DistributedError) if kind.__module__ == errors.__name__]
 
 
 @pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
@@ -70,3 +72,43 @@ def test_drawing_is_the_tree():
 def test_everything_public_is_exported():
     """``__all__`` names every class of the tree."""
     assert {kind.__name__ for kind in kinds()} <= set(errors.__all__)
+
+
+class JobError(fd.PeerLostError):
+    """A user's own kind, with another signature."""
+
+    def __init__(self, code):
+        super().__init__(f"job error {code}", ranks=(code,))
+        self.code = code
+
+
+def test_subclasses_with_their_own_signature_work():
+    """A user's subclass pickles, can be raised again, and reaches other ranks as the nearest class they know."""
+    for error in (pickle.loads(pickle.dumps(JobError(3))), JobError(3).fresh()):
+        assert (type(error), error.code, error.ranks, str(error)) == (JobError, 3, (3,), "job error 3")
+    assert error_to_wire(JobError(3)) == ("PeerLostError", "job error 3", (3,))
+    assert type(error_from_wire("JobError", "x", ())) is DistributedError
+
+    def program(group):
+        if group.rank == 1:
+            group.abort(JobError(1))
+        with pytest.raises(fd.PeerLostError, match="job error 1"):
+            group.barrier()
+
+    run_ranks(program, 2)
+    run_ranks(program, 2, backend="tcp-threads")
+
+
+def test_raising_again_keeps_no_frames():
+    """A failed group that raises thousands of times does not pile up tracebacks."""
+
+    def program(group):
+        group.abort("over")
+        lengths = []
+        for _ in range(100):
+            with pytest.raises(fd.GroupAbortedError) as caught:
+                group.barrier()
+            lengths.append(len(caught.traceback))
+        assert lengths[-1] == lengths[0]
+
+    run_ranks(program, 1)

@@ -8,9 +8,12 @@ threads. `ferrodist.testing.check_backend` tests all of what is said here.
 
 from __future__ import annotations
 
+import math
+import operator
 import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from ferrodist.backends.agreement import Agreement
 from ferrodist.backends.call import Call
@@ -19,6 +22,7 @@ from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, check_timeout
 from ferrodist.errors import (
     DistributedError,
+    DistributedTimeoutError,
     GroupAbortedError,
     InvalidRankError,
     InvalidWorldSizeError,
@@ -62,6 +66,8 @@ class Backend(ABC):
         self._close_callbacks: list[Callable[[], None]] = []
         self._threaded: dict[tuple[str, int], list[tuple[int, ThreadedRequest]]] = {}
         self._threaded_lock = threading.Lock()
+        self.subgroups: WeakSet[Backend] = WeakSet()
+        """The sub-groups made from this group; they are closed with it."""
         self.attachments: dict[str, Any] = {}
         """What layers above keep with the group, by name."""
         self.agreement = Agreement(self)
@@ -105,7 +111,7 @@ class Backend(ABC):
         Args:
             data: Any C-contiguous buffer. It may be empty.
             dst: The receiving rank.
-            tag: See [Note: tags] in `tags.py`; users choose from 0 to 2**56-1, the rest is for what stands on top.
+            tag: See [Note: tags] in `tags.py`; users choose from 0 to 2**56-1.
             timeout: Seconds, or None for the group's.
 
         Raises:
@@ -173,14 +179,14 @@ class Backend(ABC):
 
         Messages started in one thread with the same tag and ``dst`` are received in that order.
         """
-        check_peer(self, dst)
+        dst = check_peer(self, dst)
         return self._in_thread(
             ("send", tag), dst, lambda timeout: (self.send(data, dst, tag=tag, timeout=timeout), dst)[1]
         )
 
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
         """Start `recv` and return at once. This form repeats the blocking call in a thread."""
-        check_peer(self, src, any_source=True)
+        src = check_peer(self, src, any_source=True)
         return self._in_thread(("recv", tag), src, lambda timeout: self.recv(buffer, src, tag=tag, timeout=timeout))
 
     def _in_thread(self, kind: tuple[str, int], peer: int, attempt: Callable[[float], int]) -> Request:
@@ -197,6 +203,24 @@ class Backend(ABC):
         with self._threaded_lock:
             if all(request.done() for _, request in self._threaded.get(kind, [])):
                 self._threaded.pop(kind, None)
+
+    def _wait_or_give_up(self, request: Request, what: str, timeout: float) -> int:
+        """Wait for a request of this group; when ``timeout`` passes cancel it and say ``what`` did not happen."""
+        try:
+            return request.wait(timeout)
+        except DistributedTimeoutError as error:
+            if self.failure is not None:
+                raise
+            if not request.cancel():
+                return request.wait(math.inf)  # it ended between the two, or ends at once: see Request.cancel
+            raise DistributedTimeoutError(
+                f"{what} within {timeout:g} s (group {self.name!r}, rank {self.rank}). The group is still good: the"
+                " call may be made again.",
+                ranks=error.ranks,
+            ) from None
+        except BaseException:
+            request.cancel()
+            raise
 
     def abort_subgroup(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
         """End one sub-group on all its members (ranks of this group).
@@ -222,23 +246,30 @@ class Backend(ABC):
         self._close_callbacks.append(callback)
 
     def _run_close_callbacks(self) -> None:
+        for subgroup in list(self.subgroups):
+            subgroup.close()
         while self._close_callbacks:
             self._close_callbacks.pop()()
 
 
-def check_peer(group: Backend, peer: int, *, any_source: bool = False) -> None:
-    """Raise unless ``peer`` is another rank of ``group`` (or `ANY_SOURCE` where that is allowed)."""
-    if any_source and peer == ANY_SOURCE:
-        return
-    if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < group.world_size:
+def check_peer(group: Backend, peer: int, *, any_source: bool = False) -> int:
+    """``peer`` as an int; raises unless it is another rank of ``group`` (or `ANY_SOURCE` where that is allowed)."""
+    try:
+        rank = operator.index(peer)
+    except TypeError:
+        rank = -2
+    if any_source and rank == ANY_SOURCE:
+        return rank
+    if isinstance(peer, bool) or not 0 <= rank < group.world_size:
         raise InvalidRankError(
             f"rank {peer!r} is not in 0..{group.world_size - 1} of group {group.name!r} (called on rank {group.rank})"
         )
-    if peer == group.rank:
+    if rank == group.rank:
         raise SelfSendError(
-            f"rank {peer} of group {group.name!r} cannot exchange messages with itself: copy the data instead",
-            ranks=(peer,),
+            f"rank {rank} of group {group.name!r} cannot exchange messages with itself: copy the data instead",
+            ranks=(rank,),
         )
+    return rank
 
 
 def as_abort_error(group: Backend, reason: str | DistributedError) -> DistributedError:

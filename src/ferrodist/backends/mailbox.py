@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from ferrodist.backends.request import BaseRequest
 from ferrodist.backends.tags import ANY_SOURCE
-from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError, SizeMismatchError
+from ferrodist.errors import DistributedError, DistributedTimeoutError, SizeMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,10 @@ EAGER_LIMIT = 256 * 1024
 """Bytes up to which a message is sent before it is asked for."""
 
 MAX_UNASKED_BYTES = 1 << 30
-"""Bytes of eager messages a mailbox keeps; more means that a rank sends what nobody receives."""
+"""Bytes of messages a mailbox keeps unasked; more means that a rank sends what nobody receives."""
+
+_MESSAGE_COST = 512
+"""Bytes a waiting message counts for beside its own, so that empty ones and offers don't pile up for ever either."""
 
 
 def read_view(data: Buffer) -> memoryview:
@@ -67,7 +70,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 class Receive(BaseRequest):
     """A receive that was asked for; see `Mailbox.post`."""
 
-    __slots__ = ("_mailbox", "buffer", "message", "source", "tag")
+    __slots__ = ("_mailbox", "buffer", "message", "number", "source", "tag")
 
     def __init__(self, mailbox: Mailbox, buffer: memoryview, source: int, tag: int) -> None:
         super().__init__(source)
@@ -76,6 +79,7 @@ class Receive(BaseRequest):
         self.source = source
         self.tag = tag
         self.message: Message | None = None
+        self.number = 0  # in the order in which receives were asked for
 
     def matches(self, message: Message) -> bool:
         """Whether this receive may take ``message``, which has its tag."""
@@ -108,15 +112,21 @@ class Message:
         self.receive: Receive | None = None
         self.arrival = 0
 
+    @property
+    def size_kept(self) -> int:
+        """Bytes of it that a mailbox holds while nobody has asked for it."""
+        return self.size_bytes if self.grant is None or self.kept is not None else 0
+
 
 class Mailbox:
     """Messages and receives of one rank, matched by tag and source in order of arrival."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._receives: dict[int, list[Receive]] = {}  # by tag, in the order they were asked for
-        self._messages: dict[int, list[Message]] = {}  # by tag, in the order they came
+        self._receives: dict[int, dict[int, Receive]] = {}  # by tag, then by number, ascending
+        self._messages: dict[int, dict[int, Message]] = {}  # by tag, then by arrival, ascending
         self._matched: set[Receive] = set()  # their message is on its way
+        self._num_receives = 0
         self._num_arrivals = 0
         self._unasked_bytes = 0
 
@@ -129,32 +139,31 @@ class Mailbox:
         """
         after: list[Callable[[], None]] = []
         with self._lock:
+            self._num_receives += 1
+            receive.number = self._num_receives
             if not self._take_message(receive, after):
                 error = refusal()
                 if error is None:
-                    self._receives.setdefault(receive.tag, []).append(receive)
+                    self._receives.setdefault(receive.tag, {})[receive.number] = receive
                 else:
-                    after.append(partial(receive._finish, error))  # noqa: SLF001 - the mailbox is who finishes receives
+                    after.append(partial(receive.end, error))
         _run(after)
 
-    def arrive(self, message: Message) -> None:
+    def arrive(self, message: Message) -> bool:
         """Take a message's announcement; its bytes, if any, follow through `write`.
 
-        Raises:
-            ProtocolError: Too much that nobody asked for is kept already.
+        Returns:
+            False when the mailbox is full of what nobody asked for; the message is not taken.
         """
         after: list[Callable[[], None]] = []
         with self._lock:
-            if message.grant is None and self._unasked_bytes + message.size_bytes > MAX_UNASKED_BYTES:
-                raise ProtocolError(
-                    f"rank {message.source} keeps sending what this rank does not receive: {self._unasked_bytes} bytes"
-                    " wait here already. Receive them, or check the tags of send and recv.",
-                    ranks=(message.source,),
-                )
+            if self._unasked_bytes + message.size_kept + _MESSAGE_COST > MAX_UNASKED_BYTES:
+                return False
             self._num_arrivals += 1
             message.arrival = self._num_arrivals
             self._take_receive(message, after)
         _run(after)
+        return True
 
     def write(self, message: Message, fill: Callable[[memoryview], int], start: int, stop: int) -> int:
         """Let ``fill(target)`` write bytes ``start`` to ``stop``; returns its result, the number it wrote.
@@ -188,11 +197,11 @@ class Mailbox:
                     message.kept = bytearray(message.size_bytes)
                     message.kept[: message.num_received] = receive.buffer[: message.num_received]
                 self._take_receive(message, after)
-            elif receive in self._receives.get(receive.tag, ()):
+            elif receive.number in self._receives.get(receive.tag, {}):
                 self._drop_receive(receive)
             else:
                 return False
-        receive._finish(reason or DistributedTimeoutError("the receive was cancelled"))  # noqa: SLF001
+        receive.end(reason or DistributedTimeoutError("the receive was cancelled"))
         _run(after)
         return True
 
@@ -206,14 +215,14 @@ class Mailbox:
                 self._matched.discard(receive)
                 receive.message = None
                 receive.peer = receive.source
-                if not self._take_message(receive, after):  # it was asked for before all that wait
-                    self._receives.setdefault(receive.tag, []).insert(0, receive)
+                if not self._take_message(receive, after):
+                    _put_back(self._receives.setdefault(receive.tag, {}), receive.number, receive)
         _run(after)
 
     def fail(self, applies: Callable[[Receive], bool], error: DistributedError) -> None:
         """End every receive for which ``applies(receive)`` with ``error``."""
         with self._lock:
-            failed = [receive for queue in self._receives.values() for receive in queue if applies(receive)]
+            failed = [receive for queue in self._receives.values() for receive in queue.values() if applies(receive)]
             for receive in failed:
                 self._drop_receive(receive)
             for receive in [receive for receive in self._matched if applies(receive)]:
@@ -223,12 +232,12 @@ class Mailbox:
                     message.receive = None
                 failed.append(receive)
         for receive in failed:
-            receive._finish(error)  # noqa: SLF001
+            receive.end(error)
 
     def forget(self, applies: Callable[[Message], bool]) -> None:
         """Free every waiting message for which ``applies(message)``."""
         with self._lock:
-            for message in [m for queue in self._messages.values() for m in queue if applies(m)]:
+            for message in [m for queue in self._messages.values() for m in queue.values() if applies(m)]:
                 self._drop_message(message)
                 message.kept = None
 
@@ -236,12 +245,12 @@ class Mailbox:
 
     def _take_message(self, receive: Receive, after: list[Callable[[], None]]) -> bool:
         """Match a receive with the first message that fits it, or refuse it; False when there is none."""
-        message = next((m for m in self._messages.get(receive.tag, ()) if receive.matches(m)), None)
+        message = next((m for m in self._messages.get(receive.tag, {}).values() if receive.matches(m)), None)
         if message is None:
             return False
         error = _size_error(receive, message)
         if error is not None:
-            after.append(partial(receive._finish, error))  # noqa: SLF001
+            after.append(partial(receive.end, error))
         else:
             self._drop_message(message)
             self._pair(receive, message, after)
@@ -249,21 +258,21 @@ class Mailbox:
 
     def _take_receive(self, message: Message, after: list[Callable[[], None]]) -> None:
         """Match a message with the first receive that fits it, or keep it."""
-        for receive in [r for r in self._receives.get(message.tag, ()) if r.matches(message)]:
+        while True:
+            queue = self._receives.get(message.tag, {})
+            receive = next((r for r in queue.values() if r.matches(message)), None)
+            if receive is None:
+                break
             self._drop_receive(receive)
             error = _size_error(receive, message)
             if error is None:
                 self._pair(receive, message, after)
                 return
-            after.append(partial(receive._finish, error))  # noqa: SLF001
+            after.append(partial(receive.end, error))
         if message.grant is None and message.kept is None:
             message.kept = bytearray(message.size_bytes)
-        if message.kept is not None:
-            self._unasked_bytes += message.size_bytes
-        queue = self._messages.setdefault(message.tag, [])
-        # A message that a cancelled receive gave back goes before those that came after it.
-        place = next((i for i, other in enumerate(queue) if other.arrival > message.arrival), len(queue))
-        queue.insert(place, message)
+        self._unasked_bytes += message.size_kept + _MESSAGE_COST
+        _put_back(self._messages.setdefault(message.tag, {}), message.arrival, message)
 
     def _pair(self, receive: Receive, message: Message, after: list[Callable[[], None]]) -> None:
         receive.message, message.receive = message, receive
@@ -280,22 +289,33 @@ class Mailbox:
             copy_bytes(receive.buffer, memoryview(message.kept))
         self._matched.discard(receive)
         message.receive = receive.message = None
-        after.append(receive._finish)  # noqa: SLF001
+        after.append(receive.end)
 
     def _drop_message(self, message: Message) -> None:
-        queue = self._messages.get(message.tag, [])
-        if message in queue:
-            queue.remove(message)
+        queue = self._messages.get(message.tag, {})
+        if queue.pop(message.arrival, None) is not None:
             if not queue:
                 del self._messages[message.tag]
-            if message.kept is not None:
-                self._unasked_bytes -= message.size_bytes
+            self._unasked_bytes -= message.size_kept + _MESSAGE_COST
 
     def _drop_receive(self, receive: Receive) -> None:
         queue = self._receives[receive.tag]
-        queue.remove(receive)
+        del queue[receive.number]
         if not queue:
             del self._receives[receive.tag]
+
+
+_Waiting = TypeVar("_Waiting")
+
+
+def _put_back(queue: dict[int, _Waiting], number: int, waiting: _Waiting) -> None:
+    """Add to a queue that is ordered by number: at its end, or, for one that was taken out before, in its old place."""
+    is_last = not queue or next(reversed(queue)) < number
+    queue[number] = waiting
+    if not is_last:
+        ordered = sorted(queue.items())
+        queue.clear()
+        queue.update(ordered)
 
 
 def _size_error(receive: Receive, message: Message) -> SizeMismatchError | None:

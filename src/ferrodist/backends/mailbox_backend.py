@@ -18,11 +18,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.base import Backend, as_abort_error, check_peer
-from ferrodist.backends.mailbox import Mailbox, Receive, read_view, write_view
+from ferrodist.backends.mailbox import Mailbox, Message, Receive, read_view, write_view
 from ferrodist.backends.request import BaseRequest
-from ferrodist.backends.tags import ANY_SOURCE, group_of_tag
+from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
 from ferrodist.deadline import check_timeout
-from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, PeerLostError
+from ferrodist.errors import (
+    DistributedError,
+    DistributedTimeoutError,
+    GroupAbortedError,
+    GroupClosedError,
+    PeerLostError,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -32,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["MailboxBackend", "Send"]
 
 _WORLD = 0
+_TAG_BITS = 128
 
 
 class Send(BaseRequest):
@@ -62,7 +69,8 @@ class MailboxBackend(Backend):
         self._failures: dict[int, DistributedError] = {}  # by group
         self._left: dict[tuple[int, int], DistributedError] = {}  # by group and rank
         self._died: dict[int, DistributedError] = {}  # by rank
-        self._closed: set[int] = set()  # groups this rank has left
+        self._ended: DistributedError | None = None  # why nothing works here any more: closed, or a forked child
+        self._closed: set[int] = set()  # sub-groups this rank has closed
 
     # What a transport adds.
 
@@ -74,7 +82,7 @@ class MailboxBackend(Backend):
     def _take_back(self, send: Send) -> bool:
         """Undo `_start_send`: the message must not be delivered after this.
 
-        False when it is too late for that; the transport then finishes the send soon by itself.
+        False when it is too late for that; the transport then ends the send at once by itself.
         """
 
     @abstractmethod
@@ -90,29 +98,29 @@ class MailboxBackend(Backend):
     @property
     def failure(self) -> DistributedError | None:
         """Why the group can't be used any more, or None while it can."""
-        return self._failures.get(_WORLD)
+        return self._failure_of(_WORLD)
 
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
         """Start `send` and return at once."""
-        check_peer(self, dst)
-        send = Send(self, read_view(data), dst, _check_tag(tag))
+        dst = check_peer(self, dst)
+        send = Send(self, read_view(data), dst, check_tag(tag, _TAG_BITS))
         with self._state_lock:
             error = self._refusal(send.tag, dst)
             if error is not None:
                 raise error.fresh()
             self._sends.add(send)
-        try:
-            self._start_send(send)
-        except DistributedError as error:
-            self._finish_send(send, error)
-            raise
+        self._start_send(send)
+        # Its group may have ended after the look above and before the transport knew of the send.
+        error = self._refusal(send.tag, dst)
+        if error is not None:
+            self._cancel_send(send, error)
         return send
 
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
         """Start `recv` and return at once."""
-        check_peer(self, src, any_source=True)
-        receive = Receive(self._mailbox, write_view(buffer), src, _check_tag(tag))
-        failure = self._failures.get(group_of_tag(tag))
+        src = check_peer(self, src, any_source=True)
+        receive = Receive(self._mailbox, write_view(buffer), src, check_tag(tag, _TAG_BITS))
+        failure = self._failure_of(group_of_tag(tag))
         if failure is not None:
             raise failure.fresh()
         self._mailbox.post(receive, partial(self._refusal, tag, src))
@@ -121,41 +129,52 @@ class MailboxBackend(Backend):
     def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
         """Send bytes to one rank; see `Backend.send`."""
         limit = self._limit(timeout)
-        self._wait(self.isend(data, dst, tag=tag), f"send to rank {dst}: it did not receive the message", limit)
+        request = self.isend(data, dst, tag=tag)
+        self._wait_or_give_up(request, f"send to rank {dst}: it did not receive the message", limit)
 
     def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
         """Receive the next message from ``src``; see `Backend.recv`."""
         limit = self._limit(timeout)
         whom = "any rank" if src == ANY_SOURCE else f"rank {src}"
-        return self._wait(self.irecv(buffer, src, tag=tag), f"recv from {whom}: nothing came", limit)
+        return self._wait_or_give_up(self.irecv(buffer, src, tag=tag), f"recv from {whom}: nothing came", limit)
 
     def _limit(self, timeout: float | None) -> float:
         return self.timeout if timeout is None else check_timeout(timeout)
 
-    def _wait(self, request: Request, what: str, timeout: float) -> int:
-        try:
-            return request.wait(timeout)
-        except DistributedTimeoutError as error:
-            if request.cancel():
-                raise DistributedTimeoutError(
-                    f"{what} within {timeout:g} s (group {self.name!r}, rank {self.rank}). The group is still good:"
-                    " the call may be made again.",
-                    ranks=error.ranks if error.ranks != (-1,) else (),
-                ) from None
-            return request.wait(timeout)  # it ended between the two
-        except BaseException:
-            request.cancel()
-            raise
+    def _failure_of(self, group_id: int) -> DistributedError | None:
+        if self._ended is not None:
+            return self._ended
+        if group_id in self._closed:
+            return GroupClosedError(f"this sub-group of {self.name!r} was closed on this rank ({self.rank})")
+        return self._failures.get(group_id)
 
     def _refusal(self, tag: int, peer: int) -> DistributedError | None:
         """Why nothing can go to or come from ``peer`` any more, or None."""
         group_id = group_of_tag(tag)
-        return (
-            self._failures.get(group_id)
-            or self._left.get((_WORLD, peer))
-            or self._left.get((group_id, peer))
-            or self._died.get(peer)
+        return self._failure_of(group_id) or self._departure(group_id, peer)
+
+    def _departure(self, group_id: int, peer: int) -> DistributedError | None:
+        """Why ``peer``, or every peer for `ANY_SOURCE`, is gone from a group, or None."""
+        if peer != ANY_SOURCE:
+            return self._left.get((_WORLD, peer)) or self._left.get((group_id, peer)) or self._died.get(peer)
+        others = [rank for rank in self._members.get(group_id, ()) if rank != self.rank]
+        gone = [self._departure(group_id, rank) for rank in others]
+        return gone[0] if gone and all(gone) else None
+
+    def _accept(self, message: Message) -> None:
+        """Take in a message; one more than this rank can keep unasked ends its group.
+
+        One for a group that has ended is not kept: its bytes go nowhere.
+        """
+        group_id = group_of_tag(message.tag)
+        if self._failure_of(group_id) is not None or self._mailbox.arrive(message):
+            return
+        error = GroupAbortedError(
+            f"rank {self.rank} of group {self.name!r} ran out of room: rank {message.source} keeps sending what it"
+            " does not receive. Receive it, or check the tags of send and recv.",
+            ranks=(message.source,),
         )
+        self.abort_subgroup(group_id, self._members.get(group_id, self._members[_WORLD]), error)
 
     def _finish_send(self, send: Send, error: DistributedError | None = None) -> bool:
         """End a send; False when another thread has."""
@@ -163,7 +182,7 @@ class MailboxBackend(Backend):
             if send not in self._sends:
                 return False
             self._sends.discard(send)
-        send._finish(error)  # noqa: SLF001
+        send.end(error)
         return True
 
     def _cancel_send(self, send: Send, error: DistributedError | None = None) -> bool:
@@ -184,42 +203,51 @@ class MailboxBackend(Backend):
 
     def open_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
         """Learn who belongs to a sub-group, so that the death of one fails it."""
+        if self._ended is not None:
+            return
         with self._state_lock:
             self._members[group_id] = members
-            if _WORLD in self._closed:
-                self._failures[group_id] = self._failures[_WORLD]
             dead = next((self._died[rank] for rank in members if rank in self._died), None)
         if dead is not None:
             self._fail_group(group_id, dead)
 
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
-        """Leave a sub-group."""
-        if self._fail_group(group_id, GroupClosedError(f"this rank ({self.rank}) has closed the group")):
-            self._notify_left(group_id, members)
+        """Leave a sub-group. Of a closed one no more than its id is kept, to refuse what still comes for it."""
+        if self._ended is not None:
+            return
+        with self._state_lock:
+            self._closed.add(group_id)
+            self._members.pop(group_id, None)
+            self._failures.pop(group_id, None)
+            for rank in members:
+                self._left.pop((group_id, rank), None)
+        error = self._failure_of(group_id)
+        assert error is not None
+        self._end_transfers(lambda group, _: group == group_id, error)
+        self._mailbox.forget(lambda message: group_of_tag(message.tag) == group_id)
+        self._notify_left(group_id, members)
 
     def subgroup_failure(self, group_id: int, members: tuple[int, ...]) -> DistributedError | None:
         """Why a sub-group can't be used any more, or None."""
         del members
-        return self._failures.get(group_id)
+        return self._failure_of(group_id)
 
     def _close_groups(self) -> bool:
         """Leave every group of this backend; False when that was done before."""
         error = GroupClosedError(f"group {self.name!r} was closed on this rank ({self.rank})")
         with self._state_lock:
-            if _WORLD in self._closed:
+            if self._ended is not None:
                 return False
-            self._closed.add(_WORLD)
-            # A group that had failed says from now on that it is closed: the caller has seen the failure, and left.
-            groups = list(self._members)
-            self._failures.update(dict.fromkeys(groups, error))
-        self._end_transfers(lambda group_id, _: group_id in groups, error)
+            # Also where it had failed: the caller has seen the failure, and left.
+            self._ended = error
+        self._end_transfers(lambda _group, _peer: True, error)
         return True
 
     def _fail_group(self, group_id: int, error: DistributedError) -> bool:
         """End a group on this rank; False when it had failed before, which then keeps its reason."""
         error = error.fresh()
         with self._state_lock:
-            if group_id in self._failures:
+            if self._ended is not None or group_id in self._failures or group_id in self._closed:
                 return False
             self._failures[group_id] = error
         self._end_transfers(lambda group, _: group == group_id, error)
@@ -232,8 +260,16 @@ class MailboxBackend(Backend):
             ranks=(rank,),
         )
         with self._state_lock:
+            if group_id in self._closed:
+                return
             self._left.setdefault((group_id, rank), error)
-        self._end_transfers(lambda group, peer: peer == rank and group_id in (_WORLD, group), error)
+        self._end_transfers(
+            lambda group, peer: (
+                group_id in (_WORLD, group)
+                and (peer == rank or (peer == ANY_SOURCE and self._departure(group, peer) is not None))
+            ),
+            error,
+        )
 
     def _peer_died(self, rank: int, error: DistributedError) -> None:
         with self._state_lock:
@@ -258,9 +294,3 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     _Applies = Callable[[int, int], bool]
-
-
-def _check_tag(tag: int) -> int:
-    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < 1 << 128:
-        raise ValueError(f"a tag is an integer from 0 to 2**56-1, not {tag!r}")
-    return tag

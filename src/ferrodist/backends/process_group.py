@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ferrodist.rendezvous import Membership
 
-    Factory = Callable[[Membership, float], Backend]
+    Factory = Callable[[Membership, float, Deadline], Backend]
 
 __all__ = [
     "default_group",
@@ -42,10 +42,14 @@ _lock = threading.Lock()
 
 
 class _Process:
-    """The group of this process, and the meeting it came from."""
+    """The default group of this process, and the meeting it came from."""
 
-    group: Backend | None = None
-    membership: Membership | None = None
+    def __init__(self) -> None:
+        self.group: Backend | None = None
+        self.membership: Membership | None = None
+
+
+_process = _Process()
 
 
 def init_process_group(
@@ -79,17 +83,17 @@ def init_process_group(
     factory = _factory(backend)
     deadline = Deadline(check_timeout(timeout))
     with _lock:
-        if _Process.group is not None:
+        if _process.group is not None:
             raise ValueError("this process has a default group: call destroy_process_group() before making another")
         membership = rendezvous(
             init_method, rank=rank, world_size=world_size, timeout=deadline.remaining(), secret=secret
         )
         try:
-            group = factory(membership, timeout)
+            group = factory(membership, timeout, deadline)
         except BaseException:
             membership.close()
             raise
-        _Process.group, _Process.membership = group, membership
+        _process.group, _process.membership = group, membership
     atexit.register(destroy_process_group)
     return group
 
@@ -97,8 +101,8 @@ def init_process_group(
 def destroy_process_group() -> None:
     """Close the default group, and the store it was made through. Without one it does nothing."""
     with _lock:
-        group, membership = _Process.group, _Process.membership
-        _Process.group = _Process.membership = None
+        group, membership = _process.group, _process.membership
+        _process.group = _process.membership = None
     atexit.unregister(destroy_process_group)
     if group is not None:
         group.close()
@@ -108,7 +112,7 @@ def destroy_process_group() -> None:
 
 def is_initialized() -> bool:
     """Whether calls without a group have one to use here."""
-    return _local_group.get() is not None or _Process.group is not None
+    return _local_group.get() is not None or _process.group is not None
 
 
 def default_group() -> Backend:
@@ -117,7 +121,7 @@ def default_group() -> Backend:
     Raises:
         GroupClosedError: There is none.
     """
-    group = _local_group.get() or _Process.group
+    group = _local_group.get() or _process.group
     if group is None:
         raise GroupClosedError(
             "there is no default group: call ferrodist.init_process_group() first, pass group=, or use"
@@ -168,7 +172,9 @@ def new_group(
 
 
 def register_backend(name: str, factory: Factory) -> None:
-    """Make ``init_process_group(name)`` call ``factory(membership, timeout)``, which returns this rank's `Backend`.
+    """Make ``init_process_group(name)`` call ``factory(membership, timeout, deadline)`` for this rank's `Backend`.
+
+    ``timeout`` is the group's default for blocking calls, ``deadline`` when all ranks must have met.
 
     Raises:
         ValueError: The name is taken.
@@ -192,9 +198,9 @@ def _known() -> str:
     return ", ".join(sorted(_FACTORIES))
 
 
-def _make_tcp(membership: Membership, timeout: float) -> Backend:
+def _make_tcp(membership: Membership, timeout: float, deadline: Deadline) -> Backend:
     """Rank 0 listens on a free port next to its store and publishes the address; the others dial it."""
-    store, deadline = membership.store, Deadline(timeout)
+    store = membership.store
     listener = None
     if membership.rank == 0 and membership.world_size > 1:
         family = socket.AF_INET6 if ":" in membership.host else socket.AF_INET
@@ -211,6 +217,7 @@ def _make_tcp(membership: Membership, timeout: float) -> Backend:
             timeout=timeout,
             job=membership.job,
             listener=listener,
+            connect_timeout=deadline.remaining(),
         )
     except DistributedError:
         if listener is not None:

@@ -18,6 +18,10 @@ __all__ = ["BaseRequest", "Request", "ThreadedRequest", "wait_all"]
 class Request(Protocol):
     """A transfer that was started. Its buffer belongs to the backend until the request is done."""
 
+    @property
+    def peer(self) -> int:
+        """The rank of the other side; `ANY_SOURCE` until it is known."""
+
     def wait(self, timeout: float) -> int:
         """Block until done and return the rank of the other side.
 
@@ -33,7 +37,8 @@ class Request(Protocol):
     def cancel(self) -> bool:
         """Give the transfer up, so that the buffer is the caller's again.
 
-        Returns False when it had ended before. A message on its way to a cancelled receive is kept for the next one.
+        Returns False when it has ended, or ends by itself at once: `wait` then tells how. A message on its way to a
+        cancelled receive is kept for the next one.
         """
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
@@ -55,7 +60,7 @@ def wait_all(requests: Iterable[Request], deadline: Deadline) -> None:
 class BaseRequest:
     """The state every request ends in, and the way threads wait for it.
 
-    Subclasses start the transfer and call `_finish` exactly once; `_finish` may come from any thread.
+    Subclasses start the transfer; whoever knows of its end calls `end` exactly once, from any thread.
     """
 
     __slots__ = ("__weakref__", "_callbacks", "_done", "_lock", "error", "peer")
@@ -70,7 +75,8 @@ class BaseRequest:
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def _finish(self, error: BaseException | None = None) -> None:
+    def end(self, error: BaseException | None = None) -> None:
+        """End the request, well or with ``error``, and wake who waits. For who moves the bytes."""
         assert not self._done, "a request ends once"
         self.error = error
         self._done = True
@@ -81,11 +87,11 @@ class BaseRequest:
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback()`` once when done, at once if it is; it must not block or raise."""
         self._callbacks.append(callback)
-        if self._done:  # _finish may have looked at the list before the append
+        if self._done:  # end may have looked at the list before the append
             try:
                 self._callbacks.remove(callback)
             except ValueError:
-                return  # _finish took it
+                return  # end took it
             callback()
 
     def done(self) -> bool:
@@ -103,7 +109,8 @@ class BaseRequest:
     def wait(self, timeout: float) -> int:
         """Block until done; see `Request.wait`."""
         if not self.ended_within(timeout):
-            raise DistributedTimeoutError(f"no transfer with rank {self.peer} within {timeout:g} s", ranks=(self.peer,))
+            whom, ranks = (f"rank {self.peer}", (self.peer,)) if self.peer >= 0 else ("any rank", ())
+            raise DistributedTimeoutError(f"no transfer with {whom} within {timeout:g} s", ranks=ranks)
         if self.error is not None:
             raise self.error.fresh() if isinstance(self.error, DistributedError) else self.error
         return self.peer
@@ -149,17 +156,17 @@ class ThreadedRequest(BaseRequest):
             except DistributedTimeoutError:
                 failure = self._failure()
                 if failure is not None:
-                    self._finish(failure)
+                    self.end(failure)
                     return
                 seconds *= self._GROWTH
             except Exception as error:  # noqa: BLE001 - it is raised again in wait()
-                self._finish(error)
+                self.end(error)
                 return
             else:
-                self._finish()
+                self.end()
                 return
         self._gave_up = True
-        self._finish(DistributedTimeoutError("the transfer was cancelled", ranks=(self.peer,)))
+        self.end(DistributedTimeoutError("the transfer was cancelled", ranks=(self.peer,)))
 
     def cancel(self) -> bool:
         """Stop after the attempt under way; see `Request.cancel`."""

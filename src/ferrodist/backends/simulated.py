@@ -58,18 +58,18 @@ class SimulatedBackend(MailboxBackend):
             self._run_close_callbacks()
 
     def _start_send(self, send: Send) -> None:
-        mailbox = self._peers[send.peer]._mailbox  # noqa: SLF001 - peers are one object to the user
+        peer = self._peers[send.peer]
         size = len(send.data)
         if size <= EAGER_LIMIT:
             message = Message(self.rank, send.tag, size)
-            mailbox.arrive(message)
+            peer._accept(message)  # noqa: SLF001 - the ranks are one mechanism
             if size:
-                mailbox.write(message, partial(_copy, send.data), 0, size)
+                peer._mailbox.write(message, partial(_copy, send.data), 0, size)  # noqa: SLF001
             self._finish_send(send)
             return
         message = Message(self.rank, send.tag, size, grant=partial(self._move, send))
         self._arrivals[send] = message
-        mailbox.arrive(message)
+        peer._accept(message)  # noqa: SLF001
 
     def _move(self, send: Send) -> None:
         """A receive is there for an offered message; runs in whichever thread came second."""

@@ -9,7 +9,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.base import Backend, as_abort_error, check_peer
-from ferrodist.backends.tags import ANY_SOURCE, group_tag
+from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_tag
+from ferrodist.deadline import check_timeout
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, InvalidRankError
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class SubBackend(Backend):
         self._closed: DistributedError | None = None
         self.group_id = _next_id(self._root, parent.group_id, self._root_ranks)
         self._root.open_subgroup(self.group_id, self._root_ranks)
+        self._root.subgroups.add(self)
 
     @staticmethod
     def check_members(parent: Backend, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -113,29 +115,28 @@ class SubBackend(Backend):
 
     def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
         """Send bytes to one rank; see `Backend.send`."""
-        check_peer(self, dst)
-        self._check_open()
-        limit = self.timeout if timeout is None else timeout
-        self._root.send(data, self._root_ranks[dst], tag=self._tag(tag), timeout=limit)
+        limit = self.timeout if timeout is None else check_timeout(timeout)
+        request = self.isend(data, dst, tag=tag)
+        self._wait_or_give_up(request, f"send to rank {dst}: it did not receive the message", limit)
 
     def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
         """Receive the next message from ``src``; see `Backend.recv`."""
-        check_peer(self, src, any_source=True)
-        self._check_open()
-        limit = self.timeout if timeout is None else timeout
-        return self._index[self._root.recv(buffer, self._source(src), tag=self._tag(tag), timeout=limit)]
+        limit = self.timeout if timeout is None else check_timeout(timeout)
+        whom = "any rank" if src == ANY_SOURCE else f"rank {src}"
+        return self._wait_or_give_up(self.irecv(buffer, src, tag=tag), f"recv from {whom}: nothing came", limit)
 
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
         """Start `send` and return at once."""
-        check_peer(self, dst)
+        peer = self._root_ranks[check_peer(self, dst)]
         self._check_open()
-        return _SubRequest(self._root.isend(data, self._root_ranks[dst], tag=self._tag(tag)), self._index)
+        return _SubRequest(self._root.isend(data, peer, tag=self._tag(tag)), self._index)
 
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
         """Start `recv` and return at once."""
-        check_peer(self, src, any_source=True)
+        source = check_peer(self, src, any_source=True)
         self._check_open()
-        return _SubRequest(self._root.irecv(buffer, self._source(src), tag=self._tag(tag)), self._index)
+        peer = source if source == ANY_SOURCE else self._root_ranks[source]
+        return _SubRequest(self._root.irecv(buffer, peer, tag=self._tag(tag)), self._index)
 
     def abort(self, reason: str | DistributedError) -> None:
         """End this group on all its members; see `Backend.abort`."""
@@ -153,13 +154,8 @@ class SubBackend(Backend):
         if self._closed is not None:
             raise self._closed.fresh()
 
-    def _source(self, src: int) -> int:
-        return src if src == ANY_SOURCE else self._root_ranks[src]
-
     def _tag(self, tag: int) -> int:
-        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < 1 << _TAG_BITS:
-            raise ValueError(f"a tag is an integer from 0 to 2**56-1, not {tag!r}")
-        return group_tag(self.group_id, tag)
+        return group_tag(self.group_id, check_tag(tag, _TAG_BITS))
 
 
 class _SubRequest:
@@ -171,12 +167,18 @@ class _SubRequest:
         self._request = request
         self._index = index
 
+    @property
+    def peer(self) -> int:
+        return self._index.get(self._request.peer, ANY_SOURCE)
+
     def wait(self, timeout: float) -> int:
         try:
             return self._index[self._request.wait(timeout)]
         except DistributedTimeoutError as error:
-            ranks = tuple(self._index[rank] for rank in error.ranks if rank in self._index)
-            raise DistributedTimeoutError(error.message, ranks=ranks) from None
+            if error.ranks != (self._request.peer,):
+                raise  # the group's own failure, told in the terms of the group that it names
+            rank = self._index[self._request.peer]
+            raise DistributedTimeoutError(f"no transfer with rank {rank} within {timeout:g} s", ranks=(rank,)) from None
 
     def done(self) -> bool:
         return self._request.done()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["ANY_SOURCE", "Channel", "channel_tag", "check_user_tag", "group_of_tag", "group_tag"]
+__all__ = ["ANY_SOURCE", "Channel", "channel_tag", "check_tag", "check_user_tag", "group_of_tag", "group_tag"]
 
 ANY_SOURCE = -1
 """As ``src`` of a receive: take the first message with the right tag, whoever sent it."""
@@ -38,8 +38,13 @@ def channel_tag(channel: Channel, number: int) -> int:
 
 def check_user_tag(tag: int) -> int:
     """Return ``tag``, or raise ValueError when it is not an integer in 0..2**56-1."""
-    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < 1 << _NUMBER_BITS:
-        raise ValueError(f"a tag is an integer from 0 to 2**56-1, not {tag!r}")
+    return check_tag(tag, _NUMBER_BITS)
+
+
+def check_tag(tag: int, bits: int) -> int:
+    """Return a tag, or raise ValueError when it is no integer or has more than ``bits`` bits."""
+    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < 1 << bits:
+        raise ValueError(f"a tag is an integer from 0 to 2**{bits}-1, not {tag!r}")
     return tag
 
 

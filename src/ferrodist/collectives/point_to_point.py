@@ -288,11 +288,11 @@ class _TensorReceive(BaseRequest):
                 self._check(shape, dtype, tag)
                 self._target = prepare_out(None, shape, dtype)
             if not self._target.flat.numel():
-                self._finish()
+                self.end()
             else:
                 self._start_body(self._target, tag)
         except Exception as error:  # noqa: BLE001 - it is raised again in wait()
-            self._finish(error)
+            self.end(error)
 
     def _read_head(self) -> tuple[int, tuple[int, ...], torch.dtype]:
         number, place, num_dims, *padded = _HEAD.unpack(self._head)
@@ -327,9 +327,9 @@ class _TensorReceive(BaseRequest):
         try:
             self._body.wait(0)
         except Exception as error:  # noqa: BLE001 - it is raised again in wait()
-            self._finish(error)
+            self.end(error)
         else:
-            self._finish()
+            self.end()
 
 
 def _wait_for(requests: list[Request], deadline: Deadline, group: Backend, what: str) -> None:

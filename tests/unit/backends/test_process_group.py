@@ -141,13 +141,13 @@ def test_registered_backend_is_found(clean_environment, tmp_path):
     """A third party's backend is chosen by its name, and names can't be taken twice."""
     made = []
 
-    def factory(membership, timeout):
-        made.append((membership.rank, membership.world_size, timeout))
+    def factory(membership, timeout, deadline):
+        made.append((membership.rank, membership.world_size, timeout, deadline.remaining() <= 7))
         return fd.SimulatedBackend.create_group(1, timeout=timeout)[0]
 
     fd.register_backend("thirdparty", factory)
     fd.init_process_group("thirdparty", rank=0, world_size=1, init_method=f"file://{tmp_path}/m", timeout=7)
-    assert made == [(0, 1, 7)]
+    assert made == [(0, 1, 7, True)]
     for name in ("thirdparty", "tcp", "native"):
         with pytest.raises(ValueError, match=name):
             fd.register_backend(name, factory)

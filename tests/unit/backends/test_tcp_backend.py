@@ -1,6 +1,8 @@
 """The TCP star: how its ranks meet, what relaying costs nobody, and how it ends."""
 
+import itertools
 import os
+import signal
 import socket
 import threading
 import time
@@ -219,6 +221,116 @@ def test_forked_child_has_no_part_in_the_group():
         group.barrier()
 
     run_ranks(program, 2, backend="tcp")
+
+
+def test_a_send_given_up_is_received_once_or_not_at_all():
+    """Whatever moment a send is cancelled at, the receiver gets just the messages whose sends were not."""
+
+    def program(group):
+        size = 200_000
+        if group.rank == 0:
+            requests = [group.isend(bytes([i]) * size, 1, tag=1) for i in range(100)]
+            kept = [i for i, request in reversed(list(enumerate(requests))) if not request.cancel()][::-1]
+            for i in kept:
+                assert requests[i].wait(20) == 1
+            group.send(bytes([len(kept)]), 1, tag=2)
+            return kept
+        count, got = bytearray(1), []
+        group.recv(count, 0, tag=2)
+        buffer = bytearray(size)
+        for _ in range(count[0]):
+            group.recv(buffer, 0, tag=1)
+            got.append(buffer[0])
+        with pytest.raises(fd.DistributedTimeoutError):
+            group.recv(buffer, 0, tag=1, timeout=0.1)
+        return got
+
+    for _ in range(10):
+        sent, received = run_ranks(program, 2, backend="tcp-threads")
+        assert sent == received
+
+
+def test_receive_from_anyone_ends_when_everyone_has_left():
+    """Waiting for any source is not waiting for nobody: with the last peer gone it raises, and so do later ones."""
+
+    def program(group):
+        if group.rank == 0:
+            with pytest.raises((fd.PeerLostError, fd.NoConnectionError)):
+                group.recv(bytearray(1), fd.ANY_SOURCE, timeout=30)
+            with pytest.raises((fd.PeerLostError, fd.NoConnectionError)):
+                group.recv(bytearray(1), fd.ANY_SOURCE, timeout=30)
+        else:
+            group.close()
+
+    for backend in ("simulated", "tcp-threads"):
+        run_ranks(program, 3, backend=backend, timeout=20)
+
+
+def test_killed_rank_is_seen_behind_a_full_relay():
+    """A rank that is killed while rank 0 holds back what it sent is still reported within a second."""
+
+    def program(group):
+        pids = fd.all_gather_object(os.getpid())
+        if group.rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif group.rank == 1:
+            for _ in range(200):  # more than sockets and rank 0 take for a rank that is stopped
+                group.isend(bytes(250_000), 2)
+            signal.pause()
+        else:
+            patience = time.monotonic() + 20
+            while group._links[1].blocked_by is None:
+                assert time.monotonic() < patience, "rank 0 never held rank 1 back"
+                threading.Event().wait(0.01)
+            os.kill(pids[1], signal.SIGKILL)
+            start = time.monotonic()
+            with pytest.raises(fd.PeerLostError) as caught:
+                group.barrier(timeout=20)
+            elapsed = time.monotonic() - start
+            os.kill(pids[2], signal.SIGKILL)
+            assert caught.value.ranks == (1,)
+            assert elapsed < 1.0
+
+    with pytest.raises(fd.RankFailedError, match="SIGKILL") as caught:
+        run_ranks(program, 3, backend="tcp", timeout=40)
+    assert 0 not in caught.value.ranks
+
+
+def test_new_subgroup_in_a_forked_child_is_refused():
+    """A child can't make a sub-group of its parent's group either: it raises, it does not wait for a lock."""
+
+    def program(group):
+        for _ in range(20):
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    fd.SubBackend(group, [0, 1]).barrier(timeout=5)
+                except fd.GroupClosedError:
+                    os._exit(0)
+                os._exit(1)
+            group.barrier()
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    run_ranks(program, 2, backend="tcp")
+
+
+def test_sends_racing_an_abort_all_end():
+    """Sends that start in the very moment a group is aborted raise its error, and never wait for their deadline."""
+
+    def send_on(group):
+        for i in itertools.count():
+            group.send(bytes(300_000), 3 - group.rank, tag=i, timeout=20)
+
+    def program(group):
+        if group.rank == 0:
+            group.abort("now")
+            return
+        with pytest.raises(fd.GroupAbortedError):
+            send_on(group)
+
+    for backend in ("simulated", "tcp-threads"):
+        for _ in range(30):
+            run_ranks(program, 3, backend=backend, timeout=15)
 
 
 def header(**changes):

@@ -58,9 +58,14 @@ _MAX_REASON = 10_000
 """Characters of an error message, and ranks, that an ABORT frame carries."""
 
 # Kernel settings that end a connection to a host that has vanished without closing it: probes after 5 idle seconds,
-# one a second, given up after five; unacknowledged data the same. A killed process is seen at once, by its closed
-# connection.
-_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 10_000))
+# one a second, given up after five. A killed process is seen at once, by its closed connection; a stopped one answers
+# probes.
+_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 5))
+
+# Data that is not taken for this long ends the connection too, but never before a call may time out: the kernel can't
+# tell a vanished host from a process that is stopped.
+_SHORTEST_UNTAKEN_SECONDS = 10.0
+_LONGEST_UNTAKEN_SECONDS = 3600.0
 
 
 class TcpBackend(MailboxBackend):
@@ -75,10 +80,11 @@ class TcpBackend(MailboxBackend):
         address: "host:port" that rank 0 binds and the others dial.
         secret: The job secret, the same on every rank; None takes the environment's FERRODIST_SECRET. Without one
             rank 0 refuses to bind anything but a loopback address.
-        timeout: Seconds to connect, and seconds a blocking call may take when it names no timeout itself.
+        timeout: Seconds a blocking call may take when it names no timeout itself.
         name: What error messages call the group.
         job: Name of the job; ranks of another one are turned away.
         listener: For rank 0: a bound, listening socket to use in place of ``address``; the group closes it.
+        connect_timeout: Seconds for all ranks to connect; None takes ``timeout``.
         socket_buffer_bytes: Size of the kernel's buffers, None for the kernel's own tuning.
 
     Raises:
@@ -98,13 +104,17 @@ class TcpBackend(MailboxBackend):
         name: str = "world",
         job: str = "default",
         listener: socket.socket | None = None,
+        connect_timeout: float | None = None,
         socket_buffer_bytes: int | None = None,
     ) -> None:
+        if not isinstance(address, str):
+            raise TypeError(f"address must be 'host:port', not {address!r}")
         super().__init__(rank, world_size, timeout=timeout, name=name)
         self._links: dict[int, Link] = {}
         self._buffer_bytes = socket_buffer_bytes
         self._message_numbers = itertools.count(1)
         self._numbers: dict[Send, int] = {}  # of sends that can still be taken back
+        self._last: dict[Send, Outgoing] = {}  # the frame that completes each of them, once pushed
         self._offers: dict[int, Send] = {}  # by message number: waiting for a GRANT
         self._incoming: dict[tuple[int, int], Message] = {}  # by source and number: offered to this rank, not whole
         self._changed = threading.Condition()
@@ -124,15 +134,17 @@ class TcpBackend(MailboxBackend):
         self._loop = LinkLoop(self, world_size, name=f"ferrodist-tcp-{name}-{rank}")
         try:
             if world_size > 1:
-                self._connect(address, resolve_secret(secret), job, listener)
+                deadline = Deadline(timeout if connect_timeout is None else connect_timeout)
+                self._connect(address, resolve_secret(secret), job, listener, deadline)
             elif listener is not None:
                 listener.close()
         except BaseException:
             self._loop.stop()
             raise
 
-    def _connect(self, address: str, secret: bytes, job: str, listener: socket.socket | None) -> None:
-        deadline = Deadline(self.timeout)
+    def _connect(
+        self, address: str, secret: bytes, job: str, listener: socket.socket | None, deadline: Deadline
+    ) -> None:
         if self.rank != _HUB:
             sock = dial_hub(
                 self.rank, self.world_size, address, secret=secret, job=job, group=self.name, deadline=deadline
@@ -155,11 +167,11 @@ class TcpBackend(MailboxBackend):
             self.close()
             raise error
         for peer in list(self._links):
-            self._push(Frame(kind=Kind.READY, source=self.rank, destination=peer))
+            self._push(Outgoing(Frame(kind=Kind.READY, source=self.rank, destination=peer)))
 
     def _begin(self, connections: dict[int, socket.socket]) -> None:
         for peer, sock in sorted(connections.items()):
-            _tune(sock, self._buffer_bytes)
+            _tune(sock, self.timeout, self._buffer_bytes)
             self._links[peer] = Link(sock, peer)
         self._loop.start()
         for link in list(self._links.values()):
@@ -186,11 +198,10 @@ class TcpBackend(MailboxBackend):
         size = len(send.data)
         self._numbers[send] = number
         if size <= EAGER_LIMIT:
-            frame = self._message_frame(Kind.EAGER, send, number, length=size)
-            self._push(frame, send.data, owner=send, on_written=partial(self._written, send))
+            self._push_last(send, self._message_frame(Kind.EAGER, send, number, length=size), send.data)
         else:
             self._offers[number] = send
-            self._push(self._message_frame(Kind.OFFER, send, number), owner=send)
+            self._push(Outgoing(self._message_frame(Kind.OFFER, send, number), owner=send))
 
     def _stream(self, number: int) -> None:
         """A GRANT has come: queue the whole message, in pieces."""
@@ -201,11 +212,19 @@ class TcpBackend(MailboxBackend):
         for start in range(0, size, MAX_PAYLOAD):
             stop = min(start + MAX_PAYLOAD, size)
             frame = self._message_frame(Kind.DATA, send, number, length=stop - start, offset=start)
-            on_written = partial(self._written, send) if stop == size else None
-            self._push(frame, send.data[start:stop], owner=send, on_written=on_written)
+            if stop < size:
+                self._push(Outgoing(frame, send.data[start:stop], owner=send))
+            else:
+                self._push_last(send, frame, send.data[start:stop])
+
+    def _push_last(self, send: Send, frame: Frame, payload: memoryview) -> None:
+        outgoing = Outgoing(frame, payload, owner=send, on_written=partial(self._written, send))
+        self._last[send] = outgoing
+        self._push(outgoing)
 
     def _written(self, send: Send) -> None:
         self._numbers.pop(send, None)
+        self._last.pop(send, None)
         self._finish_send(send)
 
     def _take_back(self, send: Send) -> bool:
@@ -213,11 +232,15 @@ class TcpBackend(MailboxBackend):
         if number is None:
             return False  # its last byte has been written
         self._offers.pop(number, None)
+        last = self._last.pop(send, None)
         link = self._link_to(send.peer)
-        if link is not None:
-            link.drop(send)
-            if len(send.data) > EAGER_LIMIT:
-                self._push(self._message_frame(Kind.WITHDRAW, send, number))
+        if link is None:
+            return True
+        if not link.drop(send, last):
+            self._finish_send(send)  # it arrives, from a copy of what is not written yet
+            return False
+        if len(send.data) > EAGER_LIMIT:
+            self._push(Outgoing(self._message_frame(Kind.WITHDRAW, send, number)))
         return True
 
     def _message_frame(self, kind: Kind, send: Send, number: int, *, length: int = 0, offset: int = 0) -> Frame:
@@ -236,21 +259,10 @@ class TcpBackend(MailboxBackend):
     def _link_to(self, rank: int) -> Link | None:
         return self._links.get(rank if self.rank == _HUB else _HUB)
 
-    def _push(
-        self,
-        frame: Frame,
-        payload: memoryview | bytes = b"",
-        *,
-        owner: object = None,
-        on_written: Callable[[], object] | None = None,
-        source_link: Link | None = None,
-    ) -> None:
+    def _push(self, outgoing: Outgoing, source_link: Link | None = None) -> None:
         """Write or queue a frame on the way to its destination; without a way it is dropped."""
-        link = self._link_to(frame.destination)
-        if link is None:
-            return
-        outgoing = Outgoing(frame, payload, owner=owner, on_written=on_written, relayed=source_link is not None)
-        if link.push(outgoing):
+        link = self._link_to(outgoing.frame.destination)
+        if link is not None and link.push(outgoing):
             if source_link is not None and link.relayed_bytes > BLOCK_BYTES:
                 source_link.blocked_by = link
             self._loop.touch(link)
@@ -277,7 +289,8 @@ class TcpBackend(MailboxBackend):
             if message is None:
                 return _Bytes(frame.length)  # withdrawn, or its group has failed
             if frame.offset != message.num_received or frame.size_bytes != message.size_bytes:
-                raise ProtocolError(f"a piece of message {frame.message} out of its order")
+                self._refuse(link, frame, f"a piece of message {frame.message} out of its order")
+                return _Bytes(frame.length)
             return self._message_sink(message, frame.offset)
         return _Bytes(frame.length)
 
@@ -285,7 +298,7 @@ class TcpBackend(MailboxBackend):
         """Act on a frame."""
         payload = sink.data if isinstance(sink, _Bytes) else b""
         if frame.destination != self.rank:
-            self._push(frame, payload, source_link=link)
+            self._push(Outgoing(frame, payload, relayed=True), link)
             return
         action = self._actions.get(frame.kind)
         if action is not None:
@@ -293,9 +306,20 @@ class TcpBackend(MailboxBackend):
             with self._changed:
                 self._changed.notify_all()
 
-    def _on_offer(self, _link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
+    def _refuse(self, link: Link, frame: Frame, what: str) -> None:
+        """A frame breaks the protocol: its rank's connection ends, or, where rank 0 only passed it on, the group."""
+        if frame.source == link.peer:
+            raise ProtocolError(what)
+        self.abort(
+            ProtocolError(
+                f"rank {frame.source} of group {self.name!r} broke the protocol: {what}", ranks=(frame.source,)
+            )
+        )
+
+    def _on_offer(self, link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
         if (frame.source, frame.message) in self._incoming:
-            raise ProtocolError(f"a second offer of message {frame.message}")
+            self._refuse(link, frame, f"a second offer of message {frame.message}")
+            return
         self._incoming[frame.source, frame.message] = self._announce(frame, offered=True)
 
     def _on_grant(self, _link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
@@ -332,7 +356,7 @@ class TcpBackend(MailboxBackend):
             self._peer_died(link.peer, violation or self._death(link.peer, reason))
         if self.rank == _HUB:
             for other in () if link.has_left else tuple(self._links):
-                self._push(Frame(kind=Kind.DIED, source=link.peer, destination=other))
+                self._push(Outgoing(Frame(kind=Kind.DIED, source=link.peer, destination=other)))
         else:
             for other in range(1, self.world_size):
                 self._peer_left(_WORLD, other, self._unreachable(other))
@@ -345,6 +369,7 @@ class TcpBackend(MailboxBackend):
             f"the connections of rank {self.rank} ended by a defect: {error!r}", ranks=(self.rank,)
         )
         failure.__cause__ = error
+        self._links.clear()
         for group_id in list(self._members):
             self._fail_group(group_id, failure)
 
@@ -352,8 +377,7 @@ class TcpBackend(MailboxBackend):
         tag = group_tag(frame.group, frame.tag)
         grant = partial(self._grant, frame.source, frame.message) if offered else None
         message = Message(frame.source, tag, frame.size_bytes, grant)
-        if frame.group not in self._failures:
-            self._mailbox.arrive(message)
+        self._accept(message)
         return message
 
     def _unreachable(self, rank: int) -> NoConnectionError:
@@ -363,7 +387,7 @@ class TcpBackend(MailboxBackend):
         )
 
     def _grant(self, source: int, number: int) -> None:
-        self._push(Frame(kind=Kind.GRANT, source=self.rank, destination=source, message=number))
+        self._push(Outgoing(Frame(kind=Kind.GRANT, source=self.rank, destination=source, message=number)))
 
     def _message_sink(self, message: Message, base: int = 0) -> Sink:
         return lambda fill, start, stop: self._mailbox.write(message, fill, base + start, base + stop)
@@ -379,12 +403,12 @@ class TcpBackend(MailboxBackend):
         for rank in members:
             if rank != self.rank:
                 frame = Frame(kind=Kind.ABORT, source=self.rank, destination=rank, group=group_id, length=len(payload))
-                self._push(frame, payload)
+                self._push(Outgoing(frame, payload))
 
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
         for rank in members:
             if rank != self.rank:
-                self._push(Frame(kind=Kind.LEFT, source=self.rank, destination=rank, group=group_id))
+                self._push(Outgoing(Frame(kind=Kind.LEFT, source=self.rank, destination=rank, group=group_id)))
 
     def close(self, timeout: float | None = None) -> None:
         """Leave the group; see `Backend.close`.
@@ -407,12 +431,7 @@ class TcpBackend(MailboxBackend):
 
         Closing a socket with unread input resets the connection, which would destroy what the peer has not read yet.
         """
-        links = list(self._links.values())
         with self._changed:
-            self._changed.wait_for(
-                lambda: not any(link.waiting for link in links),
-                min(_FLUSH_POLL_SECONDS, deadline.remaining()),
-            )
             while self._links and not deadline.expired:
                 for link in list(self._links.values()):
                     if not link.waiting and (self.rank != _HUB or link.has_left):
@@ -440,8 +459,11 @@ def _decode_error(payload: memoryview | bytes) -> DistributedError:
     return error_from_wire(name, message, ranks)
 
 
-def _tune(sock: socket.socket, buffer_bytes: int | None) -> None:
+def _tune(sock: socket.socket, timeout: float, buffer_bytes: int | None) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        untaken = min(max(timeout, _SHORTEST_UNTAKEN_SECONDS), _LONGEST_UNTAKEN_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(untaken * 1000))
     for option, value in _KEEPALIVE:
         if hasattr(socket, option):  # Linux has all of them, other systems some
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
@@ -458,7 +480,7 @@ def _leave_to_parent() -> None:
     error = GroupClosedError("this group belongs to the process that this one was forked from: make one here")
     for backend in list(_live):
         backend._state_lock = threading.Lock()  # noqa: SLF001 - the parent's threads may have held it
-        backend._failures = dict.fromkeys(backend._members, error)  # noqa: SLF001
+        backend._ended = error  # noqa: SLF001 - looked at before anything that could wait for another of its locks
     _live.clear()
 
 

@@ -37,7 +37,7 @@ class Outgoing:
         relayed: Whether it passes through this rank only.
     """
 
-    __slots__ = ("frame", "on_written", "owner", "payload", "relayed", "views")
+    __slots__ = ("begun", "frame", "on_written", "owner", "payload", "relayed", "views")
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class Outgoing:
         self.owner = owner
         self.on_written = on_written
         self.relayed = relayed
+        self.begun = False  # a byte of it has been given to the kernel, so the rest must follow
         self.views: list[memoryview] = []
 
 
@@ -124,14 +125,26 @@ class Link:
         """Whether `close` has been called."""
         return self._closed
 
-    def drop(self, owner: object) -> None:
-        """Forget the queued frames of ``owner``; one that is partly written goes out whole, from a copy."""
+    def drop(self, owner: object, last: Outgoing | None) -> bool:
+        """Take a message back: forget its frames that are not begun; of one that is, the rest goes out from a copy.
+
+        Args:
+            owner: Whose frames.
+            last: The frame that completes the message, once it has been pushed.
+
+        Returns:
+            False when ``last`` is begun: the message will arrive.
+        """
         with self._lock:
             self._queue = deque(outgoing for outgoing in self._queue if outgoing.owner is not owner)
             current = self._current
             if current is not None and current.owner is owner:
-                current.views = [memoryview(bytes(view)) for view in current.views]
                 current.on_written = None
+                if current.begun:
+                    current.views = [memoryview(bytes(view)) for view in current.views]
+                else:
+                    self._current = None
+            return last is None or not last.begun
 
     def read_into(self, target: memoryview) -> int:
         """Read at least one byte into ``target``.
@@ -176,6 +189,7 @@ class Link:
                 current = self._current
                 assert current is not None
                 _advance(current.views, self.sock.sendmsg(current.views))
+                current.begun = True
                 if current.views:
                     continue
                 if current.relayed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import selectors
 import socket
 import threading
@@ -53,6 +54,11 @@ class LinkLoop:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
+        # A blocked link is watched for nothing but its end: a killed rank must be seen whatever waits in front of it.
+        self._ends = select.epoll() if hasattr(select, "epoll") else None
+        if self._ends is not None:
+            self._selector.register(self._ends, selectors.EVENT_READ, self._ends)
+        self._blocked: dict[int, Link] = {}  # by descriptor
         self._lock = threading.Lock()
         self._touched: set[Link] = set()
         self._links: dict[Link, int] = {}  # and what the selector watches them for
@@ -76,7 +82,8 @@ class LinkLoop:
             self._release()
             return
         self._wake()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake up; closed: it has ended
@@ -90,6 +97,8 @@ class LinkLoop:
                     if key.data is None:
                         with contextlib.suppress(BlockingIOError):
                             self._wake_in.recv(4096)
+                    elif key.data is self._ends:
+                        self._serve_ends()
                     else:
                         self._serve(key.data, events)
         except Exception as error:  # noqa: BLE001 - whatever it is, ranks must not wait for a thread that is gone
@@ -101,6 +110,8 @@ class LinkLoop:
         for link in list(self._links):
             link.close()
         self._selector.close()
+        if self._ends is not None:
+            self._ends.close()
         self._wake_in.close()
         self._wake_out.close()
 
@@ -120,6 +131,7 @@ class LinkLoop:
         wanted = 0 if link.blocked_by else selectors.EVENT_READ
         if link.waiting:
             wanted |= selectors.EVENT_WRITE
+        self._watch_end(link)
         if wanted == before:
             return
         if not before:
@@ -129,6 +141,30 @@ class LinkLoop:
         else:
             self._selector.modify(link.sock, wanted, link)
         self._links[link] = wanted
+
+    def _watch_end(self, link: Link) -> None:
+        """Watch a link's end while it is blocked, and only then."""
+        if self._ends is None:
+            link.blocked_by = None  # without epoll memory is the smaller risk
+            return
+        descriptor = link.sock.fileno()
+        if link.blocked_by is not None and descriptor not in self._blocked:
+            self._blocked[descriptor] = link
+            self._ends.register(descriptor, select.EPOLLRDHUP)
+        elif link.blocked_by is None and descriptor in self._blocked:
+            del self._blocked[descriptor]
+            self._ends.unregister(descriptor)
+
+    def _serve_ends(self) -> None:
+        """A blocked link has ended: read what is left of it, whatever the room, to come to its end."""
+        assert self._ends is not None
+        for descriptor, _ in self._ends.poll(0):
+            link = self._blocked[descriptor]
+            while link in self._links:
+                link.blocked_by = None
+                if not self._read(link):
+                    break
+            self._watch(link)
 
     def _serve(self, link: Link, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -145,8 +181,8 @@ class LinkLoop:
             self._read(link)  # what was read ahead of the block is not announced again
             self._watch(link)
 
-    def _read(self, link: Link) -> None:
-        """Read what is there, frame by frame, up to the budget."""
+    def _read(self, link: Link) -> bool:
+        """Read what is there, frame by frame, up to the budget; False when nothing more is there now."""
         budget = _READ_BUDGET
         try:
             while link.blocked_by is None and (budget > 0 or link.has_read_ahead):
@@ -162,14 +198,15 @@ class LinkLoop:
                 budget -= count
                 if count == 0:
                     self.end(link, "its connection closed")
-                    return
+                    return False
         except BlockingIOError:
-            return
+            return False
         except ProtocolError as error:
             violation = ProtocolError(f"rank {link.peer} broke the protocol: {error.message}", ranks=(link.peer,))
             self.end(link, "", violation)
         except OSError as error:
             self.end(link, f"its connection broke ({error.strerror or error})")
+        return link in self._links
 
     def _begin(self, link: Link) -> None:
         link.num_header = link.num_read = 0
@@ -187,6 +224,8 @@ class LinkLoop:
         """Close a link from the loop's thread and report it."""
         if self._links.pop(link, 0):
             self._selector.unregister(link.sock)
+        link.blocked_by = None
+        self._watch_end(link)
         link.close()
         self._unblock(link)
         self._handler.link_ended(link, reason, violation)
