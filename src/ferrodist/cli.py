@@ -7,9 +7,12 @@ needs torch is imported by the handler that needs it, so that ``run`` and ``secr
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import importlib.metadata
+import os
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING, NoReturn
 
 from ferrodist.demo import add_demo_arguments, demo_options, run_demo
 from ferrodist.errors import DistributedError
@@ -36,17 +39,58 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the process's exit code (2 for wrong usage)."""
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
+    """Run one command.
+
+    Returns:
+        The process's exit code: the command's own; 1 for a failure, also to write (quietly, if the reader of the
+        output has left); 2 for wrong usage; 130 for Ctrl-C.
+    """
+    try:
+        try:
+            return _run_command(argv)
+        finally:
+            if sys.stdout is not None:  # None: started with standard output closed
+                sys.stdout.flush()  # here, where a failure can be told; at exit it would be a traceback
+    except BrokenPipeError:
+        _discard(sys.stdout)
+        return 1
+    except OSError as error:
+        _discard(sys.stdout)
+        _complain(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run_command(argv: Sequence[str] | None) -> int:
+    arguments = build_parser().parse_args(argv)
     try:
         code: int = arguments.handler(arguments)
     except UsageError as error:
         arguments.parser.error(str(error))
     except DistributedError as error:
-        sys.stderr.write(f"ferrodist: {error}\n")
+        _complain(str(error))
         return 1
     return code
+
+
+def _complain(message: str) -> None:
+    try:
+        sys.stderr.write(f"ferrodist: {message}\n")
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: IO[str] | None) -> None:
+    """Let what is left in the stream's buffer, which the interpreter will flush at exit, go nowhere."""
+    if stream is None:
+        return
+    with contextlib.suppress(OSError):  # a stream without a descriptor: nothing to do
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -98,6 +142,8 @@ def _add_secret(commands: Subcommands) -> None:
 
 
 def _secret(_arguments: argparse.Namespace) -> int:
+    if sys.stdout is None:
+        raise OSError(errno.EBADF, "standard output is closed")
     sys.stdout.write(make_secret() + "\n")
     return 0
 

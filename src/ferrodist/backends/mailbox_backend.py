@@ -218,22 +218,32 @@ class MailboxBackend(Backend):
         with self._state_lock:
             self._closed.add(group_id)
             self._members.pop(group_id, None)
-            self._failures.pop(group_id, None)
+            failure = self._failures.pop(group_id, None)
             for rank in members:
                 self._left.pop((group_id, rank), None)
         error = self._failure_of(group_id)
         assert error is not None
         self._end_transfers(lambda group, _: group == group_id, error)
         self._mailbox.forget(lambda message: group_of_tag(message.tag) == group_id)
-        self._notify_left(group_id, members)
+        self._say_goodbye(group_id, members, failure)
 
     def subgroup_failure(self, group_id: int, members: tuple[int, ...]) -> DistributedError | None:
         """Why a sub-group can't be used any more, or None."""
         del members
         return self._failure_of(group_id)
 
+    def _say_goodbye(self, group_id: int, members: tuple[int, ...], failure: DistributedError | None) -> None:
+        """Tell the members that this rank has left, and before that why the group failed, if it did.
+
+        A rank may know of a failure from the one that detected it, whose notices to others are still on their way. They
+        must not take this rank's leaving for the reason.
+        """
+        if failure is not None:
+            self._notify_abort(group_id, members, failure)
+        self._notify_left(group_id, members)
+
     def _close_groups(self) -> bool:
-        """Leave every group of this backend; False when that was done before."""
+        """Leave every group of this backend, and say so; False when that was done before."""
         error = GroupClosedError(f"group {self.name!r} was closed on this rank ({self.rank})")
         with self._state_lock:
             if self._ended is not None:
@@ -241,6 +251,10 @@ class MailboxBackend(Backend):
             # Also where it had failed: the caller has seen the failure, and left.
             self._ended = error
         self._end_transfers(lambda _group, _peer: True, error)
+        for group_id, failure in self._failures.items():
+            if group_id != _WORLD and group_id in self._members:
+                self._notify_abort(group_id, self._members[group_id], failure)
+        self._say_goodbye(_WORLD, self._members[_WORLD], self._failures.get(_WORLD))
         return True
 
     def _fail_group(self, group_id: int, error: DistributedError) -> bool:

@@ -54,7 +54,6 @@ class SimulatedBackend(MailboxBackend):
         """Leave the group; see `Backend.close`."""
         del timeout
         if self._close_groups():
-            self._notify_left(0, tuple(range(self.world_size)))
             self._run_close_callbacks()
 
     def _start_send(self, send: Send) -> None:

@@ -18,7 +18,8 @@ from ferrodist.launch.worker_group import GroupOutcome, RankProcess, Sinks, Work
 from ferrodist.rendezvous.secret import make_secret
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from typing import Any
 
 __all__ = ["add_run_arguments", "launch", "spec_from_arguments"]
 
@@ -64,14 +65,15 @@ def launch(spec: LaunchSpec) -> int:
 def _run_attempt(spec: LaunchSpec, attempt: Attempt, inbox: SignalInbox, sinks: Sinks) -> GroupOutcome:
     cores = usable_cores()
     command = spec.command()
-    ranks = [
+    ranks = (
         RankProcess(
             rank=spec.global_rank(local_rank),
             command=command,
             environment=rank_environment(spec, attempt, local_rank, base=os.environ, cores=cores),
+            owns_stdin=spec.nproc_per_node == 1,
         )
         for local_rank in range(spec.nproc_per_node)
-    ]
+    )
     with WorkerGroup(ranks, timeout_before_kill=spec.timeout_before_kill, inbox=inbox, sinks=sinks) as group:
         return group.run()
 
@@ -79,7 +81,8 @@ def _run_attempt(spec: LaunchSpec, attempt: Attempt, inbox: SignalInbox, sinks: 
 @contextlib.contextmanager
 def _sinks(spec: LaunchSpec) -> Iterator[Sinks]:
     """The launcher's own streams, under numbers that nothing opened later can take over."""
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     stdout, stderr = _duplicate(_STDOUT), _duplicate(_STDERR)
     try:
         alone_on_terminal = spec.world_size == 1 and os.isatty(stdout)
@@ -112,17 +115,18 @@ def _report(outcome: GroupOutcome, attempt: int, max_attempts: int) -> None:
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``ferrodist run``, in torchrun's spelling with hyphens or underscores."""
 
-    def option(name: str, kind: type, metavar: str, text: str, *aliases: str) -> None:
+    def option(name: str, kind: Callable[[str], Any], metavar: str, text: str, *aliases: str) -> None:
         names = [spelling for long in (name, *aliases) for spelling in (long, "--" + long[2:].replace("-", "_"))]
         parser.add_argument(*dict.fromkeys(names), type=kind, metavar=metavar, help=text)
 
-    option("--nproc-per-node", int, "N", "ranks on this host (default 1)")
-    option("--nnodes", int, "N", "hosts in the job (default 1)")
+    option("--nproc-per-node", _ranks_per_host, "N", "ranks on this host (default 1); auto: one for each usable core")
+    option("--nnodes", _hosts, "N", "hosts in the job (default 1)")
     option("--node-rank", int, "N", "this host's number, from 0")
     option("--master-addr", str, "HOST", "where rank 0 listens; needed with several hosts")
     option("--master-port", int, "PORT", "rank 0's port; needed with several hosts, else a free one")
     option("--rdzv-endpoint", str, "HOST:PORT", "--master-addr and --master-port in one")
     option("--rdzv-id", str, "NAME", "name of the job, the same on all hosts", "--run-id")
+    option("--rdzv-backend", _rendezvous_backend, "NAME", "c10d or static, as torchrun's; the ranks meet in one way")
     option("--max-restarts", int, "N", "start all ranks again up to N times after a failure (default 0)")
     option("--timeout-before-kill", float, "S", "seconds between asking ranks to end and SIGKILL (default 5)")
     parser.add_argument("--standalone", action="store_true", help="one host, the default; as torchrun's")
@@ -137,6 +141,35 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="program",
         help="what to run, and its arguments, left untouched",
     )
+
+
+def _ranks_per_host(text: str) -> int:
+    if text in ("auto", "cpu"):
+        return usable_cores()
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"invalid value: {text!r}; give a number, or auto or cpu for one rank on each usable core"
+        ) from None
+
+
+def _hosts(text: str) -> int:
+    least, colon, most = text.partition(":")
+    if colon and least != most:
+        raise argparse.ArgumentTypeError(
+            f"{text} is an elastic range, but a job of ferrodist has the same hosts from start to end; give one number"
+        )
+    try:
+        return int(least)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid value: {text!r}; give the number of hosts") from None
+
+
+def _rendezvous_backend(text: str) -> str:
+    if text not in ("c10d", "static"):
+        raise argparse.ArgumentTypeError(f"there is no {text!r}; leave the option out, or give c10d or static")
+    return text
 
 
 def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:

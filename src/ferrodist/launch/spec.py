@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ferrodist.deadline import check_timeout
+from ferrodist.launch.limits import rank_limit
 
 __all__ = ["DEFAULT_TIMEOUT_BEFORE_KILL", "LaunchSpec", "ProgramKind"]
 
@@ -68,6 +69,12 @@ class LaunchSpec:
     def __post_init__(self) -> None:
         if self.nproc_per_node < 1:
             raise ValueError(f"--nproc-per-node must be 1 or more, not {self.nproc_per_node}")
+        limit = rank_limit()
+        if self.nproc_per_node > limit.num_ranks:
+            raise ValueError(
+                f"--nproc-per-node {self.nproc_per_node} is more than this host allows: {limit.num_ranks} ranks, "
+                f"for the limit on {limit.reason}; start fewer, or raise that limit"
+            )
         if self.nnodes < 1:
             raise ValueError(f"--nnodes must be 1 or more, not {self.nnodes}")
         if self.max_restarts < 0:

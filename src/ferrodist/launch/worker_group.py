@@ -28,7 +28,7 @@ from ferrodist.launch.output import LinePrefixer, OutputPump, rank_prefix
 from ferrodist.launch.signals import STOPPING, SignalInbox
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
 
     from typing_extensions import Self
@@ -55,11 +55,13 @@ class RankProcess:
         rank: Its number in the job.
         command: Program and arguments.
         environment: The whole environment.
+        owns_stdin: Whether it reads what the user types. One rank may; several would fight for it.
     """
 
     rank: int
     command: Sequence[str]
     environment: Mapping[str, str]
+    owns_stdin: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,14 +121,14 @@ class WorkerGroup:
     """The processes of one attempt. Leaving the ``with`` block ends and reaps whatever is left.
 
     Args:
-        ranks: What to run.
+        ranks: What to run; each is asked for when it is started.
         timeout_before_kill: Seconds between asking the ranks to end and SIGKILL.
         inbox: Signals sent to the launcher.
         sinks: Where the output goes.
     """
 
     def __init__(
-        self, ranks: Sequence[RankProcess], *, timeout_before_kill: float, inbox: SignalInbox, sinks: Sinks
+        self, ranks: Iterable[RankProcess], *, timeout_before_kill: float, inbox: SignalInbox, sinks: Sinks
     ) -> None:
         self._ranks = ranks
         self._timeout_before_kill = timeout_before_kill
@@ -210,8 +212,7 @@ class WorkerGroup:
             process = subprocess.Popen(  # noqa: S603 - the program to run is the user's own
                 (*entry, *rank.command),
                 env=dict(rank.environment),
-                # One rank may read what the user types; several would fight for it.
-                stdin=None if len(self._ranks) == 1 else subprocess.DEVNULL,
+                stdin=None if rank.owns_stdin else subprocess.DEVNULL,
                 stdout=pipe,
                 stderr=pipe,
                 bufsize=0,

@@ -7,6 +7,7 @@
     store.py        the seam, and PrefixStore        memory_store.py, file_store.py, tcp_store.py
     listener.py     accepts proven peers only        handshake.py    the proof
     framing.py      bytes within a deadline          fork.py         no sockets in children
+    resolution.py   names within a deadline          verdict.py      yes, or no and why
 """
 
 from ferrodist.rendezvous.environment import Environment, read_environment

@@ -1,9 +1,9 @@
 """How the ranks of a job make sure, through a store, that every one of them is there.
 
-Each rank claims its number. The claim that completes the roll publishes the verdict "complete"; a rank whose
-deadline passes first publishes a failure that names the missing ranks instead. The verdict is written once,
-by compare-and-set, so all ranks end with the same one whatever the order of their deadlines, also when the
-coordinator is dead.
+Each rank claims its number, then counts itself. The count alone decides: the rank that completes it publishes
+the verdict "complete"; one whose deadline passes first publishes a failure instead, unless the count is
+complete. The claims only name who is missing. The verdict is written once, by compare-and-set, so all ranks
+end with the same one whatever the order of their deadlines, also when the coordinator is dead.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ferrodist.errors import DistributedTimeoutError, RendezvousError, error_from_wire, error_to_wire
+from ferrodist.errors import DistributedTimeoutError, RendezvousError, error_to_wire
 from ferrodist.rendezvous.store import PrefixStore
+from ferrodist.rendezvous.verdict import Verdict, read_verdict
 
 if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
@@ -50,12 +51,7 @@ class Claim(msgspec.Struct, frozen=True, array_like=True):
     token: str
 
 
-class _Verdict(msgspec.Struct, frozen=True, array_like=True):
-    error: tuple[str, str, tuple[int, ...]] | None = None
-
-
 _CLAIM_DECODER = msgspec.msgpack.Decoder(Claim)
-_VERDICT_DECODER = msgspec.msgpack.Decoder(_Verdict)
 
 
 def claim_rank(store: Store, *, rank: int, where: str, advice: str, deadline: Deadline) -> None:
@@ -88,7 +84,7 @@ def claim_rank(store: Store, *, rank: int, where: str, advice: str, deadline: De
 
 
 def await_all(store: Store, *, rank: int, world_size: int, where: str, deadline: Deadline) -> None:
-    """Return once all ranks have claimed their numbers; each member calls this once.
+    """Return once all ranks have come here; each member calls this once.
 
     Raises:
         RendezvousError: Not all came, in the same words on every rank.
@@ -96,7 +92,7 @@ def await_all(store: Store, *, rank: int, world_size: int, where: str, deadline:
     """
     desk = PrefixStore(store, _FOLDER)
     if desk.add("present", 1, timeout=deadline.remaining()) >= world_size:
-        _publish(desk, _Verdict(), deadline.remaining())
+        _publish(desk, Verdict(), deadline.remaining())
     try:
         verdict = desk.get("verdict", timeout=deadline.remaining() + (_COORDINATOR_GRACE if rank else 0.0))
     except DistributedTimeoutError as error:
@@ -130,33 +126,36 @@ def note_rejection(store: Store, reason: str) -> None:
         desk.set(f"rejection/{number % _REJECTIONS_KEPT}", reason.encode(), timeout=_NOTE_TIMEOUT)
 
 
-def _conclude(store: Store, world_size: int, where: str, deadline: Deadline) -> _Verdict:
-    present = roll(store, world_size)
-    missing = tuple(rank for rank in range(world_size) if rank not in present)
-    if not missing:
-        return _Verdict()
+def _conclude(store: Store, world_size: int, where: str, deadline: Deadline) -> Verdict:
     desk = PrefixStore(store, _FOLDER)
+    num_present = int(_peek(desk, "present") or b"0")
+    if num_present >= world_size:
+        return Verdict()
+    claimed = roll(store, world_size)
+    missing = tuple(rank for rank in range(world_size) if rank not in claimed)
     rejections = [_peek(desk, f"rejection/{slot}").decode() for slot in range(_REJECTIONS_KEPT)]
     turned_away = "; ".join(sorted(set(filter(None, rejections))))
-    ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+    if missing:
+        who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {world_size}"
+    else:  # ended or stopped between claiming and counting itself: which of them is not known
+        who = f"{world_size - num_present} of {world_size} ranks, after claiming a number,"
     message = (
-        f"{where}: {ranks} of {world_size} did not come within {deadline.elapsed():.1f} s (limit "
+        f"{where}: {who} did not come within {deadline.elapsed():.1f} s (limit "
         f"{deadline.timeout:.1f} s). "
         + (f"Turned away: {turned_away}. " if turned_away else "No process was turned away. ")
         + "Check that each of them was started, and with the same address, world size, job and secret."
     )
-    return _Verdict(error_to_wire(RendezvousError(message, ranks=missing)))
+    return Verdict(error_to_wire(RendezvousError(message, ranks=missing)))
 
 
-def _publish(desk: Store, verdict: _Verdict, timeout: float) -> bytes:
+def _publish(desk: Store, verdict: Verdict, timeout: float) -> bytes:
     """Write the verdict if there is none yet; returns the one that counts."""
     return desk.compare_set("verdict", b"", msgspec.msgpack.encode(verdict), timeout=timeout)
 
 
 def _raise_failure(verdict: bytes) -> None:
-    error = _VERDICT_DECODER.decode(verdict).error if verdict else None
-    if error is not None:
-        raise error_from_wire(*error)
+    if verdict:
+        read_verdict(verdict).check()
 
 
 def _peek(store: Store, key: str) -> bytes:

@@ -38,9 +38,10 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 # fcntl locks belong to the process: they do not keep its threads apart, and closing any descriptor of the
-# lock file gives the lock up. So one thread of a process at a time. The pid in the key gives a forked child
-# fresh locks.
-_MUTEXES: dict[tuple[int, Path], threading.Lock] = {}
+# lock file gives the lock up. So one thread of a process at a time: the one that holds the mutex which is here
+# under its path. It takes the mutex out when it is done, so that nothing is kept of paths not in use. The pid in
+# the key gives a forked child fresh locks.
+_MUTEXES: dict[tuple[int, str], threading.Lock] = {}
 
 
 class FileStore:
@@ -192,9 +193,8 @@ class FileStore:
     def _locked(self, timeout: float | None) -> Iterator[None]:
         self._check_open()
         deadline = Deadline(self._timeout if timeout is None else timeout)
-        mutex = _MUTEXES.setdefault((os.getpid(), self._lock_path), threading.Lock())
-        if not mutex.acquire(timeout=deadline.remaining()):
-            raise self._late(deadline)
+        key = (os.getpid(), str(self._lock_path))
+        mutex = self._take_turn(key, deadline)
         try:
             descriptor = self._lock(deadline)
             try:
@@ -202,7 +202,20 @@ class FileStore:
             finally:
                 os.close(descriptor)
         finally:
+            del _MUTEXES[key]
             mutex.release()
+
+    def _take_turn(self, key: tuple[int, str], deadline: Deadline) -> threading.Lock:
+        """Keep this process's other threads out, until the mutex that this returns is taken out and released."""
+        while True:
+            mutex = _MUTEXES.setdefault(key, threading.Lock())
+            if mutex.acquire(timeout=min(_LONGEST_PAUSE, deadline.remaining())):
+                if _MUTEXES.get(key) is mutex:
+                    return mutex
+                mutex.release()  # taken out while this thread waited for it
+            elif deadline.expired:
+                raise self._late(deadline)
+            self._check_open()
 
     def _lock(self, deadline: Deadline) -> int:
         """Lock the lock file and return its descriptor, whose closing unlocks."""
@@ -218,6 +231,7 @@ class FileStore:
             if deadline.expired:
                 raise self._late(deadline)
             self._closed.wait(min(pause, deadline.remaining()))
+            self._check_open()
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _try_lock(self, descriptor: int) -> bool:

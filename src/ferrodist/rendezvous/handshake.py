@@ -25,7 +25,6 @@ import hmac
 import secrets
 import socket
 import struct
-import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -38,17 +37,17 @@ from ferrodist.errors import (
     DistributedTimeoutError,
     NoConnectionError,
     ProtocolError,
-    error_from_wire,
     error_to_wire,
 )
 from ferrodist.rendezvous.fork import close_in_child
 from ferrodist.rendezvous.framing import arm, disconnect, read_exactly, read_frame, write, write_frame
+from ferrodist.rendezvous.resolution import resolve
+from ferrodist.rendezvous.verdict import Verdict, read_verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
 
-__all__ = ["PROTOCOL_VERSION", "Hello", "connect", "greet"]
+__all__ = ["PROTOCOL_VERSION", "Hello", "check_hello", "connect", "greet"]
 
 PROTOCOL_VERSION = 1
 
@@ -59,6 +58,8 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _ACCEPTED, _REFUSED = b"\x01", b"\x00"
 _MAX_HELLO_BYTES = 4096
+# A hello past its limit is still read up to here: closing on unread bytes could destroy the refusal.
+_LONGEST_READ_HELLO = 64 * 1024
 _MAX_VERDICT_BYTES = 64 * 1024
 
 # How long one attempt waits for the first bytes of a server: a connection to a process that died under load,
@@ -85,12 +86,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     group: str
 
 
-class _Verdict(msgspec.Struct, frozen=True, array_like=True):
-    error: tuple[str, str, tuple[int, ...]] | None = None
-
-
 _HELLO_DECODER = msgspec.msgpack.Decoder(Hello)
-_VERDICT_DECODER = msgspec.msgpack.Decoder(_Verdict)
 
 
 def connect(
@@ -115,7 +111,9 @@ def connect(
         NoConnectionError: Refused, and ``retry_refused`` is false.
         DistributedTimeoutError: No server answered in time.
         DistributedError: Of whatever class the server refused this rank with.
+        ValueError: The names in ``hello`` are too long.
     """
+    check_hello(hello)
     where = f"{hello.purpose} at {host}:{port}"
     pause = _SHORTEST_PAUSE
     failure: OSError | None = None
@@ -137,6 +135,17 @@ def connect(
         f"{deadline.timeout:.2f} s); the last attempt: {failure or 'none was possible'}. Check that the "
         "process that should listen there runs, and that this host can reach it."
     )
+
+
+def check_hello(hello: Hello) -> None:
+    """Raise ValueError if a server would refuse ``hello`` for its length."""
+    excess = len(msgspec.msgpack.encode(hello)) + _PROOF_BYTES - _MAX_HELLO_BYTES
+    if excess > 0:
+        job, group = len(hello.job.encode()), len(hello.group.encode())
+        raise ValueError(
+            f"the name of the job has {job} bytes and that of the group {group}; together they may have "
+            f"{job + group - excess}: choose shorter names"
+        )
 
 
 def greet(sock: socket.socket, *, secret: bytes, admit: Callable[[Hello], None], deadline: Deadline) -> Hello:
@@ -169,16 +178,18 @@ def greet(sock: socket.socket, *, secret: bytes, admit: Callable[[Hello], None],
     write(sock, _ACCEPTED + _proof(secret, b"server", nonces), deadline)
 
     key = _proof(secret, b"session", nonces)
-    sealed = read_frame(sock, _MAX_HELLO_BYTES, deadline)
     try:
+        sealed = read_frame(sock, _LONGEST_READ_HELLO, deadline)
+        if len(sealed) > _MAX_HELLO_BYTES:
+            raise ProtocolError(f"the hello has {len(sealed)} bytes, the limit is {_MAX_HELLO_BYTES}")
         hello = _HELLO_DECODER.decode(_unseal(key, b"hello", sealed))
         admit(hello)
     except (DistributedError, ValueError) as error:
         refusal = error if isinstance(error, DistributedError) else ProtocolError(f"malformed hello: {error}")
         name, message, ranks = error_to_wire(refusal)
-        _send_sealed(sock, key, b"verdict", _Verdict((name, message[:8192], ranks[:1024])), deadline)
+        _send_sealed(sock, key, b"verdict", Verdict((name, message[:8192], ranks[:1024])), deadline)
         raise refusal from None
-    _send_sealed(sock, key, b"verdict", _Verdict(), deadline)
+    _send_sealed(sock, key, b"verdict", Verdict(), deadline)
     sock.settimeout(None)
     return hello
 
@@ -217,11 +228,10 @@ def _introduce(sock: socket.socket, where: str, secret: bytes, hello: Hello, lim
     key = _proof(secret, b"session", nonces)
     _send_sealed(sock, key, b"hello", hello, deadline)
     try:
-        verdict = _VERDICT_DECODER.decode(_unseal(key, b"verdict", read_frame(sock, _MAX_VERDICT_BYTES, deadline)))
+        verdict = read_verdict(_unseal(key, b"verdict", read_frame(sock, _MAX_VERDICT_BYTES, deadline)))
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"the server at {where} sent a malformed verdict: {error}") from error
-    if verdict.error is not None:
-        raise error_from_wire(*verdict.error)
+    verdict.check()
 
 
 def _read_intro(sock: socket.socket, role: bytes, deadline: Deadline, *, where: str | None = None) -> int:
@@ -264,7 +274,7 @@ def _unseal(key: bytes, label: bytes, sealed: bytes) -> bytes:
 
 def _dial(host: str, port: int, deadline: Deadline) -> socket.socket:
     failure: OSError = ConnectionRefusedError(f"{host} has no address")
-    for family, kind, protocol, _, address in _resolve(host, port, deadline):
+    for family, kind, protocol, _, address in resolve(host, port, deadline):
         sock = close_in_child(socket.socket(family, kind, protocol))
         try:
             arm(sock, deadline)
@@ -279,28 +289,3 @@ def _dial(host: str, port: int, deadline: Deadline) -> socket.socket:
         else:
             return sock
     raise failure
-
-
-def _resolve(host: str, port: int, deadline: Deadline) -> list[Any]:
-    """`socket.getaddrinfo` with a deadline: a name server that does not answer can block it for minutes."""
-    numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-    try:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)
-    except socket.gaierror:
-        pass
-    found: list[Any] = []
-
-    def look_up() -> None:
-        try:
-            found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-        except OSError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=look_up, name="ferrodist-resolve", daemon=True)
-    thread.start()
-    thread.join(deadline.remaining())
-    if not found:
-        raise TimeoutError(f"the name {host} could not be resolved in time")
-    if isinstance(found[0], OSError):
-        raise found[0]
-    return list(found[0])

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import hmac
+import operator
 import os
 import socket
 from typing import TYPE_CHECKING
@@ -24,7 +25,9 @@ from ferrodist.errors import (
 from ferrodist.rendezvous.attendance import await_all, claim_rank, leave, note_rejection, roll
 from ferrodist.rendezvous.environment import Environment, read_environment
 from ferrodist.rendezvous.file_store import FileStore
+from ferrodist.rendezvous.handshake import Hello, check_hello
 from ferrodist.rendezvous.listener import format_address, parse_address
+from ferrodist.rendezvous.resolution import resolve
 from ferrodist.rendezvous.secret import make_secret, resolve_secret
 from ferrodist.rendezvous.store import PrefixStore, Store
 from ferrodist.rendezvous.tcp_store import TcpStore, TcpStoreServer
@@ -151,7 +154,8 @@ def rendezvous(
         ProtocolError: Something else is at that address, or another version.
         InvalidRankError: The rank does not fit the world size.
         InvalidWorldSizeError: It differs from rank 0's.
-        ValueError: ``init_method`` cannot be read.
+        ValueError: ``init_method`` cannot be read, or the job's name is too long.
+        TypeError: An argument is of another type than it says here.
     """
     deadline = Deadline(timeout)
     environment = read_environment()
@@ -178,8 +182,10 @@ def _place(
     job: str | None,
     secret: str | bytes | None,
 ) -> _Place:
-    number = environment.rank if rank is None else rank
-    size = environment.world_size if world_size is None else world_size
+    number = environment.rank if rank is None else _whole("rank", rank)
+    size = environment.world_size if world_size is None else _whole("world_size", world_size)
+    if job is not None and not isinstance(job, str):
+        raise TypeError(f"job must be text or None, not {type(job).__name__}")
     if number is None or size is None:
         absent = " and ".join(name for name, value in (("RANK", number), ("WORLD_SIZE", size)) if value is None)
         raise RendezvousError(
@@ -195,6 +201,8 @@ def _place(
     name = job or os.environ.get("FERRODIST_JOB")
     if not name and environment.run_id:
         name = f"{environment.run_id}.{environment.restart_count}"
+    # Here, so that rank 0 and the ranks of a file rendezvous learn it as early as the others.
+    check_hello(Hello(purpose="store", job=name or "default", rank=number, world_size=size, group=""))
     return _Place(
         rank=number,
         world_size=size,
@@ -205,10 +213,23 @@ def _place(
     )
 
 
+def _whole(name: str, value: int) -> int:
+    """Return the argument as a plain int, whatever kind of whole number it is."""
+    if not isinstance(value, bool):  # True would pass for rank 1
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+    raise TypeError(f"{name} must be a whole number or None, not {value!r} of type {type(value).__name__}")
+
+
 def _parse(init_method: str | None, environment: Environment) -> tuple[str, str]:
     """Return the scheme, "tcp" or "file", and the address or path."""
     if init_method is None or init_method == "env://":
         return _from_environment(environment)
+    if not isinstance(init_method, str):
+        raise TypeError(
+            f"init_method must be text (env://, tcp://host:port or file:///path) or None, not "
+            f"{type(init_method).__name__}"
+        )
     scheme, _, where = init_method.partition("://")
     if scheme == "file" and where:
         return scheme, where
@@ -267,6 +288,7 @@ def _serve(address: str, place: _Place, where: str, *, shared_port: bool) -> Mem
             world_size=place.world_size,
             max_connections=max(4096, 8 * place.world_size),
             on_rejection=note_rejection,
+            deadline=place.deadline,
         )
     except RendezvousError as error:
         hint = (
@@ -309,7 +331,7 @@ def _join_file(path: str, place: _Place) -> Membership:
 
     try:
         await_all(store, rank=place.rank, world_size=place.world_size, where=where, deadline=place.deadline)
-        host = _interface(store, place.world_size)
+        host = _interface(store, place.world_size, place.deadline)
     except BaseException:
         depart(_HASTE)
         raise
@@ -366,13 +388,13 @@ def _file_proof(secret: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, b"ferrodist charter\0" + nonce, "sha256")
 
 
-def _interface(store: FileStore, world_size: int) -> str:
+def _interface(store: FileStore, world_size: int, deadline: Deadline) -> str:
     """Return the address on which the other ranks' hosts can reach this one; loopback if all are this one."""
     others = sorted({claim.host for claim in roll(store, world_size).values()} - {socket.gethostname()})
     if not others:
         return _LOOPBACK
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(others[0], 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, address = resolve(others[0], 9, deadline, kind=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # sends nothing: it picks the route, and with it the interface
             return str(probe.getsockname()[0])

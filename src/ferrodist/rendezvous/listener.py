@@ -6,6 +6,7 @@ import collections
 import contextlib
 import errno
 import ipaddress
+import math
 import os
 import selectors
 import socket
@@ -17,6 +18,7 @@ from ferrodist.errors import AuthenticationError, DistributedError, RendezvousEr
 from ferrodist.rendezvous.fork import close_in_child
 from ferrodist.rendezvous.framing import disconnect
 from ferrodist.rendezvous.handshake import greet
+from ferrodist.rendezvous.resolution import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,6 +49,8 @@ class Listener:
         secret: The job secret; may be empty.
         sock: A bound, listening socket to take over (and to close); ``host`` and ``port`` are then not used.
         on_rejection: Told, in a handshake's thread, of each connection that is turned away.
+        deadline: When to give up on a name server that does not say which address ``host`` is; None leaves
+            that to the system's own limit.
 
     Raises:
         AuthenticationError: No secret, and the address can be reached from other hosts.
@@ -66,10 +70,13 @@ class Listener:
         secret: bytes,
         sock: socket.socket | None = None,
         on_rejection: Callable[[str], None] | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         self._secret = secret
         self._on_rejection = on_rejection
-        self._socket = close_in_child(_bind(host, port, secret) if sock is None else sock)
+        if sock is None:
+            sock = _bind(host, port, secret, Deadline(math.inf) if deadline is None else deadline)
+        self._socket = close_in_child(sock)
         self.host, self.port = self._socket.getsockname()[:2]
         self.address = format_address(self.host, self.port)
         if not secret and not is_loopback(self.host):
@@ -240,12 +247,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _bind(host: str, port: int, secret: bytes) -> socket.socket:
+def _bind(host: str, port: int, secret: bytes, deadline: Deadline) -> socket.socket:
     """Bind the first address of ``host`` that this machine has, IPv4 first, and listen."""
     where = format_address(host, port)
     failure: OSError | None = None
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = resolve(host, port, deadline, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise RendezvousError(f"cannot listen at {where}: {error}") from error
     for family, kind, protocol, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):

@@ -19,7 +19,14 @@ def resolve_secret(secret: str | bytes | None) -> bytes:
     """Return the secret as bytes: the argument, else the environment's FERRODIST_SECRET, else ``b""``.
 
     White space around a text secret is dropped, since files and shells add a line feed.
+
+    Raises:
+        TypeError: It is neither text nor bytes-like.
     """
     if secret is None:
         secret = os.environ.get(SECRET_VARIABLE, "")
-    return secret.strip().encode() if isinstance(secret, str) else bytes(secret)
+    if isinstance(secret, str):
+        return secret.strip().encode()
+    if not isinstance(secret, (bytes, bytearray, memoryview)):  # bytes(5) would be five zeros
+        raise TypeError(f"secret must be text or bytes, or None for FERRODIST_SECRET, not {type(secret).__name__}")
+    return bytes(secret)

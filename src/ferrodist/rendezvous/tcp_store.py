@@ -98,6 +98,7 @@ class TcpStoreServer:
         sock: A bound, listening socket to use.
         max_connections: Connections served at once; more are refused.
         on_rejection: Given the store and the reason each time a connection is turned away.
+        deadline: For finding the address of ``host``; see `Listener`.
 
     Attributes:
         store: The keys, for the serving process itself.
@@ -117,6 +118,7 @@ class TcpStoreServer:
         sock: socket.socket | None = None,
         max_connections: int = 4096,
         on_rejection: Callable[[Store, str], None] | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         self._job = job
         self._world_size = world_size
@@ -127,7 +129,7 @@ class TcpStoreServer:
         self._process = os.getpid()
         self.store = MemoryStore()
         self._on_rejection = on_rejection
-        self._listener = Listener(host, port, secret=secret, sock=sock, on_rejection=self._reject)
+        self._listener = Listener(host, port, secret=secret, sock=sock, on_rejection=self._reject, deadline=deadline)
         self.host, self.port, self.address = self._listener.host, self._listener.port, self._listener.address
         self._listener.serve(self._admit, self._welcome)
 
@@ -156,7 +158,8 @@ class TcpStoreServer:
         for sock, thread in connections.items():
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-            thread.join()
+            if thread is not threading.current_thread():  # which ends once its call has
+                thread.join()
 
     def _admit(self, hello: Hello) -> None:
         who = f"rank {hello.rank}"

@@ -41,70 +41,61 @@ tries every cell.
 
 _REDUCTIONS = """## Element types and reductions
 
-`allreduce`, `reduce`, `reduce_scatter` and their forms. A number refers to the reason below the table; such a call raises
-`TypeError` before anything is sent. Everything else that ferrodist does (broadcast, gathering, scattering, all-to-all,
-messages) takes all of these types, and no others.
+`allreduce`, `reduce`, `reduce_scatter` and their forms. A number refers to the reason below the table; such a call
+raises `TypeError` before anything is sent. Everything else that ferrodist does (broadcast, gathering, scattering,
+all-to-all, messages) takes all of these types, and no others.
 """
 
 _COLLECTIVES = """## Collectives
 
-*grad*: differentiable. *out*: takes `out=`. *dim*: takes `dim=`. *async*: has a form that starts it and returns a
+*grad*: differentiable (`reduce_scatter` with sums and means, `allreduce` and `reduce` with all but the bitwise
+operations). *out*: takes `out=`. *dim*: takes `dim=`. *async*: has a form that starts it and returns a
 `PendingCollective`. *joined*: several of them inside `coalesce` travel as one.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """A collective: what the code can't tell about it, and how to try it with one tensor of four elements.
+    """A collective: what the code can't tell about it.
 
     Args:
         result: Who gets what.
         uneven: Which sizes ranks may differ in.
-        call: Tries it, on a group of one rank.
+        call: Does it with a tensor on a group of one rank, where that takes more than the tensor.
+        carries_tensors: Whether it does at all.
     """
 
     result: str
-    uneven: str
-    call: Callable[[torch.Tensor], object]
+    uneven: str = _NO
+    call: Callable[[torch.Tensor], object] | None = None
+    carries_tensors: bool = True
 
 
 _ROWS: dict[str, _Row] = {
-    "allreduce": _Row(result="all ranks: the fold", uneven=_NO, call=lambda x: fd.allreduce(x)),
-    "reduce": _Row(result="one rank: the fold", uneven=_NO, call=lambda x: fd.reduce(x)),
-    "broadcast": _Row(result="all ranks: one rank's", uneven=_NO, call=lambda x: fd.broadcast(x)),
-    "all_gather": _Row(result="all ranks: the ranks' joined", uneven=_NO, call=lambda x: fd.all_gather(x)),
-    "all_gather_uneven": _Row(
-        result="all ranks: the ranks' joined", uneven="any, along dim", call=lambda x: fd.all_gather_uneven(x)
-    ),
-    "gather": _Row(result="one rank: the ranks' joined", uneven="any, along dim", call=lambda x: fd.gather(x)),
-    "scatter": _Row(
-        result="each rank: its part of one rank's", uneven="first ranks one more", call=lambda x: fd.scatter(x)
-    ),
-    "reduce_scatter": _Row(
-        result="each rank: its part of the fold", uneven="first ranks one more", call=lambda x: fd.reduce_scatter(x)
-    ),
+    "allreduce": _Row(result="all ranks: the fold"),
+    "reduce": _Row(result="one rank: the fold"),
+    "broadcast": _Row(result="all ranks: one rank's"),
+    "all_gather": _Row(result="all ranks: the ranks' joined"),
+    "all_gather_uneven": _Row(result="all ranks: the ranks' joined", uneven="any, along dim"),
+    "gather": _Row(result="one rank: the ranks' joined", uneven="any, along dim"),
+    "scatter": _Row(result="each rank: its part of one rank's", uneven="first ranks one more"),
+    "reduce_scatter": _Row(result="each rank: its part of the fold", uneven="first ranks one more"),
     "reduce_scatter_tensor": _Row(
         result="each rank: its part of the fold",
         uneven="first ranks one more",
         call=lambda x: fd.reduce_scatter_tensor(torch.empty_like(x), x),
     ),
-    "all_to_all": _Row(result="each rank: a part of each rank's", uneven=_NO, call=lambda x: fd.all_to_all(x)),
+    "all_to_all": _Row(result="each rank: a part of each rank's"),
     "all_to_all_single_uneven": _Row(
         result="each rank: a part of each rank's",
         uneven="as counts say",
         call=lambda x: fd.all_to_all_single_uneven(x, [len(x)], [len(x)]),
     ),
-    "barrier": _Row(result="nothing", uneven=_NO, call=lambda x: fd.barrier()),
-    "all_gather_object": _Row(
-        result="all ranks: the ranks' objects", uneven="any", call=lambda x: fd.all_gather_object(1)
-    ),
-    "broadcast_object": _Row(
-        result="all ranks: one rank's object", uneven="any", call=lambda x: fd.broadcast_object(1)
-    ),
-    "gather_object": _Row(result="one rank: the ranks' objects", uneven="any", call=lambda x: fd.gather_object(1)),
-    "scatter_object": _Row(
-        result="each rank: an object of one rank", uneven="any", call=lambda x: fd.scatter_object([1])
-    ),
+    "barrier": _Row(result="nothing", carries_tensors=False),
+    "all_gather_object": _Row(result="all ranks: the ranks' objects", uneven="any", carries_tensors=False),
+    "broadcast_object": _Row(result="all ranks: one rank's object", uneven="any", carries_tensors=False),
+    "gather_object": _Row(result="one rank: the ranks' objects", uneven="any", carries_tensors=False),
+    "scatter_object": _Row(result="each rank: an object of one rank", uneven="any", carries_tensors=False),
 }
 
 
@@ -147,7 +138,7 @@ def _collectives_table(group: Backend) -> str:
         parameters = inspect.signature(getattr(fd, name)).parameters
         started = f"async_{name}" if hasattr(fd, f"async_{name}") else None
         cells = [
-            _cell(is_so=_has_gradient(row)),
+            _cell(is_so=row.carries_tensors and _has_gradient(row.call or getattr(fd, name))),
             _cell(is_so="out" in parameters),
             _cell(is_so="dim" in parameters),
             _NO if started is None else YES,
@@ -161,9 +152,9 @@ def _cell(*, is_so: bool) -> str:
     return YES if is_so else _NO
 
 
-def _has_gradient(row: _Row) -> bool:
+def _has_gradient(call: Callable[[torch.Tensor], object]) -> bool:
     try:
-        result = row.call(torch.ones(4, requires_grad=True))
+        result = call(torch.ones(4, requires_grad=True))
     except RuntimeError:  # its out= and autograd don't go together
         return False
     return isinstance(result, torch.Tensor) and result.requires_grad

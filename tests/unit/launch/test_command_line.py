@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import ferrodist.launch
+from ferrodist import cli
 from ferrodist.cli import build_parser, main
+from ferrodist.launch import run
 from ferrodist.launch.run import spec_from_arguments
 from ferrodist.launch.spec import LaunchSpec, ProgramKind
 
@@ -68,6 +70,20 @@ def test_arguments_of_the_program_are_left_alone(rest):
     assert parse("--", __file__, *rest).arguments == tuple(rest)
 
 
+@pytest.mark.parametrize("word", ["auto", "cpu"])
+def test_a_rank_for_each_usable_core(word, monkeypatch):
+    """torchrun's words for the number of ranks mean the usable cores."""
+    monkeypatch.setattr(run, "usable_cores", lambda: 7)
+    assert parse("--nproc-per-node", word, __file__).nproc_per_node == 7
+
+
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_the_rendezvous_backends_of_torchrun_are_accepted(backend):
+    """Both name what ferrodist does anyway, so they change nothing."""
+    assert parse("--rdzv-backend", backend, "--nnodes", "1:1", __file__) == parse(__file__)
+    assert parse("--rdzv_backend", backend, __file__) == parse(__file__)
+
+
 def test_endpoint_is_address_and_port():
     """--rdzv-endpoint stands for both halves of the address."""
     spec = parse("--rdzv-endpoint", "[::1]:29400", __file__)
@@ -81,8 +97,16 @@ def test_endpoint_is_address_and_port():
         (["nonsense"], "invalid choice"),
         (["run"], "required: program"),
         (["run", "--"], "program"),
-        (["run", "--nproc-per-node", "two", __file__], "invalid int value: 'two'"),
+        (["run", "--nproc-per-node", "two", __file__], "invalid value: 'two'; give a number, or auto"),
         (["run", "--nproc-per-node", "0", __file__], "--nproc-per-node must be 1 or more"),
+        (["run", "--nproc-per-node", "gpu", __file__], "auto or cpu for one rank on each usable core"),
+        (
+            ["run", "--nproc-per-node", "100000000", __file__],
+            "--nproc-per-node 100000000 is more than this host allows",
+        ),
+        (["run", "--nnodes", "1:2", __file__], "1:2 is an elastic range"),
+        (["run", "--nnodes", "x", __file__], "invalid value: 'x'"),
+        (["run", "--rdzv-backend", "etcd", __file__], "there is no 'etcd'"),
         (["run", "--nproc", "2", __file__], "unrecognized arguments"),
         (["run", "no/such.py"], "there is no script 'no/such.py'"),
         (["run", "--no-python", "-m", "sh"], "exclude each other"),
@@ -123,6 +147,48 @@ def test_version(capsys):
         main(["--version"])
     assert exit_.value.code == 0
     assert capsys.readouterr().out.startswith("ferrodist ")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("kind", "message"), [("pipe without a reader", ""), ("full device", "No space left"), ("closed", "is closed")]
+)
+def test_output_that_cannot_be_written(kind, message, unbuffered):
+    """A reader that left is no news, another failure is one line; neither is a traceback nor a success."""
+    options = {}
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    if kind == "full device":
+        os.dup2(full := os.open("/dev/full", os.O_WRONLY), write_end)
+        os.close(full)
+    elif kind == "closed":
+        options["preexec_fn"] = lambda: os.close(1)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "ferrodist", "secret"],
+            env={**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONUNBUFFERED": unbuffered},
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            **options,
+        )
+    finally:
+        os.close(write_end)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert done.stderr.count("\n") == bool(message)
+
+
+def test_an_interrupt_is_130(monkeypatch, capsys):
+    """Ctrl-C in a command that does not handle it gives a shell's exit code and no traceback."""
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "make_secret", interrupt)
+    assert main(["secret"]) == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_the_launcher_starts_without_torch():

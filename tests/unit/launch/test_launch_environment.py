@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
+import resource
 import socket
 import sys
 
 import pytest
 
+from ferrodist.launch import run
 from ferrodist.launch.environment import Attempt, find_free_port, rank_environment, usable_cores
+from ferrodist.launch.limits import rank_limit
 from ferrodist.launch.spec import LaunchSpec, ProgramKind
 
 ATTEMPT = Attempt(master_addr="10.0.0.1", master_port=1234, run_id="job", secret="s3cret", restart_count=2)
@@ -142,6 +146,54 @@ def test_what_cannot_be_launched_is_refused(values, message):
     """A wrong value is refused when the spec is made, with what to give instead."""
     with pytest.raises(ValueError, match=message):
         make_spec(**values)
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "processes", "user", "expected", "reason"),
+    [
+        (1024, 4096, 1000, 330, "open files"),
+        (1024, 100, 1000, 100, "processes"),
+        (1024, 100, 0, 330, "open files"),
+        (8, resource.RLIM_INFINITY, 1000, 1, "open files"),
+        (resource.RLIM_INFINITY, 50, 1000, 50, "processes"),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 1000, math.inf, ""),
+    ],
+)
+def test_the_most_ranks_that_the_limits_allow(monkeypatch, descriptors, processes, user, expected, reason):
+    """The narrower limit counts, where the kernel holds this user to it, and one more rank is refused."""
+    soft = {resource.RLIMIT_NOFILE: descriptors, resource.RLIMIT_NPROC: processes}
+    monkeypatch.setattr(resource, "getrlimit", lambda number: (soft[number], resource.RLIM_INFINITY))
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    limit = rank_limit()
+    assert limit.num_ranks == expected
+    assert reason in limit.reason
+    if expected < math.inf:
+        assert make_spec(nproc_per_node=expected).nproc_per_node == expected
+        with pytest.raises(ValueError, match=rf"allows: {expected} ranks, for the limit on {reason}"):
+            make_spec(nproc_per_node=expected + 1)
+
+
+def test_environments_are_made_one_at_a_time(monkeypatch):
+    """A rank's environment is built when that rank is started, so many ranks do not fill the memory beforehand."""
+    made = []
+
+    class Group:
+        def __init__(self, ranks, **_):
+            assert next(iter(ranks)).rank == 0
+            assert len(made) == 1
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def run(self):
+            return "done"
+
+    monkeypatch.setattr(run, "rank_environment", lambda *_, **__: made.append({}) or {})
+    monkeypatch.setattr(run, "WorkerGroup", Group)
+    assert run._run_attempt(make_spec(nproc_per_node=5), ATTEMPT, None, None) == "done"
 
 
 def test_the_secret_comes_from_the_environment_and_is_not_shown(monkeypatch):

@@ -74,3 +74,19 @@ def free_port():
             return probe.getsockname()[1]
 
     return find
+
+
+@pytest.fixture
+def silent_name_server(monkeypatch):
+    """Return a host name whose look-up does not end before the test does."""
+    release = threading.Event()
+    genuine = socket.getaddrinfo
+
+    def stuck(host, *args, **options):
+        if host == "stuck.invalid" and not options.get("flags", 0) & socket.AI_NUMERICHOST:
+            release.wait(30)
+        return genuine(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", stuck)
+    yield "stuck.invalid"
+    release.set()

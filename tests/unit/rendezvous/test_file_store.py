@@ -1,5 +1,6 @@
 """The file store between processes: kills, permissions, damage."""
 
+import contextlib
 import os
 import signal
 import stat
@@ -10,7 +11,7 @@ import threading
 import pytest
 
 from ferrodist.errors import DistributedTimeoutError, ProtocolError, RendezvousError
-from ferrodist.rendezvous import FileStore
+from ferrodist.rendezvous import FileStore, file_store
 
 _OPEN = """
 import os, pathlib, signal, sys
@@ -93,6 +94,41 @@ def test_a_lock_that_is_held_ends_in_a_timeout(tmp_path):
             store.set("k", b"w", timeout=0.05)
         assert store.get("k", timeout=0) == b"v"
     store.set("k", b"w")
+
+
+@pytest.mark.parametrize("holder", ["process", "thread"])
+def test_closing_ends_a_wait_for_the_lock(tmp_path, in_threads, holder):
+    """A call that waits for the lock, of another process or thread, raises once its store is closed."""
+    store, other = FileStore(tmp_path / "s"), FileStore(tmp_path / "s")
+    waiting = threading.Event()
+    genuine = store._check_open
+
+    def check_open():
+        if waiting.is_set():
+            store.close()  # the second look: the call waits
+        waiting.set()
+        genuine()
+
+    store._check_open = check_open
+    code = _OPEN + "with store._locked(5):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+    with contextlib.ExitStack() as stack:
+        if holder == "process":
+            command = [sys.executable, "-c", code, str(store.path)]
+            process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            assert process.stdout.readline() == b"held\n"
+        else:
+            stack.enter_context(other._locked(5))
+        error = in_threads(lambda: store.set("k", b"v", timeout=5))[0]
+    assert type(error) is RendezvousError
+    assert "was closed" in error.message
+
+
+def test_nothing_is_kept_of_a_path_that_is_not_in_use(tmp_path):
+    """The process's own locks do not pile up with the paths it has used."""
+    before = len(file_store._MUTEXES)
+    for index in range(20):
+        FileStore(tmp_path / f"s{index}").set("k", b"v")
+    assert len(file_store._MUTEXES) == before
 
 
 @pytest.mark.parametrize("name", ["s", "s.lock"])

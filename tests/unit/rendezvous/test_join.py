@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     AuthenticationError,
     DistributedError,
@@ -17,7 +18,7 @@ from ferrodist.errors import (
     ProtocolError,
     RendezvousError,
 )
-from ferrodist.rendezvous import FileStore, attendance, handshake, rendezvous
+from ferrodist.rendezvous import FileStore, MemoryStore, attendance, handshake, rendezvous
 from ferrodist.rendezvous import join as join_module
 
 LIMIT = 0.6
@@ -185,6 +186,60 @@ def test_a_rank_out_of_range(method, rank, size, kind):
     """It is refused before anything is opened."""
     with pytest.raises(kind, match=r"ranks go from 0|at least 1"):
         join(method, rank, size)()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": "0"}, "rank must be a whole number or None, not '0' of type str"),
+        ({"rank": True}, "rank must be a whole number or None, not True of type bool"),
+        ({"rank": 0.0}, "rank must be a whole number"),
+        ({"world_size": "1"}, "world_size must be a whole number or None, not '1' of type str"),
+        ({"init_method": 5}, "init_method must be text .* or None, not int"),
+        ({"job": 5}, "job must be text or None, not int"),
+        ({"secret": 5}, "secret must be text or bytes"),
+    ],
+)
+def test_an_argument_of_another_type(options, message):
+    """It is a TypeError that names the argument and says what it must be."""
+    arguments = {"init_method": "tcp://127.0.0.1:1", "rank": 0, "world_size": 1, "secret": "s", **options}
+    with pytest.raises(TypeError, match=message):
+        rendezvous(arguments.pop("init_method"), timeout=5, **arguments)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_job_name_that_is_too_long(method, rank):
+    """Every rank is told so at once, in both ways to meet."""
+    with pytest.raises(ValueError, match=r"name of the job has 5000 bytes"):
+        join(method, rank, 2, job="j" * 5000)()
+
+
+def test_a_rank_that_dies_between_claiming_and_coming(in_threads):
+    """It counts as missing: a claim alone does not complete the rendezvous, at no deadline."""
+    store = MemoryStore()
+    options = {"where": "job 'j'", "deadline": Deadline(LIMIT)}
+    for rank in range(3):
+        attendance.claim_rank(store, rank=rank, advice="", **options)
+    calls = [lambda rank=rank: attendance.await_all(store, rank=rank, world_size=3, **options) for rank in (0, 1)]
+    errors = in_threads(*calls)
+    assert {type(error) for error in errors} == {RendezvousError}
+    assert len({error.message for error in errors}) == 1
+    assert "1 of 3 ranks, after claiming a number, did not come" in errors[0].message
+
+
+def test_a_name_server_that_does_not_answer(silent_name_server):
+    """Rank 0 gives up at its deadline."""
+    with pytest.raises(RendezvousError, match=r"not be resolved in time"):
+        join(f"tcp://{silent_name_server}:29400", 0, 2, timeout=0.1)()
+
+
+def test_a_host_of_the_others_that_does_not_resolve(silent_name_server):
+    """The way to the other ranks' hosts is looked for until the deadline only."""
+    store = MemoryStore()
+    claim = attendance.Claim(silent_name_server, 1, "token")
+    store.set("ferrodist/attendance/rank/0", join_module.msgspec.msgpack.encode(claim))
+    with pytest.raises(RendezvousError, match=r"finds no way to host stuck.invalid .*resolved in time"):
+        join_module._interface(store, 1, Deadline(0.1))
 
 
 def test_another_version(free_port, in_threads):
@@ -388,7 +443,7 @@ def test_ranks_of_several_hosts_share_a_file(tmp_path, in_threads, monkeypatch):
     genuine = attendance.socket.gethostname()
     store = FileStore(tmp_path / "meet")
     members = in_threads(*[join(f"file://{tmp_path}/meet", rank, 2) for rank in range(2)])
-    assert join_module._interface(store, 2) == "127.0.0.1"
+    assert join_module._interface(store, 2, Deadline(20)) == "127.0.0.1"
     monkeypatch.setattr(join_module.socket, "gethostname", lambda: "elsewhere")
     monkeypatch.setattr(
         join_module.socket,
@@ -397,5 +452,5 @@ def test_ranks_of_several_hosts_share_a_file(tmp_path, in_threads, monkeypatch):
             [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.0.2", 9))] if host == genuine else []
         ),
     )
-    assert join_module._interface(store, 2).startswith("127.0.0.")
+    assert join_module._interface(store, 2, Deadline(20)).startswith("127.0.0.")
     close_all(in_threads, members)

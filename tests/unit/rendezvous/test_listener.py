@@ -163,6 +163,12 @@ def test_binding():
         Listener("192.0.2.1", 0, secret=b"s")
 
 
+def test_a_name_that_does_not_resolve_costs_the_deadline(silent_name_server):
+    """A name server that does not answer cannot hold a listener past its deadline."""
+    with pytest.raises(RendezvousError, match=r"cannot listen at stuck.invalid:0.*not be resolved in time"):
+        Listener(silent_name_server, 0, secret=b"s", deadline=Deadline(0.1))
+
+
 @pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback address")
 def test_ipv6():
     """An IPv6 listener has a bracketed address that clients can use."""

@@ -256,6 +256,20 @@ def test_a_server_that_is_stopped_costs_the_timeout_and_no_more():
         process.kill()
 
 
+def test_a_server_closed_by_one_of_its_own_threads(server, client, monkeypatch):
+    """A thread that serves a connection can close the server: it does not wait for itself."""
+    closed = []
+
+    def close(*_):
+        server.close()
+        closed.append(threading.current_thread().name)
+
+    monkeypatch.setattr(server.store, "set", close)
+    with pytest.raises(RendezvousError, match=r"went away"):
+        client.set("k", b"v")
+    assert closed == ["ferrodist-store-1"]
+
+
 def test_close_lingers_until_the_clients_have_gone(server, in_threads, until):
     """A lingering close serves on, and ends with the last client rather than with the time."""
     client = open_client(server)

@@ -421,7 +421,6 @@ class TcpBackend(MailboxBackend):
         if os.getpid() != self._process:
             return  # a forked child: the connections are the parent's
         if self._close_groups():
-            self._notify_left(_WORLD, tuple(range(self.world_size)))
             self._drain(deadline)
             self._loop.stop()
             self._run_close_callbacks()

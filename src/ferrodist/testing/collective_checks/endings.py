@@ -79,6 +79,7 @@ def _mismatch_of(name: str) -> CollectiveCheck:
             if world.world_size > 2:
                 assert error.ranks == (odd,), f"{what}: rank {odd} called something else, not {error.ranks}"
             _stays_failed(group, error)
+            group.close()
             _told_alike(world, error, what)
 
     check.__name__ = check.__qualname__ = f"mismatches_of_{name}"
@@ -185,6 +186,7 @@ def mismatches_within_a_collective(world: Backend) -> None:
             for word in words:
                 assert word in error.message, f"{what}: {word} is not in {error.message!r}"
             _stays_failed(group, error)
+            group.close()
             _told_alike(world, error, what)
 
 
@@ -228,6 +230,7 @@ def _late(world: Backend, late: tuple[int, ...], name: str) -> None:
     assert error.ranks == late, f"{late} stayed away from {name}, rank {world.rank} names {error.ranks}: {error}"
     assert name.removeprefix("async_") in error.message, f"{name} is not in {error.message!r}"
     _stays_failed(group, error)
+    group.close()
     # Where rank 0 is late the others find that out each by itself, and say so: all else must be the same.
     _told_alike(world, fd.DistributedTimeoutError("late", ranks=error.ranks), f"{late} late for {name}")
 
@@ -271,6 +274,7 @@ def aborts_reach_waiting_ranks(world: Backend) -> None:
         assert "the loss is NaN" in error.message, f"the reason is not in {error.message!r}"
         assert error.ranks == (p - 1,), f"rank {p - 1} aborted, the error names {error.ranks}"
         _stays_failed(group, error)
+        group.close()
         _told_alike(world, error, "an abort")
         if world.failure is not None:
             return

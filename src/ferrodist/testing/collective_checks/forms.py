@@ -294,6 +294,7 @@ def coalesce_blocks_that_fail(group: Backend) -> None:
         handles = [fd.async_allreduce(torch.ones(4), group=other), fd.async_broadcast(torch.ones(4), group=other)]
     for handle in handles:
         error_of(fd.DistributedError, lambda handle=handle: handle.wait(0), "a coalesced call on a failed group")  # type: ignore[misc]
+    other.close()
 
 
 FORM_CHECKS: tuple[CollectiveCheck, ...] = (
