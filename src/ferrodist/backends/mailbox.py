@@ -100,13 +100,14 @@ class Message:
         grant: For an offered message: called once a receive is there for it.
     """
 
-    __slots__ = ("arrival", "grant", "kept", "num_received", "receive", "size_bytes", "source", "tag")
+    __slots__ = ("arrival", "grant", "granted", "kept", "num_received", "receive", "size_bytes", "source", "tag")
 
     def __init__(self, source: int, tag: int, size_bytes: int, grant: Callable[[], None] | None = None) -> None:
         self.source = source
         self.tag = tag
         self.size_bytes = size_bytes
         self.grant = grant
+        self.granted = False  # whether its sender has been told; kept by the transport
         self.num_received = 0
         self.kept: bytearray | None = None  # its bytes, when they could not go to a receive's buffer
         self.receive: Receive | None = None

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from typing import TYPE_CHECKING
+import hashlib
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from ferrodist.backends.call import MAX_PAYLOAD
 from ferrodist.backends.process_group import resolve_group
-from ferrodist.collectives.operation import Operation, collector, run_later
+from ferrodist.collectives.operation import Operation, collectives_of, collector, run_later
 from ferrodist.collectives.pending import PendingCollective
+from ferrodist.collectives.views import shares_memory
+from ferrodist.errors import CollectiveMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ferrodist.backends.base import Backend
+
+    _Collected: TypeAlias = tuple[Operation[object], PendingCollective[object]]
 
 __all__ = ["coalesce"]
 
@@ -24,7 +29,7 @@ __all__ = ["coalesce"]
 def coalesce(group: Backend | None = None) -> Iterator[None]:
     """Gather the collectives that are started inside the block and send them together when it ends.
 
-    Allreduces of one dtype and operation, and broadcasts of one dtype and root, become one operation each on their
+    Neighbouring allreduces of one dtype and operation, or broadcasts of one dtype and root, become one on their
     elements laid end to end: one agreement and one set of messages for any number of small tensors, and the same
     bits as without.
     Other collectives start one after the other, in the order in which they were called.
@@ -41,7 +46,7 @@ def coalesce(group: Backend | None = None) -> Iterator[None]:
     chosen = resolve_group(group)
     if collector.get() is not None:
         raise RuntimeError("coalesce() blocks can't be nested: put all operations into one")
-    collected: list[tuple[Operation[object], PendingCollective[object]]] = []
+    collected: list[_Collected] = []
 
     def collect(operation: Operation[object]) -> PendingCollective[object]:
         if operation.group is not chosen:
@@ -50,7 +55,7 @@ def coalesce(group: Backend | None = None) -> Iterator[None]:
                 " a block is for one group"
             )
         pending: PendingCollective[object] = PendingCollective(operation.name, chosen.name)
-        collected.append((operation, pending))
+        collected.append((operation, pending.hold()))
         return pending
 
     token = collector.set(collect)
@@ -58,23 +63,70 @@ def coalesce(group: Backend | None = None) -> Iterator[None]:
         yield
     except BaseException as error:
         for _, pending in collected:
+            pending.start()
             pending.fail(error)
         raise
     finally:
         collector.reset(token)
-    _start(collected)
+    if collected:
+        _start(collected, chosen)
 
 
-def _start(collected: list[tuple[Operation[object], PendingCollective[object]]]) -> None:
-    """Join what can be joined, in the order in which each kind came first, and start all of it."""
-    kinds: dict[object, list[tuple[Operation[object], PendingCollective[object]]]] = defaultdict(list)
-    for i, (operation, pending) in enumerate(collected):
-        kinds[operation.fusible.key if operation.fusible else i].append((operation, pending))
-    for members in kinds.values():
+def _start(collected: list[_Collected], group: Backend) -> None:
+    """Compare what the ranks collected, join what can be joined, and start all of it."""
+    run_later(_comparison([operation for operation, _ in collected], group))
+    for members in _runs(collected):
         run_later(_fused(members))
+        for _, pending in members:
+            pending.start()
 
 
-def _fused(members: list[tuple[Operation[object], PendingCollective[object]]]) -> Operation[None]:
+def _runs(collected: list[_Collected]) -> list[list[_Collected]]:
+    """Divide into runs that can be joined: neighbours of one kind that don't touch each other's results."""
+    runs: list[list[_Collected]] = []
+    for item in collected:
+        part = item[0].fusible
+        last = [other.fusible for other, _ in runs[-1]] if runs else []
+        joins = part is not None and all(
+            other is not None
+            and other.key == part.key
+            and not shares_memory(other.out, part.source)
+            and not shares_memory(other.out, part.out)
+            for other in last
+        )
+        if joins and last:
+            runs[-1].append(item)
+        else:
+            runs.append([item])
+    return runs
+
+
+def _comparison(operations: list[Operation[object]], group: Backend) -> Operation[None]:
+    """The first operation of a block: ranks that collected other operations, or other sizes, would mix up elements."""
+    text = ", ".join(
+        f"{operation.name}[{operation.fusible.source.numel()}]" if operation.fusible else operation.name
+        for operation in operations
+    )
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    payload = digest + text.encode()[: MAX_PAYLOAD - len(digest)]
+
+    def run(sequence: int) -> None:
+        engine = collectives_of(group)
+        payloads = engine.share("coalesce", payload, timeout=group.timeout, sequence=sequence)
+        differing = [rank for rank, other in enumerate(payloads) if other[:16] != payloads[0][:16]]
+        if differing:
+            said = "; ".join(f"rank {rank}: {payloads[rank][16:].decode()}" for rank in (0, differing[0]))
+            error = CollectiveMismatchError(
+                f"the ranks of group {group.name!r} put different operations into a coalesce() block: {said}",
+                ranks=tuple(differing),
+            )
+            group.abort(error)
+            raise error
+
+    return Operation(name="coalesce", group=group, run=run, finish=lambda: None)
+
+
+def _fused(members: list[_Collected]) -> Operation[None]:
     """One operation that does what all of ``members`` do and ends their pending handles."""
     operations = [operation for operation, _ in members]
     parts = [operation.fusible for operation in operations if operation.fusible is not None]

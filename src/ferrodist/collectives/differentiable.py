@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,16 +43,30 @@ class _Attached(torch.autograd.Function):
         return grad.view(ctx.source_shape), None, None, None
 
 
+class _AttachedOnce(_Attached):
+    """The same, for a gradient that has no gradient."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _Attached.backward(ctx, *grads)
+
+
 def records_history(source: torch.Tensor | None) -> bool:
     """Whether a result that depends on ``source`` belongs in the autograd graph."""
     return source is not None and source.requires_grad and torch.is_grad_enabled()
 
 
-def attach(source: torch.Tensor, result: torch.Tensor, backward: Backward, *saved: torch.Tensor) -> torch.Tensor:
+def attach(
+    source: torch.Tensor, result: torch.Tensor, backward: Backward, *saved: torch.Tensor, once: bool = False
+) -> torch.Tensor:
     """``result`` with ``backward(gradient of result, *saved) -> gradient of source`` as its history.
 
     What ``backward`` needs of ``source`` and ``result`` goes through ``saved``, so that autograd finds writes to them.
+    ``once`` refuses a second derivative: of operations with a root, for only there it would have a history, and the
+    other ranks would not take part.
     """
-    attached = _Attached.apply(source, [result], backward, saved)  # type: ignore[no-untyped-call]
+    function = _AttachedOnce if once else _Attached
+    attached = function.apply(source, [result], backward, saved)  # type: ignore[no-untyped-call]
     assert isinstance(attached, torch.Tensor)
     return attached

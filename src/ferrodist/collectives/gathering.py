@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.collectives.differentiable import attach, records_history
-from ferrodist.collectives.operation import Operation, collectives_of, run_later, run_now
+from ferrodist.collectives.operation import Operation, collectives_of, refuse_in_coalesce, run_later, run_now
 from ferrodist.collectives.prepare import check_dim, check_tensor, flatten, group_and_timeout, prepare_out
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear
 from ferrodist.collectives.sharding import compute_shard_sizes
 from ferrodist.deadline import Deadline
+from ferrodist.errors import CollectiveMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +34,7 @@ __all__ = [
     "share_sizes",
 ]
 
-_SIZE = struct.Struct("<q")
+_SIZE = struct.Struct("<qqq")  # size along the dim, the dim, number of dims
 
 
 def all_gather(
@@ -94,15 +95,31 @@ def all_gather_uneven(
     tensor = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
     chosen, limit = group_and_timeout(group, timeout)
     deadline = Deadline(limit)
-    sizes = share_sizes("all_gather_uneven", tensor.shape[check_dim(tensor, dim)], chosen, limit)
+    sizes = share_sizes("all_gather_uneven", tensor, check_dim(tensor, dim), chosen, limit)
     return run_now(_all_gather(tensor, dim, chosen, None, deadline.remaining(), sizes))
 
 
-def share_sizes(operation: str, size: int, group: Backend, timeout: float) -> list[int]:
-    """Learn every rank's size along a dim."""
+def share_sizes(operation: str, tensor: torch.Tensor, dim: int, group: Backend, timeout: float) -> list[int]:
+    """Learn every rank's size along a dim, which must be the same dim of as many on all ranks."""
+    refuse_in_coalesce(operation)
     engine = collectives_of(group)
-    payloads = engine.share(operation, _SIZE.pack(size), timeout=timeout, sequence=engine.reserve())
-    return [_SIZE.unpack(payload)[0] for payload in payloads]
+    payload = _SIZE.pack(tensor.shape[dim], dim, tensor.dim())
+    heads = [
+        _SIZE.unpack(head) for head in engine.share(operation, payload, timeout=timeout, sequence=engine.reserve())
+    ]
+    differing = tuple(rank for rank, head in enumerate(heads) if head[1:] != heads[0][1:])
+    if differing:
+        said = "; ".join(
+            f"rank {rank} joins along dim {heads[rank][1]} of {heads[rank][2]}" for rank in (0, differing[0])
+        )
+        error = CollectiveMismatchError(
+            f"the ranks of group {group.name!r} disagree about the dim of {operation}: {said}."
+            " Pass the same everywhere.",
+            ranks=differing,
+        )
+        group.abort(error)
+        raise error
+    return [head[0] for head in heads]
 
 
 def _all_gather(  # noqa: PLR0917 - the public signature, by position

@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.collectives.engine import Collectives
 
-__all__ = ["Fusible", "Operation", "collectives_of", "collector", "run_later", "run_now"]
+__all__ = [
+    "Fusible",
+    "Operation",
+    "collectives_of",
+    "collector",
+    "refuse_in_coalesce",
+    "run_later",
+    "run_now",
+]
 
 T = TypeVar("T")
 
@@ -78,13 +86,18 @@ def collectives_of(group: Backend) -> Collectives:
     return found
 
 
-def run_now(operation: Operation[T]) -> T:
-    """Run in the calling thread. Operations that were started before may still be under way: they don't mix."""
+def refuse_in_coalesce(name: str) -> None:
+    """Raise RuntimeError inside a `coalesce` block: a blocking call would need a result that is not there yet."""
     if collector.get() is not None:
         raise RuntimeError(
-            f"{operation.name} inside coalesce() must be async_{operation.name}: its result is there when the"
+            f"{name} inside coalesce() must be async_{name}, if there is one: its result is there when the"
             " block has ended"
         )
+
+
+def run_now(operation: Operation[T]) -> T:
+    """Run in the calling thread. Operations that were started before may still be under way: they don't mix."""
+    refuse_in_coalesce(operation.name)
     operation.run(collectives_of(operation.group).reserve())
     return operation.finish()
 
@@ -95,9 +108,8 @@ def run_later(operation: Operation[T]) -> PendingCollective[T]:
     if collect is not None:
         return collect(operation)  # type: ignore[arg-type, return-value]
     pending: PendingCollective[T] = PendingCollective(operation.name, operation.group.name)
-    sequence = collectives_of(operation.group).reserve()
 
-    def job() -> None:
+    def job(sequence: int) -> None:
         try:
             operation.run(sequence)
         except BaseException as error:  # noqa: BLE001 - it is raised in wait()
@@ -105,8 +117,9 @@ def run_later(operation: Operation[T]) -> PendingCollective[T]:
         else:
             pending.succeed(operation.finish)
 
-    if operation.group.failure is not None:
-        job()  # it fails at once, and so tells all whom the operation was made of
+    failure = operation.group.failure
+    if failure is not None:
+        pending.fail(failure)
     else:
-        OperationQueue.of(operation.group).submit(job)
+        OperationQueue.of(operation.group).submit(collectives_of(operation.group).reserve, job)
     return pending

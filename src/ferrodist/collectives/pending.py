@@ -6,10 +6,11 @@ import atexit
 import queue
 import threading
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ferrodist.deadline import check_timeout
-from ferrodist.errors import DistributedTimeoutError
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedError, DistributedTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,14 +28,16 @@ T_co = TypeVar("T_co", covariant=True)
 class PendingCollective(Generic[T_co]):
     """A collective under way.
 
-    Its input and output must not be changed until it is done. Any number may be outstanding; those of one group run
-    in the order in which they were started, and so must be started in the same order on all ranks.
+    Its input and output must not be changed, and its output not be read, until `wait` has returned. Any number
+    may be outstanding; those of one group run in the order in which they were started, and so must be started in
+    the same order on all ranks.
     """
 
     def __init__(self, op_name: str, group_name: str) -> None:
         self._op_name = op_name
         self._group_name = group_name
         self._ended = threading.Event()
+        self._is_started = True
         self._lock = threading.Lock()
         self._finish: Callable[[], T_co] | None = None
         self._result: T_co | None = None
@@ -58,19 +61,23 @@ class PendingCollective(Generic[T_co]):
         """Block until it has ended and return its result. Any number of threads may wait, any number of times.
 
         Args:
-            timeout: Seconds; None waits as long as the operation itself may take, as given when it was started.
+            timeout: Seconds; None waits for as long as the operation may take, which counts from when those before it
+                in the group have ended.
 
         Raises:
             DistributedTimeoutError: ``timeout`` passed; the operation goes on and may be waited for again.
             DistributedError: The operation failed.
+            RuntimeError: It was started in a `coalesce` block that has not ended.
         """
-        if not self._ended.wait(None if timeout is None else check_timeout(timeout)):
+        if not self._is_started:
+            raise RuntimeError(f"{self._op_name} starts when the coalesce() block ends: wait for it after the block")
+        if not self._ended.wait(None if timeout is None else Deadline(timeout).remaining()):
             raise DistributedTimeoutError(
                 f"{self._op_name} on group {self._group_name!r} is still under way after {timeout:g} s:"
                 " wait for it again"
             )
         if self._error is not None:
-            raise self._error
+            raise self._error.fresh() if isinstance(self._error, DistributedError) else self._error
         with self._lock:
             if not self._has_result:
                 assert self._finish is not None
@@ -79,6 +86,15 @@ class PendingCollective(Generic[T_co]):
                 self._has_result = True
                 self._finish = None
         return self._result  # type: ignore[return-value]
+
+    def hold(self) -> PendingCollective[T_co]:
+        """Say that it has not started, until `start`."""
+        self._is_started = False
+        return self
+
+    def start(self) -> None:
+        """Say that it has started after all."""
+        self._is_started = True
 
     def succeed(self, finish: Callable[[], T_co]) -> None:
         """End it; the first `wait` calls ``finish()`` for the result. For who runs the operation."""
@@ -117,23 +133,33 @@ class OperationQueue:
                     found = cls(group.name)
                     group.attachments[cls._KEY] = found
                     group.on_close(found.close)
+                    weakref.finalize(group, found.stop).atexit = False  # a group that nobody closed
         assert isinstance(found, OperationQueue)
         return found
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run ``job()`` after all before it; it must not raise."""
-        with self._lock:
-            if not self._closed:
-                self._jobs.put(job)
-                return
-        job()  # the group is closed, so it fails at once, with that reason
+    def submit(self, reserve: Callable[[], int], job: Callable[[int], None]) -> None:
+        """Take a place among the group's collectives and run ``job(place)`` after all before it; it must not raise.
 
-    def close(self, timeout: float = _JOIN_SECONDS) -> None:
-        """End the thread, after what is queued: operations of a closed group end at once."""
+        Place and queue are taken at once: with two threads between them, one rank's queue could hold a pair of
+        operations in the other order than its peers', and wait for them for ever.
+        """
+        with self._lock:
+            sequence = reserve()
+            if not self._closed:
+                self._jobs.put(partial(job, sequence))
+                return
+        job(sequence)  # the group is closed, so it fails at once, with that reason
+
+    def stop(self) -> None:
+        """Have the thread end after what is queued, and don't wait for it."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._jobs.put(None)
+
+    def close(self, timeout: float = _JOIN_SECONDS) -> None:
+        """End the thread, after what is queued: operations of a closed group end at once."""
+        self.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 

@@ -27,7 +27,7 @@ from ferrodist.collectives.prepare import (
 from ferrodist.collectives.reduce_op import DTYPES, check_dtype
 from ferrodist.collectives.views import bytes_of
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError, SizeMismatchError
+from ferrodist.errors import DistributedTimeoutError, ProtocolError, SizeMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -343,8 +343,6 @@ def _wait_for(requests: list[Request], deadline: Deadline, group: Backend, what:
             f" {deadline.timeout:g} s allowed (rank {group.rank}). The other side has not made the matching call.",
             ranks=tuple(rank for rank in error.ranks if rank != ANY_SOURCE),
         ) from None
-    except DistributedError:
-        raise
 
 
 def _whom(rank: int) -> str:

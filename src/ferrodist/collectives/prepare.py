@@ -9,6 +9,7 @@ import torch
 
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.reduce_op import check_dtype
+from ferrodist.collectives.views import shares_memory
 from ferrodist.deadline import check_timeout
 from ferrodist.errors import InvalidRankError, UnsupportedOpError
 
@@ -76,6 +77,9 @@ class Target:
         if self.is_copy:
             with torch.no_grad():
                 self.result.copy_(self.flat.view(self.result.shape))
+        elif not self.result.is_inference():
+            # The engine wrote raw memory: autograd must learn that what it may have saved has changed.
+            torch.autograd.graph.increment_version(self.result)
         return self.result
 
 
@@ -116,6 +120,6 @@ def prepare_out(
 
 def _shifted(out: torch.Tensor, source: torch.Tensor | None) -> bool:
     """Whether writing ``out`` may change what is still to be read: the two share memory, but are not the same."""
-    if source is None or out.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+    if source is None or not shares_memory(out, source):
         return False
     return out.data_ptr() != source.data_ptr() or out.shape != source.shape

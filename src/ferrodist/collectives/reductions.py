@@ -80,7 +80,7 @@ def _allreduce(
 
     recorded = records_history(tensor)
     # Ranks whose factors happen to be equal would join premultiplied sums that other ranks can't.
-    fusible = Fusible(key=("allreduce", tensor.dtype, op), source=source, out=target.flat, run=on)
+    fusible = Fusible(key=("allreduce", tensor.dtype, op, limit), source=source, out=target.flat, run=on)
     return Operation(
         name="allreduce",
         group=chosen,
@@ -168,7 +168,7 @@ def reduce(
         result = target.finish()
         saved = () if is_linear(op) else (tensor,) if op is ReduceOp.PRODUCT else (tensor, result)
         return (
-            attach(tensor, result, partial(_reduce_backward, tensor.shape, op, dst, chosen), *saved)
+            attach(tensor, result, partial(_reduce_backward, tensor.shape, op, dst, chosen), *saved, once=True)
             if recorded
             else result
         )
@@ -254,12 +254,12 @@ def _broadcast(
 
     def finish() -> torch.Tensor:
         result = target.finish()
-        return attach(tensor, result, backward) if recorded else result
+        return attach(tensor, result, backward, once=True) if recorded else result
 
     return Operation(
         name="broadcast",
         group=chosen,
         run=partial(on, target.flat, source),
         finish=finish,
-        fusible=Fusible(key=("broadcast", tensor.dtype, root), source=source, out=target.flat, run=on),
+        fusible=Fusible(key=("broadcast", tensor.dtype, root, limit), source=source, out=target.flat, run=on),
     )

@@ -10,7 +10,7 @@ import torch
 
 from ferrodist.collectives.differentiable import attach, records_history
 from ferrodist.collectives.gathering import Join, share_sizes
-from ferrodist.collectives.operation import Operation, collectives_of, run_now
+from ferrodist.collectives.operation import Operation, collectives_of, refuse_in_coalesce, run_now
 from ferrodist.collectives.prepare import check_dim, check_root, check_tensor, flatten, group_and_timeout
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.sharding import compute_shard_sizes
@@ -61,7 +61,7 @@ def gather(
     check_root(chosen, dst, "dst")
     is_root = chosen.rank == dst
     deadline = Deadline(limit)
-    sizes = share_sizes("gather", part.shape[dim], chosen, limit)
+    sizes = share_sizes("gather", part, dim, chosen, limit)
     join = Join(part, dim, sizes)
     source = flatten(part.detach().movedim(dim, 0))
     flat = torch.empty(sum(join.counts) if is_root else 0, dtype=tensor.dtype)
@@ -83,7 +83,7 @@ def gather(
 
     def finish() -> torch.Tensor:
         result = join.restore(flat, torch.empty(join.shape, dtype=tensor.dtype)) if is_root else flat
-        return attach(tensor, result, backward) if records_history(tensor) else result
+        return attach(tensor, result, backward, once=True) if records_history(tensor) else result
 
     return run_now(Operation(name="gather", group=chosen, run=run, finish=finish))
 
@@ -131,6 +131,7 @@ def scatter(
     elif tensor is not None:
         raise ValueError(f"rank {src} scatters: pass None on rank {chosen.rank}")
     deadline = Deadline(limit)
+    refuse_in_coalesce("scatter")
     engine = collectives_of(chosen)
     heads = engine.share("scatter", head, timeout=limit, sequence=engine.reserve())
     _compare_scatters(heads, chosen)
@@ -186,6 +187,6 @@ def scatter_by_sizes(
 
     def finish() -> torch.Tensor:
         result = flat.view(sizes[group.rank], *row).movedim(0, dim).contiguous()
-        return attach(whole, result, backward) if records_history(whole) else result
+        return attach(whole, result, backward, once=True) if records_history(whole) else result
 
     return run_now(Operation(name="scatter", group=group, run=run, finish=finish))

@@ -647,12 +647,45 @@ def test_a_failed_backward_after_a_bucket_ends_the_group():
         ddp.module.branches[0].weight.register_hook(fail)
         loss = ddp(inputs, 0, 1, 2)
         assert type(caught(loss.backward)) is ArithmeticError
-        return caught(ddp(inputs, 0, 1, 2).backward)
+        return caught(lambda: ddp(inputs, 0, 1, 2))
 
     for error in run_ranks(backward, 2):
         assert type(error) is GroupAbortedError
         assert "earlier backward of DDP on rank 1" in str(error)
         assert "Make a new group" in str(error)
+
+
+def test_marks_of_a_failed_backward_are_forgotten():
+    """After a backward that failed before any bucket started, gradients in another order start no bucket early."""
+    start = seeded(Branches)
+
+    def gradients(group):
+        ddp = DDP(copy.deepcopy(start), group)  # one bucket, which had some of its gradients when backward failed
+        inputs = torch.ones(1, 2).double()
+
+        def fail(grad):
+            raise ArithmeticError("once")
+
+        hook = ddp.module.branches[0].weight.register_hook(fail)
+        assert type(caught(ddp(inputs, 0, 1, 2).backward)) is ArithmeticError
+        hook.remove()
+        ddp.zero_grad()
+        ddp(inputs * (group.rank + 1), 2, 1, 0).backward()
+        return {name: parameter.grad.clone() for name, parameter in ddp.module.named_parameters()}
+
+    assert_same_bits(run_ranks(gradients, 2))
+
+
+def test_a_module_that_changes_its_dtype_is_averaged_in_the_new_one():
+    """After double() gradients are reduced in float64, not through the float32 buckets of before."""
+
+    def gradient(group):
+        ddp = DDP(torch.nn.Linear(1, 1, bias=False), group)
+        ddp.double()
+        ddp(torch.full((1, 1), 0.1 * (group.rank + 1), dtype=torch.float64)).sum().backward()
+        return ddp.module.weight.grad.item()
+
+    assert run_ranks(gradient, 2) == [(0.1 + 0.2) / 2] * 2
 
 
 def test_a_module_may_be_wrapped_again():

@@ -203,11 +203,8 @@ class TcpBackend(MailboxBackend):
             self._offers[number] = send
             self._push(Outgoing(self._message_frame(Kind.OFFER, send, number), owner=send))
 
-    def _stream(self, number: int) -> None:
-        """A GRANT has come: queue the whole message, in pieces."""
-        send = self._offers.pop(number, None)
-        if send is None:
-            return  # taken back meanwhile
+    def _stream(self, send: Send, number: int) -> None:
+        """Queue a whole message that was granted, in pieces."""
         size = len(send.data)
         for start in range(0, size, MAX_PAYLOAD):
             stop = min(start + MAX_PAYLOAD, size)
@@ -288,7 +285,8 @@ class TcpBackend(MailboxBackend):
             message = self._incoming.get((frame.source, frame.message))
             if message is None:
                 return _Bytes(frame.length)  # withdrawn, or its group has failed
-            if frame.offset != message.num_received or frame.size_bytes != message.size_bytes:
+            in_order = frame.offset == message.num_received and frame.size_bytes == message.size_bytes
+            if not (in_order and message.granted):
                 self._refuse(link, frame, f"a piece of message {frame.message} out of its order")
                 return _Bytes(frame.length)
             return self._message_sink(message, frame.offset)
@@ -322,8 +320,14 @@ class TcpBackend(MailboxBackend):
             return
         self._incoming[frame.source, frame.message] = self._announce(frame, offered=True)
 
-    def _on_grant(self, _link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
-        self._stream(frame.message)
+    def _on_grant(self, link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
+        send = self._offers.get(frame.message)
+        if send is None:
+            return  # taken back meanwhile
+        if send.peer != frame.source:
+            self._refuse(link, frame, f"a grant of message {frame.message}, which was offered to another rank")
+        elif self._offers.pop(frame.message, None) is not None:
+            self._stream(send, frame.message)
 
     def _on_data(self, _link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
         if frame.offset + frame.length == frame.size_bytes:
@@ -375,8 +379,9 @@ class TcpBackend(MailboxBackend):
 
     def _announce(self, frame: Frame, *, offered: bool = False) -> Message:
         tag = group_tag(frame.group, frame.tag)
-        grant = partial(self._grant, frame.source, frame.message) if offered else None
-        message = Message(frame.source, tag, frame.size_bytes, grant)
+        message = Message(frame.source, tag, frame.size_bytes)
+        if offered:
+            message.grant = partial(self._grant, message, frame.message)
         self._accept(message)
         return message
 
@@ -386,8 +391,9 @@ class TcpBackend(MailboxBackend):
             ranks=(rank,),
         )
 
-    def _grant(self, source: int, number: int) -> None:
-        self._push(Outgoing(Frame(kind=Kind.GRANT, source=self.rank, destination=source, message=number)))
+    def _grant(self, message: Message, number: int) -> None:
+        message.granted = True
+        self._push(Outgoing(Frame(kind=Kind.GRANT, source=self.rank, destination=message.source, message=number)))
 
     def _message_sink(self, message: Message, base: int = 0) -> Sink:
         return lambda fill, start, stop: self._mailbox.write(message, fill, base + start, base + stop)

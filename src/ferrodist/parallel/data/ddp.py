@@ -36,8 +36,8 @@ class DDP(torch.nn.Module):
     Gradients are averaged by the time ``backward()`` returns, and what goes wrong between the ranks is raised by
     it. A parameter that has no gradient on this rank counts as zeros and gets the average, so ranks may use
     different parts of the module (each must reach at least one parameter); one that has no gradient on any rank
-    keeps None. Several backwards between two optimizer steps accumulate as without DDP. Parameters that don't
-    require grad are left out; which do may change between two steps, on all ranks alike.
+    keeps None. Several backwards between two optimizer steps accumulate as without DDP, to rounding. Parameters that
+    don't require grad are left out; which do may change between two steps, on all ranks alike.
 
     Args:
         module: Whatever its parameters' dtypes; shared parameters are reduced once. It is kept, not copied.
@@ -93,7 +93,7 @@ class DDP(torch.nn.Module):
         """Average the gradients as they are now; every rank must call.
 
         Needed only for gradients that were not made by ``backward()``, which averages by itself. Averaging again
-        what is equal on all ranks gives the same values and costs the messages.
+        what is equal on all ranks gives the same values, to rounding, and costs the messages.
 
         Args:
             timeout: Seconds for each bucket; None takes the group's.
@@ -134,8 +134,11 @@ class DDP(torch.nn.Module):
         """Plan anew when parameters were frozen, unfrozen or replaced: a new one would silently not be averaged."""
         trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         known = self._reducer.parameters
-        if len(trainable) != len(known) or any(a is not b for a, b in zip(trainable, known, strict=True)):
+        same = len(trainable) == len(known) and all(a is b for a, b in zip(trainable, known, strict=True))
+        if not (same and self._reducer.fits()):
             self._reducer = self._make_reducer()
+        else:
+            self._reducer.forget_failed_backward()
 
 
 def _insert_module_prefix(_module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: object) -> None:

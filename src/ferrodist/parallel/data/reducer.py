@@ -8,11 +8,12 @@ order, whatever the order in which their gradients come. When the round closes, 
 incomplete start as they are, with zeros for gradients that did not come.
 
 A backward inside a backward (reentrant checkpointing) is a backward of its own to the engine, so the round closes
-at its end, and the outer backward opens another. That is right, for the mean of what is equal on all ranks is that
-value again, but it costs messages; checkpoint with ``use_reentrant=False``.
+at its end, and the outer backward opens another. That is right to rounding, for the mean of what is equal on all
+ranks is that value again, but it costs messages; checkpoint with ``use_reentrant=False``.
 
-A backward that fails leaves its round open. If nothing had started, the next one starts afresh. If something had,
-the other ranks count on the rest of it, and the group is ended: an error on all ranks in place of mixed-up buckets.
+A backward that fails leaves its round open. If nothing had started, the next forward or backward forgets it. If
+something had, the other ranks count on the rest of it, and the group is ended: an error on all ranks in place of
+mixed-up buckets.
 
 [Note: presence]
 A bucket carries one element more for each parameter: 1 from a rank that has a gradient for it, else 0. Their mean
@@ -83,6 +84,19 @@ class Reducer:
         finally:
             self._forget_round()
 
+    def fits(self) -> bool:
+        """Whether the parameters still have the dtypes, devices and shapes that the buckets were made for."""
+        return all(bucket.fits() for bucket in self.buckets)
+
+    def forget_failed_backward(self) -> None:
+        """Outside of a backward: drop the round that one left open when it failed.
+
+        Raises:
+            GroupAbortedError: Some of its buckets had started, so the ranks are out of step.
+        """
+        if self._ready and torch._C._current_graph_task_id() == -1:  # noqa: SLF001 - as in on_gradient
+            self._abandon_round()
+
     def on_gradient(self, place: int, home: int) -> None:
         """Take note that a gradient is there, and start the buckets that are now complete; called by autograd."""
         if place in self._ready:
@@ -135,6 +149,13 @@ class _Bucket:
         *parts, self._presence = torch.split(self._flat, [*sizes, len(sizes)])
         self._views = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
         self._pending: PendingCollective[torch.Tensor] | None = None
+
+    def fits(self) -> bool:
+        """Whether each parameter still has the form of its place here."""
+        return all(
+            parameter.dtype is view.dtype and parameter.device == view.device and parameter.shape == view.shape
+            for parameter, view in zip(self.parameters, self._views, strict=True)
+        )
 
     @torch.no_grad()
     def start(self, group: Backend, timeout: float | None = None) -> None:

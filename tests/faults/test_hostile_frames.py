@@ -1,0 +1,334 @@
+"""Promise 6: a rank that knows the secret and sends what no rank would ends its group, with its number, and no more."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+import threading
+import time
+import tracemalloc
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import torch
+
+import ferrodist as fd
+from ferrodist.backends import mailbox
+from ferrodist.backends.tags import Channel, channel_tag
+from ferrodist.backends.tcp import TcpBackend
+from ferrodist.backends.tcp.frame import HEADER_SIZE, MAX_MESSAGE, MAX_PAYLOAD, Frame, Kind
+from ferrodist.deadline import Deadline
+from ferrodist.rendezvous.handshake import Hello, connect, greet
+from ferrodist.testing import check_leaks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_SECRET = secrets.token_bytes(16)
+_HOSTILE = 1
+_WORLD_SIZE = 3
+_LIMIT_SECONDS = 1.0
+_MEMORY_LIMIT = 8 << 20
+_LARGE = 300_000  # bytes: a message that is offered, not sent at once
+
+# magic, version, kind, padding, payload length, source, destination, message, group, tag, message size, offset
+_HEADER = struct.Struct("<2sBBIIIIQQQQQ")
+
+
+def _frame(
+    kind: int = Kind.EAGER,
+    payload: bytes = b"",
+    *,
+    magic: bytes = b"fd",
+    version: int = 1,
+    padding: int = 0,
+    length: int | None = None,
+    source: int = _HOSTILE,
+    destination: int = 0,
+    message: int = 1,
+    size: int = 0,
+    offset: int = 0,
+    tag: int = 5,
+) -> bytes:
+    """A frame with any header."""
+    declared = len(payload) if length is None else length
+    return (
+        _HEADER.pack(magic, version, kind, padding, declared, source, destination, message, 0, tag, size, offset)
+        + payload
+    )
+
+
+_OFFER = _frame(Kind.OFFER, size=_LARGE)
+
+_VIOLATIONS: dict[str, bytes] = {
+    "another magic": _frame(magic=b"GE"),
+    "an HTTP request": b"GET / HTTP/1.1\r\nHost: example.org\r\nUser-Agent: a browser\r\nAccept: */*\r\n\r\n",
+    "zeros": bytes(HEADER_SIZE),
+    "another version": _frame(version=2),
+    "padding that is not zero": _frame(padding=1),
+    "kind 0": _frame(0),
+    "kind 10": _frame(10),
+    "kind 255": _frame(255),
+    "a spoofed source": _frame(payload=b"x", size=1, source=2),
+    "the hub as source": _frame(payload=b"x", size=1, source=0, destination=2),
+    "a source outside": _frame(payload=b"x", size=1, source=3),
+    "a destination outside": _frame(payload=b"x", size=1, destination=3),
+    "the last destination": _frame(payload=b"x", size=1, destination=2**32 - 1),
+    "itself as destination": _frame(payload=b"x", size=1, destination=_HOSTILE),
+    "READY": _frame(Kind.READY),
+    "DIED": _frame(Kind.DIED, destination=2),
+    "a payload too long": _frame(length=MAX_PAYLOAD + 1, size=MAX_PAYLOAD + 1),
+    "the longest payload": _frame(length=2**32 - 1, size=2**32 - 1),
+    "an EAGER frame too long": _frame(length=mailbox.EAGER_LIMIT + 1, size=mailbox.EAGER_LIMIT + 1),
+    "an EAGER frame of another size": _frame(payload=b"xx", size=3),
+    "a message too long": _frame(Kind.OFFER, size=MAX_MESSAGE + 1),
+    "the longest message": _frame(Kind.OFFER, size=2**64 - 1),
+    "an OFFER with payload": _frame(Kind.OFFER, b"x", size=_LARGE),
+    "a GRANT with payload": _frame(Kind.GRANT, b"x"),
+    "a second OFFER": _OFFER + _OFFER,
+    "DATA out of order": _OFFER + _frame(Kind.DATA, b"x" * 10, size=_LARGE, offset=20),
+    "DATA of another size": _OFFER + _frame(Kind.DATA, b"x" * 10, size=_LARGE + 1),
+    "DATA past the end": _OFFER + _frame(Kind.DATA, b"x" * 10, size=_LARGE, offset=_LARGE - 5),
+    "DATA with a huge offset": _OFFER + _frame(Kind.DATA, b"x" * 10, size=_LARGE, offset=2**64 - 5),
+    "DATA without bytes": _OFFER + _frame(Kind.DATA, size=_LARGE),
+    "an ABORT without a reason": _frame(Kind.ABORT),
+    "an ABORT with garbage": _frame(Kind.ABORT, b"\xff" * 100),
+    "an ABORT of other types": _frame(Kind.ABORT, msgspec.msgpack.encode({"name": 1})),
+    "half a header and the end": _frame()[:20],
+    "half a payload and the end": _frame(payload=b"xxxx", length=100, size=100),
+}
+
+
+class _Job:
+    """Ranks 0 and 2 of a group, and a bare authenticated connection in place of rank 1."""
+
+    def __init__(self) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        host, port = listener.getsockname()
+        self.groups: dict[int, TcpBackend] = {}
+
+        def join(rank: int) -> None:
+            own = {"listener": listener} if rank == 0 else {}
+            self.groups[rank] = TcpBackend(rank, _WORLD_SIZE, f"{host}:{port}", secret=_SECRET, timeout=10, **own)
+
+        threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 2)]
+        for thread in threads:
+            thread.start()
+        hello = Hello(purpose="group", job="default", rank=_HOSTILE, world_size=_WORLD_SIZE, group="world")
+        self.sock = connect(host, port, secret=_SECRET, hello=hello, deadline=Deadline(10))
+        for thread in threads:
+            thread.join()
+        self.sock.settimeout(5)
+        assert self.read_frame().kind is Kind.READY
+
+    def read_frame(self) -> Frame:
+        """The next frame that the hub sends to the hostile rank, without its payload."""
+        data = bytearray()
+        while len(data) < HEADER_SIZE:
+            data += self.sock.recv(HEADER_SIZE - len(data))
+        return Frame.unpack(memoryview(data), _WORLD_SIZE)
+
+    def close(self) -> None:
+        """Close what is there."""
+        self.sock.close()
+        threads = [threading.Thread(target=group.close, args=(1.0,)) for group in self.groups.values()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+@contextmanager
+def _job() -> Iterator[_Job]:
+    job = _Job()
+    try:
+        yield job
+    finally:
+        job.close()
+
+
+def _failure_of(group: TcpBackend, call: Callable[[], object]) -> tuple[fd.DistributedError, float]:
+    start = time.monotonic()
+    with pytest.raises(fd.DistributedError) as caught:
+        call()
+    return caught.value, time.monotonic() - start
+
+
+def _error_of_all(*calls: Callable[[], object]) -> fd.DistributedError | None:
+    """The first error of calls that are made one after the other, or None when all end well."""
+    try:
+        for call in calls:
+            call()
+    except fd.DistributedError as error:
+        return error
+    return None
+
+
+@pytest.fixture(scope="module")
+def bystanders() -> Iterator[Callable[[], None]]:
+    """Another job in this process; calling it makes its ranks meet."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = "{}:{}".format(*listener.getsockname())
+    groups: dict[int, TcpBackend] = {}
+
+    def everywhere(work: Callable[[int], object]) -> None:
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def join(rank: int) -> None:
+        own = {"listener": listener} if rank == 0 else {}
+        groups[rank] = TcpBackend(rank, 2, address, secret=_SECRET, timeout=5, job="another", **own)
+
+    def meet() -> None:
+        met: list[int] = []
+        everywhere(lambda rank: (groups[rank].barrier(), met.append(rank)))
+        assert sorted(met) == [0, 1]
+
+    everywhere(join)
+    yield meet
+    everywhere(lambda rank: groups[rank].close())
+
+
+@pytest.mark.parametrize("violation", _VIOLATIONS)
+def test_violations_end_the_group(violation: str, bystanders: Callable[[], None]) -> None:
+    """Bytes that no rank sends: the others get an error that names the rank, soon, and hold no memory for it."""
+    with check_leaks(), _job() as job, ExitStack() as stack:
+        waiting = bytearray(16)
+        pending = job.groups[2].irecv(waiting, _HOSTILE, tag=77)
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+        job.sock.sendall(_VIOLATIONS[violation])
+        if "and the end" in violation:
+            job.sock.shutdown(socket.SHUT_WR)
+        error, took = _failure_of(job.groups[0], lambda: job.groups[0].recv(bytearray(1), 2, tag=78))
+        assert error.ranks == (_HOSTILE,), error
+        assert isinstance(error, fd.ProtocolError if "and the end" not in violation else fd.PeerLostError), error
+        assert took < _LIMIT_SECONDS, error
+        assert repr(job.groups[0].failure) == repr(error)
+        with pytest.raises(fd.PeerLostError) as caught:
+            pending.wait(5)
+        assert caught.value.ranks == (_HOSTILE,)
+        assert tracemalloc.get_traced_memory()[1] < _MEMORY_LIMIT
+        bystanders()
+
+
+def test_huge_offers_cost_nothing() -> None:
+    """A message of 2**47 bytes is only announced: memory is taken by who receives it, and nobody can by mistake."""
+    with check_leaks(), _job() as job, ExitStack() as stack:
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+        job.sock.sendall(_frame(Kind.OFFER, size=2**47, tag=5))
+        job.sock.sendall(_frame(payload=b"x", size=1, tag=6, message=2))
+        job.groups[0].recv(bytearray(1), _HOSTILE, tag=6)  # so the offer has come
+        with pytest.raises(fd.SizeMismatchError, match=str(2**47)):
+            job.groups[0].recv(bytearray(8), _HOSTILE, tag=5)
+        assert tracemalloc.get_traced_memory()[1] < _MEMORY_LIMIT
+        job.groups[0].send(b"x", 2)
+        job.groups[2].recv(bytearray(1), 0)
+
+
+def test_floods_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that keeps sending what nobody receives ends the group when the limit is reached."""
+    monkeypatch.setattr(mailbox, "MAX_UNASKED_BYTES", 1 << 20)
+    with check_leaks(), _job() as job:
+        with suppress(OSError):  # the hub closes the connection while it is written to
+            for number in range(40):
+                job.sock.sendall(_frame(payload=bytes(100_000), size=100_000, message=number, tag=number))
+        error, _ = _failure_of(job.groups[0], lambda: job.groups[0].recv(bytearray(1), 2, tag=78))
+        assert isinstance(error, fd.GroupAbortedError)
+        assert error.ranks == (_HOSTILE,)
+
+
+def test_data_that_was_not_asked_for_is_refused() -> None:
+    """DATA before its GRANT ends the group: the receive that comes later must not return what was never written."""
+    with _job() as job:
+        job.sock.sendall(_OFFER + _frame(Kind.DATA, b"x" * _LARGE, size=_LARGE))
+        job.sock.sendall(_frame(payload=b"x", size=1, tag=6, message=2))
+        buffer = bytearray(b"\xee" * _LARGE)
+        error = _error_of_all(
+            lambda: job.groups[0].recv(bytearray(1), _HOSTILE, tag=6, timeout=2),
+            lambda: job.groups[0].recv(buffer, _HOSTILE, tag=5, timeout=2),
+        )
+        assert error is not None or buffer == b"x" * _LARGE, "the receive ended well, with bytes that nobody sent"
+        assert error is None or error.ranks == (_HOSTILE,), error
+
+
+def test_grants_of_strangers_start_nothing() -> None:
+    """A rank can't grant what was offered to another: the message arrives whole, or the group fails."""
+    with _job() as job:
+        data = bytes(range(250)) * (_LARGE // 250)
+        send = job.groups[0].isend(data, 2, tag=3)
+        with suppress(OSError):  # rank 0 ends the connection at the first of them
+            for number in range(1, 20):
+                job.sock.sendall(_frame(Kind.GRANT, message=number))
+            job.sock.sendall(_frame(payload=b"x", size=1, tag=6))
+        buffer = bytearray(len(data))
+        error = _error_of_all(
+            lambda: job.groups[0].recv(bytearray(1), _HOSTILE, tag=6, timeout=2),
+            lambda: job.groups[2].recv(buffer, 0, tag=3, timeout=2),
+            lambda: send.wait(2),
+        )
+        assert error is not None or buffer == data, "the receive ended well, with bytes that nobody sent"
+        assert error is None or error.ranks == (_HOSTILE,), error
+
+
+@pytest.mark.parametrize(
+    "record", [bytes(192), b"\xff" * 192, b"barrier".ljust(188, b"\0") + b"\xff" * 4], ids=["zeros", "ones", "long"]
+)
+def test_calls_that_no_rank_makes_are_mismatches(record: bytes) -> None:
+    """A collective's call that is garbage is a mismatch, told to all ranks in the same words."""
+    with check_leaks(), _job() as job:
+        tag = channel_tag(Channel.CALL, 0)
+        job.sock.sendall(_frame(payload=record, size=192, tag=tag))
+        errors: dict[int, BaseException] = {}
+
+        def meet(rank: int) -> None:
+            with pytest.raises(fd.CollectiveMismatchError) as caught:
+                fd.allreduce(torch.ones(3), group=job.groups[rank])
+            errors[rank] = caught.value
+
+        threads = [threading.Thread(target=meet, args=(rank,)) for rank in (0, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors.keys() == {0, 2}
+        assert str(errors[0]) == str(errors[2])
+        assert errors[0].ranks == (_HOSTILE,)
+
+
+@pytest.mark.parametrize("ready", [False, True], ids=["before READY", "after READY"])
+@pytest.mark.parametrize("violation", ["another magic", "another version", "kind 255", "the longest payload", "zeros"])
+def test_a_hostile_hub_is_named(violation: str, ready: bool) -> None:
+    """What rank 0 sends is checked as well: the rank that hears it fails, and names rank 0."""
+    with check_leaks():
+        server = socket.create_server(("127.0.0.1", 0))
+
+        def be_hub() -> None:
+            sock, _ = server.accept()
+            greet(sock, secret=_SECRET, admit=lambda hello: None, deadline=Deadline(5))
+            if ready:
+                sock.sendall(_frame(Kind.READY, source=0, destination=1))
+            sock.sendall(_VIOLATIONS[violation])
+            with suppress(OSError):
+                sock.recv(1)
+            sock.close()
+
+        hub = threading.Thread(target=be_hub)
+        hub.start()
+        address = "{}:{}".format(*server.getsockname())
+        with pytest.raises(fd.DistributedError) as caught:  # noqa: PT012 - it fails in one of the two
+            group = TcpBackend(1, 2, address, secret=_SECRET, timeout=5)
+            with ExitStack() as stack:
+                stack.callback(group.close, 1)
+                group.recv(bytearray(1), 0)
+        assert isinstance(caught.value, fd.ProtocolError), caught.value
+        assert caught.value.ranks == (0,)
+        hub.join()
+        server.close()

@@ -1,0 +1,115 @@
+"""Promise 1: a rank that is stopped, and so neither answers nor closes anything, is named when the deadline passes."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from forked_group import ForkedGroup, Report, attempt, strike_in_data
+
+import ferrodist as fd
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrodist.backends.tcp import TcpBackend
+
+    Call = Callable[[TcpBackend], object]
+
+_WORLD_SIZE = 3
+_DEADLINE_SECONDS = 0.5
+_LATE_SECONDS = 0.6
+_ELEMENTS = 3_000_000
+
+
+def _full(rows: int = 1) -> torch.Tensor:
+    return torch.ones(rows, _ELEMENTS // rows)
+
+
+_IN_DATA: dict[str, Call] = {
+    "allreduce": lambda group: fd.allreduce(_full(), timeout=_DEADLINE_SECONDS),
+    "broadcast": lambda group: fd.broadcast(_full(), timeout=_DEADLINE_SECONDS),
+    "gather": lambda group: fd.gather(_full(), timeout=_DEADLINE_SECONDS),
+    "all_to_all": lambda group: fd.all_to_all(_full(3), timeout=_DEADLINE_SECONDS),
+}
+
+_AT_THE_CALL: dict[str, Call] = {
+    "barrier": lambda group: fd.barrier(timeout=_DEADLINE_SECONDS),
+    "allreduce": lambda group: fd.allreduce(torch.ones(3), timeout=_DEADLINE_SECONDS),
+    "scatter": lambda group: fd.scatter(_full(3) if group.rank == 0 else None, timeout=_DEADLINE_SECONDS),
+}
+
+
+def _check(fork: ForkedGroup, victim: int) -> None:
+    try:
+        for rank, report in fork.results(set(range(_WORLD_SIZE)) - {victim}).items():
+            took = report.raised_at - report.started_at
+            what = f"rank {rank}, {took:.2f} s after the call: {report}"
+            assert (report.error, report.ranks) == ("DistributedTimeoutError", (victim,)), what
+            assert took < _DEADLINE_SECONDS + _LATE_SECONDS, what
+            assert f"rank {victim}" in report.message, what
+    finally:
+        fork.end()
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=lambda victim: f"rank{victim}")
+@pytest.mark.parametrize("operation", _AT_THE_CALL)
+def test_a_rank_that_is_stopped_before_a_call_is_named(operation: str, victim: int) -> None:
+    """SIGSTOP of the rank that all others wait for: they raise in time, and name it."""
+
+    def program(group: TcpBackend, fork: ForkedGroup) -> Report:
+        if group.rank == victim:
+            for peer in range(_WORLD_SIZE):
+                if peer != victim:
+                    group.recv(bytearray(1), peer, tag=9)
+            fork.strike(signal.SIGSTOP)
+        group.send(b"x", victim, tag=9)
+        return attempt(group, lambda: _AT_THE_CALL[operation](group), times=1)
+
+    _check(ForkedGroup(_WORLD_SIZE, program, timeout=20.0), victim)
+
+
+_HUB_IS_NOT_BLAMED = pytest.mark.xfail(
+    strict=True,
+    reason="when rank 0 of a TCP star stops, a rank names whichever peer it happens to wait for first",
+)
+
+
+@pytest.mark.parametrize(
+    ("operation", "victim"),
+    [
+        *((operation, 1) for operation in _IN_DATA),
+        pytest.param("allreduce", 0, marks=_HUB_IS_NOT_BLAMED),
+        ("gather", 0),
+    ],
+)
+def test_a_rank_that_is_stopped_while_data_moves_is_named(operation: str, victim: int) -> None:
+    """SIGSTOP in the middle of the exchange: the others raise in time, and name it."""
+
+    def program(group: TcpBackend, fork: ForkedGroup) -> Report:
+        if group.rank == victim:
+            strike_in_data(group, fork, signal.SIGSTOP)
+        return attempt(group, lambda: _IN_DATA[operation](group))
+
+    _check(ForkedGroup(_WORLD_SIZE, program, timeout=20.0), victim)
+
+
+def test_a_rank_that_goes_on_in_time_is_not_missed() -> None:
+    """SIGSTOP and SIGCONT within the deadline: the collective ends well on every rank."""
+
+    def program(group: TcpBackend, fork: ForkedGroup) -> float:
+        if group.rank == 1:
+            strike_in_data(group, fork, signal.SIGSTOP)
+        result = float(fd.allreduce(_full(), timeout=20.0)[0, -1])
+        fd.barrier()
+        return result
+
+    fork = ForkedGroup(_WORLD_SIZE, program, timeout=20.0)
+    try:
+        fork.wait_until_stopped(1)
+        fork.resume(1)
+        assert fork.results({0, 1, 2}) == {0: 3.0, 1: 3.0, 2: 3.0}
+    finally:
+        fork.end()

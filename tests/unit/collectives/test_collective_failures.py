@@ -1,0 +1,138 @@
+"""What the conformance suite can't reach: what a started operation says, timeouts of its wait, threads it leaves."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import ferrodist as fd
+from ferrodist.backends.tags import Channel, channel_tag
+from ferrodist.collectives.point_to_point import _HEAD
+from ferrodist.testing import check_leaks, run_ranks
+
+if TYPE_CHECKING:
+    from ferrodist.backends.base import Backend
+
+
+def test_a_wait_may_be_shorter_than_the_operation() -> None:
+    """A wait that ends too early says so and may be repeated; the operation goes on."""
+
+    def on_rank(group: Backend) -> None:
+        if group.rank == 1:
+            group.recv(bytearray(1), 0)
+        pending = fd.async_allreduce(torch.ones(3))
+        assert pending.op_name == "allreduce"
+        if group.rank == 0:
+            with pytest.raises(fd.DistributedTimeoutError, match=r"still under way after 0\.01 s: wait for it again"):
+                pending.wait(0.01)
+            assert not pending.done()
+            assert "under way" in repr(pending)
+            group.send(b"x", 1)
+        assert pending.wait().tolist() == [2.0] * 3
+        assert "done" in repr(pending)
+
+    run_ranks(on_rank, 2)
+
+
+def test_one_queue_thread_a_group_that_ends_with_it() -> None:
+    """Started operations share one thread a group and rank; closing the group ends it."""
+
+    def on_rank(group: Backend) -> list[str]:
+        sub = fd.SubBackend(group, [1, 0])
+        for used in (group, sub, group):
+            fd.async_allreduce(torch.ones(2), group=used).wait()
+        fd.barrier()
+        names = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("ferrodist-queue"))
+        fd.barrier()
+        sub.close()
+        return names
+
+    with check_leaks():
+        assert run_ranks(on_rank, 2)[0] == ["ferrodist-queue-world"] * 2 + ["ferrodist-queue-world[1, 0]"] * 2
+
+
+def test_operations_on_a_failed_group_start_no_thread() -> None:
+    """What is started on a group that has failed ends at once, in the caller's thread."""
+    group = fd.SimulatedBackend.create_group(1)[0]
+    group.abort("no more")
+    with check_leaks(), fd.use_group(group):
+        assert fd.async_allreduce(torch.ones(2)).done()
+        with fd.coalesce():
+            pending = [fd.async_allreduce(torch.ones(2)), fd.async_broadcast(torch.ones(2))]
+        for handle in pending:
+            with pytest.raises(fd.GroupAbortedError, match="no more"):
+                handle.wait(0)
+    group.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        struct.pack("<QBB12q", 0, 200, 1, 3, *[0] * 11),
+        struct.pack("<QBB12q", 0, 1, 13, *[1] * 12),
+        struct.pack("<QBB12q", 0, 1, 1, -3, *[0] * 11),
+    ],
+    ids=["dtype", "dims", "size"],
+)
+def test_heads_of_tensors_that_cannot_be(head: bytes) -> None:
+    """A head that no rank sends raises ProtocolError with the sender, and the group goes on."""
+
+    def on_rank(group: Backend) -> None:
+        if group.rank == 0:
+            group.send(head, 1, tag=channel_tag(Channel.TENSOR_HEAD, 0))
+        else:
+            assert len(head) == _HEAD.size
+            with pytest.raises(fd.ProtocolError) as caught:
+                fd.recv(None, None, 0, timeout=5)
+            assert caught.value.ranks == (0,)
+        fd.barrier()
+
+    run_ranks(on_rank, 2)
+
+
+def test_bodies_of_refused_tensors_are_not_kept() -> None:
+    """Tensors of the wrong shape, eager or large, leave nothing behind with the receiver."""
+
+    def on_rank(group: Backend) -> int:
+        for count in (100, 60_000, 200_000):
+            if group.rank == 0:
+                fd.send(torch.ones(count), 1, timeout=10)
+            else:
+                with pytest.raises(fd.SizeMismatchError):
+                    fd.recv((3,), torch.float32, 0)
+        fd.barrier()
+        return group._mailbox._unasked_bytes
+
+    assert run_ranks(on_rank, 2) == [0, 0]
+
+
+def test_a_cancelled_receive_leaves_the_tensor_alone() -> None:
+    """A recv that gave up before its elements came does not write to its tensor later, whenever they come."""
+
+    def on_rank(group: Backend) -> None:
+        for count in (10, 200_000):
+            into = torch.zeros(count)
+            if group.rank == 1:
+                # The head alone: the elements follow when the receive has given up.
+                group.recv(bytearray(1), 0, tag=2)
+                with pytest.raises(fd.DistributedTimeoutError):
+                    fd.recv_into(into, 0, tag=7, timeout=0.05)
+                group.send(b"x", 0, tag=3)
+                fd.barrier()
+                assert not into.any()
+            else:
+                shape = [count, *[0] * 11]
+                number = 10_000 + count
+                head = _HEAD.pack(number, 1, 1, *shape)
+                group.send(head, 1, tag=channel_tag(Channel.TENSOR_HEAD, 7))
+                group.send(b"x", 1, tag=2)
+                group.recv(bytearray(1), 1, tag=3)
+                body = group.isend(torch.ones(count).numpy(), 1, tag=channel_tag(Channel.TENSOR_BODY, number))
+                fd.barrier()
+                body.cancel()
+
+    run_ranks(on_rank, 2)

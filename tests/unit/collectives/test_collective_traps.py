@@ -1,0 +1,190 @@
+"""Traps that collectives must not fall into: each test is a way in which one once could."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import ferrodist as fd
+from ferrodist.testing import run_ranks
+
+
+def test_coalesced_sizes_are_compared():
+    """Blocks with the same total but other parts raise on every rank, and never mix up elements."""
+
+    def program(group):
+        small, large = torch.full((2,), 1.0), torch.full((3,), 10.0)
+        order = [small, large] if group.rank == 0 else [large, small]
+        with fd.coalesce():
+            pending = [fd.async_allreduce(tensor) for tensor in order]
+        for handle in pending:
+            with pytest.raises(fd.CollectiveMismatchError, match=r"allreduce\[2\]"):
+                handle.wait()
+
+    run_ranks(program, 2)
+
+
+def test_coalesced_operations_on_one_tensor_run_in_order():
+    """An operation whose input is an earlier one's output sees the result, as without the block."""
+
+    def program(group):
+        twice, mixed = torch.ones(2), torch.full((2,), float(group.rank))
+        with fd.coalesce():
+            pending = [fd.async_allreduce(twice, out=twice) for _ in range(2)]
+            pending += [fd.async_broadcast(mixed, 1, out=mixed), fd.async_allreduce(mixed, out=mixed)]
+        for handle in pending:
+            handle.wait()
+        return twice.tolist(), mixed.tolist()
+
+    assert run_ranks(program, 2) == [([4.0, 4.0], [2.0, 2.0])] * 2
+
+
+def test_waiting_inside_a_coalesce_block_is_refused():
+    """A handle of the block can't be waited for before the block has ended: an error, not a hang."""
+
+    def program(group):
+        with fd.coalesce():
+            pending = fd.async_allreduce(torch.ones(2))
+            with pytest.raises(RuntimeError, match="after the block"):
+                pending.wait()
+        assert pending.wait().tolist() == [2.0, 2.0]
+
+    run_ranks(program, 2)
+
+
+def test_other_timeouts_are_not_joined():
+    """Of two coalesced operations each keeps its own deadline."""
+
+    def program(group):
+        with fd.coalesce():
+            pending = [fd.async_allreduce(torch.ones(2), timeout=timeout) for timeout in (20, 10)]
+        return [handle.wait().tolist() for handle in pending]
+
+    assert run_ranks(program, 2) == [[[2.0, 2.0]] * 2] * 2
+
+
+def test_operations_started_from_many_threads_keep_one_order():
+    """Threads that start operations of one kind on one group at the same time never block each other's ranks."""
+
+    def program(group):
+        def work():
+            with fd.use_group(group):
+                for _ in range(100):
+                    assert fd.async_allreduce(torch.ones(50), timeout=20).wait()[0] == 2
+
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert group.failure is None
+
+    for backend in ("simulated", "tcp-threads"):
+        run_ranks(program, 2, backend=backend)
+
+
+@pytest.mark.parametrize("call", [fd.allreduce, fd.broadcast, fd.all_gather, fd.reduce_scatter, fd.reduce])
+def test_empty_expanded_tensors_pass(call):
+    """Tensors of no elements pass whatever their strides, and so does backward through their sum."""
+
+    def program(group):
+        assert call(torch.zeros(1).expand(0)).numel() == 0
+        tensor = torch.zeros(0, requires_grad=True)
+        call(tensor).sum().backward()
+        assert tensor.grad.shape == (0,)
+
+    run_ranks(program, 2)
+
+
+def test_second_derivative_with_a_root_is_refused():
+    """Only the root has a second derivative, so ranks could not take part alike: an error on the rank that asks."""
+
+    def program(group):
+        tensor = torch.ones(3, requires_grad=True)
+        result = fd.reduce(tensor * tensor, 1)
+        (first,) = torch.autograd.grad((result**3).sum(), tensor, create_graph=True)
+        if group.rank == 1:
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                first.sum().backward()
+        assert first.tolist() == [24.0] * 3  # d/dx (2 x^2)^3 at 1: 3 * (2)^2 * 2x
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("call", [fd.gather, fd.all_gather_uneven])
+def test_other_dims_are_found(call):
+    """Ranks that join along different dims raise, where the sizes alone would agree."""
+
+    def program(group):
+        with pytest.raises(fd.CollectiveMismatchError, match="dim"):
+            call(torch.ones(2, 2), dim=group.rank)
+
+    run_ranks(program, 2)
+
+
+def test_overlap_is_found_across_storages():
+    """Inputs and outputs over one array's memory are right even when torch sees two storages."""
+
+    def program(group):
+        memory = np.arange(2000.0)
+        whole, part = torch.from_numpy(memory), torch.from_numpy(memory[500:1500])
+        expected = torch.cat([part.clone()] * 2)
+        assert torch.equal(fd.all_gather(part, out=whole), expected)
+
+    run_ranks(program, 2)
+
+
+def test_autograd_learns_of_elements_that_were_received():
+    """A tensor that autograd has saved and a collective has overwritten is an error in backward."""
+
+    def program(group):
+        for size in (10, 1000):
+            for write in (
+                lambda x: fd.broadcast(x, 0, out=x),
+                lambda x: fd.allreduce(x, out=x),
+                lambda x: fd.recv_into(x, 0) if group.rank else fd.send(x.clone(), 1),
+            ):
+                weight, data = torch.ones(size, requires_grad=True), torch.ones(size)
+                loss = (weight * data).sum()
+                write(data)
+                if group.rank == 1:
+                    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                        loss.backward()
+
+    run_ranks(program, 2)
+
+
+def test_endless_waits_are_allowed():
+    """An infinite or huge timeout of wait() is a wait, not an overflow."""
+
+    def program(group):
+        if group.rank == 0:
+            group.recv(bytearray(1), 1)  # rank 1's operation is under way while it waits
+        else:
+            pending = fd.async_allreduce(torch.ones(1))
+            with pytest.raises(fd.DistributedTimeoutError):
+                pending.wait(0)
+            group.send(b"x", 0)
+            return pending.wait(1e30).tolist()
+        return fd.async_allreduce(torch.ones(1)).wait(float("inf")).tolist()
+
+    assert run_ranks(program, 2) == [[2.0]] * 2
+
+
+def test_handles_that_raise_keep_no_frames():
+    """Waiting again for a failed operation raises a fresh error each time."""
+
+    def program(group):
+        pending = fd.async_allreduce(torch.ones(1), timeout=0.1) if group.rank else None
+        if pending is None:
+            group.abort("over")
+            return
+        errors = []
+        for _ in range(3):
+            with pytest.raises(fd.DistributedError) as caught:
+                pending.wait()
+            errors.append(caught.value)
+        assert len(set(map(id, errors))) == 3
+
+    run_ranks(program, 2)
