@@ -248,8 +248,9 @@ def test_floods_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_data_that_was_not_asked_for_is_refused() -> None:
     """DATA before its GRANT ends the group: the receive that comes later must not return what was never written."""
     with _job() as job:
-        job.sock.sendall(_OFFER + _frame(Kind.DATA, b"x" * _LARGE, size=_LARGE))
-        job.sock.sendall(_frame(payload=b"x", size=1, tag=6, message=2))
+        with suppress(OSError):  # rank 0 ends the connection at the first of it
+            job.sock.sendall(_OFFER + _frame(Kind.DATA, b"x" * _LARGE, size=_LARGE))
+            job.sock.sendall(_frame(payload=b"x", size=1, tag=6, message=2))
         buffer = bytearray(b"\xee" * _LARGE)
         error = _error_of_all(
             lambda: job.groups[0].recv(bytearray(1), _HOSTILE, tag=6, timeout=2),

@@ -6,6 +6,7 @@ import math
 import threading
 from typing import TYPE_CHECKING, Protocol
 
+from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError
 
@@ -46,11 +47,20 @@ class Request(Protocol):
 
 
 def wait_all(requests: Iterable[Request], deadline: Deadline) -> None:
-    """Wait for every request; when one fails or is late, cancel the others and raise its error."""
+    """Wait for every request; when one fails cancel the others and raise its error.
+
+    Raises:
+        DistributedTimeoutError: The deadline passed; ``ranks`` are the peers of all that were not done.
+    """
     pending = list(requests)
     try:
         for request in pending:
             request.wait(deadline.remaining())
+    except DistributedTimeoutError as error:
+        late = {request.peer for request in pending if not request.done()}
+        for request in pending:
+            request.cancel()
+        raise DistributedTimeoutError(error.message, ranks=tuple(sorted(late - {ANY_SOURCE}))) from None
     except BaseException:
         for request in pending:
             request.cancel()

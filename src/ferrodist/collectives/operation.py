@@ -117,9 +117,8 @@ def run_later(operation: Operation[T]) -> PendingCollective[T]:
         else:
             pending.succeed(operation.finish)
 
-    failure = operation.group.failure
-    if failure is not None:
-        pending.fail(failure)
+    if operation.group.failure is not None:
+        job(collectives_of(operation.group).reserve())  # it fails at once, and with it all that were joined into it
     else:
         OperationQueue.of(operation.group).submit(collectives_of(operation.group).reserve, job)
     return pending

@@ -344,11 +344,12 @@ class _Run:
         except GroupClosedError:
             raise
         except DistributedTimeoutError as error:
-            late = f"rank {error.ranks[0]}" if error.ranks else "other ranks"
+            who = "rank" if len(error.ranks) == 1 else "ranks"
+            late = f"{who} {', '.join(map(str, error.ranks))}"
             failure = self._group.failure or DistributedTimeoutError(
                 f"{self._call} on group {self._group.name!r}, operation {self._sequence}: all ranks have called it, but"
                 f" rank {self.rank} was still exchanging data with {late} after {self._deadline.elapsed():.2f} s of"
-                f" {self._deadline.timeout:g} s allowed. Pass a larger timeout, or look at what that rank is doing.",
+                f" {self._deadline.timeout:g} s allowed. Pass a larger timeout, or look at what is going on there.",
                 ranks=error.ranks,
             )
             self._group.abort(failure)

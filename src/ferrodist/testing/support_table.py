@@ -161,13 +161,17 @@ def _has_gradient(call: Callable[[torch.Tensor], object]) -> bool:
 
 
 def _are_joined(started: str, group: Backend) -> bool:
-    """Whether two of a kind take one place among the group's collectives."""
+    """Whether two of a kind take no more places among the group's collectives than one."""
+    return _num_places(started, 2, group) == _num_places(started, 1, group)
+
+
+def _num_places(started: str, count: int, group: Backend) -> int:
     first = group.agreement.reserve()
     with fd.coalesce(group):
-        pending = [getattr(fd, started)(torch.ones(4)) for _ in range(2)]
+        pending = [getattr(fd, started)(torch.ones(4)) for _ in range(count)]
     for handle in pending:
         handle.wait()
-    return group.agreement.reserve() - first == 2
+    return group.agreement.reserve() - first
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

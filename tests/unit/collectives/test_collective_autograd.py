@@ -242,6 +242,22 @@ def test_second_gradients(name: str) -> None:
     assert gradgradcheck(_across(2, lambda g, x: fd.allreduce(x, op_of(g), group=g) ** 2, twice=True), inputs)
 
 
+def test_second_gradients_of_rooted_operations_are_refused() -> None:
+    """Where only the root would go on, a gradient of a gradient raises on the root, and no rank waits."""
+
+    def on_rank(group: Backend) -> None:
+        for call in (fd.reduce, fd.broadcast, fd.gather):
+            x = torch.ones(4, dtype=torch.float64, requires_grad=True)
+            result = (call(x) ** 2).sum()
+            (grad,) = torch.autograd.grad(result, x, create_graph=True)
+            if group.rank == 0:
+                with pytest.raises(RuntimeError, match="once_differentiable"):
+                    grad.sum().backward()
+        fd.barrier()
+
+    run_ranks(on_rank, 2)
+
+
 def test_gradients_on_one_rank() -> None:
     """A group of one differentiates like no group at all."""
     for op_of in _REDUCTIONS.values():

@@ -74,6 +74,9 @@ class TcpBackend(MailboxBackend):
     Ranks other than 0 have one connection, to rank 0, which passes on what they send each other. That needs no more
     than one reachable port, and costs rank 0 the traffic of all pairs. Returns when every rank is connected.
 
+    A rank that is stopped, not killed, is found by a deadline. If it is rank 0, in the middle of a collective's data,
+    the others may name a rank whose data did not come through it.
+
     Args:
         rank: This rank.
         world_size: Number of ranks.

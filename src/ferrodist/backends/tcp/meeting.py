@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from ferrodist.errors import DistributedError, InvalidRankError, InvalidWorldSizeError, RendezvousError
-from ferrodist.rendezvous.handshake import Hello, connect
+from ferrodist.rendezvous.handshake import Hello, check_hello, connect
 from ferrodist.rendezvous.listener import Listener, parse_address
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def gather_links(
         The authenticated connection of each rank that came, and why the others did not, if any are missing.
     """
     host, port = parse_address(address)
+    check_hello(Hello(purpose=_PURPOSE, job=job, rank=world_size - 1, world_size=world_size, group=group))
     connections: dict[int, socket.socket] = {}
     changed = threading.Condition()
 
@@ -66,7 +67,7 @@ def gather_links(
             connections[hello.rank] = sock
             changed.notify()
 
-    server = Listener(host, port, secret=secret, sock=listener)
+    server = Listener(host, port, secret=secret, sock=listener, deadline=deadline)
     try:
         server.serve(admit, take)
         with changed:

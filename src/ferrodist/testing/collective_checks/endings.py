@@ -87,7 +87,14 @@ def _mismatch_of(name: str) -> CollectiveCheck:
     return check
 
 
-_VARIANTS: dict[str, tuple[Collective, Collective, tuple[str, str]]] = {
+def _coalesced(group: Backend, counts: list[int]) -> None:
+    with fd.coalesce(group):
+        pending = [fd.async_allreduce(torch.ones(count), group=group) for count in counts]
+    for handle in reversed(pending):
+        handle.wait()
+
+
+_VARIANTS: dict[str, tuple[Collective, Collective, tuple[str, ...]]] = {
     "element counts of allreduce": (
         lambda group: fd.allreduce(torch.ones(4), group=group),
         lambda group: fd.allreduce(torch.ones(5), group=group),
@@ -138,6 +145,16 @@ _VARIANTS: dict[str, tuple[Collective, Collective, tuple[str, str]]] = {
         lambda group: fd.scatter(torch.ones(4, 4) if group.rank == 0 else None, dim=1, group=group),
         ("dim=0", "dim=1"),
     ),
+    "dims of gather": (
+        lambda group: fd.gather(torch.ones(4, 4), dim=0, group=group),
+        lambda group: fd.gather(torch.ones(4, 4), dim=1, group=group),
+        ("gather", "dim 0", "dim 1"),
+    ),
+    "dims of all_gather_uneven": (
+        lambda group: fd.all_gather_uneven(torch.ones(4, 4), dim=0, group=group),
+        lambda group: fd.all_gather_uneven(torch.ones(4, 4), dim=-1, group=group),
+        ("all_gather_uneven", "dim 0", "dim 1"),
+    ),
     "sizes of all_gather": (
         lambda group: fd.all_gather(torch.ones(1), group=group),
         lambda group: fd.all_gather(torch.ones(2), group=group),
@@ -162,6 +179,16 @@ _VARIANTS: dict[str, tuple[Collective, Collective, tuple[str, str]]] = {
         lambda group: fd.async_allreduce(torch.ones(4), group=group).wait(),
         lambda group: fd.async_broadcast(torch.ones(4), group=group).wait(),
         ("allreduce", "broadcast"),
+    ),
+    "operations in a coalesce block": (
+        lambda group: _coalesced(group, [4, 2]),
+        lambda group: _coalesced(group, [2, 4]),
+        ("allreduce[4]", "allreduce[2]"),
+    ),
+    "numbers of operations in a coalesce block": (
+        lambda group: _coalesced(group, [4, 2]),
+        lambda group: _coalesced(group, [6]),
+        ("allreduce[4]", "allreduce[6]"),
     ),
     "roots of objects": (
         lambda group: fd.broadcast_object("a", 0, group=group),

@@ -293,7 +293,7 @@ def coalesce_blocks_that_fail(group: Backend) -> None:
     with fd.coalesce(other):
         handles = [fd.async_allreduce(torch.ones(4), group=other), fd.async_broadcast(torch.ones(4), group=other)]
     for handle in handles:
-        error_of(fd.DistributedError, lambda handle=handle: handle.wait(0), "a coalesced call on a failed group")  # type: ignore[misc]
+        error_of(fd.GroupAbortedError, lambda handle=handle: handle.wait(0), "a coalesced call on a failed group")  # type: ignore[misc]
     other.close()
 
 
