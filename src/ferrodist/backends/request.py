@@ -58,8 +58,11 @@ def wait_all(requests: Iterable[Request], deadline: Deadline) -> None:
             request.wait(deadline.remaining())
     except DistributedTimeoutError as error:
         late = {request.peer for request in pending if not request.done()}
-        for request in pending:
-            request.cancel()
+        cancelled = [request.cancel() for request in pending]
+        if not any(cancelled):
+            for request in pending:  # they ended between the two, or end at once: see Request.cancel
+                request.wait(math.inf)
+            return
         raise DistributedTimeoutError(error.message, ranks=tuple(sorted(late - {ANY_SOURCE}))) from None
     except BaseException:
         for request in pending:

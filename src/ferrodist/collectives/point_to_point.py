@@ -7,14 +7,17 @@ tag stay in order however many threads send or receive them.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import struct
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.backends.base import check_peer
 from ferrodist.backends.request import BaseRequest, wait_all
 from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag, check_user_tag
 from ferrodist.collectives.prepare import (
@@ -27,10 +30,10 @@ from ferrodist.collectives.prepare import (
 from ferrodist.collectives.reduce_op import DTYPES, check_dtype
 from ferrodist.collectives.views import bytes_of
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedTimeoutError, ProtocolError, SizeMismatchError
+from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError, SizeMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.request import Request
@@ -40,6 +43,7 @@ __all__ = ["ANY_SOURCE", "Recv", "Send", "batch", "recv", "recv_into", "send", "
 _MAX_DIMS = 12
 _HEAD = struct.Struct(f"<QBB{_MAX_DIMS}q")  # number of the body, dtype's place in DTYPES, dims, shape
 _NUMBERS = "collectives.messages"
+_HEADS = "collectives.heads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +188,7 @@ def batch(operations: Sequence[Send | Recv], *, group: Backend | None = None, ti
     """
     chosen, limit = group_and_timeout(group, timeout)
     for operation in operations:
-        if not isinstance(operation, (Send, Recv)):
-            raise TypeError(f"batch takes Send(...) and Recv(...), not {type(operation).__name__}")
-        check_tensor(operation.tensor)
+        _check(operation, chosen)
     receives = []
     requests: list[Request] = []
     try:
@@ -209,6 +211,18 @@ def batch(operations: Sequence[Send | Recv], *, group: Backend | None = None, ti
         receive.finish()
 
 
+def _check(operation: Send | Recv, group: Backend) -> None:
+    """Raise for a wrong member of a batch, before any of it has gone out."""
+    if not isinstance(operation, (Send, Recv)):
+        raise TypeError(f"batch takes Send(...) and Recv(...), not {type(operation).__name__}")
+    check_tensor(operation.tensor)
+    check_user_tag(operation.tag)
+    if isinstance(operation, Send):
+        check_peer(group, operation.dst)
+    else:
+        check_peer(group, operation.src, any_source=True)
+
+
 def _start_send(group: Backend, operation: Send) -> list[Request]:
     tensor = operation.tensor
     if tensor.dim() > _MAX_DIMS:
@@ -217,11 +231,38 @@ def _start_send(group: Backend, operation: Send) -> list[Request]:
     shape = [*tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())]
     head = _HEAD.pack(number, DTYPES.index(tensor.dtype), tensor.dim(), *shape)
     tag = channel_tag(Channel.TENSOR_HEAD, check_user_tag(operation.tag))
-    requests = [group.isend(head, operation.dst, tag=tag)]
+    requests: list[Request] = [group.isend(head, operation.dst, tag=tag)]
     if tensor.numel():
-        body = channel_tag(Channel.TENSOR_BODY, number)
-        requests.append(group.isend(bytes_of(flatten(tensor)), operation.dst, tag=body))
+        requests.append(_BodySend(group, flatten(tensor), operation.dst, channel_tag(Channel.TENSOR_BODY, number)))
     return requests
+
+
+class _BodySend:
+    """The send of a tensor's elements. Given up, it leaves an empty message in their place; see [Note: given up]."""
+
+    __slots__ = ("_group", "_request", "_tag", "peer")
+
+    def __init__(self, group: Backend, flat: torch.Tensor, dst: int, tag: int) -> None:
+        self.peer = dst
+        self._group = group
+        self._tag = tag
+        self._request = group.isend(bytes_of(flat), dst, tag=tag)
+
+    def wait(self, timeout: float) -> int:
+        return self._request.wait(timeout)
+
+    def done(self) -> bool:
+        return self._request.done()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        self._request.add_done_callback(callback)
+
+    def cancel(self) -> bool:
+        if not self._request.cancel():
+            return False
+        with contextlib.suppress(DistributedError):  # a group that has ended needs no message
+            self._group.isend(b"", self.peer, tag=self._tag)
+        return True
 
 
 def _message_numbers(group: Backend) -> Iterator[int]:
@@ -239,9 +280,28 @@ def _receive_into(group: Backend, operation: Recv) -> _TensorReceive:
 
 
 class _TensorReceive(BaseRequest):
-    """Receives a head, checks it, then receives the body: whichever thread brings the head starts the body."""
+    """Receives a head, checks it, then receives the body: whichever thread brings the head starts the body.
 
-    __slots__ = ("_body", "_cancelled", "_dtype", "_group", "_head", "_head_request", "_shape", "_starting", "_target")
+    [Note: given up]
+    A send that is given up has sent its head already. It leaves an empty message where its elements would be, on which
+    the receiver drops the head and waits for the next one. A receive that is given up after its head has come keeps the
+    head with the group, for the next receive of that tag: the elements are still to come, or wait.
+    """
+
+    __slots__ = (
+        "_body",
+        "_cancelled",
+        "_dtype",
+        "_given",
+        "_group",
+        "_head",
+        "_head_request",
+        "_shape",
+        "_source",
+        "_starting",
+        "_tag",
+        "_target",
+    )
 
     def __init__(
         self,
@@ -255,15 +315,18 @@ class _TensorReceive(BaseRequest):
     ) -> None:
         super().__init__(src)
         self._group = group
+        self._source = src
+        self._tag = channel_tag(Channel.TENSOR_HEAD, check_user_tag(tag))
         self._shape = None if shape is None else tuple(shape)
         self._dtype = dtype
-        self._target = target
+        self._given = self._target = target
         self._head = bytearray(_HEAD.size)
+        self._head_request: Request | None = None
         self._body: Request | None = None
         self._cancelled = False
-        self._starting = threading.Lock()  # between the start of the body and `cancel`
-        self._head_request = group.irecv(self._head, src, tag=channel_tag(Channel.TENSOR_HEAD, check_user_tag(tag)))
-        self._head_request.add_done_callback(self._take_head)
+        self._starting = threading.Lock()  # between the start of a transfer and `cancel`
+        check_peer(group, src, any_source=True)
+        self._begin()
 
     def finish(self) -> torch.Tensor:
         """The tensor, once the request is done."""
@@ -271,17 +334,43 @@ class _TensorReceive(BaseRequest):
         return self._target.finish()
 
     def cancel(self) -> bool:
-        """Give the receive up; see `Request.cancel`. Of a tensor whose head has come the elements are lost."""
+        """Give the receive up; see `Request.cancel`."""
         with self._starting:
             self._cancelled = True
-            body = self._body
+            body, head = self._body, self._head_request
         if body is not None:
-            return body.cancel()
-        return self._head_request.cancel() or not self._done  # not done: `_take_head` sees the mark
+            if not body.cancel():
+                return False
+            _kept_heads(self._group).keep(self._tag, self.peer, bytes(self._head))
+            return True
+        # Not done though the head can't be given up any more: `_take_head` sees the mark.
+        return head is None or head.cancel() or not self._done
+
+    def _begin(self) -> None:
+        """Take a head that was kept, or wait for one."""
+        kept = _kept_heads(self._group).take(self._tag, self._source)
+        if kept is not None:
+            self.peer, self._head[:] = kept
+            self._use_head()
+            return
+        with self._starting:
+            if self._cancelled:
+                self.end(DistributedTimeoutError("the receive was cancelled"))
+                return
+            self._head_request = self._group.irecv(self._head, self._source, tag=self._tag)
+        self._head_request.add_done_callback(self._take_head)
 
     def _take_head(self) -> None:
+        assert self._head_request is not None
         try:
             self.peer = self._head_request.wait(0)
+        except Exception as error:  # noqa: BLE001 - it is raised again in wait()
+            self.end(error)
+        else:
+            self._use_head()
+
+    def _use_head(self) -> None:
+        try:
             number, shape, dtype = self._read_head()
             tag = channel_tag(Channel.TENSOR_BODY, number)
             if self._target is None or (shape, dtype) != (self._shape, self._dtype):
@@ -306,9 +395,10 @@ class _TensorReceive(BaseRequest):
     def _start_body(self, target: Target, tag: int) -> None:
         with self._starting:
             if self._cancelled:
+                _kept_heads(self._group).keep(self._tag, self.peer, bytes(self._head))
                 raise DistributedTimeoutError("the receive was cancelled")
-            self._body = self._group.irecv(bytes_of(target.flat), self.peer, tag=tag)
-        self._body.add_done_callback(self._take_body)
+            body = self._body = self._group.irecv(bytes_of(target.flat), self.peer, tag=tag)
+        body.add_done_callback(partial(self._take_body, body, tag))
 
     def _check(self, shape: tuple[int, ...], dtype: torch.dtype, tag: int) -> None:
         if (self._shape is not None and shape != self._shape) or (self._dtype is not None and dtype is not self._dtype):
@@ -322,14 +412,47 @@ class _TensorReceive(BaseRequest):
                 ranks=(self.peer,),
             )
 
-    def _take_body(self) -> None:
-        assert self._body is not None
+    def _take_body(self, body: Request, tag: int) -> None:
         try:
-            self._body.wait(0)
+            body.wait(0)
+        except SizeMismatchError:  # an empty message: the sender has given up
+            self._group.irecv(bytearray(), self.peer, tag=tag)
+            with self._starting:
+                self._body = self._head_request = None
+            self.peer, self._target = self._source, self._given
+            self._begin()
         except Exception as error:  # noqa: BLE001 - it is raised again in wait()
             self.end(error)
         else:
             self.end()
+
+
+class _KeptHeads:
+    """Heads of tensors whose receives were given up, by tag, in the order they came; see [Note: given up]."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._heads: dict[int, list[tuple[int, bytes]]] = {}
+
+    def keep(self, tag: int, source: int, head: bytes) -> None:
+        with self._lock:
+            self._heads.setdefault(tag, []).append((source, head))
+
+    def take(self, tag: int, source: int) -> tuple[int, bytes] | None:
+        with self._lock:
+            heads = self._heads.get(tag, [])
+            found = next((kept for kept in heads if source in (ANY_SOURCE, kept[0])), None)
+            if found is not None:
+                heads.remove(found)
+                if not heads:
+                    del self._heads[tag]
+            return found
+
+
+def _kept_heads(group: Backend) -> _KeptHeads:
+    heads = group.attachments.setdefault(_HEADS, _KeptHeads())
+    assert isinstance(heads, _KeptHeads)
+    return heads
 
 
 def _wait_for(requests: list[Request], deadline: Deadline, group: Backend, what: str) -> None:

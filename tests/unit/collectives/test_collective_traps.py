@@ -188,3 +188,66 @@ def test_handles_that_raise_keep_no_frames():
         assert len(set(map(id, errors))) == 3
 
     run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("backend", ["simulated", "tcp-threads"])
+def test_a_send_given_up_leaves_its_tag_usable(backend):
+    """After a large send has timed out, the next tensor with that tag arrives: the one given up is not waited for."""
+
+    def program(group):
+        large = torch.arange(200_000.0)
+        if group.rank == 0:
+            for _ in range(2):
+                with pytest.raises(fd.DistributedTimeoutError):
+                    fd.send(large, 1, timeout=0.05)
+            fd.barrier()
+            fd.send(large + 1, 1, timeout=20)
+            fd.barrier()
+            with pytest.raises(fd.DistributedTimeoutError):
+                fd.send(large, 1, timeout=0.3)  # while the receiver is already waiting for another tensor
+            fd.send(torch.ones(3), 1, tag=5)
+            return None
+        fd.barrier()
+        first = fd.recv(None, None, 0, timeout=20)
+        fd.barrier()
+        return first[0].item(), fd.recv((3,), None, 0, tag=5, timeout=20).tolist()
+
+    assert run_ranks(program, 2, backend=backend)[1] == (1.0, [1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("backend", ["simulated", "tcp-threads"])
+def test_a_receive_given_up_after_its_head_loses_nothing(backend):
+    """A receive that gives up between a tensor's head and its elements leaves both for the next one, in order."""
+
+    def program(group):
+        large = torch.arange(300_000.0)
+        if group.rank == 0:
+            for i in range(6):
+                fd.send(large + i, 1, timeout=30)
+            return None
+        got = []
+        while len(got) < 6:
+            try:
+                got.append(fd.recv(None, None, 0 if len(got) % 2 else fd.ANY_SOURCE, timeout=0.0005)[0].item())
+            except fd.DistributedTimeoutError:
+                continue
+        with pytest.raises(fd.DistributedTimeoutError):
+            fd.recv(None, None, 0, timeout=0.05)
+        return got
+
+    for _ in range(5):
+        assert run_ranks(program, 2, backend=backend)[1] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_batch_with_a_wrong_member_sends_nothing():
+    """All of a batch is checked before any of it goes out."""
+
+    def program(group):
+        if group.rank == 0:
+            with pytest.raises(fd.InvalidRankError):
+                fd.batch([fd.Send(torch.ones(1), 1), fd.Send(torch.ones(1), 7)])
+            fd.send(torch.zeros(1), 1)
+            return None
+        return fd.recv(None, None, 0).item()
+
+    assert run_ranks(program, 2)[1] == 0.0
