@@ -148,7 +148,8 @@ def all_to_all_single_uneven(
 
     Raises:
         ValueError: The counts don't fit the tensor or the group.
-        SizeMismatchError: On all ranks, when a rank's ``recv_counts`` is not what another sends.
+        SizeMismatchError: A rank's ``recv_counts`` is not what another sends. The group has failed; a rank whose own
+            counts fit may hear of it at its next call.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     check_tensor(tensor)

@@ -34,7 +34,7 @@ from ferrodist.collectives.reduce_op import Op, PremultipliedSum
 from ferrodist.collectives.sharding import compute_shard_sizes, offsets_of
 from ferrodist.collectives.views import bytes_of
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
+from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -80,7 +80,7 @@ class ReferenceCollectives:
         tiny = _is_tiny(source, op)
         run = self._enter(_call("allreduce", source, op=op), _payload(source if tiny else None, op), timeout, sequence)
         if tiny:
-            out.copy_(fold(op, run.tensors(source.dtype), run.factors(op)))
+            out.copy_(fold(op, run.tensors(source.dtype, [source.numel()] * run.world_size), run.factors(op)))
         elif run.world_size == 1:
             out.copy_(fold(op, [source], run.factors(op)))
         elif source.nbytes <= _ONE_STEP_BYTES:
@@ -108,7 +108,7 @@ class ReferenceCollectives:
         call = _call("reduce", source, op=op, root=root)
         run = self._enter(call, _payload(source if tiny else None, op), timeout, sequence)
         if tiny or run.world_size == 1:
-            inputs = run.tensors(source.dtype) if tiny else [source]
+            inputs = run.tensors(source.dtype, [source.numel()] * run.world_size) if tiny else [source]
             if out is not None:
                 out.copy_(fold(op, inputs, run.factors(op)))
         elif source.nbytes <= _ONE_STEP_BYTES:
@@ -138,7 +138,7 @@ class ReferenceCollectives:
         if mine and (tiny or run.world_size == 1):
             return
         if tiny:
-            tensor.copy_(run.tensor(root, tensor.dtype))
+            tensor.copy_(run.tensor(root, tensor.dtype, tensor.numel()))
         elif tensor.nbytes <= _ONE_STEP_BYTES:
             run.send_down_tree(tensor, root)
         else:
@@ -162,7 +162,7 @@ class ReferenceCollectives:
         run = self._enter(_call("all_gather", out), _payload(source if tiny else None), timeout, sequence)
         chunks = torch.split(out, list(counts))
         if tiny:
-            for chunk, tensor in zip(chunks, run.tensors(source.dtype), strict=True):
+            for chunk, tensor in zip(chunks, run.tensors(source.dtype, counts), strict=True):
                 chunk.copy_(tensor)
             return
         chunks[run.rank].copy_(source)
@@ -260,22 +260,34 @@ class _Run:
         self._payloads = payloads
         self._tag = channel_tag(Channel.DATA, sequence)
 
-    def tensor(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         """The elements that came with a rank's call."""
-        payload = self._payloads[rank]
+        payload = self._payload(rank, count * dtype.itemsize)
         if not payload:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype)
 
-    def tensors(self, dtype: torch.dtype) -> list[torch.Tensor]:
+    def tensors(self, dtype: torch.dtype, counts: Sequence[int]) -> list[torch.Tensor]:
         """The elements that came with every rank's call."""
-        return [self.tensor(rank, dtype) for rank in range(self.world_size)]
+        return [self.tensor(rank, dtype, count) for rank, count in enumerate(counts)]
 
     def factors(self, op: Op) -> list[float] | None:
         """Every rank's factor of a premultiplied sum."""
         if not isinstance(op, PremultipliedSum):
             return None
-        return [_FACTOR.unpack_from(payload)[0] for payload in self._payloads]
+        return [_FACTOR.unpack(self._payload(rank, _FACTOR.size))[0] for rank in range(self.world_size)]
+
+    def _payload(self, rank: int, size_bytes: int) -> bytes:
+        payload = self._payloads[rank]
+        if len(payload) != size_bytes:
+            error = ProtocolError(
+                f"rank {rank} of group {self._group.name!r} sent {len(payload)} bytes with its {self._call}, operation"
+                f" {self._sequence}, which takes {size_bytes}",
+                ranks=(rank,),
+            )
+            self._group.abort(error)
+            raise error
+        return payload
 
     def exchange(
         self,

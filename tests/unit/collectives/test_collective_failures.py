@@ -10,11 +10,14 @@ import pytest
 import torch
 
 import ferrodist as fd
+from ferrodist.backends.call import Call
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives.point_to_point import _HEAD
 from ferrodist.testing import check_leaks, run_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ferrodist.backends.base import Backend
 
 
@@ -90,6 +93,36 @@ def test_heads_of_tensors_that_cannot_be(head: bytes) -> None:
                 fd.recv(None, None, 0, timeout=5)
             assert caught.value.ranks == (0,)
         fd.barrier()
+
+    run_ranks(on_rank, 2)
+
+
+_FACTOR_CALL = Call(operation="reduce_scatter", dtype="float32", reduce_op="premultiplied_sum", count=2)
+_TINY_CALL = Call(operation="allreduce", dtype="float32", reduce_op="sum", count=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "mine"),
+    [
+        (_TINY_CALL.with_payload(b""), lambda: fd.allreduce(torch.ones(2))),
+        (_TINY_CALL.with_payload(b"xyz"), lambda: fd.allreduce(torch.ones(2))),
+        (_TINY_CALL.with_payload(bytes(100)), lambda: fd.allreduce(torch.ones(2))),
+        (_FACTOR_CALL.with_payload(b"x" * 7), lambda: fd.reduce_scatter(torch.ones(2), fd.premultiplied_sum(1.0))),
+    ],
+    ids=["none", "few", "many", "factor"],
+)
+def test_elements_that_do_not_fit_a_call(call: Call, mine: Callable[[], object]) -> None:
+    """Elements that travel with a call are as many as it says, or all ranks name the one whose are not."""
+
+    def on_rank(group: Backend) -> None:
+        if group.rank == 1:
+            group.isend(call.at(0).encode(), 0, tag=channel_tag(Channel.CALL, 0))
+            with pytest.raises(fd.ProtocolError) as caught:
+                group.recv(bytearray(1), 0, timeout=5)
+        else:
+            with pytest.raises(fd.ProtocolError) as caught:
+                mine()
+        assert caught.value.ranks == (1,)
 
     run_ranks(on_rank, 2)
 
