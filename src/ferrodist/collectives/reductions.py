@@ -144,6 +144,7 @@ def reduce(
 
     Returns:
         On ``dst`` the result, of ``tensor``'s shape; elsewhere an empty tensor, through which backward runs.
+        Differentiable once.
 
     Raises:
         TypeError, CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
@@ -213,7 +214,8 @@ def broadcast(
         timeout: Seconds; None takes the group's.
 
     Returns:
-        ``out``, or a fresh tensor. Differentiable on ranks whose ``tensor`` requires grad, which then must on all.
+        ``out``, or a fresh tensor. Differentiable on ranks whose ``tensor`` requires grad, which then must on
+        all; once.
 
     Raises:
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.

@@ -49,7 +49,7 @@ def gather(
         timeout: Seconds; None takes the group's.
 
     Returns:
-        On ``dst`` the joined tensor; elsewhere an empty one, through which backward runs. Differentiable.
+        On ``dst`` the joined tensor; elsewhere an empty one, through which backward runs. Differentiable once.
 
     Raises:
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
@@ -109,7 +109,7 @@ def scatter(
         timeout: Seconds; None takes the group's.
 
     Returns:
-        This rank's part. Differentiable when ``src``'s tensor requires grad: on all ranks.
+        This rank's part. Differentiable once, when ``src``'s tensor requires grad: on all ranks.
 
     Raises:
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
