@@ -1,0 +1,465 @@
+// The engine as a Python module. Nothing else here knows Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <optional>
+#include <span>
+#include <system_error>
+
+#include "base/interruption.h"
+#include "bindings/tensor.h"
+#include "collectives/movement.h"
+#include "collectives/reductions.h"
+#include "engine/communicator.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace ferrodist {
+
+namespace {
+
+using Address = std::uintptr_t;  // of a tensor's elements; 0 where a rank has none
+
+std::byte* at(Address address) {
+    return reinterpret_cast<std::byte*>(address);
+}
+
+shm::Layout make_layout(int num_ranks, int group_size, std::size_t slot_bytes, bool is_crowded,
+                        std::uint32_t spin_micros) {
+    return {.num_ranks = num_ranks,
+            .group_size = group_size,
+            .slot_bytes = slot_bytes,
+            .is_crowded = is_crowded,
+            .spin_micros = spin_micros};
+}
+
+std::shared_ptr<shm::Segment> map_segment(int descriptor, const shm::Layout& layout) {
+    return std::make_shared<shm::Segment>(std::make_shared<shm::Mapping>(descriptor, layout.size_bytes()), layout);
+}
+
+int create_segment(const shm::Layout& layout) {
+    const int descriptor = shm::create_memory("ferrodist", layout.size_bytes());
+    map_segment(descriptor, layout)->initialize();
+    return descriptor;
+}
+
+// Frees the interpreter for other threads, and lets signals that it handles end a wait.
+class Released {
+public:
+    Released() { interruption = check_signals; }
+    Released(const Released&) = delete;
+    Released& operator=(const Released&) = delete;
+    ~Released() { interruption = nullptr; }
+
+private:
+    static void check_signals() {
+        const nb::gil_scoped_acquire held;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+
+    nb::gil_scoped_release released_;
+};
+
+template <class Collective>
+void run(Communicator& self, std::uint64_t place, double timeout, const Collective& collective) {
+    const Released released;
+    self.run(place, timeout, collective);
+}
+
+Reduction make_reduction(int dtype, int op, double factor) {
+    return {.dtype = static_cast<DType>(dtype), .op = static_cast<ReduceOp>(op), .factor = factor};
+}
+
+nb::bytes to_bytes(const std::string& text) {
+    return nb::bytes(text.data(), text.size());
+}
+
+// The short ways: straight from Python's tensors into the engine, for calls that need no more than that. They return
+// false, before anything has happened, when the caller must go the long way; also where that will raise an error.
+
+bool has_no_factor(int op) {
+    return op >= 0 && op < static_cast<int>(ReduceOp::premultiplied_sum);
+}
+
+struct Pair {
+    TensorView source;
+    TensorView out;
+};
+
+std::optional<Pair> view_pair(nb::handle tensor, nb::handle out) {
+    const auto source = view_tensor(tensor.ptr());
+    if (!source) return std::nullopt;
+    const auto target = tensor.is(out) ? source : view_tensor(out.ptr());
+    if (!target || target->dtype != source->dtype) return std::nullopt;
+    return Pair{*source, *target};
+}
+
+bool overlap(const Pair& pair) {
+    const std::size_t size = size_of(pair.source.dtype);
+    return pair.source.data < pair.out.data + pair.out.count * size &&
+           pair.out.data < pair.source.data + pair.source.count * size;
+}
+
+// Whether the shapes are the same but for the first dim, which is `factor` times as long in `longer`.
+bool fits(std::span<const std::int64_t> longer, std::span<const std::int64_t> shorter, int factor) {
+    return !shorter.empty() && longer.size() == shorter.size() && longer[0] == factor * shorter[0] &&
+           std::equal(longer.begin() + 1, longer.end(), shorter.begin() + 1);
+}
+
+// Each finds out whether a call can go the short way, and passes what has to be done to `go`, which is `run` or `start`.
+// What it captures are addresses: the caller keeps the tensors.
+
+template <class Go>
+bool short_allreduce(nb::handle tensor, nb::handle out, int op, const Go& go) {
+    const auto pair = view_pair(tensor, out);
+    if (!pair || !has_no_factor(op) || !std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
+    if (pair->source.data != pair->out.data && overlap(*pair)) return false;
+    const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
+    if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
+    go([out = pair->out.data, source = pair->source.data, count = pair->source.count, reduction](
+           Context& context, const Deadline& deadline) { allreduce(context, out, source, count, reduction, deadline); });
+    return true;
+}
+
+template <class Go>
+bool short_broadcast(const Communicator& self, nb::handle tensor, nb::handle out, int root, const Go& go) {
+    const auto target = view_tensor(tensor.ptr());
+    if (!tensor.is(out) || !target || root < 0 || root >= self.num_ranks()) return false;
+    go([data = target->data, count = target->count, dtype = target->dtype, root](
+           Context& context, const Deadline& deadline) { broadcast(context, data, count, dtype, root, deadline); });
+    return true;
+}
+
+template <class Go>
+bool short_all_gather(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
+    const auto pair = view_pair(tensor, out);
+    if (!pair || !fits(pair->out.shape, pair->source.shape, self.num_ranks()) || overlap(*pair)) return false;
+    go([out = pair->out.data, source = pair->source.data, count = pair->source.count, dtype = pair->source.dtype](
+           Context& context, const Deadline& deadline) {
+        std::fill(context.counts.begin(), context.counts.end(), count);
+        all_gather(context, out, source, context.counts, dtype, 0, deadline);
+    });
+    return true;
+}
+
+template <class Go>
+bool short_reduce_scatter(const Communicator& self, nb::handle tensor, nb::handle out, int op, const Go& go) {
+    const auto pair = view_pair(tensor, out);
+    if (!pair || !has_no_factor(op) || !fits(pair->source.shape, pair->out.shape, self.num_ranks()) || overlap(*pair))
+        return false;
+    const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
+    if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
+    go([out = pair->out.data, source = pair->source.data, count = pair->out.count, reduction](
+           Context& context, const Deadline& deadline) {
+        std::fill(context.counts.begin(), context.counts.end(), count);
+        reduce_scatter(context, out, source, context.counts, 0, reduction, deadline);
+    });
+    return true;
+}
+
+template <class Go>
+bool short_all_to_all(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
+    const auto pair = view_pair(tensor, out);
+    const auto ranks = static_cast<std::size_t>(self.num_ranks());
+    if (!pair || !fits(pair->out.shape, pair->source.shape, 1) || overlap(*pair)) return false;
+    if (static_cast<std::size_t>(pair->source.shape[0]) % ranks != 0) return false;
+    go([out = pair->out.data, source = pair->source.data, part = pair->source.count / ranks,
+        dtype = pair->source.dtype](Context& context, const Deadline& deadline) {
+        std::fill(context.counts.begin(), context.counts.end(), part);
+        all_to_all(context, out, source, context.counts, context.counts, part, dtype, deadline);
+    });
+    return true;
+}
+
+// What a blocking short way returns.
+bool written(nb::handle out, bool is_done) {
+    if (is_done && !mark_written(out.ptr())) throw nb::python_error();
+    return is_done;
+}
+
+auto run_now(Communicator& self, double timeout) {
+    return [&self, timeout](const auto& collective) { run(self, self.reserve(), timeout, collective); };
+}
+
+auto start_into(std::shared_ptr<Pending>& pending, Communicator& self, double timeout) {
+    return [&pending, &self, timeout](const auto& collective) { pending = self.start(timeout, collective); };
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // groups that are still open when the interpreter ends
+    static PyObject* failure_type = nb::exception<Failure>(m, "Failure").release().ptr();
+    nb::register_exception_translator([](const std::exception_ptr& caught, void*) {
+        try {
+            std::rethrow_exception(caught);
+        } catch (const Failure& failure) {
+            const nb::tuple arguments = nb::make_tuple(static_cast<int>(failure.kind()), nb::tuple(nb::cast(failure.ranks())),
+                                                       to_bytes(failure.record()), failure.place(), failure.elapsed());
+            PyErr_SetObject(failure_type, arguments.ptr());
+        } catch (const std::system_error& error) {
+            const nb::tuple arguments = nb::make_tuple(error.code().value(), error.what());
+            PyErr_SetObject(PyExc_OSError, arguments.ptr());
+        }
+    });
+
+    m.attr("MAX_INLINE_BYTES") = shm::max_inline_bytes;
+    m.def(
+        "load_tensor_interface",
+        [](nb::handle tensor_type, nb::handle parameter_type, nb::handle increment_version) {
+            return load_tensor_interface(tensor_type.ptr(), parameter_type.ptr(), increment_version.ptr());
+        },
+        "tensor_type"_a, "parameter_type"_a, "increment_version"_a, "Enable the short ways; false when torch can't.");
+    m.def(
+        "create_segment",
+        [](int num_ranks, int group_size, std::size_t slot_bytes, bool is_crowded, std::uint32_t spin_micros) {
+            return create_segment(make_layout(num_ranks, group_size, slot_bytes, is_crowded, spin_micros));
+        },
+        "num_ranks"_a, "group_size"_a, "slot_bytes"_a, "is_crowded"_a, "spin_micros"_a,
+        "Make the shared memory of a group of ranks of one host; returns a descriptor, which the caller closes.");
+    m.def(
+        "fold",
+        [](Address out, const std::vector<Address>& inputs, std::size_t count, int dtype, int op,
+           const std::vector<double>& factors, int instructions) {
+            const Fold fold = find_fold(static_cast<DType>(dtype), static_cast<ReduceOp>(op),
+                                        static_cast<InstructionSet>(instructions));
+            if (fold == nullptr) return false;
+            std::vector<const std::byte*> sources;
+            for (const Address input : inputs) sources.push_back(at(input));
+            fold(at(out), sources.data(), sources.size(), count, factors.data());
+            return true;
+        },
+        "out"_a, "inputs"_a, "count"_a, "dtype"_a, "op"_a, "factors"_a, "instructions"_a,
+        "Fold arrays in their order, for tests; false when the reduction is not defined.");
+    m.def("best_instruction_set", [] { return static_cast<int>(best_instruction_set()); });
+
+    m.def(
+        "create_arena",
+        [](std::size_t stride, int num_ranks) {
+            return shm::create_memory("ferrodist-symmetric", stride * static_cast<std::size_t>(num_ranks));
+        },
+        "stride"_a, "num_ranks"_a, "Make symmetric memory; returns a descriptor, which the caller closes.");
+
+    nb::class_<Pending>(m, "Pending", "A collective that was started.")
+        .def("is_done", &Pending::is_done)
+        .def(
+            "wait",
+            [](Pending& self, double timeout) {
+                if (!self.is_done()) {
+                    const Released released;
+                    return self.wait(timeout);
+                }
+                return self.wait(timeout);
+            },
+            "timeout"_a);
+
+    nb::class_<Communicator>(m, "Communicator", "One rank's part of a group of ranks of one host.")
+        .def(
+            "__init__",
+            [](Communicator* self, int descriptor, int rank, std::vector<int> local_indexes,
+               const std::vector<int>& links, int num_ranks, int group_size, std::size_t slot_bytes, bool is_crowded,
+               std::uint32_t spin_micros) {
+                const shm::Layout layout = make_layout(num_ranks, group_size, slot_bytes, is_crowded, spin_micros);
+                std::unique_ptr<tcp::Links> connections;
+                if (num_ranks < group_size) connections = std::make_unique<tcp::Links>(links, slot_bytes);
+                new (self) Communicator(Fabric(map_segment(descriptor, layout), rank, std::move(connections),
+                                               std::move(local_indexes)));
+            },
+            "descriptor"_a, "rank"_a, "local_indexes"_a, "links"_a, "num_ranks"_a, "group_size"_a, "slot_bytes"_a, "is_crowded"_a, "spin_micros"_a)
+        .def("reserve", &Communicator::reserve)
+        .def(
+            "abort",
+            [](Communicator& self, nb::bytes record) {
+                self.abort({static_cast<const char*>(record.data()), record.size()});
+            },
+            "record"_a)
+        .def("leave", &Communicator::leave)
+        .def(
+            "map_arena",
+            [](Communicator& self, int descriptor, std::uint64_t id, std::size_t stride, std::size_t size) {
+                const std::size_t total = stride * static_cast<std::size_t>(self.num_ranks());
+                auto memory = std::make_shared<const shm::Mapping>(descriptor, total);
+                auto arena = std::make_shared<const shm::Arena>(std::move(memory), id, stride, self.rank());
+                self.add_arena(arena);
+                std::byte* data = arena->buffer(self.rank());
+                const nb::capsule owner(new std::shared_ptr<const shm::Arena>(std::move(arena)), [](void* held) noexcept {
+                    delete static_cast<std::shared_ptr<const shm::Arena>*>(held);
+                });
+                return nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>>(data, {size}, owner);
+            },
+            "descriptor"_a, "id"_a, "stride"_a, "size"_a,
+            "Map symmetric memory; returns this rank's part as a tensor of bytes, which keeps the mapping.")
+        .def("stop", &Communicator::stop)
+        .def(
+            "quick_allreduce",
+            [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
+                return written(out, short_allreduce(tensor, out, op, run_now(self, timeout)));
+            },
+            "tensor"_a, "out"_a, "op"_a, "timeout"_a)
+        .def(
+            "start_allreduce",
+            [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
+                std::shared_ptr<Pending> pending;
+                short_allreduce(tensor, out, op, start_into(pending, self, timeout));
+                return pending;
+            },
+            "tensor"_a, "out"_a, "op"_a, "timeout"_a)
+        .def(
+            "quick_broadcast",
+            [](Communicator& self, nb::handle tensor, nb::handle out, int root, double timeout) {
+                return written(out, short_broadcast(self, tensor, out, root, run_now(self, timeout)));
+            },
+            "tensor"_a, "out"_a, "root"_a, "timeout"_a)
+        .def(
+            "start_broadcast",
+            [](Communicator& self, nb::handle tensor, nb::handle out, int root, double timeout) {
+                std::shared_ptr<Pending> pending;
+                short_broadcast(self, tensor, out, root, start_into(pending, self, timeout));
+                return pending;
+            },
+            "tensor"_a, "out"_a, "root"_a, "timeout"_a)
+        .def(
+            "quick_all_gather",
+            [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
+                return written(out, short_all_gather(self, tensor, out, run_now(self, timeout)));
+            },
+            "tensor"_a, "out"_a, "timeout"_a)
+        .def(
+            "start_all_gather",
+            [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
+                std::shared_ptr<Pending> pending;
+                short_all_gather(self, tensor, out, start_into(pending, self, timeout));
+                return pending;
+            },
+            "tensor"_a, "out"_a, "timeout"_a)
+        .def(
+            "quick_reduce_scatter",
+            [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
+                return written(out, short_reduce_scatter(self, tensor, out, op, run_now(self, timeout)));
+            },
+            "tensor"_a, "out"_a, "op"_a, "timeout"_a)
+        .def(
+            "start_reduce_scatter",
+            [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
+                std::shared_ptr<Pending> pending;
+                short_reduce_scatter(self, tensor, out, op, start_into(pending, self, timeout));
+                return pending;
+            },
+            "tensor"_a, "out"_a, "op"_a, "timeout"_a)
+        .def(
+            "quick_all_to_all",
+            [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
+                return written(out, short_all_to_all(self, tensor, out, run_now(self, timeout)));
+            },
+            "tensor"_a, "out"_a, "timeout"_a)
+        .def(
+            "start_all_to_all",
+            [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
+                std::shared_ptr<Pending> pending;
+                short_all_to_all(self, tensor, out, start_into(pending, self, timeout));
+                return pending;
+            },
+            "tensor"_a, "out"_a, "timeout"_a)
+        .def(
+            "quick_barrier",
+            [](Communicator& self, double timeout) { run(self, self.reserve(), timeout, barrier); }, "timeout"_a)
+        .def(
+            "barrier", [](Communicator& self, double timeout, std::uint64_t place) { run(self, place, timeout, barrier); },
+            "timeout"_a, "place"_a)
+        .def(
+            "share",
+            [](Communicator& self, nb::bytes name, nb::bytes data, double timeout, std::uint64_t place) {
+                const std::string_view key{static_cast<const char*>(name.data()), name.size()};
+                const std::string_view value{static_cast<const char*>(data.data()), data.size()};
+                std::vector<std::string> shared;
+                run(self, place, timeout, [&](Context& context, const Deadline& deadline) {
+                    shared = share(context, key, value, deadline);
+                });
+                nb::list result;
+                for (const std::string& each : shared) result.append(to_bytes(each));
+                return result;
+            },
+            "name"_a, "data"_a, "timeout"_a, "place"_a)
+        .def(
+            "allreduce",
+            [](Communicator& self, Address out, Address source, std::size_t count, int dtype, int op, double factor,
+               double timeout, std::uint64_t place) {
+                run(self, place, timeout, [&](Context& context, const Deadline& deadline) {
+                    allreduce(context, at(out), at(source), count, make_reduction(dtype, op, factor), deadline);
+                });
+            },
+            "out"_a, "source"_a, "count"_a, "dtype"_a, "op"_a, "factor"_a, "timeout"_a, "place"_a)
+        .def(
+            "reduce",
+            [](Communicator& self, Address out, Address source, std::size_t count, int root, int dtype, int op,
+               double factor, double timeout, std::uint64_t place) {
+                run(self, place, timeout, [&](Context& context, const Deadline& deadline) {
+                    reduce(context, at(out), at(source), count, root, make_reduction(dtype, op, factor), deadline);
+                });
+            },
+            "out"_a, "source"_a, "count"_a, "root"_a, "dtype"_a, "op"_a, "factor"_a, "timeout"_a, "place"_a)
+        .def(
+            "reduce_scatter",
+            [](Communicator& self, Address out, Address source, const std::vector<std::size_t>& counts, int dim,
+               int dtype, int op, double factor, double timeout, std::uint64_t place) {
+                run(self, place, timeout, [&](Context& context, const Deadline& deadline) {
+                    reduce_scatter(context, at(out), at(source), counts, dim, make_reduction(dtype, op, factor),
+                                   deadline);
+                });
+            },
+            "out"_a, "source"_a, "counts"_a, "dim"_a, "dtype"_a, "op"_a, "factor"_a, "timeout"_a, "place"_a)
+        .def(
+            "broadcast",
+            [](Communicator& self, Address data, std::size_t count, int dtype, int root, double timeout,
+               std::uint64_t place) {
+                run(self, place, timeout, [&](Context& context, const Deadline& deadline) {
+                    broadcast(context, at(data), count, static_cast<DType>(dtype), root, deadline);
+                });
+            },
+            "data"_a, "count"_a, "dtype"_a, "root"_a, "timeout"_a, "place"_a)
+        .def(
+            "all_gather",
+            [](Communicator& self, Address out, Address source, const std::vector<std::size_t>& counts, int dtype,
+               int dim, double timeout, std::uint64_t place) {
+                run(self, place, timeout, [&](Context& context, const Deadline& deadline) {
+                    all_gather(context, at(out), at(source), counts, static_cast<DType>(dtype), dim, deadline);
+                });
+            },
+            "out"_a, "source"_a, "counts"_a, "dtype"_a, "dim"_a, "timeout"_a, "place"_a)
+        .def(
+            "gather",
+            [](Communicator& self, Address out, Address source, const std::vector<std::size_t>& counts, int dtype,
+               int root, double timeout, std::uint64_t place) {
+                run(self, place, timeout, [&](Context& context, const Deadline& deadline) {
+                    gather(context, at(out), at(source), counts, static_cast<DType>(dtype), root, deadline);
+                });
+            },
+            "out"_a, "source"_a, "counts"_a, "dtype"_a, "root"_a, "timeout"_a, "place"_a)
+        .def(
+            "scatter",
+            [](Communicator& self, Address out, Address source, const std::vector<std::size_t>& counts, int dtype,
+               int root, double timeout, std::uint64_t place) {
+                run(self, place, timeout, [&](Context& context, const Deadline& deadline) {
+                    scatter(context, at(out), at(source), counts, static_cast<DType>(dtype), root, deadline);
+                });
+            },
+            "out"_a, "source"_a, "counts"_a, "dtype"_a, "root"_a, "timeout"_a, "place"_a)
+        .def(
+            "all_to_all",
+            [](Communicator& self, Address out, Address source, const std::vector<std::size_t>& send_counts,
+               const std::vector<std::size_t>& receive_counts, std::size_t unit, int dtype, double timeout,
+               std::uint64_t place) {
+                run(self, place, timeout, [&](Context& context, const Deadline& deadline) {
+                    all_to_all(context, at(out), at(source), send_counts, receive_counts, unit,
+                               static_cast<DType>(dtype), deadline);
+                });
+            },
+            "out"_a, "source"_a, "send_counts"_a, "receive_counts"_a, "unit"_a, "dtype"_a, "timeout"_a, "place"_a);
+}
+
+}  // namespace ferrodist

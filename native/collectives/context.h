@@ -1,0 +1,88 @@
+// What every collective of a group on one host works with.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "base/failure.h"
+#include "kernels/fold.h"
+#include "transport/shm/arena.h"
+#include "transport/fabric.h"
+
+namespace ferrodist {
+
+// The operations, in the order in which the Python side numbers them.
+enum class Operation : std::uint8_t {
+    barrier,
+    allreduce,
+    reduce,
+    broadcast,
+    all_gather,
+    gather,
+    scatter,
+    reduce_scatter,
+    all_to_all,
+    share,
+};
+
+struct Context {
+    Fabric& fabric;
+    int rank;
+    int num_ranks;
+    InstructionSet instructions;
+    std::uint64_t sequence = 0;    // collectives entered so far
+    std::uint64_t segments = 0;    // segments staged so far, by all collectives together
+    std::uint64_t known_done = 0;  // segments that all ranks are known to be done with
+    shm::Arenas* arenas = nullptr;
+
+    // Room for what a collective computes a rank, so that none allocates.
+    std::vector<const std::byte*> inputs = std::vector<const std::byte*>(static_cast<std::size_t>(num_ranks));
+    std::vector<double> factors = std::vector<double>(static_cast<std::size_t>(num_ranks));
+    std::vector<std::size_t> counts = std::vector<std::size_t>(static_cast<std::size_t>(num_ranks));
+    std::vector<std::size_t> starts = std::vector<std::size_t>(static_cast<std::size_t>(num_ranks) + 1);
+    std::vector<std::size_t> other_starts = std::vector<std::size_t>(static_cast<std::size_t>(num_ranks) + 1);
+
+    [[nodiscard]] shm::Arrival& arrival_of(int r) const { return fabric.arrival(r, sequence); }
+};
+
+// Throws Failure{mismatch} with every rank's call and payload.
+[[noreturn]] inline void throw_mismatch(const Context& context) {
+    std::string lines;
+    for (int each = 0; each < context.num_ranks; ++each) {
+        const shm::Arrival& arrival = context.arrival_of(each);
+        lines.append(reinterpret_cast<const char*>(&arrival.call), sizeof arrival.call);
+        lines.append(reinterpret_cast<const char*>(arrival.payload.data()), arrival.payload.size());
+    }
+    throw Failure(FailureKind::mismatch, {}, std::move(lines));
+}
+
+// Throws unless all ranks at this collective made the same call.
+inline void compare_calls(const Context& context) {
+    const shm::Call& own = context.arrival_of(context.rank).call;
+    for (int r = 0; r < context.num_ranks; ++r)
+        if (!(context.arrival_of(r).call == own)) throw_mismatch(context);
+}
+
+// Writes this rank's call and returns the payload that travels with it, to be filled before `enter`.
+inline std::byte* begin(Context& context, const shm::Call& call) {
+    ++context.sequence;
+    shm::Arrival& own = context.arrival_of(context.rank);
+    own.call = call;
+    return own.payload.data();
+}
+
+// Waits until every rank has made the same call.
+inline void enter(Context& context, const Deadline& deadline) {
+    context.fabric.arrive(context.sequence, deadline);
+    compare_calls(context);
+    context.known_done = context.segments;  // who is here has ended all collectives before
+}
+
+inline void copy_bytes(std::byte* out, const std::byte* source, std::size_t size) {
+    if (size != 0) std::memcpy(out, source, size);
+}
+
+}  // namespace ferrodist

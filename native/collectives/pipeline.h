@@ -1,0 +1,169 @@
+// How data too large for the arrival line moves: in segments, through each rank's slots.
+//
+// [Note: slots]
+// The segments of all collectives of a group are numbered through; segment m of a rank lies in its slot m modulo
+// `num_slots`. Each rank stages what the others need of it (`staged`), takes what it needs from the others' slots, and
+// says so (`done`). Before a rank writes a slot anew, all ranks must be done with the segment that was in it: with three
+// slots that one lies two segments back, so ranks of equal speed don't wait for it. While one segment is taken the next
+// is staged.
+//
+// Every rank counts the same number of segments for a collective, also one that stages or takes nothing.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "collectives/context.h"
+
+namespace ferrodist {
+
+inline void await_slot(Context& context, std::uint64_t number, const Deadline& deadline) {
+    if (number < shm::num_slots) return;
+    const std::uint64_t needed = number - shm::num_slots + 1;
+    if (needed > context.known_done) context.fabric.await(&shm::Progress::done, needed, deadline);
+}
+
+// What a rank offers the others to read and write without staging; see [Note: offers].
+struct Offer {
+    shm::Shared source = {};
+    shm::Shared out = {};
+    bool needs_out = false;  // whether the collective can do without staging only if `out` is shared, too
+
+    [[nodiscard]] bool is_made() const { return source.arena && (out.arena || !needs_out); }
+};
+
+// [Note: offers]
+// A rank whose tensors lie in symmetric memory says where, in the payload of its call. If all ranks do, and say the same,
+// nothing is staged: each rank reads and writes the others' tensors (`direct`), and all wait until all have. A rank that
+// makes an offer stages nothing before it knows; so if any does, the first segment has a flag like the others.
+struct Entered {
+    bool is_direct;      // all offer the same
+    bool is_staged_late;  // the first segment is staged after entry on some rank
+};
+
+inline constexpr std::size_t offer_bytes = 2 * sizeof(shm::Place);
+
+// Writes the offer at `payload`, stages segment 0 unless it may not be needed, and enters.
+template <class Stage, class StagedFor>
+Entered enter_offering(Context& context, std::byte* payload, const Offer& offer, const Stage& stage,
+                       const StagedFor& staged_for, const Deadline& deadline) {
+    Fabric& fabric = context.fabric;
+    const std::uint64_t base = context.segments;
+    const auto stage_first = [&] {
+        await_slot(context, base, deadline);
+        stage(std::size_t{0}, fabric.slot(context.rank, base));
+    };
+    const bool is_made = offer.is_made();
+    const std::array<shm::Place, 2> places = is_made ? std::array{offer.source.place(), offer.out.place()}
+                                                     : std::array<shm::Place, 2>{};
+    const auto at = static_cast<std::size_t>(payload - context.arrival_of(context.rank).payload.data());
+    std::memcpy(payload, places.data(), offer_bytes);
+    const auto staged_for_first = [&](int r) { return staged_for(std::size_t{0}, r); };
+    if (!is_made) {
+        stage_first();
+        fabric.send_staged(base, staged_for_first);
+    }
+    enter(context, deadline);
+    bool is_direct = is_made;
+    bool is_any_made = false;
+    for (int r = 0; r < context.num_ranks; ++r) {
+        std::array<shm::Place, 2> theirs;
+        std::memcpy(theirs.data(), context.arrival_of(r).payload.data() + at, offer_bytes);
+        is_direct = is_direct && theirs[0] == places[0] && (!offer.needs_out || theirs[1] == places[1]);
+        is_any_made = is_any_made || theirs[0].arena != 0;
+    }
+    if (!is_direct && is_any_made) {
+        if (is_made) stage_first();
+        fabric.publish_staged(base, staged_for_first);
+    }
+    return {.is_direct = is_direct, .is_staged_late = !is_direct && is_any_made};
+}
+
+// Ends a collective without staging: counts as one segment, which all ranks wait for.
+inline void finish_direct(Context& context, const Deadline& deadline) {
+    const std::uint64_t next = ++context.segments;
+    const auto nothing = [](int) { return Range{}; };
+    context.fabric.publish_done(next);
+    context.fabric.publish_folded(next - 1, nothing);
+    context.fabric.await(&shm::Progress::folded, next, deadline);
+}
+
+// Moves `num_segments()` segments, which is asked for once all ranks have entered. `stage(k, slot)` puts this rank's
+// part of segment k, counted from 0, into its slot, of which rank r reads `staged_for(k, r)`; `take(k, number)` reads segment k, whose number is `number`, from
+// all slots. Segment 0 is always staged and taken. The call has begun (`begin`), and `payload` has room for an offer.
+// Where all ranks offer the same, `direct()` does it all.
+template <class NumSegments, class Stage, class StagedFor, class Take, class Direct>
+void exchange(Context& context, std::byte* payload, const Offer& offer, const NumSegments& num_segments,
+              const Stage& stage, const StagedFor& staged_for, const Take& take, const Direct& direct,
+              const Deadline& deadline) {
+    Fabric& fabric = context.fabric;
+    const std::uint64_t base = context.segments;
+    const Entered entered = enter_offering(context, payload, offer, stage, staged_for, deadline);
+    const std::size_t count = std::max<std::size_t>(num_segments(), 1);
+    if (entered.is_direct) {
+        direct();
+        return finish_direct(context, deadline);
+    }
+    for (std::size_t k = 0; k < count; ++k) {
+        const std::uint64_t number = base + k;
+        if (k + 1 < count) {
+            await_slot(context, number + 1, deadline);
+            stage(k + 1, fabric.slot(context.rank, number + 1));
+            fabric.publish_staged(number + 1, [&](int r) { return staged_for(k + 1, r); });
+        }
+        if (k > 0 || entered.is_staged_late) fabric.await(&shm::Progress::staged, number + 1, deadline);
+        take(k, number);
+        fabric.publish_done(number + 1);
+    }
+    context.segments = base + count;
+}
+
+// The same with a step between: `fold(k, number)` makes this rank's part of the result of segment k from all slots and
+// leaves it in its own, of which rank r reads `folded_for(k, r)`; `take` reads the results. Segment k is folded while k-1 is taken by slower ranks.
+template <class Stage, class StagedFor, class FoldStep, class FoldedFor, class Take, class Direct>
+void exchange_folded(Context& context, std::byte* payload, const Offer& offer, std::size_t num_segments,
+                     const Stage& stage, const StagedFor& staged_for, const FoldStep& fold, const FoldedFor& folded_for,
+                     const Take& take, const Direct& direct, const Deadline& deadline) {
+    Fabric& fabric = context.fabric;
+    const std::uint64_t base = context.segments;
+    const Entered entered = enter_offering(context, payload, offer, stage, staged_for, deadline);
+    if (entered.is_direct) {
+        direct();
+        return finish_direct(context, deadline);
+    }
+    const auto finish = [&](std::size_t k) {
+        fabric.await(&shm::Progress::folded, base + k + 1, deadline);
+        take(k, base + k);
+        fabric.publish_done(base + k + 1);
+    };
+    for (std::size_t k = 0; k < num_segments; ++k) {
+        const std::uint64_t number = base + k;
+        if (k + 1 < num_segments) {
+            await_slot(context, number + 1, deadline);
+            stage(k + 1, fabric.slot(context.rank, number + 1));
+            fabric.publish_staged(number + 1, [&](int r) { return staged_for(k + 1, r); });
+        }
+        if (k > 0 || entered.is_staged_late) fabric.await(&shm::Progress::staged, number + 1, deadline);
+        fold(k, number);
+        fabric.publish_folded(number, [&](int r) { return folded_for(k, r); });
+        if (k > 0) finish(k - 1);
+    }
+    finish(num_segments - 1);
+    context.segments = base + num_segments;
+}
+
+// A range of elements, divided into segments of equal size, the last one smaller.
+struct Pieces {
+    std::size_t count;         // elements in all
+    std::size_t element_size;  // bytes
+    std::size_t piece;         // elements in a segment, at least 1
+
+    [[nodiscard]] std::size_t num_segments() const { return (count + piece - 1) / piece; }
+    [[nodiscard]] std::size_t begin_of(std::size_t k) const { return std::min(count, k * piece); }
+    [[nodiscard]] std::size_t size_of(std::size_t k) const { return begin_of(k + 1) - begin_of(k); }
+    [[nodiscard]] std::size_t offset_bytes(std::size_t k) const { return begin_of(k) * element_size; }
+    [[nodiscard]] std::size_t size_bytes(std::size_t k) const { return size_of(k) * element_size; }
+};
+
+}  // namespace ferrodist

@@ -1,0 +1,267 @@
+#include "collectives/reductions.h"
+
+#include "collectives/pipeline.h"
+#include "collectives/sizes.h"
+
+namespace ferrodist {
+
+namespace {
+
+// What is folded at a time where the result goes to two places: it is copied while it is in the first-level cache.
+constexpr std::size_t copied_bytes = 16 * 1024;
+
+shm::Call call_of(Operation operation, std::size_t count, const Reduction& reduction, int root = -1, int dim = -1) {
+    return {.operation = static_cast<std::uint8_t>(operation),
+            .dtype = static_cast<std::uint8_t>(reduction.dtype),
+            .reduce_op = static_cast<std::uint8_t>(reduction.op),
+            .dim = static_cast<std::int8_t>(dim),
+            .root = root,
+            .count = count};
+}
+
+// A reduction under way: its fold and, after `enter`, every rank's factor.
+class Folder {
+public:
+    Folder(Context& context, const Reduction& reduction)
+        : context_(context),
+          is_premultiplied_(reduction.op == ReduceOp::premultiplied_sum),
+          fold_(find_fold(reduction.dtype, reduction.op, context.instructions)) {
+        if (fold_ == nullptr) throw Failure(FailureKind::unsupported, {});
+    }
+
+    // Bytes that the factor takes of a call's payload.
+    [[nodiscard]] std::size_t head_bytes() const { return is_premultiplied_ ? sizeof(double) : 0; }
+
+    void begin_call(const shm::Call& call, const Reduction& reduction) {
+        payload_ = begin(context_, call);
+        if (is_premultiplied_) std::memcpy(payload_, &reduction.factor, sizeof(double));
+    }
+
+    // What follows the factor in this rank's payload.
+    [[nodiscard]] std::byte* payload() const { return payload_ + head_bytes(); }
+
+    // Folds one array a rank: `at(r)` says where rank r's lies.
+    template <class At>
+    void fold(std::byte* out, std::size_t count, const At& at) {
+        for (int r = 0; r < context_.num_ranks; ++r) context_.inputs[static_cast<std::size_t>(r)] = at(r);
+        fold_(out, context_.inputs.data(), context_.inputs.size(), count, factors());
+    }
+
+    // The same, with a second copy of the result.
+    template <class At>
+    void fold_twice(std::byte* out, std::byte* copy, std::size_t count, std::size_t element_size, const At& at) {
+        const std::size_t block = copied_bytes / element_size;
+        for (std::size_t start = 0; start < count; start += block) {
+            const std::size_t size = std::min(block, count - start);
+            const std::size_t offset = start * element_size;
+            fold(out + offset, size, [&](int r) { return at(r) + offset; });
+            copy_bytes(copy + offset, out + offset, size * element_size);
+        }
+    }
+
+private:
+    const double* factors() {
+        if (is_premultiplied_ && !has_factors_) {
+            for (int r = 0; r < context_.num_ranks; ++r)
+                std::memcpy(&context_.factors[static_cast<std::size_t>(r)], context_.arrival_of(r).payload.data(),
+                            sizeof(double));
+            has_factors_ = true;
+        }
+        return context_.factors.data();
+    }
+
+    Context& context_;
+    bool is_premultiplied_;
+    Fold fold_;
+    bool has_factors_ = false;
+    std::byte* payload_ = nullptr;
+};
+
+// The parts of one segment that the ranks fold, of equal size and aligned but for the last ones.
+struct Parts {
+    std::size_t count;  // elements of the segment
+    std::size_t part;   // elements of a part
+
+    [[nodiscard]] std::size_t begin_of(int rank) const { return std::min(count, static_cast<std::size_t>(rank) * part); }
+    [[nodiscard]] std::size_t size_of(int rank) const { return begin_of(rank + 1) - begin_of(rank); }
+};
+
+Parts divide(std::size_t count, int num_ranks, std::size_t element_size) {
+    const std::size_t unit = std::max<std::size_t>(part_alignment / element_size, 1);
+    const auto ranks = static_cast<std::size_t>(num_ranks);
+    const std::size_t even = (count + ranks - 1) / ranks;
+    return {.count = count, .part = (even + unit - 1) / unit * unit};
+}
+
+// The whole through the arrival line: one wait, no other cache line.
+void fold_inline(Context& context, Folder& folder, std::byte* out, const std::byte* source, std::size_t count,
+                 std::size_t element_size, const Deadline& deadline) {
+    copy_bytes(folder.payload(), source, count * element_size);
+    enter(context, deadline);
+    if (out == nullptr) return;
+    const std::size_t head = folder.head_bytes();
+    folder.fold(out, count, [&](int r) { return context.arrival_of(r).payload.data() + head; });
+}
+
+// The whole through one slot, folded by everyone who wants it: one wait.
+void fold_one_shot(Context& context, Folder& folder, std::byte* out, const std::byte* source, std::size_t count,
+                   std::size_t element_size, int root, const Deadline& deadline) {
+    const auto is_wanted_by = [&](int r) { return root < 0 || r == root; };
+    exchange(
+        context, folder.payload(), {}, [] { return std::size_t{1}; },
+        [&](std::size_t, std::byte* slot) { copy_bytes(slot, source, count * element_size); },
+        [&](std::size_t, int r) { return Range{.size = is_wanted_by(r) ? count * element_size : 0}; },
+        [&](std::size_t, std::uint64_t number) {
+            if (out == nullptr) return;
+            folder.fold(out, count,
+                        [&](int r) { return r == context.rank ? source : context.fabric.slot(r, number); });
+        },
+        [] {}, deadline);
+}
+
+// Segments of which each rank folds a part and the others take the result. `out` is null on ranks that want none.
+void fold_in_parts(Context& context, Folder& folder, std::byte* out, const std::byte* source, std::size_t count,
+                   std::size_t element_size, int root, const Deadline& deadline) {
+    const shm::Layout& layout = context.fabric.layout();
+    const Pieces pieces{.count = count,
+                        .element_size = element_size,
+                        .piece = elements_in(segment_bytes(count * element_size, layout), element_size)};
+    const int rank = context.rank;
+    const auto for_others = [&](std::size_t k, const auto& action) {
+        const Parts parts = divide(pieces.size_of(k), context.num_ranks, element_size);
+        for (int step = 1; step < context.num_ranks; ++step) {
+            const int r = (rank + step) % context.num_ranks;  // not all at once to the same rank
+            action(r, parts.begin_of(r) * element_size, parts.size_of(r) * element_size);
+        }
+    };
+    const auto range_of = [&](std::size_t k, int r) {
+        const Parts parts = divide(pieces.size_of(k), context.num_ranks, element_size);
+        return Range{.offset = parts.begin_of(r) * element_size, .size = parts.size_of(r) * element_size};
+    };
+    // Without staging each rank folds one part of the whole, and writes it to every rank's out.
+    const Offer offer{.source = context.arenas->find(source, count * element_size),
+                      .out = root < 0 ? context.arenas->find(out, count * element_size) : shm::Shared{},
+                      .needs_out = true};
+    const auto direct = [&] {
+        const Parts parts = divide(count, context.num_ranks, element_size);
+        const std::size_t begin = parts.begin_of(rank) * element_size;
+        const std::size_t block = copied_bytes / element_size;
+        for (std::size_t start = 0; start < parts.size_of(rank); start += block) {
+            const std::size_t size = std::min(block, parts.size_of(rank) - start);
+            const std::size_t offset = begin + start * element_size;
+            std::byte* own = offer.out.of(rank) + offset;
+            folder.fold(own, size, [&](int r) { return offer.source.of(r) + offset; });
+            for (int r = 0; r < context.num_ranks; ++r)
+                if (r != rank) copy_bytes(offer.out.of(r) + offset, own, size * element_size);
+        }
+    };
+    exchange_folded(
+        context, folder.payload(), offer, pieces.num_segments(),
+        [&](std::size_t k, std::byte* slot) {
+            for_others(k, [&](int, std::size_t offset, std::size_t size) {
+                copy_bytes(slot + offset, source + pieces.offset_bytes(k) + offset, size);
+            });
+        },
+        range_of,
+        [&](std::size_t k, std::uint64_t number) {
+            const Parts parts = divide(pieces.size_of(k), context.num_ranks, element_size);
+            const std::size_t offset = parts.begin_of(rank) * element_size;
+            const std::size_t size = parts.size_of(rank);
+            std::byte* slot = context.fabric.slot(rank, number) + offset;
+            const std::byte* own = source + pieces.offset_bytes(k) + offset;
+            const auto at = [&](int r) {
+                return r == rank ? own : context.fabric.slot(r, number) + offset;
+            };
+            if (out == nullptr) {
+                folder.fold(slot, size, at);
+            } else {
+                folder.fold_twice(out + pieces.offset_bytes(k) + offset, slot, size, element_size, at);
+            }
+        },
+        [&](std::size_t k, int r) { return root < 0 || r == root ? range_of(k, rank) : Range{}; },
+        [&](std::size_t k, std::uint64_t number) {
+            if (out == nullptr) return;
+            for_others(k, [&](int r, std::size_t offset, std::size_t size) {
+                copy_bytes(out + pieces.offset_bytes(k) + offset, context.fabric.slot(r, number) + offset, size);
+            });
+        },
+        direct, deadline);
+}
+
+void fold_whole(Context& context, const shm::Call& call, std::byte* out, const std::byte* source, std::size_t count,
+                const Reduction& reduction, const Deadline& deadline) {
+    const std::size_t element_size = size_of(reduction.dtype);
+    const std::size_t size = count * element_size;
+    Folder folder(context, reduction);
+    folder.begin_call(call, reduction);
+    if (size + folder.head_bytes() <= shm::max_inline_bytes) {
+        fold_inline(context, folder, out, source, count, element_size, deadline);
+    } else if (size <= one_shot_bytes(context.fabric.layout())) {
+        fold_one_shot(context, folder, out, source, count, element_size, call.root, deadline);
+    } else {
+        fold_in_parts(context, folder, out, source, count, element_size, call.root, deadline);
+    }
+}
+
+}  // namespace
+
+void allreduce(Context& context, std::byte* out, const std::byte* source, std::size_t count, const Reduction& reduction,
+               const Deadline& deadline) {
+    fold_whole(context, call_of(Operation::allreduce, count, reduction), out, source, count, reduction, deadline);
+}
+
+void reduce(Context& context, std::byte* out, const std::byte* source, std::size_t count, int root,
+            const Reduction& reduction, const Deadline& deadline) {
+    std::byte* target = context.rank == root ? out : nullptr;
+    fold_whole(context, call_of(Operation::reduce, count, reduction, root), target, source, count, reduction, deadline);
+}
+
+void reduce_scatter(Context& context, std::byte* out, const std::byte* source, std::span<const std::size_t> counts,
+                    int dim, const Reduction& reduction, const Deadline& deadline) {
+    const std::size_t element_size = size_of(reduction.dtype);
+    const auto ranks = static_cast<std::size_t>(context.num_ranks);
+    std::vector<std::size_t>& starts = context.starts;
+    for (std::size_t r = 0; r < ranks; ++r) starts[r + 1] = starts[r] + counts[r];
+    const std::size_t largest = *std::max_element(counts.begin(), counts.end());
+
+    Folder folder(context, reduction);
+    folder.begin_call(call_of(Operation::reduce_scatter, starts[ranks], reduction, -1, dim), reduction);
+    const std::size_t slot_bytes = segment_bytes(largest * ranks * element_size, context.fabric.layout());
+    const std::size_t piece = elements_in(slot_bytes / ranks, element_size);
+    const auto pieces_of = [&](int r) {
+        return Pieces{.count = counts[static_cast<std::size_t>(r)], .element_size = element_size, .piece = piece};
+    };
+    const std::size_t room = piece * element_size;  // of one rank's part in a slot
+    const auto source_of = [&](int r) { return source + starts[static_cast<std::size_t>(r)] * element_size; };
+    const Offer offer{.source = context.arenas->find(source, starts[ranks] * element_size)};
+    exchange(
+        context, folder.payload(), offer, [&] { return (largest + piece - 1) / piece; },
+        [&](std::size_t k, std::byte* slot) {
+            for (int r = 0; r < context.num_ranks; ++r) {
+                if (r == context.rank) continue;
+                const Pieces pieces = pieces_of(r);
+                copy_bytes(slot + static_cast<std::size_t>(r) * room, source_of(r) + pieces.offset_bytes(k),
+                           pieces.size_bytes(k));
+            }
+        },
+        [&](std::size_t k, int r) {
+            return Range{.offset = static_cast<std::size_t>(r) * room, .size = pieces_of(r).size_bytes(k)};
+        },
+        [&](std::size_t k, std::uint64_t number) {
+            const Pieces pieces = pieces_of(context.rank);
+            if (pieces.size_of(k) == 0) return;
+            folder.fold(out + pieces.offset_bytes(k), pieces.size_of(k), [&](int r) {
+                return r == context.rank ? source_of(r) + pieces.offset_bytes(k)
+                                         : context.fabric.slot(r, number) +
+                                               static_cast<std::size_t>(context.rank) * room;
+            });
+        },
+        [&] {
+            const auto own = static_cast<std::size_t>(context.rank);
+            const std::size_t offset = starts[own] * element_size;
+            folder.fold(out, counts[own], [&](int r) { return offer.source.of(r) + offset; });
+        },
+        deadline);
+}
+
+}  // namespace ferrodist

@@ -1,0 +1,29 @@
+// allreduce, reduce and reduce_scatter. They fold in rank order, whoever does it.
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include "collectives/context.h"
+
+namespace ferrodist {
+
+struct Reduction {
+    DType dtype;
+    ReduceOp op;
+    double factor = 1.0;  // this rank's, of a premultiplied sum
+};
+
+// Folds `count` elements of all ranks' `source` into all ranks' `out`, which may be `source`.
+void allreduce(Context& context, std::byte* out, const std::byte* source, std::size_t count, const Reduction& reduction,
+               const Deadline& deadline);
+
+// The same into the root's `out`; it is not read elsewhere.
+void reduce(Context& context, std::byte* out, const std::byte* source, std::size_t count, int root,
+            const Reduction& reduction, const Deadline& deadline);
+
+// Folds part r of all ranks' `source`, of `counts[r]` elements, into rank r's `out`, which may be that part.
+void reduce_scatter(Context& context, std::byte* out, const std::byte* source, std::span<const std::size_t> counts,
+                    int dim, const Reduction& reduction, const Deadline& deadline);
+
+}  // namespace ferrodist

@@ -1,0 +1,42 @@
+// Which way a collective goes, and how large its segments are. All ranks must come to the same answer, so it depends on
+// the call and the group's layout alone.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+
+#include "transport/shm/segment.h"
+
+namespace ferrodist {
+
+// Bytes of a vector register, and of a cache line: parts of a segment start at multiples.
+inline constexpr std::size_t part_alignment = 64;
+
+// Up to here every rank folds the whole by itself: one wait in all. Above, each folds a part: two waits, less work.
+inline std::size_t one_shot_bytes(const shm::Layout& layout) {
+    std::size_t size = 4 * 1024;
+    if (layout.is_crowded) {
+        size = 64 * 1024;
+    } else if (layout.num_ranks == 2) {
+        size = 16 * 1024;
+    } else if (layout.num_ranks <= 4) {
+        size = 8 * 1024;
+    }
+    return std::min(size, layout.slot_bytes);
+}
+
+// Segments of a transfer of `size` bytes: large enough to be worth their flags, small enough to stay in the cache and
+// to let the ranks work side by side.
+inline std::size_t segment_bytes(std::size_t size, const shm::Layout& layout) {
+    constexpr std::size_t smallest = 64 * 1024;
+    if (layout.is_crowded) return layout.slot_bytes;
+    return std::clamp(size / 4, std::min(smallest, layout.slot_bytes), layout.slot_bytes);
+}
+
+// Elements of `element_size` that fit `bytes`, in whole units of `part_alignment` bytes but at least one.
+inline std::size_t elements_in(std::size_t bytes, std::size_t element_size) {
+    const std::size_t aligned = bytes / part_alignment * part_alignment;
+    return std::max<std::size_t>(aligned / element_size, 1);
+}
+
+}  // namespace ferrodist

@@ -1,0 +1,129 @@
+// One rank's part of a group on one host, for any number of threads: collectives take turns in the order in which their
+// places were reserved.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <thread>
+
+#include "collectives/context.h"
+#include "engine/pending.h"
+
+namespace ferrodist {
+
+class Communicator {
+public:
+    explicit Communicator(Fabric fabric)
+        : fabric_(std::move(fabric)),
+          context_{.fabric = fabric_,
+                   .rank = fabric_.rank(),
+                   .num_ranks = fabric_.num_ranks(),
+                   .instructions = best_instruction_set(),
+                   .arenas = &arenas_} {}
+
+    Communicator(const Communicator&) = delete;
+    Communicator& operator=(const Communicator&) = delete;
+    ~Communicator();
+
+    [[nodiscard]] int rank() const noexcept { return context_.rank; }
+    [[nodiscard]] int num_ranks() const noexcept { return context_.num_ranks; }
+
+    // Takes the next place. Ranks must take theirs in the same order, and run something at each.
+    std::uint64_t reserve() noexcept { return reserved_.fetch_add(1); }
+
+    // Runs `collective(context, deadline)` when all before `place` have ended. Throws Failure.
+    template <class Collective>
+    void run(std::uint64_t place, double timeout, const Collective& collective) {
+        const Deadline deadline(timeout);
+        try {
+            await_turn(place, deadline);
+            const Turn turn(*this, place);
+            check();
+            collective(context_, deadline);
+            fabric_.flush(deadline);
+        } catch (Failure& failure) {
+            failure.set_context(place, deadline.elapsed_seconds());
+            break_off();
+            throw;
+        } catch (...) {
+            break_off();
+            throw;
+        }
+    }
+
+    // Takes a place and runs `collective(context, deadline)` there in the communicator's own thread, after all that was
+    // started before. `timeout` counts from then. What it reads and writes must live until it has ended.
+    std::shared_ptr<Pending> start(double timeout, std::function<void(Context&, const Deadline&)> collective);
+
+    // Makes symmetric memory known, which all ranks have mapped.
+    void add_arena(const std::shared_ptr<const shm::Arena>& arena) { arenas_.add(arena); }
+
+    // Ends the group for all ranks of this host; see Segment::abort.
+    void abort(std::string_view record) {
+        fabric_.abort(record);
+        break_off();
+    }
+
+    // Leaves the group; see Segment::leave.
+    void leave() {
+        fabric_.leave();
+        break_off();
+    }
+
+    // In a forked child: the group stays the parent's, and so does the thread.
+    void stop() noexcept {
+        fabric_.stop();
+        (void)thread_.release();
+    }
+
+private:
+    // Passes the turn on when a collective has ended, well or not.
+    class Turn {
+    public:
+        Turn(Communicator& communicator, std::uint64_t place) : communicator_(communicator), place_(place) {}
+        Turn(const Turn&) = delete;
+        Turn& operator=(const Turn&) = delete;
+        ~Turn() { communicator_.pass_turn(place_ + 1); }
+
+    private:
+        Communicator& communicator_;
+        std::uint64_t place_;
+    };
+
+    struct Started {
+        std::uint64_t place;
+        double timeout;
+        std::function<void(Context&, const Deadline&)> collective;
+        std::shared_ptr<Pending> pending;
+    };
+
+    void run_started();
+    void check() const;  // throws when the group has ended
+    void await_turn(std::uint64_t place, const Deadline& deadline);
+    void pass_turn(std::uint64_t next);
+    void break_off();  // this rank is out of step with the others: nothing runs here any more
+
+    Fabric fabric_;
+    shm::Arenas arenas_;
+    Context context_;  // for whoever has the turn: `turn_` is stored after it was changed and loaded before it is read
+    std::atomic<std::uint64_t> reserved_{0};
+    std::atomic<std::uint64_t> turn_{0};
+    std::atomic<int> num_waiting_{0};
+    std::atomic<bool> is_broken_{false};
+    std::mutex mutex_;
+    std::condition_variable passed_;
+
+    std::mutex started_mutex_;
+    std::condition_variable has_started_;
+    std::deque<Started> started_;
+    bool is_closing_ = false;
+    std::unique_ptr<std::thread> thread_;  // made when something is first started
+};
+
+}  // namespace ferrodist

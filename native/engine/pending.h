@@ -1,0 +1,31 @@
+// A collective that was started and not waited for.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+
+#include "base/deadline.h"
+
+namespace ferrodist {
+
+class Pending {
+public:
+    [[nodiscard]] bool is_done() const noexcept { return is_done_.load(); }
+
+    // Blocks until it has ended; false when `timeout` seconds have passed before. Throws the Failure it ended with, each
+    // time. Any number of threads may wait.
+    bool wait(double timeout);
+
+    // Ends it, with a failure unless that is null. Called once.
+    void finish(std::exception_ptr failure);
+
+private:
+    std::mutex mutex_;
+    std::condition_variable ended_;
+    std::atomic<bool> is_done_{false};  // stored after `failure_`, which is not written again
+    std::exception_ptr failure_;
+};
+
+}  // namespace ferrodist

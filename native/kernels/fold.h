@@ -1,0 +1,25 @@
+// The arithmetic of reductions. It gives the bits that [Note: fold] of `collectives/fold.py` defines.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/element.h"
+
+namespace ferrodist {
+
+// Folds `count` elements of `num_inputs` arrays, in their order, into `out`, which may be one of them.
+// `factors` holds one factor an input for premultiplied sums and is not read otherwise. MEAN divides by `num_inputs`.
+using Fold = void (*)(std::byte* out, const std::byte* const* inputs, std::size_t num_inputs, std::size_t count,
+                      const double* factors);
+
+// Which instructions a fold may use. All give the same bits.
+enum class InstructionSet : std::uint8_t { baseline, avx2, avx512 };
+
+// The best that this processor has.
+InstructionSet best_instruction_set();
+
+// The fold for a reduction, or null where it is not defined.
+Fold find_fold(DType dtype, ReduceOp op, InstructionSet instructions);
+
+}  // namespace ferrodist

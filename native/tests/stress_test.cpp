@@ -1,0 +1,361 @@
+// Random collectives from a seed, on ranks that are threads over one mapping, so that the thread sanitizer sees every
+// access: sizes on both sides of each algorithm's limits, results compared element by element with what plain loops give.
+//
+//   stress_test [number of collectives] [seed]
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "collectives/movement.h"
+#include "collectives/reductions.h"
+#include "engine/communicator.h"
+#include "transport/shm/arena.h"
+
+using namespace ferrodist;
+
+namespace {
+
+using Element = std::int32_t;
+using Values = std::vector<Element>;
+
+constexpr double patience = 60.0;
+constexpr std::size_t slot_bytes = 8 * 1024;  // small, so that a few thousand elements take several segments
+
+std::byte* bytes_of(Values& values) {
+    return reinterpret_cast<std::byte*>(values.data());
+}
+
+// What rank `rank` passes to collective `number`, which every rank can work out.
+Values input_of(int rank, std::uint64_t number, std::size_t count) {
+    Values values(count);
+    auto state = static_cast<std::uint32_t>(number * 2654435761u + static_cast<std::uint64_t>(rank) * 40503u + 1u);
+    for (auto& value : values) {
+        state = state * 1664525u + 1013904223u;
+        value = static_cast<Element>(state >> 8);
+    }
+    return values;
+}
+
+Values sum_of(int num_ranks, std::uint64_t number, std::size_t count) {
+    Values total(count, 0);
+    for (int rank = 0; rank < num_ranks; ++rank) {
+        const Values values = input_of(rank, number, count);
+        for (std::size_t i = 0; i < count; ++i) total[i] += values[i];
+    }
+    return total;
+}
+
+void expect(const Values& actual, const Values& expected, const char* what, int rank, std::uint64_t number) {
+    require(actual == expected, "%s, collective %llu: wrong on rank %d", what, static_cast<unsigned long long>(number),
+            rank);
+}
+
+class Program {
+public:
+    Program(Communicator& communicator, const shm::Arena& arena, int rank, int num_ranks, std::uint64_t seed)
+        : communicator_(communicator), arena_(arena), rank_(rank), num_ranks_(num_ranks), random_(seed) {}
+
+    void run(std::uint64_t num_collectives) {
+        for (std::uint64_t number = 0; number < num_collectives; ++number) step(number);
+    }
+
+private:
+    template <class Collective>
+    void call(const Collective& collective) {
+        communicator_.run(communicator_.reserve(), patience, collective);
+    }
+
+    std::size_t random_count() {
+        static constexpr std::size_t limits[] = {0, 1, 2, 25, 26, 27, 100, 1000, 2047, 2048, 2049, 4097, 9000};
+        return limits[random_() % std::size(limits)];
+    }
+
+    // Where a collective finds `values`, and leaves its result for `bring_back`: on some ranks, or on all, or on none in
+    // symmetric memory.
+    std::byte* place(const Values& values, std::uint64_t number, std::size_t slot) {
+        const std::uint64_t turn = number % 5;
+        const bool is_shared = turn == 0 || (turn == 1 && (number / 5 + static_cast<std::uint64_t>(rank_)) % 2 == 0);
+        if (!is_shared) {
+            local_[slot] = values;
+            return bytes_of(local_[slot]);
+        }
+        std::byte* data = arena_.buffer(rank_) + slot * arena_.stride() / 2;
+        if (!values.empty()) std::memcpy(data, values.data(), values.size() * sizeof(Element));
+        return data;
+    }
+
+    static Values bring_back(const std::byte* data, std::size_t count) {
+        Values values(count);
+        if (count != 0) std::memcpy(values.data(), data, count * sizeof(Element));
+        return values;
+    }
+
+    // The same draws on all ranks.
+    void step(std::uint64_t number) {
+        const auto kind = random_() % 9;
+        const std::size_t count = random_count();
+        const int root = static_cast<int>(random_() % static_cast<std::uint64_t>(num_ranks_));
+        const bool in_place = random_() % 2 == 0;
+        const auto ranks = static_cast<std::size_t>(num_ranks_);
+        std::vector<std::size_t> counts(ranks);
+        for (auto& each : counts) each = random_() % 4 == 0 ? random_count() : count;
+        std::vector<std::size_t> starts(ranks + 1, 0);
+        std::partial_sum(counts.begin(), counts.end(), starts.begin() + 1);
+        const auto own = static_cast<std::size_t>(rank_);
+        const Reduction sum{.dtype = DType::int32, .op = ReduceOp::sum};
+        Values source = input_of(rank_, number, count);
+
+        if (kind == 0) {
+            std::byte* in = place(source, number, 0);
+            std::byte* out = in_place ? in : place(Values(count), number, 1);
+            call([&](Context& c, const Deadline& d) { allreduce(c, out, in, count, sum, d); });
+            expect(bring_back(out, count), sum_of(num_ranks_, number, count), "allreduce", rank_, number);
+        } else if (kind == 1) {
+            Values out(count, 0);
+            call([&](Context& c, const Deadline& d) { reduce(c, bytes_of(out), bytes_of(source), count, root, sum, d); });
+            if (rank_ == root) expect(out, sum_of(num_ranks_, number, count), "reduce", rank_, number);
+        } else if (kind == 2) {
+            std::byte* data = place(source, number, 0);
+            call([&](Context& c, const Deadline& d) { broadcast(c, data, count, DType::int32, root, d); });
+            expect(bring_back(data, count), input_of(root, number, count), "broadcast", rank_, number);
+        } else if (kind == 3 || kind == 4) {
+            source = input_of(rank_, number, counts[own]);
+            Values out(starts.back());
+            const bool is_gather = kind == 4;
+            const std::byte* in = place(source, number, 0);
+            call([&](Context& c, const Deadline& d) {
+                if (is_gather)
+                    gather(c, bytes_of(out), in, counts, DType::int32, root, d);
+                else
+                    all_gather(c, bytes_of(out), in, counts, DType::int32, 0, d);
+            });
+            Values expected;
+            for (int r = 0; r < num_ranks_; ++r) {
+                const Values part = input_of(r, number, counts[static_cast<std::size_t>(r)]);
+                expected.insert(expected.end(), part.begin(), part.end());
+            }
+            if (!is_gather || rank_ == root) expect(out, expected, "gather", rank_, number);
+        } else if (kind == 5) {
+            Values whole = input_of(root, number, starts.back());
+            Values out(counts[own]);
+            call([&](Context& c, const Deadline& d) {
+                scatter(c, bytes_of(out), bytes_of(whole), counts, DType::int32, root, d);
+            });
+            const auto begin = whole.begin() + static_cast<std::ptrdiff_t>(starts[own]);
+            expect(out, Values(begin, begin + static_cast<std::ptrdiff_t>(counts[own])), "scatter", rank_, number);
+        } else if (kind == 6) {
+            Values whole = input_of(rank_, number, starts.back());
+            Values out(counts[own]);
+            const std::byte* in = place(whole, number, 0);
+            call([&](Context& c, const Deadline& d) {
+                reduce_scatter(c, bytes_of(out), in, counts, 0, sum, d);
+            });
+            const Values total = sum_of(num_ranks_, number, starts.back());
+            const auto begin = total.begin() + static_cast<std::ptrdiff_t>(starts[own]);
+            expect(out, Values(begin, begin + static_cast<std::ptrdiff_t>(counts[own])), "reduce_scatter", rank_, number);
+        } else if (kind == 7) {
+            // Rank r sends rank s what `counts` says at r + s.
+            const auto count_of = [&](std::size_t from, std::size_t to) { return counts[(from + to) % ranks]; };
+            std::vector<std::size_t> send(ranks), receive(ranks);
+            for (std::size_t r = 0; r < ranks; ++r) {
+                send[r] = count_of(own, r);
+                receive[r] = count_of(r, own);
+            }
+            source = input_of(rank_, number, starts.back());
+            Values out(starts.back()), expected;
+            const std::byte* in = place(source, number, 0);
+            call([&](Context& c, const Deadline& d) {
+                all_to_all(c, bytes_of(out), in, send, receive, 1, DType::int32, d);
+            });
+            for (std::size_t r = 0; r < ranks; ++r) {
+                const Values theirs = input_of(static_cast<int>(r), number, starts.back());
+                std::size_t offset = 0;
+                for (std::size_t to = 0; to < own; ++to) offset += count_of(r, to);
+                const auto begin = theirs.begin() + static_cast<std::ptrdiff_t>(offset);
+                expected.insert(expected.end(), begin, begin + static_cast<std::ptrdiff_t>(receive[r]));
+            }
+            expect(out, expected, "all_to_all", rank_, number);
+        } else {
+            std::vector<std::string> shared;
+            const std::string mine(count % 100, static_cast<char>('a' + rank_));
+            call([&](Context& c, const Deadline& d) {
+                barrier(c, d);
+                shared = share(c, "stress", mine, d);
+            });
+            for (std::size_t r = 0; r < ranks; ++r)
+                require(shared[r] == std::string(count % 100, static_cast<char>('a' + static_cast<int>(r))), "share");
+        }
+    }
+
+    Communicator& communicator_;
+    const shm::Arena& arena_;
+    Values local_[2];
+    int rank_;
+    int num_ranks_;
+    std::mt19937_64 random_;
+};
+
+using Group = std::vector<std::unique_ptr<Communicator>>;
+
+std::shared_ptr<const shm::Mapping> make_memory(std::size_t size) {
+    const Descriptor descriptor(shm::create_memory("ferrodist-test", size));
+    return std::make_shared<const shm::Mapping>(descriptor.get(), size);
+}
+
+// Rank r is on host `hosts[r]`; ranks of different hosts are connected by sockets.
+Group make_group(const std::vector<int>& hosts, bool is_crowded) {
+    const int num_ranks = static_cast<int>(hosts.size());
+    std::vector<std::vector<int>> sockets(hosts.size(), std::vector<int>(hosts.size(), -1));
+    for (std::size_t a = 0; a < hosts.size(); ++a)
+        for (std::size_t b = a + 1; b < hosts.size(); ++b) {
+            if (hosts[a] == hosts[b]) continue;
+            int pair[2];
+            require(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0, "socketpair");
+            sockets[a][b] = pair[0];
+            sockets[b][a] = pair[1];
+        }
+    std::map<int, std::shared_ptr<const shm::Mapping>> memories;
+    Group group;
+    for (int rank = 0; rank < num_ranks; ++rank) {
+        const auto own = static_cast<std::size_t>(rank);
+        std::vector<int> local_indexes(hosts.size(), -1);
+        int num_local = 0;
+        for (std::size_t r = 0; r < hosts.size(); ++r)
+            if (hosts[r] == hosts[own]) local_indexes[r] = num_local++;
+        const shm::Layout layout{.num_ranks = num_local,
+                                 .group_size = num_ranks,
+                                 .slot_bytes = slot_bytes,
+                                 .is_crowded = is_crowded,
+                                 .spin_micros = 20};
+        auto& memory = memories[hosts[own]];
+        if (!memory) {
+            memory = make_memory(layout.size_bytes());
+            shm::Segment(memory, layout).initialize();
+        }
+        auto segment = std::make_shared<shm::Segment>(memory, layout);
+        std::unique_ptr<tcp::Links> links;
+        if (num_local < num_ranks) links = std::make_unique<tcp::Links>(sockets[own], slot_bytes);
+        group.push_back(std::make_unique<Communicator>(
+            Fabric(std::move(segment), rank, std::move(links), std::move(local_indexes))));
+    }
+    return group;
+}
+
+std::vector<int> one_host(int num_ranks) {
+    return std::vector<int>(static_cast<std::size_t>(num_ranks), 0);
+}
+
+template <class Body>
+void run_ranks(int num_ranks, const Body& body) {
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < num_ranks; ++rank) threads.emplace_back([&body, rank] { body(rank); });
+    for (auto& thread : threads) thread.join();
+}
+
+void stress(const std::vector<int>& hosts, bool is_crowded, std::uint64_t num_collectives, std::uint64_t seed) {
+    const int num_ranks = static_cast<int>(hosts.size());
+    const auto group = make_group(hosts, is_crowded);
+    constexpr std::size_t stride = 1024 * 1024;
+    const auto memory = make_memory(stride * hosts.size());
+    const bool has_arena = std::count(hosts.begin(), hosts.end(), hosts[0]) == num_ranks;
+    run_ranks(num_ranks, [&](int rank) {
+        Communicator& own = *group[static_cast<std::size_t>(rank)];
+        const auto arena = std::make_shared<const shm::Arena>(memory, 7, stride, rank);
+        if (has_arena) own.add_arena(arena);
+        Program(own, *arena, rank, num_ranks, seed).run(num_collectives);
+    });
+    const int num_hosts = *std::max_element(hosts.begin(), hosts.end()) + 1;
+    std::printf("%llu collectives, %d ranks, %d hosts%s\n", static_cast<unsigned long long>(num_collectives), num_ranks,
+                num_hosts, is_crowded ? ", crowded" : "");
+}
+
+template <class Collective>
+FailureKind failure_of(Communicator& communicator, double timeout, const Collective& collective) {
+    try {
+        communicator.run(communicator.reserve(), timeout, collective);
+    } catch (const Failure& failure) {
+        return failure.kind();
+    }
+    require(false, "a collective that had to fail did not");
+    std::abort();
+}
+
+// Ranks that stay away, leave, abort or call something else end the others' waits, with the reason.
+void endings(const std::vector<int>& hosts, bool is_crowded) {
+    const auto all = [](Context& c, const Deadline& d) { barrier(c, d); };
+    const auto other = [](Context& c, const Deadline& d) {
+        std::byte data[4]{};
+        broadcast(c, data, 1, DType::int32, 0, d);
+    };
+    auto group = make_group(hosts, is_crowded);
+    run_ranks(3, [&](int rank) {
+        if (rank != 1) require(failure_of(*group[static_cast<std::size_t>(rank)], 0.2, all) == FailureKind::late, "late");
+    });
+    group = make_group(hosts, is_crowded);
+    run_ranks(3, [&](int rank) {
+        Communicator& own = *group[static_cast<std::size_t>(rank)];
+        if (rank == 1) {
+            own.leave();
+            return;
+        }
+        const FailureKind kind = failure_of(own, patience, all);
+        require(kind == FailureKind::left || kind == FailureKind::lost, "left");
+    });
+    group = make_group(hosts, is_crowded);
+    run_ranks(3, [&](int rank) {
+        Communicator& own = *group[static_cast<std::size_t>(rank)];
+        own.abort("enough");  // which other hosts are told by other means
+        require(failure_of(own, patience, all) == FailureKind::aborted, "aborted");
+    });
+    group = make_group(hosts, is_crowded);
+    run_ranks(3, [&](int rank) {
+        Communicator& own = *group[static_cast<std::size_t>(rank)];
+        const FailureKind kind = rank == 1 ? failure_of(own, patience, other) : failure_of(own, patience, all);
+        require(kind == FailureKind::mismatch, "mismatch");
+    });
+    // Several threads of a rank: each collective waits for its turn.
+    group = make_group({hosts[0], hosts[1]}, is_crowded);
+    run_ranks(2, [&](int rank) {
+        Communicator& own = *group[static_cast<std::size_t>(rank)];
+        for (int round = 0; round < 200; ++round) {
+            const std::uint64_t first = own.reserve();
+            const std::uint64_t second = own.reserve();
+            std::thread later([&] { own.run(second, patience, all); });
+            own.run(first, patience, all);
+            later.join();
+        }
+    });
+    std::printf("endings, host of rank 1: %d%s\n", hosts[1], is_crowded ? ", crowded" : "");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const std::uint64_t total = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 20000;
+    const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+    for (const bool is_crowded : {false, true}) {
+        endings({0, 0, 0}, is_crowded);
+        endings({0, 1, 2}, is_crowded);
+        endings({0, 1, 0}, is_crowded);
+    }
+    stress(one_host(1), false, total / 20, seed);
+    stress(one_host(2), false, total * 6 / 20, seed + 1);
+    stress(one_host(2), true, total / 20, seed + 2);
+    stress(one_host(3), true, total * 2 / 20, seed + 3);
+    stress(one_host(4), false, total * 2 / 20, seed + 4);
+    stress(one_host(4), true, total * 2 / 20, seed + 5);
+    stress(one_host(8), true, total * 2 / 20, seed + 6);
+    stress({0, 1}, false, total / 20, seed + 7);
+    stress({0, 1, 2}, true, total / 20, seed + 8);
+    stress({0, 1, 0, 1}, false, total / 20, seed + 9);
+    stress({0, 0, 1, 1, 2}, true, total / 20, seed + 10);
+}

@@ -1,0 +1,131 @@
+#include "transport/fabric.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/failure.h"
+#include "base/interruption.h"
+#include "base/processor.h"
+
+namespace ferrodist {
+
+namespace {
+
+// A rank that has peers on its host looks at their flags this often while it sleeps on its connections.
+constexpr auto look_at_host = std::chrono::microseconds(200);
+
+constexpr int crowded_looks = 16;
+
+}  // namespace
+
+Fabric::Fabric(std::shared_ptr<shm::Segment> segment, int rank, std::unique_ptr<tcp::Links> links,
+               std::vector<int> local_indexes)
+    : segment_(std::move(segment)),
+      links_(std::move(links)),
+      rank_(rank),
+      local_indexes_(std::move(local_indexes)),
+      has_local_peers_(segment_->layout().num_ranks > 1),
+      layout_(segment_->layout()) {
+    layout_.num_ranks = layout_.group_size;
+}
+
+void Fabric::give_counts(std::uint64_t sequence, std::span<const std::size_t> counts) {
+    const auto row = this->counts(rank_, sequence);
+    std::copy(counts.begin(), counts.end(), row.begin());
+    if (!links_) return;
+    for (int r = 0; r < num_ranks(); ++r)
+        if (links_->is_remote(r)) links_->send(r, tcp::Kind::counts, sequence, 0, std::as_bytes(row));
+}
+
+void Fabric::arrive(std::uint64_t sequence, const Deadline& deadline) {
+    if (!links_) return segment_->arrive(rank_, sequence, deadline);
+    shm::Arrival& line = arrival(rank_, sequence);
+    const auto* data = reinterpret_cast<const std::byte*>(&line.call);
+    for (int r = 0; r < num_ranks(); ++r)
+        if (links_->is_remote(r))
+            links_->send(r, tcp::Kind::arrival, sequence, 0, {data, shm::line_bytes - sizeof(line.sequence)});
+    segment_->publish(line.sequence, sequence);
+    wait_for_all([&](int r) { return arrival(r, sequence).sequence.load() >= sequence; }, FailureKind::late, deadline);
+}
+
+void Fabric::publish_done(std::uint64_t number) {
+    if (links_)
+        for (int r = 0; r < num_ranks(); ++r)
+            if (links_->is_remote(r)) links_->send(r, tcp::Kind::done, number, 0, {});
+    segment_->publish(own().done, number);
+}
+
+void Fabric::await(shm::Flag shm::Progress::* flag, std::uint64_t value, const Deadline& deadline) {
+    if (!links_) return segment_->await(flag, value, deadline);
+    wait_for_all([&](int r) { return (progress(r).*flag).load() >= value; }, FailureKind::stalled, deadline);
+}
+
+void Fabric::flush(const Deadline& deadline) {
+    while (links_ && links_->has_unsent()) {
+        if (links_->move()) continue;
+        check();
+        look_for_interruption();
+        if (deadline.expired()) throw Failure(FailureKind::stalled, {});
+        links_->sleep(std::min<std::chrono::nanoseconds>(deadline.remaining(), interruption_period));
+    }
+}
+
+template <class IsThere>
+void Fabric::wait_for_all(const IsThere& is_there, FailureKind lateness, const Deadline& deadline) {
+    int next = 0;
+    const auto is_over = [&] {
+        while (next < num_ranks() && is_there(next)) ++next;
+        return next == num_ranks();
+    };
+    const auto lagging = [&] {
+        std::vector<int> ranks;
+        for (int r = 0; r < num_ranks(); ++r)
+            if (!is_there(r)) ranks.push_back(r);
+        return ranks;
+    };
+    if (is_over()) return;
+    int looks = 0;
+    auto spin_end = Clock::now() + std::chrono::microseconds(layout_.spin_micros);
+    while (true) {
+        const bool has_moved = links_->move();
+        if (is_over()) return;
+        if (has_moved) {
+            spin_end = Clock::now() + std::chrono::microseconds(layout_.spin_micros);
+            continue;
+        }
+        check();
+        if (layout_.is_crowded ? ++looks < crowded_looks : Clock::now() < spin_end) {
+            relax();
+            continue;
+        }
+        look_for_interruption();
+        std::vector<int> ranks = lagging();
+        if (ranks.empty()) continue;
+        for (const int r : ranks) {
+            if (links_->is_remote(r) ? !links_->is_gone(r) : progress(r).left.load() == 0) continue;
+            if (!is_there(r))
+                throw Failure(links_->is_remote(r) ? FailureKind::lost : FailureKind::left, {r});
+        }
+        if (deadline.expired()) throw Failure(lateness, std::move(ranks));
+        const std::chrono::nanoseconds longest =
+            has_local_peers_ ? std::chrono::nanoseconds(look_at_host) : std::chrono::nanoseconds(interruption_period);
+        links_->sleep(std::clamp<std::chrono::nanoseconds>(deadline.remaining(), std::chrono::nanoseconds(0), longest));
+    }
+}
+
+void Fabric::leave() {
+    segment_->leave(links_ ? local(rank_) : rank_);
+    if (links_) links_->leave();
+}
+
+void Fabric::stop() noexcept {
+    segment_->stop();
+    if (links_) links_->drop();
+}
+
+void Fabric::abort(std::string_view record) {
+    segment_->abort(record);
+    if (links_) links_->wake();
+}
+
+}  // namespace ferrodist

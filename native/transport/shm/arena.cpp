@@ -1,0 +1,26 @@
+#include "transport/shm/arena.h"
+
+#include <algorithm>
+
+namespace ferrodist::shm {
+
+void Arenas::add(const std::shared_ptr<const Arena>& arena) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(arenas_, [](const auto& each) { return each.expired(); });
+    arenas_.push_back(arena);
+    is_used_.store(true);
+}
+
+Shared Arenas::find(const std::byte* data, std::size_t size) const {
+    if (!is_used_.load()) return {};
+    const std::lock_guard lock(mutex_);
+    for (const auto& each : arenas_)
+        if (auto arena = each.lock(); arena && arena->holds(data, size)) {
+            // Ranks differ in where their buffers lie, and in nothing else.
+            const auto offset = static_cast<std::size_t>(data - arena->buffer(0)) % arena->stride();
+            return {std::move(arena), offset};
+        }
+    return {};
+}
+
+}  // namespace ferrodist::shm

@@ -1,0 +1,243 @@
+#include "transport/shm/segment.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <ctime>
+#include <new>
+
+#include "base/interruption.h"
+#include "base/processor.h"
+
+namespace ferrodist::shm {
+
+namespace {
+
+constexpr std::size_t page_bytes = 4096;
+constexpr std::size_t max_record_bytes = 4096;
+
+// How long one sleep lasts at most: bounds how late an expired deadline is seen.
+constexpr auto longest_sleep = interruption_period;
+
+// Pauses between two looks at the clock or the abort word while spinning.
+constexpr int pauses_a_look = 32;
+
+// Pauses before sleeping where ranks share processors: whoever is waited for may need this one.
+constexpr int crowded_pauses = 64;
+
+constexpr std::size_t round_up(std::size_t size, std::size_t unit) {
+    return (size + unit - 1) / unit * unit;
+}
+
+// Not FUTEX_PRIVATE: the word lies at another address in each process.
+long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value, const timespec* timeout) {
+    return ::syscall(SYS_futex, &word, operation, value, timeout, nullptr, 0);
+}
+
+}  // namespace
+
+struct Segment::Header {
+    struct alignas(line_bytes) Bell {
+        std::atomic<std::uint32_t> word;      // changed by `ring`, slept on
+        std::atomic<std::uint32_t> sleepers;  // ranks that sleep or are about to; a killed one may stay counted
+    };
+    struct alignas(line_bytes) Abort {
+        std::atomic<std::uint32_t> state;  // 0: none, 1: being written, 2: written
+        std::uint32_t length;
+        std::array<char, max_record_bytes> record;
+    };
+
+    Bell bell;
+    Abort abort;
+    alignas(line_bytes) Flag num_arrivals;  // of all ranks at all collectives so far; in crowded groups only
+    alignas(line_bytes) Flag released;      // collectives at which all have arrived; in crowded groups only
+};
+
+std::size_t Layout::size_bytes() const {
+    const auto ranks = static_cast<std::size_t>(num_ranks);
+    const auto columns = static_cast<std::size_t>(group_size);
+    const std::size_t header = round_up(sizeof(Arrival) * 2 * ranks + sizeof(Progress) * ranks, page_bytes) +
+                               round_up(2 * ranks * round_up(columns * sizeof(std::uint64_t), line_bytes), page_bytes);
+    return 4 * page_bytes + header + ranks * num_slots * slot_bytes;
+}
+
+Segment::Segment(std::shared_ptr<const Mapping> memory, const Layout& layout)
+    : layout_(layout), memory_(std::move(memory)) {
+    static_assert(sizeof(Header) <= 4 * page_bytes);
+    const auto ranks = static_cast<std::size_t>(layout.num_ranks);
+    arrivals_ = memory_->data() + 4 * page_bytes;
+    progress_ = arrivals_ + sizeof(Arrival) * 2 * ranks;
+    counts_ = arrivals_ + round_up(sizeof(Arrival) * 2 * ranks + sizeof(Progress) * ranks, page_bytes);
+    slots_ = memory_->data() + layout.size_bytes() - ranks * num_slots * layout.slot_bytes;
+}
+
+void Segment::initialize() {
+    // The memory is zero, which is what all counters start from; this begins the objects' lifetimes.
+    new (memory_->data()) Header{};
+    for (int rank = 0; rank < layout_.num_ranks; ++rank) {
+        new (&arrival(rank, 0)) Arrival{};
+        new (&arrival(rank, 1)) Arrival{};
+        new (&progress(rank)) Progress{};
+    }
+}
+
+Segment::Header& Segment::header() const noexcept {
+    return *std::launder(reinterpret_cast<Header*>(memory_->data()));
+}
+
+Arrival& Segment::arrival(int rank, std::uint64_t sequence) const noexcept {
+    const std::size_t index = 2 * static_cast<std::size_t>(rank) + (sequence & 1);
+    return *std::launder(reinterpret_cast<Arrival*>(arrivals_ + index * sizeof(Arrival)));
+}
+
+Progress& Segment::progress(int rank) const noexcept {
+    return *std::launder(
+        reinterpret_cast<Progress*>(progress_ + static_cast<std::size_t>(rank) * sizeof(Progress)));
+}
+
+std::byte* Segment::slot(int rank, std::uint64_t segment) const noexcept {
+    return slots_ + (static_cast<std::size_t>(rank) * num_slots + segment % num_slots) * layout_.slot_bytes;
+}
+
+std::span<std::uint64_t> Segment::counts(int rank, std::uint64_t sequence) const noexcept {
+    const auto columns = static_cast<std::size_t>(layout_.group_size);
+    const std::size_t row = round_up(columns * sizeof(std::uint64_t), line_bytes);
+    const std::size_t index = 2 * static_cast<std::size_t>(rank) + (sequence & 1);
+    return {reinterpret_cast<std::uint64_t*>(counts_ + index * row), columns};
+}
+
+void Segment::publish(Flag& flag, std::uint64_t value) {
+    // Partner: the loads in `wait_until`. Either this sees the sleeper counted, or the sleeper sees the value.
+    flag.store(value);
+    if (header().bell.sleepers.load() != 0) ring();
+}
+
+void Segment::ring() {
+    header().bell.word.fetch_add(1);
+    futex(header().bell.word, FUTEX_WAKE, INT32_MAX, nullptr);
+}
+
+template <class Ready, class Lagging>
+void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind lateness, const Deadline& deadline) {
+    if (layout_.is_crowded) {
+        for (int i = 0; i < crowded_pauses; ++i) {
+            if (ready()) return;
+            relax();
+        }
+    } else {
+        Clock::time_point end{};
+        do {
+            for (int i = 0; i < pauses_a_look; ++i) {
+                if (ready()) return;
+                relax();
+            }
+            check();
+            if (end == Clock::time_point{}) end = Clock::now() + std::chrono::microseconds(layout_.spin_micros);
+        } while (Clock::now() < end);
+    }
+    auto& bell = header().bell;
+    while (true) {
+        bell.sleepers.fetch_add(1);
+        const std::uint32_t word = bell.word.load();
+        const bool is_over = ready();
+        if (!is_over && !has_ended()) {
+            const auto left = std::clamp<Clock::duration>(deadline.remaining(), Clock::duration::zero(), longest_sleep);
+            const auto nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(left).count();
+            const timespec timeout{.tv_sec = 0, .tv_nsec = static_cast<long>(nanoseconds)};
+            futex(bell.word, FUTEX_WAIT, word, &timeout);
+        }
+        bell.sleepers.fetch_sub(1);
+        if (is_over || ready()) return;
+        check();
+        look_for_interruption();
+        std::vector<int> ranks = lagging();
+        if (ranks.empty()) continue;  // they came this moment
+        for (const int rank : ranks)
+            if (progress(rank).left.load() != 0 && !ready()) throw Failure(FailureKind::left, {rank});
+        if (deadline.expired()) throw Failure(lateness, std::move(ranks));
+    }
+}
+
+void Segment::arrive(int rank, std::uint64_t sequence, const Deadline& deadline) {
+    const int num_ranks = layout_.num_ranks;
+    Flag& own = arrival(rank, sequence).sequence;
+    const auto lagging = [&] {
+        std::vector<int> ranks;
+        for (int r = 0; r < num_ranks; ++r)
+            if (arrival(r, sequence).sequence.load() < sequence) ranks.push_back(r);
+        return ranks;
+    };
+    if (!layout_.is_crowded) {
+        publish(own, sequence);
+        int next = 0;
+        wait_until(
+            [&] {
+                while (next < num_ranks && arrival(next, sequence).sequence.load() >= sequence) ++next;
+                return next == num_ranks;
+            },
+            lagging, FailureKind::late, deadline);
+        return;
+    }
+    // Ranks outnumber the processors: the last one to come wakes all others once, and none is woken before.
+    own.store(sequence);
+    const auto all = static_cast<std::uint64_t>(num_ranks) * sequence;
+    if (header().num_arrivals.fetch_add(1) + 1 == all) {
+        publish(header().released, sequence);
+        return;
+    }
+    wait_until([&] { return header().released.load() >= sequence; }, lagging, FailureKind::late, deadline);
+}
+
+void Segment::await(Flag Progress::* flag, std::uint64_t value, const Deadline& deadline) {
+    const int num_ranks = layout_.num_ranks;
+    int next = 0;
+    wait_until(
+        [&] {
+            while (next < num_ranks && (progress(next).*flag).load() >= value) ++next;
+            return next == num_ranks;
+        },
+        [&] {
+            std::vector<int> ranks;
+            for (int r = 0; r < num_ranks; ++r)
+                if ((progress(r).*flag).load() < value) ranks.push_back(r);
+            return ranks;
+        },
+        FailureKind::stalled, deadline);
+}
+
+void Segment::abort(std::string_view record) {
+    auto& abort = header().abort;
+    std::uint32_t none = 0;
+    if (!abort.state.compare_exchange_strong(none, 1)) return;
+    abort.length = static_cast<std::uint32_t>(std::min(record.size(), max_record_bytes));
+    std::memcpy(abort.record.data(), record.data(), abort.length);
+    abort.state.store(2);
+    ring();
+}
+
+bool Segment::is_aborted() const noexcept {
+    return header().abort.state.load() != 0;
+}
+
+std::string Segment::abort_record() const {
+    const auto& abort = header().abort;
+    // Whoever writes it may have been killed half-way: then there is no record.
+    const Deadline patience(0.1);
+    while (abort.state.load() == 1 && !patience.expired()) relax();
+    return abort.state.load() == 2 ? std::string(abort.record.data(), abort.length) : std::string();
+}
+
+void Segment::leave(int rank) {
+    stop();
+    publish(progress(rank).left, 1);
+}
+
+void Segment::check() const {
+    if (is_stopped_.load()) throw Failure(FailureKind::stopped, {});
+    if (is_aborted()) throw Failure(FailureKind::aborted, {}, abort_record());
+}
+
+}  // namespace ferrodist::shm

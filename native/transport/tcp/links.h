@@ -1,0 +1,103 @@
+// The connections of one rank to the ranks of other hosts, for one group: what they stage, fold and call comes in here
+// and lies in memory of this process as it would in the shared segment.
+//
+// Whoever runs a collective reads and writes all connections, while it waits for anything; nobody does in between. A
+// frame is a header and bytes of one slot; those of one connection arrive in the order in which they were sent.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/descriptor.h"
+#include "transport/shm/segment.h"
+
+namespace ferrodist::tcp {
+
+enum class Kind : std::uint32_t { arrival = 1, counts = 2, staged = 3, folded = 4, done = 5 };
+
+// The same on all machines that can be in a group: little-endian, which `ferrodist` requires.
+struct Header {
+    std::uint32_t magic;
+    Kind kind;
+    std::uint64_t number;  // a collective's sequence, or a segment's number
+    std::uint64_t offset;  // in the slot
+    std::uint64_t size;    // bytes that follow
+};
+static_assert(sizeof(Header) == 32);
+
+class Links {
+public:
+    // `descriptors[r]` is the connection to rank r, owned from now on, or -1 for ranks of this host.
+    Links(const std::vector<int>& descriptors, std::size_t slot_bytes);
+
+    [[nodiscard]] bool is_remote(int rank) const { return peers_[index(rank)] != nullptr; }
+
+    // What a remote rank has said.
+    [[nodiscard]] shm::Arrival& arrival(int rank, std::uint64_t sequence) const {
+        return peers_[index(rank)]->arrivals[sequence & 1];
+    }
+    [[nodiscard]] std::span<std::uint64_t> counts(int rank, std::uint64_t sequence) const {
+        return peers_[index(rank)]->counts[sequence & 1];
+    }
+    [[nodiscard]] shm::Progress& progress(int rank) const { return peers_[index(rank)]->progress; }
+    [[nodiscard]] std::byte* slot(int rank, std::uint64_t segment) const {
+        return peers_[index(rank)]->slots.get() + segment % shm::num_slots * slot_bytes_;
+    }
+
+    // Sends bytes to one remote rank as soon as its connection takes them. `data` must stay as it is until `flush`, or
+    // until that rank is known to have got it; a copy is taken of what is no longer than a line.
+    void send(int rank, Kind kind, std::uint64_t number, std::size_t offset, std::span<const std::byte> data);
+
+    // Reads and writes what connections give and take without waiting; whether anything moved.
+    bool move();
+
+    [[nodiscard]] bool has_unsent() const;
+    // Whether a rank's connection has ended.
+    [[nodiscard]] bool is_gone(int rank) const { return peers_[index(rank)]->is_gone; }
+
+    // Blocks until a connection gives or takes something, `wake` is called, or `timeout` has passed.
+    void sleep(std::chrono::nanoseconds timeout);
+    // Ends a `sleep`, from any thread.
+    void wake() noexcept;
+    // Tells the other ranks that nothing comes any more, from any thread.
+    void leave() noexcept;
+    // In a forked child: closes its copies of the connections, which are the parent's.
+    void drop() noexcept;
+
+private:
+    struct Outgoing {
+        Header header;
+        std::span<const std::byte> data;
+        std::unique_ptr<std::byte[]> copy;
+        std::size_t num_sent = 0;  // of header and data together
+    };
+
+    struct Peer {
+        Descriptor socket;
+        bool is_gone = false;
+        std::deque<Outgoing> outgoing;
+        Header header{};
+        std::size_t num_received = 0;  // of header and data together
+        shm::Arrival arrivals[2]{};
+        std::vector<std::uint64_t> counts[2];
+        shm::Progress progress{};
+        std::unique_ptr<std::byte[]> slots;
+    };
+
+    static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
+    bool write(Peer& peer);
+    bool read(Peer& peer, int rank);
+    std::span<std::byte> target_of(Peer& peer, int rank) const;
+    static void act_on(Peer& peer);
+
+    std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null for those of this host
+    std::size_t slot_bytes_;
+    Descriptor alarm_;
+};
+
+}  // namespace ferrodist::tcp

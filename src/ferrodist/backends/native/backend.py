@@ -1,0 +1,164 @@
+"""The native engine as a backend."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ferrodist.backends.call import Call
+from ferrodist.backends.native.collectives import NativeCollectives
+from ferrodist.backends.native.hosts import Place, address_of_interface, host_id
+from ferrodist.backends.native.library import load
+from ferrodist.backends.sub import SubBackend
+from ferrodist.backends.tcp.backend import TcpBackend
+from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
+from ferrodist.errors import GroupAbortedError
+from ferrodist.rendezvous import rendezvous
+from ferrodist.rendezvous.secret import resolve_secret
+
+if TYPE_CHECKING:
+    import socket
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.errors import DistributedError
+
+__all__ = ["GlooBackend", "NativeBackend"]
+
+
+class NativeBackend(TcpBackend):
+    """A rank of a group whose collectives are done by the native engine.
+
+    Ranks of one host share memory: groups and sub-groups of them never touch the network for a collective. Ranks of
+    different hosts are connected each to each, on the interface that leads to rank 0 or the one that the environment's
+    FERRODIST_SOCKET_IFNAME names. Messages from rank to rank go over TCP through rank 0, as in `TcpBackend`, whose
+    arguments and errors these are.
+
+    Args:
+        shares_memory: Whether ranks of one host share memory; if not, all are connected by TCP.
+
+    Raises:
+        BackendUnavailable: This installation has no native engine, or the ranks of a host can't share memory.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        address: str,
+        *,
+        secret: str | bytes | None = None,
+        timeout: float = DEFAULT_COLLECTIVE_TIMEOUT,
+        name: str = "world",
+        job: str = "default",
+        listener: socket.socket | None = None,
+        connect_timeout: float | None = None,
+        socket_buffer_bytes: int | None = None,
+        shares_memory: bool = True,
+    ) -> None:
+        load()
+        deadline = Deadline(timeout if connect_timeout is None else check_timeout(connect_timeout))
+        self._engines: weakref.WeakValueDictionary[int, NativeCollectives] = weakref.WeakValueDictionary()  # by group
+        self._hosts: tuple[bytes, ...] = ()
+        super().__init__(
+            rank,
+            world_size,
+            address,
+            secret=secret,
+            timeout=timeout,
+            name=name,
+            job=job,
+            listener=listener,
+            connect_timeout=connect_timeout,
+            socket_buffer_bytes=socket_buffer_bytes,
+        )
+        try:
+            own_host = host_id() if shares_memory else rank.to_bytes(8, "little")
+            self._hosts = tuple(self.agreement.reach(Call(operation="hosts", payload=own_host), deadline.remaining()))
+            self._place = Place(hosts=self._hosts, address=self._own_address(), secret=resolve_secret(secret), job=job)
+            self.collectives = self._make_engine(self, tuple(range(world_size)))
+            self.collectives.open(Call(operation="open"), deadline.remaining())
+        except GroupAbortedError:
+            pass  # by a rank that had all it needed and went ahead: the next call says so
+        except BaseException:
+            self.close()
+            raise
+
+    def subgroup_collectives(self, subgroup: Backend) -> NativeCollectives:
+        """The engine of a sub-group."""
+        assert isinstance(subgroup, SubBackend)
+        return self._make_engine(subgroup, subgroup.root_ranks)
+
+    def _make_engine(self, group: Backend, members: tuple[int, ...]) -> NativeCollectives:
+        place = replace(self._place, hosts=tuple(self._hosts[rank] for rank in members))
+        engine = self._engines[group.group_id] = NativeCollectives(group, place)
+        return engine
+
+    def _own_address(self) -> str:
+        """Where other hosts reach this rank: on the interface that leads to rank 0, unless the user names one."""
+        interface = os.environ.get("FERRODIST_SOCKET_IFNAME")
+        if interface:
+            return address_of_interface(interface)
+        for link in self._links.values():
+            return str(link.sock.getsockname()[0])
+        return "127.0.0.1"
+
+    # The ends of groups reach their engines.
+
+    def _fail_group(self, group_id: int, error: DistributedError) -> bool:
+        is_first = super()._fail_group(group_id, error)
+        engine = self._engines.get(group_id)
+        if engine is not None and is_first:
+            engine.abort(error)
+        return is_first
+
+    def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
+        """Leave a sub-group, and its engine."""
+        engine = self._engines.pop(group_id, None)
+        if engine is not None:
+            engine.leave()
+        super().close_subgroup(group_id, members)
+
+    def _close_groups(self) -> bool:
+        is_first = super()._close_groups()
+        if is_first:
+            for engine in list(self._engines.values()):
+                engine.leave()
+        return is_first
+
+    def _forget_in_child(self) -> None:
+        for engine in list(self._engines.values()):
+            engine.stop()
+
+
+class GlooBackend(NativeBackend):
+    """The native engine over TCP alone, as gloo is: for hosts that can't share memory, and to compare.
+
+    Arguments and errors are those of `NativeBackend`.
+    """
+
+    def __init__(self, rank: int, world_size: int, address: str, **settings: Any) -> None:
+        super().__init__(rank, world_size, address, **{**settings, "shares_memory": False})
+
+    @classmethod
+    def from_env(cls, *, timeout: float = DEFAULT_COLLECTIVE_TIMEOUT, secret: str | bytes | None = None) -> GlooBackend:
+        """Meet the other ranks as the environment says (torchrun's variables), and make a group of them.
+
+        Args:
+            timeout: Seconds for all ranks to meet, and the group's default for blocking calls.
+            secret: The job secret; None takes FERRODIST_SECRET.
+
+        Raises:
+            ValueError: The environment lacks a variable.
+            RendezvousError: On every rank, when some did not come.
+        """
+        deadline = Deadline(check_timeout(timeout))
+        membership = rendezvous(None, rank=None, world_size=None, timeout=deadline.remaining(), secret=secret)
+        try:
+            group = cls.from_membership(membership, timeout, deadline)
+        except BaseException:
+            membership.close()
+            raise
+        group.on_close(membership.close)
+        return group

@@ -1,0 +1,300 @@
+"""The collectives of a group, by the native engine."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from ferrodist.backends.call import Call
+from ferrodist.backends.native.failures import abort_record, public_error, queued_error
+from ferrodist.backends.native.library import load
+from ferrodist.backends.native.names import SHARE_NAME_BYTES, dtype_name, dtype_number
+from ferrodist.backends.native.opening import open_communicator, open_symmetric
+from ferrodist.deadline import Deadline, Elapsed
+from ferrodist.errors import DistributedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.backends.native.hosts import Place
+
+__all__ = ["NativeCollectives"]
+
+_POLL_SECONDS = 0.05
+
+# The public function of this name does the same in three times the time.
+_increment_version = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)  # noqa: SLF001
+
+
+class NativeCollectives:
+    """`Collectives` of a group whose ranks share memory on each host, and are connected between hosts.
+
+    Memory and connections are made when the first collective runs, so that making a group takes no message.
+
+    Args:
+        group: The group.
+        place: Where its ranks are.
+    """
+
+    def __init__(self, group: Backend, place: Place) -> None:
+        self._group = group
+        self._place = place
+        self._opening = threading.Lock()
+        self._reserving = threading.Lock()
+        self._num_reserved = 0
+        self._opened = threading.Event()
+        self._keeping = threading.Lock()
+        self._kept: deque[Any] = deque()  # in the order in which they end
+        self.compiled: Any = None
+        """The engine's compiled part, once it is open."""
+        self.num_ranks = group.world_size
+        self.group_name = group.name
+        self.timeout = group.timeout
+        self._end: Callable[[Any], object] | None = None
+        self.failure_type: type[Exception] = load().Failure
+
+    def reserve(self) -> int:
+        """Take the next position among the group's collectives."""
+        with self._reserving:
+            if self.compiled is not None:
+                return int(self.compiled.reserve())
+            self._num_reserved += 1
+            return self._num_reserved - 1
+
+    def open(self, call: Call, timeout: float) -> None:
+        """Make the shared memory, for the first collective of the group."""
+        communicator = open_communicator(self._group, self._place, call, timeout)
+        with self._reserving:
+            for _ in range(self._num_reserved):
+                communicator.reserve()
+            self.compiled = communicator
+            if self._end is not None:
+                self._end(communicator)
+        self._opened.set()
+        load().load_tensor_interface(torch.Tensor, torch.nn.Parameter, _increment_version)
+        self._group.quick = self
+
+    def end(self, how: Callable[[Any], object]) -> None:
+        """Do something final to the communicator, now or when there is one."""
+        with self._reserving:
+            if self.compiled is not None:
+                how(self.compiled)
+            else:
+                self._end = how
+
+    def abort(self, error: DistributedError) -> None:
+        """End the group for all ranks of this host."""
+        record = abort_record(error)
+        self.end(lambda communicator: communicator.abort(record))
+
+    def leave(self) -> None:
+        """Leave the group: ranks that wait for this one get an error."""
+        self.end(lambda communicator: communicator.leave())
+
+    def stop(self) -> None:
+        """In a forked child: nothing works here any more, and nobody is told."""
+        self._reserving = threading.Lock()
+        self.end(lambda communicator: communicator.stop())
+
+    # The collectives: see `Collectives`.
+
+    def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
+        """Give every rank the bytes of each, in rank order."""
+        call = Call(operation=operation)
+        shared: list[bytes] = self._run(
+            "share", call, timeout, sequence, operation.encode().ljust(SHARE_NAME_BYTES, b"\0"), payload
+        )
+        return shared
+
+    def barrier(self, *, timeout: float, sequence: int) -> None:
+        """Return when all ranks have called."""
+        self._run("barrier", Call(operation="barrier"), timeout, sequence)
+
+    def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Any, *, timeout: float, sequence: int) -> None:
+        """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
+        call = _call("allreduce", source, source.numel(), op=op)
+        reduction = _reduction(source, op)
+        self._run("allreduce", call, timeout, sequence, out.data_ptr(), source.data_ptr(), source.numel(), *reduction)
+
+    def reduce(
+        self,
+        out: torch.Tensor | None,
+        source: torch.Tensor,
+        op: Any,
+        root: int,
+        *,
+        timeout: float,
+        sequence: int,
+    ) -> None:
+        """Fold ``source`` over the ranks into the root's ``out``, which may be its ``source``; None elsewhere."""
+        call = _call("reduce", source, source.numel(), op=op, root=root)
+        addresses = (_address(out), source.data_ptr())
+        self._run("reduce", call, timeout, sequence, *addresses, source.numel(), root, *_reduction(source, op))
+
+    def broadcast(self, tensor: torch.Tensor, root: int, *, timeout: float, sequence: int) -> None:
+        """Copy the root's ``tensor`` into every rank's."""
+        call = _call("broadcast", tensor, tensor.numel(), root=root)
+        self._run("broadcast", call, timeout, sequence, tensor.data_ptr(), tensor.numel(), dtype_number(tensor), root)
+
+    def all_gather(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        counts: Sequence[int],
+        *,
+        dim: int,
+        timeout: float,
+        sequence: int,
+    ) -> None:
+        """Copy every rank's ``source`` into every ``out``, one after the other."""
+        call = _call("all_gather", out, out.numel(), dim=dim)
+        addresses = (out.data_ptr(), source.data_ptr())
+        self._run("all_gather", call, timeout, sequence, *addresses, counts, dtype_number(out), dim)
+
+    def gather(
+        self,
+        out: torch.Tensor | None,
+        source: torch.Tensor,
+        counts: Sequence[int],
+        root: int,
+        *,
+        timeout: float,
+        sequence: int,
+    ) -> None:
+        """Copy every rank's ``source`` into the root's ``out``; None elsewhere."""
+        call = _call("gather", source, sum(counts), root=root)
+        addresses = (_address(out), source.data_ptr())
+        self._run("gather", call, timeout, sequence, *addresses, counts, dtype_number(source), root)
+
+    def scatter(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor | None,
+        counts: Sequence[int],
+        root: int,
+        *,
+        timeout: float,
+        sequence: int,
+    ) -> None:
+        """Copy part r of the root's ``source``, of ``counts[r]`` elements, into rank r's ``out``."""
+        call = _call("scatter", out, sum(counts), root=root)
+        addresses = (out.data_ptr(), _address(source))
+        self._run("scatter", call, timeout, sequence, *addresses, counts, dtype_number(out), root)
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        counts: Sequence[int],
+        op: Any,
+        *,
+        dim: int,
+        timeout: float,
+        sequence: int,
+    ) -> None:
+        """Fold part r of every rank's ``source`` into rank r's ``out``."""
+        call = _call("reduce_scatter", source, source.numel(), op=op, dim=dim)
+        addresses = (out.data_ptr(), source.data_ptr())
+        self._run("reduce_scatter", call, timeout, sequence, *addresses, counts, dim, *_reduction(source, op))
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        *,
+        unit: int,
+        timeout: float,
+        sequence: int,
+    ) -> None:
+        """Send part r of ``source`` to rank r, and collect what the ranks sent here in ``out``."""
+        call = _call("all_to_all", source, unit)
+        addresses = (out.data_ptr(), source.data_ptr())
+        counts = (send_counts, receive_counts, unit)
+        self._run("all_to_all", call, timeout, sequence, *addresses, *counts, dtype_number(source))
+
+    def _run(self, collective: str, call: Call, timeout: float, sequence: int, *arguments: object) -> Any:
+        if self._group.failure is not None:
+            raise self._group.failure.fresh()
+        deadline = Deadline(timeout)
+        if self.compiled is None:
+            self._open_at(sequence, call, deadline)
+        try:
+            return getattr(self.compiled, collective)(*arguments, timeout=deadline.remaining(), place=sequence)
+        except self.failure_type as failure:
+            self._fail(failure, call, timeout)
+        except BaseException as error:  # an interruption: this rank is out of step with the others
+            self._group.abort(f"rank {self._group.rank} left {call} by {type(error).__name__}")
+            raise
+
+    def empty_symmetric(self, call: Call, size_bytes: int, timeout: float) -> torch.Tensor:
+        """Make symmetric memory, of ``size_bytes`` on each rank: a tensor of bytes, which keeps it.
+
+        Ordinary memory where the ranks are on several hosts.
+        """
+        deadline = Deadline(timeout)
+        self.share(call.operation, b"", timeout=timeout, sequence=self.reserve())  # in step with other collectives
+        if self._place.num_hosts > 1:
+            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        memory: torch.Tensor = open_symmetric(
+            self._group, self._place, self.compiled, call, size_bytes=size_bytes, timeout=deadline.remaining()
+        )
+        return memory
+
+    # What the short ways need: see collectives/quick.py.
+
+    def fail_call(self, failure: Exception, operation: str, tensor: torch.Tensor, count: int, **facts: Any) -> NoReturn:
+        """End the group for a failure of ``compiled``, and raise what it is called in public."""
+        self._fail(failure, _call(operation, tensor, count, **facts), self.timeout)
+
+    def fail_barrier(self, failure: Exception) -> NoReturn:
+        """`fail_call` for a barrier."""
+        self._fail(failure, Call(operation="barrier"), self.timeout)
+
+    def keep(self, started: Any) -> None:
+        """Keep a started collective until it has ended."""
+        with self._keeping:
+            while self._kept and self._kept[0].done():
+                self._kept.popleft()
+            self._kept.append(started)
+
+    def _fail(self, failure: Exception, call: Call, timeout: float) -> NoReturn:
+        """End the group for a failure of the engine, and raise what it is called in public."""
+        error = public_error(self._group, failure, call, timeout)
+        self._group.abort(error)
+        raise (self._group.failure or error).fresh()
+
+    def _open_at(self, sequence: int, call: Call, deadline: Deadline) -> None:
+        """Open for the first collective of the group; the others wait for it."""
+        if sequence == 0:
+            try:
+                self.open(call, deadline.remaining())
+            except DistributedError as error:
+                self._group.abort(error)
+                raise (self._group.failure or error).fresh() from None
+            return
+        while not self._opened.wait(min(_POLL_SECONDS, deadline.remaining())):
+            if self._group.failure is not None:
+                raise self._group.failure.fresh()
+            if deadline.expired:
+                late = queued_error(self._group, call.at(sequence), Elapsed.of(deadline))
+                self._group.abort(late)
+                raise late
+
+
+def _call(operation: str, tensor: torch.Tensor, count: int, *, op: Any = "", root: int = -1, dim: int = -1) -> Call:
+    name = dtype_name(tensor.dtype)
+    return Call(operation=operation, dtype=name, reduce_op=str(op), root=root, dim=dim, count=count)
+
+
+def _reduction(tensor: torch.Tensor, op: Any) -> tuple[int, int, float]:
+    return dtype_number(tensor), op.number, getattr(op, "factor", 1.0)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,52 @@
+"""The numbers by which the engine knows dtypes, reductions and operations: the order of their enums in native/."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+
+from ferrodist.backends.call import Call
+
+__all__ = ["SHARE_NAME_BYTES", "call_of_line", "dtype_name", "dtype_number"]
+
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
+_REDUCTIONS = ("sum", "mean", "min", "max", "product", "band", "bor", "bxor", "premultiplied_sum")
+_OPERATIONS = (
+    *("barrier", "allreduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter"),
+    *("all_to_all", "share"),
+)
+_FOLDING = ("allreduce", "reduce", "reduce_scatter")
+
+_LINE = struct.Struct("<BBBbiQ")  # `Call` of native/transport/shm/segment.h; its payload follows
+
+SHARE_NAME_BYTES = 24
+"""Bytes at the front of a share's payload that hold its name."""
+
+
+def dtype_number(tensor: torch.Tensor) -> int:
+    """The engine's number of a tensor's dtype."""
+    return _DTYPE_NUMBERS[tensor.dtype]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32", for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def call_of_line(line: bytes, sequence: int) -> Call:
+    """One rank's call and payload, as the engine keeps them, in words."""
+    number, dtype, reduction, dim, root, count = _LINE.unpack_from(line)
+    operation = _OPERATIONS[number]
+    if operation == "share":
+        name = line[_LINE.size : _LINE.size + SHARE_NAME_BYTES].rstrip(b"\0").decode("ascii", "replace")
+        return Call(operation=name, sequence=sequence)
+    facts: dict[str, Any] = {} if operation == "barrier" else {"dtype": dtype_name(_DTYPES[dtype])}
+    if operation in _FOLDING:
+        facts["reduce_op"] = _REDUCTIONS[reduction]
+    return Call(operation=operation, root=root, dim=dim, count=count, sequence=sequence, **facts)

@@ -1,0 +1,251 @@
+"""The short way of a call: from plain tensors straight into a compiled engine.
+
+Contiguous tensors of the CPU that need no gradient, in a call with the group's own timeout outside of `coalesce`, need
+none of what the long way does, and the engine looks at them itself. All other calls, and all that will raise an error
+for their arguments, go the long way. Both ways meet in the engine: ranks may go different ones.
+
+Each function takes what its public namesake takes and returns the result, or None before anything has happened.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.backends.process_group import find_group
+from ferrodist.collectives.operation import collector
+from ferrodist.collectives.pending import PendingCollective
+from ferrodist.deadline import check_timeout
+
+if TYPE_CHECKING:
+    from ferrodist.backends.base import Backend
+
+__all__ = [
+    "quick_all_gather",
+    "quick_all_to_all",
+    "quick_allreduce",
+    "quick_barrier",
+    "quick_broadcast",
+    "quick_reduce_scatter",
+    "start_all_gather",
+    "start_all_to_all",
+    "start_allreduce",
+    "start_broadcast",
+    "start_reduce_scatter",
+]
+
+
+def quick_allreduce(tensor: torch.Tensor, op: Any, group: Backend | None, out: torch.Tensor | None) -> Any:
+    """`allreduce`."""
+    engine = _engine_of(group)
+    target = _like(tensor) if out is None else out
+    if engine is None or target is None:
+        return None
+    try:
+        if not engine.compiled.quick_allreduce(tensor, target, getattr(op, "number", -1), engine.timeout):
+            return None
+    except engine.failure_type as failure:
+        engine.fail_call(failure, "allreduce", tensor, tensor.numel(), op=op)
+    return target
+
+
+def start_allreduce(tensor: torch.Tensor, op: Any, group: Backend | None, out: torch.Tensor | None) -> Any:
+    """`async_allreduce`."""
+    target = _like(tensor) if out is None else out
+    return _start("allreduce", tensor, target, group, getattr(op, "number", -1), facts={"op": op})
+
+
+def quick_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None) -> Any:
+    """`broadcast`, in place."""
+    engine = _engine_of(group)
+    if engine is None or out is not tensor or type(root) is not int:
+        return None
+    try:
+        if not engine.compiled.quick_broadcast(tensor, tensor, root, engine.timeout):
+            return None
+    except engine.failure_type as failure:
+        engine.fail_call(failure, "broadcast", tensor, tensor.numel(), root=root)
+    return tensor
+
+
+def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None) -> Any:
+    """`async_broadcast`, in place."""
+    if out is not tensor or type(root) is not int:
+        return None
+    return _start("broadcast", tensor, tensor, group, root, facts={"root": root})
+
+
+def quick_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out: torch.Tensor | None) -> Any:
+    """`all_gather` along dim 0."""
+    engine = _engine_of(group)
+    if engine is None or dim != 0:
+        return None
+    target = _joined(tensor, engine.num_ranks) if out is None else out
+    if target is None:
+        return None
+    try:
+        if not engine.compiled.quick_all_gather(tensor, target, engine.timeout):
+            return None
+    except engine.failure_type as failure:
+        engine.fail_call(failure, "all_gather", tensor, tensor.numel() * engine.num_ranks, dim=0)
+    return target
+
+
+def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out: torch.Tensor | None) -> Any:
+    """`async_all_gather` along dim 0."""
+    engine = _engine_of(group)
+    if engine is None or dim != 0:
+        return None
+    target = _joined(tensor, engine.num_ranks) if out is None else out
+    return _start("all_gather", tensor, target, group, facts={"factor": engine.num_ranks, "dim": 0})
+
+
+def quick_reduce_scatter(
+    tensor: torch.Tensor, op: Any, dim: int, group: Backend | None, out: torch.Tensor | None
+) -> Any:
+    """`reduce_scatter` into even parts of dim 0."""
+    engine = _engine_of(group)
+    if engine is None or dim != 0:
+        return None
+    target = _part(tensor, engine.num_ranks) if out is None else out
+    if target is None:
+        return None
+    try:
+        if not engine.compiled.quick_reduce_scatter(tensor, target, getattr(op, "number", -1), engine.timeout):
+            return None
+    except engine.failure_type as failure:
+        engine.fail_call(failure, "reduce_scatter", tensor, tensor.numel(), op=op, dim=0)
+    return target
+
+
+def start_reduce_scatter(
+    tensor: torch.Tensor, op: Any, dim: int, group: Backend | None, out: torch.Tensor | None
+) -> Any:
+    """`async_reduce_scatter` into even parts of dim 0."""
+    engine = _engine_of(group)
+    if engine is None or dim != 0:
+        return None
+    target = _part(tensor, engine.num_ranks) if out is None else out
+    return _start("reduce_scatter", tensor, target, group, getattr(op, "number", -1), facts={"op": op, "dim": 0})
+
+
+def quick_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Tensor | None) -> Any:
+    """`all_to_all` of one tensor in even parts of dim 0."""
+    engine = _engine_of(group)
+    target = _like(tensor) if out is None else out
+    if engine is None or target is None:
+        return None
+    try:
+        if not engine.compiled.quick_all_to_all(tensor, target, engine.timeout):
+            return None
+    except engine.failure_type as failure:
+        engine.fail_call(failure, "all_to_all", tensor, tensor.numel() // engine.num_ranks)
+    return target
+
+
+def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Tensor | None) -> Any:
+    """`async_all_to_all` of one tensor in even parts of dim 0."""
+    target = _like(tensor) if out is None else out
+    engine = _engine_of(group)
+    if engine is None:
+        return None
+    return _start("all_to_all", tensor, target, group, facts={"factor": 1 / engine.num_ranks})
+
+
+def quick_barrier(group: Backend | None) -> bool:
+    """`barrier`; whether it is done."""
+    engine = _engine_of(group)
+    if engine is None:
+        return False
+    try:
+        engine.compiled.quick_barrier(engine.timeout)
+    except engine.failure_type as failure:
+        engine.fail_barrier(failure)
+    return True
+
+
+def _start(
+    name: str,
+    tensor: torch.Tensor,
+    target: torch.Tensor | None,
+    group: Backend | None,
+    *arguments: int,
+    facts: dict[str, Any],
+) -> _Started | None:
+    engine = _engine_of(group)
+    if engine is None or target is None:
+        return None
+    pending = getattr(engine.compiled, f"start_{name}")(tensor, target, *arguments, engine.timeout)
+    return None if pending is None else _Started(name, engine, pending, (tensor, target), facts)
+
+
+def _engine_of(group: Backend | None) -> Any:
+    if collector.get() is not None:
+        return None
+    chosen = group or find_group(None)
+    return getattr(chosen, "quick", None)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor | None:
+    return torch.empty_like(tensor) if _is_plain(tensor) else None
+
+
+def _joined(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor | None:
+    if not _is_plain(tensor) or not tensor.dim():
+        return None
+    return tensor.new_empty((num_ranks * tensor.shape[0], *tensor.shape[1:]))
+
+
+def _part(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor | None:
+    if not _is_plain(tensor) or not tensor.dim() or tensor.shape[0] % num_ranks:
+        return None
+    return tensor.new_empty((tensor.shape[0] // num_ranks, *tensor.shape[1:]))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and not tensor.requires_grad
+
+
+class _Started(PendingCollective[torch.Tensor]):
+    """A collective that the engine's own thread runs.
+
+    The engine holds addresses, so it keeps this object, and with it the tensors, until the collective has ended.
+    """
+
+    def __init__(
+        self,
+        op_name: str,
+        engine: Any,
+        pending: Any,
+        tensors: tuple[torch.Tensor, torch.Tensor],
+        facts: dict[str, Any],
+    ) -> None:
+        super().__init__(op_name, engine.group_name)
+        self._engine = engine
+        self._pending = pending
+        self._tensors = tensors
+        self._facts = facts
+        self._has_result = False
+        engine.keep(self)
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not; `wait` then returns or raises at once."""
+        return bool(self._pending.is_done())
+
+    def wait(self, timeout: float | None = None) -> torch.Tensor:
+        """Block until it has ended and return its result; see `PendingCollective.wait`."""
+        tensor, out = self._tensors
+        try:
+            if not self._pending.wait(math.inf if timeout is None else check_timeout(timeout)):
+                raise self._still_under_way(timeout)
+        except self._engine.failure_type as failure:
+            facts = dict(self._facts)
+            count = int(tensor.numel() * facts.pop("factor", 1))
+            self._engine.fail_call(failure, self.op_name, tensor, count, **facts)
+        if not self._has_result:
+            self._has_result = True
+            if not out.is_inference():  # the engine wrote raw memory: something may have saved it for a backward
+                torch.autograd.graph.increment_version(out)
+        return out

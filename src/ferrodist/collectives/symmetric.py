@@ -1,0 +1,59 @@
+"""Tensors in memory that all ranks of a host share, so that collectives on them copy nothing aside."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from ferrodist.backends.call import Call
+from ferrodist.collectives.prepare import group_and_timeout
+from ferrodist.collectives.reduce_op import check_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ferrodist.backends.base import Backend
+
+__all__ = ["empty_symmetric"]
+
+
+def empty_symmetric(
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    group: Backend | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Make a tensor of undefined elements, for which the group's collectives need no staging.
+
+    It is an ordinary tensor otherwise. Ranks read and write each other's where all pass the tensors that one call made,
+    or the same parts of them, as input (and as ``out``, in allreduce) of a collective. Where ranks share no memory, as
+    on backends other than native, it is ``torch.empty``.
+
+    The memory lives as long as any tensor in it, also when the group has been closed; ranks free theirs by themselves.
+
+    Args:
+        shape: Equal on all ranks.
+        dtype: Equal on all ranks.
+        group: The group, on all of whose ranks this is called; None is the default group.
+        timeout: Seconds; None takes the group's.
+
+    Raises:
+        BackendUnavailable: The memory can't be had, on all ranks.
+        ValueError: A size is negative.
+        CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
+    """
+    check_dtype(dtype)
+    chosen, limit = group_and_timeout(group, timeout)
+    sizes = tuple(shape)
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"a shape has no negative sizes, but {sizes} has")
+    count = math.prod(sizes)
+    if chosen.collectives is None or not hasattr(chosen.collectives, "empty_symmetric"):
+        return torch.empty(sizes, dtype=dtype, device="cpu")
+    name = str(dtype).removeprefix("torch.")
+    call = Call(operation="empty_symmetric", dtype=name, count=count)
+    memory: torch.Tensor = chosen.collectives.empty_symmetric(call, count * dtype.itemsize, limit)
+    return memory.view(dtype).view(sizes)

@@ -1,0 +1,81 @@
+"""One rank on an emulated host: ``host_worker.py task rank world_size address``; prints a line of JSON."""
+
+import hashlib
+import json
+import sys
+import time
+
+import torch
+
+import ferrodist as fd
+from ferrodist.collectives.views import bytes_of
+from ferrodist.testing.collective_checks.oracle import defined_reductions, elements
+
+TASKS = {}
+
+
+def task(function):
+    TASKS[function.__name__] = function
+    return function
+
+
+def results_of(group):
+    """What collectives of many kinds and sizes give on this rank, as a digest that other backends must match."""
+    digest = hashlib.blake2b()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for count in (1, 26, 5000, 300_001):
+            tensor = elements(dtype, count, group.rank)
+            op = defined_reductions(dtype)[0]
+            outputs = [
+                fd.allreduce(tensor, op),
+                fd.reduce_scatter(tensor, op),
+                fd.all_gather(tensor),
+                fd.all_gather_uneven(tensor[: count - group.rank % 2]),
+                fd.broadcast(tensor, group.world_size - 1),
+                fd.reduce(tensor, 1, op),
+                fd.scatter(tensor if group.rank == 0 else None),
+                fd.all_to_all_single_uneven(tensor[: group.world_size], [1] * group.world_size, [1] * group.world_size)
+                if count >= group.world_size
+                else tensor,
+            ]
+            for output in outputs:
+                digest.update(bytes_of((torch.nan_to_num(output) if dtype.is_floating_point else output).contiguous()))
+    return digest.hexdigest()
+
+
+@task
+def compare(group):
+    """The digest, of the whole group and of a sub-group that spans hosts."""
+    pair = fd.new_group([0, group.world_size - 1])
+    total = float(fd.allreduce(torch.ones(70_000), group=pair)[-1]) if pair else 0.0
+    return {"digest": results_of(group), "hosts": len(set(group._hosts)), "pair": total}
+
+
+@task
+def until_cut(group):
+    """Collectives until the cable is cut, which stdin announces only to the test."""
+    print("running", flush=True)
+    started = time.monotonic()
+    try:
+        while True:
+            started = time.monotonic()
+            fd.allreduce(torch.ones(200_000), timeout=2.0)
+    except fd.DistributedError as error:
+        return {"error": type(error).__name__, "ranks": error.ranks, "seconds": time.monotonic() - started}
+
+
+def main():
+    name, rank, world_size, address = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    group = fd.init_process_group(
+        "native", rank=rank, world_size=world_size, init_method=f"tcp://{address}", timeout=30.0, secret="of this test"
+    )
+    answer = TASKS[name](group)
+    print(json.dumps(answer), flush=True)
+    if "error" not in answer:
+        fd.barrier()
+        fd.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

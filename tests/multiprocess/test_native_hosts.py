@@ -1,0 +1,154 @@
+"""Groups over two hosts, which network namespaces and a virtual cable emulate."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from host_worker import results_of
+from typing_extensions import Self
+
+from ferrodist.backends.native import is_native_available
+from ferrodist.testing import run_ranks
+
+_WORKER = Path(__file__).with_name("host_worker.py")
+_PORT = 29_500  # in a network of the test's own
+
+
+def _why_not() -> str:
+    if not is_native_available():
+        return "this installation was built without the native engine"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "network namespaces need the program ip (iproute2)"
+    probe = subprocess.run(
+        ["ip", "netns", "add", f"ferro-probe-{os.getpid()}"], capture_output=True, text=True, check=False
+    )
+    if probe.returncode != 0:
+        return f"this machine makes no network namespaces: {probe.stderr.strip()}"
+    subprocess.run(["ip", "netns", "delete", f"ferro-probe-{os.getpid()}"], check=True)
+    return ""
+
+
+_REASON = _why_not()
+pytestmark = pytest.mark.skipif(bool(_REASON), reason=_REASON)
+
+
+class TwoHosts:
+    """Two network namespaces with a cable between them."""
+
+    def __init__(self) -> None:
+        self.names = [f"ferro-{side}-{os.getpid()}" for side in "ab"]
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Self:
+        for name in self.names:
+            _run("ip", "netns", "add", name)
+        first, second = self.names
+        _run("ip", "link", "add", "cable0", "netns", first, "type", "veth", "peer", "name", "cable1", "netns", second)
+        for number, name in enumerate(self.names):
+            self.on(number, "ip", "address", "add", f"10.77.0.{number + 1}/24", "dev", f"cable{number}")
+            self.on(number, "ip", "address", "add", f"fd77::{number + 1}/64", "dev", f"cable{number}", "nodad")
+            for device in ("lo", f"cable{number}"):
+                _run("ip", "-n", name, "link", "set", device, "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+        for name in self.names:
+            _run("ip", "netns", "delete", name)
+
+    def on(self, host: int, *command: str) -> None:
+        """Run a command on a host."""
+        _run("ip", "netns", "exec", self.names[host], *command)
+
+    def start(self, task: str, hosts: list[int], address: str) -> None:
+        """Start a rank on each of ``hosts``."""
+        for rank, host in enumerate(hosts):
+            command = [sys.executable, str(_WORKER), task, str(rank), str(len(hosts)), f"{address}:{_PORT}"]
+            self.processes.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", self.names[host], *command],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+
+    def answers(self) -> list[dict[str, object]]:
+        """What the ranks print last."""
+        found = []
+        for process in self.processes:
+            output, errors = process.communicate(timeout=80)
+            assert output.strip(), errors
+            found.append(json.loads(output.splitlines()[-1]))
+        return found
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+
+
+def _has_netem(hosts: TwoHosts) -> str:
+    """Why the cable can't be made a bad one, or nothing."""
+    if shutil.which("tc") is None:
+        return "a bad cable needs the program tc (iproute2)"
+    done = subprocess.run(
+        ["ip", "netns", "exec", hosts.names[0], "tc", "qdisc", "add", "dev", "cable0", "root", "netem", "delay", "2ms"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return f"a bad cable needs the kernel's netem: {done.stderr.strip()}" if done.returncode else ""
+
+
+@pytest.mark.parametrize(
+    ("hosts", "address"),
+    [([0, 1], "[fd77::1]"), ([0, 1, 0, 1], "10.77.0.1")],
+    ids=["a-rank-a-host-ipv6", "two-ranks-a-host-ipv4"],
+)
+def test_two_hosts_give_the_bits_of_one(hosts: list[int], address: str) -> None:
+    """Collectives over shared memory and TCP in one group give what the simulated backend gives, bit for bit."""
+    expected = run_ranks(results_of, len(hosts))
+    with TwoHosts() as network:
+        network.start("compare", hosts, address)
+        answers = network.answers()
+    assert [answer["digest"] for answer in answers] == expected
+    assert {answer["hosts"] for answer in answers} == {2}
+    assert [answer["pair"] for answer in answers] == [2.0, *[0.0] * (len(hosts) - 2), 2.0]
+
+
+def test_a_bad_cable() -> None:
+    """Latency and loss change nothing but the time."""
+    expected = run_ranks(results_of, 2)
+    with TwoHosts() as network:
+        reason = _has_netem(network)
+        if reason:
+            pytest.skip(reason)
+        network.on(1, "tc", "qdisc", "add", "dev", "cable1", "root", "netem", "delay", "2ms", "1ms", "loss", "1%")
+        network.start("compare", [0, 1], "10.77.0.1")
+        assert [answer["digest"] for answer in network.answers()] == expected
+
+
+def test_a_cut_cable() -> None:
+    """Ranks that lose each other raise soon after the deadline of the call, and name ranks of the other host."""
+    with TwoHosts() as network:
+        network.start("until_cut", [0, 1, 0, 1], "10.77.0.1")
+        for process in network.processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "running\n", process.communicate()
+        _run("ip", "-n", network.names[1], "link", "set", "cable1", "down")
+        for rank, answer in enumerate(network.answers()):
+            assert answer["error"] in ("DistributedTimeoutError", "PeerLostError"), answer
+            assert answer["ranks"], answer
+            assert all(other % 2 != rank % 2 for other in answer["ranks"]), (rank, answer)
+            assert answer["seconds"] < 2.0 + 3.0, answer

@@ -1,0 +1,151 @@
+"""Promises 1 and 3 in the native engine: ranks killed or stopped anywhere in a collective are named in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from forked_group import ForkedGroup, Report, attempt, open_descriptors
+
+import ferrodist as fd
+from ferrodist.backends.native import NativeBackend, is_native_available
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Call = Callable[[NativeBackend], object]
+
+pytestmark = pytest.mark.skipif(
+    not is_native_available(), reason="this installation was built without the native engine"
+)
+
+_WORLD_SIZE = 3
+_LIMIT_SECONDS = 1.0
+_DEADLINE_SECONDS = 0.5
+_LATE_SECONDS = 2.0  # the ranks' processors are shared with others
+
+
+def _full(rows: int = 1) -> torch.Tensor:
+    return torch.ones(rows, 3_000_000 // rows)
+
+
+_OPERATIONS: dict[str, Call] = {
+    "small_allreduce": lambda _: fd.allreduce(torch.ones(2)),
+    "allreduce": lambda _: fd.allreduce(_full()),
+    "reduce": lambda _: fd.reduce(_full(), 1),
+    "broadcast": lambda _: fd.broadcast(_full(), 2),
+    "all_gather": lambda _: fd.all_gather(_full()),
+    "all_gather_uneven": lambda group: fd.all_gather_uneven(torch.ones(group.rank + 1, 1_500_000)),
+    "gather": lambda _: fd.gather(_full(), 0),
+    "scatter": lambda group: fd.scatter(_full(3) if group.rank == 0 else None, 0),
+    "reduce_scatter": lambda _: fd.reduce_scatter(_full(3)),
+    "all_to_all": lambda _: fd.all_to_all(_full(3)),
+    "barrier": lambda _: fd.barrier(),
+    "async_allreduce": lambda _: [h.wait() for h in [fd.async_allreduce(_full()) for _ in range(3)]],
+}
+
+
+def _strike_soon(fork: ForkedGroup, number: int, seconds: float) -> None:
+    """Send this process a signal from another thread, while the caller goes on."""
+    threading.Timer(seconds, fork.strike, (number,)).start()
+
+
+def _survive(group: NativeBackend, fork: ForkedGroup, call: Callable[[], object]) -> Report:
+    report = attempt(group, call)
+    again = attempt(group, lambda: fd.allreduce(torch.ones(2)), times=1)
+    report.facts["again"] = (again.error, again.ranks, again.raised_at - again.started_at)
+    group.close()
+    report.facts["closed"] = attempt(group, group.barrier, times=1).error
+    del group
+    report.facts["descriptors"] = sorted(open_descriptors() - fork.descriptors_before)
+    report.facts["threads"] = [t.name for t in threading.enumerate() if t is not threading.current_thread()]
+    return report
+
+
+def _hold_child(fork: ForkedGroup) -> None:
+    """Fork a child that goes on with copies of all descriptors, whatever happens to this process."""
+    if os.fork() == 0:
+        fork.release.wait()
+        os._exit(0)
+
+
+@pytest.mark.parametrize("victim", [0, 2], ids=lambda victim: f"rank{victim}")
+@pytest.mark.parametrize("operation", _OPERATIONS)
+@pytest.mark.parametrize("has_children", [False, True], ids=["", "children"])
+def test_survivors_name_the_dead(operation: str, victim: int, has_children: bool) -> None:
+    """SIGKILL while collectives run: PeerLostError of that rank on all others, in time; nothing is left behind."""
+
+    def program(group: NativeBackend, fork: ForkedGroup) -> Report:
+        if has_children:
+            _hold_child(fork)
+        if group.rank == victim:
+            _strike_soon(fork, signal.SIGKILL, 0.1)
+            return attempt(group, lambda: _OPERATIONS[operation](group))
+        return _survive(group, fork, lambda: _OPERATIONS[operation](group))
+
+    fork = ForkedGroup(_WORLD_SIZE, program, timeout=20.0, kind=NativeBackend)
+    try:
+        for rank, report in fork.results(set(range(_WORLD_SIZE)) - {victim}).items():
+            took = report.raised_at - fork.struck_at.value
+            what = f"rank {rank}, {took:.3f} s after the kill: {report}"
+            assert (report.error, report.ranks) == ("PeerLostError", (victim,)), what
+            assert took < _LIMIT_SECONDS, what
+            error, ranks, seconds = report.facts["again"]
+            assert (error, ranks) == ("PeerLostError", (victim,)), what
+            assert seconds < 0.5, what
+            assert report.facts["closed"] == "GroupClosedError", what
+            assert not report.facts["descriptors"], what
+            assert not report.facts["threads"], what
+    finally:
+        fork.end()
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=lambda victim: f"rank{victim}")
+@pytest.mark.parametrize("size", [2, 3_000_000])
+def test_a_stopped_rank_is_named(size: int, victim: int) -> None:
+    """SIGSTOP while collectives run: DistributedTimeoutError of that rank on all others, soon after the deadline."""
+
+    def program(group: NativeBackend, fork: ForkedGroup) -> Report:
+        if group.rank == victim:
+            _strike_soon(fork, signal.SIGSTOP, 0.1)
+        return attempt(group, lambda: fd.allreduce(torch.ones(size), timeout=_DEADLINE_SECONDS))
+
+    fork = ForkedGroup(_WORLD_SIZE, program, timeout=20.0, kind=NativeBackend)
+    try:
+        for rank, report in fork.results(set(range(_WORLD_SIZE)) - {victim}).items():
+            took = report.raised_at - report.started_at
+            what = f"rank {rank}, {took:.2f} s after the call: {report}"
+            assert (report.error, report.ranks) == ("DistributedTimeoutError", (victim,)), what
+            assert took < _DEADLINE_SECONDS + _LATE_SECONDS, what
+    finally:
+        fork.end()
+
+
+def test_an_interruption_ends_a_wait() -> None:
+    """Ctrl-C in a collective that waits raises KeyboardInterrupt at once, and the other rank hears of it."""
+
+    def program(group: NativeBackend, fork: ForkedGroup) -> tuple[str, float]:
+        started = time.monotonic()
+        try:
+            if group.rank == 1:
+                _strike_soon(fork, signal.SIGINT, 0.1)
+                fd.allreduce(torch.ones(2), timeout=10.0)
+            else:
+                group.recv(bytearray(1), 1, timeout=10.0)
+        except (KeyboardInterrupt, fd.GroupAbortedError) as error:
+            return type(error).__name__, time.monotonic() - started
+        return "nothing", 0.0
+
+    fork = ForkedGroup(2, program, timeout=20.0, kind=NativeBackend)
+    try:
+        results = fork.results({0, 1})
+        assert results[0][0] == "GroupAbortedError", results
+        assert results[1][0] == "KeyboardInterrupt", results
+        assert all(seconds < _LATE_SECONDS for _, seconds in results.values()), results
+    finally:
+        fork.end()
