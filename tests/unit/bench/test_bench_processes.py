@@ -1,0 +1,262 @@
+"""How ferrodist bench starts peers and talks to their ranks; the ranks are small programs of the test's own."""
+
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ferrodist.bench import environments, foreign, rank_group
+from ferrodist.bench.cases import Case, Collective
+from ferrodist.bench.channel import MAX_LINE_BYTES, Channel, ChannelClosedError
+from ferrodist.bench.environments import EnvironmentUnavailableError, MpiEnvironment, obtain_environment
+from ferrodist.bench.peers import MpiLibrary, Peer
+from ferrodist.bench.rank_group import PeerFailedError, RankGroup
+from ferrodist.bench.rounds import RoundSettings, measure_case
+from ferrodist.bench.starting import rank_environment, start_commands
+
+HELLO = """
+import json, os, socket, sys
+path, rank = sys.argv[1], int(sys.argv[2])
+sock = socket.socket(socket.AF_UNIX); sock.connect(path)
+lines = sock.makefile("rw")
+def send(**message):
+    lines.write(json.dumps(message) + "\\n"); lines.flush()
+send(pid=os.getpid())
+"""
+JOIN = HELLO + 'send(rank=rank, num_ranks=2, versions={"x": "1"})\n'
+SERVE = (
+    JOIN
+    + """
+for line in lines:
+    message = json.loads(line)
+    if message["do"] == "end":
+        break
+    if message["do"] == "prepare":
+        send(max_calls=7)
+    elif message["do"] == "batch":
+        n = message["num_calls"]
+        send(begin=1000 * rank, end=1000 * rank + n * (rank + 1) * 10**5, wrong=WRONG)
+    else:
+        send()
+"""
+)
+
+
+@pytest.fixture
+def channels():
+    left, right = (Channel(sock) for sock in socket.socketpair())
+    yield left, right
+    left.close()
+    right.close()
+
+
+def start(monkeypatch, tmp_path, program, *, num_ranks=2, timeout=20.0, peer=Peer.GLOO):
+    def commands(peer, num_ranks, *, socket_path, folder, tell):
+        return [[sys.executable, "-c", program, str(socket_path), str(rank)] for rank in range(num_ranks)]
+
+    monkeypatch.setattr(rank_group, "start_commands", commands)
+    return RankGroup(peer, num_ranks, folder=tmp_path, timeout=timeout, tell=print)
+
+
+def test_messages_cross_the_channel(channels):
+    """Whole, in order, several in one piece, and long ones in many."""
+    left, right = channels
+    sent = [{"a": 1}, {"text": "x" * 300_000}, {}, {"b": [None, 1.5]}]
+    sender = threading.Thread(target=lambda: [left.send(message) for message in sent])
+    sender.start()
+    assert [right.receive(10) for _ in sent] == sent
+    sender.join()
+
+
+def test_the_other_end_is_gone(channels):
+    """Both ways say so."""
+    left, right = channels
+    left.close()
+    with pytest.raises(ChannelClosedError):
+        right.receive()
+    with pytest.raises(ChannelClosedError):
+        right.send({})
+
+
+def test_nothing_comes(channels):
+    """A receive ends at its timeout."""
+    with pytest.raises(TimeoutError):
+        channels[0].receive(0.01)
+
+
+@pytest.mark.parametrize("raw", [b"[1]\n", b"nonsense\n", b"x" * (MAX_LINE_BYTES + 70_000)])
+def test_what_is_no_message(raw):
+    """It is refused, before it fills the memory."""
+    left, right = socket.socketpair()
+    channel = Channel(right)
+    sender = threading.Thread(target=left.sendall, args=(raw,))
+    sender.start()
+    with pytest.raises(ValueError, match=r"no message|Expecting value"):
+        channel.receive(10)
+    channel.close()
+    sender.join() if len(raw) < 100 else None
+    left.close()
+
+
+def test_ranks_are_asked_and_end(monkeypatch, tmp_path):
+    """Answers come in the order of ranks; the processes are gone when the group is closed."""
+    with start(monkeypatch, tmp_path, SERVE.replace("WRONG", "None")) as group:
+        assert group.versions == {"x": "1"}
+        answers = group.ask({"do": "batch", "num_calls": 3}, 10)
+        assert [answer["begin"] for answer in answers] == [0, 1000]
+        processes = list(group._processes)
+    assert [process.returncode for process in processes] == [0, 0]
+    with pytest.raises(PeerFailedError, match="failed before"):
+        group.ask({"do": "release"}, 10)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("import sys; sys.exit('no such library')", "ended before it joined: no such library"),
+        (HELLO + "sys.exit('broken')", "ended before it joined: broken"),
+        (HELLO + "send(failed='ValueError: not here')", "^ValueError: not here$"),
+        (HELLO + "send(rank=0, versions={})", r"the ranks are \[0\], not 0 to 1"),
+    ],
+)
+def test_a_peer_that_can_not_start(monkeypatch, tmp_path, program, reason):
+    """The reason is what its ranks said."""
+    with pytest.raises(PeerFailedError, match=reason):
+        start(monkeypatch, tmp_path, program)
+
+
+def test_a_peer_that_does_not_come(monkeypatch, tmp_path):
+    """It is given up after the timeout, and its processes are ended."""
+    with pytest.raises(PeerFailedError, match="have not started in time"):
+        start(monkeypatch, tmp_path, "import sys; sys.stdin = None; import signal; signal.pause()", timeout=0.3)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (JOIN + "lines.readline()\nif rank: sys.exit('gone')\nlines.readline()", "a rank has ended"),
+        (JOIN + "lines.readline(); send(failed='RuntimeError: x')\nlines.readline()", "^RuntimeError: x$"),
+        (JOIN + "lines.readline()\nif rank: send()\nlines.readline()", r"ranks \[0\] did not answer to 'batch' within"),
+    ],
+)
+def test_a_peer_that_fails_in_a_command(monkeypatch, tmp_path, program, reason):
+    """All its ranks are ended, also those that wait for ever, and the reason is told."""
+    with start(monkeypatch, tmp_path, program) as group:
+        processes = list(group._processes)
+        with pytest.raises(PeerFailedError, match=reason):
+            group.ask({"do": "batch"}, 1.0)
+        assert not group.is_alive
+        assert all(process.returncode is not None for process in processes)
+
+
+def measure(groups):
+    settings = RoundSettings(num_rounds=4, min_rounds=2, seconds=10)
+    rounds = []
+    report = measure_case(
+        Case(collective=Collective.ALLREDUCE, num_ranks=2, size_bytes=8), groups, settings, rounds.append
+    )
+    return report, rounds
+
+
+def test_a_case_is_measured(monkeypatch, tmp_path):
+    """The slowest rank's time for one call counts; calls are as many as fill a millisecond, or as may be."""
+    with start(monkeypatch, tmp_path, SERVE.replace("WRONG", "None")) as group:
+        report, rounds = measure([group])
+    (only,) = report.measurements
+    assert rounds == [1, 2, 3, 4]
+    assert (only.median, only.batches) == (pytest.approx(2e-4), [pytest.approx(2e-4)] * 4)
+    assert only.calls_per_batch == 5
+
+
+def test_the_limit_is_timed_from_the_first_start(monkeypatch, tmp_path):
+    """Its ranks don't wait for each other."""
+    with start(monkeypatch, tmp_path, SERVE.replace("WRONG", "None"), peer=Peer.LIMIT) as group:
+        report, _ = measure([group])
+    assert report.measurements[0].median == pytest.approx(2e-4 + 1e-6 / 5)
+
+
+def test_a_wrong_result_is_a_failure(monkeypatch, tmp_path):
+    """It has no figures in the case; others do, and the peer is asked again in the next case."""
+    with start(monkeypatch, tmp_path, SERVE.replace("WRONG", "'bad' if rank else None")) as group:
+        report, _ = measure([group])
+        assert report.failures == {"gloo": "wrong result: bad"}
+        assert report.measurements == []
+        assert group.is_alive
+
+
+def test_a_dead_peer_is_named_in_later_cases(monkeypatch, tmp_path):
+    """The case in which it died says how, the next ones that it had failed."""
+    with start(monkeypatch, tmp_path, JOIN + "lines.readline(); sys.exit('crash')") as group:
+        first, _ = measure([group])
+        second, _ = measure([group])
+    assert "a rank has ended" in first.failures["gloo"]
+    assert second.not_offered == {"gloo": "it failed in an earlier case"}
+
+
+def test_a_foreign_interpreter_needs_the_standard_library_only():
+    """Without any installed package the worker starts, and none of ours hides a module of the standard library."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", foreign.__file__, "worker", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "--socket" in done.stdout
+
+
+def test_the_commands_of_a_peer(monkeypatch, tmp_path):
+    """Ours: a process a rank. An MPI: its launcher, its interpreter, and nothing of this one's search path."""
+    options = {"socket_path": tmp_path / "socket", "folder": tmp_path, "tell": print}
+    ours = start_commands(Peer.NATIVE, 2, **options)
+    assert [command[-2:] for command in ours] == [["--rank", "0"], ["--rank", "1"]]
+    monkeypatch.setattr(
+        "ferrodist.bench.starting.obtain_environment", lambda library, tell: MpiEnvironment(folder=Path("/x"))
+    )
+    (mpi,) = start_commands(Peer.OPENMPI_SINGLE, 4, **options)
+    assert mpi[0] == "/x/bin/mpiexec"
+    assert mpi[mpi.index("-n") + 1 : mpi.index("--socket")] == ["4", "/x/bin/python", foreign.__file__, "worker"]
+    variables = {"PATH": "p", "RANK": "1", "MASTER_ADDR": "h", "PMI_RANK": "3", "PYTHONPATH": "s"}
+    assert rank_environment(variables, Peer.MPICH) == {"PATH": "p", "OMP_NUM_THREADS": "1"}
+    assert rank_environment(variables, Peer.GLOO) == {"PATH": "p", "PYTHONPATH": "s", "OMP_NUM_THREADS": "1"}
+
+
+def test_environments_are_made_once(monkeypatch, tmp_path):
+    """Under the cache folder; the newest release is taken when the pinned one can't be had."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    commands, told = [], []
+
+    def run(command, **_):
+        commands.append(command)
+        pinned = "mpich==5.0.2" in command
+        if "venv" in command:
+            Path(command[-1]).mkdir()
+        return subprocess.CompletedProcess(command, int(pinned), "", "ERROR: no such version\nnote" if pinned else "")
+
+    monkeypatch.setattr(environments.subprocess, "run", run)
+    for _ in range(2):
+        made = obtain_environment(MpiLibrary.MPICH, told.append)
+    assert made.python.is_relative_to(tmp_path / "ferrodist" / "bench")
+    assert len(commands) == 3
+    assert commands[-1][-3:] == ["mpich", "mpi4py", "numpy"]
+    assert len(told) == 1
+
+
+def test_an_environment_that_can_not_be_made(monkeypatch, tmp_path):
+    """What pip says is the reason; the next run tries again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def run(command, **_):
+        if "venv" in command:
+            Path(command[-1]).mkdir()
+        failed = "pip" in command
+        return subprocess.CompletedProcess(command, int(failed), "", "WARNING: w\nERROR: no network\n" * failed)
+
+    monkeypatch.setattr(environments.subprocess, "run", run)
+    for _ in range(2):
+        with pytest.raises(EnvironmentUnavailableError, match="no network"):
+            obtain_environment(MpiLibrary.OPENMPI, lambda line: None)
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    with pytest.raises(EnvironmentUnavailableError, match="Not a directory"):
+        obtain_environment(MpiLibrary.OPENMPI, lambda line: None)
