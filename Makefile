@@ -1,5 +1,7 @@
 # make demo    train a real model over two ranks, and plot it
 # make test    run the tests
+# make sanitize  run the native tests under the sanitizers
+# make bench   measure the collectives beside gloo and MPI (minutes, on a quiet machine)
 # make check   formatting, lint, types, the dependency rule
 #
 # Each sets up what it needs in .venv, once: a second call starts at once.
@@ -9,13 +11,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check format support clean
+.PHONY: demo test native sanitize bench check format support clean
 
 demo: $(INSTALLED)
 	$(BIN)/ferrodist demo
 
-test: $(INSTALLED)
+test: $(INSTALLED) native
 	$(BIN)/python -m pytest
+
+# A preset of CMakePresets.json, and how many random collectives its stress test runs.
+NATIVE_RUN = $(BIN)/cmake --preset $(1) >/dev/null && $(BIN)/cmake --build build/$(1) --parallel && \
+	build/$(1)/native/tests/fold_test && build/$(1)/native/tests/stress_test $(2)
+
+native: $(INSTALLED)
+	$(call NATIVE_RUN,native,100000)
+
+sanitize: $(INSTALLED)
+	$(call NATIVE_RUN,asan,100000)
+	$(call NATIVE_RUN,tsan,30000)
+
+bench: $(INSTALLED)
+	$(BIN)/ferrodist bench --ranks 2,4 --output build/bench
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -33,9 +49,11 @@ support: $(INSTALLED)
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
+NATIVE := CMakeLists.txt $(shell find native -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt')
+
 # pip learned dependency groups in 25.1; Python 3.11 comes with an older one.
-$(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+$(INSTALLED): pyproject.toml constraints.txt $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo]" --group test --group check
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,bench]" --group test --group check --group native
 	touch $@

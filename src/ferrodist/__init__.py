@@ -3,9 +3,11 @@
 ::
 
     groups        init_process_group, destroy_process_group, default_group, is_initialized, new_group, use_group
-    backends      Backend, TcpBackend, SimulatedBackend, SubBackend, register_backend
+    backends      Backend, NativeBackend, GlooBackend, TcpBackend, SimulatedBackend, SubBackend, register_backend;
+                  is_native_available, is_gloo_available
     collectives   allreduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, barrier and
-                  their forms; ReduceOp, premultiplied_sum; async_* -> PendingCollective; coalesce
+                  their forms; ReduceOp, premultiplied_sum; async_* -> PendingCollective; coalesce;
+                  empty_symmetric
     objects       all_gather_object, broadcast_object, gather_object, scatter_object, send_object, recv_object
     messages      send, recv, recv_into, sendrecv, batch(Send, Recv), ANY_SOURCE
     training      DDP
@@ -19,6 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend as Backend
+    from ferrodist.backends.native import GlooBackend as GlooBackend
+    from ferrodist.backends.native import NativeBackend as NativeBackend
+    from ferrodist.backends.native import is_gloo_available as is_gloo_available
+    from ferrodist.backends.native import is_native_available as is_native_available
     from ferrodist.backends.process_group import default_group as default_group
     from ferrodist.backends.process_group import destroy_process_group as destroy_process_group
     from ferrodist.backends.process_group import init_process_group as init_process_group
@@ -66,6 +72,7 @@ if TYPE_CHECKING:
     from ferrodist.collectives.scattering import gather as gather
     from ferrodist.collectives.scattering import scatter as scatter
     from ferrodist.collectives.sharding import compute_shard_sizes as compute_shard_sizes
+    from ferrodist.collectives.symmetric import empty_symmetric as empty_symmetric
     from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT as DEFAULT_COLLECTIVE_TIMEOUT
     from ferrodist.errors import AuthenticationError as AuthenticationError
     from ferrodist.errors import BackendUnavailable as BackendUnavailable
@@ -90,6 +97,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "backends.base": ["Backend"],
+    "backends.native": ["GlooBackend", "NativeBackend", "is_gloo_available", "is_native_available"],
     "backends.process_group": [
         "default_group",
         "destroy_process_group",
@@ -133,6 +141,7 @@ _HOMES = {
     "collectives.point_to_point": ["Recv", "Send", "batch", "recv", "recv_into", "send", "sendrecv"],
     "collectives.reduce_op": ["ReduceOp", "premultiplied_sum"],
     "collectives.sharding": ["compute_shard_sizes"],
+    "collectives.symmetric": ["empty_symmetric"],
     "deadline": ["DEFAULT_COLLECTIVE_TIMEOUT"],
     "errors": [
         "AuthenticationError",

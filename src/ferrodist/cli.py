@@ -7,20 +7,22 @@ needs torch is imported by the handler that needs it, so that ``run`` and ``secr
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import importlib.metadata
-import os
 import sys
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from ferrodist.bench import add_bench_arguments, bench_options, run_bench
 from ferrodist.demo import add_demo_arguments, demo_options, run_demo
 from ferrodist.errors import DistributedError
+from ferrodist.launch.console import complain, discard
 from ferrodist.launch.run import add_run_arguments, launch, spec_from_arguments
 from ferrodist.rendezvous.secret import make_secret
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from _typeshed import SupportsWrite
 
     Subcommands = argparse._SubParsersAction["_Parser"]  # noqa: SLF001 - argparse has no public name for it
 
@@ -32,10 +34,16 @@ class UsageError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers wrong usage in one line instead of a page."""
+    """Answers wrong usage in one line instead of a page, and fails where its output can't be written."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see '{self.prog} --help')\n")
+        complain(f"{self.prog}: {message} (see '{self.prog} --help')\n")
+        raise SystemExit(2)
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        """Where argparse prints help and version; its own form takes no notice of a failure."""
+        if message:
+            _print(message, file)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:  # None: started with standard output closed
                 sys.stdout.flush()  # here, where a failure can be told; at exit it would be a traceback
     except BrokenPipeError:
-        _discard(sys.stdout)
+        discard(sys.stdout)
         return 1
     except OSError as error:
-        _discard(sys.stdout)
-        _complain(str(error))
+        discard(sys.stdout)
+        complain(f"ferrodist: {error}\n")
         return 1
     except KeyboardInterrupt:
         return 130
@@ -69,28 +77,16 @@ def _run_command(argv: Sequence[str] | None) -> int:
     except UsageError as error:
         arguments.parser.error(str(error))
     except DistributedError as error:
-        _complain(str(error))
+        complain(f"ferrodist: {error}\n")
         return 1
     return code
 
 
-def _complain(message: str) -> None:
-    try:
-        sys.stderr.write(f"ferrodist: {message}\n")
-    except OSError:
-        _discard(sys.stderr)
-
-
-def _discard(stream: IO[str] | None) -> None:
-    """Let what is left in the stream's buffer, which the interpreter will flush at exit, go nowhere."""
-    if stream is None:
-        return
-    with contextlib.suppress(OSError):  # a stream without a descriptor: nothing to do
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.dup2(nowhere, stream.fileno())
-        finally:
-            os.close(nowhere)
+def _print(text: str, file: SupportsWrite[str] | None = None) -> None:
+    file = file or sys.stdout
+    if file is None:
+        raise OSError(errno.EBADF, "standard output is closed")
+    file.write(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -142,9 +138,7 @@ def _add_secret(commands: Subcommands) -> None:
 
 
 def _secret(_arguments: argparse.Namespace) -> int:
-    if sys.stdout is None:
-        raise OSError(errno.EBADF, "standard output is closed")
-    sys.stdout.write(make_secret() + "\n")
+    _print(make_secret() + "\n")
     return 0
 
 
@@ -167,4 +161,23 @@ def _demo(arguments: argparse.Namespace) -> int:
     return run_demo(options)
 
 
-_COMMANDS: tuple[Callable[[Subcommands], None], ...] = (_add_run, _add_secret, _add_demo)
+def _add_bench(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure the collectives beside gloo, MPICH and Open MPI",
+        description="Measure the collectives beside gloo, MPICH and Open MPI. Needs the extra 'bench'.",
+        allow_abbrev=False,
+    )
+    add_bench_arguments(parser)
+    parser.set_defaults(handler=_bench, parser=parser)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    try:
+        options = bench_options(arguments)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return run_bench(options)
+
+
+_COMMANDS: tuple[Callable[[Subcommands], None], ...] = (_add_run, _add_secret, _add_demo, _add_bench)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["DEFAULT_COLLECTIVE_TIMEOUT", "Deadline", "check_timeout"]
+__all__ = ["DEFAULT_COLLECTIVE_TIMEOUT", "Deadline", "Elapsed", "check_timeout"]
 
 DEFAULT_COLLECTIVE_TIMEOUT = 60.0
 """Seconds a blocking call may take when neither the call nor its group says otherwise."""
@@ -23,9 +23,9 @@ def check_timeout(timeout: float) -> float:
     """Return ``timeout`` as a float, or raise: it must be a number of seconds, not negative and not NaN."""
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise TypeError(f"timeout must be a number of seconds, not {type(timeout).__name__}")
-    if math.isnan(timeout) or timeout < 0:
+    if not timeout >= 0:  # NaN is not either
         raise ValueError(f"timeout must be 0 or more seconds, not {timeout}")
-    return min(float(timeout), math.inf) if timeout < 1e300 else math.inf
+    return float(timeout) if timeout < 1e300 else math.inf  # an int may be too large for a float
 
 
 class Deadline:
@@ -56,3 +56,18 @@ class Deadline:
     def expired(self) -> bool:
         """Whether the moment has passed."""
         return self._clock() >= self._end
+
+
+class Elapsed(NamedTuple):
+    """How long something has taken, beside how long it might have."""
+
+    seconds: float
+    timeout: float
+
+    @classmethod
+    def of(cls, deadline: Deadline) -> Elapsed:
+        """What a deadline says now."""
+        return cls(deadline.elapsed(), deadline.timeout)
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.2f} s of {self.timeout:g} s allowed"

@@ -27,7 +27,10 @@ crosses process boundaries whole.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 __all__ = [
     "AuthenticationError",
@@ -47,8 +50,11 @@ __all__ = [
     "SelfSendError",
     "SizeMismatchError",
     "UnsupportedOpError",
+    "describe_error",
+    "describe_failed_program",
     "error_from_wire",
     "error_to_wire",
+    "ranks_text",
 ]
 
 
@@ -126,7 +132,13 @@ class PeerLostError(DistributedError):
 
 
 class DistributedTimeoutError(DistributedError, TimeoutError):
-    """A deadline passed; ``ranks`` are those that were waited for, where known."""
+    """A deadline passed; ``ranks`` are those that were waited for, where known.
+
+    Attributes:
+        detail: What else is known of who is to blame: a clause with a space in front, or empty. The message has it.
+    """
+
+    detail = ""
 
 
 class NoConnectionError(DistributedError):
@@ -163,12 +175,17 @@ _BY_NAME: dict[str, type[DistributedError]] = {
 def error_to_wire(error: BaseException) -> tuple[str, str, tuple[int, ...]]:
     """Reduce an error to (class name, message, ranks), which any codec can carry.
 
-    A class from elsewhere becomes the nearest one of this module.
+    A class from elsewhere becomes the nearest one of this module. What UTF-8 can't carry, as in some file names,
+    becomes an escape.
     """
     if not isinstance(error, DistributedError):
-        return DistributedError.__name__, f"{type(error).__name__}: {error}", ()
+        return DistributedError.__name__, _sendable(f"{type(error).__name__}: {error}"), ()
     nearest = next(kind for kind in type(error).__mro__ if _BY_NAME.get(kind.__name__) is kind)
-    return nearest.__name__, error.message, error.ranks
+    return nearest.__name__, _sendable(error.message), error.ranks
+
+
+def _sendable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def error_from_wire(name: str, message: str, ranks: tuple[int, ...]) -> DistributedError:
@@ -177,3 +194,19 @@ def error_from_wire(name: str, message: str, ranks: tuple[int, ...]) -> Distribu
     Names are looked up among this module's classes only, so a peer cannot make this process import or call anything.
     """
     return _BY_NAME.get(name, DistributedError)(message, ranks=tuple(ranks))
+
+
+def describe_error(error: BaseException) -> str:
+    """Any error in one line."""
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+
+
+def describe_failed_program(error: BaseException) -> str:
+    """The reason for which a rank aborts its group when ``error`` has ended its program."""
+    return f"its program failed with {describe_error(error)}"
+
+
+def ranks_text(ranks: Collection[int]) -> str:
+    """How messages name ranks, of which there is at least one: "rank 3", or "ranks 1, 3"."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

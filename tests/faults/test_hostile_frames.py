@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.backends import mailbox
+from ferrodist.backends import mailbox, mailbox_backend
+from ferrodist.backends.sub import SubBackend
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.tcp.frame import HEADER_SIZE, MAX_MESSAGE, MAX_PAYLOAD, Frame, Kind
@@ -51,12 +52,13 @@ def _frame(
     message: int = 1,
     size: int = 0,
     offset: int = 0,
+    group: int = 0,
     tag: int = 5,
 ) -> bytes:
     """A frame with any header."""
     declared = len(payload) if length is None else length
     return (
-        _HEADER.pack(magic, version, kind, padding, declared, source, destination, message, 0, tag, size, offset)
+        _HEADER.pack(magic, version, kind, padding, declared, source, destination, message, group, tag, size, offset)
         + payload
     )
 
@@ -70,7 +72,7 @@ _VIOLATIONS: dict[str, bytes] = {
     "another version": _frame(version=2),
     "padding that is not zero": _frame(padding=1),
     "kind 0": _frame(0),
-    "kind 10": _frame(10),
+    "kind 12": _frame(12),
     "kind 255": _frame(255),
     "a spoofed source": _frame(payload=b"x", size=1, source=2),
     "the hub as source": _frame(payload=b"x", size=1, source=0, destination=2),
@@ -243,6 +245,72 @@ def test_floods_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         error, _ = _failure_of(job.groups[0], lambda: job.groups[0].recv(bytearray(1), 2, tag=78))
         assert isinstance(error, fd.GroupAbortedError)
         assert error.ranks == (_HOSTILE,)
+
+
+def test_who_floods_is_named_whoever_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that filled the room is named, not the one whose message does not fit any more."""
+    monkeypatch.setattr(mailbox, "MAX_UNASKED_BYTES", 1 << 20)
+    with check_leaks(), _job() as job:
+        for number in range(10):
+            job.sock.sendall(_frame(payload=bytes(100_000), size=100_000, message=number, tag=number))
+        job.sock.sendall(_frame(payload=b"x", size=1, tag=77, message=10))
+        job.groups[0].recv(bytearray(1), _HOSTILE, tag=77)
+        job.groups[2].send(bytes(100_000), 0)
+        error, _ = _failure_of(job.groups[0], lambda: job.groups[0].recv(bytearray(1), 2, tag=78))
+        assert isinstance(error, fd.GroupAbortedError)
+        assert error.ranks == (_HOSTILE,)
+
+
+_REASON = msgspec.msgpack.encode(("GroupAbortedError", "why not", ()))
+
+
+@pytest.mark.parametrize(("kind", "payload"), [(Kind.LEFT, b""), (Kind.ABORT, _REASON)], ids=["LEFT", "ABORT"])
+@pytest.mark.parametrize("destination", [0, 2])
+def test_ends_of_unknown_groups_are_bounded(
+    kind: Kind, payload: bytes, destination: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank may tell of the end of groups that another has not made yet, but not of ever more of them."""
+    monkeypatch.setattr(mailbox_backend, "MAX_AHEAD", 100)
+    with check_leaks(), _job() as job:
+        notices = [_frame(kind, payload, destination=destination, group=group) for group in range(1, 101)]
+        job.sock.sendall(b"".join(notices * 2))
+        job.sock.sendall(_frame(payload=b"x", size=1, destination=destination, message=2))
+        job.groups[destination].recv(bytearray(1), _HOSTILE, tag=5)
+        job.sock.sendall(_frame(kind, payload, destination=destination, group=101))
+        for rank in (0, 2):
+            error, _ = _failure_of(job.groups[rank], lambda rank=rank: job.groups[rank].recv(bytearray(1), 2 - rank))
+            assert error.ranks == (_HOSTILE,), error
+        assert isinstance(job.groups[destination].failure, fd.ProtocolError)
+
+
+def test_offers_in_a_failed_group_are_not_kept() -> None:
+    """Nothing remains of large messages announced in a group that fails, or has failed."""
+    with check_leaks(), _job() as job:
+        hub = job.groups[0]
+        group = SubBackend(hub, [0, _HOSTILE])
+        offers = [_frame(Kind.OFFER, size=_LARGE, message=number, group=group.group_id) for number in range(1, 201)]
+        job.sock.sendall(b"".join(offers[:100]) + _frame(payload=b"x", size=1, message=1000))
+        hub.recv(bytearray(1), _HOSTILE, tag=5)
+        assert len(hub._incoming) == 100
+        group.abort("enough")
+        assert not hub._incoming
+        job.sock.sendall(b"".join(offers[100:]) + _frame(payload=b"x", size=1, message=1001))
+        hub.recv(bytearray(1), _HOSTILE, tag=5)
+        assert not hub._incoming
+
+
+def test_strangers_have_no_part_in_a_group() -> None:
+    """Messages and notices in a group that their sender is no member of change nothing."""
+    with check_leaks(), _job() as job:
+        hub, other = SubBackend(job.groups[0], [0, 2]), SubBackend(job.groups[2], [0, 2])
+        for kind, payload, size in ((Kind.EAGER, b"x", 1), (Kind.ABORT, _REASON, 0), (Kind.LEFT, b"", 0)):
+            job.sock.sendall(_frame(kind, payload, size=size, group=hub.group_id, tag=5))
+        job.sock.sendall(_frame(payload=b"x", size=1, message=2, tag=6))
+        job.groups[0].recv(bytearray(1), _HOSTILE, tag=6)
+        with pytest.raises(fd.DistributedTimeoutError):
+            hub.recv(bytearray(1), fd.ANY_SOURCE, tag=5, timeout=0)
+        other.send(b"y", 0, tag=5)
+        assert hub.recv(bytearray(1), fd.ANY_SOURCE, tag=5) == 1
 
 
 def test_data_that_was_not_asked_for_is_refused() -> None:

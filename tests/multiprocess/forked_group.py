@@ -89,10 +89,19 @@ class ForkedGroup:
         world_size: Number of ranks.
         program: ``program(group, fork)`` runs on every rank; what it returns comes back by pickle.
         timeout: Of the group.
+        kind: Its backend.
     """
 
-    def __init__(self, world_size: int, program: Callable[[TcpBackend, ForkedGroup], Any], timeout: float) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        program: Callable[[TcpBackend, ForkedGroup], Any],
+        timeout: float,
+        kind: type[TcpBackend] = TcpBackend,
+    ) -> None:
+        self._kind = kind
         self.struck_at = _fork.RawValue("d", 0.0)
+        self._struck = _fork.Event()
         self.descriptors_before: set[str] = set()  # in a rank: those it had before its group
         self.release = _fork.Event()  # set when the ranks' own forked children may end
         self._timeout = timeout
@@ -122,7 +131,7 @@ class ForkedGroup:
         self.descriptors_before = open_descriptors()
         try:
             own = {"listener": listener} if rank == 0 else {}
-            group = TcpBackend(rank, world_size, address, secret=self._secret, timeout=self._timeout, **own)
+            group = self._kind(rank, world_size, address, secret=self._secret, timeout=self._timeout, **own)
             with use_group(group):
                 result = program(group, self)
             group.close(timeout=0.2)  # the end of a process that did not close its group is a death to the others
@@ -134,7 +143,12 @@ class ForkedGroup:
     def strike(self, number: int) -> None:
         """Send this process a signal that it can't handle, and leave behind when."""
         self.struck_at.value = time.monotonic()
+        self._struck.set()
         os.kill(os.getpid(), number)
+
+    def wait_for_strike(self) -> None:
+        """In a rank: wait until another one is about to be struck."""
+        assert self._struck.wait(20.0)
 
     def results(self, ranks: set[int], timeout: float = 30.0) -> dict[int, Any]:
         """What ``ranks`` returned; fails when one does not in time, or when it raised."""

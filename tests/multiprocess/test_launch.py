@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import ferrodist.launch
-from ferrodist.launch import LaunchSpec, ProgramKind, _rank_entry, launch
+from ferrodist.launch import LaunchSpec, ProgramKind, _rank_entry, launch, worker_group
 from ferrodist.launch import run as run_module
 from ferrodist.launch.worker_group import RankProcess, Sinks, WorkerGroup
 
@@ -215,6 +215,80 @@ def test_the_first_of_several_failures_is_the_one_blamed(script, order):
     assert f"rank {first} failed first: exit code {10 + first}, ".encode() in errors
     followers = re.search(rb"failed after it: (.*)\n", errors)[1].decode()
     assert [int(rank) for rank in re.findall(r"rank (\d)", followers)] == rest
+
+
+CONSEQUENCE = """
+    def fail_because_of_another():
+        sys.stderr.write("ferrodist.errors.PeerLostError: rank 1 of group 'world' has left\\n")
+        sys.exit(1)
+"""
+
+
+@needs_pidfd
+def test_a_consequence_is_not_blamed_though_it_ends_first(script):
+    """A rank that failed because of another stops nobody yet: the other is waited for, and blamed."""
+    path = script(
+        WAITING_RANK
+        + CONSEQUENCE
+        + """
+    number = signal.sigwait(watched)
+    if os.environ["RANK"] == "1":
+        sys.exit(4 if number == signal.SIGUSR1 else 99)
+    if number == signal.SIGUSR1:
+        fail_because_of_another()
+    """
+    )
+    with started("--nproc-per-node", "3", path) as launcher, contextlib.ExitStack() as stack:
+        pids = read_pids(launcher, 3)
+        for rank in (2, 1):
+            pidfd = os.pidfd_open(pids[rank])
+            stack.callback(os.close, pidfd)
+            os.kill(pids[rank], signal.SIGUSR1)
+            wait_for_end(pidfd)
+            # The launcher has seen this end too before the next one comes.
+            assert rank == 1 or launcher.stderr.readline() == (
+                b"[rank 2] ferrodist.errors.PeerLostError: rank 1 of group 'world' has left\n"
+            )
+        _, errors = launcher.communicate(timeout=LIMIT)
+    assert launcher.returncode == 4
+    assert errors.startswith(b"ferrodist: rank 1 failed first: exit code 4, ")
+    assert re.search(rb"  failed because of it: rank 2 \(exit code 1, \S+ s earlier\)\n", errors)
+    assert errors.endswith(b"  stopped because of it: rank 0\n")
+
+
+def test_the_wait_for_a_cause_is_bounded(script, capfd, monkeypatch):
+    """When the rank that is to blame goes on, the consequence is reported as what it is, and the job ends."""
+    monkeypatch.setattr(worker_group, "CAUSE_SECONDS", 0.2)
+    path = script(
+        WAITING_RANK
+        + CONSEQUENCE
+        + """
+    if os.environ["RANK"] == "0":
+        fail_because_of_another()
+    signal.sigwait(watched)
+    """
+    )
+    assert launch(LaunchSpec(program=path, nproc_per_node=2)) == 1
+    errors = capfd.readouterr().err
+    assert "ferrodist: rank 0 failed first: exit code 1, " in errors
+    assert "\n  it failed because of a rank that did not fail here, or had not ended\n" in errors
+    assert errors.endswith("  stopped because of it: rank 1\n")
+
+
+def test_consequences_alone_are_reported_when_all_have_ended(script):
+    """A rank that ends well while others need it is no failure: the report names the first that failed, and it."""
+    path = script(
+        "    import os, sys\n"
+        + CONSEQUENCE
+        + """
+    if os.environ["RANK"] == "0":
+        fail_because_of_another()
+    """
+    )
+    done = run_to_end("--nproc-per-node", "2", path)
+    assert done.returncode == 1
+    assert b"ferrodist: rank 0 failed first: exit code 1, " in done.stderr
+    assert b"it failed because of a rank that did not fail here" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
@@ -536,6 +610,40 @@ def test_a_reader_that_leaves_does_not_end_the_job(script):
         launcher.stdout.close()
         assert sorted(launcher.stderr.readlines()) == [b"[rank 0] finished\n", b"[rank 1] finished\n"]
         assert launcher.wait(LIMIT) == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("stream", ["stdout", "stderr", "both"])
+@pytest.mark.parametrize("code", [0, 7])
+def test_output_on_a_full_device(script, code, stream):
+    """Ranks run to their end; output that is lost is told and turns success into 1, but hides no failure."""
+    path = script(f"""
+        import sys
+        print("out", flush=True)
+        sys.stderr.write("err\\n")
+        sys.exit({code})
+    """)
+    with Path("/dev/full").open("wb") as full:
+        names = ("stdout", "stderr") if stream == "both" else (stream,)
+        others = {name: subprocess.PIPE for name in ("stdout", "stderr") if name not in names}
+        done = run_to_end(path, capture_output=False, **dict.fromkeys(names, full), **others)
+    assert done.returncode == (code or 1)
+    if stream == "stdout":
+        assert done.stderr.startswith(b"[rank 0] err\n")
+        assert b"Traceback" not in done.stderr
+        assert b"the output of the ranks is not whole: [Errno 28] No space left on device\n" in done.stderr
+    elif stream == "stderr":
+        assert done.stdout == b"[rank 0] out\n"
+
+
+@pytest.mark.parametrize("descriptor", [0, 1, 2])
+def test_a_launcher_whose_stream_is_closed(script, descriptor):
+    """What would go there is dropped; nothing else takes its place, and the other streams are whole."""
+    path = script("import sys; print('out', flush=True); sys.stderr.write('err\\n'); sys.exit(7)")
+    done = run_to_end(path, preexec_fn=lambda: os.close(descriptor))
+    assert done.returncode == 7
+    assert (b"[rank 0] out\n" in done.stdout + done.stderr) is (descriptor != 1)
+    assert (b" failed first: exit code 7" in done.stderr) is (descriptor != 2)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,12 @@ def test_infinite_timeout_is_a_wait_that_locks_accept():
     assert math.isfinite(deadline.remaining())
 
 
+def test_a_timeout_too_large_for_a_float_is_endless():
+    """Any number of seconds is one: those that no float can hold never pass."""
+    assert check_timeout(10**400) == math.inf
+    assert check_timeout(2**40) == 2.0**40
+
+
 @pytest.mark.parametrize("wrong", [-1, -0.001, math.nan])
 def test_refuses_what_is_no_duration(wrong):
     """Negative seconds and NaN are refused."""

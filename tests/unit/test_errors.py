@@ -8,7 +8,7 @@ import pytest
 
 import ferrodist as fd
 from ferrodist import errors
-from ferrodist.errors import DistributedError, error_from_wire, error_to_wire
+from ferrodist.errors import DistributedError, error_from_wire, error_to_wire, ranks_text
 from ferrodist.testing import run_ranks
 
 
@@ -56,6 +56,20 @@ def test_unknown_class_on_the_wire_is_the_base():
 def test_foreign_errors_keep_their_name_on_the_wire():
     """An error that is not ours is told as text, with its class."""
     assert error_to_wire(ZeroDivisionError("by zero")) == ("DistributedError", "ZeroDivisionError: by zero", ())
+
+
+@pytest.mark.parametrize("kind", [fd.PeerLostError, ValueError])
+def test_what_utf8_cannot_carry_becomes_an_escape(kind):
+    """A message with a file name that is no text can be sent; the rest of it is as it was."""
+    _, message, _ = error_to_wire(kind("can't read caf\udce9 \u00e9.png"))
+    assert message.endswith("can't read caf\\udce9 \u00e9.png")
+    assert message.encode()
+
+
+@pytest.mark.parametrize(("ranks", "text"), [((3,), "rank 3"), ([1, 3], "ranks 1, 3"), ({0}, "rank 0")])
+def test_ranks_are_named_alike(ranks, text):
+    """One rank or several, in words for a message."""
+    assert ranks_text(ranks) == text
 
 
 def test_drawing_is_the_tree():

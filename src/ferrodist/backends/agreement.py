@@ -21,9 +21,9 @@ import threading
 from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.backends.call import CALL_SIZE, Call, fingerprint_of, payload_of
-from ferrodist.backends.request import wait_all
+from ferrodist.backends.request import answer_seconds, wait_all
 from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag
-from ferrodist.deadline import Deadline
+from ferrodist.deadline import Deadline, Elapsed
 from ferrodist.errors import (
     CollectiveMismatchError,
     DistributedError,
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from ferrodist.backends.request import Request
+    from ferrodist.backends.request import Late, Request
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "ranks_text"]
 
 _COORDINATOR = 0
 
@@ -59,14 +59,21 @@ class _Group(Protocol):
     def failure(self) -> DistributedError | None: ...
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request: ...
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request: ...
+    def find_late(self, peers: tuple[int, ...], within: float) -> Late: ...
     def abort(self, reason: str | DistributedError) -> None: ...
 
 
 class Agreement:
-    """The collectives of one group, counted and compared."""
+    """The collectives of one group, counted and compared.
 
-    def __init__(self, group: _Group) -> None:
+    Args:
+        group: The group.
+        doubt: A sentence about what else may be wrong when a rank is late, for as long as the ranks have never agreed.
+    """
+
+    def __init__(self, group: _Group, *, doubt: str = "") -> None:
         self._group = group
+        self._doubt = doubt
         self._counter = itertools.count()
 
     def reserve(self) -> int:
@@ -109,6 +116,7 @@ class Agreement:
         finally:  # after the abort, so that the others learn of it first
             for request in pending:
                 request.cancel()
+        self._doubt = ""
         records = [table[i : i + CALL_SIZE] for i in range(0, len(table), CALL_SIZE)]
         self._compare(records)
         return [payload_of(record) for record in records]
@@ -139,9 +147,11 @@ class Agreement:
                 return
             if late.done():
                 reporter = late.wait(0)
-                raise self._late(call, tuple(missing), deadline, f" (rank {reporter}'s deadline passed first)")
+                raise self.late_error(
+                    call, tuple(missing), Elapsed.of(deadline), f" (rank {reporter}'s deadline passed first)"
+                )
             if not changed.acquire(timeout=deadline.remaining()):
-                raise self._late(call, tuple(missing), deadline)
+                raise self.late_error(call, tuple(missing), Elapsed.of(deadline))
 
     def _report(self, call: Call, table: memoryview, deadline: Deadline, pending: list[Request]) -> None:
         """Every other rank: send the call to rank 0 and take its answer."""
@@ -159,38 +169,47 @@ class Agreement:
             try:
                 answer.wait(_ANSWER_GRACE_SECONDS)
             except DistributedTimeoutError:
-                raise (group.failure or self._late(call, (_COORDINATOR,), deadline)) from None
+                raise (group.failure or self.late_error(call, (_COORDINATOR,), Elapsed.of(deadline))) from None
 
-    def _late(
-        self, call: Call, ranks: tuple[int, ...], deadline: Deadline, detail: str = ""
+    def late_error(
+        self, call: Call, ranks: tuple[int, ...], elapsed: Elapsed, detail: str = ""
     ) -> DistributedTimeoutError:
+        """The error of a deadline that passed before ``ranks`` had made their call."""
         group = self._group
-        who = f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+        late = group.find_late(ranks, answer_seconds(elapsed.timeout))
+        who, doubt = f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} not called it", self._doubt
+        if late.is_relay:  # calls may have been made, and not come through
+            ranks = late.ranks
+            who, doubt = f"{ranks_text(ranks)} did not pass on what others said", ""
         return DistributedTimeoutError(
-            f"{call} on group {group.name!r}, operation {call.sequence}: {who} not called it, after"
-            f" {deadline.elapsed():.2f} s of {deadline.timeout:g} s allowed{detail}. Look at what is going on there,"
-            f" or pass a larger timeout. Reported by rank {group.rank}.",
+            f"{call} on group {group.name!r}, operation {call.sequence}: {who}, after {elapsed}{late.detail}{detail}."
+            f"{doubt and ' ' + doubt} Look at what is going on there, or pass a larger timeout. Reported by"
+            f" rank {group.rank}.",
             ranks=ranks,
         )
 
     def _compare(self, records: list[memoryview]) -> None:
         """Raise, the same on every rank, when the calls in ``records`` are not all the same."""
-        callers: dict[bytes, list[int]] = {}
-        for rank, record in enumerate(records):
-            callers.setdefault(fingerprint_of(record), []).append(rank)
-        if len(callers) == 1:
+        if len({fingerprint_of(record) for record in records}) == 1:
             return
-        said = "; ".join(f"{_ranks(ranks)} called {Call.decode(records[ranks[0]])}" for ranks in callers.values())
-        sequence = Call.decode(records[0]).sequence
-        odd = min(callers.values(), key=len)
-        error = CollectiveMismatchError(
-            f"the ranks of group {self._group.name!r} disagree about operation {sequence}: {said}. Every rank must make"
-            " the same collective calls in the same order.",
-            ranks=tuple(odd) if len(callers) == 2 and len(odd) < len(records) - len(odd) else (),
-        )
+        error = self.mismatch_error([Call.decode(record) for record in records])
         self._group.abort(error)
         raise error
 
+    def mismatch_error(self, calls: Sequence[Call]) -> CollectiveMismatchError:
+        """The error of ranks whose calls, by rank, are not all the same."""
+        callers: dict[Call, list[int]] = {}
+        for rank, call in enumerate(calls):
+            callers.setdefault(call.with_payload(b""), []).append(rank)
+        said = "; ".join(f"{ranks_text(ranks)} called {call}" for call, ranks in callers.items())
+        odd = min(callers.values(), key=len)
+        return CollectiveMismatchError(
+            f"the ranks of group {self._group.name!r} disagree about operation {calls[0].sequence}: {said}. Every rank"
+            " must make the same collective calls in the same order.",
+            ranks=tuple(odd) if len(callers) == 2 and len(odd) < len(calls) - len(odd) else (),
+        )
 
-def _ranks(ranks: Sequence[int]) -> str:
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return "rank 1", or "ranks 1, 2"."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from ferrodist.backends.agreement import Agreement
 from ferrodist.backends.call import Call
-from ferrodist.backends.request import Request, ThreadedRequest
+from ferrodist.backends.request import Late, Request, ThreadedRequest, answer_seconds
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, check_timeout
 from ferrodist.errors import (
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-__all__ = ["Backend", "as_abort_error", "check_peer"]
+__all__ = ["Backend", "NonBlockingBackend", "as_abort_error", "check_peer", "check_rank"]
 
 
 class Backend(ABC):
@@ -52,6 +52,12 @@ class Backend(ABC):
     group_id: int = 0
     """Upper half of the tags of this group's messages: 0, or what a sub-group derives from its members."""
 
+    collectives: Any = None
+    """The backend's own `Collectives` for this group, or None: then messages carry them."""
+
+    quick: Any = None
+    """The engine's short way for plain calls, or None: see `collectives/quick.py`."""
+
     def __init__(
         self, rank: int, world_size: int, *, timeout: float = DEFAULT_COLLECTIVE_TIMEOUT, name: str = "world"
     ) -> None:
@@ -67,7 +73,7 @@ class Backend(ABC):
         self._threaded: dict[tuple[str, int], list[tuple[int, ThreadedRequest]]] = {}
         self._threaded_lock = threading.Lock()
         self.subgroups: WeakSet[Backend] = WeakSet()
-        """The sub-groups made from this group; they are closed with it."""
+        """The sub-groups made from this group, and from these in turn; they are closed with it, the outermost group."""
         self.attachments: dict[str, Any] = {}
         """What layers above keep with the group, by name."""
         self.agreement = Agreement(self)
@@ -95,6 +101,11 @@ class Backend(ABC):
     @property
     def failure(self) -> DistributedError | None:
         """Why the group can't be used any more, or None while it can. A group that has failed stays failed."""
+        return None
+
+    def subgroup_collectives(self, subgroup: Backend) -> Any:
+        """What a sub-group made from this group has as its `collectives`."""
+        del subgroup
         return None
 
     def __repr__(self) -> str:
@@ -172,7 +183,12 @@ class Backend(ABC):
             CollectiveMismatchError: Some rank called another collective instead.
             DistributedTimeoutError: Some rank did not call in time; it is named.
         """
-        self.agreement.reach(Call(operation="barrier"), self.timeout if timeout is None else check_timeout(timeout))
+        limit = self.timeout if timeout is None else check_timeout(timeout)
+        engine = self.collectives
+        if engine is None:
+            self.agreement.reach(Call(operation="barrier"), limit)
+        else:
+            engine.barrier(timeout=limit, sequence=engine.reserve())
 
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
         """Start `send` and return at once. This form repeats the blocking call in a thread.
@@ -180,21 +196,28 @@ class Backend(ABC):
         Messages started in one thread with the same tag and ``dst`` are received in that order.
         """
         dst = check_peer(self, dst)
-        return self._in_thread(
-            ("send", tag), dst, lambda timeout: (self.send(data, dst, tag=tag, timeout=timeout), dst)[1]
-        )
+
+        def attempt(timeout: float) -> int:
+            self.send(data, dst, tag=tag, timeout=timeout)
+            return dst
+
+        return self._in_thread(("send", tag), dst, attempt, memoryview(data).nbytes)
 
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
         """Start `recv` and return at once. This form repeats the blocking call in a thread."""
         src = check_peer(self, src, any_source=True)
-        return self._in_thread(("recv", tag), src, lambda timeout: self.recv(buffer, src, tag=tag, timeout=timeout))
 
-    def _in_thread(self, kind: tuple[str, int], peer: int, attempt: Callable[[float], int]) -> Request:
+        def attempt(timeout: float) -> int:
+            return self.recv(buffer, src, tag=tag, timeout=timeout)
+
+        return self._in_thread(("recv", tag), src, attempt, memoryview(buffer).nbytes)
+
+    def _in_thread(self, kind: tuple[str, int], peer: int, attempt: Callable[[float], int], size_bytes: int) -> Request:
         """Start a transfer that waits for those before it which could take its message, and for no others."""
         with self._threaded_lock:
             started = [(other, request) for other, request in self._threaded.get(kind, []) if not request.done()]
             earlier = [request for other, request in started if other == peer or ANY_SOURCE in (other, peer)]
-            request = ThreadedRequest(attempt, peer, lambda: self.failure, after=earlier)
+            request = ThreadedRequest(attempt, peer, lambda: self.failure, after=earlier, size_bytes=size_bytes)
             self._threaded[kind] = [*started, (peer, request)]
         request.add_done_callback(lambda: self._forget_threaded(kind))
         return request
@@ -211,16 +234,29 @@ class Backend(ABC):
         except DistributedTimeoutError as error:
             if self.failure is not None:
                 raise
+            late = self.find_late(error.ranks, answer_seconds(timeout))
             if not request.cancel():
                 return request.wait(math.inf)  # it ended between the two, or ends at once: see Request.cancel
             raise DistributedTimeoutError(
-                f"{what} within {timeout:g} s (group {self.name!r}, rank {self.rank}). The group is still good: the"
-                " call may be made again.",
-                ranks=error.ranks,
+                f"{what} within {timeout:g} s (group {self.name!r}, rank {self.rank}){late.detail}. The group is still"
+                " good: the call may be made again.",
+                ranks=late.ranks,
             ) from None
         except BaseException:
             request.cancel()
             raise
+
+    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
+        """Find out whom a wait for ``peers`` that ran out of time is put down to.
+
+        This form answers with the peers. A backend whose messages pass through other ranks can tell more.
+
+        Args:
+            peers: The ranks that were waited for; empty when it was for any.
+            within: Seconds this may take.
+        """
+        del within
+        return Late(ranks=peers)
 
     def abort_subgroup(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
         """End one sub-group on all its members (ranks of this group).
@@ -235,8 +271,12 @@ class Backend(ABC):
         del group_id, members
         return self.failure
 
-    def open_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:  # noqa: B027 - may stay as it is
-        """Be told that this rank has made a sub-group of ``members`` (ranks of this group)."""
+    def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> None:  # noqa: B027 - may stay as it is
+        """Be told that this rank has made a sub-group of ``members`` (ranks of this group, in its order).
+
+        A backend that overrides this numbers and names the ranks of the sub-group's errors as the sub-group does. For
+        others `SubBackend` translates what its transfers raise.
+        """
 
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:  # noqa: B027 - may stay as it is
         """Be told that this rank has left a sub-group. This form tells nobody."""
@@ -250,6 +290,47 @@ class Backend(ABC):
             subgroup.close()
         while self._close_callbacks:
             self._close_callbacks.pop()()
+
+
+class NonBlockingBackend(Backend):
+    """A backend whose `isend` and `irecv` don't need threads: its `send` and `recv` start one of them and wait."""
+
+    @abstractmethod
+    def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
+        """Start `send` and return at once."""
+
+    @abstractmethod
+    def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
+        """Start `recv` and return at once."""
+
+    def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
+        """Send bytes to one rank; see `Backend.send`."""
+        limit = self.timeout if timeout is None else check_timeout(timeout)
+        request = self.isend(data, dst, tag=tag)
+        self._wait_or_give_up(request, f"send to rank {dst}: it did not receive the message", limit)
+
+    def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
+        """Receive the next message from ``src``; see `Backend.recv`."""
+        limit = self.timeout if timeout is None else check_timeout(timeout)
+        whom = "any rank" if src == ANY_SOURCE else f"rank {src}"
+        return self._wait_or_give_up(self.irecv(buffer, src, tag=tag), f"recv from {whom}: nothing came", limit)
+
+
+def check_rank(group: Backend, rank: int, what: str) -> int:
+    """``rank`` as an int, whatever integer it is; raises InvalidRankError unless it is a rank of ``group``.
+
+    Args:
+        group: The group.
+        rank: What the user passed.
+        what: How the error calls it.
+    """
+    try:
+        number = -1 if isinstance(rank, bool) else operator.index(rank)
+    except TypeError:
+        number = -1
+    if not 0 <= number < group.world_size:
+        raise InvalidRankError(f"{what} is not in 0..{group.world_size - 1} of group {group.name!r}")
+    return number
 
 
 def check_peer(group: Backend, peer: int, *, any_source: bool = False) -> int:

@@ -8,8 +8,10 @@ from functools import lru_cache
 
 __all__ = ["CALL_SIZE", "MAX_PAYLOAD", "Call"]
 
-# operation, dtype, reduce op, root, element count, sequence | bytes of payload, payload
-_HEAD = struct.Struct("<24s16s16sqQQ")
+_OPERATION_SIZE, _DTYPE_SIZE, _REDUCE_OP_SIZE = 24, 16, 18
+
+# operation, dtype, reduce op, root, dim, element count, sequence | bytes of payload, payload
+_HEAD = struct.Struct(f"<{_OPERATION_SIZE}s{_DTYPE_SIZE}s{_REDUCE_OP_SIZE}sihqQ")
 _PAYLOAD_LENGTH = struct.Struct("<I")
 _PAYLOAD_START = _HEAD.size + _PAYLOAD_LENGTH.size
 
@@ -21,8 +23,10 @@ MAX_PAYLOAD = CALL_SIZE - _PAYLOAD_START
 
 
 @lru_cache(maxsize=256)
-def _text(value: str) -> bytes:
-    return value.encode("ascii")
+def _text(value: str, size: int) -> bytes:
+    encoded = value.encode("ascii")
+    assert len(encoded) <= size, f"{value!r} would be cut to {size} bytes"
+    return encoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +37,10 @@ class Call:
 
     Args:
         operation: What was called, at most 24 ASCII characters.
-        dtype: Name of the element type, or empty.
-        reduce_op: Name of the reduction, or empty.
+        dtype: Name of the element type, at most 16 characters, or empty.
+        reduce_op: Name of the reduction, at most 18 characters, or empty.
         root: The root rank, or -1.
+        dim: The dim that is joined or divided, counted from 0, or -1.
         count: Number of elements all ranks must agree on, or 0 where they may differ.
         sequence: Position of the call among the group's collectives.
         payload: At most `MAX_PAYLOAD` bytes of this rank that every rank receives.
@@ -45,6 +50,7 @@ class Call:
     dtype: str = ""
     reduce_op: str = ""
     root: int = -1
+    dim: int = -1
     count: int = 0
     sequence: int = 0
     payload: bytes = b""
@@ -53,10 +59,11 @@ class Call:
         """The call as `CALL_SIZE` bytes."""
         assert len(self.payload) <= MAX_PAYLOAD
         head = _HEAD.pack(
-            _text(self.operation),
-            _text(self.dtype),
-            _text(self.reduce_op),
+            _text(self.operation, _OPERATION_SIZE),
+            _text(self.dtype, _DTYPE_SIZE),
+            _text(self.reduce_op, _REDUCE_OP_SIZE),
             self.root,
+            self.dim,
             self.count,
             self.sequence,
         )
@@ -65,12 +72,13 @@ class Call:
     @staticmethod
     def decode(record: bytes | memoryview) -> Call:
         """Read what `encode` wrote; text that is not ASCII is shown with replacement characters."""
-        operation, dtype, reduce_op, root, count, sequence = _HEAD.unpack_from(record)
+        operation, dtype, reduce_op, root, dim, count, sequence = _HEAD.unpack_from(record)
         return Call(
             operation=operation.rstrip(b"\0").decode("ascii", "replace"),
             dtype=dtype.rstrip(b"\0").decode("ascii", "replace"),
             reduce_op=reduce_op.rstrip(b"\0").decode("ascii", "replace"),
             root=root,
+            dim=dim,
             count=count,
             sequence=sequence,
             payload=payload_of(record),
@@ -90,6 +98,8 @@ class Call:
             parts.append(f"{self.dtype}[{self.count}]")
         if self.root >= 0:
             parts.append(f"root={self.root}")
+        if self.dim >= 0:
+            parts.append(f"dim={self.dim}")
         return f"{self.operation}({', '.join(parts)})"
 
 

@@ -15,6 +15,7 @@ the message, which waits for the next receive. Callbacks and grants run after th
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -115,14 +116,22 @@ class Message:
 
     @property
     def size_kept(self) -> int:
-        """Bytes of it that a mailbox holds while nobody has asked for it."""
-        return self.size_bytes if self.grant is None or self.kept is not None else 0
+        """Bytes of it that a mailbox holds unasked: none of an offered one, which moves once it is asked for."""
+        return self.size_bytes if self.grant is None else 0
 
 
 class Mailbox:
-    """Messages and receives of one rank, matched by tag and source in order of arrival."""
+    """Messages and receives of one rank, matched by tag and source in order of arrival.
 
-    def __init__(self) -> None:
+    Args:
+        describe: ``describe(tag, source)`` returns the number and the name that an error gives to the sender of a
+            message with this tag.
+    """
+
+    def __init__(
+        self, describe: Callable[[int, int], tuple[int, str]] = lambda _, source: (source, f"rank {source}")
+    ) -> None:
+        self._describe = describe
         self._lock = threading.Lock()
         self._receives: dict[int, dict[int, Receive]] = {}  # by tag, then by number, ascending
         self._messages: dict[int, dict[int, Message]] = {}  # by tag, then by arrival, ascending
@@ -154,17 +163,18 @@ class Mailbox:
         """Take a message's announcement; its bytes, if any, follow through `write`.
 
         Returns:
-            False when the mailbox is full of what nobody asked for; the message is not taken.
+            False when nobody has asked for it either and the mailbox is full; the message is not taken.
         """
         after: list[Callable[[], None]] = []
         with self._lock:
-            if self._unasked_bytes + message.size_kept + _MESSAGE_COST > MAX_UNASKED_BYTES:
-                return False
             self._num_arrivals += 1
             message.arrival = self._num_arrivals
-            self._take_receive(message, after)
+            is_taken = self._take_receive(message, after)
+            if not is_taken and self._unasked_bytes + message.size_kept + _MESSAGE_COST <= MAX_UNASKED_BYTES:
+                self._keep(message)
+                is_taken = True
         _run(after)
-        return True
+        return is_taken
 
     def write(self, message: Message, fill: Callable[[memoryview], int], start: int, stop: int) -> int:
         """Let ``fill(target)`` write bytes ``start`` to ``stop``; returns its result, the number it wrote.
@@ -197,7 +207,8 @@ class Mailbox:
                 if message.kept is None:
                     message.kept = bytearray(message.size_bytes)
                     message.kept[: message.num_received] = receive.buffer[: message.num_received]
-                self._take_receive(message, after)
+                if not self._take_receive(message, after):
+                    self._keep(message)
             elif receive.number in self._receives.get(receive.tag, {}):
                 self._drop_receive(receive)
             else:
@@ -220,19 +231,19 @@ class Mailbox:
                     _put_back(self._receives.setdefault(receive.tag, {}), receive.number, receive)
         _run(after)
 
-    def fail(self, applies: Callable[[Receive], bool], error: DistributedError) -> None:
-        """End every receive for which ``applies(receive)`` with ``error``."""
+    def fail(self, why: Callable[[Receive], DistributedError | None]) -> None:
+        """End every receive for which ``why(receive)`` is an error, with that error."""
         with self._lock:
-            failed = [receive for queue in self._receives.values() for receive in queue.values() if applies(receive)]
-            for receive in failed:
-                self._drop_receive(receive)
-            for receive in [receive for receive in self._matched if applies(receive)]:
-                self._matched.discard(receive)
+            waiting = [receive for queue in self._receives.values() for receive in queue.values()]
+            failed = [(receive, error) for receive in (*waiting, *self._matched) if (error := why(receive)) is not None]
+            for receive, _ in failed:
                 message, receive.message = receive.message, None
                 if message is not None:
+                    self._matched.discard(receive)
                     message.receive = None
-                failed.append(receive)
-        for receive in failed:
+                else:
+                    self._drop_receive(receive)
+        for receive, error in failed:
             receive.end(error)
 
     def forget(self, applies: Callable[[Message], bool]) -> None:
@@ -242,6 +253,15 @@ class Mailbox:
                 self._drop_message(message)
                 message.kept = None
 
+    def fullest_source(self, newest: Message) -> int:
+        """The rank that sent most of what nobody has asked for, with a message that is not taken yet."""
+        filled = Counter({newest.source: newest.size_kept + _MESSAGE_COST})
+        with self._lock:
+            for queue in self._messages.values():
+                for message in queue.values():
+                    filled[message.source] += message.size_kept + _MESSAGE_COST
+        return max(filled, key=lambda source: filled[source])
+
     # Below here the lock is held, and what must happen after its release is added to ``after``.
 
     def _take_message(self, receive: Receive, after: list[Callable[[], None]]) -> bool:
@@ -249,7 +269,7 @@ class Mailbox:
         message = next((m for m in self._messages.get(receive.tag, {}).values() if receive.matches(m)), None)
         if message is None:
             return False
-        error = _size_error(receive, message)
+        error = self._size_error(receive, message)
         if error is not None:
             after.append(partial(receive.end, error))
         else:
@@ -257,19 +277,22 @@ class Mailbox:
             self._pair(receive, message, after)
         return True
 
-    def _take_receive(self, message: Message, after: list[Callable[[], None]]) -> None:
-        """Match a message with the first receive that fits it, or keep it."""
+    def _take_receive(self, message: Message, after: list[Callable[[], None]]) -> bool:
+        """Match a message with the first receive that fits it; False when there is none."""
         while True:
             queue = self._receives.get(message.tag, {})
             receive = next((r for r in queue.values() if r.matches(message)), None)
             if receive is None:
-                break
+                return False
             self._drop_receive(receive)
-            error = _size_error(receive, message)
+            error = self._size_error(receive, message)
             if error is None:
                 self._pair(receive, message, after)
-                return
+                return True
             after.append(partial(receive.end, error))
+
+    def _keep(self, message: Message) -> None:
+        """Have a message wait for a receive."""
         if message.grant is None and message.kept is None:
             message.kept = bytearray(message.size_bytes)
         self._unasked_bytes += message.size_kept + _MESSAGE_COST
@@ -291,6 +314,16 @@ class Mailbox:
         self._matched.discard(receive)
         message.receive = receive.message = None
         after.append(receive.end)
+
+    def _size_error(self, receive: Receive, message: Message) -> SizeMismatchError | None:
+        if len(receive.buffer) == message.size_bytes:
+            return None
+        number, who = self._describe(message.tag, message.source)
+        return SizeMismatchError(
+            f"{who} sent {message.size_bytes} bytes, the buffer to receive them has {len(receive.buffer)}: receive into"
+            " one of that size. The message is kept.",
+            ranks=(number,),
+        )
 
     def _drop_message(self, message: Message) -> None:
         queue = self._messages.get(message.tag, {})
@@ -317,16 +350,6 @@ def _put_back(queue: dict[int, _Waiting], number: int, waiting: _Waiting) -> Non
         ordered = sorted(queue.items())
         queue.clear()
         queue.update(ordered)
-
-
-def _size_error(receive: Receive, message: Message) -> SizeMismatchError | None:
-    if len(receive.buffer) == message.size_bytes:
-        return None
-    return SizeMismatchError(
-        f"rank {message.source} sent {message.size_bytes} bytes, the buffer to receive them has {len(receive.buffer)}:"
-        " receive into one of that size. The message is kept.",
-        ranks=(message.source,),
-    )
 
 
 def _run(actions: list[Callable[[], None]]) -> None:

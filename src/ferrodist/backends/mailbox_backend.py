@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
+from collections import deque
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakSet, finalize
 
-from ferrodist.backends.base import Backend, as_abort_error, check_peer
+from ferrodist.backends.base import Backend, NonBlockingBackend, as_abort_error, check_peer
 from ferrodist.backends.mailbox import Mailbox, Message, Receive, read_view, write_view
 from ferrodist.backends.request import BaseRequest
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
-from ferrodist.deadline import check_timeout
 from ferrodist.errors import (
     DistributedError,
     DistributedTimeoutError,
@@ -31,14 +33,35 @@ from ferrodist.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from typing_extensions import Buffer
 
-    from ferrodist.backends.request import Request
+    from ferrodist.backends.request import Late, Request
 
-__all__ = ["MailboxBackend", "Send"]
+__all__ = ["MAX_AHEAD", "Departure", "MailboxBackend", "Send"]
 
 _WORLD = 0
 _TAG_BITS = 128
+
+MAX_AHEAD = 1 << 16
+"""Groups that this rank has not made (yet) and of whose end it keeps what one other rank tells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """Why a rank is gone, to be told to each of its groups in that group's own terms.
+
+    Args:
+        what: Follows the rank in the error's message, as "died: ...".
+        kind: Class of the error.
+    """
+
+    what: str
+    kind: type[DistributedError] = PeerLostError
+
+
+_CLOSED = Departure(what="has left: it closed the group while others still needed it")
 
 
 class Send(BaseRequest):
@@ -56,21 +79,58 @@ class Send(BaseRequest):
         """Take the message back; see `Request.cancel`."""
         return self._backend._cancel_send(self)  # noqa: SLF001 - the two are one mechanism
 
+    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
+        """Ask the group; see `Backend.find_late`."""
+        return self._backend.find_late(peers, within)
 
-class MailboxBackend(Backend):
+
+class _GroupReceive(Receive):
+    """A receive that knows its group."""
+
+    __slots__ = ("_backend",)
+
+    def __init__(self, backend: MailboxBackend, buffer: memoryview, source: int, tag: int) -> None:
+        super().__init__(backend._mailbox, buffer, source, tag)  # noqa: SLF001 - the two are one mechanism
+        self._backend = backend
+
+    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
+        """Ask the group; see `Backend.find_late`."""
+        return self._backend.find_late(peers, within)
+
+
+class _Subgroups(WeakSet[Backend]):
+    """The sub-groups that somebody still holds, and the ids of those that nobody does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Written to by the garbage collector, in whatever thread and at whatever moment: so without a lock.
+        self.dropped: deque[int] = deque()
+
+    def add(self, item: Backend) -> None:
+        """Add a sub-group."""
+        super().add(item)
+        finalize(item, self.dropped.append, item.group_id).atexit = False
+
+
+class MailboxBackend(NonBlockingBackend):
     """A backend whose messages arrive in a `Mailbox`; see the module's docstring for what a transport adds."""
 
     def __init__(self, rank: int, world_size: int, *, timeout: float, name: str) -> None:
         super().__init__(rank, world_size, timeout=timeout, name=name)
-        self._mailbox = Mailbox()
+        self.subgroups: _Subgroups = _Subgroups()
+        self._mailbox = Mailbox(lambda tag, source: self._describe(group_of_tag(tag), source))
         self._state_lock = threading.Lock()
         self._sends: set[Send] = set()
         self._members: dict[int, tuple[int, ...]] = {_WORLD: tuple(range(world_size))}
+        self._names: dict[int, str] = {_WORLD: name}
         self._failures: dict[int, DistributedError] = {}  # by group
-        self._left: dict[tuple[int, int], DistributedError] = {}  # by group and rank
-        self._died: dict[int, DistributedError] = {}  # by rank
+        self._left: dict[tuple[int, int], Departure] = {}  # by group and rank
+        self._died: dict[int, Departure] = {}  # by rank
         self._ended: DistributedError | None = None  # why nothing works here any more: closed, or a forked child
         self._closed: set[int] = set()  # sub-groups this rank has closed
+        # By rank: the groups that this one has not made and of whose end it has told. Bounded by MAX_AHEAD, and with it
+        # `_failures` and `_left`, which otherwise have one entry for each group this rank has made, and rank in it.
+        self._ahead: dict[int, set[int]] = {}
 
     # What a transport adds.
 
@@ -119,27 +179,12 @@ class MailboxBackend(Backend):
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
         """Start `recv` and return at once."""
         src = check_peer(self, src, any_source=True)
-        receive = Receive(self._mailbox, write_view(buffer), src, check_tag(tag, _TAG_BITS))
+        receive = _GroupReceive(self, write_view(buffer), src, check_tag(tag, _TAG_BITS))
         failure = self._failure_of(group_of_tag(tag))
         if failure is not None:
             raise failure.fresh()
         self._mailbox.post(receive, partial(self._refusal, tag, src))
         return receive
-
-    def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
-        """Send bytes to one rank; see `Backend.send`."""
-        limit = self._limit(timeout)
-        request = self.isend(data, dst, tag=tag)
-        self._wait_or_give_up(request, f"send to rank {dst}: it did not receive the message", limit)
-
-    def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
-        """Receive the next message from ``src``; see `Backend.recv`."""
-        limit = self._limit(timeout)
-        whom = "any rank" if src == ANY_SOURCE else f"rank {src}"
-        return self._wait_or_give_up(self.irecv(buffer, src, tag=tag), f"recv from {whom}: nothing came", limit)
-
-    def _limit(self, timeout: float | None) -> float:
-        return self.timeout if timeout is None else check_timeout(timeout)
 
     def _failure_of(self, group_id: int) -> DistributedError | None:
         if self._ended is not None:
@@ -156,25 +201,56 @@ class MailboxBackend(Backend):
     def _departure(self, group_id: int, peer: int) -> DistributedError | None:
         """Why ``peer``, or every peer for `ANY_SOURCE`, is gone from a group, or None."""
         if peer != ANY_SOURCE:
-            return self._left.get((_WORLD, peer)) or self._left.get((group_id, peer)) or self._died.get(peer)
+            departure = self._left.get((_WORLD, peer)) or self._left.get((group_id, peer)) or self._died.get(peer)
+            return None if departure is None else self._told(group_id, peer, departure)
         others = [rank for rank in self._members.get(group_id, ()) if rank != self.rank]
         gone = [self._departure(group_id, rank) for rank in others]
         return gone[0] if gone and all(gone) else None
 
-    def _accept(self, message: Message) -> None:
+    def _describe(self, group_id: int, rank: int) -> tuple[int, str]:
+        """A rank's number in a group, and what the group's errors call it."""
+        members = self._members.get(group_id, ())
+        in_world = f"rank {rank} of group {self.name!r}"
+        if group_id == _WORLD or rank not in members:
+            return rank, in_world
+        number = members.index(rank)
+        return number, f"rank {number} of group {self._names.get(group_id)!r} ({in_world})"
+
+    def _told(self, group_id: int, rank: int, departure: Departure) -> DistributedError:
+        number, who = self._describe(group_id, rank)
+        return departure.kind(f"{who} {departure.what}", ranks=(number,))
+
+    def _accept(self, message: Message) -> bool:
         """Take in a message; one more than this rank can keep unasked ends its group.
 
-        One for a group that has ended is not kept: its bytes go nowhere.
+        Returns:
+            False when it is not kept, and its bytes go nowhere: its group has ended, or its sender is no member.
         """
         group_id = group_of_tag(message.tag)
-        if self._failure_of(group_id) is not None or self._mailbox.arrive(message):
-            return
+        if self._failure_of(group_id) is not None or not self._is_member(group_id, message.source):
+            return False
+        if self._mailbox.arrive(message):
+            if self._failure_of(group_id) is None:
+                return True
+            self._forget_messages(lambda other: other is message)  # it has ended between the two
+            return False
+        flooder = self._mailbox.fullest_source(message)
+        number, who = self._describe(group_id, flooder)
         error = GroupAbortedError(
-            f"rank {self.rank} of group {self.name!r} ran out of room: rank {message.source} keeps sending what it"
-            " does not receive. Receive it, or check the tags of send and recv.",
-            ranks=(message.source,),
+            f"{self._describe(group_id, self.rank)[1]} ran out of room: {who} keeps sending what it does not receive."
+            " Receive it, or check the tags of send and recv.",
+            ranks=(number,) if self._is_member(group_id, flooder) else (),
         )
         self.abort_subgroup(group_id, self._members.get(group_id, self._members[_WORLD]), error)
+        return False
+
+    def _is_member(self, group_id: int, rank: int) -> bool:
+        """Whether a rank belongs to a group; of one that this rank has not made any may."""
+        return rank in self._members.get(group_id, self._members[_WORLD])
+
+    def _forget_messages(self, applies: Callable[[Message], bool]) -> None:
+        """Free every message that waits and ``applies(message)``."""
+        self._mailbox.forget(applies)
 
     def _finish_send(self, send: Send, error: DistributedError | None = None) -> bool:
         """End a send; False when another thread has."""
@@ -201,15 +277,23 @@ class MailboxBackend(Backend):
         if self._fail_group(group_id, error):
             self._notify_abort(group_id, members, error)
 
-    def open_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
-        """Learn who belongs to a sub-group, so that the death of one fails it."""
+    def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> None:
+        """Learn who belongs to a sub-group, so that the death of one fails it.
+
+        Sub-groups that were dropped without `close` are left now.
+        """
         if self._ended is not None:
             return
+        self._close_dropped()
         with self._state_lock:
+            self._names[group_id] = name
             self._members[group_id] = members
-            dead = next((self._died[rank] for rank in members if rank in self._died), None)
+            for ahead in self._ahead.values():
+                ahead.discard(group_id)
+            dead = next((rank for rank in members if rank in self._died), None)
+        self._forget_messages(lambda message: group_of_tag(message.tag) == group_id and message.source not in members)
         if dead is not None:
-            self._fail_group(group_id, dead)
+            self._fail_group(group_id, self._told(group_id, dead, self._died[dead]))
 
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
         """Leave a sub-group. Of a closed one no more than its id is kept, to refuse what still comes for it."""
@@ -218,14 +302,31 @@ class MailboxBackend(Backend):
         with self._state_lock:
             self._closed.add(group_id)
             self._members.pop(group_id, None)
+            self._names.pop(group_id, None)
             failure = self._failures.pop(group_id, None)
             for rank in members:
                 self._left.pop((group_id, rank), None)
         error = self._failure_of(group_id)
         assert error is not None
-        self._end_transfers(lambda group, _: group == group_id, error)
-        self._mailbox.forget(lambda message: group_of_tag(message.tag) == group_id)
+        self._end_transfers(lambda group, _: error if group == group_id else None)
+        self._forget_messages(lambda message: group_of_tag(message.tag) == group_id)
         self._say_goodbye(group_id, members, failure)
+
+    def _close_dropped(self) -> None:
+        """Leave the sub-groups whose handles are gone, except those with a message still on its way."""
+        dropped = self.subgroups.dropped
+        with self._state_lock:
+            busy = {group_of_tag(send.tag) for send in self._sends}
+        for _ in range(len(dropped)):
+            try:
+                group_id = dropped.popleft()
+            except IndexError:  # another thread does the same
+                return
+            members = self._members.get(group_id)
+            if group_id in busy:
+                dropped.append(group_id)
+            elif members is not None:  # it was not closed
+                self.close_subgroup(group_id, members)
 
     def subgroup_failure(self, group_id: int, members: tuple[int, ...]) -> DistributedError | None:
         """Why a sub-group can't be used any more, or None."""
@@ -243,19 +344,23 @@ class MailboxBackend(Backend):
         self._notify_left(group_id, members)
 
     def _close_groups(self) -> bool:
-        """Leave every group of this backend, and say so; False when that was done before."""
+        """End every group of this backend here; False when that was done before. `_leave_groups` tells the others."""
         error = GroupClosedError(f"group {self.name!r} was closed on this rank ({self.rank})")
         with self._state_lock:
             if self._ended is not None:
                 return False
             # Also where it had failed: the caller has seen the failure, and left.
             self._ended = error
-        self._end_transfers(lambda _group, _peer: True, error)
-        for group_id, failure in self._failures.items():
-            if group_id != _WORLD and group_id in self._members:
-                self._notify_abort(group_id, self._members[group_id], failure)
-        self._say_goodbye(_WORLD, self._members[_WORLD], self._failures.get(_WORLD))
+        self._end_transfers(lambda _group, _peer: error)
         return True
+
+    def _leave_groups(self) -> None:
+        """Tell the others that this rank has closed its groups."""
+        for group_id, failure in list(self._failures.items()):  # another thread may be closing a sub-group
+            members = self._members.get(group_id)
+            if group_id != _WORLD and members is not None:
+                self._notify_abort(group_id, members, failure)
+        self._say_goodbye(_WORLD, self._members[_WORLD], self._failures.get(_WORLD))
 
     def _fail_group(self, group_id: int, error: DistributedError) -> bool:
         """End a group on this rank; False when it had failed before, which then keeps its reason."""
@@ -264,47 +369,47 @@ class MailboxBackend(Backend):
             if self._ended is not None or group_id in self._failures or group_id in self._closed:
                 return False
             self._failures[group_id] = error
-        self._end_transfers(lambda group, _: group == group_id, error)
-        self._mailbox.forget(lambda message: group_of_tag(message.tag) == group_id)
+        self._end_transfers(lambda group, _: error if group == group_id else None)
+        self._forget_messages(lambda message: group_of_tag(message.tag) == group_id)
         return True
 
-    def _peer_left(self, group_id: int, rank: int, error: DistributedError | None = None) -> None:
-        error = error or PeerLostError(
-            f"rank {rank} of group {self.name!r} has left: it closed the group while rank {self.rank} still needed it",
-            ranks=(rank,),
-        )
+    def _may_be_ahead(self, group_id: int, rank: int) -> bool:
+        """Note that a rank tells of a group's end; False when it has told of too many that this rank has not made."""
+        with self._state_lock:
+            if group_id in self._closed or group_id in self._members:
+                return True
+            ahead = self._ahead.setdefault(rank, set())
+            if len(ahead) < MAX_AHEAD:
+                ahead.add(group_id)
+            return group_id in ahead
+
+    def _peer_left(self, group_id: int, rank: int, departure: Departure = _CLOSED) -> None:
         with self._state_lock:
             if group_id in self._closed:
                 return
-            self._left.setdefault((group_id, rank), error)
+            self._left.setdefault((group_id, rank), departure)
         self._end_transfers(
             lambda group, peer: (
-                group_id in (_WORLD, group)
-                and (peer == rank or (peer == ANY_SOURCE and self._departure(group, peer) is not None))
-            ),
-            error,
+                self._departure(group, peer) if group_id in (_WORLD, group) and peer in (rank, ANY_SOURCE) else None
+            )
         )
 
-    def _peer_died(self, rank: int, error: DistributedError) -> None:
+    def _peer_died(self, rank: int, departure: Departure) -> None:
         with self._state_lock:
             if rank in self._died:
                 return
-            self._died[rank] = error
+            self._died[rank] = departure
             groups = [group_id for group_id, members in self._members.items() if rank in members]
         for group_id in groups:
-            self._fail_group(group_id, error)
-        self._end_transfers(lambda _, peer: peer == rank, error)
+            self._fail_group(group_id, self._told(group_id, rank, departure))
+        self._end_transfers(lambda group, peer: self._departure(group, peer) if peer == rank else None)
 
-    def _end_transfers(self, applies: _Applies, error: DistributedError) -> None:
-        """End what ``applies(group, peer)`` to. New ones are refused already, by what the caller recorded."""
-        self._mailbox.fail(lambda receive: applies(group_of_tag(receive.tag), receive.source), error)
+    def _end_transfers(self, why: Callable[[int, int], DistributedError | None]) -> None:
+        """End what there is a ``why(group, peer)`` for. New ones are refused already, by what the caller recorded."""
+        self._mailbox.fail(lambda receive: why(group_of_tag(receive.tag), receive.source))
         with self._state_lock:
-            sends = [send for send in self._sends if applies(group_of_tag(send.tag), send.peer)]
+            sends = list(self._sends)
         for send in sends:
-            self._cancel_send(send, error)
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    _Applies = Callable[[int, int], bool]
+            error = why(group_of_tag(send.tag), send.peer)
+            if error is not None:
+                self._cancel_send(send, error)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import socket
+import sys
 import threading
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.base import Backend
+from ferrodist.backends.native import GlooBackend, NativeBackend, is_native_available
 from ferrodist.backends.sub import SubBackend
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
-from ferrodist.errors import BackendUnavailable, DistributedError, GroupClosedError
+from ferrodist.errors import BackendUnavailable, GroupClosedError, describe_failed_program
 from ferrodist.rendezvous import rendezvous
-from ferrodist.rendezvous.listener import format_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ __all__ = [
     "use_group",
 ]
 
-_ANNOUNCED = ("native", "gloo", "mpi", "ucc", "nccl", "hybrid")
+_ANNOUNCED = ("mpi", "ucc", "nccl", "hybrid")
 
 _local_group: ContextVar[Backend | None] = ContextVar("ferrodist_group", default=None)
 _lock = threading.Lock()
@@ -63,8 +63,12 @@ def init_process_group(
 ) -> Backend:
     """Meet the other ranks of the job and make the default group. Every rank calls it, once.
 
+    The group is closed when the interpreter exits, if not before. When an exception that nobody caught is the reason,
+    it is aborted first, so that the other ranks raise `GroupAbortedError`, which says what that was.
+
     Args:
-        backend: "tcp", or a name given to `register_backend`; None chooses.
+        backend: "native", "gloo", "tcp", or a name given to `register_backend`; None takes native where it is
+            installed.
         rank: This rank; None takes RANK from the environment.
         world_size: Number of ranks; None takes WORLD_SIZE.
         init_method: ``env://`` (the default: torchrun's variables MASTER_ADDR and MASTER_PORT), ``tcp://host:port``
@@ -94,7 +98,7 @@ def init_process_group(
             membership.close()
             raise
         _process.group, _process.membership = group, membership
-    atexit.register(destroy_process_group)
+    atexit.register(_leave_at_exit)
     return group
 
 
@@ -103,11 +107,29 @@ def destroy_process_group() -> None:
     with _lock:
         group, membership = _process.group, _process.membership
         _process.group = _process.membership = None
-    atexit.unregister(destroy_process_group)
+    atexit.unregister(_leave_at_exit)
     if group is not None:
         group.close()
     if membership is not None:
         membership.close()
+
+
+def _leave_at_exit() -> None:
+    """Close the default group; the others learn of the exception that ended this program before of its goodbye."""
+    group, error = _process.group, _unhandled_exception()
+    if group is not None and error is not None:
+        with contextlib.suppress(Exception):  # a backend or an exception of others may do anything here
+            group.abort(describe_failed_program(error))
+    destroy_process_group()
+
+
+def _unhandled_exception() -> BaseException | None:
+    """The exception that ended the main thread's program; `SystemExit` is none."""
+    if hasattr(sys, "ps1"):  # at a prompt, exceptions end nothing
+        return None
+    # Before Python 3.12 there was only the latter.
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return error if isinstance(error, BaseException) else None
 
 
 def is_initialized() -> bool:
@@ -141,6 +163,13 @@ def resolve_group(group: Backend | None) -> Backend:
     if not isinstance(group, Backend):
         raise TypeError(f"group must be a ferrodist Backend or None, not {type(group).__name__}")
     return group
+
+
+def find_group(group: Backend | None) -> Backend | None:
+    """What `resolve_group` returns, or None where it raises."""
+    if group is None:
+        return _local_group.get() or _process.group
+    return group if isinstance(group, Backend) else None
 
 
 @contextlib.contextmanager
@@ -185,7 +214,7 @@ def register_backend(name: str, factory: Factory) -> None:
 
 
 def _factory(name: str | None) -> Factory:
-    chosen = "tcp" if name is None else name
+    chosen = name or ("native" if is_native_available() else "tcp")
     if chosen in _FACTORIES:
         return _FACTORIES[chosen]
     if chosen in _ANNOUNCED:
@@ -198,31 +227,8 @@ def _known() -> str:
     return ", ".join(sorted(_FACTORIES))
 
 
-def _make_tcp(membership: Membership, timeout: float, deadline: Deadline) -> Backend:
-    """Rank 0 listens on a free port next to its store and publishes the address; the others dial it."""
-    store = membership.store
-    listener = None
-    if membership.rank == 0 and membership.world_size > 1:
-        family = socket.AF_INET6 if ":" in membership.host else socket.AF_INET
-        listener = socket.create_server((membership.host, 0), family=family)
-        host, port = listener.getsockname()[:2]
-        store.set("tcp/address", format_address(host, port).encode())
-    address = store.get("tcp/address", timeout=deadline.remaining()).decode() if membership.world_size > 1 else ""
-    try:
-        return TcpBackend(
-            membership.rank,
-            membership.world_size,
-            address,
-            secret=membership.secret,
-            timeout=timeout,
-            job=membership.job,
-            listener=listener,
-            connect_timeout=deadline.remaining(),
-        )
-    except DistributedError:
-        if listener is not None:
-            listener.close()
-        raise
-
-
-_FACTORIES: dict[str, Factory] = {"tcp": _make_tcp}
+_FACTORIES: dict[str, Factory] = {
+    "gloo": GlooBackend.from_membership,
+    "native": NativeBackend.from_membership,
+    "tcp": TcpBackend.from_membership,
+}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.deadline import Deadline
@@ -13,7 +14,32 @@ from ferrodist.errors import DistributedError, DistributedTimeoutError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["BaseRequest", "Request", "ThreadedRequest", "wait_all"]
+__all__ = ["BaseRequest", "Late", "LateFinder", "Request", "ThreadedRequest", "answer_seconds", "wait_all"]
+
+_ANSWER_SECONDS = 0.2
+"""How long past its deadline a wait may ask around for whom it waits in vain."""
+
+_SHORTEST_WAIT_SECONDS = 0.02
+
+
+def answer_seconds(timeout: float) -> float:
+    """How long to ask around after a wait of ``timeout`` seconds: not at all for one that hardly waits, but polls."""
+    return _ANSWER_SECONDS if timeout >= _SHORTEST_WAIT_SECONDS else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Late:
+    """Whom a wait that ran out of time is put down to.
+
+    Args:
+        ranks: In the numbers of the group that was asked.
+        detail: A clause for an error's message, with a space in front; empty when there is nothing to add.
+        is_relay: Whether it is a rank that does not pass on what others send each other.
+    """
+
+    ranks: tuple[int, ...]
+    detail: str = ""
+    is_relay: bool = False
 
 
 class Request(Protocol):
@@ -46,28 +72,57 @@ class Request(Protocol):
         """Call ``callback()`` once when done, at once if it is; it must not block or raise."""
 
 
+@runtime_checkable
+class LateFinder(Protocol):
+    """What may know whom a wait in vain is put down to: a group, or a request of one."""
+
+    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
+        """See `Backend.find_late`."""
+
+
 def wait_all(requests: Iterable[Request], deadline: Deadline) -> None:
     """Wait for every request; when one fails cancel the others and raise its error.
 
+    Args:
+        requests: Of one group.
+        deadline: When to give up.
+
     Raises:
-        DistributedTimeoutError: The deadline passed; ``ranks`` are the peers of all that were not done.
+        DistributedTimeoutError: The deadline passed; ``ranks`` are those that `Backend.find_late` puts it down to,
+            given the peers of all requests that were not done.
     """
     pending = list(requests)
     try:
         for request in pending:
-            request.wait(deadline.remaining())
-    except DistributedTimeoutError as error:
-        late = {request.peer for request in pending if not request.done()}
-        cancelled = [request.cancel() for request in pending]
-        if not any(cancelled):
-            for request in pending:  # they ended between the two, or end at once: see Request.cancel
-                request.wait(math.inf)
-            return
-        raise DistributedTimeoutError(error.message, ranks=tuple(sorted(late - {ANY_SOURCE}))) from None
+            _wait_for_one(request, pending, deadline)
     except BaseException:
         for request in pending:
             request.cancel()
         raise
+
+
+def _wait_for_one(request: Request, pending: list[Request], deadline: Deadline) -> None:
+    try:
+        request.wait(deadline.remaining())
+    except DistributedTimeoutError as error:
+        if not request.done():
+            _give_up(pending, deadline, error)
+        request.wait(math.inf)  # it ended between the two, or its group has failed with a timeout
+
+
+def _give_up(pending: list[Request], deadline: Deadline, error: DistributedTimeoutError) -> None:
+    """Cancel what is not done and raise; return when everything has ended, or ends at once, after all."""
+    waiting = [request for request in pending if not request.done()]
+    if not waiting:
+        return
+    peers = tuple(sorted({request.peer for request in waiting} - {ANY_SOURCE}))
+    finder = next((request for request in waiting if isinstance(request, LateFinder)), None)
+    late = finder.find_late(peers, answer_seconds(deadline.timeout)) if finder is not None else Late(ranks=peers)
+    cancelled = [request.cancel() for request in pending]
+    if any(cancelled):
+        found = DistributedTimeoutError(error.message + late.detail, ranks=late.ranks)
+        found.detail = late.detail
+        raise found from None
 
 
 class BaseRequest:
@@ -95,7 +150,11 @@ class BaseRequest:
         self._done = True
         self._lock.release()
         while self._callbacks:  # emptied from both ends by whoever comes last: see add_done_callback
-            self._callbacks.pop()()
+            try:
+                callback = self._callbacks.pop()
+            except IndexError:
+                return  # the other took it
+            callback()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback()`` once when done, at once if it is; it must not block or raise."""
@@ -106,6 +165,11 @@ class BaseRequest:
             except ValueError:
                 return  # end took it
             callback()
+
+    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
+        """Put a wait in vain down to the ranks that were waited for; see `Backend.find_late`."""
+        del within
+        return Late(ranks=peers)
 
     def done(self) -> bool:
         """Whether the transfer has ended, well or not."""
@@ -137,24 +201,32 @@ class ThreadedRequest(BaseRequest):
         peer: The other side, for error messages.
         failure: Why the group can't be used any more, or None; it may be a DistributedTimeoutError too.
         after: Requests that could take each other's messages: it begins once they have ended.
+        size_bytes: Of the message. `cancel` waits for the attempt under way, which takes at most 0.5 s, and 0.1 s more
+            for each MB.
     """
 
-    __slots__ = ("_cancelled", "_failure", "_gave_up")
+    __slots__ = ("_cancelled", "_failure", "_gave_up", "_longest")
 
-    # The first attempt is short, so that cancel() waits little; later ones are longer, for messages that take long.
+    # The first attempt is short, so that cancel() waits little; later ones are longer, for messages that take long: one
+    # that moves more slowly than at 10 MB/s has no attempt long enough.
     _FIRST_SECONDS = 0.05
     _GROWTH = 1.25
+    _LONGEST_SECONDS = 0.5
+    _SECONDS_PER_BYTE = 1e-7
 
     def __init__(
         self,
         attempt: Callable[[float], int],
         peer: int,
         failure: Callable[[], BaseException | None],
+        *,
         after: Iterable[ThreadedRequest] = (),
+        size_bytes: int = 0,
     ) -> None:
         super().__init__(peer)
         self._cancelled = self._gave_up = False
         self._failure = failure
+        self._longest = self._LONGEST_SECONDS + size_bytes * self._SECONDS_PER_BYTE
         threading.Thread(target=self._run, args=(attempt, list(after)), name="ferrodist-request", daemon=True).start()
 
     def _run(self, attempt: Callable[[float], int], earlier: list[ThreadedRequest]) -> None:
@@ -171,7 +243,7 @@ class ThreadedRequest(BaseRequest):
                 if failure is not None:
                     self.end(failure)
                     return
-                seconds *= self._GROWTH
+                seconds = min(seconds * self._GROWTH, self._longest)
             except Exception as error:  # noqa: BLE001 - it is raised again in wait()
                 self.end(error)
                 return

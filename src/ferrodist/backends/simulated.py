@@ -54,6 +54,7 @@ class SimulatedBackend(MailboxBackend):
         """Leave the group; see `Backend.close`."""
         del timeout
         if self._close_groups():
+            self._leave_groups()
             self._run_close_callbacks()
 
     def _start_send(self, send: Send) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.base import Backend, as_abort_error, check_peer
+from ferrodist.backends.agreement import Agreement
+from ferrodist.backends.base import Backend, as_abort_error, check_peer, check_rank
+from ferrodist.backends.request import Late
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_tag
 from ferrodist.deadline import check_timeout
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, InvalidRankError
@@ -24,6 +27,9 @@ __all__ = ["SubBackend"]
 
 _TAG_BITS = 64
 
+_DOUBT = "Or a rank made this sub-group with other ranks, in another order, or another number of times."
+"""What ranks that wait for each other may have done: no message at a sub-group's making shows it."""
+
 # How many sub-groups with the same members each group has had on this rank; see [Note: group ids].
 _generations: weakref.WeakKeyDictionary[Backend, Counter[tuple[int, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
 _generations_lock = threading.Lock()
@@ -33,8 +39,8 @@ class SubBackend(Backend):
     """A group made of some ranks of another, over the connections of the other.
 
     Only the members make it, each by itself, without a message: ranks outside don't take part. Members that make
-    several sub-groups of the same ranks must make them in the same order. A sub-group of a sub-group is one of the
-    outermost group.
+    several sub-groups of the same ranks must make them in the same order. Those that don't are in different groups, and
+    wait for each other there: the first timeout says so. A sub-group of a sub-group is one of the outermost group.
 
     [Note: group ids]
     Messages are told apart by a 64-bit id, hashed from the outermost group's ranks in order and how often this rank
@@ -66,24 +72,23 @@ class SubBackend(Backend):
             timeout=parent.timeout if timeout is None else timeout,
             name=name or f"{parent.name}{list(members)}",
         )
+        self.agreement = Agreement(self, doubt=_DOUBT)
         self._parent = parent
         self._members = members
         self._root, self._root_ranks = _outermost(parent, members)
         self._index = {rank: i for i, rank in enumerate(self._root_ranks)}
         self._closed: DistributedError | None = None
         self.group_id = _next_id(self._root, parent.group_id, self._root_ranks)
-        self._root.open_subgroup(self.group_id, self._root_ranks)
+        self._root.open_subgroup(self.group_id, self._root_ranks, self.name)
         self._root.subgroups.add(self)
+        self.collectives = self._root.subgroup_collectives(self)
 
     @staticmethod
     def check_members(parent: Backend, ranks: Sequence[int]) -> tuple[int, ...]:
         """The ranks of a sub-group of ``parent`` as a tuple, or InvalidRankError when they can't be."""
-        members = tuple(ranks)
+        members = tuple(check_rank(parent, rank, f"rank {rank!r}") for rank in ranks)
         if not members:
             raise InvalidRankError(f"a sub-group of group {parent.name!r} needs at least one rank")
-        for rank in members:
-            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < parent.world_size:
-                raise InvalidRankError(f"rank {rank!r} is not in 0..{parent.world_size - 1} of group {parent.name!r}")
         if len(set(members)) != len(members):
             raise InvalidRankError(f"a sub-group's ranks must all be different, not {list(members)}")
         return members
@@ -92,6 +97,11 @@ class SubBackend(Backend):
     def members(self) -> tuple[int, ...]:
         """The parent's ranks that form this group, in this group's order."""
         return self._members
+
+    @property
+    def root_ranks(self) -> tuple[int, ...]:
+        """The outermost group's ranks that form this group, in this group's order."""
+        return self._root_ranks
 
     @property
     def parent(self) -> Backend:
@@ -105,9 +115,7 @@ class SubBackend(Backend):
 
     def to_global(self, local: int) -> int:
         """The parent's number of this group's rank ``local``."""
-        if not 0 <= local < self.world_size:
-            raise InvalidRankError(f"rank {local} is not in 0..{self.world_size - 1} of group {self.name!r}")
-        return self._members[local]
+        return self._members[check_rank(self, local, f"rank {local!r}")]
 
     def to_local(self, rank: int) -> int | None:
         """This group's number of the parent's ``rank``, or None when it is not a member."""
@@ -129,14 +137,22 @@ class SubBackend(Backend):
         """Start `send` and return at once."""
         peer = self._root_ranks[check_peer(self, dst)]
         self._check_open()
-        return _SubRequest(self._root.isend(data, peer, tag=self._tag(tag)), self._index)
+        return _SubRequest(self._root.isend(data, peer, tag=self._tag(tag)), self)
 
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
         """Start `recv` and return at once."""
         source = check_peer(self, src, any_source=True)
         self._check_open()
         peer = source if source == ANY_SOURCE else self._root_ranks[source]
-        return _SubRequest(self._root.irecv(buffer, peer, tag=self._tag(tag)), self._index)
+        return _SubRequest(self._root.irecv(buffer, peer, tag=self._tag(tag)), self)
+
+    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
+        """Ask the outermost group, whose ranks may be in between; see `Backend.find_late`."""
+        late = self._root.find_late(tuple(self._root_ranks[peer] for peer in peers), within)
+        members = tuple(self._index[rank] for rank in late.ranks if rank in self._index)
+        if not members:  # who does not answer stands in between, and is none
+            return Late(ranks=peers, detail=late.detail)
+        return Late(ranks=members, detail=late.detail, is_relay=late.is_relay)
 
     def abort(self, reason: str | DistributedError) -> None:
         """End this group on all its members; see `Backend.abort`."""
@@ -150,6 +166,21 @@ class SubBackend(Backend):
             self._root.close_subgroup(self.group_id, self._root_ranks)
             self._run_close_callbacks()
 
+    def told_here(self, error: DistributedError) -> DistributedError:
+        """What a transfer of the outermost group failed with, in this group's terms."""
+        speaks_for_itself = type(self._root).open_subgroup is not Backend.open_subgroup
+        if speaks_for_itself or self._root.failure is not None or not error.ranks:
+            return error  # the group that has failed is named with its own numbers
+        ranks = tuple(self._index[rank] for rank in error.ranks if rank in self._index)
+        numbers = ", ".join(map(str, ranks))
+        told = error.fresh()
+        told.message = (
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers} of group {self.name!r}: {error.message} (rank"
+            f" numbers of group {self._root.name!r})"
+        )
+        told.args, told.ranks = (told.message,), ranks
+        return told
+
     def _check_open(self) -> None:
         if self._closed is not None:
             raise self._closed.fresh()
@@ -161,11 +192,12 @@ class SubBackend(Backend):
 class _SubRequest:
     """A request of the outermost group with the peer in the sub-group's numbers."""
 
-    __slots__ = ("_index", "_request")
+    __slots__ = ("_group", "_index", "_request")
 
-    def __init__(self, request: Request, index: dict[int, int]) -> None:
+    def __init__(self, request: Request, group: SubBackend) -> None:
         self._request = request
-        self._index = index
+        self._group = group
+        self._index = group._index  # noqa: SLF001 - the two are one mechanism
 
     @property
     def peer(self) -> int:
@@ -175,10 +207,17 @@ class _SubRequest:
         try:
             return self._index[self._request.wait(timeout)]
         except DistributedTimeoutError as error:
-            if error.ranks != (self._request.peer,):
-                raise  # the group's own failure, told in the terms of the group that it names
+            if self._request.done():  # just now, or by a failure of the group that is a timeout too
+                return self._index[self._request.wait(math.inf)]
+            if not error.ranks:
+                raise
             rank = self._index[self._request.peer]
             raise DistributedTimeoutError(f"no transfer with rank {rank} within {timeout:g} s", ranks=(rank,)) from None
+        except DistributedError as error:
+            raise self._group.told_here(error) from None
+
+    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
+        return self._group.find_late(peers, within)
 
     def done(self) -> bool:
         return self._request.done()

@@ -11,7 +11,7 @@ import torch
 from ferrodist.backends.call import MAX_PAYLOAD
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.operation import Operation, collectives_of, collector, run_later
-from ferrodist.collectives.pending import PendingCollective
+from ferrodist.collectives.pending import PendingCollective, QueuedCollective
 from ferrodist.collectives.views import shares_memory
 from ferrodist.errors import CollectiveMismatchError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-    _Collected: TypeAlias = tuple[Operation[object], PendingCollective[object]]
+    _Collected: TypeAlias = tuple[Operation[object], QueuedCollective[object]]
 
 __all__ = ["coalesce"]
 
@@ -54,7 +54,7 @@ def coalesce(group: Backend | None = None) -> Iterator[None]:
                 f"{operation.name} on group {operation.group.name!r} inside coalesce() of group {chosen.name!r}:"
                 " a block is for one group"
             )
-        pending: PendingCollective[object] = PendingCollective(operation.name, chosen.name)
+        pending: QueuedCollective[object] = QueuedCollective(operation.name, chosen.name)
         collected.append((operation, pending.hold()))
         return pending
 

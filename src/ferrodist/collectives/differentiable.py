@@ -4,6 +4,14 @@ The loss is the sum of what all ranks differentiate, so the gradient of a rank's
 flows back through every output it has a part in. A result records history when this rank's input requires grad (and
 grad mode is on); every rank of the group must then run backward through it, for backward is a collective too, with
 the group's timeout.
+
+[Note: gradients out of step]
+A gradient's collective is compared like any other: operation, dtype, reduction, number of elements, root and dim. Where
+one of them differs from what a rank out of step calls, all raise `CollectiveMismatchError`. That a call is a gradient's
+is not among them: when one rank is in the backward of an allreduce and another makes a forward allreduce of as many
+elements of that dtype and reduction, they are joined, and both get a fold of what doesn't belong together. So ranks
+must run the same forwards and backwards in the same order. DDP tells its buckets apart from all else by marks of their
+own.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from ferrodist.collectives.reduce_op import Op
 
-__all__ = ["Collectives", "OffersCollectives"]
+__all__ = ["Collectives"]
 
 
 class Collectives(Protocol):
@@ -52,9 +52,19 @@ class Collectives(Protocol):
         """Copy the root's ``tensor`` into every rank's."""
 
     def all_gather(
-        self, out: torch.Tensor, source: torch.Tensor, counts: Sequence[int], *, timeout: float, sequence: int
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        counts: Sequence[int],
+        *,
+        dim: int,
+        timeout: float,
+        sequence: int,
     ) -> None:
-        """Copy every rank's ``source`` into every ``out``, one after the other; ``counts[r]`` is rank r's size."""
+        """Copy every rank's ``source`` into every ``out``, one after the other; ``counts[r]`` is rank r's size.
+
+        ``dim``, from 0, is the one that the users join along: ranks compare it, and it says nothing else here.
+        """
 
     def gather(
         self,
@@ -87,10 +97,11 @@ class Collectives(Protocol):
         counts: Sequence[int],
         op: Op,
         *,
+        dim: int,
         timeout: float,
         sequence: int,
     ) -> None:
-        """Fold part r of every rank's ``source`` into rank r's ``out``."""
+        """Fold part r of every rank's ``source`` into rank r's ``out``; ``dim`` is as for `all_gather`."""
 
     def all_to_all(
         self,
@@ -99,16 +110,11 @@ class Collectives(Protocol):
         send_counts: Sequence[int],
         receive_counts: Sequence[int],
         *,
+        unit: int,
         timeout: float,
         sequence: int,
     ) -> None:
-        """Send part r of ``source`` to rank r, and collect what the ranks sent here in ``out``."""
+        """Send part r of ``source`` to rank r, and collect what the ranks sent here in ``out``.
 
-
-@runtime_checkable
-class OffersCollectives(Protocol):
-    """A backend with collectives of its own."""
-
-    @property
-    def collectives(self) -> Collectives:
-        """The backend's engine, in place of the reference implementation."""
+        ``unit`` elements are what the users count in, which ranks compare: a row, or in an even exchange a whole part.
+        """

@@ -23,12 +23,17 @@ from ferrodist.collectives.reduce_op import SMALL_FLOATS, Op, PremultipliedSum, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["accumulation_dtype", "fold"]
+__all__ = ["accumulation_dtype", "fold", "widen"]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type in which ``dtype`` is folded."""
     return torch.float32 if dtype in SMALL_FLOATS else dtype
+
+
+def widen(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in the type in which its dtype is folded: torch has no arithmetic on 8-bit floats."""
+    return tensor.to(accumulation_dtype(tensor.dtype))
 
 
 def fold(op: Op, inputs: Sequence[torch.Tensor], factors: Sequence[float] | None = None) -> torch.Tensor:
@@ -46,7 +51,7 @@ def fold(op: Op, inputs: Sequence[torch.Tensor], factors: Sequence[float] | None
     if dtype.is_complex and op is not ReduceOp.PRODUCT:
         # torch adds complex numbers as a + (1 + 0i) * b, and scales by (factor + 0i): with infinities both give NaN.
         return torch.view_as_complex(fold(op, [torch.view_as_real(tensor) for tensor in inputs], factors))
-    working = [tensor.to(accumulation_dtype(dtype)) for tensor in inputs]
+    working = [widen(tensor) for tensor in inputs]
     if isinstance(op, PremultipliedSum):
         assert factors is not None
         working = [tensor * factor for tensor, factor in zip(working, factors, strict=True)]

@@ -7,11 +7,19 @@ import struct
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
 from ferrodist.collectives.differentiable import attach, records_history
+from ferrodist.collectives.fold import widen
 from ferrodist.collectives.operation import Operation, collectives_of, refuse_in_coalesce, run_later, run_now
-from ferrodist.collectives.prepare import check_dim, check_tensor, flatten, group_and_timeout, prepare_out
+from ferrodist.collectives.prepare import (
+    check_dim,
+    check_out,
+    check_tensor,
+    flatten,
+    group_and_timeout,
+    prepare_late_out,
+    prepare_out,
+)
+from ferrodist.collectives.quick import quick_all_gather, quick_reduce_scatter, start_all_gather, start_reduce_scatter
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear
 from ferrodist.collectives.sharding import compute_shard_sizes
 from ferrodist.deadline import Deadline
@@ -20,17 +28,22 @@ from ferrodist.errors import CollectiveMismatchError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
     from ferrodist.backends.base import Backend
     from ferrodist.collectives.pending import PendingCollective
 
 __all__ = [
     "Join",
     "all_gather",
+    "all_gather_by_sizes",
     "all_gather_uneven",
     "async_all_gather",
     "async_reduce_scatter",
     "reduce_scatter",
+    "reduce_scatter_by_sizes",
     "reduce_scatter_tensor",
+    "scale_gradient",
     "share_sizes",
 ]
 
@@ -48,19 +61,24 @@ def all_gather(
     """Join the ranks' tensors along ``dim``, in rank order, on every rank.
 
     Args:
-        tensor: Of equal shape and dtype on all ranks; any strides. Zero-dimensional ones count as shape (1,).
+        tensor: Of equal shape and dtype on all ranks; any strides. Zero-dimensional ones count as shape (1,). Ranks
+            compare the dtype, ``dim`` and the number of elements, not the shape: with as many elements in another
+            shape a rank's part comes as if it had the shape of this rank's.
         dim: The dim to join along.
         group: The group, on all of whose ranks this is called; None is the default group.
         out: Where the result goes; None makes a fresh tensor.
         timeout: Seconds; None takes the group's.
 
     Returns:
-        A tensor whose ``dim`` is world_size times as long. Differentiable.
+        ``out``, or a fresh tensor whose ``dim`` is world_size times as long. Differentiable.
 
     Raises:
+        IndexError: ``tensor`` has no such ``dim``.
+        TypeError, ValueError, RuntimeError: ``tensor`` or ``out`` won't do, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
-    return run_now(_all_gather(tensor, dim, group, out, timeout))
+    result = quick_all_gather(tensor, dim, group, out) if timeout is None else None
+    return run_now(_all_gather(tensor, dim, group, out, timeout)) if result is None else result
 
 
 def async_all_gather(
@@ -72,31 +90,47 @@ def async_all_gather(
     timeout: float | None = None,
 ) -> PendingCollective[torch.Tensor]:
     """Start `all_gather`."""
-    return run_later(_all_gather(tensor, dim, group, out, timeout))
+    pending = start_all_gather(tensor, dim, group, out) if timeout is None else None
+    return run_later(_all_gather(tensor, dim, group, out, timeout)) if pending is None else pending
 
 
 def all_gather_uneven(
-    tensor: torch.Tensor, dim: int = 0, *, group: Backend | None = None, timeout: float | None = None
+    tensor: torch.Tensor,
+    dim: int = 0,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
 ) -> torch.Tensor:
     """`all_gather` of tensors that differ in the size of ``dim``, and in no other.
 
     Costs one more agreement, in which the ranks learn each other's sizes.
 
     Args:
-        tensor: Of equal dtype, and equal shape but for ``dim``, on all ranks; empty ones are all right.
+        tensor: Of equal dtype, and equal shape but for ``dim``, on all ranks; empty ones are all right. Ranks compare
+            the dtype, ``dim``, the number of dims, and the result's number of elements.
         dim: The dim to join along.
         group: The group, on all of whose ranks this is called; None is the default group.
+        out: Where the result goes; None makes a fresh tensor.
         timeout: Seconds; None takes the group's.
 
+    Returns:
+        ``out``, or a fresh tensor whose ``dim`` has the sizes of all ranks. Differentiable.
+
     Raises:
+        ValueError: ``out`` has another shape, which is known only when the ranks' sizes are: this rank takes part
+            first, and the others get their results. Or as for `all_gather`.
+        IndexError, TypeError, RuntimeError: As for `all_gather`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     check_tensor(tensor)
     tensor = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
+    dim = check_dim(tensor, dim)
     chosen, limit = group_and_timeout(group, timeout)
+    check_out(out, tensor, dtype=tensor.dtype)
     deadline = Deadline(limit)
-    sizes = share_sizes("all_gather_uneven", tensor, check_dim(tensor, dim), chosen, limit)
-    return run_now(_all_gather(tensor, dim, chosen, None, deadline.remaining(), sizes))
+    sizes = share_sizes("all_gather_uneven", tensor, dim, chosen, limit)
+    return run_now(_all_gather(tensor, dim, chosen, out, deadline.remaining(), sizes))
 
 
 def share_sizes(operation: str, tensor: torch.Tensor, dim: int, group: Backend, timeout: float) -> list[int]:
@@ -134,18 +168,18 @@ def _all_gather(  # noqa: PLR0917 - the public signature, by position
     tensor = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
     dim = check_dim(tensor, dim)
     chosen, limit = group_and_timeout(group, timeout)
+    prepare = prepare_out if sizes is None else prepare_late_out
     sizes = [tensor.shape[dim]] * chosen.world_size if sizes is None else sizes
     source = flatten(tensor.detach().movedim(dim, 0))
     join = Join(tensor, dim, sizes)
-    target = prepare_out(out, join.shape, tensor.dtype, tensor)
-    flat = target.flat if dim == 0 else torch.empty(sum(join.counts), dtype=tensor.dtype)
+    target = prepare(out, join.shape, tensor.dtype, tensor, dim=dim)
     recorded = records_history(tensor) and out is None
 
     def run(sequence: int) -> None:
-        collectives_of(chosen).all_gather(flat, source, join.counts, timeout=limit, sequence=sequence)
+        collectives_of(chosen).all_gather(target.flat, source, join.counts, dim=dim, timeout=limit, sequence=sequence)
 
     def finish() -> torch.Tensor:
-        result = target.finish() if dim == 0 else join.restore(flat, target.result)
+        result = target.finish()
         if not recorded:
             return result
         return attach(tensor, result, partial(reduce_scatter_by_sizes, sizes=sizes, dim=dim, group=chosen))
@@ -154,20 +188,12 @@ def _all_gather(  # noqa: PLR0917 - the public signature, by position
 
 
 class Join:
-    """How parts of given sizes join along a dim, when they lie one after the other with that dim first."""
+    """What parts become that join along a dim: the whole's ``shape``, and ``counts``, the elements of each part."""
 
     def __init__(self, part: torch.Tensor, dim: int, sizes: Sequence[int]) -> None:
-        self.dim = dim
-        row = [*part.shape[:dim], *part.shape[dim + 1 :]]
-        self.counts = [size * math.prod(row) for size in sizes]
-        self.moved_shape = (sum(sizes), *row)
+        row = math.prod([*part.shape[:dim], *part.shape[dim + 1 :]])
+        self.counts = [size * row for size in sizes]
         self.shape = (*part.shape[:dim], sum(sizes), *part.shape[dim + 1 :])
-
-    def restore(self, flat: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """Put the dim back in its place."""
-        with torch.no_grad():
-            result.copy_(flat.view(self.moved_shape).movedim(0, self.dim))
-        return result
 
 
 def reduce_scatter(
@@ -184,7 +210,7 @@ def reduce_scatter(
     Sizes that the world size doesn't divide follow `compute_shard_sizes`: the first ranks get one more.
 
     Args:
-        tensor: Of equal shape and dtype on all ranks; any strides.
+        tensor: Of equal shape and dtype on all ranks, compared as for `all_gather`; any strides.
         op: How elements become one, folded in rank order.
         dim: The dim to divide.
         group: The group, on all of whose ranks this is called; None is the default group.
@@ -192,12 +218,15 @@ def reduce_scatter(
         timeout: Seconds; None takes the group's.
 
     Returns:
-        This rank's part. Differentiable for SUM, MEAN and premultiplied sums.
+        ``out``, or a fresh tensor: this rank's part. Differentiable for SUM, MEAN and premultiplied sums.
 
     Raises:
-        TypeError, CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
+        IndexError: ``tensor`` has no such ``dim``.
+        TypeError, ValueError, RuntimeError: ``tensor``, ``op`` or ``out`` won't do, as for `allreduce`.
+        CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
-    return run_now(_reduce_scatter(tensor, op, dim, group, out, timeout))
+    result = quick_reduce_scatter(tensor, op, dim, group, out) if timeout is None else None
+    return run_now(_reduce_scatter(tensor, op, dim, group, out, timeout)) if result is None else result
 
 
 def async_reduce_scatter(
@@ -210,7 +239,8 @@ def async_reduce_scatter(
     timeout: float | None = None,
 ) -> PendingCollective[torch.Tensor]:
     """Start `reduce_scatter`."""
-    return run_later(_reduce_scatter(tensor, op, dim, group, out, timeout))
+    pending = start_reduce_scatter(tensor, op, dim, group, out) if timeout is None else None
+    return run_later(_reduce_scatter(tensor, op, dim, group, out, timeout)) if pending is None else pending
 
 
 def reduce_scatter_tensor(
@@ -223,6 +253,13 @@ def reduce_scatter_tensor(
 ) -> torch.Tensor:
     """`reduce_scatter` along dim 0 into ``out``, which is returned."""
     return reduce_scatter(tensor, op, group=group, out=out, timeout=timeout)
+
+
+def all_gather_by_sizes(
+    tensor: torch.Tensor, sizes: Sequence[int], *, dim: int, group: Backend, timeout: float | None = None
+) -> torch.Tensor:
+    """`all_gather_uneven` of tensors of which rank r's has ``sizes[r]`` of ``dim``, as all ranks know."""
+    return run_now(_all_gather(tensor, dim, group, None, timeout, sizes))
 
 
 def reduce_scatter_by_sizes(tensor: torch.Tensor, sizes: Sequence[int], *, dim: int, group: Backend) -> torch.Tensor:
@@ -247,30 +284,32 @@ def _reduce_scatter(  # noqa: PLR0917 - the public signature, by position
     moved = tensor.detach().movedim(dim, 0)
     row = math.prod(moved.shape[1:])
     source = flatten(moved)
-    part = (sizes[chosen.rank], *moved.shape[1:])
     shape = (*tensor.shape[:dim], sizes[chosen.rank], *tensor.shape[dim + 1 :])
-    target = prepare_out(out, shape, tensor.dtype, tensor)
-    flat = target.flat if dim == 0 else torch.empty(sizes[chosen.rank] * row, dtype=tensor.dtype)
+    target = prepare_out(out, shape, tensor.dtype, tensor, dim=dim)
     recorded = records_history(tensor) and out is None
 
     def run(sequence: int) -> None:
         counts = [size * row for size in sizes]
-        collectives_of(chosen).reduce_scatter(flat, source, counts, op, timeout=limit, sequence=sequence)
+        engine = collectives_of(chosen)
+        engine.reduce_scatter(target.flat, source, counts, op, dim=dim, timeout=limit, sequence=sequence)
 
     def finish() -> torch.Tensor:
-        if dim != 0:
-            with torch.no_grad():
-                target.result.copy_(flat.view(part).movedim(0, dim))
-        result = target.result if dim != 0 else target.finish()
-        return attach(tensor, result, partial(_reduce_scatter_backward, op, dim, chosen)) if recorded else result
+        result = target.finish()
+        return attach(tensor, result, partial(_reduce_scatter_backward, op, sizes, dim, chosen)) if recorded else result
 
     return Operation(name="reduce_scatter", group=chosen, run=run, finish=finish)
 
 
-def _reduce_scatter_backward(op: Op, dim: int, group: Backend, grad: torch.Tensor) -> torch.Tensor:
+def _reduce_scatter_backward(
+    op: Op, sizes: Sequence[int], dim: int, group: Backend, grad: torch.Tensor
+) -> torch.Tensor:
     if not is_linear(op):
         raise RuntimeError(f"reduce_scatter with {op} has no gradient: use allreduce and narrow()")
-    whole = all_gather_uneven(grad, dim=dim, group=group)
+    return scale_gradient(all_gather_by_sizes(grad, sizes, dim=dim, group=group), op, group)
+
+
+def scale_gradient(grad: torch.Tensor, op: Op, group: Backend) -> torch.Tensor:
+    """What flows back to this rank through a linear fold: its share of the result's gradient, rounded once."""
     if op is ReduceOp.MEAN:
-        return whole / group.world_size
-    return whole * op.factor if isinstance(op, PremultipliedSum) else whole
+        return (widen(grad) / group.world_size).to(grad.dtype)
+    return (widen(grad) * op.factor).to(grad.dtype) if isinstance(op, PremultipliedSum) else grad

@@ -1,28 +1,32 @@
 """Python objects between ranks: msgpack by default, pickle only when asked for by name.
 
-msgpack carries None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and dataclasses and msgspec structs
-as dicts; it comes back as None, bool, int, float, str, bytes, list and dict: a tuple arrives as a list. Decoding it
-runs no code.
+msgpack carries None, bool, int (64 bits), float, str, bytes, list, dict, tuples as lists, and dataclasses and msgspec
+structs as dicts; all else is refused before anything is sent. `plain_data` has the whole table. Decoding it runs no
+code.
 """
 
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Any
+import struct
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import msgspec
 import torch
 
-from ferrodist.collectives.gathering import all_gather, all_gather_uneven
+from ferrodist.backends.call import MAX_PAYLOAD
+from ferrodist.collectives.gathering import all_gather_by_sizes, share_sizes
+from ferrodist.collectives.operation import collectives_of, refuse_in_coalesce
+from ferrodist.collectives.plain_data import encode_plain
 from ferrodist.collectives.point_to_point import recv, send
-from ferrodist.collectives.prepare import check_root, group_and_timeout
+from ferrodist.collectives.prepare import check_root, check_tensor, group_and_timeout, prepare_out
 from ferrodist.collectives.reductions import broadcast
-from ferrodist.collectives.scattering import gather, scatter_by_sizes
+from ferrodist.collectives.scattering import gather_by_sizes, scatter_by_sizes
 from ferrodist.deadline import Deadline
-from ferrodist.errors import ProtocolError
+from ferrodist.errors import CollectiveMismatchError, ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ferrodist.backends.base import Backend
 
@@ -49,15 +53,19 @@ def all_gather_object(
         timeout: Seconds; None takes the group's.
 
     Raises:
-        TypeError: msgpack can't carry the object; raised before anything is sent.
-        ProtocolError: What came can't be decoded.
+        TypeError: msgpack can't carry the object, or not so that it comes back as what it is; raised before anything is
+            sent.
+        ValueError: The object is nested too deeply; raised before anything is sent.
+        ProtocolError: What came can't be decoded; the group has failed with that. Or it is a pickle that may not run,
+            or no object; then the group goes on.
+        CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     chosen, limit = group_and_timeout(group, timeout)
     encoded = _encode(value, allow_pickle)
     deadline = Deadline(limit)
-    sizes = all_gather(torch.tensor([encoded.numel()]), group=chosen, timeout=limit)
-    joined = all_gather_uneven(encoded, group=chosen, timeout=deadline.remaining())
-    return [_decode(part, allow_pickle) for part in torch.split(joined, sizes.tolist())]
+    sizes = share_sizes("all_gather_object", encoded, 0, chosen, limit)
+    joined = all_gather_by_sizes(encoded, sizes, dim=0, group=chosen, timeout=deadline.remaining())
+    return _decode_all(dict(enumerate(torch.split(joined, sizes))), allow_pickle, chosen)
 
 
 def broadcast_object(
@@ -68,15 +76,20 @@ def broadcast_object(
     allow_pickle: bool = False,
     timeout: float | None = None,
 ) -> Any:
-    """Give every rank the root's object; ``value`` is not read elsewhere. See `all_gather_object`."""
+    """Give every rank the root's object; ``value`` is not read elsewhere. See `all_gather_object`.
+
+    Raises:
+        InvalidRankError: ``root`` is not a rank of the group. Or as for `all_gather_object`.
+    """
     chosen, limit = group_and_timeout(group, timeout)
-    check_root(chosen, root, "root")
-    encoded = _encode(value, allow_pickle) if chosen.rank == root else torch.empty(0, dtype=torch.uint8)
+    root = check_root(chosen, root, "root")
+    encoded = _encode(value, allow_pickle) if chosen.rank == root else _nothing()
     deadline = Deadline(limit)
-    size = broadcast(torch.tensor([encoded.numel()]), root, group=chosen, timeout=limit)
+    (size,) = _sizes_of_root("broadcast_object", [encoded.numel()], root, chosen, deadline)
     if chosen.rank != root:
-        encoded = torch.empty(int(size), dtype=torch.uint8)
-    return _decode(broadcast(encoded, root, group=chosen, timeout=deadline.remaining()), allow_pickle)
+        encoded = prepare_out(None, (size,), torch.uint8).flat
+    received = broadcast(encoded, root, group=chosen, timeout=deadline.remaining())
+    return _decode_all({root: received}, allow_pickle, chosen)[0]
 
 
 def gather_object(
@@ -87,16 +100,20 @@ def gather_object(
     allow_pickle: bool = False,
     timeout: float | None = None,
 ) -> list[Any] | None:
-    """Give rank ``dst`` the objects of all ranks, in rank order; None elsewhere. See `all_gather_object`."""
+    """Give rank ``dst`` the objects of all ranks, in rank order; None elsewhere. See `all_gather_object`.
+
+    Raises:
+        InvalidRankError: ``dst`` is not a rank of the group. Or as for `all_gather_object`.
+    """
     chosen, limit = group_and_timeout(group, timeout)
-    check_root(chosen, dst, "dst")
+    dst = check_root(chosen, dst, "dst")
     encoded = _encode(value, allow_pickle)
     deadline = Deadline(limit)
-    sizes = gather(torch.tensor([encoded.numel()]), dst, group=chosen, timeout=limit)
-    joined = gather(encoded, dst, group=chosen, timeout=deadline.remaining())
+    sizes = share_sizes("gather_object", encoded, 0, chosen, limit)
+    joined = gather_by_sizes(encoded, sizes, dst, dim=0, group=chosen, timeout=deadline.remaining())
     if chosen.rank != dst:
         return None
-    return [_decode(part, allow_pickle) for part in torch.split(joined, sizes.tolist())]
+    return _decode_all(dict(enumerate(torch.split(joined, sizes))), allow_pickle, chosen)
 
 
 def scatter_object(
@@ -107,21 +124,28 @@ def scatter_object(
     allow_pickle: bool = False,
     timeout: float | None = None,
 ) -> Any:
-    """Give rank r the object ``values[r]`` of rank ``src``; elsewhere ``values`` is None. See `all_gather_object`."""
+    """Give rank r the object ``values[r]`` of rank ``src``; elsewhere ``values`` is not read. See `all_gather_object`.
+
+    Where there are more than 13 ranks, their sizes take one more message.
+
+    Raises:
+        ValueError: ``src`` has not one object for each rank.
+        InvalidRankError: ``src`` is not a rank of the group. Or as for `all_gather_object`.
+    """
     chosen, limit = group_and_timeout(group, timeout)
-    check_root(chosen, src, "src")
-    parts = [torch.empty(0, dtype=torch.uint8)] * chosen.world_size
+    src = check_root(chosen, src, "src")
+    parts = [_nothing()] * chosen.world_size
     if chosen.rank == src:
         if values is None or len(values) != chosen.world_size:
             raise ValueError(f"rank {src} scatters: pass one object for each of the {chosen.world_size} ranks there")
         parts = [_encode(value, allow_pickle) for value in values]
     deadline = Deadline(limit)
-    sizes = torch.tensor([part.numel() for part in parts])
-    counts = broadcast(sizes, src, group=chosen, timeout=limit).tolist()
+    sizes = [part.numel() for part in parts]
+    counts = _sizes_of_root("scatter_object", sizes, src, chosen, deadline, root_name="src")
     whole = torch.cat(parts) if chosen.rank == src else None
-    mine = torch.empty(counts[chosen.rank], dtype=torch.uint8)
+    mine = prepare_out(None, (counts[chosen.rank],), torch.uint8)
     part = scatter_by_sizes(whole, mine, counts, src, dim=0, group=chosen, timeout=deadline.remaining())
-    return _decode(part, allow_pickle)
+    return _decode_all({src: part}, allow_pickle, chosen)[0]
 
 
 def send_object(
@@ -137,6 +161,7 @@ def send_object(
     send(_encode(value, allow_pickle), dst, tag=tag, group=group, timeout=timeout)
 
 
+@overload
 def recv_object(
     src: int,
     *,
@@ -144,29 +169,133 @@ def recv_object(
     group: Backend | None = None,
     allow_pickle: bool = False,
     timeout: float | None = None,
+    return_source: Literal[False] = False,
+) -> Any: ...
+@overload
+def recv_object(
+    src: int,
+    *,
+    tag: int = 0,
+    group: Backend | None = None,
+    allow_pickle: bool = False,
+    timeout: float | None = None,
+    return_source: Literal[True],
+) -> tuple[Any, int]: ...
+def recv_object(
+    src: int,
+    *,
+    tag: int = 0,
+    group: Backend | None = None,
+    allow_pickle: bool = False,
+    timeout: float | None = None,
+    return_source: bool = False,
 ) -> Any:
-    """Receive an object from one rank, or `ANY_SOURCE`. See `recv` and `all_gather_object`."""
-    return _decode(recv(None, torch.uint8, src, tag=tag, group=group, timeout=timeout), allow_pickle)
+    """Receive an object from one rank, or `ANY_SOURCE`.
+
+    With ``return_source`` it returns a tuple of the object and the rank that sent it. See `recv` and
+    `all_gather_object`; what can't be decoded is lost, and the group goes on.
+    """
+    data, source = recv(None, torch.uint8, src, tag=tag, group=group, timeout=timeout, return_source=True)
+    value = _decode(data, allow_pickle)
+    return (value, source) if return_source else value
 
 
 _MSGPACK, _PICKLE = b"m", b"p"
 
+_ROOT = struct.Struct("<i")
+
+
+def _nothing() -> torch.Tensor:
+    """What a rank has that gives no object; refused where collectives are, before anything is sent."""
+    nothing = prepare_out(None, (0,), torch.uint8).flat
+    check_tensor(nothing, "the object")
+    return nothing
+
+
+def _sizes_of_root(
+    operation: str, sizes: Sequence[int], root: int, group: Backend, deadline: Deadline, *, root_name: str = "root"
+) -> tuple[int, ...]:
+    """Learn the sizes that the root has; as many are passed elsewhere, and not read.
+
+    They travel with the call, under the name that the program knows, as far as they fit.
+
+    Raises:
+        CollectiveMismatchError: On all ranks, when they name different roots. The group has failed.
+    """
+    refuse_in_coalesce(operation)
+    numbers = struct.Struct(f"<{len(sizes)}q")
+    fits = _ROOT.size + numbers.size <= MAX_PAYLOAD
+    payload = _ROOT.pack(root)
+    if fits and group.rank == root:
+        payload += numbers.pack(*sizes)
+    engine = collectives_of(group)
+    heads = engine.share(operation, payload, timeout=deadline.remaining(), sequence=engine.reserve())
+    roots = [_ROOT.unpack_from(head)[0] for head in heads]
+    if len(set(roots)) > 1:
+        calls = "; ".join(f"rank {rank} called {operation}({root_name}={r})" for rank, r in enumerate(roots))
+        error = CollectiveMismatchError(
+            f"the ranks of group {group.name!r} disagree about {operation}: {calls}. Pass the same {root_name}"
+            " on every rank."
+        )
+        group.abort(error)
+        raise error
+    if fits:
+        return numbers.unpack_from(heads[root], _ROOT.size)
+    told = broadcast(torch.tensor(sizes, device="cpu"), root, group=group, timeout=deadline.remaining())
+    return tuple(told.tolist())
+
 
 def _encode(value: Any, allow_pickle: bool) -> torch.Tensor:  # noqa: FBT001 - the user's keyword, passed on
-    if allow_pickle:
-        data = _PICKLE + pickle.dumps(value)
-    else:
-        try:
-            data = _MSGPACK + msgspec.msgpack.encode(value)
-        except (TypeError, OverflowError, ValueError) as error:
-            raise TypeError(
-                f"msgpack can't carry this {type(value).__name__} ({error}): send plain data, or pass"
-                " allow_pickle=True on all ranks if every rank may run code on every other"
-            ) from error
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    try:
+        data = _PICKLE + pickle.dumps(value) if allow_pickle else _MSGPACK + _to_msgpack(value)
+    except RecursionError as error:
+        raise ValueError(
+            f"this {type(value).__name__} is nested too deeply to be sent ({error}): send it flat, or in parts"
+        ) from error
+    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    check_tensor(encoded, "the object")
+    return encoded
+
+
+def _to_msgpack(value: Any) -> bytes:
+    try:
+        return encode_plain(value)
+    except TypeError as error:
+        raise TypeError(
+            f"msgpack can't carry this {type(value).__name__} ({error}): send plain data, as lists, dicts, numbers and"
+            " text, or pass allow_pickle=True on all ranks if every rank may run code on every other"
+        ) from error
+
+
+def _decode_all(parts: Mapping[int, torch.Tensor], allow_pickle: bool, group: Backend) -> list[Any]:  # noqa: FBT001
+    """The objects of a collective, by sender."""
+    bodies = {rank: _unwrap(part, allow_pickle) for rank, part in parts.items()}
+    return [_load_or_abort(rank, codec, body, group) for rank, (codec, body) in bodies.items()]
+
+
+def _load_or_abort(sender: int, codec: bytes, body: bytes, group: Backend) -> Any:
+    """An object of a collective. When it can't be decoded here the group ends, for other ranks may go on with it."""
+    try:
+        return _load(codec, body)
+    except Exception as error:
+        failure = ProtocolError(
+            f"rank {group.rank} of group {group.name!r} can't decode the object that rank {sender} sent: {error!r}",
+            ranks=(sender,),
+        )
+        group.abort(failure)
+        raise (group.failure or failure).fresh() from error
 
 
 def _decode(data: torch.Tensor, allow_pickle: bool) -> Any:  # noqa: FBT001 - the user's keyword, passed on
+    codec, body = _unwrap(data, allow_pickle)
+    try:
+        return _load(codec, body)
+    except Exception as error:
+        raise ProtocolError(f"what another rank sent can't be decoded: {error!r}") from error
+
+
+def _unwrap(data: torch.Tensor, allow_pickle: bool) -> tuple[bytes, bytes]:  # noqa: FBT001 - the user's keyword
+    """The codec and the encoded object; raises unless this rank may decode it."""
     raw = data.numpy().tobytes()
     codec, body = raw[:1], raw[1:]
     if codec not in (_MSGPACK, _PICKLE):
@@ -175,7 +304,8 @@ def _decode(data: torch.Tensor, allow_pickle: bool) -> Any:  # noqa: FBT001 - th
         raise ProtocolError(
             "another rank sent a pickle; pass allow_pickle=True to run what it says, on all ranks or none"
         )
-    try:
-        return pickle.loads(body) if codec == _PICKLE else msgspec.msgpack.decode(body)  # noqa: S301 - asked for by name
-    except Exception as error:
-        raise ProtocolError(f"what another rank sent can't be decoded: {error!r}") from error
+    return codec, body
+
+
+def _load(codec: bytes, body: bytes) -> Any:
+    return pickle.loads(body) if codec == _PICKLE else msgspec.msgpack.decode(body)  # noqa: S301 - asked for by name

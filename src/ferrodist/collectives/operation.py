@@ -6,8 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ferrodist.collectives.engine import OffersCollectives
-from ferrodist.collectives.pending import OperationQueue, PendingCollective
+from ferrodist.collectives.pending import OperationQueue, PendingCollective, QueuedCollective
 from ferrodist.collectives.reference import ReferenceCollectives
 
 if TYPE_CHECKING:
@@ -77,8 +76,9 @@ collector: ContextVar[Callable[[Operation[object]], PendingCollective[object]] |
 
 def collectives_of(group: Backend) -> Collectives:
     """The engine of a group: its own when it offers one, else the reference implementation."""
-    if isinstance(group, OffersCollectives):
-        return group.collectives
+    engine: Collectives | None = group.collectives
+    if engine is not None:
+        return engine
     found = group.attachments.get(_KEY)
     if found is None:
         found = group.attachments.setdefault(_KEY, ReferenceCollectives(group))
@@ -107,7 +107,7 @@ def run_later(operation: Operation[T]) -> PendingCollective[T]:
     collect = collector.get()
     if collect is not None:
         return collect(operation)  # type: ignore[arg-type, return-value]
-    pending: PendingCollective[T] = PendingCollective(operation.name, operation.group.name)
+    pending: QueuedCollective[T] = QueuedCollective(operation.name, operation.group.name)
 
     def job(sequence: int) -> None:
         try:

@@ -6,6 +6,7 @@ import atexit
 import queue
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-__all__ = ["OperationQueue", "PendingCollective"]
+__all__ = ["OperationQueue", "PendingCollective", "QueuedCollective"]
 
 _JOIN_SECONDS = 1.0
 """How long closing a queue waits for its thread, which only an operation that ignores its group's end can hold up."""
@@ -25,7 +26,7 @@ _JOIN_SECONDS = 1.0
 T_co = TypeVar("T_co", covariant=True)
 
 
-class PendingCollective(Generic[T_co]):
+class PendingCollective(ABC, Generic[T_co]):
     """A collective under way.
 
     Its input and output must not be changed, and its output not be read, until `wait` has returned. Any number
@@ -36,16 +37,9 @@ class PendingCollective(Generic[T_co]):
     def __init__(self, op_name: str, group_name: str) -> None:
         self._op_name = op_name
         self._group_name = group_name
-        self._ended = threading.Event()
-        self._is_started = True
-        self._lock = threading.Lock()
-        self._finish: Callable[[], T_co] | None = None
-        self._result: T_co | None = None
-        self._has_result = False
-        self._error: BaseException | None = None
 
     def __repr__(self) -> str:
-        state = "under way" if not self.done() else "failed" if self._error else "done"
+        state = "done" if self.done() else "under way"
         return f"PendingCollective({self._op_name} on group {self._group_name!r}, {state})"
 
     @property
@@ -53,10 +47,11 @@ class PendingCollective(Generic[T_co]):
         """The collective's name, as "allreduce"."""
         return self._op_name
 
+    @abstractmethod
     def done(self) -> bool:
         """Whether it has ended, well or not; `wait` then returns or raises at once."""
-        return self._ended.is_set()
 
+    @abstractmethod
     def wait(self, timeout: float | None = None) -> T_co:
         """Block until it has ended and return its result. Any number of threads may wait, any number of times.
 
@@ -69,13 +64,36 @@ class PendingCollective(Generic[T_co]):
             DistributedError: The operation failed.
             RuntimeError: It was started in a `coalesce` block that has not ended.
         """
+
+    def _still_under_way(self, timeout: float | None) -> DistributedTimeoutError:
+        return DistributedTimeoutError(
+            f"{self._op_name} on group {self._group_name!r} is still under way after {timeout:g} s: wait for it again"
+        )
+
+
+class QueuedCollective(PendingCollective[T_co]):
+    """A collective that an `OperationQueue` runs."""
+
+    def __init__(self, op_name: str, group_name: str) -> None:
+        super().__init__(op_name, group_name)
+        self._ended = threading.Event()
+        self._is_started = True
+        self._lock = threading.Lock()
+        self._finish: Callable[[], T_co] | None = None
+        self._result: T_co | None = None
+        self._has_result = False
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended; see `PendingCollective.done`."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> T_co:
+        """Block until it has ended and return its result; see `PendingCollective.wait`."""
         if not self._is_started:
             raise RuntimeError(f"{self._op_name} starts when the coalesce() block ends: wait for it after the block")
         if not self._ended.wait(None if timeout is None else Deadline(timeout).remaining()):
-            raise DistributedTimeoutError(
-                f"{self._op_name} on group {self._group_name!r} is still under way after {timeout:g} s:"
-                " wait for it again"
-            )
+            raise self._still_under_way(timeout)
         if self._error is not None:
             raise self._error.fresh() if isinstance(self._error, DistributedError) else self._error
         with self._lock:
@@ -87,7 +105,7 @@ class PendingCollective(Generic[T_co]):
                 self._finish = None
         return self._result  # type: ignore[return-value]
 
-    def hold(self) -> PendingCollective[T_co]:
+    def hold(self) -> QueuedCollective[T_co]:
         """Say that it has not started, until `start`."""
         self._is_started = False
         return self

@@ -13,7 +13,7 @@ import struct
 import threading
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
@@ -22,6 +22,7 @@ from ferrodist.backends.request import BaseRequest, wait_all
 from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag, check_user_tag
 from ferrodist.collectives.prepare import (
     Target,
+    check_integer,
     check_tensor,
     flatten,
     group_and_timeout,
@@ -33,10 +34,10 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError, SizeMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import Request
+    from ferrodist.backends.request import Late, Request
 
 __all__ = ["ANY_SOURCE", "Recv", "Send", "batch", "recv", "recv_into", "send", "sendrecv"]
 
@@ -83,6 +84,8 @@ def send(
         timeout: Seconds; None takes the group's.
 
     Raises:
+        TypeError: ``tensor`` can't travel: no dense CPU tensor of a known dtype.
+        ValueError: ``tensor`` has more than 12 dims, or ``tag`` is out of range.
         SelfSendError, InvalidRankError: ``dst`` is this rank, or not in the group.
         DistributedTimeoutError: A large tensor was not received in time; it will not be.
         PeerLostError: ``dst`` died or left.
@@ -90,6 +93,7 @@ def send(
     batch([Send(tensor, dst, tag)], group=group, timeout=timeout)
 
 
+@overload
 def recv(
     shape: Sequence[int] | None,
     dtype: torch.dtype | None,
@@ -98,28 +102,58 @@ def recv(
     tag: int = 0,
     group: Backend | None = None,
     timeout: float | None = None,
-) -> torch.Tensor:
+    return_source: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def recv(
+    shape: Sequence[int] | None,
+    dtype: torch.dtype | None,
+    src: int,
+    *,
+    tag: int = 0,
+    group: Backend | None = None,
+    timeout: float | None = None,
+    return_source: Literal[True],
+) -> tuple[torch.Tensor, int]: ...
+def recv(
+    shape: Sequence[int] | None,
+    dtype: torch.dtype | None,
+    src: int,
+    *,
+    tag: int = 0,
+    group: Backend | None = None,
+    timeout: float | None = None,
+    return_source: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, int]:
     """Receive a tensor.
 
     Args:
-        shape: Its shape; None takes what comes.
-        dtype: Its dtype; None takes what comes.
+        shape: Its shape, which is compared with what was sent; None takes what comes.
+        dtype: Its dtype, compared too; None takes what comes.
         src: The sending rank, or `ANY_SOURCE`.
         tag: The tag it is sent with.
         group: The group; None is the default group.
         timeout: Seconds; None takes the group's.
+        return_source: Return the rank that sent it too, for `ANY_SOURCE`.
+
+    Returns:
+        The tensor; with ``return_source`` a tuple of it and the sending rank.
 
     Raises:
         SizeMismatchError: A tensor of another shape or dtype came. It is lost.
         DistributedTimeoutError: None came in time. The call may be made again.
+        ProtocolError: What came is no tensor.
+        TypeError: ``shape`` is no sequence of integers, or collectives and messages don't carry ``dtype``.
+        ValueError: ``shape`` has a size below 0 or more than 12 dims, or ``tag`` is out of range.
         SelfSendError, InvalidRankError, PeerLostError: As for `send`.
     """
     chosen, limit = group_and_timeout(group, timeout)
     if dtype is not None:
         check_dtype(dtype)
+    shape = None if shape is None else _check_shape(shape)
     receive = _TensorReceive(chosen, src, tag, shape=shape, dtype=dtype)
     _wait_for([receive], Deadline(limit), chosen, f"recv from {_whom(src)}")
-    return receive.finish()
+    return (receive.finish(), receive.peer) if return_source else receive.finish()
 
 
 def recv_into(
@@ -130,7 +164,11 @@ def recv_into(
     group: Backend | None = None,
     timeout: float | None = None,
 ) -> int:
-    """Receive a tensor into one of the same shape and dtype; returns the rank that sent it. See `recv`."""
+    """Receive a tensor into one of the same shape and dtype; returns the rank that sent it.
+
+    ``tensor`` may have any strides, but no elements that share memory: those raise ValueError. All else is as for
+    `recv`.
+    """
     chosen, limit = group_and_timeout(group, timeout)
     receive = _receive_into(chosen, Recv(tensor, src, tag))
     _wait_for([receive], Deadline(limit), chosen, f"recv_into from {_whom(src)}")
@@ -138,6 +176,7 @@ def recv_into(
     return receive.peer
 
 
+@overload
 def sendrecv(
     tensor: torch.Tensor,
     dst: int,
@@ -147,7 +186,31 @@ def sendrecv(
     tag: int = 0,
     group: Backend | None = None,
     timeout: float | None = None,
-) -> torch.Tensor:
+    return_source: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def sendrecv(
+    tensor: torch.Tensor,
+    dst: int,
+    shape: Sequence[int] | None,
+    src: int,
+    *,
+    tag: int = 0,
+    group: Backend | None = None,
+    timeout: float | None = None,
+    return_source: Literal[True],
+) -> tuple[torch.Tensor, int]: ...
+def sendrecv(
+    tensor: torch.Tensor,
+    dst: int,
+    shape: Sequence[int] | None,
+    src: int,
+    *,
+    tag: int = 0,
+    group: Backend | None = None,
+    timeout: float | None = None,
+    return_source: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, int]:
     """Send a tensor to ``dst`` and receive one from ``src`` at the same time, so that rings of ranks don't block.
 
     Args:
@@ -158,12 +221,17 @@ def sendrecv(
         tag: Tag of both.
         group: The group; None is the default group.
         timeout: Seconds for both together; None takes the group's.
+        return_source: Return the rank that sent what came too, for `ANY_SOURCE`.
+
+    Returns:
+        The tensor that came; with ``return_source`` a tuple of it and the rank that sent it.
 
     Raises:
         As `send` and `recv`.
     """
     check_tensor(tensor)
     chosen, limit = group_and_timeout(group, timeout)
+    shape = None if shape is None else _check_shape(shape)
     receive = _TensorReceive(chosen, src, tag, shape=shape, dtype=tensor.dtype)
     requests: list[Request] = [receive]
     try:
@@ -172,10 +240,12 @@ def sendrecv(
         receive.cancel()
         raise
     _wait_for(requests, Deadline(limit), chosen, f"sendrecv with {_whom(dst)} and {_whom(src)}")
-    return receive.finish()
+    return (receive.finish(), receive.peer) if return_source else receive.finish()
 
 
-def batch(operations: Sequence[Send | Recv], *, group: Backend | None = None, timeout: float | None = None) -> None:
+def batch(
+    operations: Iterable[Send | Recv], *, group: Backend | None = None, timeout: float | None = None
+) -> list[int]:
     """Do several sends and receives at the same time; returns when all are done.
 
     Args:
@@ -183,19 +253,24 @@ def batch(operations: Sequence[Send | Recv], *, group: Backend | None = None, ti
         group: The group; None is the default group.
         timeout: Seconds for all together; None takes the group's.
 
+    Returns:
+        The other rank of each operation, in their order: who got it, or who sent it.
+
     Raises:
-        As `send` and `recv`; when one operation fails the others are given up.
+        TypeError: A member is neither, or its tensor can't travel.
+        As `send` and `recv_into`; when one operation fails the others are given up.
     """
     chosen, limit = group_and_timeout(group, timeout)
+    operations = list(operations)
     for operation in operations:
         _check(operation, chosen)
-    receives = []
+    receives: dict[int, _TensorReceive] = {}
     requests: list[Request] = []
     try:
-        for operation in operations:
+        for i, operation in enumerate(operations):
             if isinstance(operation, Recv):
-                receives.append(_receive_into(chosen, operation))
-                requests.append(receives[-1])
+                receives[i] = _receive_into(chosen, operation)
+                requests.append(receives[i])
         for operation in operations:
             if isinstance(operation, Send):
                 requests.extend(_start_send(chosen, operation))
@@ -207,8 +282,23 @@ def batch(operations: Sequence[Send | Recv], *, group: Backend | None = None, ti
         f"send to {_whom(op.dst)}" if isinstance(op, Send) else f"recv from {_whom(op.src)}" for op in operations
     )
     _wait_for(requests, Deadline(limit), chosen, what)
-    for receive in receives:
+    for receive in receives.values():
         receive.finish()
+    return [op.dst if isinstance(op, Send) else receives[i].peer for i, op in enumerate(operations)]
+
+
+def _check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """``shape`` as a tuple of ints, or an error: no tensor would fit a wrong one."""
+    try:
+        sizes = tuple(shape)
+    except TypeError:
+        raise TypeError(f"shape must be a sequence of integers or None, not {shape!r}") from None
+    checked = tuple(check_integer(size, f"shape[{dim}]") for dim, size in enumerate(sizes))
+    if any(size < 0 for size in checked):
+        raise ValueError(f"shape has a size below 0: {checked}; pass None to take what comes")
+    if len(checked) > _MAX_DIMS:
+        raise ValueError(f"shape has {len(checked)} dims, a tensor that is sent has at most {_MAX_DIMS}")
+    return checked
 
 
 def _check(operation: Send | Recv, group: Backend) -> None:
@@ -250,6 +340,9 @@ class _BodySend:
 
     def wait(self, timeout: float) -> int:
         return self._request.wait(timeout)
+
+    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
+        return self._group.find_late(peers, within)
 
     def done(self) -> bool:
         return self._request.done()
@@ -332,6 +425,10 @@ class _TensorReceive(BaseRequest):
         """The tensor, once the request is done."""
         assert self._target is not None
         return self._target.finish()
+
+    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
+        """Ask the group, whose ranks may be in between; see `Backend.find_late`."""
+        return self._group.find_late(peers, within)
 
     def cancel(self) -> bool:
         """Give the receive up; see `Request.cancel`."""
@@ -463,7 +560,8 @@ def _wait_for(requests: list[Request], deadline: Deadline, group: Backend, what:
             raise
         raise DistributedTimeoutError(
             f"{what} on group {group.name!r}: not done after {deadline.elapsed():.2f} s of"
-            f" {deadline.timeout:g} s allowed (rank {group.rank}). The other side has not made the matching call.",
+            f" {deadline.timeout:g} s allowed{error.detail} (rank {group.rank}). The other side has not made the"
+            " matching call.",
             ranks=tuple(rank for rank in error.ranks if rank != ANY_SOURCE),
         ) from None
 

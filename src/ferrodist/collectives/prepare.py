@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import operator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
+from ferrodist.backends.base import check_rank
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.reduce_op import check_dtype
-from ferrodist.collectives.views import shares_memory
+from ferrodist.collectives.views import elements_overlap, shares_memory
 from ferrodist.deadline import check_timeout
-from ferrodist.errors import InvalidRankError, UnsupportedOpError
+from ferrodist.errors import UnsupportedOpError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrodist.backends.base import Backend
 
-__all__ = ["Target", "check_dim", "check_root", "check_tensor", "flatten", "group_and_timeout", "prepare_out"]
+__all__ = [
+    "Target",
+    "check_dim",
+    "check_integer",
+    "check_out",
+    "check_out_of_root",
+    "check_root",
+    "check_tensor",
+    "flatten",
+    "group_and_timeout",
+    "prepare_late_out",
+    "prepare_out",
+]
 
 
 def group_and_timeout(group: Backend | None, timeout: float | None) -> tuple[Backend, float]:
@@ -27,14 +43,28 @@ def group_and_timeout(group: Backend | None, timeout: float | None) -> tuple[Bac
     return chosen, chosen.timeout if timeout is None else check_timeout(timeout)
 
 
-def check_root(group: Backend, rank: int, name: str) -> None:
-    """Raise unless ``rank`` is a rank of ``group``."""
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < group.world_size:
-        raise InvalidRankError(f"{name}={rank!r} is not in 0..{group.world_size - 1} of group {group.name!r}")
+def check_root(group: Backend, rank: int, name: str) -> int:
+    """``rank`` as an int; raises unless it is a rank of ``group``."""
+    return check_rank(group, rank, f"{name}={rank!r}")
+
+
+def check_integer(number: int, name: str) -> int:
+    """``number`` as an int, whatever integer it is; raises TypeError for what is none, as a bool."""
+    if not isinstance(number, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(number)
+    raise TypeError(f"{name} must be an integer, not {number!r}")
+
+
+def check_out_of_root(group: Backend, root: int, out: object) -> None:
+    """Raise ValueError when ``out`` is given on a rank that gets no result."""
+    if out is not None and group.rank != root:
+        raise ValueError(f"only rank {root} gets a result: pass out= there, not on rank {group.rank}")
 
 
 def check_dim(tensor: torch.Tensor, dim: int) -> int:
     """``dim`` as a number from 0; raises IndexError outside of the tensor's dims, ValueError for a 0-dim tensor."""
+    dim = check_integer(dim, "dim")
     if tensor.dim() == 0:
         raise ValueError("a zero-dimensional tensor has no dim to divide or join along: reshape it to (1,) first")
     if not -tensor.dim() <= dim < tensor.dim():
@@ -43,7 +73,12 @@ def check_dim(tensor: torch.Tensor, dim: int) -> int:
 
 
 def check_tensor(tensor: torch.Tensor, name: str = "tensor") -> None:
-    """Raise unless collectives can carry ``tensor``."""
+    """Raise unless collectives can carry ``tensor``.
+
+    Raises:
+        TypeError: It is no dense CPU tensor of a known dtype.
+        NotImplementedError: It carries a forward-mode tangent, or this is inside of a functorch transform.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
@@ -51,6 +86,26 @@ def check_tensor(tensor: torch.Tensor, name: str = "tensor") -> None:
     if tensor.device.type != "cpu":
         raise UnsupportedOpError(f"{name} is on {tensor.device}: this backend carries CPU tensors, pass {name}.cpu()")
     check_dtype(tensor.dtype)
+    if not _has_memory(tensor):
+        raise NotImplementedError(
+            f"{name} has no memory to send: collectives and messages don't go through the functorch transforms (vmap,"
+            " torch.func.grad, jvp, functionalize) or wrappers as DTensor. Call them outside; backward() and"
+            " torch.autograd.grad go through collectives."
+        )
+    if unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call] # None at once outside of dual levels
+        raise NotImplementedError(
+            f"{name} carries a tangent of forward-mode differentiation, which would be lost: collectives and messages"
+            f" have gradients for backward() only. Pass {name}.detach(), or unpack_dual(...) and send the tangent too."
+        )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements are in memory; of one without elements, whether they could be."""
+    try:
+        # Not the tensor's own memory: a transform also wraps what is made from tensors that it did not wrap.
+        return tensor.detach().data_ptr() != 0 or not tensor.numel()
+    except RuntimeError:
+        return False
 
 
 def flatten(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,28 +118,61 @@ class Target:
     """Where a result goes.
 
     Args:
-        flat: What the engine writes.
+        flat: What the engine writes: the result's elements in order, with the dim that is joined or divided first.
         result: What the user gets, with the result's shape.
-        is_copy: Whether ``flat`` is not the memory of ``result``.
+        view: ``result`` with that dim first, when ``flat`` is not its memory.
+        refusal: Why the user gets an error in place of the result.
     """
 
     flat: torch.Tensor
     result: torch.Tensor
-    is_copy: bool = False
+    view: torch.Tensor | None = None
+    refusal: Exception | None = None
 
     def finish(self) -> torch.Tensor:
         """Bring what the engine wrote to the user's tensor."""
-        if self.is_copy:
+        if self.refusal is not None:
+            raise self.refusal
+        if self.view is not None:
             with torch.no_grad():
-                self.result.copy_(self.flat.view(self.result.shape))
+                self.view.copy_(self.flat.view(self.view.shape))
         elif not self.result.is_inference():
             # The engine wrote raw memory: autograd must learn that what it may have saved has changed.
             torch.autograd.graph.increment_version(self.result)
         return self.result
 
 
+def check_out(
+    out: torch.Tensor | None,
+    source: torch.Tensor | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Raise for an ``out`` that can't be, as far as shape and dtype are known; see `prepare_out`."""
+    if out is None:
+        return
+    check_tensor(out, "out")
+    if shape is not None and tuple(out.shape) != tuple(shape):
+        raise ValueError(f"out has shape {tuple(out.shape)}, the result has {tuple(shape)}")
+    if dtype is not None and out.dtype is not dtype:
+        raise TypeError(f"out is {out.dtype}, the result is {dtype}")
+    if torch.is_grad_enabled() and (out.requires_grad or (source is not None and source.requires_grad)):
+        raise RuntimeError(
+            "out= does not support automatic differentiation: use the result of the functional form, or torch.no_grad()"
+        )
+    if elements_overlap(out):
+        raise ValueError("out has elements that share memory (expand, as_strided): pass a tensor of its own memory")
+
+
 def prepare_out(
-    out: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, source: torch.Tensor | None = None
+    out: torch.Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    source: torch.Tensor | None = None,
+    *,
+    dim: int = 0,
+    in_place: bool = False,
 ) -> Target:
     """Make or check the tensor a result goes to.
 
@@ -93,33 +181,42 @@ def prepare_out(
         shape: The result's shape.
         dtype: The result's dtype.
         source: The call's input, if any.
+        dim: The dim that is joined or divided, from 0.
+        in_place: Whether the engine may write to its input, when that is ``out``.
 
     Raises:
-        ValueError: ``out`` has another shape, or is an expanded tensor whose elements share memory.
+        ValueError: ``out`` has another shape, or elements that share memory, as those of an expanded tensor do.
         TypeError: ``out`` has another dtype.
         RuntimeError: Gradients would be lost: an input or ``out`` requires grad while grad mode is on.
     """
-    if out is None:
-        result = torch.empty(tuple(shape), dtype=dtype)
-        return Target(flat=result.view(-1), result=result)
-    check_tensor(out, "out")
-    if tuple(out.shape) != tuple(shape):
-        raise ValueError(f"out has shape {tuple(out.shape)}, the result has {tuple(shape)}")
-    if out.dtype is not dtype:
-        raise TypeError(f"out is {out.dtype}, the result is {dtype}")
-    if torch.is_grad_enabled() and (out.requires_grad or (source is not None and source.requires_grad)):
-        raise RuntimeError(
-            "out= does not support automatic differentiation: use the result of the functional form, or torch.no_grad()"
-        )
-    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError("out has elements that share memory (it was expanded): pass a tensor of its own memory")
-    if out.is_contiguous() and not out.is_conj() and not out.is_neg() and not _shifted(out, source):
-        return Target(flat=out.detach().view(-1), result=out)
-    return Target(flat=torch.empty(out.numel(), dtype=dtype), result=out, is_copy=True)
+    check_out(out, source, shape=shape, dtype=dtype)
+    result = torch.empty(tuple(shape), dtype=dtype, device="cpu") if out is None else out
+    view = result.movedim(dim, 0) if dim else result
+    plain = view.is_contiguous() and not view.is_conj() and not view.is_neg()
+    if plain and (source is None or not shares_memory(result, source) or (in_place and _same(result, source))):
+        return Target(flat=view.detach().view(-1), result=result)
+    return Target(flat=torch.empty(result.numel(), dtype=dtype, device="cpu"), result=result, view=view)
 
 
-def _shifted(out: torch.Tensor, source: torch.Tensor | None) -> bool:
-    """Whether writing ``out`` may change what is still to be read: the two share memory, but are not the same."""
-    if source is None or not shares_memory(out, source):
-        return False
-    return out.data_ptr() != source.data_ptr() or out.shape != source.shape
+def prepare_late_out(
+    out: torch.Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    source: torch.Tensor | None = None,
+    *,
+    dim: int = 0,
+) -> Target:
+    """`prepare_out` for a result whose shape was learned from other ranks, which are in the call already.
+
+    They count on this rank, so it takes part with a tensor of its own, and raises what is wrong with ``out`` when it
+    has: the group goes on.
+    """
+    try:
+        return prepare_out(out, shape, dtype, source, dim=dim)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return replace(prepare_out(None, shape, dtype, dim=dim), refusal=error)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors have their elements in the same places."""
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from enum import Enum
+from typing import SupportsFloat
 
 import torch
 
@@ -31,6 +33,11 @@ class ReduceOp(Enum):
     BOR = "bor"
     BXOR = "bxor"
 
+    def __init__(self, name: str) -> None:
+        del name
+        self.number = len(type(self).__members__)
+        """Its place among the reductions, by which engines know it."""
+
     def __str__(self) -> str:
         return self.value
 
@@ -41,6 +48,11 @@ class PremultipliedSum:
 
     factor: float
 
+    @property
+    def number(self) -> int:
+        """Its place among the reductions: after those of `ReduceOp`."""
+        return len(ReduceOp)
+
     def __str__(self) -> str:
         return "premultiplied_sum"
 
@@ -48,17 +60,21 @@ class PremultipliedSum:
 Op = ReduceOp | PremultipliedSum
 
 
-def premultiplied_sum(factor: float) -> PremultipliedSum:
+def premultiplied_sum(factor: SupportsFloat) -> PremultipliedSum:
     """The sum of the ranks' elements, this rank's multiplied by ``factor`` before; small floats are rounded once.
 
     Raises:
         TypeError, ValueError: ``factor`` is not a finite real number.
     """
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+    if isinstance(factor, bool) or not isinstance(factor, numbers.Real):
         raise TypeError(f"the factor of a premultiplied sum is a real number, not {type(factor).__name__}")
-    if not math.isfinite(factor):
-        raise ValueError(f"the factor of a premultiplied sum is finite, not {factor}")
-    return PremultipliedSum(float(factor))
+    try:
+        number = float(factor)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"the factor of a premultiplied sum is a finite float, not {factor}")
+    return PremultipliedSum(number)
 
 
 SMALL_FLOATS = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.collectives.differentiable import attach, records_history
-from ferrodist.collectives.gathering import all_gather
+from ferrodist.collectives.fold import widen
+from ferrodist.collectives.gathering import all_gather, scale_gradient
 from ferrodist.collectives.operation import Fusible, Operation, collectives_of, run_later, run_now
-from ferrodist.collectives.prepare import check_root, check_tensor, flatten, group_and_timeout, prepare_out
+from ferrodist.collectives.prepare import (
+    check_out_of_root,
+    check_root,
+    check_tensor,
+    flatten,
+    group_and_timeout,
+    prepare_out,
+)
+from ferrodist.collectives.quick import quick_allreduce, quick_broadcast, start_allreduce, start_broadcast
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear
 
 if TYPE_CHECKING:
@@ -31,7 +40,8 @@ def allreduce(
     """Fold a tensor over all ranks; every rank gets the result.
 
     Args:
-        tensor: Of equal shape and dtype on all ranks; any strides.
+        tensor: Of equal shape and dtype on all ranks; any strides. Ranks compare the dtype and the number of elements:
+            a shape (2, 3) and a shape (3, 2) are joined as elements in order, and each rank's result has its own shape.
         op: How elements become one, folded in rank order.
         group: The group, on all of whose ranks this is called; None is the default group.
         out: Where the result goes, which may be ``tensor``; None makes a fresh tensor.
@@ -41,12 +51,17 @@ def allreduce(
         ``out``, or a fresh tensor of ``tensor``'s shape. Differentiable for all operations but the bitwise ones.
 
     Raises:
-        TypeError: ``op`` is not defined for the dtype; raised before anything is sent.
+        TypeError: ``op`` is not defined for the dtype, or ``out`` is of another one; raised before anything is sent.
+        ValueError: ``out`` has another shape, or elements that share memory; raised before anything is sent.
+        RuntimeError: ``out`` is given where gradients would be lost; raised before anything is sent.
+        NotImplementedError: ``tensor`` or ``out`` carries a tangent of forward-mode differentiation, or this is inside
+            of a functorch transform (vmap, torch.func.grad); raised before anything is sent.
         CollectiveMismatchError: On all ranks, when one called something else.
         DistributedTimeoutError: On all ranks, when one is late.
         PeerLostError: On all ranks, when one died.
     """
-    return run_now(_allreduce(tensor, op, group, out, timeout))
+    result = quick_allreduce(tensor, op, group, out) if timeout is None else None
+    return run_now(_allreduce(tensor, op, group, out, timeout)) if result is None else result
 
 
 def async_allreduce(
@@ -58,7 +73,8 @@ def async_allreduce(
     timeout: float | None = None,
 ) -> PendingCollective[torch.Tensor]:
     """Start `allreduce`."""
-    return run_later(_allreduce(tensor, op, group, out, timeout))
+    pending = start_allreduce(tensor, op, group, out) if timeout is None else None
+    return run_later(_allreduce(tensor, op, group, out, timeout)) if pending is None else pending
 
 
 def _allreduce(
@@ -67,7 +83,7 @@ def _allreduce(
     check_tensor(tensor)
     check_reduction(tensor.dtype, op)
     chosen, limit = group_and_timeout(group, timeout)
-    target = prepare_out(out, tensor.shape, tensor.dtype, tensor)
+    target = prepare_out(out, tensor.shape, tensor.dtype, tensor, in_place=True)
     source = flatten(tensor)
     engine = collectives_of(chosen)
 
@@ -95,7 +111,7 @@ def _attach_reduction(tensor: torch.Tensor, result: torch.Tensor, op: Op, group:
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return attach(tensor, result, lambda grad: allreduce(grad, op, group=group))
     if isinstance(op, PremultipliedSum):
-        return attach(tensor, result, lambda grad: allreduce(grad, group=group) * op.factor)
+        return attach(tensor, result, lambda grad: scale_gradient(allreduce(grad, group=group), op, group))
 
     if op is ReduceOp.PRODUCT:
         return attach(
@@ -111,16 +127,16 @@ def _attach_reduction(tensor: torch.Tensor, result: torch.Tensor, op: Op, group:
 
 def _share_of_extremum(own: torch.Tensor, extremum: torch.Tensor, grad: torch.Tensor, group: Backend) -> torch.Tensor:
     """The gradient goes to the ranks that have the extremum, in equal parts, as torch's amin and amax divide it."""
-    own, extremum = own.detach(), extremum.detach()
-    mine = ((own == extremum) | (own.isnan() & extremum.isnan())).to(grad.dtype)
-    return grad * mine / allreduce(mine, group=group)
+    own, extremum, wide = own.detach(), extremum.detach(), widen(grad)
+    mine = ((own == extremum) | (own.isnan() & extremum.isnan())).to(wide.dtype)
+    return (wide * mine / allreduce(mine, group=group)).to(grad.dtype)
 
 
 def _times_other_factors(own: torch.Tensor, grad: torch.Tensor, group: Backend) -> torch.Tensor:
     """The product of the other ranks' elements: gathered, not divided out, so that zeros are right."""
     everyone = all_gather(own.unsqueeze(0), group=group)
-    others = torch.cat([everyone[: group.rank], everyone[group.rank + 1 :]])
-    return grad * others.prod(dim=0).conj()
+    others = widen(torch.cat([everyone[: group.rank], everyone[group.rank + 1 :]]))
+    return (widen(grad) * others.prod(dim=0).conj()).to(grad.dtype)
 
 
 def reduce(
@@ -135,7 +151,7 @@ def reduce(
     """Fold a tensor over all ranks; rank ``dst`` gets the result.
 
     Args:
-        tensor: Of equal shape and dtype on all ranks; any strides.
+        tensor: Of equal shape and dtype on all ranks, compared as for `allreduce`; any strides.
         dst: The rank that gets the result, the same on all ranks.
         op: How elements become one, folded in rank order.
         group: The group, on all of whose ranks this is called; None is the default group.
@@ -147,16 +163,17 @@ def reduce(
         Differentiable once.
 
     Raises:
-        TypeError, CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
+        ValueError: Also when ``out`` is given on another rank than ``dst``.
+        TypeError, RuntimeError, CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
+        InvalidRankError: ``dst`` is not a rank of the group.
     """
     check_tensor(tensor)
     check_reduction(tensor.dtype, op)
     chosen, limit = group_and_timeout(group, timeout)
-    check_root(chosen, dst, "dst")
+    dst = check_root(chosen, dst, "dst")
     is_root = chosen.rank == dst
-    if out is not None and not is_root:
-        raise ValueError(f"only rank {dst} gets a result: pass out= there, not on rank {chosen.rank}")
-    target = prepare_out(out, tensor.shape if is_root else (0,), tensor.dtype, tensor)
+    check_out_of_root(chosen, dst, out)
+    target = prepare_out(out, tensor.shape if is_root else (0,), tensor.dtype, tensor, in_place=True)
     source = flatten(tensor)
     recorded = records_history(tensor) and out is None
 
@@ -183,12 +200,8 @@ def _reduce_backward(
     """The gradient of reduce: the root's gradient goes to all ranks, then as for allreduce."""
     is_root = group.rank == dst
     whole = broadcast(grad if is_root else grad.new_empty(shape), dst, group=group)
-    if op is ReduceOp.SUM:
-        return whole
-    if op is ReduceOp.MEAN:
-        return whole / group.world_size
-    if isinstance(op, PremultipliedSum):
-        return whole * op.factor
+    if is_linear(op):
+        return scale_gradient(whole, op, group)
     if op is ReduceOp.PRODUCT:
         return _times_other_factors(saved[0], whole, group)
     own, result = saved
@@ -207,7 +220,8 @@ def broadcast(
     """Give every rank the root's tensor.
 
     Args:
-        tensor: The elements on the root; elsewhere any tensor of the same shape and dtype, whose elements are not read.
+        tensor: The elements on the root; elsewhere any tensor of the same shape and dtype, compared as for `allreduce`,
+            whose elements are not read.
         root: The rank whose elements everyone gets, the same on all ranks.
         group: The group, on all of whose ranks this is called; None is the default group.
         out: Where the result goes, which may be ``tensor``; None makes a fresh tensor.
@@ -218,9 +232,12 @@ def broadcast(
         all; once.
 
     Raises:
+        InvalidRankError: ``root`` is not a rank of the group.
+        TypeError, ValueError, RuntimeError: ``tensor`` or ``out`` won't do, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
-    return run_now(_broadcast(tensor, root, group, out, timeout))
+    result = quick_broadcast(tensor, root, group, out) if timeout is None else None
+    return run_now(_broadcast(tensor, root, group, out, timeout)) if result is None else result
 
 
 def async_broadcast(
@@ -232,7 +249,8 @@ def async_broadcast(
     timeout: float | None = None,
 ) -> PendingCollective[torch.Tensor]:
     """Start `broadcast`."""
-    return run_later(_broadcast(tensor, root, group, out, timeout))
+    pending = start_broadcast(tensor, root, group, out) if timeout is None else None
+    return run_later(_broadcast(tensor, root, group, out, timeout)) if pending is None else pending
 
 
 def _broadcast(
@@ -240,8 +258,8 @@ def _broadcast(
 ) -> Operation[torch.Tensor]:
     check_tensor(tensor)
     chosen, limit = group_and_timeout(group, timeout)
-    check_root(chosen, root, "root")
-    target = prepare_out(out, tensor.shape, tensor.dtype, tensor)
+    root = check_root(chosen, root, "root")
+    target = prepare_out(out, tensor.shape, tensor.dtype, tensor, in_place=True)
     source = flatten(tensor) if chosen.rank == root else target.flat
     recorded = records_history(tensor) and out is None
 

@@ -34,7 +34,13 @@ from ferrodist.collectives.reduce_op import Op, PremultipliedSum
 from ferrodist.collectives.sharding import compute_shard_sizes, offsets_of
 from ferrodist.collectives.views import bytes_of
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, ProtocolError
+from ferrodist.errors import (
+    DistributedError,
+    DistributedTimeoutError,
+    GroupClosedError,
+    ProtocolError,
+    SizeMismatchError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -155,11 +161,18 @@ class ReferenceCollectives:
                 )
 
     def all_gather(
-        self, out: torch.Tensor, source: torch.Tensor, counts: Sequence[int], *, timeout: float, sequence: int
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        counts: Sequence[int],
+        *,
+        dim: int,
+        timeout: float,
+        sequence: int,
     ) -> None:
         """Copy every rank's ``source`` into every ``out``, one after the other; ``counts[r]`` is rank r's size."""
         tiny = max(counts) * source.element_size() <= MAX_PAYLOAD
-        run = self._enter(_call("all_gather", out), _payload(source if tiny else None), timeout, sequence)
+        run = self._enter(_call("all_gather", out, dim=dim), _payload(source if tiny else None), timeout, sequence)
         chunks = torch.split(out, list(counts))
         if tiny:
             for chunk, tensor in zip(chunks, run.tensors(source.dtype, counts), strict=True):
@@ -213,11 +226,13 @@ class ReferenceCollectives:
         counts: Sequence[int],
         op: Op,
         *,
+        dim: int,
         timeout: float,
         sequence: int,
     ) -> None:
         """Fold part r of every rank's ``source`` into rank r's ``out``."""
-        run = self._enter(_call("reduce_scatter", source, op=op), _payload(None, op), timeout, sequence)
+        call = _call("reduce_scatter", source, op=op, dim=dim)
+        run = self._enter(call, _payload(None, op), timeout, sequence)
         run.fold_chunks(out, source, counts, op)
 
     def all_to_all(
@@ -227,17 +242,16 @@ class ReferenceCollectives:
         send_counts: Sequence[int],
         receive_counts: Sequence[int],
         *,
+        unit: int,
         timeout: float,
         sequence: int,
     ) -> None:
         """Send part r of ``source`` to rank r, and collect what the ranks sent here in ``out``."""
-        run = self._enter(_call("all_to_all", source, count=0), b"", timeout, sequence)
+        run = self._enter(_call("all_to_all", source, count=unit), b"", timeout, sequence)
         outgoing, incoming = torch.split(source, list(send_counts)), torch.split(out, list(receive_counts))
         incoming[run.rank].copy_(outgoing[run.rank])
-        run.exchange(
-            [(peer, outgoing[peer]) for peer in run.peers],
-            [(peer, incoming[peer]) for peer in run.peers],
-            skip_empty=False,  # the other side may expect elements: let it find the difference, not wait
+        run.exchange_uneven(
+            [(peer, outgoing[peer]) for peer in run.peers], [(peer, incoming[peer]) for peer in run.peers], unit
         )
 
     def _enter(self, call: Call, payload: bytes, timeout: float, sequence: int) -> _Run:
@@ -264,7 +278,7 @@ class _Run:
         """The elements that came with a rank's call."""
         payload = self._payload(rank, count * dtype.itemsize)
         if not payload:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype)
 
     def tensors(self, dtype: torch.dtype, counts: Sequence[int]) -> list[torch.Tensor]:
@@ -293,27 +307,58 @@ class _Run:
         self,
         sends: Iterable[tuple[int, torch.Tensor]],
         receives: Iterable[tuple[int, torch.Tensor]],
-        *,
-        skip_empty: bool = True,
     ) -> None:
         """One step: receive each (rank, tensor) and send each, all at once."""
+        self._guard(
+            lambda: wait_all(
+                self._start(
+                    [(peer, tensor) for peer, tensor in sends if tensor.numel()],
+                    [(peer, tensor) for peer, tensor in receives if tensor.numel()],
+                ),
+                self._deadline,
+            )
+        )
+
+    def exchange_uneven(
+        self, sends: Iterable[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], unit: int
+    ) -> None:
+        """`exchange` between ranks that may expect other sizes: empty messages go out too, so that none waits."""
 
         def start_and_wait() -> None:
-            pending: list[Request] = []
+            pending = self._start(sends, receives)
             try:
-                for peer, tensor in receives:
-                    if tensor.numel() or not skip_empty:
-                        pending.append(self._group.irecv(bytes_of(tensor), peer, tag=self._tag))
-                for peer, tensor in sends:
-                    if tensor.numel() or not skip_empty:
-                        pending.append(self._group.isend(bytes_of(tensor), peer, tag=self._tag))
-            except BaseException:
-                for request in pending:
-                    request.cancel()
+                wait_all(pending, self._deadline)
+            except SizeMismatchError as error:
+                for (peer, tensor), request in zip(receives, pending, strict=False):  # the receives come first
+                    if _has_other_size(request):
+                        raise self._unmet(peer, tensor.numel() // unit) from error
                 raise
-            wait_all(pending, self._deadline)
 
         self._guard(start_and_wait)
+
+    def _start(
+        self, sends: Iterable[tuple[int, torch.Tensor]], receives: Iterable[tuple[int, torch.Tensor]]
+    ) -> list[Request]:
+        """Start all receives, then all sends; the requests in that order."""
+        pending: list[Request] = []
+        try:
+            for peer, tensor in receives:
+                pending.append(self._group.irecv(bytes_of(tensor), peer, tag=self._tag))
+            for peer, tensor in sends:
+                pending.append(self._group.isend(bytes_of(tensor), peer, tag=self._tag))
+        except BaseException:
+            for request in pending:
+                request.cancel()
+            raise
+        return pending
+
+    def _unmet(self, peer: int, num_rows: int) -> SizeMismatchError:
+        return SizeMismatchError(
+            f"{self._call} on group {self._group.name!r}, operation {self._sequence}: rank {self.rank} expects"
+            f" {num_rows} {'row' if num_rows == 1 else 'rows'} from rank {peer} (recv_counts[{peer}]), which sends it"
+            f" another number: its send_counts[{self.rank}] must be {num_rows} too.",
+            ranks=(peer,),
+        )
 
     def fold_chunks(self, out: torch.Tensor, source: torch.Tensor, counts: Sequence[int], op: Op) -> None:
         """Fold chunk ``rank`` of every rank's ``source`` into ``out``, segment by segment.
@@ -361,7 +406,8 @@ class _Run:
             failure = self._group.failure or DistributedTimeoutError(
                 f"{self._call} on group {self._group.name!r}, operation {self._sequence}: all ranks have called it, but"
                 f" rank {self.rank} was still exchanging data with {late} after {self._deadline.elapsed():.2f} s of"
-                f" {self._deadline.timeout:g} s allowed. Pass a larger timeout, or look at what is going on there.",
+                f" {self._deadline.timeout:g} s allowed{error.detail}. Pass a larger timeout, or look at what is going"
+                " on there.",
                 ranks=error.ranks,
             )
             self._group.abort(failure)
@@ -371,19 +417,35 @@ class _Run:
             raise (self._group.failure or error).fresh() from None
 
 
+def _has_other_size(receive: Request) -> bool:
+    """Whether a receive, of a step that has failed, ended because its message has another size."""
+    try:
+        receive.wait(0)
+    except DistributedError as error:
+        return isinstance(error, SizeMismatchError)
+    return False
+
+
 def _peers_of(rank: int, world_size: int) -> list[int]:
     """The other ranks, beginning after this one, so that not all ranks send to the same one first."""
     return [(rank + i) % world_size for i in range(1, world_size)]
 
 
 def _call(
-    operation: str, tensor: torch.Tensor, *, op: Op | None = None, root: int = -1, count: int | None = None
+    operation: str,
+    tensor: torch.Tensor,
+    *,
+    op: Op | None = None,
+    root: int = -1,
+    dim: int = -1,
+    count: int | None = None,
 ) -> Call:
     return Call(
         operation=operation,
         dtype=str(tensor.dtype).removeprefix("torch."),
         reduce_op="" if op is None else str(op),
         root=root,
+        dim=dim,
         count=tensor.numel() if count is None else count,
     )
 

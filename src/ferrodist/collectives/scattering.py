@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,19 @@ import torch
 from ferrodist.collectives.differentiable import attach, records_history
 from ferrodist.collectives.gathering import Join, share_sizes
 from ferrodist.collectives.operation import Operation, collectives_of, refuse_in_coalesce, run_now
-from ferrodist.collectives.prepare import check_dim, check_root, check_tensor, flatten, group_and_timeout
+from ferrodist.collectives.prepare import (
+    Target,
+    check_dim,
+    check_integer,
+    check_out,
+    check_out_of_root,
+    check_root,
+    check_tensor,
+    flatten,
+    group_and_timeout,
+    prepare_late_out,
+    prepare_out,
+)
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.sharding import compute_shard_sizes
 from ferrodist.deadline import Deadline
@@ -22,7 +33,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-__all__ = ["gather", "scatter", "scatter_by_sizes"]
+__all__ = ["gather", "gather_by_sizes", "scatter", "scatter_by_sizes"]
 
 _MAX_SCATTER_DIMS = 12
 
@@ -37,55 +48,77 @@ def gather(
     *,
     dim: int = 0,
     group: Backend | None = None,
+    out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
     """Join the ranks' tensors along ``dim``, in rank order, on rank ``dst``.
 
     Args:
-        tensor: Of equal dtype on all ranks, and equal shape but for ``dim``; any strides.
+        tensor: Of equal dtype on all ranks, and equal shape but for ``dim``, compared as for `all_gather_uneven`; any
+            strides.
         dst: The rank that gets the result, the same on all ranks.
         dim: The dim to join along.
         group: The group, on all of whose ranks this is called; None is the default group.
+        out: On rank ``dst``: where the result goes; None makes a fresh tensor. Refused elsewhere.
         timeout: Seconds; None takes the group's.
 
     Returns:
         On ``dst`` the joined tensor; elsewhere an empty one, through which backward runs. Differentiable once.
 
     Raises:
+        ValueError: ``out`` is given on another rank than ``dst``, has elements that share memory, or another shape.
+            The shape is known only when the ranks' sizes are, so ``dst`` takes part first, and the group goes on.
+        InvalidRankError: ``dst`` is not a rank of the group.
+        IndexError: ``tensor`` has no such ``dim``.
+        TypeError, RuntimeError: ``tensor`` or ``out`` won't do, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     check_tensor(tensor)
     part = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
     dim = check_dim(part, dim)
     chosen, limit = group_and_timeout(group, timeout)
-    check_root(chosen, dst, "dst")
-    is_root = chosen.rank == dst
+    dst = check_root(chosen, dst, "dst")
+    check_out_of_root(chosen, dst, out)
+    check_out(out, part, dtype=part.dtype)
     deadline = Deadline(limit)
     sizes = share_sizes("gather", part, dim, chosen, limit)
+    return gather_by_sizes(part, sizes, dst, dim=dim, group=chosen, out=out, timeout=deadline.remaining())
+
+
+def gather_by_sizes(
+    part: torch.Tensor,
+    sizes: Sequence[int],
+    dst: int,
+    *,
+    dim: int,
+    group: Backend,
+    out: torch.Tensor | None = None,
+    timeout: float,
+) -> torch.Tensor:
+    """`gather` of parts of which rank r's has ``sizes[r]`` of ``dim``, as all ranks know."""
+    is_root = group.rank == dst
     join = Join(part, dim, sizes)
     source = flatten(part.detach().movedim(dim, 0))
-    flat = torch.empty(sum(join.counts) if is_root else 0, dtype=tensor.dtype)
+    if is_root:
+        target = prepare_late_out(out, join.shape, part.dtype, part, dim=dim)
+    else:
+        target = prepare_out(None, (0,), part.dtype)
+    recorded = records_history(part) and out is None
 
     def run(sequence: int) -> None:
-        collectives_of(chosen).gather(
-            flat if is_root else None,
-            source,
-            join.counts,
-            dst,
-            timeout=deadline.remaining(),
-            sequence=sequence,
-        )
+        flat = target.flat if is_root else None
+        collectives_of(group).gather(flat, source, join.counts, dst, timeout=timeout, sequence=sequence)
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
-        return scatter_by_sizes(
-            grad if is_root else None, part, sizes, dst, dim=dim, group=chosen, timeout=chosen.timeout
-        )
+        fresh = prepare_out(None, part.shape, part.dtype, dim=dim)
+        whole = grad if is_root else None
+        return scatter_by_sizes(whole, fresh, sizes, dst, dim=dim, group=group, timeout=group.timeout)
 
     def finish() -> torch.Tensor:
-        result = join.restore(flat, torch.empty(join.shape, dtype=tensor.dtype)) if is_root else flat
-        return attach(tensor, result, backward, once=True) if records_history(tensor) else result
+        result = target.finish()
+        return attach(part, result, backward, once=True) if recorded else result
 
-    return run_now(Operation(name="gather", group=chosen, run=run, finish=finish))
+    return run_now(Operation(name="gather", group=group, run=run, finish=finish))
 
 
 def scatter(
@@ -94,29 +127,47 @@ def scatter(
     *,
     dim: int = 0,
     group: Backend | None = None,
+    out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
     """Divide rank ``src``'s tensor over the ranks along ``dim``.
 
     Sizes that the world size doesn't divide follow `compute_shard_sizes`. The other ranks learn shape and dtype from
-    ``src``, at the cost of one more agreement.
+    ``src``, at the cost of one more agreement. An ``out`` that doesn't fit they find only then: they take part before
+    they raise, and the group goes on.
+
+    Backward is a collective of all ranks. ``loss.backward()`` comes through here by itself. ``torch.autograd.grad``
+    goes only where one of its inputs lies: for it the other ranks pass an empty tensor that requires grad, as `gather`
+    returns one, and name it among the inputs.
 
     Args:
-        tensor: On rank ``src`` the tensor, of at most 12 dims; None elsewhere.
+        tensor: On rank ``src`` the tensor, of at most 12 dims. Elsewhere None, or a tensor without elements, whose
+            gradient leads through here.
         src: The rank that has it, the same on all ranks.
         dim: The dim to divide.
         group: The group, on all of whose ranks this is called; None is the default group.
+        out: Where this rank's part goes; None makes a fresh tensor.
         timeout: Seconds; None takes the group's.
 
     Returns:
-        This rank's part. Differentiable once, when ``src``'s tensor requires grad: on all ranks.
+        ``out``, or a fresh tensor: this rank's part. Differentiable once, when ``src``'s tensor requires grad: on all
+        ranks.
 
     Raises:
+        ValueError: ``tensor`` is missing on ``src``, has elements elsewhere, or has no dim or too many; ``out`` has
+            another shape, or elements that share memory.
+        TypeError: ``tensor`` can't travel, ``out`` has another dtype, or ``dim`` is no integer.
+        RuntimeError: ``out`` is given where gradients would be lost.
+        IndexError: ``tensor`` has no such ``dim``, or elsewhere: no tensor that scatter takes has.
+        InvalidRankError: ``src`` is not a rank of the group.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     chosen, limit = group_and_timeout(group, timeout)
-    check_root(chosen, src, "src")
+    src, dim = check_root(chosen, src, "src"), check_integer(dim, "dim")
+    if not -_MAX_SCATTER_DIMS <= dim < _MAX_SCATTER_DIMS:
+        raise IndexError(f"dim {dim} is not a dim of a tensor that scatter takes: it has at most {_MAX_SCATTER_DIMS}")
     head = _SCATTER_CALL.pack(dim, src)
+    check_out(out)
     if chosen.rank == src:
         if tensor is None:
             raise ValueError(f"rank {src} scatters: pass the tensor there")
@@ -127,9 +178,12 @@ def scatter(
                 f"scatter takes tensors of at most {_MAX_SCATTER_DIMS} dims, not {tensor.dim()}: reshape it"
             )
         shape = [*tensor.shape, *[0] * (_MAX_SCATTER_DIMS - tensor.dim())]
+        check_out(out, tensor, shape=_part_shape(tensor.shape, dim, chosen), dtype=tensor.dtype)
         head = _SCATTER_HEAD.pack(dim, src, DTYPES.index(tensor.dtype), records_history(tensor), tensor.dim(), *shape)
     elif tensor is not None:
-        raise ValueError(f"rank {src} scatters: pass None on rank {chosen.rank}")
+        check_tensor(tensor)
+        if tensor.numel():
+            raise ValueError(f"rank {src} scatters: pass None on rank {chosen.rank}, or a tensor without elements")
     deadline = Deadline(limit)
     refuse_in_coalesce("scatter")
     engine = collectives_of(chosen)
@@ -137,12 +191,17 @@ def scatter(
     _compare_scatters(heads, chosen)
     dim, _, place, recorded, num_dims, *shape = _SCATTER_HEAD.unpack(heads[src])
     sizes = compute_shard_sizes(shape[dim], chosen.world_size)
-    whole = tensor if tensor is not None else torch.empty(0, dtype=DTYPES[place])
-    part = torch.empty([*shape[:dim], sizes[chosen.rank], *shape[dim + 1 : num_dims]], dtype=DTYPES[place])
-    if recorded and tensor is None:  # so that backward comes through here too
-        whole.requires_grad_()
+    whole = tensor
+    if whole is None or (recorded and not whole.requires_grad):
+        whole = torch.empty(0, requires_grad=bool(recorded), device="cpu")  # so that backward comes through here too
     with torch.enable_grad() if recorded else torch.no_grad():
-        return scatter_by_sizes(whole, part, sizes, src, dim=dim, group=chosen, timeout=deadline.remaining())
+        target = prepare_late_out(out, _part_shape(shape[:num_dims], dim, chosen), DTYPES[place], whole, dim=dim)
+        return scatter_by_sizes(whole, target, sizes, src, dim=dim, group=chosen, timeout=deadline.remaining())
+
+
+def _part_shape(shape: Sequence[int], dim: int, group: Backend) -> list[int]:
+    """The shape of this rank's part of a tensor."""
+    return [*shape[:dim], compute_shard_sizes(shape[dim], group.world_size)[group.rank], *shape[dim + 1 :]]
 
 
 def _compare_scatters(heads: Sequence[bytes], group: Backend) -> None:
@@ -162,7 +221,7 @@ def _compare_scatters(heads: Sequence[bytes], group: Backend) -> None:
 
 def scatter_by_sizes(
     tensor: torch.Tensor | None,
-    part: torch.Tensor,
+    target: Target,
     sizes: Sequence[int],
     src: int,
     *,
@@ -170,23 +229,22 @@ def scatter_by_sizes(
     group: Backend,
     timeout: float,
 ) -> torch.Tensor:
-    """Give rank r ``sizes[r]`` of ``dim`` of the tensor of ``src``; ``part`` has this rank's shape and dtype."""
+    """Give rank r ``sizes[r]`` of ``dim`` of the tensor of ``src``; this rank's part goes to ``target``."""
     is_root = group.rank == src
+    part = target.result
     whole = tensor if tensor is not None else part.new_empty(0)
     source = flatten(whole.detach().movedim(dim, 0)) if is_root else None
-    row = [*part.shape[:dim], *part.shape[dim + 1 :]]
-    counts = [size * math.prod(row) for size in sizes]
-    flat = torch.empty(counts[group.rank], dtype=part.dtype)
+    counts = Join(part, dim, sizes).counts
 
     def run(sequence: int) -> None:
-        collectives_of(group).scatter(flat, source, counts, src, timeout=timeout, sequence=sequence)
+        collectives_of(group).scatter(target.flat, source, counts, src, timeout=timeout, sequence=sequence)
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
-        joined = gather(grad, src, dim=dim, group=group)
+        joined = gather_by_sizes(grad, sizes, src, dim=dim, group=group, timeout=group.timeout)
         return joined if is_root else torch.zeros_like(whole)
 
     def finish() -> torch.Tensor:
-        result = flat.view(sizes[group.rank], *row).movedim(0, dim).contiguous()
+        result = target.finish()
         return attach(whole, result, backward, once=True) if records_history(whole) else result
 
     return run_now(Operation(name="scatter", group=group, run=run, finish=finish))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ferrodist.launch import LaunchSpec, ProgramKind, launch
+from ferrodist.launch.console import complain
+from ferrodist.launch.limits import check_rank_count
 
 if TYPE_CHECKING:
     import argparse
@@ -22,6 +25,7 @@ __all__ = ["DemoOptions", "add_demo_arguments", "demo_options", "run_demo"]
 
 _WANTED_ACCURACY = 0.97
 _MOST_RANKS = 48  # an image of each batch for every rank
+_MOST_EPOCHS = 100_000
 _REQUIRED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "rich"}
 
 
@@ -50,34 +54,37 @@ class DemoOptions:
                 f"--ranks must be 2 to {_MOST_RANKS}, not {self.ranks}: they are compared with 1 rank, and share"
                 f" batches of {_MOST_RANKS} images"
             )
-        if self.epochs < 1:
-            raise ValueError(f"--epochs must be 1 or more, not {self.epochs}")
+        if not 1 <= self.epochs <= _MOST_EPOCHS:
+            raise ValueError(f"--epochs must be 1 to {_MOST_EPOCHS}, not {self.epochs}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"--seed must be 0 to 2**63 - 1, not {self.seed}")
         if not self.plot.absolute().parent.is_dir():
             raise ValueError(f"--plot: there is no folder {self.plot.parent}; make it first")
         if self.plot.is_dir():
             raise ValueError(f"--plot: {self.plot} is a folder; name a file in it")
+        if not os.access(self.plot if self.plot.exists() else self.plot.absolute().parent, os.W_OK):
+            raise ValueError(f"--plot: {self.plot} can't be written; choose another place")
 
 
 def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``ferrodist demo``."""
-    default = DemoOptions()
-    parser.add_argument("--ranks", type=int, metavar="N", default=default.ranks, help="ranks (default %(default)s)")
-    parser.add_argument("--epochs", type=int, metavar="N", default=default.epochs, help="epochs (default %(default)s)")
-    parser.add_argument("--seed", type=int, metavar="N", default=default.seed, help="seed (default %(default)s)")
-    parser.add_argument(
-        "--plot", type=Path, metavar="PATH", default=default.plot, help="where the plot goes (default %(default)s)"
-    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="ranks (default %(default)s)")
+    parser.add_argument("--epochs", type=int, metavar="N", help="epochs (default %(default)s)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed (default %(default)s)")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="where the plot goes (default %(default)s)")
+    # Not from an instance, whose checks are for those who run the demo.
+    parser.set_defaults(**{option.name: option.default for option in fields(DemoOptions)})
 
 
 def demo_options(arguments: argparse.Namespace) -> DemoOptions:
     """Turn parsed arguments into options.
 
     Raises:
-        ValueError: For values that are out of range.
+        ValueError: For values that are out of range, or more ranks than this host allows.
     """
-    return DemoOptions(ranks=arguments.ranks, epochs=arguments.epochs, seed=arguments.seed, plot=arguments.plot)
+    options = DemoOptions(ranks=arguments.ranks, epochs=arguments.epochs, seed=arguments.seed, plot=arguments.plot)
+    check_rank_count("--ranks", options.ranks)
+    return options
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -89,7 +96,7 @@ def run_demo(options: DemoOptions) -> int:
     """
     missing = [package for module, package in _REQUIRED.items() if importlib.util.find_spec(module) is None]
     if missing:
-        sys.stderr.write(
+        complain(
             f"ferrodist: the demo needs {', '.join(missing)}, which is not installed here:"
             " pip install 'ferrodist[demo]'\n"
         )
@@ -164,7 +171,8 @@ def _conclude(options: DemoOptions, one: RunResult, several: RunResult, comparis
         f"plot: {options.plot}",
         *(f"FAILED: {failure}" for failure in failures),
     ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    if sys.stdout is not None:
+        sys.stdout.write("\n".join(lines) + "\n")
     return 1 if failures else 0
 
 

@@ -67,7 +67,7 @@ class ProgressPipe:
         # For reading and writing: neither end then waits for the other, and a rank's end is not the end of the pipe.
         self._file = os.fdopen(os.open(path, os.O_RDWR), "rb", buffering=0)
         self._show = show
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="ferrodist-demo-progress", daemon=True)
 
     def __enter__(self) -> Self:
@@ -91,5 +91,7 @@ class ProgressPipe:
                 if self._error is None:
                     try:
                         self._show(msgspec.json.decode(line, type=Progress))
-                    except Exception as error:  # noqa: BLE001 - raised later: unread, the pipe would fill and stop rank 0
+                    # Raised later: unread, the pipe would fill and stop rank 0. SystemExit is what rich raises when
+                    # the reader of its output has left.
+                    except BaseException as error:  # noqa: BLE001
                         self._error = error

@@ -7,13 +7,6 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from ferrodist.backends.process_group import destroy_process_group, init_process_group
-from ferrodist.demo.progress import ProgressWriter
-from ferrodist.demo.results import write_history, write_weights
-from ferrodist.demo.training import train
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -30,7 +23,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the demo; a traceback from each rank would not say more
+    # Ctrl-C ends the demo; a traceback from each rank would not say more, also in the seconds that torch takes to load.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    import torch  # noqa: PLC0415
+
+    from ferrodist.backends.process_group import destroy_process_group, init_process_group  # noqa: PLC0415
+    from ferrodist.demo.progress import ProgressWriter  # noqa: PLC0415
+    from ferrodist.demo.results import write_history, write_weights  # noqa: PLC0415
+    from ferrodist.demo.training import train  # noqa: PLC0415
+
     # Images of 8 by 8 pixels give a second thread nothing to do, and on busy cores threads wait for each other.
     torch.set_num_threads(1)
     group = init_process_group("tcp")

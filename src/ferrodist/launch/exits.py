@@ -7,11 +7,14 @@ that list first in, first out. So the order is the kernel's own, however late th
 was stopped meanwhile. The *times* in the report are those at which the launcher looked, usually well under a
 millisecond later.
 
-How good is that? It orders the ends of processes, not the causes. The kernel tears down memory and closes
-sockets shortly before ``exit_notify``, and Python runs its exit handlers before that; a rank that holds much
-memory can take tens of milliseconds for it. A peer that notices the closed socket and leaves faster than that
-with ``os._exit`` would come first. One that raises, prints a traceback and shuts its interpreter down rarely
-does: that takes longer than the end it noticed.
+How good is that? It orders the ends of processes, not the causes. A rank whose program fails tells the others
+from an exit handler, and then shuts its interpreter down, which with torch takes about as long as the others
+need to raise, print a traceback and shut down theirs; rank 0 even waits for them. So a rank whose standard
+error says that another rank was the reason (`is_consequence`) is not blamed at once: the launcher waits until
+a rank fails of itself, until all have ended, or until `CAUSE_SECONDS` have passed, and only then settles for
+the first end. What the order alone must get right are ends without exit handlers, as by SIGKILL. The kernel
+tears down memory and closes sockets shortly before ``exit_notify``, tens of milliseconds for much memory; a
+peer that notices the closed socket, says nothing and leaves faster than that with ``os._exit`` would come first.
 
 Where there is no pidfd (Linux before 5.3, other systems) the ranks are polled every 20 ms in rank order, and
 ranks that end between two looks are reported in rank order.
@@ -23,10 +26,13 @@ import os
 import select
 from dataclasses import dataclass
 
-__all__ = ["EXIT_POLL_INTERVAL", "ExitWatch", "RankExit"]
+__all__ = ["CAUSE_SECONDS", "EXIT_POLL_INTERVAL", "ExitWatch", "RankExit"]
 
 EXIT_POLL_INTERVAL = 0.02
 """Seconds between two looks at the ranks where the kernel cannot tell us."""
+
+CAUSE_SECONDS = 6.0
+"""Longest wait for the rank that was the reason for another's failure; rank 0 may take five to leave its group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +45,7 @@ class RankExit:
         code: Exit code, or the negative number of the signal that ended it.
         elapsed: Seconds between the start of the group and the launcher's noticing.
         stopped: Whether the launcher had asked it to end, and it ended the way one does then.
+        consequence: Whether it failed because another rank did, by what it said last.
     """
 
     rank: int
@@ -46,6 +53,7 @@ class RankExit:
     code: int
     elapsed: float
     stopped: bool = False
+    consequence: bool = False
 
 
 def _has_pidfd() -> bool:

@@ -7,7 +7,7 @@ import os
 import resource
 from dataclasses import dataclass
 
-__all__ = ["RankLimit", "rank_limit"]
+__all__ = ["RankLimit", "check_rank_count", "rank_limit"]
 
 # For each rank the launcher keeps its standard output, its standard error and, on Linux, its pidfd.
 _DESCRIPTORS_PER_RANK = 3
@@ -38,6 +38,16 @@ def rank_limit() -> RankLimit:
         fitting = max(1, math.floor(descriptors)) if math.isfinite(descriptors) else math.inf
         return RankLimit(num_ranks=fitting, reason="open files (ulimit -n)")
     return RankLimit(num_ranks=processes, reason="processes (ulimit -u)")
+
+
+def check_rank_count(option: str, count: int) -> None:
+    """Raise ValueError, naming the command line's option, when this host does not allow so many ranks."""
+    limit = rank_limit()
+    if count > limit.num_ranks:
+        raise ValueError(
+            f"{option} {count} is more than this host allows: {limit.num_ranks} rank{'s' * (limit.num_ranks != 1)},"
+            f" for the limit on {limit.reason}; start fewer, or raise that limit"
+        )
 
 
 def _soft(number: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -124,13 +125,15 @@ class OutputPump:
     a reader that pauses (``| less``) pauses the ranks, as it would without a launcher, and memory stays
     bounded.
 
-    Sources are closed by the pump. Sinks are not; one whose reader has gone is dropped, and the ranks go on.
+    Sources are closed by the pump. Sinks are not; one that can't be written any more is dropped, and the ranks go on.
     """
 
     def __init__(self) -> None:
         self._routes: dict[int, _Route] = {}
         self._queue: deque[tuple[int, memoryview]] = deque()
         self._gone: set[int] = set()
+        self.error: OSError | None = None
+        """Why a sink was dropped, if it was not because its reader had left."""
 
     def add(self, source: int, sink: int, prefixer: LinePrefixer) -> None:
         """Carry what arrives at ``source`` to ``sink``; takes ownership of ``source``."""
@@ -168,8 +171,10 @@ class OutputPump:
                     data = data[os.write(sink, data[:_WRITE_SIZE]) :]
                 except BlockingIOError:  # a sink that somebody else made non-blocking
                     return
-                except OSError:  # the reader has gone: EPIPE, or EIO from a terminal
+                except OSError as error:
                     self._gone.add(sink)
+                    if error.errno not in (errno.EPIPE, errno.EIO):  # the latter from a terminal
+                        self.error = self.error or error
             if data and sink not in self._gone:
                 self._queue[0] = (sink, data)
             else:
@@ -178,12 +183,15 @@ class OutputPump:
     def read_rest(self) -> None:
         """Read what the sources hold now and close them: nobody whom we wait for writes any more."""
         for source in list(self._routes):
-            # No pipe holds more than this, so a process that escaped and writes for ever cannot keep us here.
-            for _ in range(_LARGEST_PIPE // _READ_SIZE):
-                if source in self._routes and _is_readable(source):
-                    self._read_one(source)
+            self._read_held(source)
             if source in self._routes:
                 self._end(source)
+
+    def catch_up(self, prefixer: LinePrefixer) -> None:
+        """Read what a source holds now, also while earlier output waits: its writer has ended, and it is wanted."""
+        for source, route in list(self._routes.items()):
+            if route.prefixer is prefixer:
+                self._read_held(source)
 
     def close(self) -> None:
         """Close the sources and forget what was not written."""
@@ -191,6 +199,12 @@ class OutputPump:
             os.close(source)
         self._routes.clear()
         self._queue.clear()
+
+    def _read_held(self, source: int) -> None:
+        # No pipe holds more than this, so a process that escaped and writes for ever cannot keep us here.
+        for _ in range(_LARGEST_PIPE // _READ_SIZE):
+            if source in self._routes and _is_readable(source):
+                self._read_one(source)
 
     def _read_one(self, source: int) -> None:
         data = os.read(source, _READ_SIZE)

@@ -61,9 +61,14 @@ def failure_report(outcome: GroupOutcome, *, host: str, attempt: int, max_attemp
     if outcome.tail:
         lines.append("  the end of its stderr:")
         lines += [f"  | {_clip(line)}" for line in outcome.tail]
-    followers = [exit_ for exit_ in outcome.exits if exit_ is not first and exit_.code != 0 and not exit_.stopped]
-    if followers:
-        lines.append(f"  failed after it: {', '.join(_follower(exit_, first) for exit_ in followers)}")
+    if first.consequence:
+        lines.append("  it failed because of a rank that did not fail here, or had not ended")
+        leavers = [exit_ for exit_ in outcome.exits[: outcome.exits.index(first)] if exit_.code == 0]
+        lines += _relatives("ended before it", leavers, first)
+    others = [exit_ for exit_ in outcome.exits if exit_ is not first and exit_.code != 0 and not exit_.stopped]
+    followers = [exit_ for exit_ in others if exit_.consequence and not first.consequence]
+    lines += _relatives("failed because of it", followers, first)
+    lines += _relatives("failed after it", [exit_ for exit_ in others if exit_ not in followers], first)
     stopped = [exit_.rank for exit_ in outcome.exits if exit_.stopped]
     if stopped:
         lines.append(f"  stopped because of it: {name_ranks(stopped)}{_killed_note(outcome)}")
@@ -80,9 +85,16 @@ def stop_report(outcome: GroupOutcome) -> str:
     )
 
 
-def _follower(exit_: RankExit, first: RankExit) -> str:
+def _relatives(title: str, exits: Iterable[RankExit], first: RankExit) -> list[str]:
+    """One line on ranks whose ends have to do with the first failure, if there are any."""
+    text = ", ".join(_relative(exit_, first) for exit_ in exits)
+    return [f"  {title}: {text}"] if text else []
+
+
+def _relative(exit_: RankExit, first: RankExit) -> str:
     code = describe_exit(exit_.code).partition(" (")[0]
-    return f"rank {exit_.rank} ({code}, {exit_.elapsed - first.elapsed:.3f} s later)"
+    later = exit_.elapsed - first.elapsed
+    return f"rank {exit_.rank} ({code}, {abs(later):.3f} s {'later' if later >= 0 else 'earlier'})"
 
 
 def _killed_note(outcome: GroupOutcome) -> str:

@@ -10,6 +10,7 @@ import sys
 import uuid
 from typing import TYPE_CHECKING
 
+from ferrodist.launch.console import complain
 from ferrodist.launch.environment import LOOPBACK, Attempt, find_free_port, rank_environment, usable_cores
 from ferrodist.launch.report import failure_report, stop_report
 from ferrodist.launch.signals import SignalInbox
@@ -37,7 +38,8 @@ def launch(spec: LaunchSpec) -> int:
 
     Returns:
         The exit code for the launcher: 0 when every rank succeeded, else that of the rank that failed first,
-        or 128 + N when signal N ended it.
+        or 128 + N when signal N ended it; 1 when the ranks succeeded, but their output could not be written (a
+        reader that left is no failure).
 
     Raises:
         RankFailedError: If a process could not be started at all.
@@ -45,7 +47,7 @@ def launch(spec: LaunchSpec) -> int:
     secret = spec.secret or make_secret()
     run_id = spec.run_id or (uuid.uuid4().hex if spec.nnodes == 1 else "none")
     max_attempts = spec.max_restarts + 1
-    with SignalInbox() as inbox, _sinks(spec) as sinks:
+    with _sinks(spec) as sinks, SignalInbox() as inbox:
         for restart_count in range(max_attempts):
             attempt = Attempt(
                 master_addr=spec.master_addr or LOOPBACK,
@@ -59,7 +61,10 @@ def launch(spec: LaunchSpec) -> int:
             _report(outcome, restart_count + 1, max_attempts)
             if not restarts:
                 break
-        return outcome.exit_code
+    if outcome.output_error is not None:
+        complain(f"ferrodist: the output of the ranks is not whole: {outcome.output_error}\n")
+        return outcome.exit_code or 1
+    return outcome.exit_code
 
 
 def _run_attempt(spec: LaunchSpec, attempt: Attempt, inbox: SignalInbox, sinks: Sinks) -> GroupOutcome:
@@ -82,8 +87,11 @@ def _run_attempt(spec: LaunchSpec, attempt: Attempt, inbox: SignalInbox, sinks: 
 def _sinks(spec: LaunchSpec) -> Iterator[Sinks]:
     """The launcher's own streams, under numbers that nothing opened later can take over."""
     if sys.stdout is not None:
-        sys.stdout.flush()
-    stdout, stderr = _duplicate(_STDOUT), _duplicate(_STDERR)
+        with contextlib.suppress(OSError):  # whoever wrote it will learn of it
+            sys.stdout.flush()
+    # None: the program was started with this stream closed, and whatever it opened since may have its number.
+    stdout = _duplicate(None if sys.__stdout__ is None else _STDOUT)
+    stderr = _duplicate(None if sys.__stderr__ is None else _STDERR)
     try:
         alone_on_terminal = spec.world_size == 1 and os.isatty(stdout)
         yield Sinks(stdout=stdout, stderr=stderr, prefixed=not alone_on_terminal)
@@ -92,11 +100,11 @@ def _sinks(spec: LaunchSpec) -> Iterator[Sinks]:
         os.close(stderr)
 
 
-def _duplicate(descriptor: int) -> int:
-    try:
-        return os.dup(descriptor)
-    except OSError:  # started with this stream closed
-        return os.open(os.devnull, os.O_WRONLY)
+def _duplicate(descriptor: int | None) -> int:
+    if descriptor is not None:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            return os.dup(descriptor)
+    return os.open(os.devnull, os.O_WRONLY)
 
 
 def _report(outcome: GroupOutcome, attempt: int, max_attempts: int) -> None:
@@ -108,8 +116,7 @@ def _report(outcome: GroupOutcome, attempt: int, max_attempts: int) -> None:
         text = stop_report(outcome)
     else:
         return
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    complain(text)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -217,4 +224,6 @@ def _split_endpoint(endpoint: str) -> tuple[str, int]:
     host, colon, port = endpoint.rpartition(":")
     if not colon or not host or not port.isdecimal():
         raise ValueError(f"--rdzv-endpoint must be HOST:PORT, not {endpoint!r}")
+    if len(port) > len("65535") or not 1 <= int(port) <= 65535:
+        raise ValueError(f"--rdzv-endpoint must have a port of 1 to 65535, not {port[:20]}")
     return host.removeprefix("[").removesuffix("]"), int(port)

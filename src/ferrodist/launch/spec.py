@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ferrodist.deadline import check_timeout
-from ferrodist.launch.limits import rank_limit
+from ferrodist.launch.limits import check_rank_count
 
 __all__ = ["DEFAULT_TIMEOUT_BEFORE_KILL", "LaunchSpec", "ProgramKind"]
 
@@ -69,25 +69,28 @@ class LaunchSpec:
     def __post_init__(self) -> None:
         if self.nproc_per_node < 1:
             raise ValueError(f"--nproc-per-node must be 1 or more, not {self.nproc_per_node}")
-        limit = rank_limit()
-        if self.nproc_per_node > limit.num_ranks:
-            raise ValueError(
-                f"--nproc-per-node {self.nproc_per_node} is more than this host allows: {limit.num_ranks} ranks, "
-                f"for the limit on {limit.reason}; start fewer, or raise that limit"
-            )
+        check_rank_count("--nproc-per-node", self.nproc_per_node)
         if self.nnodes < 1:
             raise ValueError(f"--nnodes must be 1 or more, not {self.nnodes}")
         if self.max_restarts < 0:
             raise ValueError(f"--max-restarts must be 0 or more, not {self.max_restarts}")
-        check_timeout(self.timeout_before_kill)
+        try:
+            check_timeout(self.timeout_before_kill)
+        except ValueError:
+            raise ValueError(
+                f"--timeout-before-kill must be 0 or more seconds, not {self.timeout_before_kill:g}"
+            ) from None
         self._check_rendezvous()
         self._check_program()
 
     def _check_rendezvous(self) -> None:
         if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
+            allowed = f"give 0 to {self.nnodes - 1}" if self.nnodes > 1 else "leave it out, or give 0"
             raise ValueError(
-                f"--node-rank {self.node_rank} is not one of the {self.nnodes} hosts; give 0 to {self.nnodes - 1}"
+                f"--node-rank {self.node_rank} is not one of the {self.nnodes} host{'s' * (self.nnodes > 1)}; {allowed}"
             )
+        if self.master_addr is not None and not self.master_addr.strip():
+            raise ValueError("--master-addr must name a host, not be empty")
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
             raise ValueError(f"--master-port must be 1 to 65535, not {self.master_port}")
         if self.nnodes == 1:
@@ -133,4 +136,6 @@ class LaunchSpec:
             return program
         if self.kind is ProgramKind.MODULE:
             return (sys.executable, "-m", *program)
+        if self.program.startswith("-"):  # a file with such a name, which Python would take for an option
+            return (sys.executable, f"./{self.program}", *self.arguments)
         return (sys.executable, *program)

@@ -23,7 +23,8 @@ from typing import IO, TYPE_CHECKING
 from ferrodist.deadline import Deadline
 from ferrodist.errors import RankFailedError
 from ferrodist.launch import _rank_entry
-from ferrodist.launch.exits import EXIT_POLL_INTERVAL, ExitWatch, RankExit
+from ferrodist.launch.consequence import is_consequence
+from ferrodist.launch.exits import CAUSE_SECONDS, EXIT_POLL_INTERVAL, ExitWatch, RankExit
 from ferrodist.launch.output import LinePrefixer, OutputPump, rank_prefix
 from ferrodist.launch.signals import STOPPING, SignalInbox
 
@@ -85,11 +86,13 @@ class GroupOutcome:
 
     Args:
         exits: Every rank, in the order in which they ended.
-        first_failure: The rank that failed before anything else ended the group.
+        first_failure: The first rank that failed of itself before anything else ended the group, or, where every
+            failure was a consequence, the first of these.
         stopped_by: The signal that asked the launcher to stop, if one came.
         killed: Ranks that were still there when SIGKILL was sent.
         elapsed: Seconds the attempt took.
         tail: Last lines of the first failure's standard error, without newlines.
+        output_error: Why some of the ranks' output could not be written, if a reader that left was not the reason.
     """
 
     exits: tuple[RankExit, ...]
@@ -98,6 +101,7 @@ class GroupOutcome:
     killed: frozenset[int]
     elapsed: float
     tail: tuple[bytes, ...] = ()
+    output_error: OSError | None = None
 
     @property
     def exit_code(self) -> int:
@@ -142,6 +146,8 @@ class WorkerGroup:
         self._errors: dict[int, LinePrefixer] = {}  # standard error by rank
         self._exits: list[RankExit] = []
         self._first_failure: RankExit | None = None
+        self._suspect: RankExit | None = None  # the first failure that was a consequence
+        self._cause_deadline = Deadline(math.inf)
         self._stopped_by: signal.Signals | None = None
         self._kill_deadline: Deadline | None = None
         self._last_stop: tuple[signal.Signals, float] | None = None
@@ -168,8 +174,9 @@ class WorkerGroup:
         """Watch until every rank has ended and its output is written.
 
         The first rank that fails stops the others: SIGTERM, then SIGKILL when `timeout_before_kill` has
-        passed. So does the first SIGINT, SIGTERM or SIGHUP to the launcher, which the ranks get as it came; a
-        second SIGINT or SIGTERM kills at once, and gives up on output that nobody reads.
+        passed; where its failure is a consequence, the rank that caused it first has `CAUSE_SECONDS` to end. The
+        first SIGINT, SIGTERM or SIGHUP to the launcher stops them too, and the ranks get it as it came; a second
+        SIGINT or SIGTERM kills at once, and gives up on output that nobody reads.
         """
         while not self._is_finished():
             ready = self._poll()
@@ -177,6 +184,7 @@ class WorkerGroup:
                 self._on_exit(pid, code)
             for number in self._inbox.take():
                 self._on_signal(number)
+            self._look_for_cause()
             self._pump.read(ready)
             if self._all_exited:
                 self._settle()
@@ -194,6 +202,7 @@ class WorkerGroup:
             killed=self._killed or frozenset(),
             elapsed=self._clock.elapsed(),
             tail=tuple(tail),
+            output_error=self._pump.error,
         )
 
     @property
@@ -251,6 +260,8 @@ class WorkerGroup:
             poller.register(source, select.POLLIN)
         if self._pump.blocked_sink is not None:
             poller.register(self._pump.blocked_sink, select.POLLOUT)
+        if not self._stopping:
+            limit = min(limit, self._cause_deadline.remaining())
         if self._killed is None:
             if self._kill_deadline is not None:
                 limit = min(limit, self._kill_deadline.remaining())
@@ -259,17 +270,38 @@ class WorkerGroup:
         return frozenset(descriptor for descriptor, _ in poller.poll(math.ceil(limit * 1000)))
 
     def _on_exit(self, pid: int, code: int) -> None:
+        rank, stopped = self._rank_of[pid], self._stopping and code in _STOPPED_CODES
+        consequence = False
+        if code != 0 and not stopped:
+            self._pump.catch_up(self._errors[rank])
+            consequence = is_consequence(self._errors[rank].tail, rank)
         exit_ = RankExit(
-            rank=self._rank_of[pid],
+            rank=rank,
             pid=pid,
             code=code,
             elapsed=self._clock.elapsed(),
-            stopped=self._stopping and code in _STOPPED_CODES,
+            stopped=stopped,
+            consequence=consequence,
         )
         self._exits.append(exit_)
-        if code != 0 and not self._stopping:
-            self._first_failure = exit_
-            self._stop(signal.SIGTERM)
+        if code == 0 or self._stopping:
+            return
+        if not consequence:
+            self._blame(exit_)
+        elif self._suspect is None:
+            self._suspect = exit_
+            self._cause_deadline = Deadline(CAUSE_SECONDS)
+
+    def _look_for_cause(self) -> None:
+        """Blame the first failure, though another rank caused it, when that one does not end, or did not fail."""
+        if self._suspect is None or self._stopping:
+            return
+        if self._all_exited or self._cause_deadline.expired:
+            self._blame(self._suspect)
+
+    def _blame(self, exit_: RankExit) -> None:
+        self._first_failure = exit_
+        self._stop(signal.SIGTERM)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if number not in STOPPING:
@@ -286,6 +318,7 @@ class WorkerGroup:
             self._gave_up = True
             self._kill()
         else:
+            self._first_failure = self._first_failure or self._suspect
             self._stop(number)
 
     def _stop(self, number: signal.Signals) -> None:

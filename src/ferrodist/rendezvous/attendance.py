@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ferrodist.errors import DistributedTimeoutError, RendezvousError, error_to_wire
+from ferrodist.errors import DistributedTimeoutError, RendezvousError, error_to_wire, ranks_text
 from ferrodist.rendezvous.store import PrefixStore
 from ferrodist.rendezvous.verdict import Verdict, read_verdict
 
 if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
+    from ferrodist.errors import DistributedError
     from ferrodist.rendezvous.store import Store
 
-__all__ = ["Claim", "await_all", "claim_rank", "leave", "note_rejection", "roll"]
+__all__ = ["Claim", "await_all", "call_off", "claim_rank", "leave", "note_rejection", "roll"]
 
 _FOLDER = "ferrodist/attendance"
+_CLAIMED = ""  # the first stage, for most jobs the only one
 _REJECTIONS_KEPT = 32
 
 # Rank 0's deadline has usually just passed too, so others give it this long to speak first.
@@ -83,14 +85,24 @@ def claim_rank(store: Store, *, rank: int, where: str, advice: str, deadline: De
         raise RendezvousError(message, ranks=(rank,))
 
 
-def await_all(store: Store, *, rank: int, world_size: int, where: str, deadline: Deadline) -> None:
-    """Return once all ranks have come here; each member calls this once.
+def await_all(
+    store: Store, *, rank: int, world_size: int, where: str, deadline: Deadline, stage: str = _CLAIMED
+) -> None:
+    """Return once all ranks have come here; each member calls this once for each stage.
+
+    Args:
+        store: The job's store, without a prefix.
+        rank: This rank.
+        world_size: Number of ranks.
+        where: Names job and address in messages.
+        deadline: For the whole rendezvous.
+        stage: Of the rendezvous; it has a verdict of its own.
 
     Raises:
         RendezvousError: Not all came, in the same words on every rank.
         DistributedTimeoutError: The store itself did not answer.
     """
-    desk = PrefixStore(store, _FOLDER)
+    desk = PrefixStore(store, _FOLDER + stage)
     if desk.add("present", 1, timeout=deadline.remaining()) >= world_size:
         _publish(desk, Verdict(), deadline.remaining())
     try:
@@ -98,8 +110,13 @@ def await_all(store: Store, *, rank: int, world_size: int, where: str, deadline:
     except DistributedTimeoutError as error:
         if error.ranks:  # the store's server itself is silent
             raise
-        verdict = _publish(desk, _conclude(store, world_size, where, deadline), _PUBLISH_TIMEOUT)
+        verdict = _publish(desk, _conclude(store, world_size, where, deadline, stage), _PUBLISH_TIMEOUT)
     _raise_failure(verdict)
+
+
+def call_off(store: Store, error: DistributedError, *, stage: str) -> None:
+    """Have every rank's `await_all` of a stage raise ``error``; for a rank that will not come to it."""
+    _publish(PrefixStore(store, _FOLDER + stage), Verdict(error_to_wire(error)), _PUBLISH_TIMEOUT)
 
 
 def roll(store: Store, world_size: int) -> dict[int, Claim]:
@@ -123,12 +140,14 @@ def note_rejection(store: Store, reason: str) -> None:
     desk = PrefixStore(store, _FOLDER)
     with contextlib.suppress(DistributedTimeoutError):
         number = desk.add("rejections", 1, timeout=_NOTE_TIMEOUT)
-        desk.set(f"rejection/{number % _REJECTIONS_KEPT}", reason.encode(), timeout=_NOTE_TIMEOUT)
+        desk.set(
+            f"rejection/{number % _REJECTIONS_KEPT}", reason.encode("utf-8", "backslashreplace"), timeout=_NOTE_TIMEOUT
+        )
 
 
-def _conclude(store: Store, world_size: int, where: str, deadline: Deadline) -> Verdict:
+def _conclude(store: Store, world_size: int, where: str, deadline: Deadline, stage: str) -> Verdict:
     desk = PrefixStore(store, _FOLDER)
-    num_present = int(_peek(desk, "present") or b"0")
+    num_present = int(_peek(PrefixStore(store, _FOLDER + stage), "present") or b"0")
     if num_present >= world_size:
         return Verdict()
     claimed = roll(store, world_size)
@@ -136,7 +155,7 @@ def _conclude(store: Store, world_size: int, where: str, deadline: Deadline) -> 
     rejections = [_peek(desk, f"rejection/{slot}").decode() for slot in range(_REJECTIONS_KEPT)]
     turned_away = "; ".join(sorted(set(filter(None, rejections))))
     if missing:
-        who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {world_size}"
+        who = f"{ranks_text(missing)} of {world_size}"
     else:  # ended or stopped between claiming and counting itself: which of them is not known
         who = f"{world_size - num_present} of {world_size} ranks, after claiming a number,"
     message = (

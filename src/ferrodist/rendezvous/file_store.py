@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from ferrodist.deadline import Deadline
+from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedTimeoutError, ProtocolError, RendezvousError
 from ferrodist.rendezvous.store import (
     DEFAULT_STORE_TIMEOUT,
     added,
+    check_amount,
     check_key,
     check_keys,
     check_value,
@@ -52,7 +53,7 @@ class FileStore:
     readers, who take no lock, see the map before the change or after it, and what a killed writer left in
     ``path.tmp`` is replaced by the next. Each version carries a generation number, so polling reads the
     header alone. The cost of a change grows with the size of the map, which is right for a rendezvous and
-    wrong for bulk data.
+    wrong for bulk data. Threads that change the store take turns.
 
     Args:
         path: The file; its folder must exist. Created with mode 0600.
@@ -64,7 +65,7 @@ class FileStore:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, timeout: float = DEFAULT_STORE_TIMEOUT) -> None:
-        self._timeout = timeout
+        self._timeout = check_timeout(timeout)
         given = Path(path)
         try:
             self.path = given.parent.resolve(strict=True) / given.name
@@ -93,6 +94,7 @@ class FileStore:
     def add(self, key: str, amount: int, *, timeout: float | None = None) -> int:
         """See `Store.add`."""
         check_key(key)
+        check_amount(amount)
         with self._changing(timeout) as values:
             values[key] = added(key, values.get(key, b""), amount)
             return int(values[key])

@@ -148,7 +148,14 @@ def check_hello(hello: Hello) -> None:
         )
 
 
-def greet(sock: socket.socket, *, secret: bytes, admit: Callable[[Hello], None], deadline: Deadline) -> Hello:
+def greet(
+    sock: socket.socket,
+    *,
+    secret: bytes,
+    admit: Callable[[Hello], None],
+    deadline: Deadline,
+    dismiss: Callable[[Hello], None] | None = None,
+) -> Hello:
     """Do the server's side of the handshake on an accepted connection.
 
     Args:
@@ -157,6 +164,7 @@ def greet(sock: socket.socket, *, secret: bytes, admit: Callable[[Hello], None],
         admit: Called with the proven client's Hello; a DistributedError it raises is sent to the client, then
             raised.
         deadline: For the whole exchange.
+        dismiss: Called with a Hello that was admitted when the client can't be told so, and is not returned.
 
     Raises:
         AuthenticationError: The client does not know the secret.
@@ -189,8 +197,13 @@ def greet(sock: socket.socket, *, secret: bytes, admit: Callable[[Hello], None],
         name, message, ranks = error_to_wire(refusal)
         _send_sealed(sock, key, b"verdict", Verdict((name, message[:8192], ranks[:1024])), deadline)
         raise refusal from None
-    _send_sealed(sock, key, b"verdict", Verdict(), deadline)
-    sock.settimeout(None)
+    try:
+        _send_sealed(sock, key, b"verdict", Verdict(), deadline)
+        sock.settimeout(None)
+    except BaseException:
+        if dismiss is not None:
+            dismiss(hello)
+        raise
     return hello
 
 

@@ -22,7 +22,7 @@ from ferrodist.errors import (
     InvalidWorldSizeError,
     RendezvousError,
 )
-from ferrodist.rendezvous.attendance import await_all, claim_rank, leave, note_rejection, roll
+from ferrodist.rendezvous.attendance import await_all, call_off, claim_rank, leave, note_rejection, roll
 from ferrodist.rendezvous.environment import Environment, read_environment
 from ferrodist.rendezvous.file_store import FileStore
 from ferrodist.rendezvous.handshake import Hello, check_hello
@@ -41,6 +41,7 @@ _LOOPBACK = "127.0.0.1"
 _LINGER = 2.0
 _HASTE = 0.2
 _LOOPBACK_HINT = " No FERRODIST_SECRET is set here: without one, rank 0 can listen on a loopback address only."
+_INTERFACES = "/interfaces"  # the second stage of ranks of several hosts
 _CHARTER_KEY = "ferrodist/charter"
 
 
@@ -331,7 +332,7 @@ def _join_file(path: str, place: _Place) -> Membership:
 
     try:
         await_all(store, rank=place.rank, world_size=place.world_size, where=where, deadline=place.deadline)
-        host = _interface(store, place.world_size, place.deadline)
+        host = _agree_on_interfaces(store, place, where)
     except BaseException:
         depart(_HASTE)
         raise
@@ -386,6 +387,28 @@ def _check(store: FileStore, place: _Place, where: str, advice: str) -> bytes:
 
 def _file_proof(secret: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, b"ferrodist charter\0" + nonce, "sha256")
+
+
+def _agree_on_interfaces(store: FileStore, place: _Place, where: str) -> str:
+    """Return this rank's `_interface` when every rank has found one; raise on all ranks when some rank has not."""
+    if len({claim.host for claim in roll(store, place.world_size).values()}) == 1:
+        return _LOOPBACK  # all ranks see the same claims, so none of them waits below
+    try:
+        host = _interface(store, place.world_size, place.deadline)
+    except RendezvousError as error:
+        told = RendezvousError(f"{where}: rank {place.rank}: {error.message}", ranks=(place.rank,))
+        with contextlib.suppress(DistributedTimeoutError):
+            call_off(store, told, stage=_INTERFACES)
+        raise told from error
+    await_all(
+        store,
+        rank=place.rank,
+        world_size=place.world_size,
+        where=where,
+        deadline=place.deadline,
+        stage=_INTERFACES,
+    )
+    return host
 
 
 def _interface(store: FileStore, world_size: int, deadline: Deadline) -> str:

@@ -98,18 +98,24 @@ class Listener:
         with self._changed:
             return list(self._rejections)
 
-    def serve(self, admit: Callable[[Hello], None], on_connection: Callable[[socket.socket, Hello], None]) -> None:
+    def serve(
+        self,
+        admit: Callable[[Hello], None],
+        on_connection: Callable[[socket.socket, Hello], None],
+        dismiss: Callable[[Hello], None] | None = None,
+    ) -> None:
         """Start to accept connections, each handshake in a short-lived thread of its own.
 
         Args:
             admit: See `greet`.
             on_connection: Called in the handshake's thread; takes ownership of the connection and returns
                 soon.
+            dismiss: Called in place of ``on_connection`` for an admitted peer whose handshake failed after all.
         """
         if self._acceptor is not None:
             raise RuntimeError("serve was called before")
         self._acceptor = threading.Thread(
-            target=self._accept, args=(admit, on_connection), name="ferrodist-accept", daemon=True
+            target=self._accept, args=(admit, on_connection, dismiss), name="ferrodist-accept", daemon=True
         )
         self._acceptor.start()
 
@@ -136,7 +142,12 @@ class Listener:
         self._wake.close()
         self._woken.close()
 
-    def _accept(self, admit: Callable[[Hello], None], on_connection: Callable[[socket.socket, Hello], None]) -> None:
+    def _accept(
+        self,
+        admit: Callable[[Hello], None],
+        on_connection: Callable[[socket.socket, Hello], None],
+        dismiss: Callable[[Hello], None] | None,
+    ) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
@@ -152,7 +163,7 @@ class Listener:
                 close_in_child(sock)
                 thread = threading.Thread(
                     target=self._handshake,
-                    args=(sock, format_address(*address[:2]), admit, on_connection),
+                    args=(sock, format_address(*address[:2]), admit, on_connection, dismiss),
                     name="ferrodist-handshake",
                     daemon=True,
                 )
@@ -183,12 +194,13 @@ class Listener:
         peer: str,
         admit: Callable[[Hello], None],
         on_connection: Callable[[socket.socket, Hello], None],
+        dismiss: Callable[[Hello], None] | None,
     ) -> None:
         try:
             with self._changed:
                 gone = self._closed or sock not in self._handshakes
                 deadline = Deadline(0.0) if gone else self._handshakes[sock]
-            hello = greet(sock, secret=self._secret, admit=admit, deadline=deadline)
+            hello = greet(sock, secret=self._secret, admit=admit, deadline=deadline, dismiss=dismiss)
             self._forget(sock)
             on_connection(sock, hello)
         except (DistributedError, OSError) as error:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from ferrodist.deadline import Deadline
+from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import RendezvousError
 from ferrodist.rendezvous.store import (
     DEFAULT_STORE_TIMEOUT,
     added,
+    check_amount,
     check_key,
     check_keys,
     check_value,
@@ -32,15 +33,16 @@ class MemoryStore:
     """
 
     def __init__(self, *, timeout: float = DEFAULT_STORE_TIMEOUT) -> None:
-        self._timeout = timeout
+        self._timeout = check_timeout(timeout)
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
         self._waiting: dict[str, set[threading.Event]] = {}
         self._closed = False
 
-    def set(self, key: str, value: bytes, *, timeout: float | None = None) -> None:  # noqa: ARG002 - never blocks
+    def set(self, key: str, value: bytes, *, timeout: float | None = None) -> None:
         """See `Store.set`."""
         check_key(key)
+        self._limit(timeout)
         value = check_value(value)
         with self._lock:
             self._check_open()
@@ -54,26 +56,22 @@ class MemoryStore:
         """See `Store.wait`."""
         self.get_all(check_keys(keys), timeout=timeout)
 
-    def add(self, key: str, amount: int, *, timeout: float | None = None) -> int:  # noqa: ARG002 - never blocks
+    def add(self, key: str, amount: int, *, timeout: float | None = None) -> int:
         """See `Store.add`."""
         check_key(key)
+        check_amount(amount)
+        self._limit(timeout)
         with self._lock:
             self._check_open()
             value = added(key, self._values.get(key, b""), amount)
             self._put(key, value)
             return int(value)
 
-    def compare_set(
-        self,
-        key: str,
-        expected: bytes,
-        desired: bytes,
-        *,
-        timeout: float | None = None,  # noqa: ARG002 - never blocks
-    ) -> bytes:
+    def compare_set(self, key: str, expected: bytes, desired: bytes, *, timeout: float | None = None) -> bytes:
         """See `Store.compare_set`."""
         check_key(key)
         expected, desired = check_value(expected), check_value(desired)
+        self._limit(timeout)
         with self._lock:
             self._check_open()
             current = self._values.get(key)
@@ -82,9 +80,10 @@ class MemoryStore:
                 return desired
             return current or b""
 
-    def delete(self, key: str, *, timeout: float | None = None) -> bool:  # noqa: ARG002 - never blocks
+    def delete(self, key: str, *, timeout: float | None = None) -> bool:
         """See `Store.delete`."""
         check_key(key)
+        self._limit(timeout)
         with self._lock:
             self._check_open()
             return self._values.pop(key, None) is not None
@@ -104,7 +103,7 @@ class MemoryStore:
 
     def get_all(self, keys: list[str], *, timeout: float | None = None) -> list[bytes]:
         """Return the values of ``keys``, waiting until all of them exist at the same moment."""
-        deadline = Deadline(self._timeout if timeout is None else timeout)
+        deadline = Deadline(self._limit(timeout))
         while True:
             with self._lock:
                 self._check_open()
@@ -121,6 +120,10 @@ class MemoryStore:
                 others.discard(arrival)
                 if not others:
                     self._waiting.pop(missing[0], None)
+
+    def _limit(self, timeout: float | None) -> float:
+        """The limit of a call; checked by those that never wait too, as other stores do."""
+        return self._timeout if timeout is None else check_timeout(timeout)
 
     def _put(self, key: str, value: bytes) -> None:
         self._values[key] = value

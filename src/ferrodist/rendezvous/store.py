@@ -16,6 +16,7 @@ __all__ = [
     "PrefixStore",
     "Store",
     "added",
+    "check_amount",
     "check_key",
     "check_keys",
     "check_value",
@@ -29,14 +30,18 @@ MAX_VALUE_BYTES = 64 * 1024 * 1024
 
 _MAX_KEY_BYTES = 4096
 _KEYS_NAMED = 8
+_LOWEST, _HIGHEST = -(2**63), 2**63 - 1
 
 
 class Store(Protocol):
     """A map from text to bytes that the ranks of a job share.
 
-    Each operation is atomic. ``timeout`` is in seconds; None means the store's own default. A call that runs
-    out of time raises `DistributedTimeoutError`, one on a closed store or a store whose server went away
-    `RendezvousError`.
+    Each operation is atomic. Threads may share a client: a call that waits holds up no other. A forked child opens a
+    client of its own. ``timeout`` is in seconds; None means the store's own default.
+
+    A call that runs out of time raises `DistributedTimeoutError`, one on a closed store or a store whose server went
+    away `RendezvousError`. An argument of a wrong type raises TypeError, a wrong value ValueError, and nothing is
+    changed.
     """
 
     def set(self, key: str, value: bytes, *, timeout: float | None = None) -> None:
@@ -49,7 +54,10 @@ class Store(Protocol):
         """Return once all ``keys`` exist at the same moment."""
 
     def add(self, key: str, amount: int, *, timeout: float | None = None) -> int:
-        """Add to the number under ``key``, kept as decimal ASCII (missing: 0), and return the sum."""
+        """Add to the number under ``key``, kept as decimal ASCII (missing: 0), and return the sum.
+
+        ``amount`` and the sum are whole numbers of 64 bits with a sign. A sum beyond raises ValueError.
+        """
 
     def compare_set(self, key: str, expected: bytes, desired: bytes, *, timeout: float | None = None) -> bytes:
         """Store ``desired`` if the value is ``expected``, and return the value after the call.
@@ -108,6 +116,15 @@ class PrefixStore:
         """Do nothing: the parent belongs to whoever opened it."""
 
 
+def check_amount(amount: int) -> int:
+    """Return ``amount``, or raise: what is added is an int of 64 bits."""
+    if isinstance(amount, bool) or not isinstance(amount, int):
+        raise TypeError(f"a store adds a whole number, not {type(amount).__name__}")
+    if not _LOWEST <= amount <= _HIGHEST:
+        raise ValueError(f"a store adds a number of 64 bits, not {amount}")
+    return amount
+
+
 def check_key(key: str) -> str:
     """Return ``key``, or raise: a key is text of 1 to 4096 bytes."""
     if not isinstance(key, str):
@@ -134,12 +151,15 @@ def check_value(value: bytes) -> bytes:
 
 
 def added(key: str, current: bytes, amount: int) -> bytes:
-    """Return the value of a counter after `Store.add`."""
+    """Return the value of a counter after `Store.add`; raises ValueError for one of more than 64 bits."""
     try:
-        return b"%d" % (int(current or b"0") + amount)
+        total = int(current or b"0") + amount
     except ValueError:
         message = f"store add: key {key!r} holds {current[:32]!r}, which is not a decimal number"
         raise UnsupportedOpError(message) from None
+    if not _LOWEST <= total <= _HIGHEST:
+        raise ValueError(f"store add: {amount} more would give key {key!r} a number of more than 64 bits, {total}")
+    return b"%d" % total
 
 
 def missing_error(where: str, missing: Sequence[str], deadline: Deadline) -> DistributedTimeoutError:

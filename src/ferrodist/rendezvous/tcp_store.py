@@ -34,6 +34,7 @@ from ferrodist.rendezvous.memory_store import MemoryStore
 from ferrodist.rendezvous.store import (
     DEFAULT_STORE_TIMEOUT,
     MAX_VALUE_BYTES,
+    check_amount,
     check_key,
     check_keys,
     check_value,
@@ -225,7 +226,11 @@ class TcpStoreServer:
         except RendezvousError:
             gone = RendezvousError(f"the store of rank 0 at {self.address} went away: it was closed", ranks=(0,))
             return _Reply(error=error_to_wire(gone))
-        except (DistributedError, ValueError, TypeError) as error:
+        except DistributedError as error:
+            return _Reply(error=error_to_wire(error))
+        except ValueError as error:  # an argument that only the server could find to be wrong
+            return _Reply(error=(ValueError.__name__, str(error), ()))
+        except TypeError as error:
             return _Reply(error=error_to_wire(error))
 
     def _perform(self, request: _Request, sock: socket.socket) -> bytes:
@@ -318,7 +323,7 @@ class TcpStore:
 
     def add(self, key: str, amount: int, *, timeout: float | None = None) -> int:
         """See `Store.add`."""
-        return int(self._call(_Operation.ADD, [check_key(key)], timeout, amount=amount))
+        return int(self._call(_Operation.ADD, [check_key(key)], timeout, amount=check_amount(amount)))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes, *, timeout: float | None = None) -> bytes:
         """See `Store.compare_set`."""
@@ -368,7 +373,8 @@ class TcpStore:
             raise
         self._return(sock)
         if reply.error is not None:
-            raise error_from_wire(*reply.error)
+            name, message, ranks = reply.error
+            raise ValueError(message) if name == ValueError.__name__ else error_from_wire(name, message, ranks)
         return reply.value
 
     def _take(self, patience: Deadline) -> socket.socket:

@@ -13,14 +13,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ferrodist.errors import DistributedError, GroupAbortedError, PeerLostError
+from ferrodist.errors import (
+    DistributedError,
+    GroupAbortedError,
+    PeerLostError,
+    describe_error,
+    describe_failed_program,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
 
-__all__ = ["Channel", "Outcome", "RankProgram", "describe_error", "failed_outcome", "is_own_frame"]
+__all__ = ["Channel", "Outcome", "RankProgram", "failed_outcome", "is_own_frame"]
 
 
 _HERE = Path(__file__).parent
@@ -96,7 +102,7 @@ class RankProgram:
         except BaseException as error:  # noqa: BLE001 - a test's failure, skip or exit belongs to whoever runs the ranks
             outcome = failed_outcome(rank, error)
             if group is not None:
-                _abort(group, outcome)
+                _abort(group, error)
         channel.ended(outcome)
         if not outcome.failed:
             # A rank that failed closes at once: that wakes also those who wait for it in a sub-group.
@@ -132,16 +138,10 @@ def is_own_frame(path: str) -> bool:
     return Path(path).parent == _HERE and Path(path).name in _OUTER_FILES
 
 
-def describe_error(error: BaseException) -> str:
-    """An error in one line."""
-    first_line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
-
-
-def _abort(group: Backend, outcome: Outcome) -> None:
+def _abort(group: Backend, error: BaseException) -> None:
     # What fails here (a backend under test may do anything) must not hide the failure that is being reported.
     with suppress(Exception):
-        group.abort(f"its program failed with {outcome.summary}")
+        group.abort(describe_failed_program(error))
 
 
 def _close(group: Backend | None, rank: int) -> Outcome | None:

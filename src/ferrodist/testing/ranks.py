@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RANKS_BACKENDS", "BackendFactory", "BackendName", "run_ranks"]
 
-BackendName: TypeAlias = Literal["simulated", "tcp", "tcp-threads"]
+BackendName: TypeAlias = Literal["simulated", "tcp", "tcp-threads", "native", "native-threads", "gloo", "gloo-threads"]
 
-RANKS_BACKENDS = ("simulated", "tcp", "tcp-threads")
+RANKS_BACKENDS = ("simulated", "tcp", "tcp-threads", "native", "native-threads", "gloo", "gloo-threads")
 """The names `run_ranks` takes for ``backend``."""
 
 _GROUP_SHARE = 0.75
@@ -51,8 +51,9 @@ def run_ranks(
         args: Passed to ``fn``. Ranks that are threads share the objects; ranks that are processes each have a copy.
         backend: ``"simulated"``: ranks are threads that exchange bytes in memory. ``"tcp-threads"``: threads, over
             loopback TCP. ``"tcp"``: processes forked from this one, over loopback TCP; what ``fn`` returns or raises
-            must pickle. Or a function that takes the world size and returns the handle of each rank, for ranks that
-            are threads.
+            must pickle. ``"native-threads"`` and ``"native"``: the same two with the native engine;
+            ``"gloo-threads"`` and ``"gloo"``: with it over TCP alone. Or a function that takes the world size and
+            returns the handle of each rank, for ranks that are threads.
         timeout: Seconds for the whole run. The groups get three quarters of it as their own, at most the usual default.
         kwargs: Passed to ``fn``.
 
@@ -89,8 +90,8 @@ def _start(
         open_group = _handed_out(SimulatedBackend.create_group(world_size, timeout=group_timeout), world_size)
     else:
         listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, world_size))
-        open_group = _tcp_opener(listener, world_size, group_timeout, keep=backend == "tcp-threads")
-        if backend == "tcp":
+        open_group = _tcp_opener(listener, world_size, group_timeout, backend=backend)
+        if not backend.endswith("-threads"):
             from ferrodist.testing.process_ranks import ProcessRanks  # noqa: PLC0415
 
             with listener:  # the forked rank 0 has a copy
@@ -104,18 +105,23 @@ def _handed_out(groups: Sequence[Backend], world_size: int) -> Callable[[int], B
     return groups.__getitem__
 
 
-def _tcp_opener(listener: socket.socket, world_size: int, timeout: float, *, keep: bool) -> Callable[[int], Backend]:
-    """What opens a rank's TCP group; ``keep`` is for threads, where the listening socket is one for all ranks."""
+def _tcp_opener(
+    listener: socket.socket, world_size: int, timeout: float, *, backend: BackendName
+) -> Callable[[int], Backend]:
+    """What opens a rank's group over loopback TCP, or the native one that begins with it."""
+    from ferrodist.backends.native import GlooBackend, NativeBackend  # noqa: PLC0415
     from ferrodist.backends.tcp import TcpBackend  # noqa: PLC0415
 
+    kinds: dict[str, type[TcpBackend]] = {"tcp": TcpBackend, "native": NativeBackend, "gloo": GlooBackend}
+    kind = kinds[backend.removesuffix("-threads")]
     address = "{}:{}".format(*listener.getsockname())
     secret = secrets.token_bytes(32)
 
     def open_group(rank: int) -> Backend:
         if rank == 0:
-            return TcpBackend(rank, world_size, address, secret=secret, timeout=timeout, listener=listener)
-        if not keep:
+            return kind(rank, world_size, address, secret=secret, timeout=timeout, listener=listener)
+        if not backend.endswith("-threads"):  # where the listening socket is one for all ranks
             listener.close()
-        return TcpBackend(rank, world_size, address, secret=secret, timeout=timeout)
+        return kind(rank, world_size, address, secret=secret, timeout=timeout)
 
     return open_group

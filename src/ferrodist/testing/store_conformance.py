@@ -146,6 +146,20 @@ def add_counts(clients: Sequence[Store]) -> None:
 
 
 @_store_check
+def add_stays_in_64_bits(clients: Sequence[Store]) -> None:
+    """`add` counts up to the ends of 64 bits with a sign; a sum beyond raises ValueError and changes nothing."""
+    for end, step in ((2**63 - 1, 1), (-(2**63), -1)):
+        clients[0].set("count", b"0", timeout=PATIENCE)
+        got = clients[1].add("count", end, timeout=PATIENCE)
+        assert got == end, f"add of {end} to 0 gave {got}"
+        too_far = functools.partial(clients[0].add, "count", step, timeout=PATIENCE)
+        error_of(ValueError, too_far, f"add of {step} to {end}")
+        kept = bytes(clients[1].get("count", timeout=PATIENCE))
+        assert kept == b"%d" % end, f"a sum beyond 64 bits left {kept!r} in place of {end}"
+        assert clients[0].add("count", -step, timeout=PATIENCE) == end - step, "the number is of no use afterwards"
+
+
+@_store_check
 def add_is_atomic(clients: Sequence[Store]) -> None:
     """Many clients that add at the same time each get another sum, and none is lost."""
     each = 50
@@ -212,8 +226,27 @@ def waiting_holds_up_nobody(clients: Sequence[Store]) -> None:
 
 
 @_store_check
+def threads_share_a_client(clients: Sequence[Store]) -> None:
+    """Threads may use one client at once: no addition is lost, and one that waits holds up no other."""
+    shared = clients[0]
+
+    def count(index: int, client: Store) -> list[int]:
+        client.set(f"thread {index}", b"%d" % index, timeout=PATIENCE)
+        assert bytes(client.get(f"thread {index}", timeout=PATIENCE)) == b"%d" % index, "two threads mixed up values"
+        return [client.add("count", 1, timeout=PATIENCE) for _ in range(20)]
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(shared.get, "late", timeout=PATIENCE)
+        sums = sorted(itertools.chain.from_iterable(_at_once(count, [shared] * 4)))
+        assert sums == list(range(1, 81)), f"80 additions of 4 threads gave the sums {sums}"
+        assert not waiting.done(), "get of a missing key returned"
+        shared.set("late", b"", timeout=PATIENCE)
+        waiting.result(PATIENCE)
+
+
+@_store_check
 def wrong_arguments_are_refused(clients: Sequence[Store]) -> None:
-    """Keys that are no text or empty, values that are no bytes and wrong timeouts raise TypeError or ValueError."""
+    """Wrong keys, values, amounts and timeouts raise TypeError or ValueError, and nothing is changed."""
     store: Any = clients[0]
     calls: dict[str, tuple[type[Exception], Callable[[], object]]] = {
         "set with a key of bytes": (TypeError, lambda: store.set(b"key", b"", timeout=PATIENCE)),
@@ -221,9 +254,13 @@ def wrong_arguments_are_refused(clients: Sequence[Store]) -> None:
         "set with an empty key": (ValueError, lambda: store.set("", b"", timeout=PATIENCE)),
         "set with text": (TypeError, lambda: store.set("key", "text", timeout=PATIENCE)),
         "wait with one text": (TypeError, lambda: store.wait("key", timeout=PATIENCE)),
-        "get with timeout=-1": (ValueError, lambda: store.get("key", timeout=-1)),
-        "get with timeout='1'": (TypeError, lambda: store.get("key", timeout="1")),
+        "add of 1.5": (TypeError, lambda: store.add("key", 1.5, timeout=PATIENCE)),
+        "add of True": (TypeError, lambda: store.add("key", True, timeout=PATIENCE)),
+        "add of 2**63": (ValueError, lambda: store.add("key", 1 << 63, timeout=PATIENCE)),
     }
+    for timeout in (-1, float("nan"), "1", True):
+        wrong = TypeError if isinstance(timeout, (str, bool)) else ValueError
+        calls |= {f"{name} with timeout={timeout!r}": (wrong, call) for name, call in _calls_of(store, timeout)}
     for what, (kind, call) in calls.items():
         error_of(kind, call, what)
     error_of(DistributedTimeoutError, lambda: store.get("key", timeout=0.0), "get of a key that was refused")
@@ -245,17 +282,17 @@ def a_closed_store_says_so(clients: Sequence[Store]) -> None:
         store.close()
         store.close()
         error_of(RendezvousError, lambda: waiting.result(PATIENCE), "get, while the store is closed,")
-    for what, call in _calls_of(store):
+    for what, call in _calls_of(store, PATIENCE):
         error_of(RendezvousError, call, f"{what} on a closed store")
 
 
-def _calls_of(store: Store) -> Iterator[tuple[str, Callable[[], object]]]:
-    yield "set", lambda: store.set("key", b"", timeout=PATIENCE)
-    yield "get", lambda: store.get("key", timeout=PATIENCE)
-    yield "wait", lambda: store.wait(["key"], timeout=PATIENCE)
-    yield "add", lambda: store.add("key", 1, timeout=PATIENCE)
-    yield "compare_set", lambda: store.compare_set("key", b"", b"1", timeout=PATIENCE)
-    yield "delete", lambda: store.delete("key", timeout=PATIENCE)
+def _calls_of(store: Store, timeout: Any) -> Iterator[tuple[str, Callable[[], object]]]:
+    yield "set", lambda: store.set("key", b"", timeout=timeout)
+    yield "get", lambda: store.get("key", timeout=timeout)
+    yield "wait", lambda: store.wait(["key"], timeout=timeout)
+    yield "add", lambda: store.add("key", 1, timeout=timeout)
+    yield "compare_set", lambda: store.compare_set("key", b"", b"1", timeout=timeout)
+    yield "delete", lambda: store.delete("key", timeout=timeout)
 
 
 def _at_once(call: Callable[[int, Store], Any], clients: Sequence[Store]) -> list[Any]:
@@ -278,11 +315,13 @@ STORE_CHECKS: tuple[StoreCheck, ...] = (
     wait_returns_when_all_are_there,
     wait_keeps_its_deadline,
     add_counts,
+    add_stays_in_64_bits,
     add_is_atomic,
     compare_set_sets_when_equal,
     compare_set_has_one_winner,
     delete_removes,
     waiting_holds_up_nobody,
+    threads_share_a_client,
     wrong_arguments_are_refused,
     a_closed_store_says_so,
 )

@@ -171,7 +171,7 @@ def test_fail_ends_waiting_and_matched_receives():
     message = Message(1, 8, 4)
     box.arrive(message)
     box.write(message, fill_from(b"ab"), 0, 2)
-    box.fail(lambda receive: receive.source == 1, PeerLostError("gone"))
+    box.fail(lambda receive: PeerLostError("gone") if receive.source == 1 else None)
     for receive in (waiting, matched):
         with pytest.raises(PeerLostError):
             receive.wait(0)
@@ -189,6 +189,34 @@ def test_flood_of_unasked_messages_is_refused():
         assert not box.arrive(message)
     assert bytes(post(box, 2).buffer) == b"ab"
     assert box.arrive(Message(1, 5, 0))
+
+
+def test_what_was_asked_for_is_taken_by_a_full_mailbox():
+    """A posted receive's message needs no room; one that fits none of them does."""
+    box = Mailbox()
+    box._unasked_bytes = MAX_UNASKED_BYTES
+    receive = post(box, 3)
+    deliver(box, b"abc")
+    assert bytes(receive.buffer) == b"abc"
+    wrong = post(box, 2)
+    assert not box.arrive(Message(1, 5, 3))
+    with pytest.raises(SizeMismatchError):
+        wrong.wait(0)
+    assert box._unasked_bytes == MAX_UNASKED_BYTES
+
+
+def test_a_large_receive_given_up_takes_no_room():
+    """Its buffer was asked for on this side: it doesn't count as what nobody asked for, before it is whole or after."""
+    box = Mailbox()
+    message = Message(1, 5, 4, grant=lambda: None)
+    box.arrive(message)
+    before = box._unasked_bytes
+    for part in (b"ab", b"cd"):
+        post(box, 4).cancel()
+        assert box._unasked_bytes == before
+        box.write(message, fill_from(part), message.num_received, message.num_received + 2)
+    assert bytes(post(box, 4).buffer) == b"abcd"
+    assert box._unasked_bytes == 0
 
 
 def test_receives_given_back_keep_their_order():

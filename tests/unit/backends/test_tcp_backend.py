@@ -11,8 +11,13 @@ import pytest
 import torch
 
 import ferrodist as fd
+from ferrodist.backends.sub import SubBackend
 from ferrodist.backends.tcp.frame import HEADER_SIZE, MAX_PAYLOAD, Frame, Kind
+from ferrodist.backends.tcp.link import Link, Outgoing
+from ferrodist.backends.tcp.loop import BLOCK_BYTES
 from ferrodist.errors import ProtocolError
+from ferrodist.rendezvous import handshake
+from ferrodist.rendezvous.listener import Listener
 from ferrodist.testing import check_leaks, run_ranks
 
 
@@ -67,6 +72,20 @@ def test_missing_rank_is_named_on_every_rank():
     assert str(hub) == str(other)
 
 
+def test_a_rank_0_that_goes_silent_costs_no_more_than_the_deadline():
+    """Rank 0 took the connection and then says nothing: the others raise soon after their deadline."""
+    taken = []
+    server = Listener("127.0.0.1", 0, secret=b"s")
+    server.serve(lambda hello: None, lambda sock, hello: taken.append(sock))
+    start = time.monotonic()
+    with pytest.raises(fd.RendezvousError, match=r"did not say within 0\.5 s"):
+        fd.TcpBackend(1, 2, server.address, secret="s", timeout=60, connect_timeout=0.5)
+    assert time.monotonic() - start < 4
+    for sock in taken:
+        sock.close()
+    server.close()
+
+
 def test_wrong_secret_is_told_at_once_and_reported_to_the_others():
     """The rank with the wrong secret raises immediately; the ranks it fails to join learn that one was turned away."""
     with check_leaks():
@@ -100,6 +119,38 @@ def test_duplicate_rank_does_not_disturb_the_group():
     assert len(errors) == 1
     assert isinstance(errors[0], fd.DistributedError)
     assert sum(isinstance(result, fd.TcpBackend) for result in results) == 3
+
+
+def test_one_rank_number_at_the_same_instant(monkeypatch):
+    """Of two processes with one rank number that come to the verdict together one is told so, the other is let in."""
+    both_judged = threading.Barrier(2)
+    send_sealed = handshake._send_sealed
+
+    def send_when_both_are_judged(sock, key, label, message, deadline):
+        if label == b"verdict":
+            both_judged.wait(10)
+        send_sealed(sock, key, label, message, deadline)
+
+    monkeypatch.setattr(handshake, "_send_sealed", send_when_both_are_judged)
+    results = meet((0, 3, {}), (1, 3, {}), (1, 3, {}))
+    assert all(isinstance(result, fd.RendezvousError) for result in results), results
+    assert sorted(result.ranks for result in results) == [(1,), (2,), (2,)]  # rank 2 did not come at all
+    assert any(str(result).startswith("rank 1 is here already: two processes") for result in results[1:])
+
+
+def test_rank_that_vanishes_before_it_is_let_in_may_come_again(monkeypatch):
+    """A number is free again when its process went away before it was told that it is in."""
+    send_sealed = handshake._send_sealed
+    failures = iter([True])
+
+    def fail_once(sock, key, label, message, deadline):
+        if label == b"verdict" and next(failures, False):
+            raise ConnectionResetError("the client is gone")
+        send_sealed(sock, key, label, message, deadline)
+
+    monkeypatch.setattr(handshake, "_send_sealed", fail_once)
+    results = meet((0, 2, {}), (1, 2, {}), timeout=10.0)
+    assert all(isinstance(result, fd.TcpBackend) for result in results), results
 
 
 @pytest.mark.parametrize("rank", [-1, 2, True, "1"])
@@ -250,6 +301,52 @@ def test_a_send_given_up_is_received_once_or_not_at_all():
         assert sent == received
 
 
+def test_a_send_given_up_while_it_is_granted_breaks_nothing():
+    """A large message that is taken back while its pieces are being queued is withdrawn whole; the ranks go on."""
+    size = 8 * MAX_PAYLOAD
+
+    def program(group):
+        if group.rank == 0:
+            receiving = group.irecv(bytearray(size), 1, tag=1)
+            group.recv(bytearray(1), 1)
+            receiving.cancel()
+        else:
+            link, push, num_pieces = group._links[0], group._push, itertools.count(1)
+            drop, dropped, went_on = link.drop, threading.Event(), threading.Event()
+
+            def drop_and_tell(*args):
+                try:
+                    return drop(*args)
+                finally:
+                    dropped.set()
+
+            def push_and_cancel(outgoing, *args):
+                number = next(num_pieces) if outgoing.frame.kind is Kind.DATA else 0
+                if number == 1:
+                    link._write = list  # the socket takes nothing
+                if outgoing.frame.kind is Kind.WITHDRAW:
+                    assert went_on.wait(10)
+                push(outgoing, *args)
+                if number == 4:
+                    cancelling.start()
+                    dropped.wait(0.3)  # before the fifth piece, if it is not made to wait
+                elif number == 5:
+                    went_on.set()
+
+            link.drop = drop_and_tell
+            group._push = push_and_cancel
+            cancelling = threading.Thread(target=lambda: request.cancel())  # noqa: PLW0108 - it is not made yet
+            request = group.isend(bytes(size), 0, tag=1)
+            with pytest.raises(fd.DistributedTimeoutError, match="cancelled"):
+                request.wait(20)
+            cancelling.join()
+            del link._write
+            group.send(b"x", 0)
+        group.barrier()
+
+    run_ranks(program, 2, backend="tcp-threads", timeout=20)
+
+
 def test_receive_from_anyone_ends_when_everyone_has_left():
     """Waiting for any source is not waiting for nobody: with the last peer gone it raises, and so do later ones."""
 
@@ -294,6 +391,65 @@ def test_killed_rank_is_seen_behind_a_full_relay():
     with pytest.raises(fd.RankFailedError, match="SIGKILL") as caught:
         run_ranks(program, 3, backend="tcp", timeout=40)
     assert 0 not in caught.value.ranks
+
+
+def test_killed_rank_is_named_in_its_subgroups():
+    """Each group of a killed rank fails with its own number and name of it; the world's are told beside them."""
+
+    def program(world):
+        early = SubBackend(world, [2, 1, 0], name="early")
+        world.barrier()
+        if world.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(fd.PeerLostError) as caught:
+            early.barrier(timeout=10)
+        assert caught.value.ranks == early.failure.ranks == (0,)
+        assert caught.value.message.startswith("rank 0 of group 'early' (rank 2 of group 'world') died: ")
+        if world.rank == 1:
+            assert SubBackend(early, [1, 0], name="late").failure.ranks == (1,)
+        assert world.failure.ranks == (2,)
+        assert world.failure.message.startswith("rank 2 of group 'world' died: ")
+
+    with pytest.raises(fd.RankFailedError, match="SIGKILL") as caught:
+        run_ranks(program, 3, backend="tcp", timeout=20)
+    assert caught.value.ranks == (2,), caught.value
+
+
+def test_subgroups_own_timeout_is_not_renumbered():
+    """A failure of a sub-group that is a timeout keeps its ranks, also when they look like the outermost group's."""
+
+    def program(world):
+        group = SubBackend(world, [0, 2, 1])
+        request = group.irecv(bytearray(1), (group.rank + 1) % 3)
+        group.barrier()
+        if group.rank == 0:
+            group.abort(fd.DistributedTimeoutError("rank 2 was late", ranks=(2,)))
+        with pytest.raises(fd.DistributedTimeoutError, match="rank 2 was late") as caught:
+            request.wait(10)
+        assert caught.value.ranks == (2,)
+
+    for backend in ("simulated", "tcp-threads"):
+        run_ranks(program, 3, backend=backend, timeout=20)
+
+
+@pytest.mark.parametrize("size", [0, 1000])
+def test_relay_is_blocked_by_what_waits_in_it(size):
+    """Frames that wait for a rank which takes none count, empty ones too, until they are gone."""
+    near, far = socket.socketpair()
+    link = Link(near, 1)
+    frame = Frame(kind=Kind.EAGER, source=2, destination=1, length=size, size_bytes=size)
+    count = 0
+    while link.relayed_bytes <= BLOCK_BYTES:
+        link.push(Outgoing(frame, bytes(size), relayed=True))
+        count += 1
+        assert count < 100_000, "the queue grows and nobody counts"
+    far.setblocking(False)
+    while link.waiting:
+        far.recv(1 << 20)
+        link.flush()
+    assert link.relayed_bytes == 0
+    link.close()
+    far.close()
 
 
 def test_new_subgroup_in_a_forked_child_is_refused():

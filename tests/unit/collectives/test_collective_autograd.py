@@ -13,6 +13,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import ferrodist as fd
 from ferrodist.backends.simulated import SimulatedBackend
+from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -166,6 +167,8 @@ _REDUCTIONS = {
     "max": lambda group: fd.ReduceOp.MAX,
 }
 
+_FLOATS = [dtype for dtype in DTYPES if dtype.is_floating_point]
+
 _MOVEMENT: dict[str, Callable[[Backend, torch.Tensor], Any]] = {
     "broadcast": lambda g, x: fd.broadcast(x, 1, group=g),
     "async_broadcast": lambda g, x: fd.async_broadcast(x, 0, group=g).wait(),
@@ -265,6 +268,54 @@ def test_gradients_on_one_rank() -> None:
         assert gradcheck(function, _inputs(1, (3,), torch.float64))
 
 
+@pytest.mark.parametrize("dtype", _FLOATS, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("name", _REDUCTIONS)
+def test_gradients_of_every_float(name: str, dtype: torch.dtype) -> None:
+    """Of every floating-point dtype, the 8-bit ones too, the gradient is that of float64, rounded once."""
+
+    def gradients(group: Backend, x: torch.Tensor) -> list[torch.Tensor]:
+        op = _REDUCTIONS[name](group)
+        calls = [lambda x: fd.allreduce(x, op), lambda x: fd.reduce(x, 1, op)]
+        calls += [lambda x: fd.reduce_scatter(x, op)] * (name not in {"product", "min", "max"})
+        grads = []
+        for call in calls:
+            leaf = x.clone().requires_grad_()
+            call(leaf).to(torch.float64).sum().backward()
+            grads.append(leaf.grad)
+        return grads
+
+    def on_rank(group: Backend) -> None:
+        exact = torch.tensor([1.0, 0.5, 2.0, 1.5], dtype=torch.float64).roll(group.rank)
+        for grad, expected in zip(gradients(group, exact.to(dtype)), gradients(group, exact), strict=True):
+            assert grad.dtype is dtype
+            assert torch.equal(grad.to(torch.float64), expected.to(dtype).to(torch.float64))
+
+    run_ranks(on_rank, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["of-another-dtype", "of-the-same-dtype"])
+def test_autograd_grad_comes_through_scatter(dtype: torch.dtype) -> None:
+    """An empty tensor among the inputs of autograd.grad leads it through scatter on ranks that have no tensor."""
+
+    def on_rank(group: Backend) -> tuple[list[float], float]:
+        leads = group.rank == 1
+        x = torch.arange(4.0, dtype=torch.float64, requires_grad=True) if leads else torch.empty(0, dtype=dtype)
+        weight = torch.tensor(2.0 + group.rank, dtype=torch.float64, requires_grad=True)
+        part = fd.scatter(x.requires_grad_(), 1)
+        grads = torch.autograd.grad((part * weight).sum(), [x, weight])
+        assert grads[0].dtype is x.dtype
+        assert grads[0].shape == x.shape
+        for empty in (None, torch.empty(0)):  # which backward() does not need
+            x.grad = None
+            fd.scatter(x if leads else empty, 1).sum().backward()
+        assert x.grad is None or x.grad.tolist() == [1.0] * 4
+        with torch.no_grad():
+            assert not fd.scatter(x, 1).requires_grad
+        return grads[0].tolist(), grads[1].item()
+
+    assert run_ranks(on_rank, 2) == [([], 1.0), ([2.0, 2.0, 3.0, 3.0], 5.0)]
+
+
 def test_equal_extremes_share_the_gradient() -> None:
     """Where several ranks have the extremum each gets an equal part, also where it is NaN."""
 
@@ -303,6 +354,25 @@ def test_results_may_be_changed_in_place() -> None:
         return x.grad
 
     assert [grad.tolist() for grad in run_ranks(on_rank, 2)] == [[4.0, 4.0]] * 2
+
+
+def test_tensors_of_all_to_all_are_independent() -> None:
+    """Each received tensor has memory of its own and may be changed in place, with and without a gradient."""
+
+    def on_rank(group: Backend) -> list[list[float]]:
+        for call in (fd.all_to_all, lambda parts: fd.async_all_to_all(parts).wait()):
+            plain = call([torch.ones(3), torch.ones(3)])
+            assert len({tensor.untyped_storage().data_ptr() for tensor in plain}) == 2
+            plain[0].zero_()
+            assert plain[1].tolist() == [1.0] * 3
+            sent = [torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)]
+            first, second = call(sent)
+            first.mul_(3).add_(1)
+            assert first._base is None
+            (first.sum() + 2 * second.sum()).backward()
+        return [tensor.grad.tolist() for tensor in sent]
+
+    assert run_ranks(on_rank, 2) == [[[3.0, 3.0]] * 2, [[2.0, 2.0]] * 2]
 
 
 @pytest.mark.parametrize("op", [fd.ReduceOp.PRODUCT, fd.ReduceOp.MIN], ids=str)

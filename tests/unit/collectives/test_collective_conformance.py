@@ -26,7 +26,9 @@ _MEMBERS = [3, 1, 0]
 _GROUPS = [
     *(("simulated", size, None) for size in (1, 2, 3, 4, 7)),
     *(("tcp-threads", size, None) for size in (2, 3, 4)),
-    *((backend, 4, _MEMBERS) for backend in ("simulated", "tcp-threads")),
+    *(("native-threads", size, None) for size in (1, 2, 3, 4, 7)),
+    *(("gloo-threads", size, None) for size in (2, 3, 4)),
+    *((backend, 4, _MEMBERS) for backend in ("simulated", "tcp-threads", "native-threads", "gloo-threads")),
 ]
 
 

@@ -12,6 +12,7 @@ import torch
 import ferrodist as fd
 from ferrodist.backends.call import Call
 from ferrodist.backends.tags import Channel, channel_tag
+from ferrodist.collectives import objects
 from ferrodist.collectives.point_to_point import _HEAD
 from ferrodist.testing import check_leaks, run_ranks
 
@@ -72,6 +73,9 @@ def test_operations_on_a_failed_group_start_no_thread() -> None:
     group.close()
 
 
+_DEEP = object()  # encoded as `_UNDECODABLE`
+
+
 @pytest.mark.parametrize(
     "head",
     [
@@ -97,7 +101,7 @@ def test_heads_of_tensors_that_cannot_be(head: bytes) -> None:
     run_ranks(on_rank, 2)
 
 
-_FACTOR_CALL = Call(operation="reduce_scatter", dtype="float32", reduce_op="premultiplied_sum", count=2)
+_FACTOR_CALL = Call(operation="reduce_scatter", dtype="float32", reduce_op="premultiplied_sum", dim=0, count=2)
 _TINY_CALL = Call(operation="allreduce", dtype="float32", reduce_op="sum", count=2)
 
 
@@ -124,6 +128,45 @@ def test_elements_that_do_not_fit_a_call(call: Call, mine: Callable[[], object])
                 mine()
         assert caught.value.ranks == (1,)
 
+    run_ranks(on_rank, 2)
+
+
+_UNDECODABLE = b"m" + b"\x91" * 50_000 + b"\xc0"  # a list in a list, as no rank's encoder makes it
+
+_OBJECT_CALLS: dict[str, Callable[[Backend, object], object]] = {
+    "all_gather_object": lambda group, value: fd.all_gather_object(value),
+    "broadcast_object": lambda group, value: fd.broadcast_object(value, 1),
+    "gather_object": lambda group, value: fd.gather_object(value, 0),
+    "scatter_object": lambda group, value: fd.scatter_object([value, "fine"] if group.rank == 1 else None, 1),
+}
+
+
+@pytest.mark.parametrize("name", _OBJECT_CALLS)
+def test_objects_that_cannot_be_decoded_end_the_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an object can't be decoded the group fails with that: no rank is left waiting for the one that has it."""
+    encode = objects._encode
+
+    def call(group: Backend) -> None:
+        _OBJECT_CALLS[name](group, _DEEP if group.rank == 1 else "fine")
+        fd.barrier()  # a rank that could decode hears of it at its next call
+
+    def on_rank(group: Backend) -> None:
+        with pytest.raises(
+            fd.ProtocolError, match="can't decode the object that rank 1 sent: RecursionError"
+        ) as caught:
+            call(group)
+        assert caught.value.ranks == (1,)
+        assert isinstance(group.failure, fd.ProtocolError)
+
+    monkeypatch.setattr(
+        objects,
+        "_encode",
+        lambda value, allow_pickle: (
+            torch.frombuffer(bytearray(_UNDECODABLE), dtype=torch.uint8)
+            if value is _DEEP
+            else encode(value, allow_pickle)
+        ),
+    )
     run_ranks(on_rank, 2)
 
 

@@ -97,6 +97,20 @@ def test_empty_expanded_tensors_pass(call):
     run_ranks(program, 2)
 
 
+def test_single_elements_of_expanded_tensors_pass():
+    """One element counts as contiguous whatever its stride; the gradient of a sum is such a tensor."""
+
+    def program(group):
+        one = torch.full((), 2.0).expand(1)
+        for call in (fd.allreduce, fd.broadcast, fd.all_gather, fd.reduce):
+            call(one)
+        tensor = torch.ones(group.world_size, requires_grad=True)
+        fd.reduce_scatter(tensor).sum().backward()
+        return tensor.grad.tolist()
+
+    assert run_ranks(program, 2) == [[1.0, 1.0]] * 2
+
+
 def test_second_derivative_with_a_root_is_refused():
     """Only the root has a second derivative, so ranks could not take part alike: an error on the rank that asks."""
 

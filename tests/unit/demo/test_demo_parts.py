@@ -2,6 +2,10 @@
 
 import importlib.util
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -46,7 +50,8 @@ def progress(step=3, accuracy=None):
     [
         (["--ranks", "1"], "--ranks must be 2 to 48, not 1"),
         (["--ranks", "49"], "--ranks must be 2 to 48, not 49"),
-        (["--epochs", "0"], "--epochs must be 1 or more, not 0"),
+        (["--epochs", "0"], "--epochs must be 1 to 100000, not 0"),
+        (["--epochs", "9" * 30], "--epochs must be 1 to 100000, not 999"),
         (["--seed", "-1"], "--seed must be 0 to"),
         (["--plot", "no/such/folder/demo.png"], "there is no folder"),
         (["--plot", "."], "is a folder"),
@@ -62,6 +67,27 @@ def test_wrong_options_are_refused(arguments, text, capsys):
     assert captured.out == ""
     assert text in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_what_lies_in_the_folder_stops_no_other_command(tmp_path, monkeypatch, capsys):
+    """Only the demo cares whether its plot can be written; it says so before it trains."""
+    (tmp_path / "demo.png").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["secret"]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo"])
+    assert "demo.png is a folder" in capsys.readouterr().err
+    monkeypatch.setattr(command.os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", "--plot", str(tmp_path / "other.png")])
+    assert "other.png can't be written" in capsys.readouterr().err
+
+
+def test_a_rank_takes_ctrl_c_before_it_loads_torch():
+    """What takes long to load comes after the signal's handler, so that Ctrl-C gives no tracebacks."""
+    code = "import sys, ferrodist.demo.worker; sys.exit(any(name in sys.modules for name in ('torch', 'sklearn')))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(command.__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):
@@ -146,11 +172,12 @@ def test_progress_comes_through_the_pipe(tmp_path):
     assert len(shown) == 500
 
 
-def test_a_display_that_fails_does_not_stop_rank_0(tmp_path):
-    """The pipe is read to the end, and the error raised when the run is over."""
+@pytest.mark.parametrize("kind", [ArithmeticError, SystemExit])
+def test_a_display_that_fails_does_not_stop_rank_0(tmp_path, kind):
+    """The pipe is read to the end, and the error raised when the run is over; so is rich's exit when nobody reads."""
 
     def fail(_):
-        raise ArithmeticError("no terminal")
+        raise kind("no terminal")
 
     def tell():
         with ProgressPipe(tmp_path / "pipe", fail):
@@ -159,7 +186,7 @@ def test_a_display_that_fails_does_not_stop_rank_0(tmp_path):
                 writer(progress(step))
             writer.close()
 
-    with pytest.raises(ArithmeticError, match="no terminal"):
+    with pytest.raises(kind, match="no terminal"):
         tell()
 
 

@@ -12,8 +12,7 @@ import pytest
 import ferrodist.launch
 from ferrodist import cli
 from ferrodist.cli import build_parser, main
-from ferrodist.launch import run
-from ferrodist.launch import spec as spec_module
+from ferrodist.launch import limits, run
 from ferrodist.launch.limits import RankLimit
 from ferrodist.launch.run import spec_from_arguments
 from ferrodist.launch.spec import LaunchSpec, ProgramKind
@@ -86,6 +85,13 @@ def test_the_rendezvous_backends_of_torchrun_are_accepted(backend):
     assert parse("--rdzv_backend", backend, __file__) == parse(__file__)
 
 
+def test_a_script_whose_name_looks_like_an_option(tmp_path, monkeypatch):
+    """Python is given a path that it can't take for an option of its own."""
+    monkeypatch.chdir(tmp_path)
+    Path("-c").touch()
+    assert parse("--", "-c", "print(1)").command()[1:] == ("./-c", "print(1)")
+
+
 def test_endpoint_is_address_and_port():
     """--rdzv-endpoint stands for both halves of the address."""
     spec = parse("--rdzv-endpoint", "[::1]:29400", __file__)
@@ -102,7 +108,27 @@ def test_endpoint_is_address_and_port():
         (["run", "--nproc-per-node", "two", __file__], "invalid value: 'two'; give a number, or auto"),
         (["run", "--nproc-per-node", "0", __file__], "--nproc-per-node must be 1 or more"),
         (["run", "--nproc-per-node", "gpu", __file__], "auto or cpu for one rank on each usable core"),
-        (["run", "--nproc-per-node", "100000000", __file__], "more than this host allows: 99 ranks"),
+        (["run", "--nproc-per-node", "100000000", __file__], "more than this host allows: 47 ranks"),
+        (["run", "--nproc-per-node", "9" * 5000, __file__], "invalid value"),
+        (["run", "--nnodes", "0", __file__], "--nnodes must be 1 or more, not 0"),
+        (["run", "--node-rank", "1", __file__], "--node-rank 1 is not one of the 1 host; leave it out"),
+        (
+            ["run", "--node-rank", "-1", "--nnodes", "3", __file__],
+            "--node-rank -1 is not one of the 3 hosts; give 0 to 2",
+        ),
+        (["run", "--master-port", "0", __file__], "--master-port must be 1 to 65535, not 0"),
+        (["run", "--master-port", "1e3", __file__], "invalid int value: '1e3'"),
+        (["run", "--master-addr", "", __file__], "--master-addr must name a host"),
+        (
+            ["run", "--rdzv-endpoint", "host:99999", __file__],
+            "--rdzv-endpoint must have a port of 1 to 65535, not 99999",
+        ),
+        (["run", "--rdzv-endpoint", "host:" + "9" * 5000, __file__], "--rdzv-endpoint must have a port"),
+        (["run", "--max-restarts", "-1", __file__], "--max-restarts must be 0 or more, not -1"),
+        (["run", "--timeout-before-kill", "-1", __file__], "--timeout-before-kill must be 0 or more seconds, not -1"),
+        (["run", "--timeout-before-kill", "nan", __file__], "--timeout-before-kill must be 0 or more seconds, not nan"),
+        (["run", "--timeout-before-kill", "soon", __file__], "invalid float value: 'soon'"),
+        (["demo", "--ranks", "48"], "--ranks 48 is more than this host allows: 47 ranks"),
         (["run", "--nnodes", "1:2", __file__], "1:2 is an elastic range"),
         (["run", "--nnodes", "x", __file__], "invalid value: 'x'"),
         (["run", "--rdzv-backend", "etcd", __file__], "there is no 'etcd'"),
@@ -122,7 +148,7 @@ def test_endpoint_is_address_and_port():
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments, message, capsys, monkeypatch):
     """Wrong usage says in one line what to do, and starts nothing."""
     monkeypatch.delenv("FERRODIST_SECRET", raising=False)
-    monkeypatch.setattr(spec_module, "rank_limit", lambda: RankLimit(num_ranks=99, reason="open files"))
+    monkeypatch.setattr(limits, "rank_limit", lambda: RankLimit(num_ranks=47, reason="open files"))
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2
@@ -149,6 +175,7 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("ferrodist ")
 
 
+@pytest.mark.parametrize("command", ["secret", "--version", "run --help"])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     ("kind", "message"),
@@ -162,7 +189,7 @@ def test_version(capsys):
         ("closed", "is closed"),
     ],
 )
-def test_output_that_cannot_be_written(kind, message, unbuffered):
+def test_output_that_cannot_be_written(kind, message, unbuffered, command):
     """A reader that left is no news, another failure is one line; neither is a traceback nor a success."""
     options = {}
     read_end, write_end = os.pipe()
@@ -174,7 +201,7 @@ def test_output_that_cannot_be_written(kind, message, unbuffered):
         options["preexec_fn"] = lambda: os.close(1)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "ferrodist", "secret"],
+            [sys.executable, "-m", "ferrodist", *command.split()],
             env={**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONUNBUFFERED": unbuffered},
             stdout=write_end,
             stderr=subprocess.PIPE,
@@ -187,6 +214,22 @@ def test_output_that_cannot_be_written(kind, message, unbuffered):
     assert done.returncode == 1
     assert message in done.stderr
     assert done.stderr.count("\n") == bool(message)
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["nonsense"], 2), (["run", "no/such.py"], 2), (["secret"], 1)])
+def test_nothing_can_be_said(arguments, code):
+    """Where neither stream can be written, the exit code is what it is otherwise."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(
+        [sys.executable, "-m", "ferrodist", *arguments],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        stdout=write_end,
+        stderr=write_end,
+        check=False,
+    )
+    os.close(write_end)
+    assert done.returncode == code
 
 
 def test_an_interrupt_is_130(monkeypatch, capsys):

@@ -125,7 +125,7 @@ def test_commands_use_the_launching_interpreter():
         ({"nproc_per_node": 0}, "--nproc-per-node must be 1 or more"),
         ({"nnodes": 0}, "--nnodes must be 1 or more"),
         ({"max_restarts": -1}, "--max-restarts must be 0 or more"),
-        ({"timeout_before_kill": -1.0}, "timeout must be 0 or more"),
+        ({"timeout_before_kill": -1.0}, "--timeout-before-kill must be 0 or more seconds, not -1"),
         ({"node_rank": 1}, "--node-rank 1 is not one of"),
         ({"master_port": 70000}, "--master-port must be 1 to 65535"),
         ({"nnodes": 2}, "need --node-rank, --master-addr, --master-port"),
@@ -169,7 +169,7 @@ def test_the_most_ranks_that_the_limits_allow(monkeypatch, descriptors, processe
     assert reason in limit.reason
     if expected < math.inf:
         assert make_spec(nproc_per_node=expected).nproc_per_node == expected
-        with pytest.raises(ValueError, match=rf"allows: {expected} ranks, for the limit on {reason}"):
+        with pytest.raises(ValueError, match=rf"allows: {expected} ranks?, for the limit on {reason}"):
             make_spec(nproc_per_node=expected + 1)
 
 

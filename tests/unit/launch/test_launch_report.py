@@ -11,8 +11,8 @@ from ferrodist.launch.report import describe_exit, failure_report, name_ranks, s
 from ferrodist.launch.worker_group import GroupOutcome
 
 
-def ended(rank: int, code: int, elapsed: float = 1.0, *, stopped: bool = False) -> RankExit:
-    return RankExit(rank=rank, pid=100 + rank, code=code, elapsed=elapsed, stopped=stopped)
+def ended(rank: int, code: int, elapsed: float = 1.0, **values: bool) -> RankExit:
+    return RankExit(rank=rank, pid=100 + rank, code=code, elapsed=elapsed, **values)
 
 
 def outcome_of(*exits: RankExit, failure: RankExit | None = None, **values) -> GroupOutcome:
@@ -60,6 +60,27 @@ def test_the_whole_report():
         "  stopped because of it: ranks 1, 3 (rank 1 did not end in time and had to be killed)\n"
     )
     assert outcome.exit_code == 128 + signal.SIGSEGV
+
+
+def test_consequences_are_told_apart():
+    """Ranks that failed because of the first are told from those that failed after it, and may have ended earlier."""
+    first = ended(1, 4, 1.5)
+    outcome = outcome_of(ended(0, 1, 1.25, consequence=True), first, ended(2, 3, 1.75), failure=first)
+    assert failure_report(outcome, host="h", attempt=1, max_attempts=1).splitlines()[1:] == [
+        "  failed because of it: rank 0 (exit code 1, 0.250 s earlier)",
+        "  failed after it: rank 2 (exit code 3, 0.250 s later)",
+    ]
+
+
+def test_a_cause_that_is_not_here():
+    """Where the rank that failed first names another as the reason, the report says so, and who was gone by then."""
+    first = ended(0, 1, 1.5, consequence=True)
+    outcome = outcome_of(ended(1, 0, 1.25), first, ended(2, 1, 1.75, consequence=True), failure=first)
+    assert failure_report(outcome, host="h", attempt=1, max_attempts=1).splitlines()[1:] == [
+        "  it failed because of a rank that did not fail here, or had not ended",
+        "  ended before it: rank 1 (exit code 0, 0.250 s earlier)",
+        "  failed after it: rank 2 (exit code 1, 0.250 s later)",
+    ]
 
 
 def test_a_short_report_has_one_line():

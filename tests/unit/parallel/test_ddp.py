@@ -2,17 +2,21 @@
 
 import copy
 import gc
+import pickle
+import re
 import threading
+from functools import partial
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ferrodist import DDP, SimulatedBackend, allreduce
+from ferrodist import DDP, ReduceOp, SimulatedBackend, allreduce
 from ferrodist.collectives.reference import ReferenceCollectives
 from ferrodist.errors import (
     CollectiveMismatchError,
     DistributedError,
+    DistributedTimeoutError,
     GroupAbortedError,
     GroupClosedError,
     InvalidRankError,
@@ -213,8 +217,9 @@ def test_an_allreduce_for_each_bucket():
         train_rank(group, start, steps, OPTIMIZERS["sgd"], bucket_size_mb=300 / 2**20)
         return group.collectives.sizes
 
-    # In bytes: 24 (bias), 120 (weight), 40, 280, 56, 336; a bucket has one element more for each parameter.
-    expected = [(3 + 15 + 5) + 3, 35 + 1, 7 + 1, 42 + 1]
+    # In bytes: 24 (bias), 120 (weight), 40, 280, 56, 336; a bucket has one element more for each parameter, and two for
+    # each rank.
+    expected = [(3 + 15 + 5) + 3 + 4, 35 + 1 + 4, 7 + 1 + 4, 42 + 1 + 4]
     assert run_ranks(count, 2, backend=CountingBackend.create_group) == [expected * 4] * 2
 
 
@@ -401,6 +406,19 @@ def test_sync_gradients_averages_what_backward_did_not_make():
     assert run_ranks(gradients, 3) == [[[1.0, 1.0], [1.0]]] * 3
 
 
+def test_sync_gradients_replaces_what_cannot_be_written_to():
+    """A gradient that was expanded, or made under inference_mode, becomes one with memory of its own."""
+
+    def gradients(group):
+        ddp = DDP(torch.nn.Linear(3, 1), group)
+        ddp.module.weight.grad = torch.tensor(float(group.rank)).expand(1, 3)
+        ddp.module.bias.grad = made_under_inference_mode(lambda: torch.tensor([float(group.rank)]))
+        ddp.sync_gradients()
+        return [(parameter.grad.tolist(), parameter.grad.is_contiguous()) for parameter in ddp.parameters()]
+
+    assert run_ranks(gradients, 3) == [[([[1.0, 1.0, 1.0]], True), ([1.0], True)]] * 3
+
+
 def test_sync_gradients_after_backward_changes_nothing():
     """The explicit form may follow backward, as programs of the crate do it."""
     start = seeded(mlp)
@@ -452,7 +470,7 @@ def test_parameters_come_from_rank_0(bucket_size_mb, num_messages):
     for state, in_place, count in run_ranks(states, 3, backend=CountingBackend.create_group):
         assert_same_bits([start.state_dict(), state])
         assert in_place
-        assert count == num_messages + 2  # the comparison of the modules takes two
+        assert count == num_messages + 1  # the comparison of the modules takes one
 
 
 def test_parameters_come_from_any_root():
@@ -517,9 +535,9 @@ class Renamed(torch.nn.Module):
 
 
 class WithBuffer(torch.nn.Linear):
-    def __init__(self):
+    def __init__(self, state=None):
         super().__init__(2, 2)
-        self.register_buffer("state", torch.zeros(1))
+        self.register_buffer("state", torch.zeros(1) if state is None else state)
 
 
 DIFFERENT = {
@@ -538,6 +556,8 @@ DIFFERENT = {
         r"frozen parameter 'weight'.* where rank 0 has parameter",
     ),
     "buffer": (WithBuffer, r"buffer 'state' of shape \(1,\).* where rank 0 has nothing more"),
+    "device": (lambda: torch.nn.Linear(2, 2, device="meta"), r"torch\.float32 on meta where rank 0 has .*float32\."),
+    "lazy": (lambda: torch.nn.LazyLinear(2), r"parameter 'weight' \(lazy\) where rank 0 has parameter 'weight'"),
 }
 
 
@@ -556,6 +576,81 @@ def test_different_modules_are_refused(kind):
         with pytest.raises(CollectiveMismatchError, match=f"rank 1 has .*{pattern}"):
             raise error
         assert total == 3.0
+
+
+def with_integer_parameter():
+    module = torch.nn.Linear(2, 2)
+    module.register_parameter("kind", torch.nn.Parameter(torch.zeros(1, dtype=torch.uint32), requires_grad=False))
+    return module
+
+
+def with_expanded_parameter():
+    module = torch.nn.Linear(2, 2)
+    module.register_parameter("scale", torch.nn.Parameter(torch.ones(1).expand(4)))
+    return module
+
+
+def made_under_inference_mode(make):
+    with torch.inference_mode():
+        return make()
+
+
+UNSUPPORTED = {
+    "buffer": (
+        lambda: WithBuffer(torch.zeros(1, dtype=torch.uint16)),
+        r"buffer 'state' of WithBuffer.*not torch.uint16",
+    ),
+    "parameter": (with_integer_parameter, r"parameter 'kind' of Linear.*not torch.uint32"),
+    "layout": (lambda: WithBuffer(torch.eye(2).to_sparse()), r"buffer 'state' of WithBuffer.*layout torch.sparse_coo"),
+    "device": (lambda: torch.nn.Linear(2, 2, device="meta"), r"parameter 'weight' of Linear.*is on meta"),
+    "expanded buffer": (
+        lambda: WithBuffer(torch.ones(1).expand(4)),
+        r"buffer 'state' of WithBuffer.*share memory.*clone\(\)",
+    ),
+    "expanded parameter": (with_expanded_parameter, r"parameter 'scale' of Linear.*share memory"),
+    "inference buffer": (
+        lambda: WithBuffer(made_under_inference_mode(lambda: torch.ones(4))),
+        r"buffer 'state' of WithBuffer.*made under inference_mode",
+    ),
+    "inference parameter": (
+        lambda: made_under_inference_mode(lambda: torch.nn.Linear(2, 2)),
+        r"parameter 'weight' of Linear.*made under inference_mode",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_what_cannot_be_carried_is_named(kind):
+    """A parameter or buffer that collectives can't carry is named on every rank, and the group stays good."""
+    make, pattern = UNSUPPORTED[kind]
+
+    def attempt(group):
+        return caught(lambda: DDP(make(), group)), allreduce(torch.ones(1), group=group).item()
+
+    for error, total in run_ranks(attempt, 2):
+        assert type(error) is UnsupportedOpError
+        with pytest.raises(UnsupportedOpError, match=pattern):
+            raise error
+        assert total == 2.0
+
+
+@pytest.mark.parametrize("kind", ["expanded buffer", "inference buffer"])
+def test_a_buffer_that_was_replaced_is_named(kind):
+    """A buffer that can't be written to any more is named by forward, and the group stays good."""
+    make, pattern = UNSUPPORTED[kind]
+
+    def attempt(group):
+        module = WithBuffer(torch.ones(4))
+        module.register_buffer("other", torch.ones(1))
+        ddp = DDP(module, group)
+        ddp.module.state = make().state
+        return caught(lambda: ddp(torch.ones(2))), allreduce(torch.ones(1), group=group).item()
+
+    for error, total in run_ranks(attempt, 2):
+        assert type(error) is UnsupportedOpError
+        with pytest.raises(UnsupportedOpError, match=pattern):
+            raise error
+        assert total == 2.0
 
 
 def test_uneven_parameter_sets_name_the_first_missing():
@@ -608,6 +703,124 @@ def test_a_peer_that_leaves_during_backward(how, expected):
     errors = run_ranks(backward, 3)
     assert all(type(errors[rank]) is expected and errors[rank].ranks == (1,) for rank in (0, 2))
     assert type(errors[1]) is (GroupClosedError if how == "close" else GroupAbortedError)
+
+
+class Critic(torch.nn.Linear):
+    """Another model than `torch.nn.Linear`, of the same form."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64])
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_backwards_of_equal_models_in_another_order(odd, dtype):
+    """Gradients are not swapped: every rank gets the same error, which names the models, and keeps its gradients."""
+
+    def backwards(group):
+        actor, critic = (DDP(kind(2, 1, dtype=dtype), group) for kind in (torch.nn.Linear, Critic))
+        inputs = torch.full((1, 2), group.rank, dtype=dtype)
+        losses = [model(inputs).sum().abs() for model in (actor, critic)]
+        error = caught(losses[group.rank == odd].backward)
+        return (
+            error,
+            type(group.failure),
+            (critic if group.rank == odd else actor).module.weight.grad[0, 0].abs().item(),
+        )
+
+    others = [rank for rank in range(3) if rank != odd]
+    for rank, (error, failure, gradient) in enumerate(run_ranks(backwards, 3)):
+        assert type(error) is failure is CollectiveMismatchError
+        assert error.ranks == (odd,)
+        assert f"rank {odd} averaged bucket 0 of DDP model 1 (Critic)" in str(error)
+        assert f"ranks {others[0]}, {others[1]} averaged bucket 0 of DDP model 0 (Linear)" in str(error)
+        assert gradient == pytest.approx(rank)
+
+
+def test_buckets_of_two_models_in_one_backward():
+    """Where the ranks' losses join two models in another order, the first bucket that differs ends it."""
+
+    def backward(group):
+        models = [DDP(torch.nn.Linear(2, 1, bias=False), group) for _ in range(2)]
+        outputs = [model(torch.ones(1, 2)).sum() for model in (models if group.rank else models[::-1])]
+        return caught(sum(outputs).backward)
+
+    for error in run_ranks(backward, 2):
+        assert type(error) is CollectiveMismatchError
+        assert error.ranks == ()
+        assert "DDP model 0 (Linear)" in str(error)
+        assert "DDP model 1 (Linear)" in str(error)
+
+
+@pytest.mark.parametrize("num_models", [2, 130])
+def test_models_of_one_group_take_turns(num_models):
+    """Any number of equal models train beside each other as long as the ranks keep one order."""
+
+    def gradients(group):
+        models = [DDP(torch.nn.Linear(1, 1, bias=False), group) for _ in range(num_models)]
+        for number, model in reversed(list(enumerate(models))):
+            model(torch.full((1, 1), number + group.rank + 0.5)).sum().backward()
+        return [model.module.weight.grad.item() for model in models]
+
+    assert run_ranks(gradients, 2) == [[number + 1.0 for number in range(num_models)]] * 2
+
+
+def test_a_bucket_that_meets_another_allreduce():
+    """A rank that averages something else of the same size doesn't pass for one in backward."""
+
+    def backward(group):
+        ddp = DDP(torch.nn.Linear(50, 1, bias=False), group)
+        if group.rank == 1:
+            return allreduce(torch.full((50 + 1 + 4,), 1e3), ReduceOp.MEAN, group=group).numel()
+        return caught(ddp(torch.ones(1, 50)).sum().backward)
+
+    error, _ = run_ranks(backward, 2)
+    assert type(error) is CollectiveMismatchError
+    assert "some rank called an allreduce of its own" in str(error)
+
+
+def test_a_rank_that_skips_backward():
+    """The others' timeout says that DDP averaged gradients, of which model and parameters, and what to look for."""
+
+    def backward(group):
+        ddp = DDP(torch.nn.Linear(2, 1), group)
+        if group.rank == 1:
+            return caught(lambda: group.recv(bytearray(1), 0, timeout=LIMIT))
+        return caught(lambda: ddp.sync_gradients(timeout=0.05))
+
+    error, _ = run_ranks(backward, 2)
+    assert type(error) is DistributedTimeoutError
+    assert error.ranks == (1,)
+    assert "rank 1 has not called it" in str(error)
+    assert "bucket 0 of 1 of DDP model 0 (Linear), whose gradients rank 0 was averaging: 'bias' and 1 more" in str(
+        error
+    )
+    assert "fewer batches than the others, skips a backward" in str(error)
+
+
+def test_a_rank_that_is_in_forward_already():
+    """A rank that skipped backward meets the others' gradients with its buffers: both errors say what DDP was doing."""
+
+    def step(group):
+        ddp = DDP(torch.nn.BatchNorm1d(1), group)
+        loss = ddp(torch.ones(2, 1)).sum()
+        return caught(lambda: ddp(torch.ones(2, 1)) if group.rank else loss.backward())
+
+    first, second = run_ranks(step, 2)
+    assert type(first) is type(second) is CollectiveMismatchError
+    assert "whose gradients rank 0 was averaging: 'bias' and 1 more. Look for a rank" in str(first)
+    assert "Before forward DDP model 0 (BatchNorm1d) gives all ranks the buffers of rank 0." in str(second)
+
+
+def test_a_rank_that_does_not_make_the_model():
+    """The others' timeout says that they were making a DDP."""
+
+    def make(group):
+        if group.rank == 1:
+            return caught(lambda: group.recv(bytearray(1), 0, timeout=LIMIT))
+        return caught(lambda: DDP(torch.nn.Linear(1, 1), group))
+
+    error, _ = run_ranks(make, 2, backend=partial(SimulatedBackend.create_group, timeout=0.05))
+    assert type(error) is DistributedTimeoutError
+    assert error.ranks == (1,)
+    assert "Rank 0 was making a DDP of Linear. Every rank of the group must make it" in str(error)
 
 
 def test_a_failed_backward_before_any_bucket_may_be_repeated():
@@ -719,6 +932,53 @@ def test_sparse_gradients_are_refused():
         assert "sparse=False" in str(error)
 
 
+@pytest.mark.parametrize("bucket_size_mb", [SMALL, 25], ids=["several buckets", "one bucket"])
+@pytest.mark.parametrize("wrapped", ["before", "after"])
+@pytest.mark.parametrize(
+    ("options", "drops_gradient", "what"),
+    [({}, False, "changed"), ({}, True, "changed"), ({"fused": True}, True, "lost its gradient")],
+    ids=["step", "step and zero_grad", "fused step and zero_grad"],
+)
+def test_an_optimizer_that_steps_in_a_hook_is_refused(options, drops_gradient, what, wrapped, bucket_size_mb):
+    """It would step with each rank's own gradients: backward raises on every rank, and names a parameter."""
+
+    def attempt(group):
+        model = mlp()
+        ddp = DDP(model, group, bucket_size_mb=bucket_size_mb) if wrapped == "before" else None
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1, **options)
+
+            def step(_, optimizer=optimizer):
+                optimizer.step()
+                if drops_gradient:
+                    optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+        ddp = ddp or DDP(model, group, bucket_size_mb=bucket_size_mb)
+        return caught(ddp(torch.ones(1, 6)).sum().backward)
+
+    for error in run_ranks(attempt, 2):
+        assert type(error) is UnsupportedOpError
+        assert re.search(rf"parameter '\d\.\w+' of DDP model 0 \(Sequential\) {what} during backward", str(error))
+
+
+def test_hooks_may_change_gradients():
+    """A hook that only changes gradients is no reason for an error."""
+
+    def gradient(group):
+        model = torch.nn.Linear(1, 1, bias=False)
+
+        def double(weight):
+            weight.grad.mul_(2.0)
+
+        model.weight.register_post_accumulate_grad_hook(double)
+        ddp = DDP(model, group)
+        ddp(torch.full((1, 1), float(group.rank))).sum().backward()
+        return model.weight.grad.item()
+
+    assert run_ranks(gradient, 3) == [2.0, 2.0, 2.0]
+
+
 def test_modules_without_trainable_parameters():
     """A module that has nothing to average still runs, and keeps its buffers equal."""
 
@@ -758,6 +1018,22 @@ def test_wrong_bucket_sizes(size, kind):
     group = SimulatedBackend.create_group(1)[0]
     with pytest.raises(kind, match="bucket_size_mb"):
         DDP(torch.nn.Linear(1, 1), group, bucket_size_mb=size)
+
+
+def test_a_switch_is_true_or_false():
+    """What only looks like a switch is refused."""
+    group = SimulatedBackend.create_group(1)[0]
+    with pytest.raises(TypeError, match="broadcast_buffers must be True or False, not str"):
+        DDP(torch.nn.Linear(1, 1), group, broadcast_buffers="no")
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_ddp_is_not_copied(duplicate):
+    """Copies and pickles would lack the group: the error says what to copy in its place."""
+    ddp = DDP(torch.nn.Linear(1, 1), SimulatedBackend.create_group(1)[0])
+    with pytest.raises(TypeError, match=r"copy or save its \.module"):
+        duplicate(ddp)
+    assert type(copy.deepcopy(ddp.module)) is torch.nn.Linear
 
 
 def test_a_closed_group_is_refused():

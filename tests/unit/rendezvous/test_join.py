@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -454,3 +455,89 @@ def test_ranks_of_several_hosts_share_a_file(tmp_path, in_threads, monkeypatch):
     )
     assert join_module._interface(store, 2, Deadline(20)).startswith("127.0.0.")
     close_all(in_threads, members)
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    """Return a function that has a call believe that it runs on a host, and the hosts to which there is a way."""
+    here = threading.local()
+    reachable = {}
+    monkeypatch.setattr(socket, "gethostname", lambda: here.name)
+
+    def look_up(host, *_, **__):
+        if host not in reachable:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.0.1", 9))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+    def on_host(name, call):
+        def body():
+            here.name = name
+            return call()
+
+        return body
+
+    return on_host, reachable
+
+
+def test_ranks_of_several_hosts_all_find_their_interfaces(tmp_path, in_threads, hosts):
+    """Ranks that share a file and no host all become members, on the interface towards another host."""
+    on_host, reachable = hosts
+    reachable.update(a=1, b=1)
+    calls = [on_host(name, join(f"file://{tmp_path}/meet", rank, 3)) for rank, name in enumerate("aab")]
+    members = in_threads(*calls)
+    assert [member.rank for member in members] == [0, 1, 2]
+    close_all(lambda *closes: in_threads(*[on_host("a", close) for close in closes]), members)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_without_a_way_to_the_others_fails_all(tmp_path, in_threads, hosts):
+    """When one host finds no way to another every rank raises that at once; none becomes a member."""
+    on_host, reachable = hosts
+    reachable.update(a=1)
+    started = time.monotonic()
+    calls = [on_host(name, join(f"file://{tmp_path}/meet", rank, 3, timeout=60)) for rank, name in enumerate("abb")]
+    errors = in_threads(*calls)
+    assert time.monotonic() - started < 30
+    assert {type(error) for error in errors} == {RendezvousError}
+    assert {error.message for error in errors} == {errors[0].message}
+    assert "rank 0: this host finds no way to host b" in errors[0].message
+    assert {error.ranks for error in errors} == {(0,)}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_way_that_is_sought_too_long_is_a_missing_rank(tmp_path, in_threads, hosts, monkeypatch):
+    """Ranks that have found theirs don't wait longer than their deadline for one that has not."""
+    on_host, reachable = hosts
+    reachable.update(a=1, b=1)
+    release = threading.Event()
+    genuine = join_module._interface
+
+    def slow(store, world_size, deadline):
+        if socket.gethostname() == "b":
+            release.wait(20)
+        return genuine(store, world_size, deadline)
+
+    monkeypatch.setattr(join_module, "_interface", slow)
+
+    def first():
+        try:
+            return on_host("a", join(f"file://{tmp_path}/meet", 0, 2, timeout=LIMIT))()
+        finally:
+            release.set()
+
+    errors = in_threads(first, on_host("b", join(f"file://{tmp_path}/meet", 1, 2, timeout=60)))
+    assert {type(error) for error in errors} == {RendezvousError}
+    assert "1 of 2 ranks, after claiming a number, did not come" in errors[0].message
+    assert errors[0].message == errors[1].message
+
+
+def test_a_rejection_that_utf8_cannot_carry(in_threads):
+    """The reason why a process was turned away is told also when it names a file whose name is no text."""
+    store = MemoryStore()
+    attendance.note_rejection(store, "job at file:///caf\udce9: no")
+    options = {"where": "job 'j'", "deadline": Deadline(0.1)}
+    attendance.claim_rank(store, rank=0, advice="", **options)
+    with pytest.raises(RendezvousError, match=r"file:///caf\\udce9: no"):
+        attendance.await_all(store, rank=0, world_size=2, **options)

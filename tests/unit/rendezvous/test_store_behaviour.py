@@ -102,6 +102,14 @@ def test_bad_timeouts(store):
     assert store.get("k", timeout=float("inf")) == b"v"
 
 
+@pytest.mark.parametrize(("timeout", "kind"), [(-1, ValueError), (float("nan"), ValueError), ("1", TypeError)])
+@pytest.mark.parametrize("make", [MemoryStore, FileStore], ids=["memory", "file"])
+def test_bad_default_timeouts(make, timeout, kind, tmp_path):
+    """A store is not made with a timeout that none of its calls could use."""
+    with pytest.raises(kind, match=r"timeout"):
+        make(*[tmp_path / "store"] * (make is FileStore), timeout=timeout)
+
+
 def test_add_counts(store):
     """Add starts at 0, takes any sign, and leaves decimal ASCII behind."""
     assert store.add("n", 3) == 3
@@ -112,6 +120,19 @@ def test_add_counts(store):
     store.set("n", b"many")
     with pytest.raises(UnsupportedOpError, match=r"'.*n' holds b'many'"):
         store.add("n", 1)
+
+
+@pytest.mark.parametrize(("start", "amount"), [(2**63 - 1, 1), (-(2**63), -1), (10**30, 1), (2**62, 2**62)])
+def test_sums_have_64_bits(store, start, amount):
+    """A sum beyond 64 bits raises ValueError with the key and the sum, and the number stays."""
+    store.set("n", b"%d" % start)
+    with pytest.raises(ValueError, match=rf"n' a number of more than 64 bits, {start + amount}"):
+        store.add("n", amount)
+    assert store.get("n") == b"%d" % start
+    store.delete("n")
+    assert store.add("n", 2**63 - 1) == 2**63 - 1
+    assert store.add("n", -(2**63)) == -1
+    assert store.add("n", 1 - 2**63) == -(2**63)
 
 
 def test_add_is_atomic(store, in_threads):

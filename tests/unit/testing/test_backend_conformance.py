@@ -27,6 +27,9 @@ GOOD = {
     "simulated": Runner("simulated"),
     "tcp-threads": Runner("tcp-threads"),
     "tcp": Runner("tcp"),
+    "native-threads": Runner("native-threads"),
+    "native": Runner("native"),
+    "gloo": Runner("gloo"),
 }
 
 

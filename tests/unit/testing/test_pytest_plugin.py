@@ -12,6 +12,8 @@ import ferrodist.testing.process_ranks
 import ferrodist.testing.thread_ranks  # noqa: F401
 
 INSTALLED = any(entry.name == "ferrodist" for entry in entry_points(group="pytest11"))
+# The import hook of an editable installation is loaded before pytest, which warns that it can't rewrite it.
+EDITABLE = "ignore:Module already imported so cannot be rewritten; _editable:pytest.PytestAssertRewriteWarning"
 PLUGIN = [] if INSTALLED else ["-p", "ferrodist.testing.pytest_plugin"]
 
 
@@ -21,7 +23,7 @@ def run(pytester):
 
     def run(source, *args):
         pytester.makepyfile(source)
-        return pytester.runpytest_inprocess(*PLUGIN, "-W", "error", "--strict-markers", *args)
+        return pytester.runpytest_inprocess(*PLUGIN, "-W", "error", "-W", EDITABLE, "--strict-markers", *args)
 
     return run
 

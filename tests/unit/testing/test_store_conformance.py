@@ -1,11 +1,12 @@
 """The conformance suite of stores passes on good stores, and finds what is wrong with broken ones."""
 
+import contextlib
 import time
 
 import pytest
 
 from ferrodist.errors import DistributedTimeoutError
-from ferrodist.rendezvous import FileStore, MemoryStore, PrefixStore
+from ferrodist.rendezvous import FileStore, MemoryStore, PrefixStore, TcpStore, TcpStoreServer
 from ferrodist.testing import STORE_CHECKS, check_store
 
 CHECKS = {check.__name__: check for check in STORE_CHECKS}
@@ -19,17 +20,22 @@ class ClosingPrefixStore(PrefixStore):
 
 
 @pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("kind", ["memory", "prefix", "file"])
+@pytest.mark.parametrize("kind", ["memory", "prefix", "file", "tcp"])
 def test_store_keeps_the_contract(kind, check, tmp_path):
-    """Every rule holds on every kind of store that needs no server."""
+    """Every rule holds on every kind of store."""
+    with contextlib.ExitStack() as stack:
 
-    def factory():
-        if kind == "file":
-            return [FileStore(tmp_path / "store") for _ in range(3)]
-        store = MemoryStore()
-        return [store] * 3 if kind == "memory" else [ClosingPrefixStore(store, "prefix") for _ in range(3)]
+        def factory():
+            if kind == "file":
+                return [FileStore(tmp_path / "store") for _ in range(3)]
+            if kind == "tcp":
+                server = TcpStoreServer("127.0.0.1", 0, secret=b"s", job="j", world_size=3)
+                stack.callback(server.close)
+                return [TcpStore(server.address, secret=b"s", job="j", rank=rank, world_size=3) for rank in range(3)]
+            store = MemoryStore()
+            return [store] * 3 if kind == "memory" else [ClosingPrefixStore(store, "prefix") for _ in range(3)]
 
-    check(factory)
+        check(factory)
 
 
 class ImpatientStore(MemoryStore):
@@ -57,6 +63,15 @@ class RacyStore(MemoryStore):
         time.sleep(0.001)  # makes room for the race that the check looks for
         self.set(key, b"%d" % (current + amount))
         return current + amount
+
+
+class EndlessStore(MemoryStore):
+    """Adds without a limit."""
+
+    def add(self, key, amount, *, timeout=None):
+        total = int(self.get(key) if not self.missing([key]) else 0) + amount
+        self.set(key, b"%d" % total)
+        return total
 
 
 class OverwritingStore(MemoryStore):
@@ -96,6 +111,13 @@ class VagueStore(MemoryStore):
             raise DistributedTimeoutError("something is late") from None
 
 
+class CarelessStore(MemoryStore):
+    """Looks at the timeout only when it waits."""
+
+    def delete(self, key, *, timeout=None):
+        return super().delete(key)
+
+
 class UndeadStore(MemoryStore):
     """Goes on after it was closed."""
 
@@ -107,10 +129,13 @@ BROKEN = [
     (ImpatientStore, "get_waits_for_the_key"),
     (SlowStore, "get_keeps_its_deadline"),
     (RacyStore, "add_is_atomic"),
+    (EndlessStore, "add_stays_in_64_bits"),
     (OverwritingStore, "compare_set_sets_when_equal"),
     (HesitantStore, "compare_set_has_one_winner"),
     (KeepingStore, "delete_removes"),
     (VagueStore, "wait_keeps_its_deadline"),
+    (CarelessStore, "wrong_arguments_are_refused"),
+    (RacyStore, "threads_share_a_client"),
     (UndeadStore, "a_closed_store_says_so"),
 ]
 

@@ -18,27 +18,35 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ferrodist.backends.mailbox import EAGER_LIMIT, Message
-from ferrodist.backends.mailbox_backend import MailboxBackend, Send
+from ferrodist.backends.mailbox_backend import MAX_AHEAD, Departure, MailboxBackend, Send
+from ferrodist.backends.request import Late
 from ferrodist.backends.tags import group_of_tag, group_tag
 from ferrodist.backends.tcp.frame import MAX_PAYLOAD, Frame, Kind
+from ferrodist.backends.tcp.life_signs import LifeSigns
 from ferrodist.backends.tcp.link import Link, Outgoing, Sink
 from ferrodist.backends.tcp.loop import BLOCK_BYTES, LinkLoop
 from ferrodist.backends.tcp.meeting import dial_hub, gather_links
+from ferrodist.backends.tcp.tuning import tune
 from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
 from ferrodist.errors import (
     DistributedError,
     GroupClosedError,
     NoConnectionError,
-    PeerLostError,
     ProtocolError,
     RendezvousError,
     error_from_wire,
     error_to_wire,
+    ranks_text,
 )
+from ferrodist.rendezvous.listener import format_address
 from ferrodist.rendezvous.secret import resolve_secret
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from typing_extensions import Self
+
+    from ferrodist.rendezvous import Membership
 
 __all__ = ["TcpBackend"]
 
@@ -52,20 +60,13 @@ _CLOSE_SECONDS = 5.0
 _ANSWER_GRACE_SECONDS = 0.5
 """How long past its deadline a connected rank waits for rank 0 to say which rank is missing."""
 
+_FAREWELL_SECONDS = 0.2
+"""How long a rank that was not let in waits for its goodbye to be taken."""
+
 _FLUSH_POLL_SECONDS = 0.01
 
 _MAX_REASON = 10_000
 """Characters of an error message, and ranks, that an ABORT frame carries."""
-
-# Kernel settings that end a connection to a host that has vanished without closing it: probes after 5 idle seconds,
-# one a second, given up after five. A killed process is seen at once, by its closed connection; a stopped one answers
-# probes.
-_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 5))
-
-# Data that is not taken for this long ends the connection too, but never before a call may time out: the kernel can't
-# tell a vanished host from a process that is stopped.
-_SHORTEST_UNTAKEN_SECONDS = 10.0
-_LONGEST_UNTAKEN_SECONDS = 3600.0
 
 
 class TcpBackend(MailboxBackend):
@@ -74,8 +75,9 @@ class TcpBackend(MailboxBackend):
     Ranks other than 0 have one connection, to rank 0, which passes on what they send each other. That needs no more
     than one reachable port, and costs rank 0 the traffic of all pairs. Returns when every rank is connected.
 
-    A rank that is stopped, not killed, is found by a deadline. If it is rank 0, in the middle of a collective's data,
-    the others may name a rank whose data did not come through it.
+    A rank that is stopped, not killed, is found by a deadline: whoever waited in vain asks those it waited for, and
+    rank 0, to answer within 0.2 s, and names those that don't; rank 0 alone when it is rank 0 that does not answer.
+    When all answer, all that were waited for are named.
 
     Args:
         rank: This rank.
@@ -83,7 +85,9 @@ class TcpBackend(MailboxBackend):
         address: "host:port" that rank 0 binds and the others dial.
         secret: The job secret, the same on every rank; None takes the environment's FERRODIST_SECRET. Without one
             rank 0 refuses to bind anything but a loopback address.
-        timeout: Seconds a blocking call may take when it names no timeout itself.
+        timeout: Seconds a blocking call may take when it names no timeout itself. On Linux a rank that takes no data
+            for that long (for 10 s if that is longer) is given up as dead, whatever timeout a call names: make this
+            the longest that the program uses, if ranks may be stopped and go on.
         name: What error messages call the group.
         job: Name of the job; ranks of another one are turned away.
         listener: For rank 0: a bound, listening socket to use in place of ``address``; the group closes it.
@@ -119,6 +123,8 @@ class TcpBackend(MailboxBackend):
         self._numbers: dict[Send, int] = {}  # of sends that can still be taken back
         self._last: dict[Send, Outgoing] = {}  # the frame that completes each of them, once pushed
         self._offers: dict[int, Send] = {}  # by message number: waiting for a GRANT
+        # A message's pieces are queued as one, or it could be taken back between two of them and lose the first ones.
+        self._streaming = threading.RLock()
         self._incoming: dict[tuple[int, int], Message] = {}  # by source and number: offered to this rank, not whole
         self._changed = threading.Condition()
         self._ready = False
@@ -131,7 +137,10 @@ class TcpBackend(MailboxBackend):
             Kind.LEFT: self._on_left,
             Kind.DIED: self._on_died,
             Kind.READY: self._on_ready,
+            Kind.PING: self._on_ping,
+            Kind.PONG: self._on_pong,
         }
+        self._life_signs = LifeSigns(rank, self._links, self._push, self._changed)
         self._process = os.getpid()
         _live.add(self)
         self._loop = LinkLoop(self, world_size, name=f"ferrodist-tcp-{name}-{rank}")
@@ -143,6 +152,42 @@ class TcpBackend(MailboxBackend):
                 listener.close()
         except BaseException:
             self._loop.stop()
+            raise
+
+    @classmethod
+    def from_membership(cls, membership: Membership, timeout: float, deadline: Deadline) -> Self:
+        """Make the group of all ranks that met.
+
+        Rank 0 listens on a free port next to its store and publishes the address; the others dial it.
+
+        Args:
+            membership: What the rendezvous gave.
+            timeout: Seconds a blocking call may take when it names no timeout itself.
+            deadline: When all ranks must have connected.
+        """
+        store = membership.store
+        listener = None
+        try:
+            if membership.rank == 0 and membership.world_size > 1:
+                family = socket.AF_INET6 if ":" in membership.host else socket.AF_INET
+                listener = socket.create_server((membership.host, 0), family=family)
+                host, port = listener.getsockname()[:2]
+                store.set("tcp/address", format_address(host, port).encode(), timeout=deadline.remaining())
+            alone = membership.world_size == 1
+            address = "" if alone else store.get("tcp/address", timeout=deadline.remaining()).decode()
+            return cls(
+                membership.rank,
+                membership.world_size,
+                address,
+                secret=membership.secret,
+                timeout=timeout,
+                job=membership.job,
+                listener=listener,
+                connect_timeout=deadline.remaining(),
+            )
+        except BaseException:
+            if listener is not None:
+                listener.close()
             raise
 
     def _connect(
@@ -174,7 +219,7 @@ class TcpBackend(MailboxBackend):
 
     def _begin(self, connections: dict[int, socket.socket]) -> None:
         for peer, sock in sorted(connections.items()):
-            _tune(sock, self.timeout, self._buffer_bytes)
+            tune(sock, self.timeout, self._buffer_bytes)
             self._links[peer] = Link(sock, peer)
         self._loop.start()
         for link in list(self._links.values()):
@@ -191,7 +236,7 @@ class TcpBackend(MailboxBackend):
             " that all ranks are there. Look at what rank 0 is doing.",
             ranks=(_HUB,),
         )
-        self.close()
+        self.close(_FAREWELL_SECONDS)  # rank 0 may not answer that either
         raise error
 
     # Sending.
@@ -231,12 +276,14 @@ class TcpBackend(MailboxBackend):
         number = self._numbers.pop(send, None)
         if number is None:
             return False  # its last byte has been written
-        self._offers.pop(number, None)
-        last = self._last.pop(send, None)
         link = self._link_to(send.peer)
+        with self._streaming:
+            self._offers.pop(number, None)
+            last = self._last.pop(send, None)
+            dropped = link is None or link.drop(send, last)
         if link is None:
             return True
-        if not link.drop(send, last):
+        if not dropped:
             self._finish_send(send)  # it arrives, from a copy of what is not written yet
             return False
         if len(send.data) > EAGER_LIMIT:
@@ -267,6 +314,22 @@ class TcpBackend(MailboxBackend):
                 source_link.blocked_by = link
             self._loop.touch(link)
 
+    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
+        """Put a wait in vain down to rank 0 when it passes on nothing, else to the peers that are not there.
+
+        See [Note: life signs] in `life_signs.py`.
+        """
+        if within == 0 or peers == (_HUB,) or self.failure is not None:
+            return Late(ranks=peers)
+        silent = self._life_signs.find_silent({*peers, _HUB} - {self.rank}, within)
+        if _HUB in silent:
+            role = f"rank 0 of group {self.name!r}, which passes on what others send each other,"
+            return Late(ranks=(_HUB,), detail=f" ({role} does not answer)", is_relay=True)
+        if not silent:
+            return Late(ranks=peers)
+        who = f"{ranks_text(sorted(silent))} of group {self.name!r}"
+        return Late(ranks=tuple(sorted(silent)), detail=f" ({who} {'does' if len(silent) == 1 else 'do'} not answer)")
+
     # What comes in: called by the loop's thread.
 
     def frame_begins(self, link: Link, frame: Frame) -> Sink:
@@ -283,16 +346,18 @@ class TcpBackend(MailboxBackend):
         if frame.destination != self.rank:
             return _Bytes(frame.length)
         if frame.kind is Kind.EAGER:
-            return self._message_sink(self._announce(frame))
+            message = _message_of(frame)
+            self._accept(message)
+            return self._message_sink(message)
         if frame.kind is Kind.DATA:
-            message = self._incoming.get((frame.source, frame.message))
-            if message is None:
+            offered = self._incoming.get((frame.source, frame.message))
+            if offered is None:
                 return _Bytes(frame.length)  # withdrawn, or its group has failed
-            in_order = frame.offset == message.num_received and frame.size_bytes == message.size_bytes
-            if not (in_order and message.granted):
+            in_order = frame.offset == offered.num_received and frame.size_bytes == offered.size_bytes
+            if not (in_order and offered.granted):
                 self._refuse(link, frame, f"a piece of message {frame.message} out of its order")
                 return _Bytes(frame.length)
-            return self._message_sink(message, frame.offset)
+            return self._message_sink(offered, frame.offset)
         return _Bytes(frame.length)
 
     def frame_ends(self, link: Link, frame: Frame, sink: Sink) -> None:
@@ -321,7 +386,13 @@ class TcpBackend(MailboxBackend):
         if (frame.source, frame.message) in self._incoming:
             self._refuse(link, frame, f"a second offer of message {frame.message}")
             return
-        self._incoming[frame.source, frame.message] = self._announce(frame, offered=True)
+        message = _message_of(frame)
+        message.grant = partial(self._grant, message, frame.message)
+        # Before it may be granted. What the mailbox does not take leaves again, so this is bounded as the mailbox is:
+        # by what it keeps unasked, and the receives that were asked for.
+        self._incoming[frame.source, frame.message] = message
+        if not self._accept(message):
+            self._incoming.pop((frame.source, frame.message), None)
 
     def _on_grant(self, link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
         send = self._offers.get(frame.message)
@@ -329,8 +400,10 @@ class TcpBackend(MailboxBackend):
             return  # taken back meanwhile
         if send.peer != frame.source:
             self._refuse(link, frame, f"a grant of message {frame.message}, which was offered to another rank")
-        elif self._offers.pop(frame.message, None) is not None:
-            self._stream(send, frame.message)
+            return
+        with self._streaming:
+            if self._offers.pop(frame.message, None) is not None:
+                self._stream(send, frame.message)
 
     def _on_data(self, _link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
         if frame.offset + frame.length == frame.size_bytes:
@@ -341,58 +414,72 @@ class TcpBackend(MailboxBackend):
         if message is not None:
             self._mailbox.withdraw(message)
 
-    def _on_abort(self, _link: Link, frame: Frame, payload: memoryview | bytes) -> None:
-        self._fail_group(frame.group, _decode_error(payload))
+    def _on_abort(self, link: Link, frame: Frame, payload: memoryview | bytes) -> None:
+        error = _decode_error(payload)
+        if self._is_told(link, frame):
+            self._fail_group(frame.group, error)
 
     def _on_left(self, link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
         link.has_left |= frame.group == _WORLD and frame.source == link.peer
-        self._peer_left(frame.group, frame.source)
+        if self._is_told(link, frame):
+            self._peer_left(frame.group, frame.source)
+
+    def _is_told(self, link: Link, frame: Frame) -> bool:
+        """Whether to act on a notice of a group's end: not on one of a group that its sender is no member of."""
+        if not self._may_be_ahead(frame.group, frame.source):
+            self._refuse(link, frame, f"the ends of more than {MAX_AHEAD} groups that rank {self.rank} has not made")
+            return False
+        return self._is_member(frame.group, frame.source)
 
     def _on_died(self, _link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
-        self._peer_died(frame.source, self._death(frame.source, "its connection to rank 0 ended"))
+        self._peer_died(frame.source, _death(f"its connection to rank 0 of group {self.name!r} ended"))
 
     def _on_ready(self, _link: Link, _frame: Frame, _payload: memoryview | bytes) -> None:
         self._ready = True
 
-    def link_ended(self, link: Link, reason: str, violation: ProtocolError | None) -> None:
+    def _on_ping(self, _link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
+        self._life_signs.answer(frame.source)
+
+    def _on_pong(self, _link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
+        self._life_signs.note(frame.source)
+
+    def link_blocked(self, link: Link) -> None:
+        """A rank whose frames are not read now can't ask whether this one is there: tell it."""
+        self._life_signs.answer(link.peer)
+
+    def link_ended(self, link: Link, reason: str, *, by_violation: bool) -> None:
         """A connection is gone: its rank has left or died, and at the hub's end so has every way to others."""
         self._links.pop(link.peer, None)
         for key in [key for key in self._incoming if key[0] == link.peer or link.peer == _HUB]:
             self._mailbox.withdraw(self._incoming.pop(key))
         if not link.has_left:
-            self._peer_died(link.peer, violation or self._death(link.peer, reason))
+            violation = Departure(kind=ProtocolError, what=f"broke the protocol: {reason}")
+            self._peer_died(link.peer, violation if by_violation else _death(reason))
         if self.rank == _HUB:
             for other in () if link.has_left else tuple(self._links):
                 self._push(Outgoing(Frame(kind=Kind.DIED, source=link.peer, destination=other)))
         else:
+            relay = f"rank 0 of group {self.name!r}, which passes on its messages, is gone"
+            unreachable = Departure(kind=NoConnectionError, what=f"can't be reached: {relay}")
             for other in range(1, self.world_size):
-                self._peer_left(_WORLD, other, self._unreachable(other))
+                self._peer_left(_WORLD, other, unreachable)
         with self._changed:
             self._changed.notify_all()
 
     def loop_broke(self, error: Exception) -> None:
         """The loop has a defect: fail everything, rather than leave ranks waiting."""
-        failure = DistributedError(
-            f"the connections of rank {self.rank} ended by a defect: {error!r}", ranks=(self.rank,)
-        )
-        failure.__cause__ = error
         self._links.clear()
         for group_id in list(self._members):
+            number, who = self._describe(group_id, self.rank)
+            failure = DistributedError(f"the connections of {who} ended by a defect: {error!r}", ranks=(number,))
+            failure.__cause__ = error
             self._fail_group(group_id, failure)
 
-    def _announce(self, frame: Frame, *, offered: bool = False) -> Message:
-        tag = group_tag(frame.group, frame.tag)
-        message = Message(frame.source, tag, frame.size_bytes)
-        if offered:
-            message.grant = partial(self._grant, message, frame.message)
-        self._accept(message)
-        return message
-
-    def _unreachable(self, rank: int) -> NoConnectionError:
-        return NoConnectionError(
-            f"rank {rank} of group {self.name!r} can't be reached: rank 0, which passes on its messages, is gone",
-            ranks=(rank,),
-        )
+    def _forget_messages(self, applies: Callable[[Message], bool]) -> None:
+        super()._forget_messages(applies)
+        for key, message in list(self._incoming.items()):
+            if applies(message):
+                self._incoming.pop(key, None)
 
     def _grant(self, message: Message, number: int) -> None:
         message.granted = True
@@ -400,9 +487,6 @@ class TcpBackend(MailboxBackend):
 
     def _message_sink(self, message: Message, base: int = 0) -> Sink:
         return lambda fill, start, stop: self._mailbox.write(message, fill, base + start, base + stop)
-
-    def _death(self, rank: int, reason: str) -> PeerLostError:
-        return PeerLostError(f"rank {rank} of group {self.name!r} died: {reason} without a goodbye", ranks=(rank,))
 
     # Notices, and the end.
 
@@ -427,12 +511,17 @@ class TcpBackend(MailboxBackend):
                 that other ranks wait for their last words to be taken; None for five.
         """
         deadline = Deadline(_CLOSE_SECONDS if timeout is None else check_timeout(timeout))
-        if os.getpid() != self._process:
-            return  # a forked child: the connections are the parent's
-        if self._close_groups():
+        if os.getpid() != self._process or not self._close_groups():
+            return  # closed already, or in a forked child: the connections are the parent's
+        try:
+            self._leave_groups()
             self._drain(deadline)
+        finally:
             self._loop.stop()
             self._run_close_callbacks()
+
+    def _forget_in_child(self) -> None:
+        """In a forked child: drop what is the parent's."""
 
     def _drain(self, deadline: Deadline) -> None:
         """Wait until all is written and the peers have closed their side too, so that no last word is lost.
@@ -459,25 +548,20 @@ class _Bytes:
         return fill(self.data[start:stop])
 
 
+def _message_of(frame: Frame) -> Message:
+    return Message(frame.source, group_tag(frame.group, frame.tag), frame.size_bytes)
+
+
+def _death(reason: str) -> Departure:
+    return Departure(what=f"died: {reason} without a goodbye")
+
+
 def _decode_error(payload: memoryview | bytes) -> DistributedError:
     try:
         name, message, ranks = msgspec.msgpack.decode(payload, type=tuple[str, str, tuple[int, ...]])
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"an ABORT frame whose reason can't be read ({error})") from None
     return error_from_wire(name, message, ranks)
-
-
-def _tune(sock: socket.socket, timeout: float, buffer_bytes: int | None) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        untaken = min(max(timeout, _SHORTEST_UNTAKEN_SECONDS), _LONGEST_UNTAKEN_SECONDS)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(untaken * 1000))
-    for option, value in _KEEPALIVE:
-        if hasattr(socket, option):  # Linux has all of them, other systems some
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    if buffer_bytes is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
 
 
 _live: weakref.WeakSet[TcpBackend] = weakref.WeakSet()
@@ -489,6 +573,7 @@ def _leave_to_parent() -> None:
     for backend in list(_live):
         backend._state_lock = threading.Lock()  # noqa: SLF001 - the parent's threads may have held it
         backend._ended = error  # noqa: SLF001 - looked at before anything that could wait for another of its locks
+        backend._forget_in_child()  # noqa: SLF001
     _live.clear()
 
 

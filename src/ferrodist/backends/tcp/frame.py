@@ -43,9 +43,11 @@ class Kind(IntEnum):
     LEFT = 7  # the source has closed its handle on the group
     DIED = 8  # the source's connection ended without LEFT (only from rank 0)
     READY = 9  # all ranks are connected (only from rank 0)
+    PING = 10  # the source asks for a PONG
+    PONG = 11  # the source is there
 
 
-URGENT = frozenset({Kind.GRANT, Kind.ABORT, Kind.DIED})
+URGENT = frozenset({Kind.GRANT, Kind.ABORT, Kind.DIED, Kind.PING, Kind.PONG})
 """Frames that may overtake others on their connection."""
 
 _WITH_PAYLOAD = frozenset({Kind.EAGER, Kind.DATA, Kind.ABORT})

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Link", "Outgoing", "Sink"]
 
 _READ_AHEAD = 64 * 1024
+_FRAME_COST = 512  # bytes a waiting frame counts for beside its payload, so that empty ones don't pile up either
 _DIRECT_READ = 16 * 1024  # from here on a read goes straight to where the bytes belong
 
 
@@ -37,7 +38,7 @@ class Outgoing:
         relayed: Whether it passes through this rank only.
     """
 
-    __slots__ = ("begun", "frame", "on_written", "owner", "payload", "relayed", "views")
+    __slots__ = ("begun", "cost", "frame", "on_written", "owner", "payload", "relayed", "views")
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class Outgoing:
         self.owner = owner
         self.on_written = on_written
         self.relayed = relayed
+        self.cost = frame.length + _FRAME_COST
         self.begun = False  # a byte of it has been given to the kernel, so the rest must follow
         self.views: list[memoryview] = []
 
@@ -69,6 +71,7 @@ class Link:
         self.sock = sock
         self.peer = peer
         self.has_left = False  # LEFT for the whole group has come from the peer
+        self.num_reads = 0  # how often something has come
         self.relayed_bytes = 0  # waiting to be written, on behalf of others
         self.blocked_by: Link | None = None  # not read from while that link has too much relayed_bytes
         self.frame: Frame | None = None  # whose payload is being read
@@ -93,7 +96,7 @@ class Link:
             was_waiting = self._waiting()
             (self._urgent if outgoing.frame.kind in URGENT else self._queue).append(outgoing)
             if outgoing.relayed:
-                self.relayed_bytes += outgoing.frame.length
+                self.relayed_bytes += outgoing.cost
             if was_waiting:
                 return True
             written = self._write()
@@ -158,9 +161,12 @@ class Link:
         """
         if self._ahead_start == self._ahead_stop:
             if len(target) >= _DIRECT_READ:
-                return self.sock.recv_into(target)
+                count = self.sock.recv_into(target)
+                self.num_reads += 1
+                return count
             self._ahead_start = self._ahead_stop = 0
             self._ahead_stop = self.sock.recv_into(self._ahead)
+            self.num_reads += 1
         count = min(len(target), self._ahead_stop - self._ahead_start)
         target[:count] = self._ahead[self._ahead_start : self._ahead_start + count]
         self._ahead_start += count
@@ -193,7 +199,7 @@ class Link:
                 if current.views:
                     continue
                 if current.relayed:
-                    self.relayed_bytes -= current.frame.length
+                    self.relayed_bytes -= current.cost
                 if current.on_written is not None:
                     written.append(current.on_written)
                 self._current = None

@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.backends.tcp.frame import Frame
+from ferrodist.deadline import Deadline
 from ferrodist.errors import ProtocolError
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ BLOCK_BYTES = 8 << 20
 _UNBLOCK_BYTES = 4 << 20
 """... until no more than this is left."""
 
+_BLOCKED_SECONDS = 0.05
+"""How often it is told that a link is not read from: more than once in the time a rank has to answer a PING."""
+
 
 class LinkHandler(Protocol):
     """What is told of everything that comes in. All calls come from the loop's thread."""
@@ -36,8 +40,11 @@ class LinkHandler(Protocol):
     def frame_ends(self, link: Link, frame: Frame, sink: Sink) -> None:
         """A whole frame has come."""
 
-    def link_ended(self, link: Link, reason: str, violation: ProtocolError | None) -> None:
-        """The connection is gone, and closed on this side; ``violation`` when this side ended it."""
+    def link_blocked(self, link: Link) -> None:
+        """The link is not read from; told again and again."""
+
+    def link_ended(self, link: Link, reason: str, *, by_violation: bool) -> None:
+        """The connection is gone, and closed on this side; ``by_violation`` when this side ended it for what came."""
 
     def loop_broke(self, error: Exception) -> None:
         """The loop's thread ends because of a defect."""
@@ -59,6 +66,7 @@ class LinkLoop:
         if self._ends is not None:
             self._selector.register(self._ends, selectors.EVENT_READ, self._ends)
         self._blocked: dict[int, Link] = {}  # by descriptor
+        self._next_report = Deadline(0.0)  # of what is blocked
         self._lock = threading.Lock()
         self._touched: set[Link] = set()
         self._links: dict[Link, int] = {}  # and what the selector watches them for
@@ -93,7 +101,8 @@ class LinkLoop:
         try:
             while not self._stopping:
                 self._watch_touched()
-                for key, events in self._selector.select():
+                self._report_blocked()
+                for key, events in self._selector.select(_BLOCKED_SECONDS if self._blocked else None):
                     if key.data is None:
                         with contextlib.suppress(BlockingIOError):
                             self._wake_in.recv(4096)
@@ -128,10 +137,10 @@ class LinkLoop:
         before = self._links.get(link)
         if before is None:
             return
+        self._watch_end(link)
         wanted = 0 if link.blocked_by else selectors.EVENT_READ
         if link.waiting:
             wanted |= selectors.EVENT_WRITE
-        self._watch_end(link)
         if wanted == before:
             return
         if not before:
@@ -145,7 +154,7 @@ class LinkLoop:
     def _watch_end(self, link: Link) -> None:
         """Watch a link's end while it is blocked, and only then."""
         if self._ends is None:
-            link.blocked_by = None  # without epoll memory is the smaller risk
+            link.blocked_by = None
             return
         descriptor = link.sock.fileno()
         if link.blocked_by is not None and descriptor not in self._blocked:
@@ -155,11 +164,19 @@ class LinkLoop:
             del self._blocked[descriptor]
             self._ends.unregister(descriptor)
 
+    def _report_blocked(self) -> None:
+        if self._blocked and self._next_report.expired:
+            self._next_report = Deadline(_BLOCKED_SECONDS)
+            for link in list(self._blocked.values()):
+                self._handler.link_blocked(link)
+
     def _serve_ends(self) -> None:
         """A blocked link has ended: read what is left of it, whatever the room, to come to its end."""
         assert self._ends is not None
         for descriptor, _ in self._ends.poll(0):
-            link = self._blocked[descriptor]
+            link = self._blocked.get(descriptor)
+            if link is None:
+                continue  # another end, served just before, has unblocked it: it has been read from
             while link in self._links:
                 link.blocked_by = None
                 if not self._read(link):
@@ -185,7 +202,7 @@ class LinkLoop:
         """Read what is there, frame by frame, up to the budget; False when nothing more is there now."""
         budget = _READ_BUDGET
         try:
-            while link.blocked_by is None and (budget > 0 or link.has_read_ahead):
+            while self._may_read(link) and (budget > 0 or link.has_read_ahead):
                 if link.frame is None or link.sink is None:
                     count = link.read_into(link.header[link.num_header :])
                     link.num_header += count
@@ -202,11 +219,14 @@ class LinkLoop:
         except BlockingIOError:
             return False
         except ProtocolError as error:
-            violation = ProtocolError(f"rank {link.peer} broke the protocol: {error.message}", ranks=(link.peer,))
-            self.end(link, "", violation)
+            self.end(link, error.message, by_violation=True)
         except OSError as error:
             self.end(link, f"its connection broke ({error.strerror or error})")
         return link in self._links
+
+    def _may_read(self, link: Link) -> bool:
+        """Whether nothing blocks a link. Without epoll nothing ever does: its end could not be seen meanwhile."""
+        return link.blocked_by is None or self._ends is None
 
     def _begin(self, link: Link) -> None:
         link.num_header = link.num_read = 0
@@ -220,7 +240,7 @@ class LinkLoop:
             link.frame = link.sink = None
             self._handler.frame_ends(link, frame, sink)
 
-    def end(self, link: Link, reason: str, violation: ProtocolError | None = None) -> None:
+    def end(self, link: Link, reason: str, *, by_violation: bool = False) -> None:
         """Close a link from the loop's thread and report it."""
         if self._links.pop(link, 0):
             self._selector.unregister(link.sock)
@@ -228,4 +248,4 @@ class LinkLoop:
         self._watch_end(link)
         link.close()
         self._unblock(link)
-        self._handler.link_ended(link, reason, violation)
+        self._handler.link_ended(link, reason, by_violation=by_violation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from ferrodist.errors import DistributedError, InvalidRankError, InvalidWorldSizeError, RendezvousError
+from ferrodist.errors import DistributedError, InvalidRankError, InvalidWorldSizeError, RendezvousError, ranks_text
 from ferrodist.rendezvous.handshake import Hello, check_hello, connect
 from ferrodist.rendezvous.listener import Listener, parse_address
 
@@ -37,6 +37,7 @@ def gather_links(
     host, port = parse_address(address)
     check_hello(Hello(purpose=_PURPOSE, job=job, rank=world_size - 1, world_size=world_size, group=group))
     connections: dict[int, socket.socket] = {}
+    admitted: set[int] = set()  # those, and ranks that are about to be told that they are let in
     changed = threading.Condition()
 
     def admit(hello: Hello) -> None:
@@ -53,23 +54,25 @@ def gather_links(
         if not 1 <= hello.rank < world_size:
             raise InvalidRankError(f"rank {hello.rank} is not in 1..{world_size - 1}, the ranks that rank 0 waits for")
         with changed:
-            if hello.rank in connections:
+            if hello.rank in admitted:
                 raise RendezvousError(
                     f"rank {hello.rank} is here already: two processes were started with this rank",
                     ranks=(hello.rank,),
                 )
+            admitted.add(hello.rank)
+
+    def dismiss(hello: Hello) -> None:
+        with changed:
+            admitted.discard(hello.rank)
 
     def take(sock: socket.socket, hello: Hello) -> None:
         with changed:
-            if hello.rank in connections:  # both were admitted before either was taken
-                sock.close()
-                return
             connections[hello.rank] = sock
             changed.notify()
 
     server = Listener(host, port, secret=secret, sock=listener, deadline=deadline)
     try:
-        server.serve(admit, take)
+        server.serve(admit, take, dismiss)
         with changed:
             changed.wait_for(lambda: len(connections) == world_size - 1, deadline.remaining())
     finally:
@@ -78,7 +81,7 @@ def gather_links(
     if not missing:
         return connections, None
     turned_away = f" Turned away: {'; '.join(server.rejections)}." if server.rejections else ""
-    names = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
+    names = f"{ranks_text(missing)} {'has' if len(missing) == 1 else 'have'}"
     return connections, RendezvousError(
         f"{names} not connected to rank 0 of group {group!r} at {server.address} within {deadline.timeout:g} s."
         f"{turned_away} Check that every rank was started, with this address, world size and secret.",

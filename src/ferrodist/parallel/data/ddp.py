@@ -7,15 +7,18 @@ gradients of earlier layers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.prepare import check_root
 from ferrodist.deadline import Deadline, check_timeout
+from ferrodist.errors import DistributedError
+from ferrodist.parallel.data.explain import explain_errors
+from ferrodist.parallel.data.marks import model_title, number_model
 from ferrodist.parallel.data.reducer import Reducer
-from ferrodist.parallel.data.replication import broadcast_tensors, check_same_form
+from ferrodist.parallel.data.replication import broadcast_tensors, check_same_form, check_supported
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
@@ -39,6 +42,13 @@ class DDP(torch.nn.Module):
     keeps None. Several backwards between two optimizer steps accumulate as without DDP, to rounding. Parameters that
     don't require grad are left out; which do may change between two steps, on all ranks alike.
 
+    Step the optimizer when ``backward()`` has returned: one that steps earlier, in a hook on the parameters, would take
+    this rank's own gradients. That is an error on every rank, except where the step neither counts as a change (fused
+    optimizers, ``parameter.data``) nor drops the gradient: then the ranks' models drift apart.
+
+    A group may have several models. Every rank makes them in the same order, and runs their backwards in the same
+    order, as often as the others: else backward raises on every rank, and says which rank was in which model.
+
     Args:
         module: Whatever its parameters' dtypes; shared parameters are reduced once. It is kept, not copied.
         group: The group, on all of whose ranks this is called; None is the default group.
@@ -49,6 +59,8 @@ class DDP(torch.nn.Module):
     Raises:
         CollectiveMismatchError: On every rank, when the ranks' modules differ, naming the first parameter or buffer.
         DistributedTimeoutError: Some rank did not come.
+        UnsupportedOpError: A parameter or buffer is of a kind that collectives can't carry, or can't be written to
+            (expanded, made under ``inference_mode``); it is named.
         TypeError, ValueError: An argument is wrong.
     """
 
@@ -69,6 +81,8 @@ class DDP(torch.nn.Module):
             raise TypeError(f"bucket_size_mb must be a number, not {type(bucket_size_mb).__name__}")
         if not bucket_size_mb > 0:
             raise ValueError(f"bucket_size_mb must be above 0, not {bucket_size_mb}")
+        if not isinstance(broadcast_buffers, bool):
+            raise TypeError(f"broadcast_buffers must be True or False, not {type(broadcast_buffers).__name__}")
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self._group = resolve_group(group)
@@ -76,6 +90,7 @@ class DDP(torch.nn.Module):
         deadline = Deadline(self._group.timeout)
         check_same_form(module, self._group, deadline)
         self.broadcast_parameters(timeout=deadline.remaining())
+        self._number = number_model(self._group, type(module).__name__)
         self._reducer = self._make_reducer()
         self.register_load_state_dict_pre_hook(_insert_module_prefix)  # type: ignore[no-untyped-call]
 
@@ -84,7 +99,11 @@ class DDP(torch.nn.Module):
         if self.training and self.broadcast_buffers:
             # `.data` leaves autograd's version counters alone, so that several forwards may come before one
             # backward: a broadcast changes a buffer only where a forward has changed it, and that was counted.
-            self._broadcast([buffer.data for buffer in self.module.buffers()], 0, Deadline(self._group.timeout))
+            with explain_errors(
+                lambda: f"Before forward {self._title()} gives all ranks the buffers of rank 0.",
+                "In training mode every rank must call forward as often as the others.",
+            ):
+                self._broadcast([buffer.data for buffer in self.module.buffers()], 0, Deadline(self._group.timeout))
         if torch.is_grad_enabled():
             self._follow_changes()
         return self.module(*args, **kwargs)
@@ -123,12 +142,26 @@ class DDP(torch.nn.Module):
         """Load the module's own state dict. Every rank loads the same, or `broadcast_parameters` must follow."""
         return self.module.load_state_dict(*args, **kwargs)
 
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a DDP belongs to its group and can't be copied or pickled: copy or save its .module, or its state_dict()"
+        )
+
     def _broadcast(self, tensors: list[torch.Tensor], root: int, deadline: Deadline) -> None:
-        broadcast_tensors(tensors, root, self._group, max_bytes=self._max_bytes, deadline=deadline)
+        try:
+            broadcast_tensors(tensors, root, self._group, max_bytes=self._max_bytes, deadline=deadline)
+        except DistributedError:
+            raise
+        except (TypeError, ValueError, RuntimeError):
+            check_supported(self.module, self._group)  # one may have been replaced: say which
+            raise
+
+    def _title(self) -> str:
+        return model_title(self._group, self._number)
 
     def _make_reducer(self) -> Reducer:
-        trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        return Reducer(trainable, self._group, max_bytes=self._max_bytes)
+        trainable = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        return Reducer(trainable, self._group, max_bytes=self._max_bytes, model=self._number)
 
     def _follow_changes(self) -> None:
         """Plan anew when parameters were frozen, unfrozen or replaced: a new one would silently not be averaged."""

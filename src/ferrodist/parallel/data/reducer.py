@@ -19,6 +19,15 @@ mixed-up buckets.
 A bucket carries one element more for each parameter: 1 from a rank that has a gradient for it, else 0. Their mean
 tells a gradient that some rank has (all get the average, in which the others count as zeros) from one that no rank
 has, which stays None as it would without DDP, so that optimizers skip the parameter.
+
+Behind these it carries marks, which tell it from the buckets of other models; see [Note: marks] in `marks.py`.
+
+[Note: steps in hooks]
+An optimizer that steps in a hook, once a parameter's gradient is there, takes this rank's own gradient, for the mean
+comes later: the ranks' models would drift apart. So a round remembers the version counters of all parameters from
+when it opened, and the group ends with an error where one has changed by the end, or where a gradient that came is gone
+again. Not seen are changes that go around the counters (fused optimizers, ``parameter.data``) and leave the gradient,
+and those of the first parameter by a hook that is older than DDP's.
 """
 
 from __future__ import annotations
@@ -31,11 +40,14 @@ from torch.autograd import Variable
 
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.reductions import async_allreduce
+from ferrodist.collectives.views import elements_overlap
 from ferrodist.errors import GroupAbortedError, UnsupportedOpError
 from ferrodist.parallel.data.buckets import plan_buckets
+from ferrodist.parallel.data.explain import explain_errors
+from ferrodist.parallel.data.marks import MARK_SIZE, check_marks, model_title, write_marks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
@@ -45,26 +57,40 @@ if TYPE_CHECKING:
 __all__ = ["Reducer"]
 
 
+_ADVICE = (
+    "Look for a rank that has fewer batches than the others, skips a backward, or runs the backwards of several models"
+    " in another order."
+)
+
+
 class Reducer:
     """Averages the gradients of some parameters over a group, in buckets, during backward; see [Note: round].
 
     The hooks go when the reducer is collected, so that a module can be wrapped again.
 
     Args:
-        parameters: The parameters that require grad, each once, the same on all ranks.
+        parameters: The parameters that require grad, each once, by name; the same on all ranks.
         group: The group. In a group of one rank nothing is done.
         max_bytes: Size of a bucket.
+        model: The model's number in the group, from `number_model`.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], group: Backend, *, max_bytes: float) -> None:
-        self.parameters = tuple(parameters)
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], group: Backend, *, max_bytes: float, model: int
+    ) -> None:
+        self.parameters = tuple(parameters.values())
         self._group = group
+        self._model = model
         # Gradients come roughly in the reverse order of the parameters.
-        backwards = self.parameters[::-1] if group.world_size > 1 else ()
+        backwards = self._backwards = self.parameters[::-1] if group.world_size > 1 else ()
         plan = plan_buckets(backwards, max_bytes)
-        self.buckets = tuple(_Bucket([backwards[place] for place in bucket.members]) for bucket in plan)
+        names = self._names = tuple(parameters)[::-1]
+        self.buckets = tuple(
+            _Bucket({names[place]: backwards[place] for place in bucket.members}, group.world_size) for bucket in plan
+        )
         self._num_started = 0
         self._ready: set[int] = set()
+        self._versions: tuple[int, ...] = ()  # of the parameters, last first, when the round opened
         self._task: int | None = None  # the engine's number of the backward whose end closes the round
         homes = {place: number for number, bucket in enumerate(plan) for place in bucket.members}
         handles = [_watch(self, parameter, place, homes[place]) for place, parameter in enumerate(backwards)]
@@ -77,10 +103,13 @@ class Reducer:
             DistributedError: A bucket's reduction failed, and so the group; gradients may be partly averaged.
         """
         try:
-            for bucket in self.buckets[self._num_started :]:
-                bucket.start(self._group, timeout)
-            for bucket in self.buckets:
-                bucket.finish()
+            for number in range(self._num_started, len(self.buckets)):
+                self.buckets[number].start(self._group, self._model, number, timeout)
+            self._check_unchanged()
+            for number, bucket in enumerate(self.buckets):
+                with explain_errors(lambda number=number: self._describe(number), _ADVICE):  # type: ignore[misc]
+                    bucket.wait()
+                bucket.finish(self._group)
         finally:
             self._forget_round()
 
@@ -105,11 +134,41 @@ class Reducer:
         if task != self._task:
             self._task = task
             Variable._execution_engine.queue_callback(self._on_backward_end)  # noqa: SLF001 - as torch's own DDP
+        if not self._ready:
+            self._versions = self._count_changes()
         self._ready.add(place)
         self.buckets[home].num_missing -= 1
         while self._num_started < len(self.buckets) and self.buckets[self._num_started].num_missing == 0:
-            self.buckets[self._num_started].start(self._group)
+            self.buckets[self._num_started].start(self._group, self._model, self._num_started)
             self._num_started += 1
+
+    def _count_changes(self) -> tuple[int, ...]:
+        return tuple(parameter._version for parameter in self._backwards)  # noqa: SLF001 - torch documents it so
+
+    def _check_unchanged(self) -> None:
+        """Raise if a parameter has changed since the round opened; see [Note: steps in hooks]."""
+        gone = {place for place in self._ready if self._backwards[place].grad is None}
+        if not self._ready or (not gone and self._count_changes() == self._versions):
+            return
+        changes = enumerate(zip(self._versions, self._count_changes(), strict=True))
+        changed = [place for place, (before, after) in changes if before != after]
+        place, what = (changed[0], "changed") if changed else (min(gone), "lost its gradient")
+        error = UnsupportedOpError(
+            f"parameter {self._names[place]!r} of {model_title(self._group, self._model)} {what} during backward on"
+            f" rank {self._group.rank} of group {self._group.name!r}, before its gradient was averaged: an optimizer"
+            " that steps in a hook makes the ranks' models drift apart. Step when backward() has returned.",
+            ranks=(self._group.rank,),
+        )
+        self._group.abort(error)
+        raise error
+
+    def _describe(self, number: int) -> str:
+        names = self.buckets[number].names
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return (
+            f"It was bucket {number} of {len(self.buckets)} of {model_title(self._group, self._model)}, whose gradients"
+            f" rank {self._group.rank} was averaging: {names[0]!r}{more}."
+        )
 
     def _on_backward_end(self) -> None:
         if self._ready:  # else a backward inside this one has closed the round
@@ -139,15 +198,17 @@ class Reducer:
 class _Bucket:
     """The flat memory in which the gradients of some parameters travel; made once and used in every round."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self.parameters = parameters
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> None:
+        self.names = tuple(parameters)
+        self.parameters = tuple(parameters.values())
         self.num_missing = len(parameters)
-        sizes = [parameter.numel() for parameter in parameters]
-        first = parameters[0]
-        # The last elements say which gradients are there; see [Note: presence].
-        self._flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
-        *parts, self._presence = torch.split(self._flat, [*sizes, len(sizes)])
-        self._views = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+        first = self.parameters[0]
+        # Behind the gradients: which of them are there, and whose they are; see [Note: presence].
+        sizes = [*(parameter.numel() for parameter in self.parameters), len(parameters), world_size * MARK_SIZE]
+        self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        *parts, self._presence, marks = torch.split(self._flat, sizes)
+        self._marks = marks.view(world_size, MARK_SIZE)
+        self._views = [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
         self._pending: PendingCollective[torch.Tensor] | None = None
 
     def fits(self) -> bool:
@@ -158,8 +219,9 @@ class _Bucket:
         )
 
     @torch.no_grad()
-    def start(self, group: Backend, timeout: float | None = None) -> None:
-        """Copy the gradients in and start their allreduce."""
+    def start(self, group: Backend, model: int, number: int, timeout: float | None = None) -> None:
+        """Copy the gradients in and start their allreduce, marked with the numbers of the model and the bucket."""
+        write_marks(self._marks, group, model, number)
         self._presence.fill_(1)
         for place, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             if parameter.grad is None:
@@ -174,17 +236,26 @@ class _Bucket:
                 )
         self._pending = async_allreduce(self._flat, ReduceOp.MEAN, group=group, out=self._flat, timeout=timeout)
 
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Wait for the averages and copy them out."""
+    def wait(self) -> None:
+        """Wait for the averages."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
         pending.wait()
+
+    @torch.no_grad()
+    def finish(self, group: Backend) -> None:
+        """Copy the averages out, once it is sure that the ranks averaged the same."""
+        check_marks(self._marks, group)
         for place, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
-            if parameter.grad is not None:
+            if parameter.grad is not None and _is_writable(parameter.grad):
                 parameter.grad.copy_(view)
-            elif self._presence[place]:
+            elif parameter.grad is not None or self._presence[place]:
                 parameter.grad = torch.empty_like(parameter).copy_(view)
+
+
+def _is_writable(gradient: torch.Tensor) -> bool:
+    """Whether elements can be set one by one: not in what a user expanded, or made under inference_mode."""
+    return not gradient.is_inference() and (gradient.is_contiguous() or not elements_overlap(gradient))
 
 
 def _watch(reducer: Reducer, parameter: torch.nn.Parameter, place: int, home: int) -> RemovableHandle:

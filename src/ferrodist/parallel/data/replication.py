@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -10,9 +11,13 @@ from torch.nn.parameter import is_lazy
 
 from ferrodist.collectives.coalescing import coalesce
 from ferrodist.collectives.objects import all_gather_object, broadcast_object
+from ferrodist.collectives.prepare import check_tensor
+from ferrodist.collectives.reduce_op import ReduceOp, check_reduction
 from ferrodist.collectives.reductions import async_broadcast
-from ferrodist.errors import CollectiveMismatchError
+from ferrodist.collectives.views import elements_overlap
+from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
 from ferrodist.parallel.data.buckets import plan_buckets
+from ferrodist.parallel.data.explain import explain_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,24 +25,29 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.deadline import Deadline
 
-__all__ = ["broadcast_tensors", "check_same_form"]
+__all__ = ["broadcast_tensors", "check_same_form", "check_supported"]
 
 
 def check_same_form(module: torch.nn.Module, group: Backend, deadline: Deadline) -> None:
     """Compare the module's parameters and buffers with those of rank 0; every rank of the group calls this.
 
-    Compared are their number, names, shapes and dtypes, and which parameters require grad. Each rank receives
-    rank 0's list and then one sentence from each rank, so that lists don't travel from everyone to everyone.
+    Compared are their number, names, shapes, dtypes, memory and places, and which parameters require grad. Each rank
+    receives rank 0's list and then one sentence from each rank, so that lists don't travel from everyone to everyone.
 
     Raises:
         CollectiveMismatchError: On every rank, naming the first parameter or buffer that differs. The group stays good.
-        ValueError: A lazy parameter has no shape yet.
+        UnsupportedOpError, ValueError: On every rank, naming a parameter or buffer that collectives can't carry, or one
+            that is lazy and has no shape yet. The group stays good.
     """
     mine = _describe(module)
-    expected = broadcast_object(mine, group=group, timeout=deadline.remaining())
-    sentences = all_gather_object(
-        _first_difference(mine, expected, group.rank), group=group, timeout=deadline.remaining()
-    )
+    with explain_errors(
+        lambda: f"Rank {group.rank} was making a DDP of {type(module).__name__}.",
+        "Every rank of the group must make it, at the same place of its program.",
+    ):
+        expected = broadcast_object(mine, group=group, timeout=deadline.remaining())
+        sentences = all_gather_object(
+            _first_difference(mine, expected, group.rank), group=group, timeout=deadline.remaining()
+        )
     differing = {rank: sentence for rank, sentence in enumerate(sentences) if sentence is not None}
     if differing:
         raise CollectiveMismatchError(
@@ -45,21 +55,64 @@ def check_same_form(module: torch.nn.Module, group: Backend, deadline: Deadline)
             f" {next(iter(differing.values()))}. Build the same module on every rank.",
             ranks=tuple(differing),
         )
+    check_supported(module, group)
 
 
 def _describe(module: torch.nn.Module) -> list[str]:
-    descriptions = []
-    for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
-            raise ValueError(f"parameter {name!r} is lazy and has no shape yet: run the module once before DDP")
-        role = "parameter" if parameter.requires_grad else "frozen parameter"
-        descriptions.append(f"{role} {_form(name, parameter)}")
-    descriptions += [f"buffer {_form(name, buffer)}" for name, buffer in module.named_buffers()]
-    return descriptions
+    parameters = [
+        f"{'' if parameter.requires_grad else 'frozen '}parameter {_form(name, parameter)}"
+        for name, parameter in module.named_parameters()
+    ]
+    return parameters + [f"buffer {_form(name, buffer)}" for name, buffer in module.named_buffers()]
 
 
 def _form(name: str, tensor: torch.Tensor) -> str:
-    return f"{name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}"
+    if is_lazy(tensor):
+        return f"{name!r} (lazy)"
+    layout = "" if tensor.layout is torch.strided else f" and {tensor.layout}"
+    place = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    fixed = _obstacle(tensor)
+    return f"{name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}{layout}{place}{fixed and ' that ' + fixed}"
+
+
+def _obstacle(tensor: torch.Tensor) -> str:
+    """Why nothing can be written to a tensor; empty when it can."""
+    if tensor.is_inference():
+        return "was made under inference_mode"
+    if tensor.layout is torch.strided and tensor.device.type == "cpu":
+        with contextlib.suppress(RuntimeError):  # without memory of its own, as a DTensor: check_tensor refuses it
+            if elements_overlap(tensor):
+                return "has elements that share memory (expand, as_strided)"
+    return ""
+
+
+def check_supported(module: torch.nn.Module, group: Backend) -> None:
+    """Raise for a parameter or buffer that DDP can't carry; all ranks do, where their modules have one form.
+
+    Raises:
+        UnsupportedOpError: The first such, named.
+        ValueError: One is lazy; it is named.
+    """
+    tensors: list[tuple[str, torch.Tensor]] = [
+        (f"parameter {name!r}", parameter) for name, parameter in module.named_parameters()
+    ]
+    tensors += [(f"buffer {name!r}", buffer) for name, buffer in module.named_buffers()]
+    for title, tensor in tensors:
+        if is_lazy(tensor):
+            raise ValueError(f"{title} is lazy and has no shape yet: run the module once before DDP")
+        if group.world_size == 1:
+            continue
+        try:
+            check_tensor(tensor)
+            if tensor.requires_grad:
+                check_reduction(tensor.dtype, ReduceOp.MEAN)
+        except TypeError as error:
+            raise UnsupportedOpError(f"DDP can't give every rank {title} of {type(module).__name__}: {error}") from None
+        if obstacle := _obstacle(tensor):
+            raise UnsupportedOpError(
+                f"DDP can't give every rank {title} of {type(module).__name__}: it {obstacle}, so nothing can be"
+                " written to it. Make it a clone()."
+            )
 
 
 def _first_difference(mine: Sequence[str], expected: Sequence[str], rank: int) -> str | None:

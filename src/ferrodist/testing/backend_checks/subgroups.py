@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import TYPE_CHECKING
 
 from ferrodist.backends.base import Backend
 from ferrodist.backends.request import wait_all
 from ferrodist.backends.sub import SubBackend
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedTimeoutError, GroupAbortedError, GroupClosedError
+from ferrodist.errors import (
+    DistributedTimeoutError,
+    GroupAbortedError,
+    GroupClosedError,
+    PeerLostError,
+    SizeMismatchError,
+)
 from ferrodist.testing.backend_checks.harness import (
     LARGE,
     PATIENCE,
     RankRunner,
     backend_check,
     error_of,
+    let_others_block,
+    make_counter,
     make_signal,
     pattern,
     receive,
     same_bytes,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @backend_check(min_ranks=3)
@@ -173,6 +185,59 @@ def a_subgroup_closes_alone(runner: RankRunner, world_size: int) -> None:
     runner.run(world_size, program)
 
 
+@backend_check(min_ranks=3)
+def ranks_are_named_as_their_subgroup_does(runner: RankRunner, world_size: int) -> None:
+    """Errors in a sub-group, also of a sub-group, carry its numbers and its name: of who left the world, and of who
+    sent what does not fit.
+    """
+    for wait in (_in_recv, _in_send, _in_barrier):
+        for nested in (False, True):
+            _one_departure(runner, world_size, wait, nested=nested)
+
+
+def _one_departure(
+    runner: RankRunner, world_size: int, wait: Callable[[Backend, int], object], *, nested: bool
+) -> None:
+    ready = make_counter()
+
+    def program(world: Backend) -> None:
+        if world.rank not in (1, 2):
+            return
+        # Rank 2 of the world is rank 0 of the inner group, either way.
+        outer = SubBackend(world, [0, 2, 1], name="outer") if nested else world
+        group = SubBackend(outer, [1, 2] if nested else [2, 1], name="inner")
+        leaver = 0
+        if group.rank == leaver:
+            group.send(b"too long", 1, tag=1, timeout=PATIENCE)
+            assert ready.acquire(timeout=PATIENCE), "a rank is missing"
+            let_others_block(world, 0)
+            world.close(timeout=0.5)
+            return
+        misfit = error_of(SizeMismatchError, lambda: group.recv(bytearray(1), leaver, tag=1, timeout=PATIENCE), "recv")
+        assert misfit.ranks in ((), (leaver,)), f"{leaver} of {group.name} sent too much, named is {misfit.ranks}"
+        ready.release()
+        what = f"{wait.__name__.removeprefix('_in_')}, when rank {leaver} of a sub-group leaves the world,"
+        error = error_of(PeerLostError, lambda: wait(group, leaver), what)
+        assert error.ranks == (leaver,), f"{what} names {error.ranks}: {error}"
+        assert f"rank {leaver} of group 'inner'" in error.message, f"{what} says: {error}"
+
+    runner.run(world_size, program)
+
+
+def _in_recv(group: Backend, peer: int) -> None:
+    group.recv(bytearray(1), peer, timeout=PATIENCE)
+
+
+def _in_send(group: Backend, peer: int) -> None:
+    group.send(bytes(LARGE), peer, timeout=PATIENCE)
+    _in_recv(group, peer)  # a backend that takes any message over does not wait in send
+
+
+def _in_barrier(group: Backend, peer: int) -> None:
+    del peer
+    group.barrier(timeout=PATIENCE)
+
+
 SUBGROUP_CHECKS = (
     groups_keep_their_messages_apart,
     the_order_of_ranks_is_kept,
@@ -181,4 +246,5 @@ SUBGROUP_CHECKS = (
     a_subgroups_barrier_is_its_own,
     an_abort_ends_its_group_only,
     a_subgroup_closes_alone,
+    ranks_are_named_as_their_subgroup_does,
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import ferrodist as fd
+from ferrodist.backends.sub import SubBackend
 from ferrodist.deadline import Deadline
 from ferrodist.testing.backend_checks.harness import error_of, facts
 from ferrodist.testing.collective_checks.harness import LATE_SECONDS, same_group_anew
@@ -94,6 +95,11 @@ def _coalesced(group: Backend, counts: list[int]) -> None:
         handle.wait()
 
 
+def _exchange_ones(group: Backend, tensor: torch.Tensor) -> torch.Tensor:
+    counts = [1] * group.world_size
+    return fd.all_to_all_single_uneven(tensor, counts, counts, group=group)
+
+
 _VARIANTS: dict[str, tuple[Collective, Collective, tuple[str, ...]]] = {
     "element counts of allreduce": (
         lambda group: fd.allreduce(torch.ones(4), group=group),
@@ -118,7 +124,7 @@ _VARIANTS: dict[str, tuple[Collective, Collective, tuple[str, ...]]] = {
     "operations of reduce_scatter": (
         lambda group: fd.reduce_scatter(torch.ones(4), fd.ReduceOp.SUM, group=group),
         lambda group: fd.reduce_scatter(torch.ones(4), fd.premultiplied_sum(1.0), group=group),
-        ("sum", "premul"),
+        ("(sum,", "(premultiplied_sum,"),
     ),
     "roots of reduce": (
         lambda group: fd.reduce(torch.ones(4), 0, group=group),
@@ -150,6 +156,28 @@ _VARIANTS: dict[str, tuple[Collective, Collective, tuple[str, ...]]] = {
         lambda group: fd.gather(torch.ones(4, 4), dim=1, group=group),
         ("gather", "dim 0", "dim 1"),
     ),
+    "dims of all_gather": (
+        lambda group: fd.all_gather(torch.ones(4, 4), group=group),
+        lambda group: fd.all_gather(torch.ones(4, 4), -1, group=group),
+        ("all_gather(float32[", "dim=0)", "dim=1)"),
+    ),
+    "dims of a started all_gather": (
+        lambda group: fd.async_all_gather(torch.ones(4, 4), group=group).wait(),
+        lambda group: fd.async_all_gather(torch.ones(4, 4), 1, group=group).wait(),
+        ("all_gather(float32[", "dim=0)", "dim=1)"),
+    ),
+    "dims of reduce_scatter": (
+        lambda group: fd.reduce_scatter(torch.ones(4, 4), dim=-2, group=group),
+        lambda group: fd.async_reduce_scatter(torch.ones(4, 4), dim=1, group=group).wait(),
+        ("reduce_scatter(sum, float32[16], dim=0)", "reduce_scatter(sum, float32[16], dim=1)"),
+    ),
+    "dims of reduce_scatter_tensor": (
+        lambda group: fd.reduce_scatter_tensor(
+            torch.ones(fd.compute_shard_sizes(4, group.world_size)[group.rank], 4), torch.ones(4, 4), group=group
+        ),
+        lambda group: fd.reduce_scatter(torch.ones(4, 4), dim=1, group=group),
+        ("dim=0)", "dim=1)"),
+    ),
     "dims of all_gather_uneven": (
         lambda group: fd.all_gather_uneven(torch.ones(4, 4), dim=0, group=group),
         lambda group: fd.all_gather_uneven(torch.ones(4, 4), dim=-1, group=group),
@@ -175,6 +203,16 @@ _VARIANTS: dict[str, tuple[Collective, Collective, tuple[str, ...]]] = {
         lambda group: fd.all_to_all([torch.ones(4, dtype=torch.int32)] * group.world_size, group=group),
         ("float32", "int32"),
     ),
+    "sizes of all_to_all": (
+        lambda group: fd.all_to_all(torch.ones(group.world_size, 2), group=group),
+        lambda group: fd.all_to_all([torch.ones(3)] * group.world_size, group=group),
+        ("all_to_all(float32[2])", "all_to_all(float32[3])"),
+    ),
+    "rows of all_to_all_single_uneven": (
+        lambda group: _exchange_ones(group, torch.ones(group.world_size, 2)),
+        lambda group: _exchange_ones(group, torch.ones(group.world_size, 5)),
+        ("all_to_all(float32[2])", "all_to_all(float32[5])"),
+    ),
     "started operations": (
         lambda group: fd.async_allreduce(torch.ones(4), group=group).wait(),
         lambda group: fd.async_broadcast(torch.ones(4), group=group).wait(),
@@ -194,6 +232,21 @@ _VARIANTS: dict[str, tuple[Collective, Collective, tuple[str, ...]]] = {
         lambda group: fd.broadcast_object("a", 0, group=group),
         lambda group: fd.broadcast_object("a", 1, group=group),
         ("root=0", "root=1"),
+    ),
+    "sources of objects": (
+        lambda group: fd.scatter_object(["a"] * group.world_size, 0, group=group),
+        lambda group: fd.scatter_object(["a"] * group.world_size, 1, group=group),
+        ("scatter_object", "src=0", "src=1"),
+    ),
+    "objects and tensors": (
+        lambda group: fd.broadcast_object("a", group=group),
+        lambda group: fd.broadcast(torch.zeros(1, dtype=torch.int64), group=group),
+        ("broadcast_object", "broadcast(int64[1]"),
+    ),
+    "objects and sizes of objects": (
+        lambda group: fd.scatter_object(["a"] * group.world_size, group=group),
+        lambda group: fd.broadcast(torch.zeros(group.world_size, dtype=torch.int64), group=group),
+        ("scatter_object", "broadcast(int64["),
     ),
 }
 
@@ -224,15 +277,17 @@ def counts_that_do_not_meet(world: Backend) -> None:
         return
     for unit in (1, 100_000):
         group = same_group_anew(world)
-        send = [unit] * p
+        send = [unit] * p  # rows
         receive = [2 * unit if world.rank == 1 and src == 0 else unit for src in range(p)]
 
         def twice(group: Backend = group, send: list[int] = send, receive: list[int] = receive) -> None:
-            fd.all_to_all_single_uneven(torch.zeros(sum(send)), send, receive, group=group)
+            fd.all_to_all_single_uneven(torch.zeros(sum(send), 3), send, receive, group=group)
             fd.barrier(group)  # a rank whose own counts fit may hear of it here
 
         error = error_of(fd.SizeMismatchError, twice, "counts that don't meet")
-        assert error.ranks, f"the error names no rank: {error!r}"
+        assert error.ranks == (0,), f"rank 0 sends too little, the error names {error.ranks}: {error!r}"
+        said = f"rank 1 expects {2 * unit} rows from rank 0 (recv_counts[0])"
+        assert said in error.message, f"not in the error: {said!r}: {error.message!r}"
         if world.failure is not None:
             return
 
@@ -328,17 +383,17 @@ def ranks_that_leave_are_named(world: Backend) -> None:
     p = world.world_size
     if p < 2:
         return
-    for leaver in (p - 1, 0):
-        group = same_group_anew(world)
+    for leaver, order in ((p - 1, range(p)), (0, range(p)), (0, range(p)[::-1])):
+        group = SubBackend(world, order)
         fd.barrier(group)
-        if world.rank == leaver:
+        if group.rank == leaver:
             group.close()
             error_of(fd.GroupClosedError, lambda: fd.allreduce(torch.ones(3), group=group), "allreduce after close")  # noqa: B023
         else:
             error = error_of(fd.PeerLostError, lambda: fd.allreduce(torch.ones(3), group=group), "allreduce")  # noqa: B023
-            # An error's ranks are numbered in the group that it names, which for a sub-group may be the outermost one.
-            named = (leaver,) if f"group {group.name!r}" in error.message else error.ranks[:1]
-            assert error.ranks == named != (), f"rank {leaver} left, the error names {error.ranks}: {error}"
+            assert error.ranks == (leaver,), f"rank {leaver} left, the error names {error.ranks}: {error}"
+            named = f"rank {leaver} of group {group.name!r}"
+            assert named in error.message, f"{named} left, the error says: {error}"
             _stays_failed(group, error)
         if world.failure is not None:
             return

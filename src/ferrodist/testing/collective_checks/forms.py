@@ -108,6 +108,8 @@ def results_into_given_tensors(group: Backend) -> None:
             same_bits(out, inputs[last], f"broadcast of {what}")
         _in_place(group, inputs)
         _joined_and_divided(group, inputs)
+        _gathered_and_scattered(group, inputs)
+        _exchanged(group, inputs)
 
 
 def _in_place(group: Backend, inputs: list[torch.Tensor]) -> None:
@@ -152,6 +154,66 @@ def _joined_and_divided(group: Backend, inputs: list[torch.Tensor]) -> None:
     start = sum(sizes[:rank])
     fd.reduce_scatter(mine, out=mine[start : start + sizes[rank]])
     same_bits(mine[start : start + sizes[rank]], plain, "reduce_scatter into its part of the input")
+
+
+def _gathered_and_scattered(group: Backend, inputs: list[torch.Tensor]) -> None:
+    p, rank, last = group.world_size, group.rank, group.world_size - 1
+    rows = len(inputs[0])
+    for dim in (0, 1):
+        joined = torch.cat(inputs, dim)
+        for out in (torch.empty(joined.shape), torch.empty(joined.t().shape).t(), torch.empty(2 * p * rows, 4 * p)):
+            whole = out[: len(joined), : joined.shape[1]]
+            gathered = fd.gather(inputs[rank], last, dim=dim, out=whole if rank == last else None)
+            if rank == last:
+                assert gathered is whole, "gather returned another tensor than out="
+                same_bits(whole, joined, f"gather along {dim} with out=")
+            part = torch.empty(inputs[0].shape) if out.is_contiguous() else torch.empty(4, rows).t()
+            scattered = fd.scatter(joined if rank == last else None, last, dim=dim, out=part)
+            assert scattered is part, "scatter returned another tensor than out="
+            same_bits(part, inputs[rank], f"scatter along {dim} with out=")
+        sizes = [rank % 2 + 1 for rank in range(p)]
+        parts = [tensor.narrow(dim, 0, size) for tensor, size in zip(inputs, sizes, strict=True)]
+        uneven = torch.cat(parts, dim)
+        for whole in (torch.empty(uneven.shape), torch.empty(uneven.t().shape).t()):
+            assert fd.all_gather_uneven(parts[rank], dim, out=whole) is whole, "all_gather_uneven returned another"
+            same_bits(whole, uneven, f"all_gather_uneven along {dim} with out=")
+    buffer = torch.cat(inputs)
+    mine = buffer[rank * rows : (rank + 1) * rows]
+    fd.scatter(buffer if rank == last else None, last, out=mine)
+    same_bits(mine, inputs[rank], "scatter into a part of the input")
+    buffer.zero_()
+    mine.copy_(inputs[rank])
+    fd.gather(mine, last, out=buffer if rank == last else None)
+    if rank == last:
+        same_bits(buffer, torch.cat(inputs), "gather of a part of out=")
+
+
+def _exchanged(group: Backend, inputs: list[torch.Tensor]) -> None:
+    p, rank = group.world_size, group.rank
+    rows = len(inputs[0])
+    sent = [[tensor + 7 * dst for dst in range(p)] for tensor in inputs]
+    expected = [sent[src][rank] for src in range(p)]
+    counts = [rows] * p
+    for out in (torch.empty(p * rows, 4), torch.empty(4, p * rows).t()):
+        assert fd.all_to_all(torch.cat(sent[rank]), out=out) is out, "all_to_all returned another tensor than out="
+        same_bits(out, torch.cat(expected), "all_to_all with out=")
+        out.zero_()
+        back = fd.all_to_all_single_uneven(torch.cat(sent[rank]), counts, counts, out=out)
+        assert back is out, "all_to_all_single_uneven returned another tensor than out="
+        same_bits(out, torch.cat(expected), "all_to_all_single_uneven with out=")
+        out.copy_(torch.cat(sent[rank]))
+        assert fd.async_all_to_all(out, out=out).wait() is out, "async_all_to_all returned another tensor than out="
+        same_bits(out, torch.cat(expected), "async_all_to_all in place")
+        out.copy_(torch.cat(sent[rank]))
+        fd.all_to_all_single_uneven(out, counts, counts, out=out)
+        same_bits(out, torch.cat(expected), "all_to_all_single_uneven in place")
+    mine = [tensor.clone() for tensor in sent[rank]]
+    columns = torch.empty(rows, 4, p).unbind(-1)
+    for outs in (columns, [torch.empty(rows, 4) for _ in range(p)], mine):
+        received = fd.all_to_all(mine, out=outs)
+        assert all(one is other for one, other in zip(received, outs, strict=True)), "all_to_all returned others"
+        for src in range(p):
+            same_bits(outs[src], expected[src], f"all_to_all of tensors with out=, from rank {src}")
 
 
 def inputs_and_outputs_that_overlap(group: Backend) -> None:

@@ -86,6 +86,32 @@ def any_source_takes_what_comes(group: Backend) -> None:
             fd.send(torch.full((count,), float(rank)), 0, tag=tag)
 
 
+def every_receive_tells_the_sender(group: Backend) -> None:
+    """Whatever receives from ANY_SOURCE can say who sent: recv, sendrecv, recv_object and batch."""
+    rank, p = group.rank, group.world_size
+    if p == 1:
+        return
+    right, left = (rank + 1) % p, (rank - 1) % p
+    mine = torch.full((3,), float(rank))
+    came, sender = fd.sendrecv(mine, right, (3,), fd.ANY_SOURCE, return_source=True)
+    assert sender == left, f"rank {left} sent, sendrecv says {sender}"
+    same_bits(came, torch.full((3,), float(left)), "sendrecv from any rank")
+    into = torch.empty(3)
+    peers = fd.batch([fd.Recv(into, fd.ANY_SOURCE, 1), fd.Send(mine, right, 1)])
+    assert peers == [left, right], f"rank {left} sent and rank {right} received, batch says {peers}"
+    if rank:
+        fd.send(mine, 0, tag=2)
+        fd.send_object({"rank": rank}, 0, tag=3)
+        return
+    tensors = [fd.recv(None, None, fd.ANY_SOURCE, tag=2, return_source=True) for _ in range(p - 1)]
+    assert {sender for _, sender in tensors} == set(range(1, p)), f"recv says {[sender for _, sender in tensors]}"
+    for tensor, sender in tensors:
+        same_bits(tensor, torch.full((3,), float(sender)), "what came from any source")
+    objects = [fd.recv_object(fd.ANY_SOURCE, tag=3, return_source=True) for _ in range(p - 1)]
+    assert sorted(sender for _, sender in objects) == list(range(1, p)), f"recv_object says {objects}"
+    assert all(value == {"rank": sender} for value, sender in objects), f"recv_object mixed up senders: {objects}"
+
+
 def rings_and_batches(group: Backend) -> None:
     """A sendrecv around a ring, and batches in which all ranks send to all, don't block, however large."""
     rank, p = group.rank, group.world_size
@@ -220,6 +246,7 @@ MESSAGE_CHECKS: tuple[CollectiveCheck, ...] = (
     tensors_of_every_dtype,
     tags_keep_messages_apart,
     any_source_takes_what_comes,
+    every_receive_tells_the_sender,
     rings_and_batches,
     wrong_shapes_are_said,
     late_messages,

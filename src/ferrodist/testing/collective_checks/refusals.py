@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -101,16 +102,108 @@ def wrong_results_are_refused(group: Backend) -> None:
         (ValueError, "another shape", lambda: fd.reduce_scatter(tensor, out=torch.zeros(5, 3))),
         (TypeError, "another dtype", lambda: fd.broadcast(tensor, out=torch.zeros(4, 3, dtype=torch.float64))),
         (ValueError, "expanded", lambda: fd.allreduce(tensor, out=torch.zeros(1, 3).expand(4, 3))),
+        (
+            ValueError,
+            "elements that overlap",
+            lambda: fd.allreduce(tensor, out=torch.zeros(6).as_strided((4, 3), (1, 1))),
+        ),
+        (ValueError, "elements that overlap", lambda: fd.all_gather(tensor, out=_overlapping(4 * p, 3))),
         (RuntimeError, "an out that requires grad", lambda: fd.allreduce(tensor, out=graded)),
         (RuntimeError, "an input that requires grad", lambda: fd.allreduce(graded, out=tensor)),
         (RuntimeError, "an input that requires grad", lambda: fd.broadcast(graded, out=tensor)),
     ]
     if p > 1:
         cases.append((ValueError, "out of a rank that gets nothing", lambda: fd.reduce(tensor, 0, out=tensor)))
-    for kind, what, call in cases:
+        cases.append((ValueError, "out of a rank that gets nothing", lambda: fd.gather(tensor, 0, out=tensor)))
+    for kind, what, call in (*cases, *_wrong_results_of_movement(group)):
         _refuse(group, kind, f"out=: {what}", call)
     with torch.no_grad():
         fd.allreduce(graded, out=graded)
+
+
+def _wrong_results_of_movement(group: Backend) -> list[tuple[type[Exception], str, Call]]:
+    """Calls that gather, scatter and exchange into what can't be, on one rank: nothing may have gone out."""
+    p, rank = group.world_size, group.rank
+    whole, counts = torch.zeros(4 * p, 3), [4] * p
+    graded = torch.zeros(4 * p, 3, requires_grad=True)
+    doubles = torch.zeros(4 * p, 3, dtype=torch.float64)
+    parts = list(whole.chunk(p))
+    calls: dict[str, Callable[[Any], object]] = {
+        "gather": lambda out: fd.gather(parts[0], rank, out=out),
+        "all_gather_uneven": lambda out: fd.all_gather_uneven(parts[0], out=out),
+        "all_to_all": lambda out: fd.all_to_all(whole, out=out),
+        "async_all_to_all": lambda out: fd.async_all_to_all(whole, out=out),
+        "all_to_all_single_uneven": lambda out: fd.all_to_all_single_uneven(whole, counts, counts, out=out),
+        "scatter": lambda out: fd.scatter(torch.zeros(4 * p * p, 3), rank, out=out),
+    }
+    cases: list[tuple[type[Exception], str, Call]] = []
+    for name, call in calls.items():
+        cases += [
+            (TypeError, f"{name} into another dtype", lambda call=call: call(doubles)),  # type: ignore[misc]
+            (TypeError, f"{name} into what is no tensor", lambda call=call: call([whole])),  # type: ignore[misc]
+            (ValueError, f"{name} into expanded memory", lambda call=call: call(whole[:1].expand(4 * p, 3))),  # type: ignore[misc]
+            (ValueError, f"{name} into rows that overlap", lambda call=call: call(_overlapping(4 * p, 3))),  # type: ignore[misc]
+            (RuntimeError, f"{name} into what requires grad", lambda call=call: call(graded)),  # type: ignore[misc]
+        ]
+        if name not in {"gather", "all_gather_uneven"}:  # whose sizes the other ranks know
+            cases.append((ValueError, f"{name} into another shape", lambda call=call: call(whole[1:])))  # type: ignore[misc]
+    small = [torch.zeros(4, 3) for _ in range(p)]
+    lists: list[tuple[type[Exception], str, Any]] = [
+        (TypeError, "one tensor", whole),
+        (TypeError, "nothing", [None] * p),
+        (TypeError, "another dtype", [*small[1:], doubles[:4]]),
+        (ValueError, "another shape", [*small[1:], whole[:3]]),
+        (ValueError, "too few", small[1:]),
+        (RuntimeError, "what requires grad", [*small[1:], graded[:4]]),
+    ]
+    if p > 1:
+        lists.append((ValueError, "one tensor twice", [small[0]] * p))
+        lists.append((ValueError, "tensors that overlap", [whole[3 * i :][:4] for i in range(p)]))
+    for kind, what, out in lists:
+        cases.append((kind, f"all_to_all of tensors into {what}", lambda out=out: fd.all_to_all(parts, out=out)))  # type: ignore[misc]
+    wanted = [part.clone().requires_grad_() for part in parts]
+    cases.append((RuntimeError, "all_to_all of what requires grad", lambda: fd.all_to_all(wanted, out=small)))
+    return cases
+
+
+def results_that_other_ranks_show_to_be_wrong(group: Backend) -> None:
+    """An ``out`` whose shape others know to be wrong is refused too: they get their results, and the group goes on."""
+    p, rank = group.world_size, group.rank
+    part, whole = torch.full((2, 3), float(rank)), torch.cat([torch.full((2, 3), float(r)) for r in range(p)])
+    odd, what = rank == p - 1, "a result whose shape others know"
+    calls: list[Callable[[torch.Tensor | None], torch.Tensor]] = [
+        lambda out: fd.all_gather_uneven(part, out=out),
+        lambda out: fd.gather(part, p - 1, out=out if odd else None),
+        lambda out: fd.all_gather_uneven(part.t(), 1, out=out).t(),
+    ]
+    for call in calls:
+        if odd:
+            assert "shape" in str(error_of(ValueError, lambda call=call: call(torch.zeros(1, 3)), what))  # type: ignore[misc]
+        else:
+            result = call(None)
+            same_bits(result, whole if result.numel() else torch.empty(0), "the result of another rank")
+    wrong: list[tuple[type[Exception], torch.Tensor]] = [
+        (ValueError, torch.zeros(3, 3)),
+        (TypeError, torch.zeros(2, 3, dtype=torch.float64)),
+    ]
+    for kind, out in wrong * (p > 1):
+        scatter = functools.partial(fd.scatter, whole if rank == 0 else None)
+        if odd:
+            error_of(kind, functools.partial(scatter, out=out), what)
+        else:
+            same_bits(scatter(), part, "the part of another rank")
+    if p > 1:
+        graded = whole.clone().requires_grad_() if rank == 0 else None
+        if odd:
+            error_of(RuntimeError, lambda: fd.scatter(graded, out=torch.zeros(2, 3)), what)
+        else:
+            fd.scatter(graded)
+    same_bits(fd.allreduce(torch.ones(2)), torch.full((2,), float(p)), "an allreduce after all of it")
+
+
+def _overlapping(rows: int, columns: int) -> torch.Tensor:
+    """A tensor in which each row begins with the end of the one before."""
+    return torch.zeros(rows * columns).as_strided((rows, columns), (columns - 1, 1))
 
 
 def wrong_places_are_refused(group: Backend) -> None:
@@ -133,6 +226,17 @@ def wrong_places_are_refused(group: Backend) -> None:
             (IndexError, f"gather along {dim}", lambda dim=dim: fd.gather(tensor, dim=dim)),  # type: ignore[misc]
             (IndexError, f"scatter along {dim}", lambda dim=dim: fd.scatter(tensor, group.rank, dim=dim)),  # type: ignore[misc]
             (IndexError, f"reduce_scatter along {dim}", lambda dim=dim: fd.reduce_scatter(tensor, dim=dim)),  # type: ignore[misc]
+        ]
+    for dim in (12, -13, 2**40, -(2**40)):
+        for src in range(p):
+            mine = tensor if src == group.rank else None
+            what = f"scatter from {src} along {dim}"
+            cases.append((IndexError, what, lambda mine=mine, src=src, dim=dim: fd.scatter(mine, src, dim=dim)))  # type: ignore[misc]
+    for wrong in (cast("int", 0.5), cast("int", "0"), cast("int", None)):
+        cases += [
+            (TypeError, f"all_gather along {wrong!r}", lambda dim=wrong: fd.all_gather(tensor, dim)),  # type: ignore[misc]
+            (TypeError, f"gather along {wrong!r}", lambda dim=wrong: fd.gather(tensor, dim=dim)),  # type: ignore[misc]
+            (TypeError, f"scatter along {wrong!r}", lambda dim=wrong: fd.scatter(tensor, group.rank, dim=dim)),  # type: ignore[misc]
         ]
     cases += [
         (ValueError, "reduce_scatter of a number", lambda: fd.reduce_scatter(number)),
@@ -220,6 +324,21 @@ def objects_that_cannot_travel_are_refused(group: Backend) -> None:
         for name, call in cases:
             said = _refuse(group, TypeError, f"{name} of a {type(value).__name__}", call)
             assert not said or "allow_pickle" in said, f"{name} does not say what to do: {said!r}"
+    for pickled in (False, True):
+        deep: list[Any] = []
+        for _ in range(50_000):
+            deep = [deep]
+        kinds: dict[str, Call] = {
+            "all_gather_object": lambda: fd.all_gather_object(deep, allow_pickle=pickled),  # noqa: B023
+            "gather_object": lambda: fd.gather_object(deep, allow_pickle=pickled),  # noqa: B023
+            "broadcast_object": lambda: fd.broadcast_object(deep, group.rank, allow_pickle=pickled),  # noqa: B023
+            "scatter_object": lambda: fd.scatter_object([deep] * group.world_size, group.rank, allow_pickle=pickled),  # noqa: B023
+        }
+        if group.world_size > 1:
+            kinds["send_object"] = lambda: fd.send_object(deep, peer, allow_pickle=pickled)  # noqa: B023
+        for name, call in kinds.items():
+            said = _refuse(group, ValueError, f"{name} of what is nested too deeply", call)
+            assert not said or "nested too deeply" in said, f"{name} does not say why: {said!r}"
     _refuse(group, ValueError, "too few objects", lambda: fd.scatter_object([1] * (group.world_size + 1), group.rank))
 
 
@@ -254,6 +373,7 @@ REFUSAL_CHECKS: tuple[CollectiveCheck, ...] = (
     undefined_reductions_are_refused,
     tensors_that_cannot_travel_are_refused,
     wrong_results_are_refused,
+    results_that_other_ranks_show_to_be_wrong,
     wrong_places_are_refused,
     wrong_exchanges_are_refused,
     wrong_numbers_are_refused,

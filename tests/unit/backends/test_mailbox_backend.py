@@ -1,0 +1,128 @@
+"""What the in-process and the TCP backend share: how groups end that nobody closed, and what may be on its way."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+import ferrodist as fd
+from ferrodist.backends import mailbox
+from ferrodist.backends.mailbox import EAGER_LIMIT
+from ferrodist.testing import check_leaks, run_ranks
+
+if TYPE_CHECKING:
+    from ferrodist.backends.mailbox_backend import MailboxBackend
+
+_BACKENDS = ["simulated", "tcp-threads"]
+
+
+def _collect(group: MailboxBackend) -> None:
+    """Have all of the group's sub-groups, which nobody holds, collected."""
+    while len(group.subgroups):
+        gc.collect()  # does nothing while another thread does the same
+
+
+@pytest.mark.parametrize("backend", _BACKENDS)
+def test_dropped_sub_groups_are_forgotten(backend: str) -> None:
+    """A sub-group that is made for one use and not closed costs nothing once the next one is made."""
+
+    def program(group: MailboxBackend) -> int:
+        for _ in range(20):
+            fd.SubBackend(group, [0, 1]).barrier()
+        _collect(group)
+        last = fd.SubBackend(group, [1, 0])
+        last.barrier()
+        assert len(group._members) == len(group._names) == 2, "the world and the last one"
+        assert len(group.subgroups) == 1
+        group.barrier()
+        return len(group._left)
+
+    assert all(left <= 40 for left in run_ranks(program, 2, backend=backend, timeout=60))
+
+
+@pytest.mark.parametrize("backend", _BACKENDS)
+def test_dropping_a_sub_group_does_not_take_its_messages_back(backend: str) -> None:
+    """What was started in it arrives, and only then is the group left: who waits for more learns it."""
+
+    def program(group: MailboxBackend) -> None:
+        size = EAGER_LIMIT + 1
+        if group.rank == 0:
+            fd.SubBackend(group, [0, 1]).isend(b"a" * size, 1)
+            _collect(group)
+            fd.SubBackend(group, [0])
+            group.barrier()
+            group.barrier()
+            fd.SubBackend(group, [0])
+        else:
+            sub = fd.SubBackend(group, [0, 1])
+            group.barrier()
+            buffer = bytearray(size)
+            assert sub.recv(buffer, 0) == 0
+            assert buffer == b"a" * size
+            group.barrier()
+            with pytest.raises(fd.PeerLostError, match="left"):
+                sub.recv(buffer, 0)
+
+    run_ranks(program, 2, backend=backend, timeout=60)
+
+
+@pytest.mark.parametrize("backend", _BACKENDS)
+def test_a_large_receive_given_up_does_not_fill_the_mailbox(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room for a message that this rank asked for and then gave up is no room that its sender took."""
+    monkeypatch.setattr(mailbox, "MAX_UNASKED_BYTES", 1 << 20)
+
+    def program(group: MailboxBackend) -> None:
+        size = 4 << 20
+        if group.rank == 0:
+            group.recv(bytearray(1), 1, tag=1)
+            sending = group.isend(b"a" * size, 1)
+            group.send(b"x", 1, tag=2)
+            sending.wait(30)
+        else:
+            receive = group.irecv(bytearray(size), 0)
+            group.send(b"x", 0, tag=1)
+            group.recv(bytearray(1), 0, tag=2)
+            receive.cancel()
+        group.barrier()
+
+    run_ranks(program, 2, backend=backend, timeout=60)
+
+
+def test_a_reason_that_utf8_cannot_carry_reaches_all() -> None:
+    """An error that names a file whose name is no text ends the group everywhere, and the group can be closed."""
+
+    def program(group: MailboxBackend) -> None:
+        if group.rank == 0:
+            group.abort("can't read caf\udce9.png")
+        with pytest.raises(fd.GroupAbortedError, match=r"can't read caf(\udce9|\\udce9)\.png"):
+            group.recv(bytearray(1), 1 - group.rank)
+        group.close()
+
+    with check_leaks():
+        run_ranks(program, 2, backend="tcp-threads", timeout=60)
+
+
+def test_closing_ends_the_thread_whatever_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error on the way out is raised, and neither a thread nor a connection stays behind."""
+
+    def program(group: MailboxBackend) -> None:
+        group.barrier()
+        closed: list[int] = []
+        group.on_close(lambda: closed.append(1))
+        with monkeypatch.context() as patch:
+            if group.rank == 0:
+                patch.setattr(group, "_notify_left", lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    group.close()
+            else:
+                group.close()
+        group.close()
+        assert closed == [1]
+
+    with check_leaks():
+        start = time.monotonic()
+        run_ranks(program, 2, backend="tcp-threads", timeout=60)
+        assert time.monotonic() - start < 30

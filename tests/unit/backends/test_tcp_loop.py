@@ -1,0 +1,112 @@
+"""The thread that moves frames, alone: links that are blocked, that end, and platforms without epoll."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ferrodist.backends.tcp.frame import Frame, Kind
+from ferrodist.backends.tcp.link import Link
+from ferrodist.backends.tcp.loop import LinkLoop
+from ferrodist.testing import check_leaks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_LIMIT = 20.0
+_FRAME = Frame(kind=Kind.PING, source=1, destination=0)
+
+
+class _Recorder:
+    """A handler that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.num_frames = 0
+        self.ended: list[int] = []
+        self.broke: Exception | None = None
+        self.blocks: dict[Link, Link] = {}  # by the link whose next frame waits in front of the other
+        self._changed = threading.Condition()
+
+    def wait_for(self, condition: Callable[[], bool]) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: condition() or self.broke is not None, _LIMIT) and self.broke is None
+
+    def frame_begins(self, link: Link, frame: Frame) -> Callable[..., int]:
+        del link, frame
+        return lambda fill, start, stop: fill(memoryview(bytearray(stop - start)))
+
+    def frame_ends(self, link: Link, frame: Frame, sink: object) -> None:
+        del frame, sink
+        link.blocked_by = self.blocks.pop(link, None)
+        self._tell(num_frames=self.num_frames + 1)
+
+    def link_blocked(self, link: Link) -> None:
+        pass
+
+    def link_ended(self, link: Link, reason: str, *, by_violation: bool) -> None:
+        del reason, by_violation
+        self._tell(ended=[*self.ended, link.peer])
+
+    def loop_broke(self, error: Exception) -> None:
+        self._tell(broke=error)
+
+    def _tell(self, **changes: object) -> None:
+        with self._changed:
+            for name, value in changes.items():
+                setattr(self, name, value)
+            self._changed.notify_all()
+
+
+@contextlib.contextmanager
+def _connected(*peers: int) -> Iterator[tuple[dict[int, Link], dict[int, socket.socket]]]:
+    """A link to each peer, and the peers' sockets."""
+    links, far = {}, {}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for peer in peers:
+            far[peer] = socket.create_connection(server.getsockname())
+            links[peer] = Link(server.accept()[0], peer)
+    try:
+        yield links, far
+    finally:
+        for sock in far.values():
+            sock.close()
+
+
+@pytest.mark.skipif(not hasattr(select, "epoll"), reason="only with epoll is a link ever blocked")
+def test_blocked_links_that_end_together() -> None:
+    """The end of a link that blocks another reads that one too, and its end comes in the same moment."""
+    handler = _Recorder()
+    with check_leaks(), _connected(1, 2, 3) as (links, far):
+        loop = LinkLoop(handler, 4, "loop")
+        links[2].blocked_by = links[3]
+        links[1].blocked_by = links[2]
+        for link in links.values():
+            loop.touch(link)
+        loop._watch_touched()  # before the ends: both are found by one look
+        for peer in (2, 1):
+            far[peer].close()
+        loop.start()
+        assert handler.wait_for(lambda: sorted(handler.ended) == [1, 2]), handler.broke
+        loop.stop()
+
+
+def test_without_epoll_links_are_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a blocked link's end can't be watched none is: neither what was read ahead nor a later frame stays."""
+    monkeypatch.delattr(select, "epoll", raising=False)
+    handler = _Recorder()
+    with check_leaks(), _connected(1, 2) as (links, far):
+        loop = LinkLoop(handler, 3, "loop")
+        handler.blocks = {links[1]: links[2]}
+        for link in links.values():
+            loop.touch(link)
+        loop.start()
+        far[1].sendall(_FRAME.pack() * 3)
+        assert handler.wait_for(lambda: handler.num_frames == 3)
+        far[1].sendall(_FRAME.pack())
+        assert handler.wait_for(lambda: handler.num_frames == 4)
+        loop.stop()
