@@ -24,6 +24,7 @@ enum class FailureKind : int {
     unsupported, // the engine can't do it
     lost,        // the connection to `ranks` has ended
     protocol,    // `ranks` sent what no rank would send; `record` says what
+    failed,      // a collective has failed on `ranks`, which tell why another way
 };
 
 class Failure : public std::exception {

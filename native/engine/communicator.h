@@ -44,9 +44,15 @@ public:
         try {
             await_turn(place, deadline);
             const Turn turn(*this, place);
-            check();
-            collective(context_, deadline);
-            fabric_.flush(deadline);
+            try {
+                check();
+                collective(context_, deadline);
+                fabric_.flush(deadline);
+            } catch (...) {
+                break_off();
+                fabric_.give_up();
+                throw;
+            }
         } catch (Failure& failure) {
             failure.set_context(place, deadline.elapsed_seconds());
             break_off();

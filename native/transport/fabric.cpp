@@ -113,6 +113,12 @@ void Fabric::wait_for_all(const IsThere& is_there, FailureKind lateness, const D
     }
 }
 
+void Fabric::give_up() noexcept {
+    if (!links_) return;
+    for (int r = 0; r < num_ranks(); ++r)
+        if (links_->is_remote(r)) links_->send(r, tcp::Kind::failed, 0, 0, {});
+}
+
 void Fabric::leave() {
     segment_->leave(links_ ? local(rank_) : rank_);
     if (links_) links_->leave();

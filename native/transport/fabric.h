@@ -76,6 +76,8 @@ public:
     // Waits until all that was sent has left; collectives end with it.
     void flush(const Deadline& deadline);
 
+    // Tells the ranks of other hosts that a collective has failed here.
+    void give_up() noexcept;
     void leave();
     void stop() noexcept;  // in a forked child
     void abort(std::string_view record);

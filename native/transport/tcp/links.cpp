@@ -116,13 +116,14 @@ std::span<std::byte> Links::target_of(Peer& peer, int rank) const {
             if (header.offset > slot_bytes_ || header.size > slot_bytes_ - header.offset) break;
             return {slot(rank, header.number) + header.offset, header.size};
         case Kind::done:
+        case Kind::failed:
             if (header.size != 0) break;
             return {};
     }
     throw_violation(rank, "a frame of a kind or size that none has");
 }
 
-void Links::act_on(Peer& peer) {
+void Links::act_on(Peer& peer, int rank) {
     const std::uint64_t number = peer.header.number;
     switch (peer.header.kind) {
         case Kind::arrival:
@@ -139,6 +140,8 @@ void Links::act_on(Peer& peer) {
         case Kind::done:
             peer.progress.done.store(number);
             break;
+        case Kind::failed:
+            throw Failure(FailureKind::failed, {rank});
     }
 }
 
@@ -165,8 +168,8 @@ bool Links::read(Peer& peer, int rank) {
             total += static_cast<std::size_t>(count);
         }
         if (peer.num_received >= sizeof(Header) && peer.num_received == sizeof(Header) + target_of(peer, rank).size()) {
-            act_on(peer);
             peer.num_received = 0;
+            act_on(peer, rank);
         }
     }
     return total > 0;

@@ -18,7 +18,7 @@
 
 namespace ferrodist::tcp {
 
-enum class Kind : std::uint32_t { arrival = 1, counts = 2, staged = 3, folded = 4, done = 5 };
+enum class Kind : std::uint32_t { arrival = 1, counts = 2, staged = 3, folded = 4, done = 5, failed = 6 };
 
 // The same on all machines that can be in a group: little-endian, which `ferrodist` requires.
 struct Header {
@@ -53,7 +53,9 @@ public:
     // until that rank is known to have got it; a copy is taken of what is no longer than a line.
     void send(int rank, Kind kind, std::uint64_t number, std::size_t offset, std::span<const std::byte> data);
 
-    // Reads and writes what connections give and take without waiting; whether anything moved.
+    // Reads and writes what connections give and take without waiting; whether anything moved. Throws Failure{protocol},
+    // and Failure{failed} when a rank says so: it did so after all that it sent before, so a rank that comes late to a
+    // collective that has failed elsewhere finds it here beside the arrivals, whatever news comes another way.
     bool move();
 
     [[nodiscard]] bool has_unsent() const;
@@ -93,7 +95,7 @@ private:
     bool write(Peer& peer);
     bool read(Peer& peer, int rank);
     std::span<std::byte> target_of(Peer& peer, int rank) const;
-    static void act_on(Peer& peer);
+    static void act_on(Peer& peer, int rank);
 
     std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null for those of this host
     std::size_t slot_bytes_;

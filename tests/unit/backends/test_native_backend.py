@@ -301,3 +301,23 @@ def test_symmetric_shapes_are_compared():
 def test_symmetric_is_ordinary_elsewhere():
     """Backends without shared memory give ordinary tensors."""
     assert run_ranks(lambda group: fd.empty_symmetric((2, 3), torch.int8).shape, 2) == [(2, 3)] * 2
+
+
+def test_a_late_rank_is_told_over_the_connections():
+    """A collective that has failed elsewhere fails for a rank that comes late, also before other news reaches it."""
+    has_failed = threading.Event()
+
+    def program(group):
+        if group.rank == 0:
+            group._notify_abort = lambda *_: None  # no news by way of rank 0's other connections
+            with pytest.raises(fd.DistributedTimeoutError):
+                group.barrier(timeout=0.1)
+            has_failed.set()
+            return
+        assert has_failed.wait(30)
+        with pytest.raises(fd.GroupAbortedError, match="failed on rank 0") as caught:
+            group.barrier()
+        assert caught.value.ranks == (0,)
+        assert group.failure is not None
+
+    run_ranks(program, 2, backend="gloo-threads")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["FailureKind", "abort_record", "public_error", "queued_error"]
 
 _NEWS_SECONDS = 0.1
+_LONGEST_NEWS_SECONDS = 1.0
 _SENT_AND_EXPECTED = struct.Struct("=QQ")
 _MAX_REASON = 3000  # characters of a message, and
 _MAX_RANKS = 100  # ranks, so that a record fits the shared memory
@@ -54,6 +55,7 @@ class FailureKind(IntEnum):
     UNSUPPORTED = 9
     LOST = 10
     PROTOCOL = 11
+    FAILED = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +118,25 @@ def _left(failed: _Failed) -> DistributedError:
 
 def _lost(failed: _Failed) -> DistributedError:
     # The group's own connections say whether it left or died; they may take a moment longer to hear of it.
-    deadline = Deadline(_NEWS_SECONDS)
-    while failed.group.failure is None and not deadline.expired:
-        time.sleep(_NEWS_SECONDS / 100)
-    return failed.group.failure or PeerLostError(
+    return _news(failed.group, _NEWS_SECONDS) or PeerLostError(
         f"{failed.call}, operation {failed.call.sequence}: rank {failed.ranks[0]} of group {failed.group.name!r} has"
         f" left or died: its connection to rank {failed.group.rank} has ended",
         ranks=failed.ranks,
     )
+
+
+def _failed_there(failed: _Failed) -> DistributedError:
+    return _news(failed.group, _LONGEST_NEWS_SECONDS) or GroupAbortedError(
+        f"{failed.where}: it has failed on {ranks_text(failed.ranks)}, which did not say why", ranks=failed.ranks
+    )
+
+
+def _news(group: Backend, patience: float) -> DistributedError | None:
+    """Why the group has failed, as soon as its own connections tell."""
+    deadline = Deadline(patience)
+    while group.failure is None and not deadline.expired:
+        time.sleep(_NEWS_SECONDS / 100)
+    return group.failure
 
 
 def _protocol(failed: _Failed) -> DistributedError:
@@ -180,4 +193,5 @@ _ERRORS: dict[FailureKind, Callable[[_Failed], DistributedError]] = {
     FailureKind.UNSUPPORTED: _unsupported,
     FailureKind.LOST: _lost,
     FailureKind.PROTOCOL: _protocol,
+    FailureKind.FAILED: _failed_there,
 }
