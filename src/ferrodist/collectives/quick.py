@@ -46,8 +46,8 @@ def quick_allreduce(tensor: torch.Tensor, op: Any, group: Backend | None, out: t
     try:
         if not engine.compiled.quick_allreduce(tensor, target, getattr(op, "number", -1), engine.timeout):
             return None
-    except engine.failure_type as failure:
-        engine.fail_call(failure, "allreduce", tensor, tensor.numel(), op=op)
+    except BaseException as failure:
+        raise engine.call_error(failure, "allreduce", tensor, tensor.numel(), op=op) from None
     return target
 
 
@@ -65,8 +65,8 @@ def quick_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out:
     try:
         if not engine.compiled.quick_broadcast(tensor, tensor, root, engine.timeout):
             return None
-    except engine.failure_type as failure:
-        engine.fail_call(failure, "broadcast", tensor, tensor.numel(), root=root)
+    except BaseException as failure:
+        raise engine.call_error(failure, "broadcast", tensor, tensor.numel(), root=root) from None
     return tensor
 
 
@@ -88,8 +88,8 @@ def quick_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out:
     try:
         if not engine.compiled.quick_all_gather(tensor, target, engine.timeout):
             return None
-    except engine.failure_type as failure:
-        engine.fail_call(failure, "all_gather", tensor, tensor.numel() * engine.num_ranks, dim=0)
+    except BaseException as failure:
+        raise engine.call_error(failure, "all_gather", tensor, tensor.numel() * engine.num_ranks, dim=0) from None
     return target
 
 
@@ -115,8 +115,8 @@ def quick_reduce_scatter(
     try:
         if not engine.compiled.quick_reduce_scatter(tensor, target, getattr(op, "number", -1), engine.timeout):
             return None
-    except engine.failure_type as failure:
-        engine.fail_call(failure, "reduce_scatter", tensor, tensor.numel(), op=op, dim=0)
+    except BaseException as failure:
+        raise engine.call_error(failure, "reduce_scatter", tensor, tensor.numel(), op=op, dim=0) from None
     return target
 
 
@@ -140,8 +140,8 @@ def quick_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Ten
     try:
         if not engine.compiled.quick_all_to_all(tensor, target, engine.timeout):
             return None
-    except engine.failure_type as failure:
-        engine.fail_call(failure, "all_to_all", tensor, tensor.numel() // engine.num_ranks)
+    except BaseException as failure:
+        raise engine.call_error(failure, "all_to_all", tensor, tensor.numel() // engine.num_ranks) from None
     return target
 
 
@@ -161,8 +161,8 @@ def quick_barrier(group: Backend | None) -> bool:
         return False
     try:
         engine.compiled.quick_barrier(engine.timeout)
-    except engine.failure_type as failure:
-        engine.fail_barrier(failure)
+    except BaseException as failure:
+        raise engine.barrier_error(failure) from None
     return True
 
 
@@ -243,7 +243,7 @@ class _Started(PendingCollective[torch.Tensor]):
         except self._engine.failure_type as failure:
             facts = dict(self._facts)
             count = int(tensor.numel() * facts.pop("factor", 1))
-            self._engine.fail_call(failure, self.op_name, tensor, count, **facts)
+            raise self._engine.call_error(failure, self.op_name, tensor, count, **facts) from None
         if not self._has_result:
             self._has_result = True
             if not out.is_inference():  # the engine wrote raw memory: something may have saved it for a backward

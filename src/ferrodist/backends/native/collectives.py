@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -226,11 +226,8 @@ class NativeCollectives:
             self._open_at(sequence, call, deadline)
         try:
             return getattr(self.compiled, collective)(*arguments, timeout=deadline.remaining(), place=sequence)
-        except self.failure_type as failure:
-            self._fail(failure, call, timeout)
-        except BaseException as error:  # an interruption: this rank is out of step with the others
-            self._group.abort(f"rank {self._group.rank} left {call} by {type(error).__name__}")
-            raise
+        except BaseException as failure:
+            raise self._ended_by(failure, call, timeout) from None
 
     def empty_symmetric(self, call: Call, size_bytes: int, timeout: float) -> torch.Tensor:
         """Make symmetric memory, of ``size_bytes`` on each rank: a tensor of bytes, which keeps it.
@@ -248,13 +245,15 @@ class NativeCollectives:
 
     # What the short ways need: see collectives/quick.py.
 
-    def fail_call(self, failure: Exception, operation: str, tensor: torch.Tensor, count: int, **facts: Any) -> NoReturn:
-        """End the group for a failure of ``compiled``, and raise what it is called in public."""
-        self._fail(failure, _call(operation, tensor, count, **facts), self.timeout)
+    def call_error(
+        self, failure: BaseException, operation: str, tensor: torch.Tensor, count: int, **facts: Any
+    ) -> BaseException:
+        """End the group for what ended a call of ``compiled``, and return what to raise."""
+        return self._ended_by(failure, _call(operation, tensor, count, **facts), self.timeout)
 
-    def fail_barrier(self, failure: Exception) -> NoReturn:
-        """`fail_call` for a barrier."""
-        self._fail(failure, Call(operation="barrier"), self.timeout)
+    def barrier_error(self, failure: BaseException) -> BaseException:
+        """`call_error` for a barrier."""
+        return self._ended_by(failure, Call(operation="barrier"), self.timeout)
 
     def keep(self, started: Any) -> None:
         """Keep a started collective until it has ended."""
@@ -263,11 +262,14 @@ class NativeCollectives:
                 self._kept.popleft()
             self._kept.append(started)
 
-    def _fail(self, failure: Exception, call: Call, timeout: float) -> NoReturn:
-        """End the group for a failure of the engine, and raise what it is called in public."""
+    def _ended_by(self, failure: BaseException, call: Call, timeout: float) -> BaseException:
+        """End the group for what ended a call in the engine, and return what it is called in public."""
+        if not isinstance(failure, self.failure_type):  # an interruption: this rank is out of step with the others
+            self._group.abort(f"rank {self._group.rank} left {call} by {type(failure).__name__}")
+            return failure
         error = public_error(self._group, failure, call, timeout)
         self._group.abort(error)
-        raise (self._group.failure or error).fresh()
+        return (self._group.failure or error).fresh()
 
     def _open_at(self, sequence: int, call: Call, deadline: Deadline) -> None:
         """Open for the first collective of the group; the others wait for it."""
