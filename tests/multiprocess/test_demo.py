@@ -60,7 +60,7 @@ def test_the_demo_trains_compares_and_plots(tmp_path):
 
 def test_the_demo_fails_below_97_percent(tmp_path):
     """Too short a training ends with exit code 1 and says why; batches that don't divide by the ranks are all right."""
-    done = run(tmp_path, "-m", "ferrodist", "demo", "--epochs", "1", "--ranks", "5", "--seed", "3", "--plot", "own.png")
+    done = run(tmp_path, "-m", "ferrodist", "demo", "--epochs", "1", "--ranks", "3", "--seed", "3", "--plot", "own.png")
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.endswith("plot: own.png\nFAILED: test accuracy is below 97%\n")
     assert is_png(tmp_path / "own.png")

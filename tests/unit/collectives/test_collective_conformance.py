@@ -27,7 +27,7 @@ _GROUPS = [
     *(("simulated", size, None) for size in (1, 2, 3, 4, 7)),
     *(("tcp-threads", size, None) for size in (2, 3, 4)),
     *(("native-threads", size, None) for size in (1, 2, 3, 4, 7)),
-    *(("gloo-threads", size, None) for size in (2, 3, 4)),
+    ("gloo-threads", 3, None),
     *((backend, 4, _MEMBERS) for backend in ("simulated", "tcp-threads", "native-threads", "gloo-threads")),
 ]
 
