@@ -261,16 +261,16 @@ NB_MODULE(_native, m) {
     nb::class_<Communicator>(m, "Communicator", "One rank's part of a group of ranks of one host.")
         .def(
             "__init__",
-            [](Communicator* self, int descriptor, int rank, std::vector<int> local_indexes,
+            [](Communicator* self, int descriptor, int rank, const std::vector<int>& hosts,
                const std::vector<int>& links, int num_ranks, int group_size, std::size_t slot_bytes, bool is_crowded,
                std::uint32_t spin_micros) {
                 const shm::Layout layout = make_layout(num_ranks, group_size, slot_bytes, is_crowded, spin_micros);
                 std::unique_ptr<tcp::Links> connections;
                 if (num_ranks < group_size) connections = std::make_unique<tcp::Links>(links, slot_bytes);
                 new (self) Communicator(Fabric(map_segment(descriptor, layout), rank, std::move(connections),
-                                               std::move(local_indexes)));
+                                               hosts));
             },
-            "descriptor"_a, "rank"_a, "local_indexes"_a, "links"_a, "num_ranks"_a, "group_size"_a, "slot_bytes"_a, "is_crowded"_a, "spin_micros"_a)
+            "descriptor"_a, "rank"_a, "hosts"_a, "links"_a, "num_ranks"_a, "group_size"_a, "slot_bytes"_a, "is_crowded"_a, "spin_micros"_a)
         .def("reserve", &Communicator::reserve)
         .def(
             "abort",

@@ -1,14 +1,13 @@
 #include "collectives/reductions.h"
 
+#include "collectives/chain.h"
+#include "collectives/folder.h"
 #include "collectives/pipeline.h"
 #include "collectives/sizes.h"
 
 namespace ferrodist {
 
 namespace {
-
-// What is folded at a time where the result goes to two places: it is copied while it is in the first-level cache.
-constexpr std::size_t copied_bytes = 16 * 1024;
 
 shm::Call call_of(Operation operation, std::size_t count, const Reduction& reduction, int root = -1, int dim = -1) {
     return {.operation = static_cast<std::uint8_t>(operation),
@@ -17,80 +16,6 @@ shm::Call call_of(Operation operation, std::size_t count, const Reduction& reduc
             .dim = static_cast<std::int8_t>(dim),
             .root = root,
             .count = count};
-}
-
-// A reduction under way: its fold and, after `enter`, every rank's factor.
-class Folder {
-public:
-    Folder(Context& context, const Reduction& reduction)
-        : context_(context),
-          is_premultiplied_(reduction.op == ReduceOp::premultiplied_sum),
-          fold_(find_fold(reduction.dtype, reduction.op, context.instructions)) {
-        if (fold_ == nullptr) throw Failure(FailureKind::unsupported, {});
-    }
-
-    // Bytes that the factor takes of a call's payload.
-    [[nodiscard]] std::size_t head_bytes() const { return is_premultiplied_ ? sizeof(double) : 0; }
-
-    void begin_call(const shm::Call& call, const Reduction& reduction) {
-        payload_ = begin(context_, call);
-        if (is_premultiplied_) std::memcpy(payload_, &reduction.factor, sizeof(double));
-    }
-
-    // What follows the factor in this rank's payload.
-    [[nodiscard]] std::byte* payload() const { return payload_ + head_bytes(); }
-
-    // Folds one array a rank: `at(r)` says where rank r's lies.
-    template <class At>
-    void fold(std::byte* out, std::size_t count, const At& at) {
-        for (int r = 0; r < context_.num_ranks; ++r) context_.inputs[static_cast<std::size_t>(r)] = at(r);
-        fold_(out, context_.inputs.data(), context_.inputs.size(), count, factors());
-    }
-
-    // The same, with a second copy of the result.
-    template <class At>
-    void fold_twice(std::byte* out, std::byte* copy, std::size_t count, std::size_t element_size, const At& at) {
-        const std::size_t block = copied_bytes / element_size;
-        for (std::size_t start = 0; start < count; start += block) {
-            const std::size_t size = std::min(block, count - start);
-            const std::size_t offset = start * element_size;
-            fold(out + offset, size, [&](int r) { return at(r) + offset; });
-            copy_bytes(copy + offset, out + offset, size * element_size);
-        }
-    }
-
-private:
-    const double* factors() {
-        if (is_premultiplied_ && !has_factors_) {
-            for (int r = 0; r < context_.num_ranks; ++r)
-                std::memcpy(&context_.factors[static_cast<std::size_t>(r)], context_.arrival_of(r).payload.data(),
-                            sizeof(double));
-            has_factors_ = true;
-        }
-        return context_.factors.data();
-    }
-
-    Context& context_;
-    bool is_premultiplied_;
-    Fold fold_;
-    bool has_factors_ = false;
-    std::byte* payload_ = nullptr;
-};
-
-// The parts of one segment that the ranks fold, of equal size and aligned but for the last ones.
-struct Parts {
-    std::size_t count;  // elements of the segment
-    std::size_t part;   // elements of a part
-
-    [[nodiscard]] std::size_t begin_of(int rank) const { return std::min(count, static_cast<std::size_t>(rank) * part); }
-    [[nodiscard]] std::size_t size_of(int rank) const { return begin_of(rank + 1) - begin_of(rank); }
-};
-
-Parts divide(std::size_t count, int num_ranks, std::size_t element_size) {
-    const std::size_t unit = std::max<std::size_t>(part_alignment / element_size, 1);
-    const auto ranks = static_cast<std::size_t>(num_ranks);
-    const std::size_t even = (count + ranks - 1) / ranks;
-    return {.count = count, .part = (even + unit - 1) / unit * unit};
 }
 
 // The whole through the arrival line: one wait, no other cache line.
@@ -198,6 +123,8 @@ void fold_whole(Context& context, const shm::Call& call, std::byte* out, const s
         fold_inline(context, folder, out, source, count, element_size, deadline);
     } else if (size <= one_shot_bytes(context.fabric.layout())) {
         fold_one_shot(context, folder, out, source, count, element_size, call.root, deadline);
+    } else if (call.root < 0 && can_fold_in_chain(context.fabric, reduction)) {
+        fold_in_chain(context, folder, out, source, count, reduction, deadline);
     } else {
         fold_in_parts(context, folder, out, source, count, element_size, call.root, deadline);
     }

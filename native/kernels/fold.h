@@ -9,7 +9,7 @@
 namespace ferrodist {
 
 // Folds `count` elements of `num_inputs` arrays, in their order, into `out`, which may be one of them.
-// `factors` holds one factor an input for premultiplied sums and is not read otherwise. MEAN divides by `num_inputs`.
+// `factors` holds one factor an input for premultiplied sums, the divisor for MEAN, and is not read otherwise.
 using Fold = void (*)(std::byte* out, const std::byte* const* inputs, std::size_t num_inputs, std::size_t count,
                       const double* factors);
 

@@ -136,7 +136,7 @@ void fold_mean(std::byte* out_bytes, const std::byte* const* inputs, std::size_t
                const double* factors) {
     fold_plain<T, Sum>(out_bytes, inputs, num_inputs, count, factors);
     T* out = as<T>(out_bytes);
-    const T divisor = static_cast<T>(num_inputs);
+    const T divisor = static_cast<T>(factors[0]);
     for (std::size_t i = 0; i < count; ++i) out[i] = out[i] / divisor;
 }
 
@@ -180,7 +180,7 @@ void fold_small(std::byte* out_bytes, const std::byte* const* inputs, std::size_
             for (std::size_t i = 0; i < size; ++i) accumulator[i] = Op::apply(accumulator[i], wide[i]);
         }
         if constexpr (is_mean) {
-            const auto divisor = static_cast<float>(num_inputs);
+            const auto divisor = static_cast<float>(factors[0]);
             for (std::size_t i = 0; i < size; ++i) accumulator[i] = accumulator[i] / divisor;
         }
         narrow_array(accumulator, as<T>(out_bytes) + start, size);

@@ -16,14 +16,38 @@ constexpr auto look_at_host = std::chrono::microseconds(200);
 
 constexpr int crowded_looks = 16;
 
+// Each rank's place among those of its host.
+std::vector<int> places_in_segment(const std::vector<int>& hosts) {
+    std::vector<int> places;
+    for (auto own = hosts.begin(); own != hosts.end(); ++own)
+        places.push_back(static_cast<int>(std::count(hosts.begin(), own, *own)));
+    return places;
+}
+
+Chain chain_of(const std::vector<int>& hosts, int rank) {
+    if (hosts.empty()) return {};
+    const auto num_ranks = static_cast<int>(hosts.size());
+    const auto num_local = static_cast<int>(std::count(hosts.begin(), hosts.end(), hosts.front()));
+    if (num_local == num_ranks || num_ranks % num_local != 0) return {};
+    for (std::size_t r = 0; r < hosts.size(); ++r) {
+        const std::size_t first = r / static_cast<std::size_t>(num_local) * static_cast<std::size_t>(num_local);
+        if (hosts[r] != hosts[first] || std::count(hosts.begin(), hosts.end(), hosts[r]) != num_local) return {};
+    }
+    return {.num_local = num_local,
+            .first_local = rank / num_local * num_local,
+            .previous = rank >= num_local ? rank - num_local : -1,
+            .next = rank + num_local < num_ranks ? rank + num_local : -1};
+}
+
 }  // namespace
 
 Fabric::Fabric(std::shared_ptr<shm::Segment> segment, int rank, std::unique_ptr<tcp::Links> links,
-               std::vector<int> local_indexes)
+               const std::vector<int>& hosts)
     : segment_(std::move(segment)),
       links_(std::move(links)),
       rank_(rank),
-      local_indexes_(std::move(local_indexes)),
+      local_indexes_(places_in_segment(hosts)),
+      chain_(chain_of(hosts, rank)),
       has_local_peers_(segment_->layout().num_ranks > 1),
       layout_(segment_->layout()) {
     layout_.num_ranks = layout_.group_size;
@@ -58,6 +82,16 @@ void Fabric::publish_done(std::uint64_t number) {
 void Fabric::await(shm::Flag shm::Progress::* flag, std::uint64_t value, const Deadline& deadline) {
     if (!links_) return segment_->await(flag, value, deadline);
     wait_for_all([&](int r) { return (progress(r).*flag).load() >= value; }, FailureKind::stalled, deadline);
+}
+
+void Fabric::await_host(shm::Flag shm::Progress::* flag, std::uint64_t value, const Deadline& deadline) {
+    wait_for_all([&](int r) { return links_->is_remote(r) || (progress(r).*flag).load() >= value; },
+                 FailureKind::stalled, deadline);
+}
+
+void Fabric::await_rank(int rank, shm::Flag shm::Progress::* flag, std::uint64_t value, const Deadline& deadline) {
+    wait_for_all([&](int r) { return r != rank || (progress(r).*flag).load() >= value; }, FailureKind::stalled,
+                 deadline);
 }
 
 void Fabric::flush(const Deadline& deadline) {

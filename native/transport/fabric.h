@@ -17,20 +17,30 @@ struct Range {
     std::size_t size = 0;
 };
 
+// The neighbours of a rank where hosts follow one another in rank order, with equally many ranks each.
+struct Chain {
+    int num_local = 1;    // ranks of each host; 1 where there is no chain
+    int first_local = 0;  // the first rank of this host
+    int previous = -1;    // the rank of the same place on the host before, or -1
+    int next = -1;        // on the host after
+};
+
 class Fabric {
 public:
     // All ranks on this host.
     Fabric(std::shared_ptr<shm::Segment> segment, int rank)
         : Fabric(std::move(segment), rank, nullptr, {}) {}
 
-    // `local_indexes[r]` is the place of rank r in the segment; it has a meaning for ranks that `links` has not.
+    // `hosts[r]` is equal for ranks of the same host, which have their places in the segment in rank order; `links` has
+    // connections to all others.
     Fabric(std::shared_ptr<shm::Segment> segment, int rank, std::unique_ptr<tcp::Links> links,
-           std::vector<int> local_indexes);
+           const std::vector<int>& hosts);
 
     [[nodiscard]] int rank() const noexcept { return rank_; }
     // Of the whole group.
     [[nodiscard]] const shm::Layout& layout() const noexcept { return layout_; }
     [[nodiscard]] int num_ranks() const noexcept { return layout_.num_ranks; }
+    [[nodiscard]] const Chain& chain() const noexcept { return chain_; }
 
     [[nodiscard]] shm::Arrival& arrival(int r, std::uint64_t sequence) const {
         if (!links_) return segment_->arrival(r, sequence);
@@ -73,6 +83,14 @@ public:
 
     // Waits until `flag` of every rank is at least `value`.
     void await(shm::Flag shm::Progress::* flag, std::uint64_t value, const Deadline& deadline);
+    // The same for the ranks of this host alone, and for one rank of another host.
+    void publish_host(shm::Flag shm::Progress::* flag, std::uint64_t value) { segment_->publish(own().*flag, value); }
+    void await_host(shm::Flag shm::Progress::* flag, std::uint64_t value, const Deadline& deadline);
+    void await_rank(int r, shm::Flag shm::Progress::* flag, std::uint64_t value, const Deadline& deadline);
+    void send_to(int r, tcp::Kind kind, std::uint64_t number, const Range& range) {
+        links_->send(r, kind, number, range.offset, {slot(rank_, number) + range.offset, range.size});
+    }
+
     // Waits until all that was sent has left; collectives end with it.
     void flush(const Deadline& deadline);
 
@@ -95,8 +113,7 @@ private:
         if (!links_) return;
         for (int r = 0; r < num_ranks(); ++r) {
             if (!links_->is_remote(r)) continue;
-            const Range range = range_for(r);
-            links_->send(r, kind, number, range.offset, {slot(rank_, number) + range.offset, range.size});
+            send_to(r, kind, number, range_for(r));
         }
     }
     // Blocks until `is_there(r)` of every rank.
@@ -106,7 +123,8 @@ private:
     std::shared_ptr<shm::Segment> segment_;
     std::unique_ptr<tcp::Links> links_;
     int rank_;
-    std::vector<int> local_indexes_;
+    std::vector<int> local_indexes_;  // places in the segment, of the ranks that are in it
+    Chain chain_;
     bool has_local_peers_ = false;
     shm::Layout layout_;
 };

@@ -19,6 +19,12 @@ def task(function):
     return function
 
 
+def _bits(tensor):
+    """A tensor's bytes; every NaN as every other."""
+    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return bytes_of((torch.nan_to_num(parts) if parts.is_floating_point() else parts).contiguous())
+
+
 def results_of(group):
     """What collectives of many kinds and sizes give on this rank, as a digest that other backends must match."""
     digest = hashlib.blake2b()
@@ -39,7 +45,11 @@ def results_of(group):
                 else tensor,
             ]
             for output in outputs:
-                digest.update(bytes_of((torch.nan_to_num(output) if dtype.is_floating_point else output).contiguous()))
+                digest.update(_bits(output))
+    for dtype in (torch.float32, torch.complex128, torch.bool):  # large enough to go from host to host in a chain
+        for op in defined_reductions(dtype, 0.3 + group.rank):
+            output = fd.allreduce(elements(dtype, 150_001, group.rank), op)
+            digest.update(_bits(output))
     return digest.hexdigest()
 
 

@@ -113,8 +113,8 @@ def _has_netem(hosts: TwoHosts) -> str:
 
 @pytest.mark.parametrize(
     ("hosts", "address"),
-    [([0, 1], "[fd77::1]"), ([0, 1, 0, 1], "10.77.0.1")],
-    ids=["a-rank-a-host-ipv6", "two-ranks-a-host-ipv4"],
+    [([0, 1], "[fd77::1]"), ([0, 1, 0, 1], "10.77.0.1"), ([0, 0, 1, 1], "10.77.0.1")],
+    ids=["a-rank-a-host-ipv6", "hosts-in-turn-ipv4", "host-after-host-ipv4"],
 )
 def test_two_hosts_give_the_bits_of_one(hosts: list[int], address: str) -> None:
     """Collectives over shared memory and TCP in one group give what the simulated backend gives, bit for bit."""

@@ -32,6 +32,8 @@ def _engine_fold(op, inputs, factors, instructions):
     out = torch.empty_like(inputs[0])
     addresses = [tensor.data_ptr() for tensor in inputs]
     number = dtype_number(out)
+    if op is ReduceOp.MEAN:
+        factors = [float(len(inputs))]
     assert load().fold(out.data_ptr(), addresses, out.numel(), number, op.number, factors, instructions)
     return out
 

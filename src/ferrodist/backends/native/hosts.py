@@ -62,6 +62,10 @@ class Place:
         """Number of hosts of the group."""
         return len(set(self.hosts))
 
+    def host_numbers(self) -> list[int]:
+        """Each rank's host, as the lowest rank of that host."""
+        return [self.hosts.index(host) for host in self.hosts]
+
     def neighbours(self, rank: int) -> list[int]:
         """The ranks of the host of ``rank``, itself among them, in order."""
         return [other for other, host in enumerate(self.hosts) if host == self.hosts[rank]]

@@ -73,8 +73,7 @@ def open_communicator(group: Backend, place: Place, call: Call, timeout: float) 
             group, place, call, deadline, introduction=_processors(), create=create, use=use
         )
         links = connect_hosts(group, place, deadline)
-        local_indexes = [local_ranks.index(rank) if rank in local_ranks else -1 for rank in range(group.world_size)]
-        return load().Communicator(descriptor, group.rank, local_indexes, links, *layout)
+        return load().Communicator(descriptor, group.rank, place.host_numbers(), links, *layout)
 
 
 def open_symmetric(

@@ -1,0 +1,151 @@
+#include "collectives/chain.h"
+
+#include "collectives/pipeline.h"
+
+namespace ferrodist {
+
+namespace {
+
+bool is_small_float(DType dtype) {
+    return dtype == DType::float16 || dtype == DType::bfloat16 || dtype == DType::float8_e4m3fn ||
+           dtype == DType::float8_e5m2;
+}
+
+// One allreduce on one rank; see [Note: chain].
+class ChainFold {
+public:
+    ChainFold(Context& context, Folder& folder, std::byte* out, const std::byte* source, std::size_t count,
+              const Reduction& reduction)
+        : context_(context),
+          fabric_(context.fabric),
+          chain_(fabric_.chain()),
+          out_(out),
+          source_(source),
+          element_size_(size_of(reduction.dtype)),
+          pieces_{.count = count,
+                  .element_size = element_size_,
+                  .piece = elements_in(segment_bytes(count * element_size_, fabric_.layout()), element_size_)},
+          base_(context.segments) {
+        // The mean is divided where the fold ends.
+        const bool is_partial = chain_.next >= 0 && reduction.op == ReduceOp::mean;
+        fold_ = find_fold(reduction.dtype, is_partial ? ReduceOp::sum : reduction.op, context.instructions);
+        std::size_t index = 0;
+        if (chain_.previous >= 0) context_.factors[index++] = 1.0;
+        for (int j = 0; j < chain_.num_local; ++j) context_.factors[index++] = folder.factor_of(chain_.first_local + j);
+        if (reduction.op == ReduceOp::mean) context_.factors[0] = context.num_ranks;
+    }
+
+    void run(const Deadline& deadline) {
+        const std::size_t count = pieces_.num_segments();
+        stage(0, deadline);
+        for (std::size_t k = 0; k < count; ++k) {
+            if (k + 1 < count) stage(k + 1, deadline);
+            fold(k, deadline);
+            if (k > 0) take(k - 1, deadline);
+        }
+        take(count - 1, deadline);
+        context_.segments = base_ + count;
+        fabric_.publish_done(context_.segments);  // also for hosts that are no neighbours: what follows may use all slots
+    }
+
+private:
+    [[nodiscard]] Parts parts_of(std::size_t k) const { return divide(pieces_.size_of(k), chain_.num_local, element_size_); }
+    [[nodiscard]] int own_index() const { return context_.rank - chain_.first_local; }
+    [[nodiscard]] Range own_range(std::size_t k) const {
+        const Parts parts = parts_of(k);
+        return {.offset = parts.begin_of(own_index()) * element_size_, .size = parts.size_of(own_index()) * element_size_};
+    }
+
+    // `action(rank, offset, size)` for each slice of segment k that another rank of this host folds.
+    template <class Action>
+    void for_others(std::size_t k, const Action& action) const {
+        const Parts parts = parts_of(k);
+        for (int step = 1; step < chain_.num_local; ++step) {
+            const int j = (own_index() + step) % chain_.num_local;
+            action(chain_.first_local + j, parts.begin_of(j) * element_size_, parts.size_of(j) * element_size_);
+        }
+    }
+
+    void stage(std::size_t k, const Deadline& deadline) {
+        const std::uint64_t number = base_ + k;
+        if (number >= shm::num_slots && number - shm::num_slots + 1 > context_.known_done)
+            fabric_.await_host(&shm::Progress::done, number - shm::num_slots + 1, deadline);
+        std::byte* slot = fabric_.slot(context_.rank, number);
+        for_others(k, [&](int, std::size_t offset, std::size_t size) {
+            copy_bytes(slot + offset, source_ + pieces_.offset_bytes(k) + offset, size);
+        });
+        fabric_.publish_host(&shm::Progress::staged, number + 1);
+    }
+
+    void fold(std::size_t k, const Deadline& deadline) {
+        const std::uint64_t number = base_ + k;
+        const Range own = own_range(k);
+        fabric_.await_host(&shm::Progress::staged, number + 1, deadline);
+        if (chain_.previous >= 0) fabric_.await_rank(chain_.previous, &shm::Progress::staged, number + 1, deadline);
+        std::byte* slot = fabric_.slot(context_.rank, number) + own.offset;
+        std::byte* result = out_ + pieces_.offset_bytes(k) + own.offset;
+        for (std::size_t start = 0; start < own.size; start += copied_bytes) {
+            const std::size_t size = std::min(copied_bytes, own.size - start);
+            const std::size_t offset = own.offset + start;
+            std::size_t index = 0;
+            if (chain_.previous >= 0) context_.inputs[index++] = fabric_.slot(chain_.previous, number) + offset;
+            for (int r = chain_.first_local; r < chain_.first_local + chain_.num_local; ++r)
+                context_.inputs[index++] = r == context_.rank ? source_ + pieces_.offset_bytes(k) + offset
+                                                              : fabric_.slot(r, number) + offset;
+            std::byte* target = chain_.next >= 0 ? slot + start : result + start;
+            fold_(target, context_.inputs.data(), index, size / element_size_, context_.factors.data());
+            if (chain_.next < 0) copy_bytes(slot + start, target, size);
+        }
+        if (chain_.next >= 0) {
+            fabric_.send_to(chain_.next, tcp::Kind::staged, number, own);
+        } else {
+            publish_result(number, own);
+        }
+    }
+
+    void take(std::size_t k, const Deadline& deadline) {
+        const std::uint64_t number = base_ + k;
+        if (chain_.next >= 0) {
+            const Range own = own_range(k);
+            fabric_.await_rank(chain_.next, &shm::Progress::folded, number + 1, deadline);
+            const std::byte* theirs = fabric_.slot(chain_.next, number) + own.offset;
+            copy_bytes(fabric_.slot(context_.rank, number) + own.offset, theirs, own.size);
+            copy_bytes(out_ + pieces_.offset_bytes(k) + own.offset, theirs, own.size);
+            publish_result(number, own);
+        }
+        fabric_.await_host(&shm::Progress::folded, number + 1, deadline);
+        for_others(k, [&](int r, std::size_t offset, std::size_t size) {
+            copy_bytes(out_ + pieces_.offset_bytes(k) + offset, fabric_.slot(r, number) + offset, size);
+        });
+        fabric_.publish_host(&shm::Progress::done, number + 1);
+    }
+
+    void publish_result(std::uint64_t number, const Range& own) {
+        if (chain_.previous >= 0) fabric_.send_to(chain_.previous, tcp::Kind::folded, number, own);
+        fabric_.publish_host(&shm::Progress::folded, number + 1);
+    }
+
+    Context& context_;
+    Fabric& fabric_;
+    Chain chain_;
+    std::byte* out_;
+    const std::byte* source_;
+    std::size_t element_size_;
+    Pieces pieces_;
+    std::uint64_t base_;
+    Fold fold_;
+};
+
+}  // namespace
+
+bool can_fold_in_chain(const Fabric& fabric, const Reduction& reduction) {
+    return fabric.chain().num_local > 1 && !is_small_float(reduction.dtype);
+}
+
+void fold_in_chain(Context& context, Folder& folder, std::byte* out, const std::byte* source, std::size_t count,
+                   const Reduction& reduction, const Deadline& deadline) {
+    enter(context, deadline);
+    ChainFold(context, folder, out, source, count, reduction).run(deadline);
+}
+
+}  // namespace ferrodist
