@@ -57,7 +57,6 @@ def open_communicator(group: Backend, place: Place, call: Call, timeout: float) 
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for any collective.
     """
     deadline = Deadline(timeout)
-    local_ranks = place.neighbours(group.rank)
 
     def create(processors: Sequence[bytes]) -> int:
         return int(load().create_segment(*_layout(place, group.rank, processors)))
