@@ -47,14 +47,18 @@ def quick_allreduce(tensor: torch.Tensor, op: Any, group: Backend | None, out: t
         if not engine.compiled.quick_allreduce(tensor, target, getattr(op, "number", -1), engine.timeout):
             return None
     except BaseException as failure:
-        raise engine.call_error(failure, "allreduce", tensor, tensor.numel(), op=op) from None
+        raise engine.call_error(failure, "allreduce", tensor, target, op=op) from None
     return target
 
 
 def start_allreduce(tensor: torch.Tensor, op: Any, group: Backend | None, out: torch.Tensor | None) -> Any:
     """`async_allreduce`."""
+    engine = _engine_of(group)
     target = _like(tensor) if out is None else out
-    return _start("allreduce", tensor, target, group, getattr(op, "number", -1), facts={"op": op})
+    if engine is None or target is None:
+        return None
+    pending = engine.compiled.start_allreduce(tensor, target, getattr(op, "number", -1), engine.timeout)
+    return pending and _Started("allreduce", engine, pending, tensor, target, op=op)
 
 
 def quick_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -66,15 +70,17 @@ def quick_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out:
         if not engine.compiled.quick_broadcast(tensor, tensor, root, engine.timeout):
             return None
     except BaseException as failure:
-        raise engine.call_error(failure, "broadcast", tensor, tensor.numel(), root=root) from None
+        raise engine.call_error(failure, "broadcast", tensor, tensor, root=root) from None
     return tensor
 
 
 def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None) -> Any:
     """`async_broadcast`, in place."""
-    if out is not tensor or type(root) is not int:
+    engine = _engine_of(group)
+    if engine is None or out is not tensor or type(root) is not int:
         return None
-    return _start("broadcast", tensor, tensor, group, root, facts={"root": root})
+    pending = engine.compiled.start_broadcast(tensor, tensor, root, engine.timeout)
+    return pending and _Started("broadcast", engine, pending, tensor, tensor, root=root)
 
 
 def quick_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -89,7 +95,7 @@ def quick_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out:
         if not engine.compiled.quick_all_gather(tensor, target, engine.timeout):
             return None
     except BaseException as failure:
-        raise engine.call_error(failure, "all_gather", tensor, tensor.numel() * engine.num_ranks, dim=0) from None
+        raise engine.call_error(failure, "all_gather", tensor, target, dim=0) from None
     return target
 
 
@@ -99,7 +105,10 @@ def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out:
     if engine is None or dim != 0:
         return None
     target = _joined(tensor, engine.num_ranks) if out is None else out
-    return _start("all_gather", tensor, target, group, facts={"factor": engine.num_ranks, "dim": 0})
+    if target is None:
+        return None
+    pending = engine.compiled.start_all_gather(tensor, target, engine.timeout)
+    return pending and _Started("all_gather", engine, pending, tensor, target, dim=0)
 
 
 def quick_reduce_scatter(
@@ -116,7 +125,7 @@ def quick_reduce_scatter(
         if not engine.compiled.quick_reduce_scatter(tensor, target, getattr(op, "number", -1), engine.timeout):
             return None
     except BaseException as failure:
-        raise engine.call_error(failure, "reduce_scatter", tensor, tensor.numel(), op=op, dim=0) from None
+        raise engine.call_error(failure, "reduce_scatter", tensor, target, op=op, dim=0) from None
     return target
 
 
@@ -128,7 +137,10 @@ def start_reduce_scatter(
     if engine is None or dim != 0:
         return None
     target = _part(tensor, engine.num_ranks) if out is None else out
-    return _start("reduce_scatter", tensor, target, group, getattr(op, "number", -1), facts={"op": op, "dim": 0})
+    if target is None:
+        return None
+    pending = engine.compiled.start_reduce_scatter(tensor, target, getattr(op, "number", -1), engine.timeout)
+    return pending and _Started("reduce_scatter", engine, pending, tensor, target, op=op, dim=0)
 
 
 def quick_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -141,17 +153,18 @@ def quick_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Ten
         if not engine.compiled.quick_all_to_all(tensor, target, engine.timeout):
             return None
     except BaseException as failure:
-        raise engine.call_error(failure, "all_to_all", tensor, tensor.numel() // engine.num_ranks) from None
+        raise engine.call_error(failure, "all_to_all", tensor, target) from None
     return target
 
 
 def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Tensor | None) -> Any:
     """`async_all_to_all` of one tensor in even parts of dim 0."""
-    target = _like(tensor) if out is None else out
     engine = _engine_of(group)
-    if engine is None:
+    target = _like(tensor) if out is None else out
+    if engine is None or target is None:
         return None
-    return _start("all_to_all", tensor, target, group, facts={"factor": 1 / engine.num_ranks})
+    pending = engine.compiled.start_all_to_all(tensor, target, engine.timeout)
+    return pending and _Started("all_to_all", engine, pending, tensor, target)
 
 
 def quick_barrier(group: Backend | None) -> bool:
@@ -164,21 +177,6 @@ def quick_barrier(group: Backend | None) -> bool:
     except BaseException as failure:
         raise engine.barrier_error(failure) from None
     return True
-
-
-def _start(
-    name: str,
-    tensor: torch.Tensor,
-    target: torch.Tensor | None,
-    group: Backend | None,
-    *arguments: int,
-    facts: dict[str, Any],
-) -> _Started | None:
-    engine = _engine_of(group)
-    if engine is None or target is None:
-        return None
-    pending = getattr(engine.compiled, f"start_{name}")(tensor, target, *arguments, engine.timeout)
-    return None if pending is None else _Started(name, engine, pending, (tensor, target), facts)
 
 
 def _engine_of(group: Backend | None) -> Any:
@@ -219,14 +217,21 @@ class _Started(PendingCollective[torch.Tensor]):
         op_name: str,
         engine: Any,
         pending: Any,
-        tensors: tuple[torch.Tensor, torch.Tensor],
-        facts: dict[str, Any],
+        tensor: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        op: Any = "",
+        root: int = -1,
+        dim: int = -1,
     ) -> None:
         super().__init__(op_name, engine.group_name)
         self._engine = engine
         self._pending = pending
-        self._tensors = tensors
-        self._facts = facts
+        self._tensor = tensor
+        self._out = out
+        self._op = op
+        self._root = root
+        self._dim = dim
         self._has_result = False
         engine.keep(self)
 
@@ -236,14 +241,13 @@ class _Started(PendingCollective[torch.Tensor]):
 
     def wait(self, timeout: float | None = None) -> torch.Tensor:
         """Block until it has ended and return its result; see `PendingCollective.wait`."""
-        tensor, out = self._tensors
+        out = self._out
         try:
             if not self._pending.wait(math.inf if timeout is None else check_timeout(timeout)):
                 raise self._still_under_way(timeout)
         except self._engine.failure_type as failure:
-            facts = dict(self._facts)
-            count = int(tensor.numel() * facts.pop("factor", 1))
-            raise self._engine.call_error(failure, self.op_name, tensor, count, **facts) from None
+            facts = {"op": self._op, "root": self._root, "dim": self._dim}
+            raise self._engine.call_error(failure, self.op_name, self._tensor, out, **facts) from None
         if not self._has_result:
             self._has_result = True
             if not out.is_inference():  # the engine wrote raw memory: something may have saved it for a backward

@@ -246,9 +246,12 @@ class NativeCollectives:
     # What the short ways need: see collectives/quick.py.
 
     def call_error(
-        self, failure: BaseException, operation: str, tensor: torch.Tensor, count: int, **facts: Any
+        self, failure: BaseException, operation: str, tensor: torch.Tensor, out: torch.Tensor, **facts: Any
     ) -> BaseException:
         """End the group for what ended a call of ``compiled``, and return what to raise."""
+        count = out.numel() if operation == "all_gather" else tensor.numel()
+        if operation == "all_to_all":  # of each rank's part
+            count //= self.num_ranks
         return self._ended_by(failure, _call(operation, tensor, count, **facts), self.timeout)
 
     def barrier_error(self, failure: BaseException) -> BaseException:
