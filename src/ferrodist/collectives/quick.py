@@ -209,7 +209,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 class _Started(PendingCollective[torch.Tensor]):
     """A collective that the engine's own thread runs.
 
-    The engine holds addresses, so it keeps this object, and with it the tensors, until the collective has ended.
+    The engine holds addresses: when this object goes before the collective has ended, the tensors stay with the engine.
     """
 
     def __init__(
@@ -233,7 +233,11 @@ class _Started(PendingCollective[torch.Tensor]):
         self._root = root
         self._dim = dim
         self._has_result = False
-        engine.keep(self)
+
+    def __del__(self) -> None:
+        """Leave the tensors to the engine while it needs them."""
+        if not self._pending.is_done():
+            self._engine.keep(self._pending, self._tensor, self._out)
 
     def done(self) -> bool:
         """Whether it has ended, well or not; `wait` then returns or raises at once."""

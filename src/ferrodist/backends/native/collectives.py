@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +40,9 @@ class NativeCollectives:
     """
 
     def __init__(self, group: Backend, place: Place) -> None:
+        # First, for it goes first: its end waits for its thread, which may use what is kept below.
+        self.compiled: Any = None
+        """The engine's compiled part, once it is open."""
         self._group = group
         self._place = place
         self._opening = threading.Lock()
@@ -48,9 +50,7 @@ class NativeCollectives:
         self._num_reserved = 0
         self._opened = threading.Event()
         self._keeping = threading.Lock()
-        self._kept: deque[Any] = deque()  # in the order in which they end
-        self.compiled: Any = None
-        """The engine's compiled part, once it is open."""
+        self._kept: list[tuple[Any, ...]] = []
         self.num_ranks = group.world_size
         self.group_name = group.name
         self.timeout = group.timeout
@@ -258,12 +258,11 @@ class NativeCollectives:
         """`call_error` for a barrier."""
         return self._ended_by(failure, Call(operation="barrier"), self.timeout)
 
-    def keep(self, started: Any) -> None:
-        """Keep a started collective until it has ended."""
+    def keep(self, pending: Any, *tensors: torch.Tensor) -> None:
+        """Keep the tensors of a started collective until it has ended."""
         with self._keeping:
-            while self._kept and self._kept[0].done():
-                self._kept.popleft()
-            self._kept.append(started)
+            self._kept = [kept for kept in self._kept if not kept[0].is_done()]
+            self._kept.append((pending, *tensors))
 
     def _ended_by(self, failure: BaseException, call: Call, timeout: float) -> BaseException:
         """End the group for what ended a call in the engine, and return what it is called in public."""
