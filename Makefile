@@ -1,7 +1,7 @@
 # make demo    train a real model over two ranks, and plot it
 # make test    run the tests
 # make sanitize  run the native tests under the sanitizers
-# make bench   measure the collectives beside gloo and MPI (minutes, on a quiet machine)
+# make bench   measure it beside gloo and MPI (25 minutes, on a quiet machine)
 # make check   formatting, lint, types, the dependency rule
 #
 # Each sets up what it needs in .venv, once: a second call starts at once.
@@ -31,7 +31,7 @@ sanitize: $(INSTALLED)
 	$(call NATIVE_RUN,tsan,30000)
 
 bench: $(INSTALLED)
-	$(BIN)/ferrodist bench --ranks 2,4 --output build/bench
+	$(BIN)/ferrodist bench --full --output build/bench
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

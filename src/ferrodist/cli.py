@@ -164,8 +164,9 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _add_bench(commands: Subcommands) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure the collectives beside gloo, MPICH and Open MPI",
-        description="Measure the collectives beside gloo, MPICH and Open MPI. Needs the extra 'bench'.",
+        help="measure it beside gloo, MPICH and Open MPI",
+        description="Measure collectives, messages, asynchronous operations and group making beside gloo, MPICH and"
+        " Open MPI, on one host and on two that are emulated. Needs the extra 'bench'.",
         allow_abbrev=False,
     )
     add_bench_arguments(parser)

@@ -19,9 +19,8 @@ LIMIT = 100  # seconds; it takes about 10 where nothing else runs
 OURS = "native" if is_native_available() else "tcp"
 
 
-def test_peers_are_measured_and_checked(tmp_path):
-    """Every peer has figures for every case, from right results; the ratios are those of the medians."""
-    options = ["--peers", f"{OURS},gloo,limit", "--sizes", "8,48K", "--rounds", "3", "--seconds", "2"]
+def run(tmp_path, *options):
+    """Run the command; returns what it printed, and the paths and content of its report."""
     done = subprocess.run(
         [sys.executable, "-m", "ferrodist", "bench", *options, "--output", str(tmp_path / "out")],
         cwd=tmp_path,
@@ -36,16 +35,26 @@ def test_peers_are_measured_and_checked(tmp_path):
     (path,) = (tmp_path / "out").glob("bench-*.json")
     report = json.loads(path.read_text(encoding="utf-8"))
     assert report["is_complete"]
+    return done.stdout, path, report
+
+
+def test_peers_are_measured_and_checked(tmp_path):
+    """Every peer has figures for every case that it offers, from right results, in all suites of one host."""
+    suites = ["--suites", "collectives,messages,submit,overlap,groups", "--ranks", "2"]
+    output, path, report = run(tmp_path, *suites, "--peers", f"{OURS},gloo,limit", "--sizes", "8,48K", "--rounds", "2")
     names = ["allreduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
-    assert [(case["collective"], case["size_bytes"]) for case in report["cases"]] == [
+    assert [(case["operation"], case["size_bytes"]) for case in report["cases"]] == [
         *((name, size) for name in names for size in (8, 48 * 1024)),
         ("barrier", 0),
+        *((name, size) for name in ("send_recv", "submit", "overlap") for size in (8, 48 * 1024)),
+        *(("init_process_group", 0), ("new_group", 0)),
     ]
     for case in report["cases"]:
-        peers = [OURS, "gloo", *(["limit"] if case["size_bytes"] else [])]
-        assert [measured["peer"] for measured in case["measurements"]] == peers
-        assert all(0 < one["p10"] <= one["median"] <= one["p99"] < 10 for one in case["measurements"])
-        assert all(len(one["batches"]) == 3 for one in case["measurements"])
+        peers = [measured["peer"] for measured in case["measurements"]]
+        limit = ["limit"] if case["operation"] in (*names, "send_recv") else []
+        assert peers == [OURS, "gloo", *limit], case
+        assert all(0 < one["p10"] <= one["median"] <= one["p99"] < 100 for one in case["measurements"])
+        assert all(len(one["batches"]) == 2 for one in case["measurements"])
         assert case["failures"] == {}
-    assert done.stdout.count("memcpy (limit) ") == 1 + 2 * len(names) + 1
+    assert output.count("memcpy (limit) ") == 1 + 2 * (len(names) + 1) + 1
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

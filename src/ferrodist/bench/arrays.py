@@ -22,10 +22,16 @@ class Arrays(Protocol):
         """An array of any content, aligned."""
 
     def of(self, values: Sequence[float], dtype: DataType) -> Any:
-        """An array of these values."""
+        """An array of these values, which float32 can hold."""
+
+    def scale(self, values: Any, plus: float, factor: float, dtype: DataType) -> Any:
+        """A new array of (values + plus) * factor, from float32 values; the results must be exact."""
 
     def are_equal(self, left: Any, right: Any) -> bool:
         """Whether two arrays hold the same values."""
+
+    def multiply(self, left: Any, right: Any, out: Any) -> None:
+        """The product of two matrices into a third."""
 
 
 class TorchArrays:
@@ -45,9 +51,17 @@ class TorchArrays:
         """See `Arrays.of`."""
         return self._torch.tensor(values, dtype=self._dtypes[dtype])
 
+    def scale(self, values: Any, plus: float, factor: float, dtype: DataType) -> Any:
+        """See `Arrays.scale`."""
+        return ((values + plus) * factor).to(self._dtypes[dtype])
+
     def are_equal(self, left: Any, right: Any) -> bool:
         """See `Arrays.are_equal`."""
         return bool(self._torch.equal(left, right))
+
+    def multiply(self, left: Any, right: Any, out: Any) -> None:
+        """See `Arrays.multiply`."""
+        self._torch.mm(left, right, out=out)
 
 
 class NumpyArrays:
@@ -72,10 +86,21 @@ class NumpyArrays:
 
     def of(self, values: Sequence[float], dtype: DataType) -> Any:
         """See `Arrays.of`; bfloat16 must be exact."""
-        if dtype is not DataType.BFLOAT16:
-            return self._np.array(values, self._dtypes[dtype])
-        return (self._np.array(values, self._np.float32).view(self._np.uint32) >> 16).astype(self._np.uint16)
+        return self._narrow(self._np.array(values, self._np.float32), dtype)
+
+    def scale(self, values: Any, plus: float, factor: float, dtype: DataType) -> Any:
+        """See `Arrays.scale`."""
+        return self._narrow((values + self._np.float32(plus)) * self._np.float32(factor), dtype)
 
     def are_equal(self, left: Any, right: Any) -> bool:
         """See `Arrays.are_equal`."""
         return bool(self._np.array_equal(left, right))
+
+    def multiply(self, left: Any, right: Any, out: Any) -> None:
+        """See `Arrays.multiply`."""
+        self._np.matmul(left, right, out=out)
+
+    def _narrow(self, values: Any, dtype: DataType) -> Any:
+        if dtype is DataType.BFLOAT16:
+            return (values.view(self._np.uint32) >> 16).astype(self._np.uint16)
+        return values.astype(self._dtypes[dtype])

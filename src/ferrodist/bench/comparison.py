@@ -1,4 +1,4 @@
-"""A run: for each number of ranks the peers are started, and all cases measured."""
+"""A run: for each number of ranks and hosts the peers are started, and all cases measured."""
 
 from __future__ import annotations
 
@@ -6,66 +6,35 @@ import contextlib
 import importlib.metadata
 import tempfile
 import time
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ferrodist.bench.cases import Case, Collective, DataType
+from ferrodist.bench.hosts import EmulatedHosts, HostsUnavailableError
+from ferrodist.bench.link import LinkContestant
 from ferrodist.bench.machine import available_bytes, describe_machine
+from ferrodist.bench.peers import Peer
+from ferrodist.bench.plan import Plan, stages_of
 from ferrodist.bench.quantities import format_bytes
 from ferrodist.bench.rank_group import PeerFailedError, RankGroup
 from ferrodist.bench.report import PeerReport, Report
-from ferrodist.bench.rounds import RoundSettings, measure_case
+from ferrodist.bench.rounds import measure_case
+from ferrodist.bench.runners import PeerContestant
 from ferrodist.bench.table import case_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ferrodist.bench.cases import Case
     from ferrodist.bench.display import Display
-    from ferrodist.bench.peers import Peer
+    from ferrodist.bench.plan import Chapter, Stage
+    from ferrodist.bench.runners import Contestant
 
-__all__ = ["Plan", "begin_report", "cases_of", "run_comparison"]
+__all__ = ["begin_report", "run_comparison"]
 
 _START_SECONDS = 90.0
 _MEMORY_SHARE = 0.7
 _LONGEST_FOLDER = 70  # a Unix socket's path has 107 characters, and ours lies below
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What to measure: every combination of these.
-
-    Args:
-        collectives: Operations; a barrier is measured once for each number of ranks.
-        ranks: Numbers of ranks.
-        dtypes: Types.
-        sizes: Bytes.
-        peers: Who, in the order of the tables.
-        rounds: How long.
-    """
-
-    collectives: Sequence[Collective]
-    ranks: Sequence[int]
-    dtypes: Sequence[DataType]
-    sizes: Sequence[int]
-    peers: Sequence[Peer]
-    rounds: RoundSettings
-
-
-def cases_of(plan: Plan, num_ranks: int) -> list[Case]:
-    """The cases of a plan on a number of ranks, in order."""
-    cases = []
-    for collective in plan.collectives:
-        if collective is Collective.BARRIER:
-            cases.append(Case(collective=collective, num_ranks=num_ranks))
-            continue
-        cases += [
-            Case(collective=collective, num_ranks=num_ranks, dtype=dtype, size_bytes=size)
-            for dtype in plan.dtypes
-            for size in plan.sizes
-        ]
-    return cases
 
 
 def begin_report(plan: Plan) -> Report:
@@ -91,61 +60,95 @@ def run_comparison(plan: Plan, report: Report, display: Display) -> None:
         display: Told of all.
     """
     begin = time.monotonic()
+    comparison = _Comparison(plan, report, display)
     try:
-        for num_ranks in plan.ranks:
-            with contextlib.ExitStack() as stack:
-                folder = Path(stack.enter_context(_short_folder()))
-                groups = []
-                for peer in plan.peers:
-                    facts = PeerReport(peer=peer.value, num_ranks=num_ranks)
-                    report.peers.append(facts)
-                    group = _start_peer(peer, num_ranks, folder / peer.value, facts, display)
-                    if group is not None:
-                        groups.append(stack.enter_context(group))
-                for case in cases_of(plan, num_ranks):
-                    _measure(case, groups, plan.rounds, report, display)
+        for stage in stages_of(plan):
+            comparison.run_stage(stage)
         report.is_complete = True
     finally:
         report.seconds = round(time.monotonic() - begin, 1)
 
 
-def _start_peer(peer: Peer, num_ranks: int, folder: Path, facts: PeerReport, display: Display) -> RankGroup | None:
-    """A peer's ranks, which the caller ends; None, and the reason in ``facts``, when they can't be had."""
-    folder.mkdir()
-    try:
-        group = RankGroup(
-            peer, num_ranks, folder=folder, timeout=_START_SECONDS, tell=lambda line: display.say([f"{line} ..."])
-        )
-    except PeerFailedError as error:
-        facts.reason = str(error)
-        display.say([f"{peer.title} on {num_ranks} ranks is left out: {error}"])
-        return None
-    facts.versions, facts.command = group.versions, _shown(group.command)
-    versions = ", ".join(" ".join(item) for item in group.versions.items())
-    display.say([f"{peer.title} on {num_ranks} ranks: {versions}"])
-    return group
+class _Comparison:
+    """A run: what it does, and where it tells of it."""
 
+    def __init__(self, plan: Plan, report: Report, display: Display) -> None:
+        self._plan, self._report, self._display = plan, report, display
 
-def _measure(case: Case, groups: Sequence[RankGroup], rounds: RoundSettings, report: Report, display: Display) -> None:
-    needed = (case.input_elements + case.output_elements) * case.dtype.size_bytes * case.num_ranks * len(groups)
-    available = available_bytes()
-    title = f"{case.collective.value} of {format_bytes(case.size_bytes)} on {case.num_ranks} ranks"
-    display.begin(title, rounds.num_rounds)
-    if available and needed > _MEMORY_SHARE * available:
-        report.left_out.append(
-            f"{title} was left out: all peers' ranks together need {format_bytes(needed)},"
-            f" and {format_bytes(available)} are free"
+    def run_stage(self, stage: Stage) -> None:
+        """Start the peers of a stage, measure its cases, end the peers."""
+        with contextlib.ExitStack() as stack:
+            try:
+                hosts = stack.enter_context(EmulatedHosts()) if stage.num_hosts > 1 else None
+            except HostsUnavailableError as error:
+                self._leave_out(f"{stage.title}: {error}")
+                return
+            contestants = self._start_peers(stage, hosts, stack)
+            for chapter, case in stage.cases():
+                self._measure(chapter, case, [contestants[peer] for peer in chapter.peers if peer in contestants])
+
+    def _start_peers(
+        self, stage: Stage, hosts: EmulatedHosts | None, stack: contextlib.ExitStack
+    ) -> dict[Peer, Contestant]:
+        """The peers of a stage that can be had, which ``stack`` ends; the report says why others can't."""
+        folder = Path(stack.enter_context(_short_folder()))
+        contestants: dict[Peer, Contestant] = {}
+        for peer in stage.peers:
+            facts = PeerReport(peer=peer.value, num_ranks=stage.num_ranks, num_hosts=stage.num_hosts)
+            self._report.peers.append(facts)
+            title = f"{peer.title} on {stage.title}"
+            try:
+                started: RankGroup | LinkContestant
+                if peer is Peer.IPERF3:
+                    assert hosts is not None, "only suites of several hosts have this peer"
+                    contestants[peer] = started = stack.enter_context(LinkContestant(hosts))
+                else:
+                    started = stack.enter_context(self._start_ranks(peer, stage, folder / peer.value, hosts))
+                    contestants[peer] = PeerContestant(started)
+            except PeerFailedError as error:
+                facts.reason = str(error)
+                self._display.say([f"{title} is left out: {error}"])
+                continue
+            facts.versions, facts.command = started.versions, _shown(started.command)
+            self._display.say([f"{title}: {', '.join(' '.join(item) for item in started.versions.items())}"])
+        return contestants
+
+    def _start_ranks(self, peer: Peer, stage: Stage, folder: Path, hosts: EmulatedHosts | None) -> RankGroup:
+        folder.mkdir()
+        return RankGroup(
+            peer,
+            stage.num_ranks,
+            folder=folder,
+            timeout=_START_SECONDS,
+            tell=lambda line: self._display.say([f"{line} ..."]),
+            hosts=hosts,
         )
-        display.say([report.left_out[-1]])
-        return
-    measured = measure_case(case, groups, rounds, display.show_round)
-    report.cases.append(measured)
-    display.say(["", *case_lines(measured)])
+
+    def _measure(self, chapter: Chapter, case: Case, contestants: Sequence[Contestant]) -> None:
+        size = f" of {format_bytes(case.size_bytes)}" if case.operation.has_size else ""
+        title = f"{case.operation.value}{size} on {case.num_ranks} ranks"
+        self._display.begin(title, self._plan.rounds.num_rounds)
+        elements = case.input_elements + case.output_elements
+        needed = elements * case.dtype.size_bytes * case.num_ranks * len(contestants)
+        available = available_bytes()
+        if available and needed > _MEMORY_SHARE * available:
+            self._leave_out(
+                f"{title}: all peers' ranks together need {format_bytes(needed)},"
+                f" and {format_bytes(available)} are free"
+            )
+            return
+        measured = measure_case(chapter.suite, case, contestants, self._plan.rounds, self._display.show_round)
+        self._report.cases.append(measured)
+        self._display.say(["", *case_lines(measured)])
+
+    def _leave_out(self, what: str) -> None:
+        self._report.left_out.append(f"left out, {what}")
+        self._display.say([self._report.left_out[-1]])
 
 
 def _shown(command: Sequence[str]) -> str:
     """A command without this machine's paths and this run's options."""
-    end = command.index("--socket")
+    end = command.index("--socket") if "--socket" in command else len(command)
     return " ".join(Path(word).name if word.startswith("/") else word for word in command[:end])
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ferrodist.bench.peers import OURS, Peer
+from ferrodist.bench.peers import LIMITS, OURS, Peer
 from ferrodist.bench.plot import save_plot
-from ferrodist.bench.quantities import format_bytes, format_ratio, format_seconds
-from ferrodist.bench.table import summary_lines
+from ferrodist.bench.quantities import format_bytes, format_ratio
+from ferrodist.bench.suites import SUITES, Suite
+from ferrodist.bench.table import format_value, parts_of, summary_lines, where
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,14 +54,29 @@ def _section(report: Report, picture: str | None) -> list[str]:
         "",
     ]
     if picture is not None:
-        lines += [f"![Time over size, for each collective]({picture})", ""]
-    groups: dict[tuple[int, str, str], list[CaseReport]] = {}
-    for case in report.cases:
-        groups.setdefault((case.num_ranks, case.dtype if case.size_bytes else "", case.collective), []).append(case)
-    for (num_ranks, dtype, collective), cases in groups.items():
-        title = ", ".join(filter(None, (collective, f"{num_ranks} ranks", dtype)))
-        lines += [f"### {title}", "", *_case_table(cases), ""]
+        lines += [f"![Time over size, for each operation]({picture})", ""]
+    for suite in Suite:
+        cases = [case for case in report.cases if case.suite == suite.value]
+        if cases:
+            lines += [f"### {SUITES[suite].title}", "", *_suite_tables(cases)]
     return [*lines, "### Where ferrodist is slower, and what is missing", "", *_summary(report)]
+
+
+def _suite_tables(cases: Sequence[CaseReport]) -> list[str]:
+    groups: dict[str, list[CaseReport]] = {}
+    for case in cases:
+        title = ", ".join(filter(None, (case.operation, where(case), case.dtype if case.size_bytes else "")))
+        groups.setdefault(title, []).append(case)
+    lines = []
+    for title, chosen in groups.items():
+        lines += [f"#### {title}", "", *_case_table(chosen), *_reasons(chosen), ""]
+    return lines
+
+
+def _reasons(cases: Sequence[CaseReport]) -> list[str]:
+    """Why peers have no figure."""
+    found = {(name, reason): None for case in cases for name, reason in case.not_offered.items()}
+    return ["", *(f"{Peer(name).title}: {reason}." for name, reason in found)] if found else []
 
 
 def _facts(report: Report) -> list[str]:
@@ -77,11 +93,11 @@ def _facts(report: Report) -> list[str]:
 
 
 def _peer_table(report: Report) -> list[str]:
-    lines = ["| peer | ranks | versions | started by |", "|---|---|---|---|"]
+    lines = ["| peer | where | versions | started by |", "|---|---|---|---|"]
     for peer in report.peers:
         what = peer.reason or ", ".join(f"{name} {version}" for name, version in peer.versions.items())
         command = f"`{peer.command}`" if peer.command else "not measured"
-        lines.append(f"| {Peer(peer.peer).title} | {peer.num_ranks} | {_cell(what)} | {command} |")
+        lines.append(f"| {Peer(peer.peer).title} | {where(peer)} | {_cell(what)} | {command} |")
     return lines
 
 
@@ -100,21 +116,22 @@ def _explanation(peer: Peer) -> str:
     """What stands beside a median in the column of a peer."""
     if peer in OURS:
         return " [p10, p99] (/limit)"
-    return "" if peer is Peer.LIMIT else " (/ferrodist)"
+    return "" if peer in LIMITS else " (/ferrodist)"
 
 
 def _figures(case: CaseReport, peer: Peer) -> str:
     measured = case.of(peer)
     if measured is None:
         return "failed" if peer.value in case.failures else "-"
-    median = format_seconds(measured.median)
-    if peer is Peer.LIMIT:
+    median = format_value(case, measured.median)
+    if peer in LIMITS:
         return median
+    parts = f"; {parts_of(measured)}" if measured.parts else ""
     if peer in OURS:
         to_limit = case.ratio_to_limit(measured)
-        spread = f"{median} [{format_seconds(measured.p10)}, {format_seconds(measured.p99)}]"
-        return spread if to_limit is None else f"{spread} ({format_ratio(to_limit)})"
-    text = f"{median} ({format_ratio(case.ratio_to_ours(measured))})"
+        spread = f"{median} [{format_value(case, measured.p10)}, {format_value(case, measured.p99)}]"
+        return (spread if to_limit is None else f"{spread} ({format_ratio(to_limit)})") + parts
+    text = f"{median} ({format_ratio(case.ratio_to_ours(measured))}){parts}"
     return f"**{text}**" if measured in case.faster_peers else text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["OURS", "MpiLibrary", "Peer"]
+__all__ = ["LIMITS", "OURS", "MpiLibrary", "Peer"]
 
 
 class MpiLibrary(enum.Enum):
@@ -18,6 +18,7 @@ class Peer(enum.Enum):
     """A library with the settings it is measured with; the value is its name on the command line."""
 
     NATIVE = "native"
+    NATIVE_SYMMETRIC = "native-symmetric"
     NATIVE_TCP = "native-tcp"
     TCP = "tcp"
     GLOO = "gloo"
@@ -26,6 +27,7 @@ class Peer(enum.Enum):
     OPENMPI = "openmpi"
     OPENMPI_SINGLE = "openmpi-single"
     LIMIT = "limit"
+    IPERF3 = "iperf3"
 
     @property
     def title(self) -> str:
@@ -45,6 +47,7 @@ class Peer(enum.Enum):
 
 _TITLES = {
     Peer.NATIVE: "ferrodist",
+    Peer.NATIVE_SYMMETRIC: "ferrodist, symmetric",
     Peer.NATIVE_TCP: "ferrodist, TCP",
     Peer.TCP: "ferrodist, Python",
     Peer.GLOO: "gloo",
@@ -53,6 +56,7 @@ _TITLES = {
     Peer.OPENMPI: "Open MPI",
     Peer.OPENMPI_SINGLE: "Open MPI single",
     Peer.LIMIT: "memcpy (limit)",
+    Peer.IPERF3: "iperf3 (limit)",
 }
 
 _LIBRARIES = {
@@ -62,5 +66,8 @@ _LIBRARIES = {
     Peer.OPENMPI_SINGLE: MpiLibrary.OPENMPI,
 }
 
-OURS = {Peer.NATIVE: "native", Peer.NATIVE_TCP: "gloo", Peer.TCP: "tcp"}
+OURS = {Peer.NATIVE: "native", Peer.NATIVE_SYMMETRIC: "native", Peer.NATIVE_TCP: "gloo", Peer.TCP: "tcp"}
 """Ferrodist's peers and the names of their backends; all are compared with the first of them that was measured."""
+
+LIMITS = (Peer.LIMIT, Peer.IPERF3)
+"""What moves bytes and nothing else: the memory of one host, the link between two."""

@@ -1,4 +1,4 @@
-"""A report as a picture: a panel for each collective, time over size, a line for each peer."""
+"""A report as a picture: a panel for each operation, time over size, a line for each peer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from ferrodist.bench.cases import Collective
+from ferrodist.bench.cases import Operation
 from ferrodist.bench.peers import Peer
 from ferrodist.bench.quantities import format_bytes, format_seconds
+from ferrodist.bench.suites import Suite
+from ferrodist.bench.table import where
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,6 +25,7 @@ __all__ = ["save_plot"]
 
 _COLORS = {
     Peer.NATIVE: "#08519c",
+    Peer.NATIVE_SYMMETRIC: "#08519c",
     Peer.NATIVE_TCP: "#3182bd",
     Peer.TCP: "#9ecae1",
     Peer.GLOO: "#d95f0e",
@@ -31,36 +34,49 @@ _COLORS = {
     Peer.OPENMPI: "#756bb1",
     Peer.OPENMPI_SINGLE: "#756bb1",
     Peer.LIMIT: "#888888",
+    Peer.IPERF3: "#888888",
 }
-_DASHED = {Peer.NATIVE_TCP: "--", Peer.MPICH_SINGLE: "--", Peer.OPENMPI_SINGLE: "--", Peer.LIMIT: ":"}
+_DASHED = {
+    Peer.NATIVE_SYMMETRIC: "--",
+    Peer.NATIVE_TCP: "--",
+    Peer.MPICH_SINGLE: "--",
+    Peer.OPENMPI_SINGLE: "--",
+    Peer.LIMIT: ":",
+    Peer.IPERF3: ":",
+}
+_DRAWN = {Suite.COLLECTIVES.value, Suite.MESSAGES.value, Suite.HOSTS.value}
+"""The suites of a time over a size."""
 _PANEL_INCHES = (4.2, 3.6)
 
 
 def save_plot(path: Path, report: Report) -> bool:
-    """Draw a report into a PNG file: a row for each number of ranks and type, a column for each collective.
+    """Draw a report into a PNG file: a row for each number of ranks and type, a column for each operation.
 
     Returns:
-        Whether there was anything to draw: a barrier has no size.
+        Whether there was anything to draw: a barrier has no size, and other suites ask for no time over a size.
     """
-    cases = [case for case in report.cases if case.size_bytes and case.measurements]
-    rows = list(dict.fromkeys((case.num_ranks, case.dtype) for case in cases))
-    order = [collective.value for collective in Collective]
-    columns = sorted({case.collective for case in cases}, key=order.index)
+    cases = [case for case in report.cases if case.suite in _DRAWN and case.size_bytes and case.measurements]
+    rows = list(dict.fromkeys((case.num_hosts, case.num_ranks, case.dtype) for case in cases))
+    order = [operation.value for operation in Operation]
+    columns = sorted({case.operation for case in cases}, key=order.index)
     if not cases:
         return False
     size = (_PANEL_INCHES[0] * len(columns), _PANEL_INCHES[1] * len(rows) + 0.8)
     figure = Figure(figsize=size, layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(rows), len(columns), squeeze=False)
-    for (num_ranks, dtype), line in zip(rows, panels, strict=True):
-        for collective, axes in zip(columns, line, strict=True):
+    for row, line in zip(rows, panels, strict=True):
+        for operation, axes in zip(columns, line, strict=True):
             chosen = [
                 case
                 for case in cases
-                if (case.num_ranks, case.dtype, case.collective) == (num_ranks, dtype, collective)
+                if (case.num_hosts, case.num_ranks, case.dtype, case.operation) == (*row, operation)
             ]
+            if not chosen:
+                axes.set_axis_off()
+                continue
             _draw(axes, chosen)
-            axes.set_title(f"{collective}, {num_ranks} ranks, {dtype}", fontsize=10)
+            axes.set_title(f"{operation}, {where(chosen[0])}, {chosen[0].dtype}", fontsize=10)
     labelled = {
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }

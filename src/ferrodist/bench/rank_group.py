@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from ferrodist.bench.hosts import EmulatedHosts
     from ferrodist.bench.peers import Peer
 
 __all__ = ["PeerFailedError", "RankGroup"]
@@ -43,13 +44,21 @@ class RankGroup:
         folder: Empty, and its own.
         timeout: Seconds in which all must have joined, once they can start.
         tell: Called with what is done, when it takes long.
+        hosts: Over which they are spread; None is this one.
 
     Raises:
         PeerFailedError: They have not.
     """
 
     def __init__(
-        self, peer: Peer, num_ranks: int, *, folder: Path, timeout: float, tell: Callable[[str], None]
+        self,
+        peer: Peer,
+        num_ranks: int,
+        *,
+        folder: Path,
+        timeout: float,
+        tell: Callable[[str], None],
+        hosts: EmulatedHosts | None = None,
     ) -> None:
         self.peer = peer
         self.num_ranks = num_ranks
@@ -61,7 +70,7 @@ class RankGroup:
         self._channels: list[Channel] = []
         socket_path = folder / "socket"
         try:
-            commands = start_commands(peer, num_ranks, socket_path=socket_path, folder=folder, tell=tell)
+            commands = start_commands(peer, num_ranks, socket_path=socket_path, folder=folder, tell=tell, hosts=hosts)
         except EnvironmentUnavailableError as error:
             raise PeerFailedError(str(error)) from None
         self.command = commands[0]
@@ -69,7 +78,7 @@ class RankGroup:
             listener.bind(str(socket_path))
             listener.listen(num_ranks)
             try:
-                self._start(commands)
+                self._start(commands, rank_environment(os.environ, peer, hosts))
                 self._meet(listener, time.monotonic() + timeout)
             except BaseException:
                 self.kill()
@@ -147,7 +156,7 @@ class RankGroup:
         self._channels.clear()
         self._ranks.clear()
 
-    def _start(self, commands: list[list[str]]) -> None:
+    def _start(self, commands: list[list[str]], environment: dict[str, str]) -> None:
         with self._log.open("ab") as log:
             for command in commands:
                 process = subprocess.Popen(  # noqa: S603 - a fixed command
@@ -155,7 +164,7 @@ class RankGroup:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=rank_environment(os.environ, self.peer),
+                    env=environment,
                     start_new_session=True,  # Ctrl-C is for the driver
                 )
                 self._processes.append(process)

@@ -8,27 +8,28 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ferrodist.bench.machine import Machine  # noqa: TC001 - msgspec reads the annotation
-from ferrodist.bench.peers import OURS, Peer
+from ferrodist.bench.peers import LIMITS, OURS, Peer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 __all__ = ["CaseReport", "Measurement", "PeerReport", "Report", "percentile", "read_report", "write_report"]
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """One peer in one case. Times are seconds for one call.
+    """One peer in one case. Values are seconds for one call, or for an overlap a ratio of times.
 
     Args:
         peer: Its name on the command line.
         median: Over the batches.
-        p10: A tenth of the batches were faster.
-        p99: A hundredth of the batches were slower; with few batches, close to the slowest.
-        calls_per_batch: Calls that were timed together.
+        p10: A tenth of the batches were below.
+        p99: A hundredth of the batches were above; with few batches, close to the highest.
+        calls_per_batch: Calls that were timed together; for an overlap, products of matrices.
         batches: Each batch's value, in the order in which they ran.
+        parts: By name: what went into each batch's value, in seconds.
     """
 
     peer: str
@@ -37,17 +38,26 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     p99: float
     calls_per_batch: int
     batches: list[float]
+    parts: dict[str, list[float]] = msgspec.field(default_factory=dict)
 
     @classmethod
-    def of(cls, peer: str, *, seconds: Sequence[float], calls_per_batch: int) -> Measurement:
+    def of(
+        cls,
+        peer: str,
+        *,
+        values: Sequence[float],
+        calls_per_batch: int,
+        parts: Mapping[str, Sequence[float]] | None = None,
+    ) -> Measurement:
         """The statistics of a peer's batches."""
         return cls(
             peer=peer,
-            median=percentile(seconds, 50),
-            p10=percentile(seconds, 10),
-            p99=percentile(seconds, 99),
+            median=percentile(values, 50),
+            p10=percentile(values, 10),
+            p99=percentile(values, 99),
             calls_per_batch=calls_per_batch,
-            batches=list(seconds),
+            batches=list(values),
+            parts={name: list(times) for name, times in (parts or {}).items()},
         )
 
 
@@ -55,19 +65,23 @@ class CaseReport(msgspec.Struct, kw_only=True):
     """One case.
 
     Args:
-        collective: Its name.
+        suite: Whose case it is.
+        operation: Its name.
         dtype: Name of the type.
         num_ranks: Ranks.
-        size_bytes: Of a rank's larger tensor, as asked for.
+        num_hosts: Hosts that they are spread over.
+        size_bytes: Of a rank's larger tensor, as asked for; 0 where the operation has no size.
         num_elements: Of the same, rounded up so that ranks have equal parts.
         measurements: By peer, those that were measured.
         not_offered: By peer: why it was not measured.
         failures: By peer: what went wrong.
     """
 
-    collective: str
+    suite: str
+    operation: str
     dtype: str
     num_ranks: int
+    num_hosts: int
     size_bytes: int
     num_elements: int
     measurements: list[Measurement] = msgspec.field(default_factory=list)
@@ -88,14 +102,14 @@ class CaseReport(msgspec.Struct, kw_only=True):
         return None if self.ours is None else _ratio(measured.median, self.ours.median)
 
     def ratio_to_limit(self, measured: Measurement) -> float | None:
-        """How many times as long as copying the bytes a peer takes."""
-        limit = self.of(Peer.LIMIT)
+        """How many times as long as moving the bytes, and nothing else, a peer takes."""
+        limit = next((found for peer in LIMITS if (found := self.of(peer)) is not None), None)
         return None if limit is None else _ratio(measured.median, limit.median)
 
     @property
     def faster_peers(self) -> list[Measurement]:
         """The peers whose median is below ours."""
-        others = [one for one in self.measurements if one.peer != Peer.LIMIT.value and Peer(one.peer) not in OURS]
+        others = [one for one in self.measurements if Peer(one.peer) not in {*LIMITS, *OURS}]
         return [one for one in others if (ratio := self.ratio_to_ours(one)) is not None and ratio < 1]
 
 
@@ -105,6 +119,7 @@ class PeerReport(msgspec.Struct, kw_only=True):
     Args:
         peer: Its name on the command line.
         num_ranks: Ranks.
+        num_hosts: Hosts that they are spread over.
         versions: Of what it consists of, and the thread level that an MPI gave.
         command: What started it, or its first rank, without the paths and options of the run.
         reason: Why it was not measured, if it was not.
@@ -112,6 +127,7 @@ class PeerReport(msgspec.Struct, kw_only=True):
 
     peer: str
     num_ranks: int
+    num_hosts: int = 1
     versions: dict[str, str] = msgspec.field(default_factory=dict)
     command: str = ""
     reason: str | None = None
@@ -148,7 +164,8 @@ class Report(msgspec.Struct, kw_only=True):
     def failures(self) -> list[str]:
         """What went wrong in cases, a line each."""
         return [
-            f"{case.collective} of {case.size_bytes} bytes ({case.dtype}) on {case.num_ranks} ranks, {name}: {reason}"
+            f"{case.operation} of {case.size_bytes} bytes ({case.dtype}) on {case.num_ranks} ranks"
+            f"{f' of {case.num_hosts} hosts' if case.num_hosts > 1 else ''}, {name}: {reason}"
             for case in self.cases
             for name, reason in case.failures.items()
         ]

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ferrodist.bench.environments import obtain_environment
+from ferrodist.bench.hosts import NUM_HOSTS, host_of
 from ferrodist.bench.peers import MpiLibrary, Peer
+from ferrodist.rendezvous.secret import SECRET_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from ferrodist.bench.hosts import EmulatedHosts
 
 __all__ = ["rank_environment", "start_commands"]
 
@@ -21,7 +25,13 @@ _FOREIGN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORC
 
 
 def start_commands(
-    peer: Peer, num_ranks: int, *, socket_path: Path, folder: Path, tell: Callable[[str], None]
+    peer: Peer,
+    num_ranks: int,
+    *,
+    socket_path: Path,
+    folder: Path,
+    tell: Callable[[str], None],
+    hosts: EmulatedHosts | None = None,
 ) -> list[list[str]]:
     """The commands that start a peer's ranks: one for each, or one that starts all.
 
@@ -31,6 +41,7 @@ def start_commands(
         socket_path: Where the driver listens.
         folder: Where the ranks may meet.
         tell: Called with what is done, when it takes long.
+        hosts: Over which the ranks are spread, the first of them on the first; None is this one.
 
     Raises:
         EnvironmentUnavailableError: An MPI can't be had.
@@ -38,24 +49,30 @@ def start_commands(
     options = ["--socket", str(socket_path), "--folder", str(folder), "--peer", peer.value, "--ranks", str(num_ranks)]
     library = peer.mpi_library
     if library is None:
+        if hosts is not None:
+            options += ["--address", hosts.meeting_of(peer)]
         module = [sys.executable, "-m", "ferrodist.bench.worker", *options]
-        return [[*module, "--rank", str(rank)] for rank in range(num_ranks)]
+        prefixes = [[] if hosts is None else hosts.prefix(host_of(rank, num_ranks)) for rank in range(num_ranks)]
+        return [[*prefix, *module, "--rank", str(rank)] for rank, prefix in enumerate(prefixes)]
     environment = obtain_environment(library, tell)
-    return [
-        [
-            *(str(environment.mpiexec), *_launcher_options(library), "-n", str(num_ranks)),
-            *(str(environment.python), str(_FOREIGN), "worker", *options),
-        ]
-    ]
+    command = [str(environment.mpiexec), *_launcher_options(library), "-n", str(num_ranks)]
+    if hosts is not None:
+        agent = folder / "agent"
+        hosts.write_agent(agent)
+        command = [*hosts.prefix(0), *command, *_host_options(hosts, num_ranks, agent)]
+    return [[*command, str(environment.python), str(_FOREIGN), "worker", *options]]
 
 
-def rank_environment(environment: Mapping[str, str], peer: Peer) -> dict[str, str]:
+def rank_environment(environment: Mapping[str, str], peer: Peer, hosts: EmulatedHosts | None = None) -> dict[str, str]:
     """The variables that a peer's ranks get, from our own."""
     kept = {name: value for name, value in environment.items() if not name.startswith(_FOREIGN_VARIABLES)}
     kept["OMP_NUM_THREADS"] = "1"  # what a rank has to itself on a full host
     if peer.mpi_library is not None:
         for name in ("PYTHONPATH", "PYTHONHOME"):  # they name packages of this interpreter
             kept.pop(name, None)
+    if hosts is not None:
+        kept["GLOO_SOCKET_IFNAME"] = hosts.device  # it would look its host's name up, which is that of all
+        kept[SECRET_VARIABLE] = hosts.secret
     return kept
 
 
@@ -66,3 +83,14 @@ def _launcher_options(library: MpiLibrary) -> Sequence[str]:
     # processors (8 B: 0.64 and 0.64 us, 1 MiB: 106 and 106 us); no other peer pins its ranks.
     root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
     return (*root, "--oversubscribe", "--bind-to", "none")
+
+
+def _host_options(hosts: EmulatedHosts, num_ranks: int, agent: Path) -> Sequence[str]:
+    """Open MPI's options for ranks of two hosts, which reach each other over TCP alone."""
+    places_of_ranks = [host_of(rank, num_ranks) for rank in range(num_ranks)]
+    slots = [places_of_ranks.count(host) for host in range(NUM_HOSTS)]
+    places = ",".join(f"{address}:{count}" for address, count in zip(hosts.addresses, slots, strict=True))
+    return (
+        *("--host", places, "--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "prte_if_include", hosts.device),
+        *("--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", hosts.device),
+    )

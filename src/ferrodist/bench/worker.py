@@ -12,20 +12,21 @@ import os
 import platform
 import signal
 import socket
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.bench.adapters import NotOfferedError, Place, open_adapter
-from ferrodist.bench.cases import Case, Collective, DataType
+from ferrodist.bench.batches import open_batches
+from ferrodist.bench.cases import Case, DataType, Operation
 from ferrodist.bench.channel import Channel, ChannelClosedError
+from ferrodist.bench.meeting import Meeting
 from ferrodist.bench.peers import Peer
-from ferrodist.bench.workload import Workload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrodist.bench.adapters import Adapter
+    from ferrodist.bench.batches import Batches
 
 __all__ = ["Worker", "main"]
 
@@ -38,13 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peer", type=Peer, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--rank", type=int, default=0, help="an MPI tells its ranks itself")
+    parser.add_argument("--address", help="where ranks of several hosts meet")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver's to handle
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.connect(options.socket)
     channel = Channel(sock)
     channel.send({"pid": os.getpid()})
-    place = Place(rank=options.rank, num_ranks=options.ranks, folder=options.folder)
+    place = Place(rank=options.rank, num_ranks=options.ranks, folder=options.folder, address=options.address)
     try:
         adapter = open_adapter(options.peer, place)
     except Exception as error:
@@ -52,12 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise
     versions = {"python": platform.python_version(), **adapter.versions}
     channel.send({"rank": adapter.rank, "num_ranks": adapter.num_ranks, "versions": versions})
+    meeting = Meeting(options.folder / "groups", adapter.rank, adapter.num_ranks)
     try:
-        Worker(adapter).serve(channel)
+        Worker(adapter, meeting).serve(channel)
     except ChannelClosedError:
         pass
     finally:
         channel.close()
+        meeting.close()
     adapter.close()
 
 
@@ -66,15 +70,18 @@ class Worker:
 
     Args:
         adapter: This rank of the library's group.
+        meeting: Where the ranks meet while they have no group.
     """
 
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
-        self._workload: Workload | None = None
+    def __init__(self, adapter: Adapter, meeting: Meeting) -> None:
+        self._adapter, self._meeting = adapter, meeting
+        self._batches: Batches | None = None
 
     def serve(self, channel: Channel) -> None:
         """Answer every message until the driver says "end" or leaves."""
         gc.disable()  # a collection in a timed part would be no part of the library; `prepare` makes up for it
+        gc.collect()
+        gc.freeze()  # what the library consists of stays: later collections look at what came since
         while True:
             message = channel.receive()
             if message["do"] == "end":
@@ -92,36 +99,24 @@ class Worker:
         if message["do"] == "prepare":
             return self._prepare(message)
         if message["do"] == "batch":
-            return self._run_batch(message["num_calls"], message["batch"])
+            assert self._batches is not None, "prepare comes first"
+            return self._batches.run(message)
         assert message["do"] == "release"
-        self._workload = None
+        self._batches = None
         return {}
 
     def _prepare(self, message: dict[str, Any]) -> dict[str, Any]:
-        self._workload = None
+        self._batches = None
         gc.collect()
         case = Case(
-            collective=Collective(message["collective"]),
+            operation=Operation(message["operation"]),
             dtype=DataType(message["dtype"]),
             size_bytes=message["size_bytes"],
             num_ranks=self._adapter.num_ranks,
+            num_hosts=message["num_hosts"],
         )
-        self._workload = Workload(self._adapter, case)
-        return {"max_calls": self._workload.max_calls}
-
-    def _run_batch(self, num_calls: int, batch: int) -> dict[str, Any]:
-        assert self._workload is not None, "prepare comes first"
-        calls = self._workload.begin_batch(num_calls, batch)
-        barrier = self._adapter.barrier
-        barrier()
-        barrier()  # the ranks leave the first one as they wake up, and this one together
-        begin = time.perf_counter_ns()
-        for call in calls:
-            call()
-        end = time.perf_counter_ns()
-        # A rank may be done while its part in another's call is not (an MPI moves data only inside its calls).
-        barrier()
-        return {"begin": begin, "end": end, "wrong": self._workload.check(num_calls)}
+        self._batches = open_batches(self._adapter, case, self._meeting)
+        return {"max_calls": self._batches.max_calls}
 
 
 def _words(error: BaseException) -> str:

@@ -14,13 +14,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.bench.arrays import ALIGNMENT_BYTES
-from ferrodist.bench.cases import Case, Collective
+from ferrodist.bench.cases import Case, DataType, Operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.bench.adapters import Adapter
-    from ferrodist.bench.cases import DataType
 
 __all__ = ["Workload", "max_calls_in_place", "num_buffers"]
 
@@ -65,29 +64,30 @@ class Workload:
         num_inputs = case.num_elements if self._copies else case.input_elements
         num_outputs = case.num_elements if self._copies else case.output_elements
         self._inputs = self._pool(count, num_inputs)
-        in_place = case.collective.is_in_place and not self._copies
+        in_place = case.operation.is_in_place and not self._copies
         self._outputs = self._inputs if in_place else self._pool(count, num_outputs)
-        self._calls: list[Callable[[], object]] = [
-            adapter.make_call(case, source, target) for source, target in zip(self._inputs, self._outputs, strict=True)
+        make = adapter.make_start if case.operation.is_asynchronous else adapter.make_call
+        self._calls: list[Callable[[], Any]] = [
+            make(case, source, target) for source, target in zip(self._inputs, self._outputs, strict=True)
         ]
-        self._expected: list[Sequence[float]] = []
+        self._two_periods = self._arrays.of(_BASE + _BASE, DataType.FLOAT32)
         self._batch = 0
 
     @property
     def max_calls(self) -> int:
         """Calls that a batch may have."""
-        if self._case.collective is not Collective.ALLREDUCE or self._copies:
+        if not self._case.operation.is_allreduce or self._copies:
             return 100_000
         return len(self._calls) * max_calls_in_place(self._case.dtype, self._num_ranks)
 
-    def begin_batch(self, num_calls: int, batch: int) -> Sequence[Callable[[], object]]:
+    def begin_batch(self, num_calls: int, batch: int) -> Sequence[Callable[[], Any]]:
         """Write new inputs, and give the calls to make; ``batch`` must be the same number on all ranks."""
         self._batch = batch
-        own = self._values(self._rank)
+        own = self._input(self._rank)
         for source, target in zip(self._inputs, self._outputs, strict=True):
             if target is not source:
                 target[:] = 0
-            if self._case.collective is Collective.BROADCAST and self._rank != 0 and not self._copies:
+            if self._case.operation is Operation.BROADCAST and self._rank != 0 and not self._copies:
                 source[:] = 0
             else:
                 self._write(source, own)
@@ -95,12 +95,15 @@ class Workload:
 
     def check(self, num_calls: int) -> str | None:
         """What is wrong with the results of a batch, if anything."""
+        wanted: dict[int, list[tuple[int, int, Any, int]]] = {}
         for number, target in enumerate(self._outputs[:num_calls]):
             uses = len(range(number, num_calls, len(self._outputs)))
-            for begin, end, values, phase in self._wanted(uses):
-                problem = self._find_difference(target, begin, end, values, phase)
+            if uses not in wanted:
+                wanted[uses] = self._wanted(uses)
+            for begin, end, pattern, phase in wanted[uses]:
+                problem = self._find_difference(target, begin, end, pattern, phase)
                 if problem is not None:
-                    return f"{self._case.collective.value}, rank {self._rank}, array {number}: {problem}"
+                    return f"{self._case.operation.value}, rank {self._rank}, array {number}: {problem}"
         return None
 
     def _pool(self, count: int, num_elements: int) -> list[Any]:
@@ -111,28 +114,26 @@ class Workload:
         memory = self._arrays.empty(count * stride, self._case.dtype)
         return [memory[index * stride : index * stride + num_elements] for index in range(count)]
 
-    def _values(self, rank: int) -> list[float]:
-        """The period of rank's input in this batch, before its scale."""
-        if self._case.num_elements == 0:
-            return []
-        own = 1 + self._batch % 2 + (rank % 4 if self._case.collective.reduces else rank)
-        return [own + value for value in self._turned_base()]
-
-    def _turned_base(self) -> Sequence[int]:
+    def _base(self) -> Any:
+        """The period of this batch before a rank is added and it is scaled."""
         turn = 31 * self._batch % _PERIOD
-        return (*_BASE[turn:], *_BASE[:turn])
+        return self._two_periods[turn : turn + _PERIOD]
 
-    def _write(self, array: Any, values: Sequence[float]) -> None:
+    def _input(self, rank: int) -> Any:
+        """The period of a rank's input in this batch."""
+        own = 1 + self._batch % 2 + (rank % 4 if self._case.operation.reduces else rank)
+        return self._pattern(self._base(), own)
+
+    def _write(self, array: Any, pattern: Any) -> None:
         if array is None:
             return
-        pattern = self._pattern(values)
         for begin in range(0, len(array), _PERIOD):
             end = min(begin + _PERIOD, len(array))
             array[begin:end] = pattern[: end - begin]
 
-    def _pattern(self, values: Sequence[float], factor: int = 1) -> Any:
-        scale = factor * 2.0**self._case.dtype.start_exponent
-        return self._arrays.of([value * scale for value in values], self._case.dtype)
+    def _pattern(self, values: Any, plus: int, factor: int = 1) -> Any:
+        dtype = self._case.dtype
+        return self._arrays.scale(values, plus, factor * 2.0**dtype.start_exponent, dtype)
 
     def _wanted(self, uses: int) -> list[tuple[int, int, Any, int]]:
         """The pieces of a result: from where to where, which period, and at which place in it the piece begins."""
@@ -140,16 +141,19 @@ class Workload:
         total, part = case.num_elements, case.num_elements // num_ranks
         if total == 0:
             return []
-        if self._copies or case.collective is Collective.BROADCAST:
-            return [(0, total, self._pattern(self._values(self._rank if self._copies else 0)), 0)]
-        if not case.collective.reduces:
-            begin = self._rank * part if case.collective is Collective.ALL_TO_ALL else 0
-            return [(r * part, (r + 1) * part, self._pattern(self._values(r)), begin) for r in range(num_ranks)]
+        if self._copies or case.operation is Operation.BROADCAST:
+            return [(0, total, self._input(self._rank if self._copies else 0), 0)]
+        if case.operation is Operation.SEND_RECV:
+            partner = case.partner_of(self._rank)
+            return [] if partner is None else [(0, total, self._input(partner), 0)]
+        if not case.operation.reduces:
+            begin = self._rank * part if case.operation is Operation.ALL_TO_ALL else 0
+            return [(r * part, (r + 1) * part, self._input(r), begin) for r in range(num_ranks)]
         others = sum(1 + self._batch % 2 + rank % 4 for rank in range(num_ranks))
-        sums = [others + num_ranks * value for value in self._turned_base()]
-        if case.collective is Collective.REDUCE_SCATTER:
-            return [(0, part, self._pattern(sums), self._rank * part)]
-        return [(0, total, self._pattern(sums, num_ranks ** (uses - 1)), 0)]
+        bases = self._base() * num_ranks
+        if case.operation is Operation.REDUCE_SCATTER:
+            return [(0, part, self._pattern(bases, others), self._rank * part)]
+        return [(0, total, self._pattern(bases, others, num_ranks ** (uses - 1)), 0)]
 
     def _find_difference(self, array: Any, begin: int, end: int, pattern: Any, phase: int) -> str | None:
         place = begin

@@ -14,12 +14,15 @@ pytest.importorskip("rich", reason="the extra 'bench' is not installed")
 from rich.console import Console
 
 from ferrodist.bench import comparison
-from ferrodist.bench.cases import Collective, DataType
-from ferrodist.bench.command import bench_options
+from ferrodist.bench.cases import DataType, Operation
 from ferrodist.bench.display import BarDisplay, LineDisplay
 from ferrodist.bench.document import METHOD
+from ferrodist.bench.options import bench_options
 from ferrodist.bench.peers import Peer
+from ferrodist.bench.plan import Plan, stages_of
 from ferrodist.bench.report import CaseReport, Measurement
+from ferrodist.bench.rounds import RoundSettings
+from ferrodist.bench.suites import Suite
 from ferrodist.cli import build_parser, main
 
 
@@ -30,12 +33,14 @@ def parse(*arguments):
 def filled(report, *, failures=None, peer=Peer.NATIVE):
     report.cases.append(
         CaseReport(
-            collective="allreduce",
+            suite="collectives",
+            operation="allreduce",
             dtype="float32",
             num_ranks=2,
+            num_hosts=1,
             size_bytes=8,
             num_elements=2,
-            measurements=[Measurement.of(peer.value, seconds=[1e-6], calls_per_batch=1)],
+            measurements=[Measurement.of(peer.value, values=[1e-6], calls_per_batch=1)],
             failures=failures or {},
         )
     )
@@ -55,7 +60,11 @@ def run(monkeypatch, tmp_path, behave):
         (["--ranks", "1"], "--ranks must be numbers from 2 to 32, such as 2,4, not '1'"),
         (["--ranks", "2,x"], "not 'x'"),
         (["--ranks", "33"], "not '33'"),
-        (["--collectives", "allreduce,gather"], "--collectives: there is no 'gather'; choose from allreduce, reduce_"),
+        (["--operations", "allreduce,gather"], "--operations: there is no 'gather'; choose from allreduce, reduce_"),
+        (["--operations", "send_recv"], "--operations: none of these belongs to collectives"),
+        (["--suites", "messages,groups", "--peers", "iperf3"], "--peers: none of these belongs to messages, groups"),
+        (["--suites", "all"], "--suites: there is no 'all'; choose from collectives, messages, "),
+        (["--quick", "--full"], "not allowed with"),
         (["--dtypes", "float64"], "--dtypes: there is no 'float64'"),
         (["--peers", "nccl"], "--peers: there is no 'nccl'"),
         (["--sizes", "8,many"], "--sizes: 'many' is no size"),
@@ -79,15 +88,49 @@ def test_wrong_options_are_refused(arguments, text, capsys):
 
 
 def test_options():
-    """The defaults cover everything but ferrodist's slower backends; each option changes its part."""
+    """The default is the collectives, with everybody but ferrodist's slower backends; each option changes its part."""
     options = parse()
-    assert options.collectives == tuple(Collective)
-    assert set(Peer) - set(options.peers) == {Peer.NATIVE_TCP, Peer.TCP}
-    assert (options.ranks, options.dtypes) == ((2,), (DataType.FLOAT32,))
-    assert (options.sizes[0], options.sizes[-1], options.num_rounds, options.reports) == (8, 1 << 28, 40, None)
+    (chapter,) = options.chapters
+    assert chapter.suite is Suite.COLLECTIVES
+    assert Operation.SEND_RECV not in chapter.operations
+    assert set(Peer) - set(chapter.peers) == {Peer.NATIVE_TCP, Peer.TCP, Peer.IPERF3}
+    assert (chapter.ranks, chapter.dtypes) == ((2,), (DataType.FLOAT32,))
+    assert (chapter.sizes[0], chapter.sizes[-1], options.num_rounds, options.reports) == (8, 1 << 28, 40, None)
     quick = parse("--quick", "--rounds", "3", "--ranks", "4,2,4", "--peers", "limit,native")
-    assert (quick.sizes, quick.num_rounds, quick.seconds) == ((8, 1 << 14, 1 << 20), 3, 2)
-    assert (quick.ranks, quick.peers) == ((4, 2), (Peer.LIMIT, Peer.NATIVE))
+    (chapter,) = quick.chapters
+    assert (chapter.sizes, quick.num_rounds, quick.seconds) == ((8, 1 << 14, 1 << 20), 3, 2)
+    assert (chapter.ranks, chapter.peers) == ((4, 2), [Peer.LIMIT, Peer.NATIVE])
+
+
+def test_suites():
+    """Each has its own ranks, sizes and peers; options hold for all, and a suite that they leave empty is not run."""
+    full = {chapter.suite: chapter for chapter in parse("--full").chapters}
+    assert list(full) == list(Suite)
+    assert (full[Suite.COLLECTIVES].ranks, full[Suite.GROUPS].ranks, full[Suite.HOSTS].ranks) == ((2, 4), (2, 8), (2,))
+    assert (full[Suite.SUBMIT].sizes, full[Suite.OVERLAP].sizes) == ((8, 1 << 16), (1 << 26,))
+    some = parse("--suites", "submit,hosts,groups", "--peers", "iperf3,gloo", "--operations", "submit,allreduce")
+    submit, hosts = some.chapters
+    assert (submit.operations, submit.peers) == ([Operation.SUBMIT], [Peer.GLOO])
+    assert (hosts.operations, hosts.peers) == ([Operation.ALLREDUCE], [Peer.IPERF3, Peer.GLOO])
+
+
+def test_peers_are_started_once_for_all_suites():
+    """A stage is a number of ranks on a number of hosts, with the cases of every suite that has some there."""
+    plan = Plan(
+        chapters=parse("--full", "--sizes", "8").chapters,
+        rounds=RoundSettings(num_rounds=1, min_rounds=1, seconds=1),
+    )
+    stages = stages_of(plan)
+    assert [stage.title for stage in stages] == ["2 ranks", "4 ranks", "8 ranks", "2 ranks on 2 hosts"]
+    assert [[chapter.suite.value for chapter in stage.chapters] for stage in stages] == [
+        ["collectives", "messages", "submit", "overlap", "groups"],
+        ["collectives"],
+        ["groups"],
+        ["hosts"],
+    ]
+    assert set(stages[0].peers) == set(Peer) - {Peer.NATIVE_TCP, Peer.TCP, Peer.IPERF3}
+    assert len(stages[0].cases()) == 6 + 1 + 1 + 1 + 2
+    assert all(case.num_hosts == 2 for _, case in stages[3].cases())
 
 
 def test_neither_the_command_nor_its_ranks_load_torch_early():

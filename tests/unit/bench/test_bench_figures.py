@@ -27,14 +27,16 @@ PAGE = Path(ferrodist.__file__).parents[2] / "docs" / "performance.md"
 
 
 def measured(peer, *microseconds):
-    return Measurement.of(peer.value, seconds=[value * 1e-6 for value in microseconds], calls_per_batch=10)
+    return Measurement.of(peer.value, values=[value * 1e-6 for value in microseconds], calls_per_batch=10)
 
 
-def case(*measurements, collective="allreduce", size_bytes=16384, **more):
+def case(*measurements, operation="allreduce", size_bytes=16384, suite="collectives", num_hosts=1, **more):
     return CaseReport(
-        collective=collective,
+        suite=suite,
+        operation=operation,
         dtype="float32",
         num_ranks=2,
+        num_hosts=num_hosts,
         size_bytes=size_bytes,
         num_elements=size_bytes // 4,
         measurements=list(measurements),
@@ -73,7 +75,7 @@ def report(*cases, load=0.0):
 
 LOST = case(measured(Peer.NATIVE, 4, 5, 6), measured(Peer.GLOO, 50), measured(Peer.OPENMPI, 4), measured(Peer.LIMIT, 2))
 WON = case(measured(Peer.NATIVE, 4), measured(Peer.GLOO, 8), size_bytes=8)
-BARRIER = case(measured(Peer.NATIVE, 1), collective="barrier", size_bytes=0, not_offered={"limit": "no bytes"})
+BARRIER = case(measured(Peer.NATIVE, 1), operation="barrier", size_bytes=0, not_offered={"limit": "no bytes"})
 
 
 @pytest.mark.parametrize(
@@ -120,8 +122,8 @@ def test_the_table_marks_who_is_faster():
 def test_the_table_says_why_a_figure_is_missing():
     """What a peer does not offer, and what failed, has a line with the reason."""
     text = "\n".join(case_lines(case(measured(Peer.NATIVE, 1), not_offered={"mpich": "no"}, failures={"gloo": "died"})))
-    assert "MPICH             -  no" in text
-    assert "gloo              FAILED: died" in text
+    assert "MPICH                 -  no" in text
+    assert "gloo                  FAILED: died" in text
 
 
 def test_the_summary_hides_nothing():
@@ -162,12 +164,60 @@ def test_the_page(tmp_path):
     assert "| 16 KiB | 5 us [4.20 us, 5.98 us] (2.50) | 50 us (10.0) | **4 us (0.80)** | 2 us |" in text
     assert "| 8 B | 4 us [4 us, 4 us] | 8 us (2.00) | - | - |" in text
     assert (
-        "### barrier, 2 ranks\n\n| size | ferrodist [p10, p99] (/limit) |\n|---|---|\n| - | 1 us [1 us, 1 us] |" in text
+        "#### barrier, 2 ranks\n\n| size | ferrodist [p10, p99] (/limit) |\n|---|---|\n| - | 1 us [1 us, 1 us] |"
+        in text
     )
-    assert "| MPICH | 2 | no wheel / none | not measured |" in text
+    assert "| MPICH | 2 ranks | no wheel / none | not measured |" in text
     assert "- ferrodist was slower than a peer in 1 of 2 cases:\n  - allreduce" in text
     assert "](performance-1.png)" in text
     assert (tmp_path / "performance-1.png").read_bytes().startswith(b"\x89PNG")
+
+
+def overlap(peer, value):
+    parts = {"alone": [0.005], "computing": [0.004], "together": [0.005 * value]}
+    return Measurement.of(peer.value, values=[value], calls_per_batch=9, parts=parts)
+
+
+OVERLAP = case(overlap(Peer.NATIVE, 1.5), overlap(Peer.GLOO, 1.2), operation="overlap", suite="overlap")
+
+
+def test_an_overlap_is_a_ratio():
+    """Its parts stand beside it, as times."""
+    lines = case_lines(OVERLAP)
+    assert lines[2].split()[:5] == ["ferrodist", "1.50", "1.50", "1.50", "1.00"]
+    assert lines[2].endswith("alone 5 ms, computing 4 ms, together 7.50 ms")
+    assert lines[3].endswith(f"together 6 ms  {LOSS_MARK}")
+    assert "  overlap, 2 ranks, float32, 16 KiB: gloo 1.20, ferrodist 1.50" in summary_lines(report(OVERLAP))
+
+
+def test_two_hosts(tmp_path):
+    """The title says so, and the link's figures are the limit."""
+    hosts = case(measured(Peer.NATIVE, 4), measured(Peer.IPERF3, 2), suite="hosts", num_hosts=2)
+    assert case_lines(hosts)[0] == "allreduce, 2 ranks on 2 hosts, float32, 16 KiB"
+    assert hosts.ratio_to_limit(hosts.measurements[0]) == pytest.approx(2)
+    assert case(measured(Peer.NATIVE, 4), measured(Peer.IPERF3, 2)).faster_peers == []
+    assert save_plot(tmp_path / "plot.png", report(hosts, WON))
+
+
+def test_the_page_has_a_section_for_each_suite():
+    """In the suites' order, with why a peer has no figure."""
+    made = case(
+        measured(Peer.NATIVE, 9),
+        operation="new_group",
+        suite="groups",
+        size_bytes=0,
+        not_offered={"mpich": "no groups"},
+    )
+    text = render_document([report(made, OVERLAP, WON)], [None])
+    headings = [line for line in text.splitlines() if line.startswith(("### ", "#### "))]
+    assert headings == [
+        *("### Collectives", "#### allreduce, 2 ranks, float32"),
+        *("### An asynchronous allreduce beside a computation", "#### overlap, 2 ranks, float32"),
+        *("### Making groups", "#### new_group, 2 ranks"),
+        "### Where ferrodist is slower, and what is missing",
+    ]
+    assert "\nMPICH: no groups.\n" in text
+    assert "| 1.50 [1.50, 1.50]; alone 5 ms, computing 4 ms, together 7.50 ms | **1.20 (0.80); alone 5 ms" in text
 
 
 def test_the_page_in_docs_is_as_it_would_be_written():

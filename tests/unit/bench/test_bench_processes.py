@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 
 from ferrodist.bench import environments, foreign, rank_group
-from ferrodist.bench.cases import Case, Collective
+from ferrodist.bench.cases import Case, Operation
 from ferrodist.bench.channel import MAX_LINE_BYTES, Channel, ChannelClosedError
 from ferrodist.bench.environments import EnvironmentUnavailableError, MpiEnvironment, obtain_environment
+from ferrodist.bench.hosts import EmulatedHosts
 from ferrodist.bench.peers import MpiLibrary, Peer
 from ferrodist.bench.rank_group import PeerFailedError, RankGroup
 from ferrodist.bench.rounds import RoundSettings, measure_case
+from ferrodist.bench.runners import PeerContestant
 from ferrodist.bench.starting import rank_environment, start_commands
+from ferrodist.bench.suites import Suite
 
 HELLO = """
 import json, os, socket, sys
@@ -54,7 +57,7 @@ def channels():
 
 
 def start(monkeypatch, tmp_path, program, *, num_ranks=2, timeout=20.0, peer=Peer.GLOO):
-    def commands(peer, num_ranks, *, socket_path, folder, tell):
+    def commands(peer, num_ranks, *, socket_path, folder, tell, hosts):
         return [[sys.executable, "-c", program, str(socket_path), str(rank)] for rank in range(num_ranks)]
 
     monkeypatch.setattr(rank_group, "start_commands", commands)
@@ -152,12 +155,12 @@ def test_a_peer_that_fails_in_a_command(monkeypatch, tmp_path, program, reason):
         assert all(process.returncode is not None for process in processes)
 
 
-def measure(groups):
+def measure(groups, case=None):
     settings = RoundSettings(num_rounds=4, min_rounds=2, seconds=10)
     rounds = []
-    report = measure_case(
-        Case(collective=Collective.ALLREDUCE, num_ranks=2, size_bytes=8), groups, settings, rounds.append
-    )
+    case = case or Case(operation=Operation.ALLREDUCE, num_ranks=2, size_bytes=8)
+    contestants = [PeerContestant(group) for group in groups]
+    report = measure_case(Suite.COLLECTIVES, case, contestants, settings, rounds.append)
     return report, rounds
 
 
@@ -176,6 +179,38 @@ def test_the_limit_is_timed_from_the_first_start(monkeypatch, tmp_path):
     with start(monkeypatch, tmp_path, SERVE.replace("WRONG", "None"), peer=Peer.LIMIT) as group:
         report, _ = measure([group])
     assert report.measurements[0].median == pytest.approx(2e-4 + 1e-6 / 5)
+
+
+def test_a_message_takes_half_of_there_and_back(monkeypatch, tmp_path):
+    """A call sends one each way."""
+    with start(monkeypatch, tmp_path, SERVE.replace("WRONG", "None")) as group:
+        report, _ = measure([group], Case(operation=Operation.SEND_RECV, num_ranks=2, size_bytes=8))
+    assert report.measurements[0].median == pytest.approx(1e-4)
+
+
+def test_making_groups_is_timed_from_the_first_start(monkeypatch, tmp_path):
+    """To the last end, one group a batch, each with an address to meet at."""
+    program = SERVE.replace("WRONG", "None if message['address'].startswith('127.0.0.1:') else 'no address'")
+    with start(monkeypatch, tmp_path, program) as group:
+        report, _ = measure([group], Case(operation=Operation.INIT, num_ranks=2))
+    assert report.failures == {}
+    assert report.measurements[0].median == pytest.approx(2e-4 + 1e-6)
+    assert report.measurements[0].calls_per_batch == 1
+
+
+def test_an_overlap_has_as_much_computation_as_communication(monkeypatch, tmp_path):
+    """The driver finds the number of products, and the value is a ratio of the slowest ranks' times."""
+    program = (
+        SERVE.replace("WRONG", "None")
+        .replace("begin=1000 * rank", "alone=(rank + 1) * 10**6")
+        .replace("end=1000 * rank + n * (rank + 1) * 10**5", "computing=n * 10**5, together=3 * 10**6")
+    )
+    program = program.replace("max_calls=7", "max_calls=1000")
+    with start(monkeypatch, tmp_path, program) as group:
+        report, _ = measure([group], Case(operation=Operation.OVERLAP, num_ranks=2, size_bytes=8))
+    (only,) = report.measurements
+    assert (only.calls_per_batch, only.median) == (20, pytest.approx(1.5))
+    assert only.parts == {"alone": [0.002] * 4, "computing": [0.002] * 4, "together": [0.003] * 4}
 
 
 def test_a_wrong_result_is_a_failure(monkeypatch, tmp_path):
@@ -215,6 +250,17 @@ def test_the_commands_of_a_peer(monkeypatch, tmp_path):
     (mpi,) = start_commands(Peer.OPENMPI_SINGLE, 4, **options)
     assert mpi[0] == "/x/bin/mpiexec"
     assert mpi[mpi.index("-n") + 1 : mpi.index("--socket")] == ["4", "/x/bin/python", foreign.__file__, "worker"]
+    hosts = EmulatedHosts.__new__(EmulatedHosts)
+    hosts._names, hosts.addresses, hosts.secret = ["a", "b"], ["10.0.0.1", "10.0.0.2"], "s"
+    spread = start_commands(Peer.GLOO, 4, **options, hosts=hosts)
+    assert [command[:4] for command in spread] == [["ip", "netns", "exec", name] for name in "aabb"]
+    places = [command[command.index("--address") + 1] for command in (spread[0], spread[3])]
+    assert places == [hosts.meeting_of(Peer.GLOO)] * 2
+    assert hosts.meeting_of(Peer.GLOO) != hosts.meeting_of(Peer.NATIVE)
+    (mpi,) = start_commands(Peer.OPENMPI, 3, **options, hosts=hosts)
+    assert mpi[mpi.index("--host") + 1] == "10.0.0.1:2,10.0.0.2:1"
+    assert mpi[mpi.index("plm_ssh_agent") + 1] == str(tmp_path / "agent")
+    assert rank_environment({}, Peer.NATIVE, hosts)["FERRODIST_SECRET"] == "s"
     variables = {"PATH": "p", "RANK": "1", "MASTER_ADDR": "h", "PMI_RANK": "3", "PYTHONPATH": "s"}
     assert rank_environment(variables, Peer.MPICH) == {"PATH": "p", "OMP_NUM_THREADS": "1"}
     assert rank_environment(variables, Peer.GLOO) == {"PATH": "p", "PYTHONPATH": "s", "OMP_NUM_THREADS": "1"}

@@ -6,13 +6,21 @@ import numpy as np
 import pytest
 import torch
 
+import ferrodist
 from ferrodist.bench.adapters.base import NotOfferedError, Place
+from ferrodist.bench.adapters.ferrodist_group import SymmetricArrays
 from ferrodist.bench.adapters.memory_copy import MemoryCopyAdapter
 from ferrodist.bench.arrays import NumpyArrays, TorchArrays
-from ferrodist.bench.cases import Case, Collective, DataType
+from ferrodist.bench.batches import open_batches
+from ferrodist.bench.cases import Case, DataType, Operation
+from ferrodist.bench.meeting import Meeting
+from ferrodist.bench.product import Product
 from ferrodist.bench.workload import Workload, max_calls_in_place, num_buffers
 
-MOVING = [Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.BROADCAST, Collective.ALL_TO_ALL]
+MOVING = [
+    *(Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.BROADCAST, Operation.ALL_TO_ALL),
+    Operation.SEND_RECV,
+]
 
 
 class Recorder:
@@ -28,6 +36,8 @@ class Recorder:
         self.pairs.append((source, target))
         return len(self.pairs) - 1
 
+    make_start = make_call
+
 
 def collect(case, arrays):
     adapters = [Recorder(rank, case.num_ranks, arrays) for rank in range(case.num_ranks)]
@@ -40,23 +50,26 @@ def perform(case, pairs):
     part = case.num_elements // case.num_ranks
     for rank, (_, target) in enumerate(pairs):
         own = slice(rank * part, (rank + 1) * part)
-        if case.collective is Collective.BROADCAST:
+        if case.operation is Operation.BROADCAST:
             target[:] = sources[0]
-        elif case.collective is Collective.REDUCE_SCATTER:
+        elif case.operation is Operation.SEND_RECV:
+            if case.partner_of(rank) is not None:
+                target[:] = sources[case.partner_of(rank)]
+        elif case.operation is Operation.REDUCE_SCATTER:
             target[:] = sum(one[own] for one in sources[1:]) + sources[0][own]
         else:
             for other, one in enumerate(sources):
-                piece = one if case.collective is Collective.ALL_GATHER else one[own]
+                piece = one if case.operation is Operation.ALL_GATHER else one[own]
                 target[other * part : (other + 1) * part] = piece
 
 
 @pytest.mark.parametrize("arrays", [NumpyArrays(), TorchArrays()], ids=["numpy", "torch"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("collective", MOVING)
+@pytest.mark.parametrize("operation", MOVING)
 @pytest.mark.parametrize("size_bytes", [8, 150_000])
-def test_right_results_pass_and_wrong_ones_do_not(arrays, num_ranks, collective, size_bytes):
+def test_right_results_pass_and_wrong_ones_do_not(arrays, num_ranks, operation, size_bytes):
     """A result that is right passes; one element changed, a piece moved by one, or the last batch's is found."""
-    case = Case(collective=collective, num_ranks=num_ranks, size_bytes=size_bytes)
+    case = Case(operation=operation, num_ranks=num_ranks, size_bytes=size_bytes)
     adapters, workloads = collect(case, arrays)
     for batch in (1, 2):
         calls = [workload.begin_batch(5, batch) for workload in workloads]
@@ -69,7 +82,7 @@ def test_right_results_pass_and_wrong_ones_do_not(arrays, num_ranks, collective,
     last = adapters[-1].pairs[0][1]
     if len(last) > 2:
         last[1:] = last[:-1] + 0
-        assert f"{collective.value}, rank {num_ranks - 1}, array 0: wrong between" in workloads[-1].check(5)
+        assert f"{operation.value}, rank {num_ranks - 1}, array 0: wrong between" in workloads[-1].check(5)
     last[-1] = 0
     assert "wrong" in workloads[-1].check(5)
 
@@ -78,7 +91,7 @@ def test_right_results_pass_and_wrong_ones_do_not(arrays, num_ranks, collective,
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 32])
 def test_sums_in_place_stay_exact(dtype, num_ranks):
     """As many allreduces as a batch may have, on one array: equal to the last bit, and none more would be allowed."""
-    case = Case(collective=Collective.ALLREDUCE, num_ranks=num_ranks, dtype=dtype, size_bytes=1 << 18)
+    case = Case(operation=Operation.ALLREDUCE, num_ranks=num_ranks, dtype=dtype, size_bytes=1 << 18)
     arrays = TorchArrays()
     adapters, workloads = collect(case, arrays)
     num_calls = max_calls_in_place(dtype, num_ranks)
@@ -100,7 +113,7 @@ def test_sums_in_place_stay_exact(dtype, num_ranks):
 def test_small_arrays_take_turns():
     """Calls go round the arrays, each of which lies on cache lines of its own; large tensors have one."""
     assert (num_buffers(0), num_buffers(8), num_buffers(64 * 1024), num_buffers(1 << 30)) == (16, 16, 4, 1)
-    case = Case(collective=Collective.ALL_GATHER, num_ranks=2, size_bytes=8)
+    case = Case(operation=Operation.ALL_GATHER, num_ranks=2, size_bytes=8)
     adapters, workloads = collect(case, NumpyArrays())
     assert list(workloads[0].begin_batch(18, 1)) == [*range(16), 0, 1]
     assert {source.ctypes.data % 64 for source, _ in adapters[0].pairs} == {0}
@@ -109,17 +122,19 @@ def test_small_arrays_take_turns():
 def test_sizes_are_of_the_larger_tensor():
     """And rounded up to equal parts where ranks have some."""
     counts = {
-        collective: (case.num_elements, case.input_elements, case.output_elements)
-        for collective in Collective
-        for case in [Case(collective=collective, num_ranks=3, size_bytes=16)]
+        operation: (case.num_elements, case.input_elements, case.output_elements)
+        for operation in Operation
+        for case in [Case(operation=operation, num_ranks=3, size_bytes=16)]
     }
     assert counts == {
-        Collective.ALLREDUCE: (4, 4, 4),
-        Collective.BROADCAST: (4, 4, 4),
-        Collective.REDUCE_SCATTER: (6, 6, 2),
-        Collective.ALL_GATHER: (6, 2, 6),
-        Collective.ALL_TO_ALL: (6, 6, 6),
-        Collective.BARRIER: (0, 0, 0),
+        **dict.fromkeys([Operation.SUBMIT, Operation.OVERLAP, Operation.SEND_RECV], (4, 4, 4)),
+        **dict.fromkeys([Operation.INIT, Operation.NEW_GROUP], (0, 0, 0)),
+        Operation.ALLREDUCE: (4, 4, 4),
+        Operation.BROADCAST: (4, 4, 4),
+        Operation.REDUCE_SCATTER: (6, 6, 2),
+        Operation.ALL_GATHER: (6, 2, 6),
+        Operation.ALL_TO_ALL: (6, 6, 6),
+        Operation.BARRIER: (0, 0, 0),
     }
 
 
@@ -130,14 +145,114 @@ def test_numpy_has_no_bfloat16_but_its_bits():
     assert np.array_equal(NumpyArrays().of(values, DataType.BFLOAT16), bits)
 
 
+def test_symmetric_arrays_come_from_the_group():
+    """They are ordinary tensors, of the type and length that is asked for, which their slices share."""
+    (group,) = ferrodist.SimulatedBackend.create_group(1)
+    with ferrodist.use_group(group):
+        made = SymmetricArrays().empty(6, DataType.BFLOAT16)
+    group.close()
+    assert (made.shape, made.dtype) == ((6,), torch.bfloat16)
+    made[2:4] = 1
+    assert made[2] == 1
+
+
 def test_the_limit_copies(tmp_path):
     """Alone: its barrier lets it pass, every collective is a copy of the whole tensor, and a barrier is not offered."""
     adapter = MemoryCopyAdapter(Place(rank=0, num_ranks=1, folder=tmp_path))
-    workload = Workload(adapter, Case(collective=Collective.REDUCE_SCATTER, num_ranks=1, size_bytes=5000))
+    workload = Workload(adapter, Case(operation=Operation.REDUCE_SCATTER, num_ranks=1, size_bytes=5000))
     adapter.barrier()
     for call in workload.begin_batch(3, 1):
         call()
     assert workload.check(3) is None
     with pytest.raises(NotOfferedError, match="moves no bytes"):
-        Workload(adapter, Case(collective=Collective.BARRIER, num_ranks=1))
+        open_batches(adapter, Case(operation=Operation.BARRIER, num_ranks=1), adapter._meeting)
     adapter.close()
+
+
+@pytest.mark.parametrize("arrays", [NumpyArrays(), TorchArrays()], ids=["numpy", "torch"])
+def test_a_product_is_checked(arrays):
+    """What was computed passes; what was not, or something else, does not."""
+    product = Product(arrays)
+    product.begin()
+    assert product.check() is not None
+    product.run(2)
+    assert product.check() is None
+    product._result[3, 4] += 1
+    assert product.check() == "the product of matrices is wrong"
+
+
+class Alone:
+    """The first of two ranks, which knows what the other one has; it can be told to be wrong."""
+
+    copies, not_offered, rank, num_ranks = False, {}, 0, 2
+
+    def __init__(self, error=0):
+        self.arrays, self.error, self.log = NumpyArrays(), error, []
+
+    def make_start(self, case, source, target):
+        def start():
+            self.log.append("start")
+            source[:] = 2 * source + 2.0**DataType.FLOAT32.start_exponent
+            source[-1] += self.error
+            return source
+
+        return start
+
+    def wait(self, started):
+        self.log.append("wait")
+
+    def barrier(self):
+        self.log.append("barrier")
+
+    def leave(self):
+        self.log.append("leave")
+
+    def join(self, init_method):
+        self.log.append(init_method)
+
+    def new_group(self):
+        return "group"
+
+    def add_up(self, array, group):
+        array += 2 + self.error
+        self.log.append(group)
+
+    def end_group(self, group):
+        self.log.append("end")
+
+
+def run_alone(tmp_path, operation, num_calls, *, error=0):
+    adapter, meeting = Alone(error), Meeting(tmp_path / f"{operation.value}{error}", 0, 1)
+    batches = open_batches(adapter, Case(operation=operation, num_ranks=2, size_bytes=8), meeting)
+    adapter.log.clear()
+    answer = batches.run({"num_calls": num_calls, "batch": 1, "address": "host:1"})
+    meeting.close()
+    return adapter.log, answer
+
+
+def test_each_start_is_timed_alone(tmp_path):
+    """It has ended before the next one; a wrong result is found."""
+    log, answer = run_alone(tmp_path, Operation.SUBMIT, 3)
+    assert log == ["barrier"] * 2 + ["start", "wait"] * 3 + ["barrier"]
+    assert (answer["begin"], answer["wrong"]) == (0, None)
+    assert answer["end"] > 0
+    assert "submit, rank 0" in run_alone(tmp_path, Operation.SUBMIT, 3, error=1)[1]["wrong"]
+
+
+def test_an_overlap_is_three_times(tmp_path):
+    """The allreduce alone, the products alone, and both; the ranks meet before each."""
+    log, answer = run_alone(tmp_path, Operation.OVERLAP, 2)
+    assert log == [*["barrier"] * 2, "start", "wait", *["barrier"] * 4, "start", "wait", "barrier"]
+    assert answer["wrong"] is None
+    assert min(answer[name] for name in ("alone", "computing", "together")) > 0
+    assert "overlap" in run_alone(tmp_path, Operation.OVERLAP, 2, error=1)[1]["wrong"]
+
+
+def test_a_group_is_made_and_used(tmp_path):
+    """The default group is left before, another one ended after; a sum that is wrong is found."""
+    log, answer = run_alone(tmp_path, Operation.INIT, 1)
+    assert log == ["leave", "tcp://host:1", None]
+    assert answer["end"] > answer["begin"]
+    assert answer["wrong"] is None
+    assert run_alone(tmp_path, Operation.NEW_GROUP, 1)[0] == ["group", "barrier", "end"]
+    assert "adds up to" in run_alone(tmp_path, Operation.NEW_GROUP, 1, error=1)[1]["wrong"]

@@ -7,54 +7,103 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ferrodist as fd
+from ferrodist.bench.adapters.base import Adapter
 from ferrodist.bench.arrays import Arrays, TorchArrays
-from ferrodist.bench.cases import Case, Collective
-from ferrodist.bench.peers import OURS
+from ferrodist.bench.cases import Case, Operation
+from ferrodist.bench.peers import OURS, Peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.bench.adapters.base import Place
-    from ferrodist.bench.peers import Peer
+    from ferrodist.bench.cases import DataType
 
 __all__ = ["FerrodistAdapter"]
 
 
-class FerrodistAdapter:
-    """A rank of a ferrodist group; see `Adapter`."""
+class SymmetricArrays(TorchArrays):
+    """Torch tensors in memory that all ranks of the default group share; all ranks make the same, in the same order."""
 
-    copies = False
+    def empty(self, num_elements: int, dtype: DataType) -> Any:
+        """See `Arrays.empty`; the memory begins at a page."""
+        return fd.empty_symmetric((num_elements,), self._dtypes[dtype])
+
+
+class FerrodistAdapter(Adapter):
+    """A rank of a ferrodist group; see `Adapter`."""
 
     def __init__(self, peer: Peer, place: Place) -> None:
         torch.set_num_threads(1)
-        self.arrays: Arrays = TorchArrays()
+        self.arrays: Arrays = SymmetricArrays() if peer is Peer.NATIVE_SYMMETRIC else TorchArrays()
         self.rank, self.num_ranks = place.rank, place.num_ranks
-        fd.init_process_group(
-            OURS[peer],
-            rank=place.rank,
-            world_size=place.num_ranks,
-            init_method=f"file://{place.folder / 'meeting'}",
-        )
+        self._backend = OURS[peer]
+        self.join(place.init_method)
         self.versions = {"ferrodist": fd.__version__, "torch": str(torch.__version__)}
 
     def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
         """See `Adapter.make_call`."""
-        if case.collective is Collective.ALLREDUCE:
-            return lambda: fd.allreduce(source, out=target)
-        if case.collective is Collective.REDUCE_SCATTER:
-            return lambda: fd.reduce_scatter(source, out=target)
-        if case.collective is Collective.ALL_GATHER:
-            return lambda: fd.all_gather(source, out=target)
-        if case.collective is Collective.BROADCAST:
-            return lambda: fd.broadcast(source, 0, out=target)
-        if case.collective is Collective.ALL_TO_ALL:
-            return lambda: fd.all_to_all(source, out=target)
-        return fd.barrier
+        if case.operation is Operation.SEND_RECV:
+            return self._make_exchange(case, source, target)
+        calls: dict[Operation, Callable[[], object]] = {
+            Operation.ALLREDUCE: lambda: fd.allreduce(source, out=target),
+            Operation.REDUCE_SCATTER: lambda: fd.reduce_scatter(source, out=target),
+            Operation.ALL_GATHER: lambda: fd.all_gather(source, out=target),
+            Operation.BROADCAST: lambda: fd.broadcast(source, 0, out=target),
+            Operation.ALL_TO_ALL: lambda: fd.all_to_all(source, out=target),
+            Operation.BARRIER: fd.barrier,
+        }
+        return calls[case.operation]
+
+    def make_start(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
+        """See `Adapter.make_start`."""
+        assert case.operation.is_allreduce
+        return lambda: fd.async_allreduce(source, out=target)
+
+    def wait(self, started: fd.PendingCollective[torch.Tensor]) -> None:
+        """See `Adapter.wait`."""
+        started.wait()
 
     def barrier(self) -> None:
         """See `Adapter.barrier`."""
         fd.barrier()
 
+    def join(self, init_method: str) -> None:
+        """See `Adapter.join`."""
+        fd.init_process_group(self._backend, rank=self.rank, world_size=self.num_ranks, init_method=init_method)
+
+    def leave(self) -> None:
+        """See `Adapter.leave`."""
+        fd.destroy_process_group()
+
+    def new_group(self) -> fd.SubBackend:
+        """See `Adapter.new_group`."""
+        group = fd.new_group()
+        assert group is not None, "all ranks are in it"
+        return group
+
+    def add_up(self, array: Any, group: fd.Backend | None) -> None:
+        """See `Adapter.add_up`."""
+        fd.allreduce(array, out=array, group=group)
+
+    def end_group(self, group: fd.Backend) -> None:
+        """See `Adapter.end_group`."""
+        group.close()
+
     def close(self) -> None:
         """See `Adapter.close`."""
-        fd.destroy_process_group()
+        self.leave()
+
+    def _make_exchange(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
+        partner = case.partner_of(self.rank)
+        if partner is None:
+            return lambda: None
+
+        def there_and_back() -> None:
+            fd.send(source, partner)
+            fd.recv_into(target, partner)
+
+        def back() -> None:
+            fd.recv_into(target, partner)
+            fd.send(source, partner)
+
+        return there_and_back if self.rank == 0 else back

@@ -1,0 +1,191 @@
+"""How the driver measures one peer in one case: what it asks of the ranks, and what their answers come to.
+
+A batch is some calls timed together; its value is the slowest rank's time for one call. Small operations get as many
+calls as make a batch long enough for the clock and for the ranks' unequal starts not to show.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ferrodist.bench.adapters import NotOfferedError
+from ferrodist.bench.cases import Operation
+from ferrodist.bench.peers import Peer
+
+if TYPE_CHECKING:
+    from ferrodist.bench.cases import Case
+    from ferrodist.bench.rank_group import RankGroup
+
+__all__ = ["CallRunner", "Contestant", "GroupRunner", "OverlapRunner", "PeerContestant", "Runner", "WrongResultError"]
+
+_BATCH_SECONDS = 1e-3
+_MAX_CALLS = 1000
+_FIRST_CALLS = (1, 3)  # before the rounds: they touch the memory first, open connections, and say how long a call takes
+_ANSWER_SECONDS = 180.0
+
+
+class WrongResultError(Exception):
+    """A result is not what it must be; the message says where."""
+
+
+class Runner(Protocol):
+    """One peer in one case."""
+
+    num_calls: int
+    """Calls that a batch has."""
+    values: list[float]
+    """Each batch's, in order."""
+    parts: dict[str, list[float]]
+    """By name: what went into the values, in seconds."""
+
+    def calibrate(self) -> None:
+        """Run batches that do not count, and decide how many calls one has."""
+
+    def measure(self) -> None:
+        """Run a batch that counts.
+
+        Raises:
+            PeerFailedError: The peer has ended.
+            WrongResultError: Its result is wrong.
+        """
+
+
+class Contestant(Protocol):
+    """Who can be measured, in turn with others."""
+
+    peer: Peer
+
+    def open_runner(self, case: Case) -> Runner:
+        """Prepare a case.
+
+        Raises:
+            NotOfferedError: The peer has no such operation.
+            PeerFailedError: It has ended.
+        """
+
+    def release(self) -> None:
+        """Free what the case has taken. Raises PeerFailedError when the peer has ended."""
+
+
+class PeerContestant:
+    """The ranks of a library as a contestant.
+
+    Args:
+        group: The ranks; not owned.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self.peer = group.peer
+        self._group = group
+
+    def open_runner(self, case: Case) -> Runner:
+        """See `Contestant.open_runner`."""
+        if not self._group.is_alive:
+            raise NotOfferedError("it failed in an earlier case")
+        message = {
+            "do": "prepare",
+            "operation": case.operation.value,
+            "dtype": case.dtype.value,
+            "size_bytes": case.size_bytes,
+            "num_hosts": case.num_hosts,
+        }
+        answers = self._group.ask(message, _ANSWER_SECONDS)
+        refusals = [answer["not_offered"] for answer in answers if "not_offered" in answer]
+        if refusals:
+            raise NotOfferedError(refusals[0])
+        max_calls = min(answer["max_calls"] for answer in answers)
+        kind = OverlapRunner if case.operation is Operation.OVERLAP else CallRunner
+        return (GroupRunner if case.operation.makes_groups else kind)(self._group, case, max_calls)
+
+    def release(self) -> None:
+        """See `Contestant.release`."""
+        if self._group.is_alive:
+            self._group.ask({"do": "release"}, _ANSWER_SECONDS)
+
+
+class CallRunner:
+    """Calls that are timed together, or each alone and added up; see `Runner`."""
+
+    def __init__(self, group: RankGroup, case: Case, max_calls: int) -> None:
+        self.num_calls = 1
+        self.values: list[float] = []
+        self.parts: dict[str, list[float]] = {}
+        self._group, self._case, self._max_calls = group, case, max_calls
+        self._num_batches = 0
+
+    def calibrate(self) -> None:
+        """See `Runner.calibrate`."""
+        seconds = _BATCH_SECONDS
+        for num_calls in _FIRST_CALLS:
+            seconds = self._run(min(num_calls, self._max_calls))
+        wanted = min(_MAX_CALLS, self._max_calls, round(_BATCH_SECONDS / max(seconds, 1e-9)))
+        if wanted > _FIRST_CALLS[-1]:  # the first calls were slow ones: look again, with what may still be too few
+            seconds = min(seconds, self._run(wanted))
+        self.num_calls = max(1, min(_MAX_CALLS, self._max_calls, round(_BATCH_SECONDS / max(seconds, 1e-9))))
+
+    def measure(self) -> None:
+        """See `Runner.measure`."""
+        self.values.append(self._run(self.num_calls))
+
+    def _run(self, num_calls: int) -> float:
+        """One batch; returns the time of a call."""
+        answers = self._ask(num_calls)
+        # Copies don't wait for each other: ranks that share a processor may copy one after the other.
+        seconds = _span(answers) if self._group.peer is Peer.LIMIT else _longest(answers)
+        ways = 2 if self._case.operation is Operation.SEND_RECV else 1  # there and back
+        return seconds / num_calls / ways
+
+    def _ask(self, num_calls: int, **more: Any) -> list[dict[str, Any]]:
+        self._num_batches += 1
+        message = {"do": "batch", "num_calls": num_calls, "batch": self._num_batches, **more}
+        answers = self._group.ask(message, _ANSWER_SECONDS)
+        wrong = [answer["wrong"] for answer in answers if answer["wrong"]]
+        if wrong:
+            raise WrongResultError(f"wrong result: {wrong[0]}")
+        return answers
+
+
+class GroupRunner(CallRunner):
+    """Groups that are made, one a batch, from the first rank's call to the last one's return."""
+
+    def calibrate(self) -> None:
+        """See `Runner.calibrate`."""
+        self._run(1)
+
+    def _run(self, num_calls: int) -> float:
+        return _span(self._ask(num_calls, address=f"127.0.0.1:{_free_port()}"))
+
+
+class OverlapRunner(CallRunner):
+    """An allreduce beside so many products as take equally long; the value is what both take over the longer one."""
+
+    def calibrate(self) -> None:
+        """See `Runner.calibrate`."""
+        for _ in range(4):
+            self._run(self.num_calls)
+            alone, computing = (self.parts[name][-1] for name in ("alone", "computing"))
+            self.num_calls = max(1, min(self._max_calls, round(self.num_calls * alone / computing)))
+        self.parts.clear()
+
+    def _run(self, num_calls: int) -> float:
+        answers = self._ask(num_calls)
+        times = {name: max(answer[name] for answer in answers) / 1e9 for name in ("alone", "computing", "together")}
+        for name, seconds in times.items():
+            self.parts.setdefault(name, []).append(seconds)
+        return float(times["together"] / max(times["alone"], times["computing"]))
+
+
+def _longest(answers: list[dict[str, Any]]) -> float:
+    return float(max(answer["end"] - answer["begin"] for answer in answers)) / 1e9
+
+
+def _span(answers: list[dict[str, Any]]) -> float:
+    return float(max(answer["end"] for answer in answers) - min(answer["begin"] for answer in answers)) / 1e9
+
+
+def _free_port() -> int:
+    """A port that was free just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
