@@ -149,6 +149,7 @@ def test_an_interruption_ends_a_wait(options: dict[str, float]) -> None:
     """Ctrl-C in a collective that waits raises KeyboardInterrupt at once, and the other rank hears of it."""
 
     def program(group: NativeBackend, fork: ForkedGroup) -> tuple[str, float]:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without
         try:
             if group.rank == 1:
                 _interrupt_when_waiting(fork)
