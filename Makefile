@@ -31,7 +31,7 @@ sanitize: $(INSTALLED)
 	$(call NATIVE_RUN,tsan,30000)
 
 bench: $(INSTALLED)
-	$(BIN)/ferrodist bench --full --output build/bench
+	$(BIN)/ferrodist bench --full --seconds 6 --output build/bench
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,18 @@ import pytest
 
 import ferrodist
 from ferrodist.backends.native import is_native_available
+from ferrodist.bench.hosts import EmulatedHosts, HostsUnavailableError
 
 pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
 pytest.importorskip("rich", reason="the extra 'bench' is not installed")
 
 SOURCE = Path(ferrodist.__file__).parents[1]
 LIMIT = 100  # seconds; it takes about 10 where nothing else runs
+try:
+    with EmulatedHosts():
+        NO_HOSTS = ""
+except HostsUnavailableError as error:
+    NO_HOSTS = str(error)
 OURS = "native" if is_native_available() else "tcp"
 
 
@@ -58,3 +65,21 @@ def test_peers_are_measured_and_checked(tmp_path):
         assert case["failures"] == {}
     assert output.count("memcpy (limit) ") == 1 + 2 * (len(names) + 1) + 1
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS)
+def test_two_hosts_are_measured_and_removed(tmp_path):
+    """Each rank is on a host of its own; the link has figures where iperf3 is there, and a reason where it is not."""
+    output, _, report = run(
+        tmp_path, "--suites", "hosts", "--peers", f"{OURS},iperf3", "--sizes", "8,1M", "--rounds", "1"
+    )
+    sizes = [(case["operation"], case["size_bytes"], case["num_hosts"]) for case in report["cases"]]
+    assert sizes == [(name, size, 2) for name in ("allreduce", "send_recv") for size in (8, 1 << 20)]
+    link = ["iperf3"] if shutil.which("iperf3") else []
+    for case in report["cases"]:
+        assert [one["peer"] for one in case["measurements"]] == [OURS, *(link if case["size_bytes"] > 8 else [])], case
+    assert link or "iperf3 is not installed" in output
+    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    command = next(peer["command"] for peer in report["peers"] if peer["peer"] == OURS)
+    assert command.split()[3].startswith("ferrodist-")
+    assert command.split()[3] not in names

@@ -76,7 +76,7 @@ def _suite_tables(cases: Sequence[CaseReport]) -> list[str]:
 def _reasons(cases: Sequence[CaseReport]) -> list[str]:
     """Why peers have no figure."""
     found = {(name, reason): None for case in cases for name, reason in case.not_offered.items()}
-    return ["", *(f"{Peer(name).title}: {reason}." for name, reason in found)] if found else []
+    return ["", *(f"- {Peer(name).title}: {reason}." for name, reason in found)] if found else []
 
 
 def _facts(report: Report) -> list[str]:
@@ -104,7 +104,8 @@ def _peer_table(report: Report) -> list[str]:
 def _case_table(cases: Sequence[CaseReport]) -> list[str]:
     """A row a size: our median, its percentiles and ratio to the limit; the others' medians and ratios to ours."""
     peers = [peer for peer in Peer if any(case.of(peer) for case in cases)]
-    headings = ["size", *(f"{peer.title}{_explanation(peer)}" for peer in peers)]
+    has_limit = any(case.of(peer) for case in cases for peer in LIMITS)
+    headings = ["size", *(f"{peer.title}{_explanation(peer, has_limit=has_limit)}" for peer in peers)]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for case in cases:
         cells = [format_bytes(case.size_bytes) if case.size_bytes else "-", *(_figures(case, peer) for peer in peers)]
@@ -112,10 +113,10 @@ def _case_table(cases: Sequence[CaseReport]) -> list[str]:
     return lines
 
 
-def _explanation(peer: Peer) -> str:
+def _explanation(peer: Peer, *, has_limit: bool) -> str:
     """What stands beside a median in the column of a peer."""
     if peer in OURS:
-        return " [p10, p99] (/limit)"
+        return " [p10, p99] (/limit)" if has_limit else " [p10, p99]"
     return "" if peer in LIMITS else " (/ferrodist)"
 
 

@@ -46,11 +46,11 @@ class LinkContestant:
         self._hosts = hosts
         version = subprocess.run(["iperf3", "--version"], capture_output=True, text=True, check=False).stdout  # noqa: S607
         self.versions = {"iperf": version.split()[1] if len(version.split()) > 1 else "unknown"}
-        self.command = ["iperf3", "--server"]
+        self.command = ["iperf3", "--client", hosts.addresses[1], "--bytes", "64M"]  # --bidir comes and goes
         self._server: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        command = [*self._hosts.prefix(1), *self.command, "--port", str(_PORT)]
+        command = [*self._hosts.prefix(1), "iperf3", "--server", "--port", str(_PORT)]
         self._server = subprocess.Popen(  # noqa: S603 - a fixed command
             command,
             stdin=subprocess.DEVNULL,

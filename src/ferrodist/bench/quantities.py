@@ -57,8 +57,10 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_ratio(ratio: float | None) -> str:
-    """Return "1.23", "45.6", "789" or "-"."""
-    return "-" if ratio is None else _digits(ratio, always=True)
+    """Return "0.0012", "1.23", "45.6", "789" or "-"."""
+    if ratio is None:
+        return "-"
+    return f"{ratio:.2g}" if 0 < ratio < 0.095 else _digits(ratio, always=True)
 
 
 def _digits(value: float, *, always: bool = False) -> str:
