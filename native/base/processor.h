@@ -1,6 +1,8 @@
 // What the processor is told while a thread spins.
 #pragma once
 
+#include <sched.h>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -14,6 +16,11 @@ inline void relax() noexcept {
 #elif defined(__aarch64__)
     __asm__ __volatile__("isb" ::: "memory");  // `yield` is a no-op on most cores
 #endif
+}
+
+// Lets another thread have the processor, if one wants it.
+inline void give_way() noexcept {
+    ::sched_yield();
 }
 
 }  // namespace ferrodist

@@ -15,9 +15,7 @@ inline constexpr std::size_t part_alignment = 64;
 // Up to here every rank folds the whole by itself: one wait in all. Above, each folds a part: two waits, less work.
 inline std::size_t one_shot_bytes(const shm::Layout& layout) {
     std::size_t size = 4 * 1024;
-    if (layout.is_crowded) {
-        size = 64 * 1024;
-    } else if (layout.num_ranks == 2) {
+    if (layout.num_ranks == 2) {
         size = 16 * 1024;
     } else if (layout.num_ranks <= 4) {
         size = 8 * 1024;

@@ -129,7 +129,7 @@ void Fabric::wait_for_all(const IsThere& is_there, FailureKind lateness, const D
         }
         check();
         if (layout_.is_crowded ? ++looks < crowded_looks : Clock::now() < spin_end) {
-            relax();
+            layout_.is_crowded ? give_way() : relax();
             continue;
         }
         look_for_interruption();

@@ -25,8 +25,11 @@ constexpr auto longest_sleep = interruption_period;
 // Pauses between two looks at the clock or the abort word while spinning.
 constexpr int pauses_a_look = 32;
 
-// Pauses before sleeping where ranks share processors: whoever is waited for may need this one.
-constexpr int crowded_pauses = 64;
+// Where ranks share processors whoever is waited for may need this one: it is given away, at most so often that a program
+// of somebody else's that takes it for long does so once. Four ranks on two processors met in 3 us this way, and in 8 us
+// where each slept and was woken.
+constexpr int crowded_pauses = 8;
+constexpr int crowded_yields = 10;
 
 constexpr std::size_t round_up(std::size_t size, std::size_t unit) {
     return (size + unit - 1) / unit * unit;
@@ -123,9 +126,9 @@ void Segment::ring() {
 template <class Ready, class Lagging>
 void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind lateness, const Deadline& deadline) {
     if (layout_.is_crowded) {
-        for (int i = 0; i < crowded_pauses; ++i) {
+        for (int i = 0; i < crowded_pauses + crowded_yields; ++i) {
             if (ready()) return;
-            relax();
+            i < crowded_pauses ? relax() : give_way();
         }
     } else {
         Clock::time_point end{};
