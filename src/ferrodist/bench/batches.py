@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Batches", "open_batches"]
 
 _MAX_PRODUCTS = 100_000
+_ALLREDUCES = 2  # of an overlap's batch: alone and together
 
 
 class Batches(Protocol):
@@ -102,12 +103,14 @@ class OverlapBatches:
 
     def __init__(self, adapter: Adapter, case: Case) -> None:
         self._adapter, self._workload = adapter, Workload(adapter, case)
+        if self._workload.max_calls < _ALLREDUCES:
+            raise NotOfferedError(f"two sums in place of {case.num_ranks} ranks are not exact in {case.dtype.value}")
         self._product = Product(adapter.arrays)
 
     def run(self, message: dict[str, Any]) -> dict[str, Any]:
         """See `Batches.run`; the answer has the three times in nanoseconds."""
         num_products, wait, product = message["num_calls"], self._adapter.wait, self._product
-        first, second = self._workload.begin_batch(2, message["batch"])
+        first, second = self._workload.begin_batch(_ALLREDUCES, message["batch"])
         product.begin()
 
         def both() -> None:
@@ -121,7 +124,7 @@ class OverlapBatches:
             "together": self._time(both),
         }
         self._adapter.barrier()
-        return {**answer, "wrong": self._workload.check(2) or product.check()}
+        return {**answer, "wrong": self._workload.check(_ALLREDUCES) or product.check()}
 
     def _time(self, action: Callable[[], None]) -> int:
         _meet(self._adapter)

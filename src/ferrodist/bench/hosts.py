@@ -112,8 +112,11 @@ class EmulatedHosts:
 
 
 def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(  # noqa: S603 - a fixed command
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT, check=False
-    )
+    try:
+        done = subprocess.run(  # noqa: S603 - a fixed command
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise HostsUnavailableError(f"{' '.join(command[:3])} took more than {_LIMIT} s") from None
     if done.returncode != 0:
         raise HostsUnavailableError(f"{' '.join(command[:3])}: {done.stderr.strip()}")
