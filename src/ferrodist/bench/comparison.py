@@ -104,7 +104,7 @@ class _Comparison:
                     contestants[peer] = started = stack.enter_context(LinkContestant(hosts))
                 else:
                     started = stack.enter_context(self._start_ranks(peer, stage, folder / peer.value, hosts))
-                    contestants[peer] = PeerContestant(started)
+                    contestants[peer] = PeerContestant(started, self._plan.rounds.seconds)
             except PeerFailedError as error:
                 facts.reason = str(error)
                 self._display.say([f"{title} is left out: {error}"])

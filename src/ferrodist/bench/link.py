@@ -71,7 +71,9 @@ class LinkContestant:
             raise NotOfferedError("a rate says nothing of small messages")
         if case.num_ranks != NUM_HOSTS:
             raise NotOfferedError("it has one process a host")
-        return LinkRunner(self._hosts, case)
+        runner = LinkRunner(self._hosts, case)
+        runner.run()
+        return runner
 
     def release(self) -> None:
         """See `Contestant.release`."""
@@ -93,15 +95,12 @@ class LinkRunner:
             *("--bytes", str(self.num_calls * case.size_bytes), *both_ways),
         ]
 
-    def calibrate(self) -> None:
-        """See `Runner.calibrate`."""
-        self._run()
-
     def measure(self) -> None:
         """See `Runner.measure`."""
-        self.values.append(self._run())
+        self.values.append(self.run())
 
-    def _run(self) -> float:
+    def run(self) -> float:
+        """One transfer; returns the time of the case's bytes."""
         try:
             done = subprocess.run(  # noqa: S603 - a fixed command
                 self._command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT, check=False

@@ -68,9 +68,7 @@ def measure_case(
     runners: dict[Contestant, Runner] = {}
     for contestant in contestants:
         with _recording(contestant, report):
-            runner = contestant.open_runner(case)
-            runner.calibrate()
-            runners[contestant] = runner
+            runners[contestant] = contestant.open_runner(case)
     begin = time.monotonic()
     for number in range(settings.num_rounds):
         turn = number % max(1, len(runners))

@@ -12,16 +12,28 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ferrodist.bench.adapters import NotOfferedError
 from ferrodist.bench.cases import Operation
 from ferrodist.bench.peers import Peer
+from ferrodist.bench.quantities import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from ferrodist.bench.cases import Case
+    from ferrodist.bench.cases import Case, DataType
     from ferrodist.bench.rank_group import RankGroup
 
-__all__ = ["CallRunner", "Contestant", "GroupRunner", "OverlapRunner", "PeerContestant", "Runner", "WrongResultError"]
+__all__ = [
+    "CallRunner",
+    "Contestant",
+    "GroupRunner",
+    "OverlapRunner",
+    "PeerContestant",
+    "Runner",
+    "TooSlowError",
+    "WrongResultError",
+]
 
 _BATCH_SECONDS = 1e-3
 _MAX_CALLS = 1000
-_FIRST_CALLS = (1, 3)  # before the rounds: they touch the memory first, open connections, and say how long a call takes
+_FIRST_CALLS = 3  # and one before: they touch the memory first, open connections, and say how long a call takes
+_SLOW_SECONDS = 0.1  # a call that takes longer says so alone
+_TRIALS = 4  # of how much computation takes as long as an allreduce
 _ANSWER_SECONDS = 180.0
 
 
@@ -29,8 +41,12 @@ class WrongResultError(Exception):
     """A result is not what it must be; the message says where."""
 
 
+class TooSlowError(NotOfferedError):
+    """A call takes longer than a case may."""
+
+
 class Runner(Protocol):
-    """One peer in one case."""
+    """One peer in one case, which it has tried."""
 
     num_calls: int
     """Calls that a batch has."""
@@ -38,9 +54,6 @@ class Runner(Protocol):
     """Each batch's, in order."""
     parts: dict[str, list[float]]
     """By name: what went into the values, in seconds."""
-
-    def calibrate(self) -> None:
-        """Run batches that do not count, and decide how many calls one has."""
 
     def measure(self) -> None:
         """Run a batch that counts.
@@ -57,11 +70,12 @@ class Contestant(Protocol):
     peer: Peer
 
     def open_runner(self, case: Case) -> Runner:
-        """Prepare a case.
+        """Prepare a case, and run batches that do not count, from which it takes how many calls a batch has.
 
         Raises:
-            NotOfferedError: The peer has no such operation.
+            NotOfferedError: The peer has no such operation, or takes too long for it.
             PeerFailedError: It has ended.
+            WrongResultError: Its result is wrong.
         """
 
     def release(self) -> None:
@@ -73,16 +87,21 @@ class PeerContestant:
 
     Args:
         group: The ranks; not owned.
+        max_seconds: A call that takes longer is not repeated, and larger ones are not tried.
     """
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: RankGroup, max_seconds: float) -> None:
         self.peer = group.peer
-        self._group = group
+        self._group, self._max_seconds = group, max_seconds
+        self._too_slow: dict[tuple[Operation, DataType], tuple[int, str]] = {}  # the size, and what it took
 
     def open_runner(self, case: Case) -> Runner:
         """See `Contestant.open_runner`."""
         if not self._group.is_alive:
             raise NotOfferedError("it failed in an earlier case")
+        size_bytes, reason = self._too_slow.get((case.operation, case.dtype), (case.size_bytes, ""))
+        if size_bytes < case.size_bytes:
+            raise NotOfferedError(f"{reason} for {format_bytes(size_bytes)}")
         message = {
             "do": "prepare",
             "operation": case.operation.value,
@@ -96,7 +115,13 @@ class PeerContestant:
             raise NotOfferedError(refusals[0])
         max_calls = min(answer["max_calls"] for answer in answers)
         kind = OverlapRunner if case.operation is Operation.OVERLAP else CallRunner
-        return (GroupRunner if case.operation.makes_groups else kind)(self._group, case, max_calls)
+        runner = (GroupRunner if case.operation.makes_groups else kind)(self._group, case, max_calls)
+        try:
+            runner.calibrate(self._max_seconds)
+        except TooSlowError as error:
+            self._too_slow[case.operation, case.dtype] = case.size_bytes, str(error)
+            raise
+        return runner
 
     def release(self) -> None:
         """See `Contestant.release`."""
@@ -114,13 +139,15 @@ class CallRunner:
         self._group, self._case, self._max_calls = group, case, max_calls
         self._num_batches = 0
 
-    def calibrate(self) -> None:
-        """See `Runner.calibrate`."""
-        seconds = _BATCH_SECONDS
-        for num_calls in _FIRST_CALLS:
-            seconds = self._run(min(num_calls, self._max_calls))
+    def calibrate(self, max_seconds: float) -> None:
+        """Decide how many calls a batch has. Raises TooSlowError when one takes longer than ``max_seconds``."""
+        seconds = self._run(1)
+        is_slow = seconds > _SLOW_SECONDS
+        seconds = self._run(1 if is_slow else min(_FIRST_CALLS, self._max_calls))
+        if seconds > max_seconds:
+            raise TooSlowError(f"a call took {format_seconds(seconds)}")
         wanted = min(_MAX_CALLS, self._max_calls, round(_BATCH_SECONDS / max(seconds, 1e-9)))
-        if wanted > _FIRST_CALLS[-1]:  # the first calls were slow ones: look again, with what may still be too few
+        if wanted > _FIRST_CALLS:  # the first calls were slow ones: look again, with what may still be too few
             seconds = min(seconds, self._run(wanted))
         self.num_calls = max(1, min(_MAX_CALLS, self._max_calls, round(_BATCH_SECONDS / max(seconds, 1e-9))))
 
@@ -149,8 +176,8 @@ class CallRunner:
 class GroupRunner(CallRunner):
     """Groups that are made, one a batch, from the first rank's call to the last one's return."""
 
-    def calibrate(self) -> None:
-        """See `Runner.calibrate`."""
+    def calibrate(self, max_seconds: float) -> None:  # noqa: ARG002 - making a group is never repeated in a batch
+        """Make one that does not count."""
         self._run(1)
 
     def _run(self, num_calls: int) -> float:
@@ -160,11 +187,13 @@ class GroupRunner(CallRunner):
 class OverlapRunner(CallRunner):
     """An allreduce beside so many products as take equally long; the value is what both take over the longer one."""
 
-    def calibrate(self) -> None:
-        """See `Runner.calibrate`."""
-        for _ in range(4):
+    def calibrate(self, max_seconds: float) -> None:
+        """Find the number of products; see `CallRunner.calibrate`."""
+        for _ in range(_TRIALS):
             self._run(self.num_calls)
             alone, computing = (self.parts[name][-1] for name in ("alone", "computing"))
+            if alone > max_seconds:
+                raise TooSlowError(f"a call took {format_seconds(alone)}")
             self.num_calls = max(1, min(self._max_calls, round(self.num_calls * alone / computing)))
         self.parts.clear()
 

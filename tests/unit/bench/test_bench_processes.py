@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ferrodist.bench import environments, foreign, rank_group
+from ferrodist.bench.adapters import NotOfferedError
 from ferrodist.bench.cases import Case, Operation
 from ferrodist.bench.channel import MAX_LINE_BYTES, Channel, ChannelClosedError
 from ferrodist.bench.environments import EnvironmentUnavailableError, MpiEnvironment, obtain_environment
@@ -155,11 +156,11 @@ def test_a_peer_that_fails_in_a_command(monkeypatch, tmp_path, program, reason):
         assert all(process.returncode is not None for process in processes)
 
 
-def measure(groups, case=None):
+def measure(groups, case=None, max_seconds=10):
     settings = RoundSettings(num_rounds=4, min_rounds=2, seconds=10)
     rounds = []
     case = case or Case(operation=Operation.ALLREDUCE, num_ranks=2, size_bytes=8)
-    contestants = [PeerContestant(group) for group in groups]
+    contestants = [PeerContestant(group, max_seconds) for group in groups]
     report = measure_case(Suite.COLLECTIVES, case, contestants, settings, rounds.append)
     return report, rounds
 
@@ -211,6 +212,23 @@ def test_an_overlap_has_as_much_computation_as_communication(monkeypatch, tmp_pa
     (only,) = report.measurements
     assert (only.calls_per_batch, only.median) == (20, pytest.approx(1.5))
     assert only.parts == {"alone": [0.002] * 4, "computing": [0.002] * 4, "together": [0.003] * 4}
+
+
+def test_a_peer_that_takes_too_long_is_left_out(monkeypatch, tmp_path):
+    """The reason says what a call took; larger ones are not tried, smaller ones and other operations are."""
+    with start(monkeypatch, tmp_path, SERVE.replace("WRONG", "None")) as group:
+        contestant = PeerContestant(group, 1e-4)
+
+        def attempt(operation, size_bytes):
+            with pytest.raises(NotOfferedError) as refused:
+                contestant.open_runner(Case(operation=operation, num_ranks=2, size_bytes=size_bytes))
+            return str(refused.value)
+
+        assert attempt(Operation.ALLREDUCE, 2048) == "a call took 200 us"
+        assert attempt(Operation.ALLREDUCE, 4096) == "a call took 200 us for 2 KiB"
+        assert attempt(Operation.ALLREDUCE, 1024) == "a call took 200 us"
+        assert attempt(Operation.BROADCAST, 8192) == "a call took 200 us"
+        assert measure([group], max_seconds=1e-4)[0].not_offered == {"gloo": "a call took 200 us"}
 
 
 def test_a_wrong_result_is_a_failure(monkeypatch, tmp_path):

@@ -248,6 +248,15 @@ def test_an_overlap_is_three_times(tmp_path):
     assert "overlap" in run_alone(tmp_path, Operation.OVERLAP, 2, error=1)[1]["wrong"]
 
 
+def test_an_overlap_that_can_not_be_checked_is_not_measured(tmp_path):
+    """Where a second sum in place would not be exact."""
+    case = Case(operation=Operation.OVERLAP, num_ranks=7, dtype=DataType.BFLOAT16, size_bytes=1 << 18)
+    adapter = Alone()
+    adapter.num_ranks = 7
+    with pytest.raises(NotOfferedError, match="two sums in place of 7 ranks are not exact in bfloat16"):
+        open_batches(adapter, case, Meeting(tmp_path / "meeting", 0, 1))
+
+
 def test_a_group_is_made_and_used(tmp_path):
     """The default group is left before, another one ended after; a sum that is wrong is found."""
     log, answer = run_alone(tmp_path, Operation.INIT, 1)
