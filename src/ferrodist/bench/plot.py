@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from ferrodist.bench.cases import Operation
 from ferrodist.bench.peers import Peer
 from ferrodist.bench.quantities import format_bytes, format_seconds
 from ferrodist.bench.suites import Suite
@@ -46,41 +46,45 @@ _DASHED = {
 }
 _DRAWN = {Suite.COLLECTIVES.value, Suite.MESSAGES.value, Suite.HOSTS.value}
 """The suites of a time over a size."""
-_PANEL_INCHES = (4.2, 3.6)
+_PANEL_INCHES = (4.2, 3.4)
+_COLUMNS = 3
+_LABELS_PER_COLUMN = 2
 
 
 def save_plot(path: Path, report: Report) -> bool:
-    """Draw a report into a PNG file: a row for each number of ranks and type, a column for each operation.
+    """Draw a report into a PNG file: a panel for each operation on each number of ranks and hosts, and type.
 
     Returns:
         Whether there was anything to draw: a barrier has no size, and other suites ask for no time over a size.
     """
-    cases = [case for case in report.cases if case.suite in _DRAWN and case.size_bytes and case.measurements]
-    rows = list(dict.fromkeys((case.num_hosts, case.num_ranks, case.dtype) for case in cases))
-    order = [operation.value for operation in Operation]
-    columns = sorted({case.operation for case in cases}, key=order.index)
-    if not cases:
+    groups: dict[tuple[int, int, str, str], list[CaseReport]] = {}
+    for case in report.cases:
+        if case.suite in _DRAWN and case.size_bytes and case.measurements:
+            groups.setdefault((case.num_hosts, case.num_ranks, case.dtype, case.operation), []).append(case)
+    if not groups:
         return False
-    size = (_PANEL_INCHES[0] * len(columns), _PANEL_INCHES[1] * len(rows) + 0.8)
-    figure = Figure(figsize=size, layout="constrained", dpi=120)
+    num_columns = min(_COLUMNS, len(groups))
+    num_rows = -(-len(groups) // num_columns)
+    size = (_PANEL_INCHES[0] * num_columns, _PANEL_INCHES[1] * num_rows + 1.2)
+    figure = Figure(figsize=size, layout="constrained", dpi=100)
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(rows), len(columns), squeeze=False)
-    for row, line in zip(rows, panels, strict=True):
-        for operation, axes in zip(columns, line, strict=True):
-            chosen = [
-                case
-                for case in cases
-                if (case.num_hosts, case.num_ranks, case.dtype, case.operation) == (*row, operation)
-            ]
-            if not chosen:
-                axes.set_axis_off()
-                continue
-            _draw(axes, chosen)
-            axes.set_title(f"{operation}, {where(chosen[0])}, {chosen[0].dtype}", fontsize=10)
+    panels = figure.subplots(num_rows, num_columns, squeeze=False).flat
+    for axes, cases in zip_longest(panels, groups.values()):
+        if cases is None:
+            axes.set_axis_off()
+            continue
+        _draw(axes, cases)
+        axes.set_title(f"{cases[0].operation}, {where(cases[0])}, {cases[0].dtype}", fontsize=10)
     labelled = {
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=len(labelled), frameon=False)
+    figure.legend(
+        labelled.values(),
+        labelled.keys(),
+        loc="outside lower center",
+        ncols=min(len(labelled), _LABELS_PER_COLUMN * num_columns),
+        frameon=False,
+    )
     figure.suptitle(f"Median time of a call, lower is better: {report.machine.processor}, {report.started[:10]}")
     figure.savefig(path, format="png")
     return True
