@@ -31,8 +31,12 @@ def coalesce(group: Backend | None = None) -> Iterator[None]:
 
     Neighbouring allreduces of one dtype and operation, or broadcasts of one dtype and root, become one on their
     elements laid end to end: one agreement and one set of messages for any number of small tensors, and the same
-    bits as without.
+    bits as without. The smallest of their timeouts holds for all of them. What shares memory with another's result is
+    not joined, so tensors that share memory on one rank must on all.
     Other collectives start one after the other, in the order in which they were called.
+
+    First the ranks compare what they have collected, within the smallest timeout in the block. When their blocks
+    differ, or a rank does not come to its own, all pending operations raise that.
 
     Inside the block use the ``async_*`` forms; each gives its `PendingCollective`, which starts when the block ends.
     When the block raises, nothing is sent and the pending operations fail with that error.
@@ -74,8 +78,9 @@ def coalesce(group: Backend | None = None) -> Iterator[None]:
 
 def _start(collected: list[_Collected], group: Backend) -> None:
     """Compare what the ranks collected, join what can be joined, and start all of it."""
-    run_later(_comparison([operation for operation, _ in collected], group))
-    for members in _runs(collected):
+    runs = _runs(collected)
+    run_later(_comparison(runs, group))
+    for members in runs:
         run_later(_fused(members))
         for _, pending in members:
             pending.start()
@@ -101,45 +106,50 @@ def _runs(collected: list[_Collected]) -> list[list[_Collected]]:
     return runs
 
 
-def _comparison(operations: list[Operation[object]], group: Backend) -> Operation[None]:
-    """The first operation of a block: ranks that collected other operations, or other sizes, would mix up elements."""
-    text = ", ".join(
-        f"{operation.name}[{operation.fusible.source.numel()}]" if operation.fusible else operation.name
-        for operation in operations
-    )
+def _comparison(runs: list[list[_Collected]], group: Backend) -> Operation[None]:
+    """The first operation of a block: ranks that collected or joined other operations would mix up elements."""
+    text = ", ".join("+".join(_describe(operation) for operation, _ in members) for members in runs)
+    timeout = min(operation.timeout for members in runs for operation, _ in members)
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     payload = digest + text.encode()[: MAX_PAYLOAD - len(digest)]
 
     def run(sequence: int) -> None:
         engine = collectives_of(group)
-        payloads = engine.share("coalesce", payload, timeout=group.timeout, sequence=sequence)
+        payloads = engine.share("coalesce", payload, timeout=timeout, sequence=sequence)
         differing = [rank for rank, other in enumerate(payloads) if other[:16] != payloads[0][:16]]
         if differing:
             said = "; ".join(f"rank {rank}: {payloads[rank][16:].decode()}" for rank in (0, differing[0]))
             error = CollectiveMismatchError(
-                f"the ranks of group {group.name!r} put different operations into a coalesce() block: {said}",
+                f"the ranks of group {group.name!r} put different operations into a coalesce() block: {said}. (A +"
+                " joins operations that travel as one: of one kind and dtype, and without memory in common.)",
                 ranks=tuple(differing),
             )
             group.abort(error)
             raise error
 
-    return Operation(name="coalesce", group=group, run=run, finish=lambda: None)
+    return Operation(name="coalesce", group=group, timeout=timeout, run=run, finish=lambda: None)
+
+
+def _describe(operation: Operation[object]) -> str:
+    return f"{operation.name}[{operation.fusible.source.numel()}]" if operation.fusible else operation.name
 
 
 def _fused(members: list[_Collected]) -> Operation[None]:
     """One operation that does what all of ``members`` do and ends their pending handles."""
     operations = [operation for operation, _ in members]
+    first = operations[0]
     parts = [operation.fusible for operation in operations if operation.fusible is not None]
+    timeout = min(operation.timeout for operation in operations)
 
     def run(sequence: int) -> None:
         try:
             if len(parts) > 1:
                 out = torch.cat([part.source for part in parts])
-                parts[0].run(out, out, sequence)
+                parts[0].run(out, out, timeout, sequence)
                 for part, piece in zip(parts, torch.split(out, [part.out.numel() for part in parts]), strict=True):
                     part.out.copy_(piece)
             else:
-                operations[0].run(sequence)
+                first.run(sequence)
         except BaseException as error:
             for _, pending in members:
                 pending.fail(error)
@@ -147,4 +157,4 @@ def _fused(members: list[_Collected]) -> Operation[None]:
         for operation, pending in members:
             pending.succeed(operation.finish)
 
-    return Operation(name=operations[0].name, group=operations[0].group, run=run, finish=lambda: None)
+    return Operation(name=first.name, group=first.group, timeout=timeout, run=run, finish=lambda: None)

@@ -49,7 +49,7 @@ def barrier(group: Backend | None = None, *, timeout: float | None = None) -> No
     def run(sequence: int) -> None:
         collectives_of(chosen).barrier(timeout=limit, sequence=sequence)
 
-    run_now(Operation(name="barrier", group=chosen, run=run, finish=lambda: None))
+    run_now(Operation(name="barrier", group=chosen, timeout=limit, run=run, finish=lambda: None))
 
 
 def monitored_barrier(group: Backend | None = None, *, timeout: float | None = None) -> None:
@@ -126,6 +126,7 @@ def async_all_to_all(
         Operation(
             name=operation.name,
             group=operation.group,
+            timeout=operation.timeout,
             run=operation.run,
             finish=lambda: finish(operation.finish()),
         )
@@ -288,4 +289,4 @@ def _all_to_all_rows(
         result = target.finish()
         return attach(tensor, result, backward) if recorded else result
 
-    return Operation(name="all_to_all", group=group, run=run, finish=finish)
+    return Operation(name="all_to_all", group=group, timeout=timeout, run=run, finish=finish)

@@ -184,7 +184,7 @@ def _all_gather(  # noqa: PLR0917 - the public signature, by position
             return result
         return attach(tensor, result, partial(reduce_scatter_by_sizes, sizes=sizes, dim=dim, group=chosen))
 
-    return Operation(name="all_gather", group=chosen, run=run, finish=finish)
+    return Operation(name="all_gather", group=chosen, timeout=limit, run=run, finish=finish)
 
 
 class Join:
@@ -297,7 +297,7 @@ def _reduce_scatter(  # noqa: PLR0917 - the public signature, by position
         result = target.finish()
         return attach(tensor, result, partial(_reduce_scatter_backward, op, sizes, dim, chosen)) if recorded else result
 
-    return Operation(name="reduce_scatter", group=chosen, run=run, finish=finish)
+    return Operation(name="reduce_scatter", group=chosen, timeout=limit, run=run, finish=finish)
 
 
 def _reduce_scatter_backward(

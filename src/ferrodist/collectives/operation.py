@@ -40,13 +40,13 @@ class Fusible:
         key: Equal for operations that can be fused.
         source: The flat input.
         out: The flat output.
-        run: ``run(out, source, sequence)`` does the operation on other tensors.
+        run: ``run(out, source, timeout, sequence)`` does the operation on other tensors, in other time.
     """
 
     key: tuple[object, ...]
     source: torch.Tensor
     out: torch.Tensor
-    run: Callable[[torch.Tensor, torch.Tensor, int], None]
+    run: Callable[[torch.Tensor, torch.Tensor, float, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,7 @@ class Operation(Generic[T]):
     Args:
         name: The collective's name.
         group: Where it runs.
+        timeout: Seconds that `run` may take.
         run: ``run(sequence)`` blocks until it is done.
         finish: Makes the user's result, once `run` has returned; in the user's thread.
         fusible: How it can be joined with others of its kind, or None.
@@ -63,6 +64,7 @@ class Operation(Generic[T]):
 
     name: str
     group: Backend
+    timeout: float
     run: Callable[[int], None]
     finish: Callable[[], T]
     fusible: Fusible | None = None

@@ -87,8 +87,8 @@ def _allreduce(
     source = flatten(tensor)
     engine = collectives_of(chosen)
 
-    def on(target: torch.Tensor, flat: torch.Tensor, sequence: int) -> None:
-        engine.allreduce(target, flat, op, timeout=limit, sequence=sequence)
+    def on(target: torch.Tensor, flat: torch.Tensor, timeout: float, sequence: int) -> None:
+        engine.allreduce(target, flat, op, timeout=timeout, sequence=sequence)
 
     def finish() -> torch.Tensor:
         result = target.finish()
@@ -96,11 +96,12 @@ def _allreduce(
 
     recorded = records_history(tensor)
     # Ranks whose factors happen to be equal would join premultiplied sums that other ranks can't.
-    fusible = Fusible(key=("allreduce", tensor.dtype, op, limit), source=source, out=target.flat, run=on)
+    fusible = Fusible(key=("allreduce", tensor.dtype, op), source=source, out=target.flat, run=on)
     return Operation(
         name="allreduce",
         group=chosen,
-        run=partial(on, target.flat, source),
+        timeout=limit,
+        run=partial(on, target.flat, source, limit),
         finish=finish,
         fusible=None if isinstance(op, PremultipliedSum) else fusible,
     )
@@ -191,7 +192,7 @@ def reduce(
             else result
         )
 
-    return run_now(Operation(name="reduce", group=chosen, run=run, finish=finish))
+    return run_now(Operation(name="reduce", group=chosen, timeout=limit, run=run, finish=finish))
 
 
 def _reduce_backward(
@@ -263,10 +264,10 @@ def _broadcast(
     source = flatten(tensor) if chosen.rank == root else target.flat
     recorded = records_history(tensor) and out is None
 
-    def on(flat: torch.Tensor, source: torch.Tensor, sequence: int) -> None:
+    def on(flat: torch.Tensor, source: torch.Tensor, timeout: float, sequence: int) -> None:
         if source.data_ptr() != flat.data_ptr():
             flat.copy_(source)
-        collectives_of(chosen).broadcast(flat, root, timeout=limit, sequence=sequence)
+        collectives_of(chosen).broadcast(flat, root, timeout=timeout, sequence=sequence)
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
         total = reduce(grad, root, group=chosen)
@@ -279,7 +280,8 @@ def _broadcast(
     return Operation(
         name="broadcast",
         group=chosen,
-        run=partial(on, target.flat, source),
+        timeout=limit,
+        run=partial(on, target.flat, source, limit),
         finish=finish,
-        fusible=Fusible(key=("broadcast", tensor.dtype, root, limit), source=source, out=target.flat, run=on),
+        fusible=Fusible(key=("broadcast", tensor.dtype, root), source=source, out=target.flat, run=on),
     )

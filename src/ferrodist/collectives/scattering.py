@@ -118,7 +118,7 @@ def gather_by_sizes(
         result = target.finish()
         return attach(part, result, backward, once=True) if recorded else result
 
-    return run_now(Operation(name="gather", group=group, run=run, finish=finish))
+    return run_now(Operation(name="gather", group=group, timeout=timeout, run=run, finish=finish))
 
 
 def scatter(
@@ -247,4 +247,4 @@ def scatter_by_sizes(
         result = target.finish()
         return attach(whole, result, backward, once=True) if records_history(whole) else result
 
-    return run_now(Operation(name="scatter", group=group, run=run, finish=finish))
+    return run_now(Operation(name="scatter", group=group, timeout=timeout, run=run, finish=finish))

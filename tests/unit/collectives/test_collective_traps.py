@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ferrodist as fd
+from ferrodist.collectives.reference import ReferenceCollectives
 from ferrodist.testing import run_ranks
 
 
@@ -53,15 +54,64 @@ def test_waiting_inside_a_coalesce_block_is_refused():
     run_ranks(program, 2)
 
 
-def test_other_timeouts_are_not_joined():
-    """Of two coalesced operations each keeps its own deadline."""
+def test_the_timeout_of_a_coalesced_operation_holds_for_its_block():
+    """A rank that does not come to the block is late after the smallest timeout in it, not after the group's."""
 
     def program(group):
-        with fd.coalesce():
-            pending = [fd.async_allreduce(torch.ones(2), timeout=timeout) for timeout in (20, 10)]
-        return [handle.wait().tolist() for handle in pending]
+        if group.rank == 0:
+            with fd.coalesce():
+                pending = [fd.async_allreduce(torch.ones(2), timeout=timeout) for timeout in (30, 0.05)]
+            for handle in pending:
+                with pytest.raises(fd.DistributedTimeoutError, match=r"of 0\.05 s allowed"):
+                    handle.wait(20)
+        else:
+            with pytest.raises(fd.DistributedTimeoutError, match=r"rank 1 has not called it"):
+                group.recv(bytearray(1), 0, timeout=20)
 
-    assert run_ranks(program, 2) == [[[2.0, 2.0]] * 2] * 2
+    run_ranks(program, 2)
+
+
+class _TimedCollectives(ReferenceCollectives):
+    """Keeps the timeouts of its allreduces."""
+
+    def __init__(self, group):
+        super().__init__(group)
+        self.timeouts = []
+
+    def allreduce(self, *args, timeout, **options):
+        self.timeouts.append(timeout)
+        super().allreduce(*args, timeout=timeout, **options)
+
+
+def test_coalesced_operations_travel_as_one_whatever_their_timeouts():
+    """Ranks join the same operations though each has other timeouts; the smallest holds for all of them."""
+
+    def program(group):
+        group.collectives = _TimedCollectives(group)
+        with fd.coalesce():
+            pending = [fd.async_allreduce(torch.ones(2), timeout=timeout) for timeout in (30 + group.rank, 30, 40)]
+        for handle in pending:
+            assert handle.wait().tolist() == [2.0, 2.0]
+        return group.collectives.timeouts
+
+    assert run_ranks(program, 2) == [[30.0], [30.0]]
+
+
+def test_blocks_whose_tensors_share_memory_on_one_rank_are_told_apart():
+    """Ranks that can't join the same operations all raise, and say which would have travelled together."""
+
+    def program(group):
+        first, second = torch.ones(2), torch.ones(2)
+        with fd.coalesce():
+            pending = [fd.async_allreduce(first, out=first)]
+            pending += [fd.async_allreduce(second if group.rank else first)]
+        for handle in pending:
+            with pytest.raises(fd.CollectiveMismatchError) as caught:
+                handle.wait()
+            assert "rank 0: allreduce[2], allreduce[2]; rank 1: allreduce[2]+allreduce[2]" in caught.value.message
+            assert caught.value.ranks == (1,)
+
+    run_ranks(program, 2)
 
 
 def test_operations_started_from_many_threads_keep_one_order():

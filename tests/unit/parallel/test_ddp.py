@@ -488,6 +488,21 @@ def test_parameters_come_from_any_root():
         assert isinstance(error, InvalidRankError)
 
 
+def test_a_broadcast_of_parameters_ends_in_its_time():
+    """The timeout that it is given holds when a rank does not come, whatever the group's."""
+
+    def attempt(group):
+        ddp = DDP(torch.nn.Linear(2, 1), group)
+        group.barrier()
+        if group.rank == 1:
+            return caught(lambda: group.recv(bytearray(1), 0, timeout=LIMIT))
+        return caught(lambda: ddp.broadcast_parameters(timeout=0.05))
+
+    for error in run_ranks(attempt, 2):
+        assert type(error) is DistributedTimeoutError
+        assert error.ranks == (1,)
+
+
 def test_buffers_come_from_rank_0_before_each_forward():
     """In training mode running statistics are rank 0's when a forward begins; without the option they stay apart."""
 

@@ -138,7 +138,7 @@ def broadcast_tensors(
         return
     with torch.no_grad():
         for bucket in plan_buckets(tensors, max_bytes):
-            timeout = deadline.remaining()  # one for all: operations with other timeouts don't travel together
+            timeout = deadline.remaining()
             with coalesce(group):
                 pending = [
                     async_broadcast(tensors[place], root, group=group, out=tensors[place], timeout=timeout)
