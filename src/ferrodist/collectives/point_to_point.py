@@ -389,6 +389,7 @@ class _TensorReceive(BaseRequest):
         "_group",
         "_head",
         "_head_request",
+        "_num_restarts",
         "_shape",
         "_source",
         "_starting",
@@ -417,6 +418,7 @@ class _TensorReceive(BaseRequest):
         self._head_request: Request | None = None
         self._body: Request | None = None
         self._cancelled = False
+        self._num_restarts = 0
         self._starting = threading.Lock()  # between the start of a transfer and `cancel`
         check_peer(group, src, any_source=True)
         self._begin()
@@ -513,15 +515,34 @@ class _TensorReceive(BaseRequest):
         try:
             body.wait(0)
         except SizeMismatchError:  # an empty message: the sender has given up
-            self._group.irecv(bytearray(), self.peer, tag=tag)
-            with self._starting:
-                self._body = self._head_request = None
-            self.peer, self._target = self._source, self._given
-            self._begin()
+            try:
+                self._restart(tag)
+            except Exception as error:  # noqa: BLE001 - it is raised again in wait()
+                self.end(error)
         except Exception as error:  # noqa: BLE001 - it is raised again in wait()
             self.end(error)
         else:
             self.end()
+
+    def _restart(self, tag: int) -> None:
+        """Take the empty message and begin anew.
+
+        The next head and its body may have come already, and be another that was given up: then this is called again
+        from within, and leaves it to the loop outside, for any number of them may follow each other.
+        """
+        self._group.irecv(bytearray(), self.peer, tag=tag)
+        with self._starting:
+            self._body = self._head_request = None
+            self.peer, self._target = self._source, self._given
+            self._num_restarts += 1
+            if self._num_restarts > 1:
+                return
+        while True:
+            self._begin()
+            with self._starting:
+                self._num_restarts -= 1
+                if not self._num_restarts:
+                    return
 
 
 class _KeptHeads:

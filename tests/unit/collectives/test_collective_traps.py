@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ferrodist as fd
+from ferrodist.backends.mailbox import EAGER_LIMIT
 from ferrodist.collectives.reference import ReferenceCollectives
 from ferrodist.testing import run_ranks
 
@@ -315,3 +316,21 @@ def test_a_batch_with_a_wrong_member_sends_nothing():
         return fd.recv(None, None, 0).item()
 
     assert run_ranks(program, 2)[1] == 0.0
+
+
+def test_any_number_of_sends_may_be_given_up_before_one_arrives():
+    """A receive passes over hundreds of large tensors whose sends gave up, and takes the one behind them."""
+    large = torch.ones(EAGER_LIMIT // 4 + 1)
+
+    def program(group):
+        if group.rank == 0:
+            for _ in range(400):
+                with pytest.raises(fd.DistributedTimeoutError):
+                    fd.send(large, 1, timeout=0)
+            group.send(b"x", 1)
+            fd.send(torch.full((3,), 7.0), 1)
+            return None
+        group.recv(bytearray(1), 0)
+        return fd.recv(None, None, 0, timeout=20).tolist()
+
+    assert run_ranks(program, 2)[1] == [7.0] * 3
