@@ -23,6 +23,7 @@ from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag, check_user
 from ferrodist.collectives.prepare import (
     Target,
     check_integer,
+    check_out,
     check_tensor,
     flatten,
     group_and_timeout,
@@ -166,11 +167,13 @@ def recv_into(
 ) -> int:
     """Receive a tensor into one of the same shape and dtype; returns the rank that sent it.
 
-    ``tensor`` may have any strides, but no elements that share memory: those raise ValueError. All else is as for
-    `recv`.
+    ``tensor`` may have any strides, but no elements that share memory, and at most 12 dims: else ValueError is raised.
+    All else is as for `recv`.
     """
     chosen, limit = group_and_timeout(group, timeout)
-    receive = _receive_into(chosen, Recv(tensor, src, tag))
+    incoming = Recv(tensor, src, tag)
+    _check(incoming, chosen)
+    receive = _receive_into(chosen, incoming)
     _wait_for([receive], Deadline(limit), chosen, f"recv_into from {_whom(src)}")
     receive.finish()
     return receive.peer
@@ -229,13 +232,14 @@ def sendrecv(
     Raises:
         As `send` and `recv`.
     """
-    check_tensor(tensor)
     chosen, limit = group_and_timeout(group, timeout)
+    outgoing = Send(tensor, dst, tag)
+    _check(outgoing, chosen)
     shape = None if shape is None else _check_shape(shape)
     receive = _TensorReceive(chosen, src, tag, shape=shape, dtype=tensor.dtype)
     requests: list[Request] = [receive]
     try:
-        requests.extend(_start_send(chosen, Send(tensor, dst, tag)))
+        requests.extend(_start_send(chosen, outgoing))
     except BaseException:
         receive.cancel()
         raise
@@ -302,25 +306,28 @@ def _check_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check(operation: Send | Recv, group: Backend) -> None:
-    """Raise for a wrong member of a batch, before any of it has gone out."""
+    """Raise for a wrong send or receive, before anything has gone out."""
     if not isinstance(operation, (Send, Recv)):
         raise TypeError(f"batch takes Send(...) and Recv(...), not {type(operation).__name__}")
-    check_tensor(operation.tensor)
+    tensor = operation.tensor
+    check_tensor(tensor)
+    if tensor.dim() > _MAX_DIMS:
+        raise ValueError(f"messages carry tensors of at most {_MAX_DIMS} dims, not {tensor.dim()}: reshape it")
     check_user_tag(operation.tag)
     if isinstance(operation, Send):
         check_peer(group, operation.dst)
     else:
         check_peer(group, operation.src, any_source=True)
+        with torch.no_grad():
+            check_out(tensor)
 
 
 def _start_send(group: Backend, operation: Send) -> list[Request]:
     tensor = operation.tensor
-    if tensor.dim() > _MAX_DIMS:
-        raise ValueError(f"send takes tensors of at most {_MAX_DIMS} dims, not {tensor.dim()}: reshape it")
     number = next(_message_numbers(group))
     shape = [*tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())]
     head = _HEAD.pack(number, DTYPES.index(tensor.dtype), tensor.dim(), *shape)
-    tag = channel_tag(Channel.TENSOR_HEAD, check_user_tag(operation.tag))
+    tag = channel_tag(Channel.TENSOR_HEAD, operation.tag)
     requests: list[Request] = [group.isend(head, operation.dst, tag=tag)]
     if tensor.numel():
         requests.append(_BodySend(group, flatten(tensor), operation.dst, channel_tag(Channel.TENSOR_BODY, number)))
@@ -366,7 +373,6 @@ def _message_numbers(group: Backend) -> Iterator[int]:
 
 def _receive_into(group: Backend, operation: Recv) -> _TensorReceive:
     tensor = operation.tensor
-    check_tensor(tensor)
     with torch.no_grad():
         target = prepare_out(tensor, tensor.shape, tensor.dtype)
     return _TensorReceive(group, operation.src, operation.tag, shape=tensor.shape, dtype=tensor.dtype, target=target)

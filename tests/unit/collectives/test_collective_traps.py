@@ -304,13 +304,24 @@ def test_a_receive_given_up_after_its_head_loses_nothing(backend):
         assert run_ranks(program, 2, backend=backend)[1] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_a_batch_with_a_wrong_member_sends_nothing():
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        fd.Send(torch.ones(1), 7),
+        fd.Send(torch.ones(1), 1, tag=-1),
+        fd.Send(torch.ones([1] * 13), 1),
+        fd.Recv(torch.ones([1] * 13), 1),
+        fd.Recv(torch.ones(1).expand(2), 1),
+    ],
+    ids=["rank", "tag", "sent dims", "received dims", "shared memory"],
+)
+def test_a_batch_with_a_wrong_member_sends_nothing(wrong):
     """All of a batch is checked before any of it goes out."""
 
     def program(group):
         if group.rank == 0:
-            with pytest.raises(fd.InvalidRankError):
-                fd.batch([fd.Send(torch.ones(1), 1), fd.Send(torch.ones(1), 7)])
+            with pytest.raises(ValueError):
+                fd.batch([fd.Send(torch.ones(1), 1), wrong])
             fd.send(torch.zeros(1), 1)
             return None
         return fd.recv(None, None, 0).item()
