@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import threading
 import weakref
@@ -11,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, DistributedTimeoutError
+from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +26,17 @@ _JOIN_SECONDS = 1.0
 
 T_co = TypeVar("T_co", covariant=True)
 
+_process = os.getpid()  # kept, for asking takes a system call
+
+
+def _learn_process() -> None:
+    global _process  # noqa: PLW0603 - a process has one number
+    _process = os.getpid()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_learn_process)
+
 
 class PendingCollective(ABC, Generic[T_co]):
     """A collective under way.
@@ -37,6 +49,7 @@ class PendingCollective(ABC, Generic[T_co]):
     def __init__(self, op_name: str, group_name: str) -> None:
         self._op_name = op_name
         self._group_name = group_name
+        self._process = _process
 
     def __repr__(self) -> str:
         state = "done" if self.done() else "under way"
@@ -62,8 +75,17 @@ class PendingCollective(ABC, Generic[T_co]):
         Raises:
             DistributedTimeoutError: ``timeout`` passed; the operation goes on and may be waited for again.
             DistributedError: The operation failed.
+            GroupClosedError: This is a process that was forked after the start: only the parent can wait.
             RuntimeError: It was started in a `coalesce` block that has not ended.
         """
+
+    def _check_process(self) -> None:
+        """Raise in a forked child, where nothing runs that could end the operation."""
+        if self._process != _process:
+            raise GroupClosedError(
+                f"{self._op_name} on group {self._group_name!r} belongs to the process that this one was forked from:"
+                " wait for it there"
+            )
 
     def _still_under_way(self, timeout: float | None) -> DistributedTimeoutError:
         return DistributedTimeoutError(
@@ -90,6 +112,7 @@ class QueuedCollective(PendingCollective[T_co]):
 
     def wait(self, timeout: float | None = None) -> T_co:
         """Block until it has ended and return its result; see `PendingCollective.wait`."""
+        self._check_process()
         if not self._is_started:
             raise RuntimeError(f"{self._op_name} starts when the coalesce() block ends: wait for it after the block")
         if not self._ended.wait(None if timeout is None else Deadline(timeout).remaining()):

@@ -245,6 +245,7 @@ class _Started(PendingCollective[torch.Tensor]):
 
     def wait(self, timeout: float | None = None) -> torch.Tensor:
         """Block until it has ended and return its result; see `PendingCollective.wait`."""
+        self._check_process()
         out = self._out
         try:
             if not self._pending.wait(math.inf if timeout is None else check_timeout(timeout)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import struct
 import threading
 from typing import TYPE_CHECKING
@@ -11,6 +13,7 @@ import torch
 
 import ferrodist as fd
 from ferrodist.backends.call import Call
+from ferrodist.backends.native import is_native_available
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives import objects
 from ferrodist.collectives.point_to_point import _HEAD
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
+    from ferrodist.testing.ranks import BackendName
 
 
 def test_a_wait_may_be_shorter_than_the_operation() -> None:
@@ -57,6 +61,36 @@ def test_one_queue_thread_a_group_that_ends_with_it() -> None:
 
     with check_leaks():
         assert run_ranks(on_rank, 2)[0] == ["ferrodist-queue-world"] * 2 + ["ferrodist-queue-world[1, 0]"] * 2
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "tcp",
+        pytest.param("native", marks=pytest.mark.skipif(not is_native_available(), reason="no native engine here")),
+    ],
+)
+def test_a_forked_child_does_not_wait_for_its_parents_operations(backend: BackendName) -> None:
+    """What was started before a fork ends in the parent: waiting for it in the child raises at once."""
+
+    def on_rank(group: Backend) -> list[float]:
+        if group.rank == 1:
+            group.recv(bytearray(1), 0)
+        pending = fd.async_allreduce(torch.ones(2))
+        if group.rank == 0:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                try:
+                    pending.wait()
+                except fd.GroupClosedError as error:
+                    os._exit(0 if "forked from" in error.message else 2)
+                os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            group.send(b"x", 1)
+        return pending.wait().tolist()
+
+    assert run_ranks(on_rank, 2, backend=backend) == [[2.0, 2.0]] * 2
 
 
 def test_operations_on_a_failed_group_start_no_thread() -> None:
