@@ -859,7 +859,8 @@ def test_a_failed_backward_before_any_bucket_may_be_repeated():
     assert run_ranks(gradients, 2) == [([ArithmeticError], [[[0.5, 0.5]]] * 3)] * 2
 
 
-def test_a_failed_backward_after_a_bucket_ends_the_group():
+@pytest.mark.parametrize("freezes", [False, True])
+def test_a_failed_backward_after_a_bucket_ends_the_group(freezes):
     """A rank that goes on after a backward that failed halfway would mix up buckets: all ranks are told instead."""
     start = seeded(Branches)
 
@@ -875,6 +876,7 @@ def test_a_failed_backward_after_a_bucket_ends_the_group():
         ddp.module.branches[0].weight.register_hook(fail)
         loss = ddp(inputs, 0, 1, 2)
         assert type(caught(loss.backward)) is ArithmeticError
+        ddp.module.branches[0].weight.requires_grad_(not freezes)  # one that freezes needs other buckets
         return caught(lambda: ddp(inputs, 0, 1, 2))
 
     for error in run_ranks(backward, 2):
@@ -945,6 +947,60 @@ def test_sparse_gradients_are_refused():
     for error in run_ranks(attempt, 2):
         assert isinstance(error, UnsupportedOpError)
         assert "sparse=False" in str(error)
+
+
+def test_a_sparse_gradient_of_one_rank_ends_the_group():
+    """A rank that refuses a gradient when others have started buckets tells them, in place of letting them wait."""
+
+    def attempt(group):
+        layers = torch.nn.Embedding(4, 2, sparse=group.rank == 1), torch.nn.Linear(2, 1)
+        ddp = DDP(torch.nn.Sequential(*layers), group, bucket_size_mb=1e-9)
+        group.barrier()
+        return caught(ddp(torch.tensor([1])).sum().backward)
+
+    for error in run_ranks(attempt, 3):
+        assert type(error) is UnsupportedOpError
+        assert error.ranks == (1,)
+        assert "the gradient of '0.weight' on rank 1" in str(error)
+
+
+def test_gradients_are_looked_at_before_any_is_sent():
+    """Where all ranks refuse a gradient by hand the group stays good, and nothing of that round meets the next."""
+
+    def gradients(group):
+        ddp = DDP(torch.nn.Linear(2, 1), group, bucket_size_mb=1e-9)
+        weight, bias = ddp.module.weight, ddp.module.bias
+        weight.grad, bias.grad = torch.ones_like(weight).to_sparse(), torch.ones_like(bias)
+        error = caught(ddp.sync_gradients)
+        weight.grad, bias.grad = torch.full_like(weight, group.rank), torch.full_like(bias, group.rank)
+        ddp.sync_gradients()
+        return type(error), len(group.collectives.sizes), weight.grad.tolist(), bias.grad.tolist()
+
+    results = run_ranks(gradients, 3, backend=CountingBackend.create_group)
+    assert results == [(UnsupportedOpError, 2, [[1.0, 1.0]], [1.0])] * 3
+
+
+def test_an_interrupted_reduction_ends_the_group():
+    """A rank that is interrupted while its buckets are under way can't begin another round with the others."""
+
+    def attempt(group):
+        ddp = DDP(torch.nn.Linear(2, 1), group)
+        group.barrier()
+        if group.rank == 1:
+
+            def interrupt():
+                raise KeyboardInterrupt
+
+            ddp._reducer.buckets[0].wait = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                ddp.sync_gradients()
+            return group.failure
+        return caught(lambda: [ddp.sync_gradients() for _ in range(2)])
+
+    for error in run_ranks(attempt, 2):
+        assert type(error) is GroupAbortedError
+        assert error.ranks == (1,)
+        assert "averaging gradients failed with KeyboardInterrupt" in str(error)
 
 
 @pytest.mark.parametrize("bucket_size_mb", [SMALL, 25], ids=["several buckets", "one bucket"])

@@ -165,13 +165,12 @@ class DDP(torch.nn.Module):
 
     def _follow_changes(self) -> None:
         """Plan anew when parameters were frozen, unfrozen or replaced: a new one would silently not be averaged."""
+        self._reducer.forget_failed_backward()
         trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         known = self._reducer.parameters
         same = len(trainable) == len(known) and all(a is b for a, b in zip(trainable, known, strict=True))
         if not (same and self._reducer.fits()):
             self._reducer = self._make_reducer()
-        else:
-            self._reducer.forget_failed_backward()
 
 
 def _insert_module_prefix(_module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: object) -> None:

@@ -13,7 +13,8 @@ ranks is that value again, but it costs messages; checkpoint with ``use_reentran
 
 A backward that fails leaves its round open. If nothing had started, the next forward or backward forgets it. If
 something had, the other ranks count on the rest of it, and the group is ended: an error on all ranks in place of
-mixed-up buckets.
+mixed-up buckets. What fails in the reduction itself (a sparse gradient, an interruption) ends the round at once, in
+the same two ways.
 
 [Note: presence]
 A bucket carries one element more for each parameter: 1 from a rank that has a gradient for it, else 0. Their mean
@@ -32,7 +33,9 @@ and those of the first parameter by a hook that is older than DDP's.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,13 +44,13 @@ from torch.autograd import Variable
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.reductions import async_allreduce
 from ferrodist.collectives.views import elements_overlap
-from ferrodist.errors import GroupAbortedError, UnsupportedOpError
+from ferrodist.errors import DistributedError, GroupAbortedError, UnsupportedOpError, describe_error
 from ferrodist.parallel.data.buckets import plan_buckets
 from ferrodist.parallel.data.explain import explain_errors
 from ferrodist.parallel.data.marks import MARK_SIZE, check_marks, model_title, write_marks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
@@ -102,16 +105,14 @@ class Reducer:
         Raises:
             DistributedError: A bucket's reduction failed, and so the group; gradients may be partly averaged.
         """
-        try:
-            for number in range(self._num_started, len(self.buckets)):
-                self.buckets[number].start(self._group, self._model, number, timeout)
+        with self._failing_together():
+            self._start_until(len(self.buckets), timeout)
             self._check_unchanged()
             for number, bucket in enumerate(self.buckets):
                 with explain_errors(lambda number=number: self._describe(number), _ADVICE):  # type: ignore[misc]
                     bucket.wait()
                 bucket.finish(self._group)
-        finally:
-            self._forget_round()
+        self._forget_round()
 
     def fits(self) -> bool:
         """Whether the parameters still have the dtypes, devices and shapes that the buckets were made for."""
@@ -138,9 +139,31 @@ class Reducer:
             self._versions = self._count_changes()
         self._ready.add(place)
         self.buckets[home].num_missing -= 1
-        while self._num_started < len(self.buckets) and self.buckets[self._num_started].num_missing == 0:
-            self.buckets[self._num_started].start(self._group, self._model, self._num_started)
-            self._num_started += 1
+        if self.buckets[home].num_missing == 0:
+            complete = takewhile(lambda bucket: bucket.num_missing == 0, self.buckets[self._num_started :])
+            with self._failing_together():
+                self._start_until(self._num_started + len(list(complete)))
+
+    def _start_until(self, end: int, timeout: float | None = None) -> None:
+        """Start the buckets before ``end`` that have not started, or none of them when one can't."""
+        for bucket in self.buckets[self._num_started : end]:
+            bucket.check_layouts(self._group)
+        while self._num_started < end:
+            number = self._num_started
+            self._num_started += 1  # before the start, which may be interrupted
+            self.buckets[number].start(self._group, self._model, number, timeout)
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """End the round when something fails inside the block, and the group if ranks may count on buckets."""
+        try:
+            yield
+        except BaseException as error:
+            if self._num_started:
+                here = f"averaging gradients failed with {describe_error(error)}"
+                self._group.abort(error if isinstance(error, DistributedError) else here)
+            self._forget_round()
+            raise
 
     def _count_changes(self) -> tuple[int, ...]:
         return tuple(parameter._version for parameter in self._backwards)  # noqa: SLF001 - torch documents it so
@@ -153,14 +176,12 @@ class Reducer:
         changes = enumerate(zip(self._versions, self._count_changes(), strict=True))
         changed = [place for place, (before, after) in changes if before != after]
         place, what = (changed[0], "changed") if changed else (min(gone), "lost its gradient")
-        error = UnsupportedOpError(
+        raise UnsupportedOpError(
             f"parameter {self._names[place]!r} of {model_title(self._group, self._model)} {what} during backward on"
             f" rank {self._group.rank} of group {self._group.name!r}, before its gradient was averaged: an optimizer"
             " that steps in a hook makes the ranks' models drift apart. Step when backward() has returned.",
             ranks=(self._group.rank,),
         )
-        self._group.abort(error)
-        raise error
 
     def _describe(self, number: int) -> str:
         names = self.buckets[number].names
@@ -218,6 +239,16 @@ class _Bucket:
             for parameter, view in zip(self.parameters, self._views, strict=True)
         )
 
+    def check_layouts(self, group: Backend) -> None:
+        """Raise for a gradient that is not dense."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise UnsupportedOpError(
+                    f"the gradient of {name!r} on rank {group.rank} of group {group.name!r} has layout"
+                    f" {parameter.grad.layout}: DDP averages dense gradients, as of an embedding with sparse=False",
+                    ranks=(group.rank,),
+                )
+
     @torch.no_grad()
     def start(self, group: Backend, model: int, number: int, timeout: float | None = None) -> None:
         """Copy the gradients in and start their allreduce, marked with the numbers of the model and the bucket."""
@@ -227,13 +258,8 @@ class _Bucket:
             if parameter.grad is None:
                 view.zero_()
                 self._presence[place] = 0
-            elif parameter.grad.layout is torch.strided:
-                view.copy_(parameter.grad)
             else:
-                raise UnsupportedOpError(
-                    f"the gradient of a parameter of shape {tuple(parameter.shape)} has layout"
-                    f" {parameter.grad.layout}: DDP averages dense gradients, as of an embedding with sparse=False"
-                )
+                view.copy_(parameter.grad)
         self._pending = async_allreduce(self._flat, ReduceOp.MEAN, group=group, out=self._flat, timeout=timeout)
 
     def wait(self) -> None:
