@@ -133,7 +133,18 @@ class Agreement:
         late = group.irecv(bytearray(1), ANY_SOURCE, tag=channel_tag(Channel.LATE, call.sequence))
         pending.append(late)
         self._await_calls(call, missing, late, deadline)
-        wait_all([group.isend(table, rank, tag=tag) for rank in range(1, group.world_size)], deadline)
+        try:
+            wait_all([group.isend(table, rank, tag=tag) for rank in range(1, group.world_size)], deadline)
+        except DistributedTimeoutError as error:
+            if group.failure is not None:
+                raise
+            raise DistributedTimeoutError(
+                f"{call} on group {group.name!r}, operation {call.sequence}: all ranks have called it, but"
+                f" {ranks_text(error.ranks)} did not take rank {group.rank}'s answer, after {Elapsed.of(deadline)}"
+                f"{error.detail}. Look at what is going on there, or pass a larger timeout. Reported by rank"
+                f" {group.rank}.",
+                ranks=error.ranks,
+            ) from None
 
     def _await_calls(self, call: Call, missing: dict[int, Request], late: Request, deadline: Deadline) -> None:
         """Empty ``missing`` as calls come; raise when one fails, or when a deadline passes: ours or a reporter's."""

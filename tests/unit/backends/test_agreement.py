@@ -1,0 +1,51 @@
+"""Agreement where a rank stops in the middle of it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+import ferrodist as fd
+from ferrodist.backends.request import BaseRequest
+from ferrodist.testing import run_ranks
+
+
+class _UntakenSend(BaseRequest):
+    """A send that nobody receives."""
+
+    def cancel(self):
+        return True
+
+
+class _HubWithoutTakers(fd.SimulatedBackend):
+    """What rank 0 sends is not received."""
+
+    sent = threading.Semaphore(0)  # by the others, to rank 0
+
+    def isend(self, data, dst, *, tag=0):
+        if self.rank == 0:
+            return _UntakenSend(dst)
+        request = super().isend(data, dst, tag=tag)
+        self.sent.release()
+        return request
+
+
+def test_ranks_that_do_not_take_the_answer_are_named() -> None:
+    """When rank 0 can't hand out the calls it has collected, all ranks say in which operation, and to whom."""
+
+    def on_rank(group):
+        if group.rank == 0:
+            assert all(group.sent.acquire(timeout=20) for _ in range(2))
+        with pytest.raises(fd.DistributedTimeoutError) as caught:
+            group.barrier(timeout=0.05 if group.rank == 0 else 20)
+        assert caught.value.ranks == (1, 2)
+        return caught.value.message
+
+    messages = run_ranks(on_rank, 3, backend=_HubWithoutTakers.create_group)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith(
+        "barrier() on group 'world', operation 0: all ranks have called it, but ranks 1, 2 did not take rank 0's"
+        " answer, after 0."
+    )
+    assert "of 0.05 s allowed" in messages[0]
