@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -30,10 +29,10 @@ _TAG_BITS = 64
 _DOUBT = "Or a rank made this sub-group with other ranks, in another order, or another number of times."
 """What ranks that wait for each other may have done: no message at a sub-group's making shows it."""
 
-# How many sub-groups with the same members each group has had on this rank; see [Note: group ids].
-_generations: weakref.WeakKeyDictionary[Backend, Counter[tuple[int, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
-_generations_lock = threading.Lock()
+_MADE = "backends.subgroups"
+"""What a group keeps under this name: how many sub-groups with the same members it has had on this rank."""
 
+_making = threading.Lock()
 
 class SubBackend(Backend):
     """A group made of some ranks of another, over the connections of the other.
@@ -43,9 +42,9 @@ class SubBackend(Backend):
     wait for each other there: the first timeout says so. A sub-group of a sub-group is one of the outermost group.
 
     [Note: group ids]
-    Messages are told apart by a 64-bit id, hashed from the outermost group's ranks in order and how often this rank
-    has made a sub-group of just these before. Members agree on all of that without talking. Two ids of one job are
-    equal with probability 2**-64 a pair.
+    Messages are told apart by a 64-bit id, hashed from the parent's id, the outermost group's ranks in order and how
+    often this rank has made a sub-group of just these from this parent. Members agree on all of that without talking.
+    Two ids of one job are equal with probability 2**-64 a pair.
 
     Args:
         parent: The group to take ranks from.
@@ -78,7 +77,7 @@ class SubBackend(Backend):
         self._root, self._root_ranks = _outermost(parent, members)
         self._index = {rank: i for i, rank in enumerate(self._root_ranks)}
         self._closed: DistributedError | None = None
-        self.group_id = _next_id(self._root, parent.group_id, self._root_ranks)
+        self.group_id = _next_id(parent, self._root_ranks)
         self._root.open_subgroup(self.group_id, self._root_ranks, self.name)
         self._root.subgroups.add(self)
         self.collectives = self._root.subgroup_collectives(self)
@@ -235,10 +234,10 @@ def _outermost(parent: Backend, members: tuple[int, ...]) -> tuple[Backend, tupl
     return parent, members
 
 
-def _next_id(root: Backend, parent_id: int, ranks: tuple[int, ...]) -> int:
-    with _generations_lock:
-        made = _generations.setdefault(root, Counter())
-        made[parent_id, ranks] += 1
-        generation = made[parent_id, ranks]
-    text = f"{parent_id}:{generation}:{','.join(map(str, ranks))}"
+def _next_id(parent: Backend, ranks: tuple[int, ...]) -> int:
+    with _making:
+        made: Counter[tuple[int, ...]] = parent.attachments.setdefault(_MADE, Counter())
+        made[ranks] += 1
+        generation = made[ranks]
+    text = f"{parent.group_id}:{generation}:{','.join(map(str, ranks))}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1

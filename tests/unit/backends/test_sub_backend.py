@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ferrodist as fd
+from ferrodist.backends.sub import _MADE
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -53,3 +54,12 @@ def test_a_group_that_has_worked_is_not_doubted() -> None:
                 assert re.search(_DOUBT, caught.value.message) is None
 
     run_ranks(on_rank, 2)
+
+
+def test_sub_groups_of_sub_groups_leave_nothing_with_the_outermost() -> None:
+    """What is counted for the sub-groups of a group goes with it: a program may make new ones for ever."""
+    group = fd.SimulatedBackend.create_group(1)[0]
+    ids = {fd.SubBackend(fd.SubBackend(group, [0]), [0]).group_id for _ in range(100)}
+    assert len(ids) == 100
+    assert len(group.attachments[_MADE]) == 1
+    group.close()
