@@ -29,6 +29,7 @@ from ferrodist.errors import (
     DistributedError,
     DistributedTimeoutError,
     GroupClosedError,
+    ranks_text,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.request import Late, Request
 
-__all__ = ["Agreement", "ranks_text"]
+__all__ = ["Agreement"]
 
 _COORDINATOR = 0
 
@@ -219,8 +220,3 @@ class Agreement:
             " must make the same collective calls in the same order.",
             ranks=tuple(odd) if len(callers) == 2 and len(odd) < len(calls) - len(odd) else (),
         )
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return "rank 1", or "ranks 1, 2"."""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -9,11 +9,16 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.agreement import Agreement
-from ferrodist.backends.base import Backend, as_abort_error, check_peer, check_rank
+from ferrodist.backends.base import Backend, NonBlockingBackend, as_abort_error, check_peer, check_rank
 from ferrodist.backends.request import Late
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_tag
-from ferrodist.deadline import check_timeout
-from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, InvalidRankError
+from ferrodist.errors import (
+    DistributedError,
+    DistributedTimeoutError,
+    GroupClosedError,
+    InvalidRankError,
+    ranks_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +39,8 @@ _MADE = "backends.subgroups"
 
 _making = threading.Lock()
 
-class SubBackend(Backend):
+
+class SubBackend(NonBlockingBackend):
     """A group made of some ranks of another, over the connections of the other.
 
     Only the members make it, each by itself, without a message: ranks outside don't take part. Members that make
@@ -120,18 +126,6 @@ class SubBackend(Backend):
         """This group's number of the parent's ``rank``, or None when it is not a member."""
         return self._members.index(rank) if rank in self._members else None
 
-    def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
-        """Send bytes to one rank; see `Backend.send`."""
-        limit = self.timeout if timeout is None else check_timeout(timeout)
-        request = self.isend(data, dst, tag=tag)
-        self._wait_or_give_up(request, f"send to rank {dst}: it did not receive the message", limit)
-
-    def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
-        """Receive the next message from ``src``; see `Backend.recv`."""
-        limit = self.timeout if timeout is None else check_timeout(timeout)
-        whom = "any rank" if src == ANY_SOURCE else f"rank {src}"
-        return self._wait_or_give_up(self.irecv(buffer, src, tag=tag), f"recv from {whom}: nothing came", limit)
-
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
         """Start `send` and return at once."""
         peer = self._root_ranks[check_peer(self, dst)]
@@ -171,11 +165,9 @@ class SubBackend(Backend):
         if speaks_for_itself or self._root.failure is not None or not error.ranks:
             return error  # the group that has failed is named with its own numbers
         ranks = tuple(self._index[rank] for rank in error.ranks if rank in self._index)
-        numbers = ", ".join(map(str, ranks))
         told = error.fresh()
         told.message = (
-            f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers} of group {self.name!r}: {error.message} (rank"
-            f" numbers of group {self._root.name!r})"
+            f"{ranks_text(ranks)} of group {self.name!r}: {error.message} (rank numbers of group {self._root.name!r})"
         )
         told.args, told.ranks = (told.message,), ranks
         return told

@@ -33,13 +33,14 @@ from ferrodist.collectives.fold import fold
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum
 from ferrodist.collectives.sharding import compute_shard_sizes, offsets_of
 from ferrodist.collectives.views import bytes_of
-from ferrodist.deadline import Deadline
+from ferrodist.deadline import Deadline, Elapsed
 from ferrodist.errors import (
     DistributedError,
     DistributedTimeoutError,
     GroupClosedError,
     ProtocolError,
     SizeMismatchError,
+    ranks_text,
 )
 
 if TYPE_CHECKING:
@@ -401,12 +402,10 @@ class _Run:
         except GroupClosedError:
             raise
         except DistributedTimeoutError as error:
-            who = "rank" if len(error.ranks) == 1 else "ranks"
-            late = f"{who} {', '.join(map(str, error.ranks))}"
             failure = self._group.failure or DistributedTimeoutError(
                 f"{self._call} on group {self._group.name!r}, operation {self._sequence}: all ranks have called it, but"
-                f" rank {self.rank} was still exchanging data with {late} after {self._deadline.elapsed():.2f} s of"
-                f" {self._deadline.timeout:g} s allowed{error.detail}. Pass a larger timeout, or look at what is going"
+                f" rank {self.rank} was still exchanging data with {ranks_text(error.ranks)} after"
+                f" {Elapsed.of(self._deadline)}{error.detail}. Pass a larger timeout, or look at what is going"
                 " on there.",
                 ranks=error.ranks,
             )

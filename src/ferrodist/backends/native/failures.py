@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ferrodist.backends.agreement import ranks_text
 from ferrodist.backends.native.names import call_of_line
 from ferrodist.deadline import Deadline, Elapsed
 from ferrodist.errors import (
@@ -23,6 +22,7 @@ from ferrodist.errors import (
     UnsupportedOpError,
     error_from_wire,
     error_to_wire,
+    ranks_text,
 )
 
 if TYPE_CHECKING:

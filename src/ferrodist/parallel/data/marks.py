@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ferrodist.errors import CollectiveMismatchError
+from ferrodist.errors import CollectiveMismatchError, ranks_text
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
@@ -71,7 +71,7 @@ def check_marks(marks: torch.Tensor, group: Backend) -> None:
     if "" in senders:  # what another rank sent lies over all marks, so they don't tell who it was
         said = "some rank called an allreduce of its own where the others averaged gradients"
     else:
-        said = "; ".join(f"{_ranks(ranks)} averaged {what}" for what, ranks in senders.items())
+        said = "; ".join(f"{ranks_text(ranks)} averaged {what}" for what, ranks in senders.items())
     error = CollectiveMismatchError(
         f"the backwards of the ranks of group {group.name!r} are out of step: {said}. Every rank must run the backwards"
         " of its DDP models in the same order, and as many of each.",
@@ -90,7 +90,3 @@ def _describe(group: Backend, mark: list[float]) -> str:
         return ""
     models = range(model, len(group.attachments[_KEY]), _HIGHEST)
     return " or ".join(f"bucket {bucket} of {model_title(group, number)}" for number in models)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
