@@ -300,7 +300,7 @@ NB_MODULE(_native, m) {
             [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
                 return written(out, short_allreduce(tensor, out, op, run_now(self, timeout)));
             },
-            "tensor"_a, "out"_a, "op"_a, "timeout"_a)
+            "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
         .def(
             "start_allreduce",
             [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
@@ -308,13 +308,13 @@ NB_MODULE(_native, m) {
                 short_allreduce(tensor, out, op, start_into(pending, self, timeout));
                 return pending;
             },
-            "tensor"_a, "out"_a, "op"_a, "timeout"_a)
+            "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
         .def(
             "quick_broadcast",
             [](Communicator& self, nb::handle tensor, nb::handle out, int root, double timeout) {
                 return written(out, short_broadcast(self, tensor, out, root, run_now(self, timeout)));
             },
-            "tensor"_a, "out"_a, "root"_a, "timeout"_a)
+            "tensor"_a.none(), "out"_a.none(), "root"_a, "timeout"_a)
         .def(
             "start_broadcast",
             [](Communicator& self, nb::handle tensor, nb::handle out, int root, double timeout) {
@@ -322,13 +322,13 @@ NB_MODULE(_native, m) {
                 short_broadcast(self, tensor, out, root, start_into(pending, self, timeout));
                 return pending;
             },
-            "tensor"_a, "out"_a, "root"_a, "timeout"_a)
+            "tensor"_a.none(), "out"_a.none(), "root"_a, "timeout"_a)
         .def(
             "quick_all_gather",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
                 return written(out, short_all_gather(self, tensor, out, run_now(self, timeout)));
             },
-            "tensor"_a, "out"_a, "timeout"_a)
+            "tensor"_a.none(), "out"_a.none(), "timeout"_a)
         .def(
             "start_all_gather",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
@@ -336,13 +336,13 @@ NB_MODULE(_native, m) {
                 short_all_gather(self, tensor, out, start_into(pending, self, timeout));
                 return pending;
             },
-            "tensor"_a, "out"_a, "timeout"_a)
+            "tensor"_a.none(), "out"_a.none(), "timeout"_a)
         .def(
             "quick_reduce_scatter",
             [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
                 return written(out, short_reduce_scatter(self, tensor, out, op, run_now(self, timeout)));
             },
-            "tensor"_a, "out"_a, "op"_a, "timeout"_a)
+            "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
         .def(
             "start_reduce_scatter",
             [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
@@ -350,13 +350,13 @@ NB_MODULE(_native, m) {
                 short_reduce_scatter(self, tensor, out, op, start_into(pending, self, timeout));
                 return pending;
             },
-            "tensor"_a, "out"_a, "op"_a, "timeout"_a)
+            "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
         .def(
             "quick_all_to_all",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
                 return written(out, short_all_to_all(self, tensor, out, run_now(self, timeout)));
             },
-            "tensor"_a, "out"_a, "timeout"_a)
+            "tensor"_a.none(), "out"_a.none(), "timeout"_a)
         .def(
             "start_all_to_all",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
@@ -364,7 +364,7 @@ NB_MODULE(_native, m) {
                 short_all_to_all(self, tensor, out, start_into(pending, self, timeout));
                 return pending;
             },
-            "tensor"_a, "out"_a, "timeout"_a)
+            "tensor"_a.none(), "out"_a.none(), "timeout"_a)
         .def(
             "quick_barrier",
             [](Communicator& self, double timeout) { run(self, self.reserve(), timeout, barrier); }, "timeout"_a)

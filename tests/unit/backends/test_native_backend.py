@@ -160,6 +160,9 @@ def test_what_a_short_way_does_not_take():
             fd.allreduce(torch.ones(2), "sum")
         with pytest.raises(TypeError):
             fd.allreduce([1.0])
+        for call in (fd.allreduce, fd.broadcast, fd.all_gather, fd.reduce_scatter, fd.async_allreduce):
+            with pytest.raises(TypeError, match="not NoneType"):
+                call(None, out=torch.ones(2))
         with pytest.raises(ValueError, match="shape"):
             fd.allreduce(torch.ones(2), out=torch.ones(3))
         t = torch.ones(1)
