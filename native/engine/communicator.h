@@ -44,13 +44,14 @@ public:
         try {
             await_turn(place, deadline);
             const Turn turn(*this, place);
+            const std::uint64_t sequence = context_.sequence + 1;
             try {
                 check();
                 collective(context_, deadline);
                 fabric_.flush(deadline);
             } catch (...) {
                 break_off();
-                fabric_.give_up();
+                fabric_.give_up(sequence);
                 throw;
             }
         } catch (Failure& failure) {

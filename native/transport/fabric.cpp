@@ -63,6 +63,7 @@ void Fabric::give_counts(std::uint64_t sequence, std::span<const std::size_t> co
 
 void Fabric::arrive(std::uint64_t sequence, const Deadline& deadline) {
     if (!links_) return segment_->arrive(rank_, sequence, deadline);
+    sequence_ = sequence;
     shm::Arrival& line = arrival(rank_, sequence);
     const auto* data = reinterpret_cast<const std::byte*>(&line.call);
     for (int r = 0; r < num_ranks(); ++r)
@@ -117,11 +118,13 @@ void Fabric::wait_for_all(const IsThere& is_there, FailureKind lateness, const D
             if (!is_there(r)) ranks.push_back(r);
         return ranks;
     };
+    links_->check(sequence_);
     if (is_over()) return;
     int looks = 0;
     auto spin_end = Clock::now() + std::chrono::microseconds(layout_.spin_micros);
     while (true) {
         const bool has_moved = links_->move();
+        links_->check(sequence_);
         if (is_over()) return;
         if (has_moved) {
             spin_end = Clock::now() + std::chrono::microseconds(layout_.spin_micros);
@@ -147,10 +150,10 @@ void Fabric::wait_for_all(const IsThere& is_there, FailureKind lateness, const D
     }
 }
 
-void Fabric::give_up() noexcept {
+void Fabric::give_up(std::uint64_t sequence) noexcept {
     if (!links_) return;
     for (int r = 0; r < num_ranks(); ++r)
-        if (links_->is_remote(r)) links_->send(r, tcp::Kind::failed, 0, 0, {});
+        if (links_->is_remote(r)) links_->send(r, tcp::Kind::failed, sequence, 0, {});
 }
 
 void Fabric::leave() {

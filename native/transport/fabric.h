@@ -94,8 +94,8 @@ public:
     // Waits until all that was sent has left; collectives end with it.
     void flush(const Deadline& deadline);
 
-    // Tells the ranks of other hosts that a collective has failed here.
-    void give_up() noexcept;
+    // Tells the ranks of other hosts that the collective at `sequence` has failed here.
+    void give_up(std::uint64_t sequence) noexcept;
     void leave();
     void stop() noexcept;  // in a forked child
     void abort(std::string_view record);
@@ -125,6 +125,7 @@ private:
     int rank_;
     std::vector<int> local_indexes_;  // places in the segment, of the ranks that are in it
     Chain chain_;
+    std::uint64_t sequence_ = 0;  // of the collective that this rank has come to
     bool has_local_peers_ = false;
     shm::Layout layout_;
 };

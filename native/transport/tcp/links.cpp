@@ -141,7 +141,11 @@ void Links::act_on(Peer& peer, int rank) {
             peer.progress.done.store(number);
             break;
         case Kind::failed:
-            throw Failure(FailureKind::failed, {rank});
+            if (number < failed_at_) {
+                failed_at_ = number;
+                failed_rank_ = rank;
+            }
+            break;
     }
 }
 

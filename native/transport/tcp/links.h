@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/descriptor.h"
+#include "base/failure.h"
 #include "transport/shm/segment.h"
 
 namespace ferrodist::tcp {
@@ -53,10 +54,15 @@ public:
     // until that rank is known to have got it; a copy is taken of what is no longer than a line.
     void send(int rank, Kind kind, std::uint64_t number, std::size_t offset, std::span<const std::byte> data);
 
-    // Reads and writes what connections give and take without waiting; whether anything moved. Throws Failure{protocol},
-    // and Failure{failed} when a rank says so: it did so after all that it sent before, so a rank that comes late to a
-    // collective that has failed elsewhere finds it here beside the arrivals, whatever news comes another way.
+    // Reads and writes what connections give and take without waiting; whether anything moved. Throws Failure{protocol}.
     bool move();
+
+    // Throws Failure{failed} when a rank has said that a collective up to `sequence` has failed there. It said so after
+    // all that it sent before, so a rank that comes late to that collective finds it beside the arrivals, whatever news
+    // comes another way.
+    void check(std::uint64_t sequence) const {
+        if (failed_at_ <= sequence) throw Failure(FailureKind::failed, {failed_rank_});
+    }
 
     [[nodiscard]] bool has_unsent() const;
     // Whether a rank's connection has ended.
@@ -95,10 +101,12 @@ private:
     bool write(Peer& peer);
     bool read(Peer& peer, int rank);
     std::span<std::byte> target_of(Peer& peer, int rank) const;
-    static void act_on(Peer& peer, int rank);
+    void act_on(Peer& peer, int rank);
 
     std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null for those of this host
     std::size_t slot_bytes_;
+    std::uint64_t failed_at_ = UINT64_MAX;  // the first collective that a rank has said to have failed, and the rank
+    int failed_rank_ = -1;
     Descriptor alarm_;
 };
 
