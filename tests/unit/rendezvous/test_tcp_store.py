@@ -89,11 +89,12 @@ def test_the_server_sees_what_clients_set(server, client):
         ({"rank": 2}, InvalidRankError, "rank 2 is not in a job of 2"),
     ],
 )
-def test_clients_that_do_not_belong_are_told_why(server, client, options, kind, message):
+def test_clients_that_do_not_belong_are_told_why(server, client, until, options, kind, message):
     """A client of another job, size or rank range is refused at once, and the others are served."""
     with pytest.raises(kind, match=message):
         open_client(server, **options)
     client.set("k", b"v")
+    until(lambda: server.rejections)
     assert any(str(value) in server.rejections[0] for value in options.values())
 
 
