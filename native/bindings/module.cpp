@@ -272,6 +272,14 @@ NB_MODULE(_native, m) {
             },
             "descriptor"_a, "rank"_a, "hosts"_a, "links"_a, "num_ranks"_a, "group_size"_a, "slot_bytes"_a, "is_crowded"_a, "spin_micros"_a)
         .def("reserve", &Communicator::reserve)
+        .def_prop_ro("can_read_peers", &Communicator::can_read_peers, "Whether ranks read each other's memory.")
+        .def(
+            "meet",
+            [](Communicator& self, double timeout) {
+                const Released released;
+                self.meet(timeout);
+            },
+            "timeout"_a, "Have the ranks get to know each other; called on all before anything else.")
         .def(
             "abort",
             [](Communicator& self, nb::bytes record) {

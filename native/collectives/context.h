@@ -10,6 +10,7 @@
 #include "base/failure.h"
 #include "kernels/fold.h"
 #include "transport/shm/arena.h"
+#include "transport/shm/peer_memory.h"
 #include "transport/fabric.h"
 
 namespace ferrodist {
@@ -37,6 +38,7 @@ struct Context {
     std::uint64_t segments = 0;    // segments staged so far, by all collectives together
     std::uint64_t known_done = 0;  // segments that all ranks are known to be done with
     shm::Arenas* arenas = nullptr;
+    shm::PeerMemory peers = shm::PeerMemory(num_ranks);
 
     // Room for what a collective computes a rank, so that none allocates.
     std::vector<const std::byte*> inputs = std::vector<const std::byte*>(static_cast<std::size_t>(num_ranks));

@@ -55,7 +55,7 @@ void collect(Context& context, const shm::Call& call, std::byte* out, const std:
         return Pieces{.count = counts[r], .element_size = element_size, .piece = piece};
     };
     // The parts differ in size; each rank offers the memory from where its own begins.
-    const Offer offer{.source = context.arenas->find(source, counts[rank] * element_size)};
+    const Offer offer = offer_source(context, source, counts[rank] * element_size, largest * element_size);
     exchange(
         context, payload, offer, [&] { return (largest + piece - 1) / piece; },
         [&](std::size_t k, std::byte* slot) {
@@ -77,12 +77,12 @@ void collect(Context& context, const shm::Call& call, std::byte* out, const std:
                 move_bytes(to, from, pieces.size_bytes(k));
             }
         },
-        [&] {
+        [&](const Sources& sources) {
             if (out == nullptr) return;
-            for (std::size_t step = 0; step < counts.size(); ++step) {
+            move_bytes(own_place(), source, counts[rank] * element_size);
+            for (std::size_t step = 1; step < counts.size(); ++step) {
                 const std::size_t r = (rank + step) % counts.size();
-                move_bytes(out + starts[r] * element_size, offer.source.of(static_cast<int>(r)),
-                           counts[r] * element_size);
+                sources.copy(static_cast<int>(r), 0, out + starts[r] * element_size, counts[r] * element_size);
             }
         },
         deadline);
@@ -109,7 +109,7 @@ void broadcast(Context& context, std::byte* data, std::size_t count, DType dtype
     const Pieces pieces{.count = count,
                         .element_size = element_size,
                         .piece = elements_in(segment_bytes(size, context.fabric.layout()), element_size)};
-    const Offer offer{.source = context.arenas->find(data, size)};
+    const Offer offer = offer_source(context, data, size, size);
     exchange(
         context, payload, offer, [&] { return pieces.num_segments(); },
         [&](std::size_t k, std::byte* slot) {
@@ -120,8 +120,8 @@ void broadcast(Context& context, std::byte* data, std::size_t count, DType dtype
             if (!is_root)
                 copy_bytes(data + pieces.offset_bytes(k), context.fabric.slot(root, number), pieces.size_bytes(k));
         },
-        [&] {
-            if (!is_root) copy_bytes(data, offer.source.of(root), size);
+        [&](const Sources& sources) {
+            if (!is_root) sources.copy(root, 0, data, size);
         },
         deadline);
 }
@@ -154,8 +154,10 @@ void scatter(Context& context, std::byte* out, const std::byte* source, std::spa
         return Pieces{.count = counts[r], .element_size = element_size, .piece = piece};
     };
     const auto own = static_cast<std::size_t>(context.rank);
+    // Only the root has a source; no symmetric memory, for its ranks' tensors lie elsewhere.
+    const Offer offer{.is_readable = offer_source(context, nullptr, 0, largest * element_size).is_readable, .own = source};
     exchange(
-        context, payload, {}, [&] { return (largest + piece - 1) / piece; },
+        context, payload, offer, [&] { return (largest + piece - 1) / piece; },
         [&](std::size_t k, std::byte* slot) {
             if (!is_root) return;
             for (std::size_t r = 0; r < counts.size(); ++r) {
@@ -175,7 +177,13 @@ void scatter(Context& context, std::byte* out, const std::byte* source, std::spa
                                             : context.fabric.slot(root, number) + own * room;
             move_bytes(out + pieces.offset_bytes(k), from, pieces.size_bytes(k));
         },
-        [] {}, deadline);
+        [&](const Sources& sources) {
+            if (is_root)
+                move_bytes(out, source + starts[own] * element_size, counts[own] * element_size);
+            else
+                sources.copy(root, starts[own] * element_size, out, counts[own] * element_size);
+        },
+        deadline);
 }
 
 void all_to_all(Context& context, std::byte* out, const std::byte* source, std::span<const std::size_t> send_counts,
@@ -212,14 +220,15 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     };
     copy_bytes(out + received_at[own] * element_size, source + sent_from[own] * element_size,
                std::min(send_counts[own], receive_counts[own]) * element_size);
-    const Offer offer{.source = context.arenas->find(source, sent_from[ranks] * element_size)};
-    const auto direct = [&] {
+    const std::size_t sent_bytes = sent_from[ranks] * element_size;
+    const Offer offer = offer_source(context, source, sent_bytes, sent_bytes / ranks);
+    const auto direct = [&](const Sources& sources) {
         for (std::size_t step = 1; step < ranks; ++step) {
             const std::size_t r = (own + step) % ranks;
             const auto sent = context.fabric.counts(static_cast<int>(r), context.sequence);
             const std::size_t begin = std::accumulate(sent.begin(), sent.begin() + context.rank, std::uint64_t{0});
-            copy_bytes(out + received_at[r] * element_size, offer.source.of(static_cast<int>(r)) + begin * element_size,
-                       receive_counts[r] * element_size);
+            sources.copy(static_cast<int>(r), begin * element_size, out + received_at[r] * element_size,
+                         receive_counts[r] * element_size);
         }
     };
     exchange(
@@ -272,7 +281,7 @@ std::vector<std::string> share(Context& context, std::string_view name, std::str
                 shared.emplace_back(reinterpret_cast<const char*>(slot + sizeof size), size);
             }
         },
-        [] {}, deadline);
+        [](const Sources&) {}, deadline);
     return shared;
 }
 

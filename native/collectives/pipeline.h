@@ -15,6 +15,7 @@
 #include <cstring>
 
 #include "collectives/context.h"
+#include "collectives/sizes.h"
 
 namespace ferrodist {
 
@@ -28,21 +29,62 @@ inline void await_slot(Context& context, std::uint64_t number, const Deadline& d
 struct Offer {
     shm::Shared source = {};
     shm::Shared out = {};
-    bool needs_out = false;  // whether the collective can do without staging only if `out` is shared, too
+    bool needs_out = false;           // whether the collective can do without staging only if `out` is shared, too
+    bool is_readable = false;         // whether the others may read `own`, which lies anywhere
+    const std::byte* own = nullptr;   // this rank's source
 
-    [[nodiscard]] bool is_made() const { return source.arena && (out.arena || !needs_out); }
+    [[nodiscard]] bool is_made() const { return is_readable || (source.arena && (out.arena || !needs_out)); }
 };
 
+// The offer of a source of `size` bytes, of which another rank reads `read_size` at once.
+inline Offer offer_source(const Context& context, const std::byte* source, std::size_t size, std::size_t read_size) {
+    return {.source = context.arenas->find(source, size),
+            .is_readable = context.peers.is_usable() && read_size >= least_read_bytes(context.fabric.layout()),
+            .own = source};
+}
+
 // [Note: offers]
-// A rank whose tensors lie in symmetric memory says where, in the payload of its call. If all ranks do, and say the same,
-// nothing is staged: each rank reads and writes the others' tensors (`direct`), and all wait until all have. A rank that
-// makes an offer stages nothing before it knows; so if any does, the first segment has a flag like the others.
+// A rank whose tensors lie in symmetric memory says where, in the payload of its call; if ranks can read each other's
+// memory, it says where its source lies in any case. If all ranks offer the same, nothing is staged: each rank reads and
+// writes the others' tensors (`direct`), and all wait until all have. A rank that makes an offer stages nothing before it
+// knows; so if any does, the first segment has a flag like the others.
 struct Entered {
-    bool is_direct;      // all offer the same
+    bool is_direct;       // all offer the same
+    bool is_mapped;       // and it is symmetric memory
     bool is_staged_late;  // the first segment is staged after entry on some rank
 };
 
 inline constexpr std::size_t offer_bytes = 2 * sizeof(shm::Place);
+
+// In the place of an arena: that the offset is an address of the rank's process.
+inline constexpr std::uint64_t readable = ~std::uint64_t{0};
+
+// The other ranks' sources, once all have offered them.
+class Sources {
+public:
+    Sources(const Context& context, const std::byte* payload, const Offer& offer, bool is_mapped)
+        : context_(context),
+          at_(static_cast<std::size_t>(payload - context.arrival_of(context.rank).payload.data())),
+          offer_(offer),
+          is_mapped_(is_mapped) {}
+
+    // Copies what lies at `offset` of rank r's source.
+    void copy(int r, std::size_t offset, std::byte* out, std::size_t size) const {
+        if (size == 0) return;
+        if (is_mapped_) return copy_bytes(out, offer_.source.of(r) + offset, size);
+        std::array<shm::Place, 2> theirs;
+        std::memcpy(theirs.data(), context_.arrival_of(r).payload.data() + at_, offer_bytes);
+        context_.peers.read(r, out, theirs[1].offset + offset, size);
+    }
+
+    [[nodiscard]] bool are_mapped() const { return is_mapped_; }
+
+private:
+    const Context& context_;
+    std::size_t at_;
+    const Offer& offer_;
+    bool is_mapped_;
+};
 
 // Writes the offer at `payload`, stages segment 0 unless it may not be needed, and enters.
 template <class Stage, class StagedFor>
@@ -55,8 +97,8 @@ Entered enter_offering(Context& context, std::byte* payload, const Offer& offer,
         stage(std::size_t{0}, fabric.slot(context.rank, base));
     };
     const bool is_made = offer.is_made();
-    const std::array<shm::Place, 2> places = is_made ? std::array{offer.source.place(), offer.out.place()}
-                                                     : std::array<shm::Place, 2>{};
+    const shm::Place own{readable, reinterpret_cast<std::uintptr_t>(offer.own)};
+    const std::array places{is_made ? offer.source.place() : shm::Place{}, offer.is_readable ? own : offer.out.place()};
     const auto at = static_cast<std::size_t>(payload - context.arrival_of(context.rank).payload.data());
     std::memcpy(payload, places.data(), offer_bytes);
     const auto staged_for_first = [&](int r) { return staged_for(std::size_t{0}, r); };
@@ -65,19 +107,22 @@ Entered enter_offering(Context& context, std::byte* payload, const Offer& offer,
         fabric.send_staged(base, staged_for_first);
     }
     enter(context, deadline);
-    bool is_direct = is_made;
+    bool is_mapped = offer.source.arena != nullptr && is_made;
+    bool is_readable = offer.is_readable;
     bool is_any_made = false;
     for (int r = 0; r < context.num_ranks; ++r) {
         std::array<shm::Place, 2> theirs;
         std::memcpy(theirs.data(), context.arrival_of(r).payload.data() + at, offer_bytes);
-        is_direct = is_direct && theirs[0] == places[0] && (!offer.needs_out || theirs[1] == places[1]);
-        is_any_made = is_any_made || theirs[0].arena != 0;
+        is_mapped = is_mapped && theirs[0] == places[0] && (!offer.needs_out || theirs[1] == places[1]);
+        is_readable = is_readable && theirs[1].arena == readable;
+        is_any_made = is_any_made || theirs[0].arena != 0 || theirs[1].arena == readable;
     }
+    const bool is_direct = is_mapped || is_readable;
     if (!is_direct && is_any_made) {
         if (is_made) stage_first();
         fabric.publish_staged(base, staged_for_first);
     }
-    return {.is_direct = is_direct, .is_staged_late = !is_direct && is_any_made};
+    return {.is_direct = is_direct, .is_mapped = is_mapped, .is_staged_late = !is_direct && is_any_made};
 }
 
 // Ends a collective without staging: counts as one segment, which all ranks wait for.
@@ -92,7 +137,7 @@ inline void finish_direct(Context& context, const Deadline& deadline) {
 // Moves `num_segments()` segments, which is asked for once all ranks have entered. `stage(k, slot)` puts this rank's
 // part of segment k, counted from 0, into its slot, of which rank r reads `staged_for(k, r)`; `take(k, number)` reads segment k, whose number is `number`, from
 // all slots. Segment 0 is always staged and taken. The call has begun (`begin`), and `payload` has room for an offer.
-// Where all ranks offer the same, `direct()` does it all.
+// Where all ranks offer the same, `direct(sources)` does it all.
 template <class NumSegments, class Stage, class StagedFor, class Take, class Direct>
 void exchange(Context& context, std::byte* payload, const Offer& offer, const NumSegments& num_segments,
               const Stage& stage, const StagedFor& staged_for, const Take& take, const Direct& direct,
@@ -102,7 +147,7 @@ void exchange(Context& context, std::byte* payload, const Offer& offer, const Nu
     const Entered entered = enter_offering(context, payload, offer, stage, staged_for, deadline);
     const std::size_t count = std::max<std::size_t>(num_segments(), 1);
     if (entered.is_direct) {
-        direct();
+        direct(Sources(context, payload, offer, entered.is_mapped));
         return finish_direct(context, deadline);
     }
     for (std::size_t k = 0; k < count; ++k) {

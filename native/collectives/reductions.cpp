@@ -41,7 +41,7 @@ void fold_one_shot(Context& context, Folder& folder, std::byte* out, const std::
             folder.fold(out, count,
                         [&](int r) { return r == context.rank ? source : context.fabric.slot(r, number); });
         },
-        [] {}, deadline);
+        [](const Sources&) {}, deadline);
 }
 
 // Segments of which each rank folds a part and the others take the result. `out` is null on ranks that want none.
@@ -160,7 +160,7 @@ void reduce_scatter(Context& context, std::byte* out, const std::byte* source, s
     };
     const std::size_t room = piece * element_size;  // of one rank's part in a slot
     const auto source_of = [&](int r) { return source + starts[static_cast<std::size_t>(r)] * element_size; };
-    const Offer offer{.source = context.arenas->find(source, starts[ranks] * element_size)};
+    const Offer offer = offer_source(context, source, starts[ranks] * element_size, largest * element_size);
     exchange(
         context, folder.payload(), offer, [&] { return (largest + piece - 1) / piece; },
         [&](std::size_t k, std::byte* slot) {
@@ -183,10 +183,23 @@ void reduce_scatter(Context& context, std::byte* out, const std::byte* source, s
                                                static_cast<std::size_t>(context.rank) * room;
             });
         },
-        [&] {
-            const auto own = static_cast<std::size_t>(context.rank);
-            const std::size_t offset = starts[own] * element_size;
-            folder.fold(out, counts[own], [&](int r) { return offer.source.of(r) + offset; });
+        [&](const Sources& sources) {
+            const std::size_t count = counts[static_cast<std::size_t>(context.rank)];
+            const std::byte* own = source_of(context.rank);
+            const auto offset = static_cast<std::size_t>(own - source);
+            if (sources.are_mapped()) return folder.fold(out, count, [&](int r) { return offer.source.of(r) + offset; });
+            // The others' parts come by way of this rank's slots, which stay in the cache.
+            std::byte* slot = context.fabric.slot(context.rank, context.segments);
+            const std::size_t block = elements_in(context.fabric.layout().slot_bytes / ranks, element_size);
+            for (std::size_t start = 0; start < count; start += block) {
+                const std::size_t size = std::min(block, count - start);
+                const auto scratch_of = [&](int r) { return slot + static_cast<std::size_t>(r) * block * element_size; };
+                for (int r = 0; r < context.num_ranks; ++r)
+                    if (r != context.rank)
+                        sources.copy(r, offset + start * element_size, scratch_of(r), size * element_size);
+                folder.fold(out + start * element_size, size,
+                            [&](int r) { return r == context.rank ? own + start * element_size : scratch_of(r); });
+            }
         },
         deadline);
 }

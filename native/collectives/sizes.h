@@ -23,6 +23,12 @@ inline std::size_t one_shot_bytes(const shm::Layout& layout) {
     return std::min(size, layout.slot_bytes);
 }
 
+// From here on what another rank has in ordinary memory is read in place, where it can be: one copy and a system call in
+// place of two copies. But all then wait for the last reader, which costs more where ranks share processors.
+inline std::size_t least_read_bytes(const shm::Layout& layout) {
+    return (layout.is_crowded ? 512 : 32) * std::size_t{1024};
+}
+
 // Segments of a transfer of `size` bytes: large enough to be worth their flags, small enough to stay in the cache and
 // to let the ranks work side by side.
 inline std::size_t segment_bytes(std::size_t size, const shm::Layout& layout) {

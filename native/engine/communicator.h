@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "collectives/context.h"
+#include "collectives/meeting.h"
 #include "engine/pending.h"
 
 namespace ferrodist {
@@ -63,6 +64,21 @@ public:
             throw;
         }
     }
+
+    // The ranks get to know each other; before anything else, on all of them.
+    void meet(double timeout) {
+        const Deadline deadline(timeout);
+        try {
+            meet_peers(context_, deadline);
+        } catch (Failure& failure) {
+            failure.set_context(0, deadline.elapsed_seconds());
+            break_off();
+            throw;
+        }
+    }
+
+    // Whether they can read each other's memory.
+    [[nodiscard]] bool can_read_peers() const noexcept { return context_.peers.is_usable(); }
 
     // Takes a place and runs `collective(context, deadline)` there in the communicator's own thread, after all that was
     // started before. `timeout` counts from then. What it reads and writes must live until it has ended.

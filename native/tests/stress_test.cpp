@@ -268,6 +268,7 @@ void stress(const std::vector<int>& hosts, bool is_crowded, std::uint64_t num_co
         Communicator& own = *group[static_cast<std::size_t>(rank)];
         const auto arena = std::make_shared<const shm::Arena>(memory, 7, stride, rank);
         if (has_arena) own.add_arena(arena);
+        if (seed % 2 == 0) own.meet(patience);  // else all tensors go by way of slots
         Program(own, *arena, rank, num_ranks, seed).run(num_collectives);
     });
     const int num_hosts = *std::max_element(hosts.begin(), hosts.end()) + 1;

@@ -40,6 +40,7 @@ public:
     // Of the whole group.
     [[nodiscard]] const shm::Layout& layout() const noexcept { return layout_; }
     [[nodiscard]] int num_ranks() const noexcept { return layout_.num_ranks; }
+    [[nodiscard]] bool has_remote_ranks() const noexcept { return links_ != nullptr; }
     [[nodiscard]] const Chain& chain() const noexcept { return chain_; }
 
     [[nodiscard]] shm::Arrival& arrival(int r, std::uint64_t sequence) const {

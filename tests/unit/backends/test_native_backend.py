@@ -327,3 +327,39 @@ def test_a_late_rank_is_told_over_the_connections():
         assert group.failure is not None
 
     run_ranks(program, 2, backend="gloo-threads")
+
+
+def _moved(group):
+    """What collectives that may read other ranks' memory in place give, in sizes on both sides of the limit."""
+    rank, size = group.rank, group.world_size
+    outputs = []
+    for count in (1000, 8191, 8192, 200_003):
+        tensor = elements(torch.float32, count * size, rank).nan_to_num()
+        counts = [count + other for other in range(size)]
+        send = [count + (rank + other) % size for other in range(size)]
+        receive = [count + (other + rank) % size for other in range(size)]
+        uneven = elements(torch.int16, sum(send), rank)
+        outputs += [
+            fd.all_gather_uneven(tensor[: counts[rank]]),
+            fd.broadcast(tensor, size - 1),
+            fd.scatter(tensor if rank == 1 else None, 1),
+            fd.gather(tensor[:count], 0),
+            fd.all_to_all(tensor),
+            fd.all_to_all_single_uneven(uneven, send, receive),
+            fd.reduce_scatter(tensor),
+        ]
+    return [None if output is None else output.reshape(-1).view(torch.uint8).numpy().tobytes() for output in outputs]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_tensors_of_other_processes_are_read_in_place(world_size):
+    """Where the system lets ranks read each other's memory, what moves that way is the same as elsewhere."""
+
+    def program(group):
+        fd.barrier()
+        return group.collectives.compiled.can_read_peers, _moved(group)
+
+    results = run_ranks(program, world_size, backend="native")
+    if not all(can_read for can_read, _ in results):
+        pytest.skip("this system lets no process read another's memory (process_vm_readv)")
+    assert [moved for _, moved in results] == run_ranks(_moved, world_size)

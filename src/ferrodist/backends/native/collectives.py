@@ -42,7 +42,8 @@ class NativeCollectives:
     def __init__(self, group: Backend, place: Place) -> None:
         # First, for it goes first: its end waits for its thread, which may use what is kept below.
         self.compiled: Any = None
-        """The engine's compiled part, once it is open."""
+        """The engine's compiled part, once its ranks have met."""
+        self._communicator: Any = None
         self._group = group
         self._place = place
         self._opening = threading.Lock()
@@ -67,13 +68,20 @@ class NativeCollectives:
 
     def open(self, call: Call, timeout: float) -> None:
         """Make the shared memory, for the first collective of the group."""
+        deadline = Deadline(timeout)
         communicator = open_communicator(self._group, self._place, call, timeout)
+        with self._reserving:
+            self._communicator = communicator
+            if self._end is not None:
+                self._end(communicator)
+        try:
+            communicator.meet(deadline.remaining())
+        except BaseException as failure:
+            raise self._ended_by(failure, call, timeout) from None
         with self._reserving:
             for _ in range(self._num_reserved):
                 communicator.reserve()
             self.compiled = communicator
-            if self._end is not None:
-                self._end(communicator)
         self._opened.set()
         load().load_tensor_interface(torch.Tensor, torch.nn.Parameter, _increment_version)
         self._group.quick = self
@@ -81,8 +89,8 @@ class NativeCollectives:
     def end(self, how: Callable[[Any], object]) -> None:
         """Do something final to the communicator, now or when there is one."""
         with self._reserving:
-            if self.compiled is not None:
-                how(self.compiled)
+            if self._communicator is not None:
+                how(self._communicator)
             else:
                 self._end = how
 
