@@ -238,7 +238,7 @@ def test_many_waiting_messages_and_receives_stay_cheap():
 
     def cost(count):
         box = Mailbox()
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(count):
             deliver(box, b"x")
         for _ in range(count):
@@ -247,7 +247,7 @@ def test_many_waiting_messages_and_receives_stay_cheap():
             post(box, 1)
         for _ in range(count):
             deliver(box, b"x")
-        return (time.perf_counter() - start) / count
+        return (time.thread_time() - start) / count
 
     cost(100)
     assert cost(20_000) < 8 * min(cost(500) for _ in range(3))

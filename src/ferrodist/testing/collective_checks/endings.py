@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ENDING_CHECKS"]
 
-_DEADLINE_SECONDS = 0.15
+_DEADLINE_SECONDS = 0.3
 
 _COLLECTIVES: dict[str, Collective] = {
     "barrier": fd.barrier,
