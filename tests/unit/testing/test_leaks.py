@@ -16,14 +16,19 @@ from pathlib import Path
 
 import pytest
 
-from ferrodist.testing import check_leaks, run_ranks
+from ferrodist.testing import check_leaks, leaks, run_ranks
 
 
 @contextlib.contextmanager
 def leak_expected(match):
-    """The block leaves something behind that the message names."""
-    with pytest.raises(AssertionError, match=f"(?s)the block left behind:.*{match}"), check_leaks():
+    """The block leaves something behind that the message names; it does not go by itself, however long one waits."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(AssertionError, match=f"(?s)the block left behind:.*{match}"),
+        check_leaks(),
+    ):
         yield
+        patch.setattr(leaks, "_SETTLE_SECONDS", 0.05)
 
 
 def test_an_empty_block_is_clean():
