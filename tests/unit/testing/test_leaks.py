@@ -22,13 +22,16 @@ from ferrodist.testing import check_leaks, leaks, run_ranks
 @contextlib.contextmanager
 def leak_expected(match):
     """The block leaves something behind that the message names; it does not go by itself, however long one waits."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(AssertionError, match=f"(?s)the block left behind:.*{match}"),
-        check_leaks(),
-    ):
+    with pytest.raises(AssertionError, match=f"(?s)the block left behind:.*{match}"), _impatient_check():
         yield
+
+
+@contextlib.contextmanager
+def _impatient_check():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(leaks, "_SETTLE_SECONDS", 0.05)
+        with check_leaks():
+            yield
 
 
 def test_an_empty_block_is_clean():
