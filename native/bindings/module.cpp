@@ -10,7 +10,8 @@
 #include <span>
 #include <system_error>
 
-#include "base/interruption.h"
+#include "bindings/messages.h"
+#include "bindings/released.h"
 #include "bindings/tensor.h"
 #include "collectives/movement.h"
 #include "collectives/reductions.h"
@@ -47,23 +48,6 @@ int create_segment(const shm::Layout& layout) {
     map_segment(descriptor, layout)->initialize();
     return descriptor;
 }
-
-// Frees the interpreter for other threads, and lets signals that it handles end a wait.
-class Released {
-public:
-    Released() { interruption = check_signals; }
-    Released(const Released&) = delete;
-    Released& operator=(const Released&) = delete;
-    ~Released() { interruption = nullptr; }
-
-private:
-    static void check_signals() {
-        const nb::gil_scoped_acquire held;
-        if (PyErr_CheckSignals() != 0) throw nb::python_error();
-    }
-
-    nb::gil_scoped_release released_;
-};
 
 template <class Collective>
 void run(Communicator& self, std::uint64_t place, double timeout, const Collective& collective) {
@@ -244,6 +228,8 @@ NB_MODULE(_native, m) {
             return shm::create_memory("ferrodist-symmetric", stride * static_cast<std::size_t>(num_ranks));
         },
         "stride"_a, "num_ranks"_a, "Make symmetric memory; returns a descriptor, which the caller closes.");
+
+    bind_messages(m);
 
     nb::class_<Pending>(m, "Pending", "A collective that was started.")
         .def("is_done", &Pending::is_done)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,7 +30,17 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-__all__ = ["EAGER_LIMIT", "Mailbox", "Message", "Receive", "copy_bytes", "read_view", "write_view"]
+__all__ = [
+    "EAGER_LIMIT",
+    "Inbox",
+    "Mailbox",
+    "Message",
+    "Receive",
+    "copy_bytes",
+    "read_view",
+    "size_error",
+    "write_view",
+]
 
 EAGER_LIMIT = 256 * 1024
 """Bytes up to which a message is sent before it is asked for."""
@@ -120,6 +130,45 @@ class Message:
         return self.size_bytes if self.grant is None else 0
 
 
+class Inbox(Protocol):
+    """The side of a mailbox that faces the transport: see `Mailbox`."""
+
+    @property
+    def unasked_bytes(self) -> int:
+        """Bytes of messages that nobody has asked for, with what each counts for beside its own."""
+
+    def arrive(self, message: Message) -> bool:
+        """Take a message's announcement; its bytes, if any, follow through `write`."""
+
+    def write(self, message: Message, fill: Callable[[memoryview], int], start: int, stop: int) -> int:
+        """Let ``fill(target)`` write bytes ``start`` to ``stop``; returns its result, the number it wrote."""
+
+    def withdraw(self, message: Message) -> None:
+        """Forget a message that its sender took back."""
+
+    def forget(self, applies: Callable[[Message], bool]) -> None:
+        """Free every waiting message for which ``applies(message)``, which looks at its source and tag."""
+
+    def fullest_source(self, newest: Message) -> int:
+        """The rank that sent most of what nobody has asked for, with a message that is not taken yet."""
+
+
+def size_error(number: int, who: str, size_bytes: int, room_bytes: int) -> SizeMismatchError:
+    """The error of a receive for a message of another size.
+
+    Args:
+        number: The sender's, in the group of the message.
+        who: What the group's errors call it.
+        size_bytes: Of the message.
+        room_bytes: Of the receive's buffer.
+    """
+    return SizeMismatchError(
+        f"{who} sent {size_bytes} bytes, the buffer to receive them has {room_bytes}: receive into one of that size. The"
+        " message is kept.",
+        ranks=(number,),
+    )
+
+
 class Mailbox:
     """Messages and receives of one rank, matched by tag and source in order of arrival.
 
@@ -139,6 +188,11 @@ class Mailbox:
         self._num_receives = 0
         self._num_arrivals = 0
         self._unasked_bytes = 0
+
+    @property
+    def unasked_bytes(self) -> int:
+        """Bytes of messages that nobody has asked for, with what each counts for beside its own."""
+        return self._unasked_bytes
 
     def post(self, receive: Receive, refusal: Callable[[], DistributedError | None]) -> None:
         """Ask for a message.
@@ -319,11 +373,7 @@ class Mailbox:
         if len(receive.buffer) == message.size_bytes:
             return None
         number, who = self._describe(message.tag, message.source)
-        return SizeMismatchError(
-            f"{who} sent {message.size_bytes} bytes, the buffer to receive them has {len(receive.buffer)}: receive into"
-            " one of that size. The message is kept.",
-            ranks=(number,),
-        )
+        return size_error(number, who, message.size_bytes, len(receive.buffer))
 
     def _drop_message(self, message: Message) -> None:
         queue = self._messages.get(message.tag, {})

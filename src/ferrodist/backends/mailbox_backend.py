@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet, finalize
 
 from ferrodist.backends.base import Backend, NonBlockingBackend, as_abort_error, check_peer
-from ferrodist.backends.mailbox import Mailbox, Message, Receive, read_view, write_view
+from ferrodist.backends.mailbox import Inbox, Mailbox, Message, Receive, read_view, write_view
 from ferrodist.backends.request import BaseRequest
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
 from ferrodist.errors import (
@@ -89,8 +89,8 @@ class _GroupReceive(Receive):
 
     __slots__ = ("_backend",)
 
-    def __init__(self, backend: MailboxBackend, buffer: memoryview, source: int, tag: int) -> None:
-        super().__init__(backend._mailbox, buffer, source, tag)  # noqa: SLF001 - the two are one mechanism
+    def __init__(self, backend: MailboxBackend, mailbox: Mailbox, buffer: memoryview, source: int, tag: int) -> None:
+        super().__init__(mailbox, buffer, source, tag)
         self._backend = backend
 
     def find_late(self, peers: tuple[int, ...], within: float) -> Late:
@@ -118,7 +118,7 @@ class MailboxBackend(NonBlockingBackend):
     def __init__(self, rank: int, world_size: int, *, timeout: float, name: str) -> None:
         super().__init__(rank, world_size, timeout=timeout, name=name)
         self.subgroups: _Subgroups = _Subgroups()
-        self._mailbox = Mailbox(lambda tag, source: self._describe(group_of_tag(tag), source))
+        self._mailbox = self._make_mailbox()
         self._state_lock = threading.Lock()
         self._sends: set[Send] = set()
         self._members: dict[int, tuple[int, ...]] = {_WORLD: tuple(range(world_size))}
@@ -153,6 +153,24 @@ class MailboxBackend(NonBlockingBackend):
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
         """Have `_peer_left(group_id, this rank)` run on the other members after all that was sent to them before."""
 
+    # What a transport may have in place of `Mailbox`: all three then.
+
+    def _make_mailbox(self) -> Inbox:
+        """Where messages go that the transport brings."""
+        return Mailbox(lambda tag, source: self._describe(group_of_tag(tag), source))
+
+    def _post(self, buffer: memoryview, source: int, tag: int) -> Request:
+        """Ask for a message; ends with what `_refusal` says when none is there and none will come."""
+        assert isinstance(self._mailbox, Mailbox)
+        receive = _GroupReceive(self, self._mailbox, buffer, source, tag)
+        self._mailbox.post(receive, partial(self._refusal, tag, source))
+        return receive
+
+    def _end_receives(self, why: Callable[[int, int], DistributedError | None]) -> None:
+        """End the receives that there is a ``why(group, peer)`` for."""
+        assert isinstance(self._mailbox, Mailbox)
+        self._mailbox.fail(lambda receive: why(group_of_tag(receive.tag), receive.source))
+
     # Sending and receiving.
 
     @property
@@ -179,12 +197,11 @@ class MailboxBackend(NonBlockingBackend):
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
         """Start `recv` and return at once."""
         src = check_peer(self, src, any_source=True)
-        receive = _GroupReceive(self, write_view(buffer), src, check_tag(tag, _TAG_BITS))
-        failure = self._failure_of(group_of_tag(tag))
+        view = write_view(buffer)
+        failure = self._failure_of(group_of_tag(check_tag(tag, _TAG_BITS)))
         if failure is not None:
             raise failure.fresh()
-        self._mailbox.post(receive, partial(self._refusal, tag, src))
-        return receive
+        return self._post(view, src, tag)
 
     def _failure_of(self, group_id: int) -> DistributedError | None:
         if self._ended is not None:
@@ -232,9 +249,13 @@ class MailboxBackend(NonBlockingBackend):
         if self._mailbox.arrive(message):
             if self._failure_of(group_id) is None:
                 return True
-            self._forget_messages(lambda other: other is message)  # it has ended between the two
+            self._mailbox.withdraw(message)  # it has ended between the two
             return False
-        flooder = self._mailbox.fullest_source(message)
+        self._run_out_of_room(group_id, self._mailbox.fullest_source(message))
+        return False
+
+    def _run_out_of_room(self, group_id: int, flooder: int) -> None:
+        """End a group for messages that this rank does not receive, most of them from ``flooder``."""
         number, who = self._describe(group_id, flooder)
         error = GroupAbortedError(
             f"{self._describe(group_id, self.rank)[1]} ran out of room: {who} keeps sending what it does not receive."
@@ -242,7 +263,6 @@ class MailboxBackend(NonBlockingBackend):
             ranks=(number,) if self._is_member(group_id, flooder) else (),
         )
         self.abort_subgroup(group_id, self._members.get(group_id, self._members[_WORLD]), error)
-        return False
 
     def _is_member(self, group_id: int, rank: int) -> bool:
         """Whether a rank belongs to a group; of one that this rank has not made any may."""
@@ -315,8 +335,7 @@ class MailboxBackend(NonBlockingBackend):
     def _close_dropped(self) -> None:
         """Leave the sub-groups whose handles are gone, except those with a message still on its way."""
         dropped = self.subgroups.dropped
-        with self._state_lock:
-            busy = {group_of_tag(send.tag) for send in self._sends}
+        busy = self._sending_groups()
         for _ in range(len(dropped)):
             try:
                 group_id = dropped.popleft()
@@ -327,6 +346,11 @@ class MailboxBackend(NonBlockingBackend):
                 dropped.append(group_id)
             elif members is not None:  # it was not closed
                 self.close_subgroup(group_id, members)
+
+    def _sending_groups(self) -> set[int]:
+        """The groups with a message on its way out."""
+        with self._state_lock:
+            return {group_of_tag(send.tag) for send in self._sends}
 
     def subgroup_failure(self, group_id: int, members: tuple[int, ...]) -> DistributedError | None:
         """Why a sub-group can't be used any more, or None."""
@@ -406,7 +430,7 @@ class MailboxBackend(NonBlockingBackend):
 
     def _end_transfers(self, why: Callable[[int, int], DistributedError | None]) -> None:
         """End what there is a ``why(group, peer)`` for. New ones are refused already, by what the caller recorded."""
-        self._mailbox.fail(lambda receive: why(group_of_tag(receive.tag), receive.source))
+        self._end_receives(why)
         with self._state_lock:
             sends = list(self._sends)
         for send in sends:

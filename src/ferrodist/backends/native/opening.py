@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.backends.call import Call
 
-__all__ = ["open_communicator", "open_symmetric"]
+__all__ = ["open_communicator", "open_messages", "open_symmetric"]
 
 _TOKEN_BYTES = 16
 _PROCESSOR_BYTES = 64
@@ -73,6 +73,24 @@ def open_communicator(group: Backend, place: Place, call: Call, timeout: float) 
         )
         links = connect_hosts(group, place, deadline)
         return load().Communicator(descriptor, group.rank, place.host_numbers(), links, *layout)
+
+
+def open_messages(group: Backend, place: Place, messenger: Any, call: Call, timeout: float) -> None:
+    """Give a messenger the memory through which the ranks of its host send messages; called on all ranks of a group.
+
+    Raises as `open_communicator`.
+    """
+    local_ranks = place.neighbours(group.rank)
+    local_indexes = [local_ranks.index(rank) if rank in local_ranks else -1 for rank in range(group.world_size)]
+
+    def create(_: Sequence[bytes]) -> int:
+        return int(load().create_rings(len(local_ranks)))
+
+    def use(descriptor: int, processors: Sequence[bytes], _: int) -> None:
+        is_crowded = _layout(place, group.rank, processors).is_crowded
+        messenger.attach(descriptor, len(local_ranks), local_indexes, is_crowded, _SPIN_MICROS)
+
+    _share_memory(group, place, call, Deadline(timeout), introduction=_processors(), create=create, use=use)
 
 
 def open_symmetric(

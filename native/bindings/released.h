@@ -1,0 +1,27 @@
+// What the interpreter does while a thread of its own waits in the engine.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "base/interruption.h"
+
+namespace ferrodist {
+
+// Frees the interpreter for other threads, and lets signals that it handles end a wait.
+class Released {
+public:
+    Released() { interruption = check_signals; }
+    Released(const Released&) = delete;
+    Released& operator=(const Released&) = delete;
+    ~Released() { interruption = nullptr; }
+
+private:
+    static void check_signals() {
+        const nanobind::gil_scoped_acquire held;
+        if (PyErr_CheckSignals() != 0) throw nanobind::python_error();
+    }
+
+    nanobind::gil_scoped_release released_;
+};
+
+}  // namespace ferrodist
