@@ -306,14 +306,15 @@ void bind_messages(nb::module_& m) {
                             spin_micros);
             },
             "descriptor"_a, "num_local"_a, "local_indexes"_a, "is_crowded"_a, "spin_micros"_a)
-        .def("quick_send", &quick_send, "data"_a, "dst"_a, "tag"_a, "timeout"_a)
+        .def("quick_send", &quick_send, "data"_a.none(), "dst"_a.none(), "tag"_a.none(), "timeout"_a.none(),
+             "True when it has been sent, None when the long way must take the call, else how it has ended.")
         .def(
             "quick_recv",
             [](Messenger& self, nb::handle into, nb::handle src, nb::handle tag, nb::handle timeout) {
                 nb::object result = quick_recv(self, into, src, tag, timeout);
                 return result.is_valid() ? result : nb::object(nb::none());
             },
-            "into"_a, "src"_a, "tag"_a, "timeout"_a)
+            "into"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout"_a.none(), "As `quick_send`; the rank that sent it.")
         .def(
             "start_send",
             [](const std::shared_ptr<Messenger>& self, nb::handle data, int dst, std::uint64_t group,

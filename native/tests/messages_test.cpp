@@ -1,0 +1,274 @@
+// Random messages from a seed, between ranks that are threads over one mapping, so that the thread sanitizer sees every
+// access: sizes on both sides of each limit, tags, any source, transfers that are given up, several threads a rank.
+//
+//   messages_test [number of messages a rank sends] [seed]
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "base/descriptor.h"
+#include "check.h"
+#include "engine/messenger.h"
+#include "transport/shm/ring.h"
+
+using namespace ferrodist;
+
+namespace {
+
+constexpr double patience = 60.0;
+constexpr std::size_t eager_bytes = 8 * 1024;
+constexpr std::size_t max_unasked_bytes = std::size_t{1} << 30;
+constexpr std::uint64_t num_tags = 4;
+
+using Bytes = std::vector<std::byte>;
+
+// What message `number` with a tag from one rank to another is.
+Bytes content(int from, int to, std::uint64_t tag, std::uint64_t number, std::uint64_t seed) {
+    std::mt19937_64 random(seed ^ (number * num_tags + tag) * 1000003u ^ static_cast<std::uint64_t>(from * 64 + to) << 40);
+    static constexpr std::size_t limits[] = {0, 1, 8, 16, 17, 100, 1000, 4000, eager_bytes, eager_bytes + 1, 40'000, 100'000};
+    Bytes bytes(limits[random() % std::size(limits)]);
+    auto state = static_cast<std::uint32_t>(random());
+    for (auto& byte : bytes) {
+        state = state * 1664525u + 1013904223u;
+        byte = static_cast<std::byte>(state >> 24);
+    }
+    return bytes;
+}
+
+using Group = std::vector<std::unique_ptr<Messenger>>;
+
+Group make_group(int num_ranks, bool is_crowded, std::size_t ring_bytes) {
+    const shm::RingLayout layout{.num_ranks = num_ranks, .ring_bytes = ring_bytes};
+    const Descriptor descriptor(shm::create_memory("ferrodist-test", layout.size_bytes()));
+    auto memory = std::make_shared<const shm::Mapping>(descriptor.get(), layout.size_bytes());
+    shm::Rings(memory, layout).initialize();
+    std::vector<int> indexes;
+    for (int rank = 0; rank < num_ranks; ++rank) indexes.push_back(rank);
+    Group group;
+    for (int rank = 0; rank < num_ranks; ++rank) {
+        const Messenger::Settings settings{.rank = rank,
+                                           .num_ranks = num_ranks,
+                                           .eager_bytes = eager_bytes,
+                                           .max_unasked_bytes = max_unasked_bytes};
+        auto tell = std::make_shared<Messenger*>(nullptr);
+        group.push_back(std::make_unique<Messenger>(settings, [tell] {
+            const Work work = (*tell)->take_work();
+            require(work.news.empty(), "a rank is blamed");
+            for (Transfer* ended = work.first_ended; ended != nullptr;) {
+                auto* told = static_cast<std::atomic<bool>*>(ended->owner);
+                ended = ended->next_ended;
+                told->store(true);
+            }
+        }));
+        *tell = group.back().get();
+        group.back()->attach(std::make_shared<const shm::Rings>(memory, layout), indexes, is_crowded, 20);
+    }
+    return group;
+}
+
+template <class Body>
+void run_threads(int num_threads, const Body& body) {
+    std::vector<std::thread> threads;
+    for (int i = 0; i < num_threads; ++i) threads.emplace_back([&body, i] { body(i); });
+    for (auto& thread : threads) thread.join();
+}
+
+// One thread of a rank that sends, and one that receives, with all other ranks and all tags mixed.
+class Program {
+public:
+    Program(Messenger& messenger, int rank, int num_ranks, std::uint64_t seed)
+        : messenger_(messenger), rank_(rank), num_ranks_(num_ranks), seed_(seed) {}
+
+    void send_all(std::uint64_t num_messages) {
+        std::mt19937_64 random(seed_ + static_cast<std::uint64_t>(rank_));
+        struct Started {
+            Bytes bytes;
+            std::unique_ptr<Send> send;
+        };
+        std::deque<Started> started;
+        const auto finish = [&] {
+            require(messenger_.wait(*started.front().send, patience), "rank %d: a send does not end", rank_);
+            require(started.front().send->outcome == Outcome::done, "a send ends otherwise");
+            started.pop_front();
+        };
+        for (std::uint64_t number = 0; number < num_messages; ++number)
+            for (int to = 0; to < num_ranks_; ++to) {
+                if (to == rank_) continue;
+                for (std::uint64_t tag = 0; tag < num_tags; ++tag) {
+                    Bytes bytes = content(rank_, to, tag, number, seed_);
+                    if (random() % 8 == 0) {  // one that is taken back, if it can be, with a tag nobody asks for
+                        Send vain(bytes.data(), bytes.size(), to, Tag{7, 99});
+                        require(messenger_.start_if_open(vain), "the group is open");
+                        if (random() % 2 == 0) messenger_.wait(vain, 1e-5);
+                        messenger_.cancel(vain);
+                    }
+                    if (messenger_.try_send(bytes.data(), bytes.size(), to, Tag{0, tag})) continue;
+                    auto send = std::make_unique<Send>(bytes.data(), bytes.size(), to, Tag{0, tag});
+                    messenger_.start(*send);
+                    started.push_back({std::move(bytes), std::move(send)});
+                    if (random() % 4 == 0 || started.size() > 16) finish();
+                }
+            }
+        while (!started.empty()) finish();
+    }
+
+    void receive_all(std::uint64_t num_messages) {
+        std::mt19937_64 random(~seed_ - static_cast<std::uint64_t>(rank_));
+        for (std::uint64_t number = 0; number < num_messages; ++number)
+            for (std::uint64_t tag = 0; tag < num_tags; ++tag)
+                for (int turn = 0; turn < num_ranks_; ++turn) {
+                    const int from = tag % 2 == 0 ? turn : num_ranks_ - 1 - turn;
+                    if (from != rank_) receive(from, tag, number, random);
+                }
+    }
+
+private:
+    void receive(int from, std::uint64_t tag, std::uint64_t number, std::mt19937_64& random) {
+        const Bytes expected = content(from, rank_, tag, number, seed_);
+        Bytes bytes(expected.size(), std::byte{0xEE});
+        const Tag whole{0, tag};
+        for (int attempt = static_cast<int>(random() % 4); attempt == 1 || attempt == 2; attempt = 0) {
+            if (attempt == 1) {  // given up, perhaps in the middle
+                Receive vain(bytes.data(), bytes.size(), from, whole);
+                messenger_.start(vain);
+                if (random() % 2 == 0) messenger_.wait(vain, 1e-5 * static_cast<double>(random() % 20));
+                if (!messenger_.cancel(vain)) {
+                    require(vain.outcome == Outcome::done && bytes == expected, "what came to a cancelled receive");
+                    return;
+                }
+            } else {  // of a wrong size: the message stays
+                Bytes other(expected.size() + 1);
+                Receive wrong(other.data(), other.size(), from, whole);
+                messenger_.start(wrong);
+                require(messenger_.wait(wrong, patience), "a receive of a wrong size does not end");
+                require(wrong.outcome == Outcome::wrong_size && wrong.size_sent == expected.size(), "a wrong size");
+            }
+        }
+        std::atomic<bool> told{false};
+        Receive receive(bytes.data(), bytes.size(), from, whole);
+        const bool is_watched = random() % 8 == 0;
+        receive.is_watched = is_watched;
+        receive.owner = &told;
+        messenger_.start(receive);
+        if (is_watched && random() % 2 == 0) {  // nobody waits: the keeper moves it
+            messenger_.listen(receive);
+            messenger_.do_work();
+            const Deadline deadline(patience);
+            while (!told.load()) {
+                require(!deadline.expired(), "nobody was told");
+                std::this_thread::yield();
+            }
+        }
+        require(messenger_.wait(receive, patience), "rank %d: nothing from rank %d, tag %d, number %d", rank_, from,
+                static_cast<int>(tag), static_cast<int>(number));
+        while (is_watched && !told.load()) messenger_.do_work();
+        require(receive.outcome == Outcome::done && receive.peer == from, "a receive ends otherwise");
+        require(bytes == expected, "rank %d: wrong bytes from rank %d, tag %d, number %d", rank_, from,
+                static_cast<int>(tag), static_cast<int>(number));
+    }
+
+    Messenger& messenger_;
+    int rank_;
+    int num_ranks_;
+    std::uint64_t seed_;
+};
+
+void stress(int num_ranks, bool is_crowded, std::size_t ring_bytes, std::uint64_t total, std::uint64_t seed) {
+    const auto ranks = static_cast<std::uint64_t>(num_ranks);
+    const std::uint64_t num_messages = std::max<std::uint64_t>(1, total / (ranks * (ranks - 1) * num_tags));
+    const Group group = make_group(num_ranks, is_crowded, ring_bytes);
+    run_threads(2 * num_ranks, [&](int thread) {
+        const int rank = thread / 2;
+        Program program(*group[static_cast<std::size_t>(rank)], rank, num_ranks, seed);
+        if (thread % 2 == 0)
+            program.send_all(num_messages);
+        else
+            program.receive_all(num_messages);
+    });
+    for (const auto& messenger : group) messenger->end_group(7);
+    for (const auto& messenger : group)
+        require(messenger->unasked_bytes() == 0, "%d bytes are left", static_cast<int>(messenger->unasked_bytes()));
+    for (const auto& messenger : group) messenger->close();
+    std::printf("%llu messages, %d ranks, rings of %d KiB%s\n",
+                static_cast<unsigned long long>(num_messages * ranks * (ranks - 1) * num_tags), num_ranks,
+                static_cast<int>(ring_bytes >> 10), is_crowded ? ", crowded" : "");
+}
+
+// Messages of all ranks, taken as they come: each once, and those of one rank in their order.
+void any_source_takes_all(int num_ranks, std::uint64_t num_messages) {
+    const Group group = make_group(num_ranks, true, 16 * 1024);
+    run_threads(num_ranks, [&](int rank) {
+        Messenger& own = *group[static_cast<std::size_t>(rank)];
+        std::uint64_t numbers[2]{};
+        if (rank != 0) {
+            for (std::uint64_t number = 0; number < num_messages; ++number) {
+                numbers[1] = number;
+                Send send(reinterpret_cast<const std::byte*>(numbers), sizeof(numbers), 0, Tag{1, 5});
+                own.start(send);
+                require(own.wait(send, patience), "a send does not end");
+            }
+            return;
+        }
+        std::vector<std::uint64_t> next(static_cast<std::size_t>(num_ranks), 0);
+        for (std::uint64_t i = 0; i < num_messages * static_cast<std::uint64_t>(num_ranks - 1); ++i) {
+            Receive receive(reinterpret_cast<std::byte*>(numbers), sizeof(numbers), any_source, Tag{1, 5});
+            own.start(receive);
+            require(own.wait(receive, patience), "nothing comes");
+            require(numbers[1] == next[static_cast<std::size_t>(receive.peer)]++, "out of order");
+        }
+    });
+    std::printf("%llu messages of any of %d ranks\n", static_cast<unsigned long long>(num_messages), num_ranks - 1);
+}
+
+// What a rank sent before it left is received after; what waits for more of it ends.
+void what_was_sent_stays() {
+    const Group group = make_group(2, false, 16 * 1024);
+    Bytes sent(4000, std::byte{3}), received(4000);
+    require(group[0]->try_send(sent.data(), 4000, 1, Tag{}), "there is room");
+    Bytes large(eager_bytes + 1);
+    Send offered(large.data(), large.size(), 1, Tag{});
+    group[0]->start(offered);
+    group[0]->close();
+    require(offered.outcome == Outcome::ended, "what was offered ends");
+    group[1]->lose(0);
+    Receive first(received.data(), received.size(), 0, Tag{});
+    group[1]->start(first);
+    require(first.outcome == Outcome::done && received == sent, "the message is there");
+    Receive second(large.data(), large.size(), 0, Tag{});
+    group[1]->start(second);
+    require(group[1]->end_unmatched(second, 5) && second.reason == 5, "the offer is gone");
+    require(!group[1]->try_send(sent.data(), 8, 0, Tag{}), "nothing goes there");
+    std::printf("what was sent stays\n");
+}
+
+// A rank that only sends, to one that computes: its keeper takes the messages in.
+void a_rank_that_computes_takes_messages() {
+    const Group group = make_group(2, true, 16 * 1024);
+    Bytes bytes(4000);
+    for (int i = 0; i < 100; ++i) {
+        Send send(bytes.data(), bytes.size(), 1, Tag{});
+        group[0]->start(send);
+        require(group[0]->wait(send, patience), "nobody takes it");
+    }
+    std::printf("a rank that computes takes messages\n");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const std::uint64_t total = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 40000;
+    const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+    what_was_sent_stays();
+    a_rank_that_computes_takes_messages();
+    any_source_takes_all(5, total / 20);
+    stress(2, false, 16 * 1024, total / 4, seed);
+    stress(2, true, 1024 * 1024, total / 4, seed + 1);
+    stress(3, true, 32 * 1024, total / 6, seed + 2);
+    stress(4, false, 16 * 1024, total / 6, seed + 3);
+    stress(8, true, 16 * 1024, total / 6, seed + 4);
+}
