@@ -22,6 +22,9 @@ class Mailbox {
 public:
     // Of messages that nobody asked for it keeps `max_unasked_bytes`.
     explicit Mailbox(std::size_t max_unasked_bytes) : max_unasked_bytes_(max_unasked_bytes) {}
+    Mailbox(const Mailbox&) = delete;
+    Mailbox& operator=(const Mailbox&) = delete;
+    ~Mailbox() { drop_all(); }
 
     // Asks for a message.
     void post(Receive& receive);
@@ -43,8 +46,11 @@ public:
     void fail(Receive& receive);
     // Forgets a message that its sender took back; a receive it was matched with waits for the next one.
     void withdraw(Message& message);
-    // Frees a message that waits.
+    // Frees a message that waits, and all of them.
     void drop(Message& message);
+    void drop_all() {
+        for_each_waiting_message([this](Message& message) { drop(message); });
+    }
 
     // Completes a receive from `take_receive`, whose buffer holds the message.
     void finish(Receive& receive, int source);

@@ -435,6 +435,7 @@ void Messenger::close() {
         for (const auto& peer : peers_) pump(*peer);
         is_closed_ = true;
         mailbox_.for_each_receive([&](Receive& receive) { mailbox_.fail(receive); });
+        mailbox_.drop_all();
         for (const auto& peer : peers_)
             for (auto* queue : {&peer->queued, &peer->offered, &peer->granted})
                 while (Send* send = queue->first()) {
