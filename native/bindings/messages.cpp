@@ -143,8 +143,13 @@ std::optional<int> rank_in(const Messenger& self, nb::handle object, bool may_be
 }
 
 std::optional<double> seconds_of(nb::handle object) {
-    if (!PyFloat_CheckExact(object.ptr())) return std::nullopt;
-    const double value = PyFloat_AS_DOUBLE(object.ptr());
+    double value = -1.0;
+    if (PyFloat_CheckExact(object.ptr())) {
+        value = PyFloat_AS_DOUBLE(object.ptr());
+    } else if (PyLong_CheckExact(object.ptr())) {
+        value = PyLong_AsDouble(object.ptr());
+        PyErr_Clear();
+    }
     return value >= 0.0 ? std::optional(value) : std::nullopt;
 }
 

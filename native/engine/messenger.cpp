@@ -236,6 +236,7 @@ void Messenger::keep() {
 }
 
 bool Messenger::cancel(Send& send, Outcome outcome, std::size_t reason) {
+    if (is_abandoned_.load()) return false;
     const Held held(*this);
     return cancel_held(send, outcome, reason);
 }
@@ -255,6 +256,7 @@ bool Messenger::cancel_held(Send& send, Outcome outcome, std::size_t reason) {
 }
 
 bool Messenger::cancel(Receive& receive, Outcome outcome) {
+    if (is_abandoned_.load()) return false;
     Held held(*this);
     await_writer(held.lock(), receive);
     return mailbox_.cancel(receive, outcome);
@@ -270,6 +272,7 @@ bool Messenger::end_unmatched(Receive& receive, std::size_t reason) {
 }
 
 void Messenger::listen(Transfer& transfer) {
+    if (is_abandoned_.load()) return;
     {
         const Held held(*this, false);
         mailbox_.add_listener(transfer);

@@ -139,7 +139,7 @@ public:
 
     // The user's part of what has happened; see `on_work`.
     void do_work() {
-        if (has_work_.load(std::memory_order_relaxed)) on_work_();
+        if (has_work_.load(std::memory_order_relaxed) && !is_abandoned_.load()) on_work_();
     }
     Work take_work();
 

@@ -42,11 +42,15 @@ Bytes content(int from, int to, std::uint64_t tag, std::uint64_t number, std::ui
 
 using Group = std::vector<std::unique_ptr<Messenger>>;
 
-Group make_group(int num_ranks, bool is_crowded, std::size_t ring_bytes) {
+std::atomic<int> num_blamed{0};  // ranks that wrote what no rank would
+
+Group make_group(int num_ranks, bool is_crowded, std::size_t ring_bytes,
+                 std::shared_ptr<const shm::Rings>* made = nullptr) {
     const shm::RingLayout layout{.num_ranks = num_ranks, .ring_bytes = ring_bytes};
     const Descriptor descriptor(shm::create_memory("ferrodist-test", layout.size_bytes()));
     auto memory = std::make_shared<const shm::Mapping>(descriptor.get(), layout.size_bytes());
     shm::Rings(memory, layout).initialize();
+    if (made != nullptr) *made = std::make_shared<const shm::Rings>(memory, layout);
     std::vector<int> indexes;
     for (int rank = 0; rank < num_ranks; ++rank) indexes.push_back(rank);
     Group group;
@@ -58,7 +62,10 @@ Group make_group(int num_ranks, bool is_crowded, std::size_t ring_bytes) {
         auto tell = std::make_shared<Messenger*>(nullptr);
         group.push_back(std::make_unique<Messenger>(settings, [tell] {
             const Work work = (*tell)->take_work();
-            require(work.news.empty(), "a rank is blamed");
+            for (const News& news : work.news) {
+                require(news.kind == News::Kind::broken, "a rank is blamed otherwise");
+                num_blamed.fetch_add(1);
+            }
             for (Transfer* ended = work.first_ended; ended != nullptr;) {
                 auto* told = static_cast<std::atomic<bool>*>(ended->owner);
                 ended = ended->next_ended;
@@ -191,6 +198,7 @@ void stress(int num_ranks, bool is_crowded, std::size_t ring_bytes, std::uint64_
             program.receive_all(num_messages);
     });
     for (const auto& messenger : group) messenger->end_group(7);
+    require(num_blamed.load() == 0, "a rank is blamed");
     for (const auto& messenger : group)
         require(messenger->unasked_bytes() == 0, "%d bytes are left", static_cast<int>(messenger->unasked_bytes()));
     for (const auto& messenger : group) messenger->close();
@@ -246,6 +254,58 @@ void what_was_sent_stays() {
     std::printf("what was sent stays\n");
 }
 
+// What no rank would write ends that rank's messages here, is told, and does nothing else.
+void what_is_no_message_is_refused() {
+    using shm::FrameKind;
+    const shm::Frame wrong[] = {
+        {.kind = static_cast<FrameKind>(9)},
+        {.kind = FrameKind::eager, .size = eager_bytes + 1},
+        {.kind = FrameKind::eager, .size = 100},                      // nothing of it
+        {.kind = FrameKind::eager, .length = 100, .size = 50},        // more than it has
+        {.kind = FrameKind::eager, .length = 8, .size = 8, .offset = 1},
+        {.kind = FrameKind::offer, .length = 8, .message = 3, .size = 100'000},
+        {.kind = FrameKind::offer, .message = 3, .size = std::uint64_t{1} << 60},
+        {.kind = FrameKind::data, .message = 3, .size = 100'000},     // nothing
+        {.kind = FrameKind::data, .length = 8, .message = 2, .size = 100'000},  // of an offer that is not granted
+        {.kind = FrameKind::data, .length = 8, .message = 1, .size = 3000, .offset = 2000},  // out of its order
+        {.kind = FrameKind::data, .length = 8, .message = 1, .size = 2000, .offset = 1000},  // of another size
+        {.kind = FrameKind::offer, .message = 2, .size = 100'000},    // a second time
+        {.kind = FrameKind::grant, .length = 8, .size = 8},
+        {.kind = FrameKind::withdraw, .length = 8, .size = 8},
+    };
+    const Bytes bytes(4000, std::byte{1});
+    for (const shm::Frame& frame : wrong) {
+        num_blamed.store(0);
+        std::shared_ptr<const shm::Rings> rings;
+        const Group group = make_group(2, true, 16 * 1024, &rings);
+        shm::RingWriter writer(*rings, 0, 1);
+        writer.write({.kind = FrameKind::eager, .length = 1000, .message = 1, .size = 3000}, bytes.data());
+        writer.write({.kind = FrameKind::offer, .message = 2, .size = 100'000}, nullptr);
+        writer.write(frame, bytes.data());
+        Bytes into(3000);
+        Receive receive(into.data(), into.size(), 0, Tag{});
+        group[1]->start(receive);
+        require(!group[1]->wait(receive, 0.01), "half a message is none");
+        group[1]->do_work();
+        require(num_blamed.load() == 1, "nobody is blamed for frame %d", static_cast<int>(&frame - wrong));
+        require(group[1]->cancel(receive), "it still waits");
+    }
+    // Positions that can't be, and a frame that ends outside of the ring.
+    for (const std::uint64_t tail : {std::uint64_t{1}, std::uint64_t{64}, std::uint64_t{1} << 40}) {
+        num_blamed.store(0);
+        std::shared_ptr<const shm::Rings> rings;
+        const Group group = make_group(2, true, 16 * 1024, &rings);
+        const shm::Frame frame{.kind = FrameKind::eager, .length = 0xFFFFFFFF, .size = 100};
+        std::memcpy(rings->bytes(0, 1), &frame, sizeof(frame));
+        rings->ring(0, 1).tail.store(tail);
+        (void)group[1]->parties();
+        group[1]->do_work();
+        require(num_blamed.load() == 1, "nobody is blamed for a tail");
+    }
+    num_blamed.store(0);
+    std::printf("what is no message is refused\n");
+}
+
 // A rank that only sends, to one that computes: its keeper takes the messages in.
 void a_rank_that_computes_takes_messages() {
     const Group group = make_group(2, true, 16 * 1024);
@@ -264,6 +324,7 @@ int main(int argc, char** argv) {
     const std::uint64_t total = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 40000;
     const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
     what_was_sent_stays();
+    what_is_no_message_is_refused();
     a_rank_that_computes_takes_messages();
     any_source_takes_all(5, total / 20);
     stress(2, false, 16 * 1024, total / 4, seed);

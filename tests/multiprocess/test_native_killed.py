@@ -168,3 +168,73 @@ def test_an_interruption_ends_a_wait(options: dict[str, float]) -> None:
         assert all(seconds < _LATE_SECONDS for _, seconds in results.values()), results
     finally:
         fork.end()
+
+
+@pytest.mark.parametrize("size", [1, 3_000_000])
+def test_an_interruption_ends_a_message(size: int) -> None:
+    """Ctrl-C in a recv or send that waits raises KeyboardInterrupt at once; the group is still good."""
+
+    def program(group: NativeBackend, fork: ForkedGroup) -> tuple[str, float]:
+        into = bytearray(size)
+        if group.rank == 1:
+            group.recv(bytearray(1), 0, tag=1)
+            group.send(bytes(size), 0)
+            group.recv(into, 0)
+            return "KeyboardInterrupt", 0.0
+        started = time.monotonic()
+        _strike_soon(fork, signal.SIGINT, 0.1)
+        caught, seconds = "nothing", 0.0
+        try:
+            if size == 1:
+                group.recv(into, 1, timeout=10.0)
+            else:
+                group.send(into, 1, timeout=10.0)
+        except KeyboardInterrupt:
+            caught, seconds = "KeyboardInterrupt", time.monotonic() - started
+        group.send(b"g", 1, tag=1)
+        group.recv(into, 1)
+        group.send(into, 1)
+        return caught, seconds
+
+    fork = ForkedGroup(2, program, timeout=20.0, kind=NativeBackend)
+    try:
+        results = fork.results({0, 1})
+        assert all(caught == "KeyboardInterrupt" for caught, _ in results.values()), results
+        assert all(seconds < _LATE_SECONDS for _, seconds in results.values()), results
+    finally:
+        fork.end()
+
+
+@pytest.mark.parametrize("wait", ["recv", "send", "irecv"])
+def test_a_rank_killed_in_the_middle_of_a_message(wait: str) -> None:
+    """SIGKILL of a rank that sends large messages all the time: whoever waits for it is told in time, and its name."""
+
+    def program(group: NativeBackend, fork: ForkedGroup) -> Report:
+        data = bytearray(8 << 20)
+        if group.rank == 2:
+            _strike_soon(fork, signal.SIGKILL, 0.1)
+            return attempt(group, lambda: [r.wait(20) for r in (group.isend(data, 0), group.irecv(bytearray(data), 0))])
+        if group.rank == 1:
+            return attempt(group, lambda: group.recv(bytearray(1), fd.ANY_SOURCE, timeout=10.0))
+
+        def converse() -> None:
+            receiving = group.irecv(data, 2)
+            if wait == "irecv":
+                group.isend(bytes(data), 2)
+                receiving.wait(10)
+                return
+            sending = group.isend(bytes(data), 2)
+            (receiving if wait == "recv" else sending).wait(10)
+            (sending if wait == "recv" else receiving).wait(10)
+
+        return attempt(group, converse)
+
+    fork = ForkedGroup(3, program, timeout=20.0, kind=NativeBackend)
+    try:
+        for rank, report in fork.results({0, 1}).items():
+            took = report.raised_at - fork.struck_at.value
+            what = f"rank {rank}, {took:.3f} s after the kill: {report}"
+            assert (report.error, report.ranks) == ("PeerLostError", (2,)), what
+            assert took < _LIMIT_SECONDS, what
+    finally:
+        fork.end()

@@ -26,6 +26,7 @@ constexpr std::size_t taken_by(std::size_t length) {
 }  // namespace
 
 RingLayout RingLayout::of(int num_ranks) {
+    if (num_ranks == 1) return {.num_ranks = 1, .ring_bytes = min_ring_bytes};  // nobody uses it
     const auto ranks = static_cast<std::size_t>(num_ranks);
     const std::size_t share = std::bit_floor(all_rings_bytes / (ranks * ranks));
     return {.num_ranks = num_ranks, .ring_bytes = std::clamp(share, min_ring_bytes, max_ring_bytes)};

@@ -163,8 +163,8 @@ def size_error(number: int, who: str, size_bytes: int, room_bytes: int) -> SizeM
         room_bytes: Of the receive's buffer.
     """
     return SizeMismatchError(
-        f"{who} sent {size_bytes} bytes, the buffer to receive them has {room_bytes}: receive into one of that size. The"
-        " message is kept.",
+        f"{who} sent {size_bytes} bytes, the buffer to receive them has {room_bytes}: receive into one of that size."
+        " The message is kept.",
         ranks=(number,),
     )
 

@@ -1,4 +1,4 @@
-"""What the in-process and the TCP backend share: how groups end that nobody closed, and what may be on its way."""
+"""What the backends with a mailbox share: how groups end that nobody closed, and what may be on its way."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ import pytest
 import ferrodist as fd
 from ferrodist.backends import mailbox
 from ferrodist.backends.mailbox import EAGER_LIMIT
+from ferrodist.backends.native import is_native_available
 from ferrodist.testing import check_leaks, run_ranks
 
 if TYPE_CHECKING:
     from ferrodist.backends.mailbox_backend import MailboxBackend
 
-_BACKENDS = ["simulated", "tcp-threads"]
+_NATIVE = pytest.param(
+    "native-threads",
+    marks=pytest.mark.skipif(not is_native_available(), reason="this installation was built without the native engine"),
+)
+_BACKENDS = ["simulated", "tcp-threads", _NATIVE]
 
 
 def _collect(group: MailboxBackend) -> None:

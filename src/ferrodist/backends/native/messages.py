@@ -1,28 +1,51 @@
-"""Messages through the engine: its part of a mailbox, and its requests."""
+"""Messages through the engine.
+
+native/engine/messenger.h says how they move, `MailboxBackend` who may still be waited for.
+
+[Note: what the engine is told]
+The state of groups and ranks is Python's. The engine takes its short ways only while it knows of no end: it is told of
+each after it has been recorded here and before transfers are ended for it, so what starts between the two is ended
+too, or takes the long way, which looks at the record. What ranks of this host had put into shared memory before the
+news came is taken in first.
+"""
 
 from __future__ import annotations
 
 import atexit
 import weakref
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from ferrodist.backends.tags import group_tag
+from ferrodist.backends import mailbox
+from ferrodist.backends.base import check_peer
+from ferrodist.backends.native.library import load
+from ferrodist.backends.request import answer_seconds
+from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag, group_tag
+from ferrodist.backends.tcp.backend import TcpBackend
 from ferrodist.deadline import check_timeout
-from ferrodist.errors import DistributedTimeoutError
+from ferrodist.errors import DistributedTimeoutError, GroupClosedError, ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from ferrodist.backends.mailbox import Message
-    from ferrodist.backends.native.backend import NativeBackend
-    from ferrodist.backends.request import Late
+    from typing_extensions import Buffer
+
+    from ferrodist.backends.mailbox import Inbox, Message
+    from ferrodist.backends.request import Late, Request
+    from ferrodist.backends.tcp.frame import Frame
     from ferrodist.errors import DistributedError
 
-__all__ = ["NativeMailbox", "NativeRequest", "Outcome", "close_at_exit"]
+__all__ = ["MessagesBackend"]
+
+_WORLD = 0
+_TAG_BITS = 128
+_LOW_64 = (1 << 64) - 1
+
+_Ending = tuple[int, int, int, int]
+"""How a transfer has ended: outcome, peer, bytes of the message of a wrong size, number of the reason."""
 
 
-class Outcome(IntEnum):
+class _Outcome(IntEnum):
     """`Outcome` of native/engine/transfer.h."""
 
     UNDER_WAY = 0
@@ -39,7 +62,7 @@ class _Waiting(NamedTuple):
     tag: int
 
 
-class NativeMailbox:
+class _NativeMailbox:
     """The `Inbox` of messages that come over connections: in the engine they meet those from shared memory.
 
     Args:
@@ -83,7 +106,7 @@ class NativeMailbox:
         return int(self._messenger.fullest_source(newest.source, 0 if newest.grant else newest.size_bytes))
 
 
-class NativeRequest:
+class _NativeRequest:
     """A `Request` of a transfer in the engine.
 
     Args:
@@ -95,7 +118,7 @@ class NativeRequest:
 
     __slots__ = ("__weakref__", "_backend", "_group_id", "_request", "_size_bytes")
 
-    def __init__(self, backend: NativeBackend, request: Any, group_id: int, size_bytes: int) -> None:
+    def __init__(self, backend: MessagesBackend, request: Any, group_id: int, size_bytes: int) -> None:
         self._backend = backend
         self._request = request
         self._group_id = group_id
@@ -141,15 +164,203 @@ class NativeRequest:
         return self._backend.find_late(peers, within)
 
 
-_messengers: weakref.WeakSet[NativeBackend] = weakref.WeakSet()
+class MessagesBackend(TcpBackend):
+    """A rank whose messages meet their receives in the engine.
+
+    Those of ranks of its host come through shared memory, once `use_shared_memory` has been called, and those of others
+    over TCP. See [Note: what the engine is told].
+    """
+
+    _messenger: Any  # made before anything can come
+    _neighbours: frozenset[int]  # ranks whose messages go through shared memory
+
+    def use_shared_memory(self, ranks: Iterable[int]) -> None:
+        """From now on send to these ranks through shared memory, which `_messenger` must have."""
+        self._neighbours = frozenset(ranks) - {self.rank}
+
+    def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
+        """Send bytes to one rank; see `Backend.send`."""
+        limit = self._timeout if timeout is None else timeout
+        ending = self._messenger.quick_send(data, dst, tag, limit)
+        if ending is not True:
+            if ending is None:
+                super().send(data, dst, tag=tag, timeout=timeout)
+            else:
+                self._raise_ending(ending, f"send to rank {dst}: it did not receive the message", dst, limit, 0)
+
+    def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
+        """Receive the next message from ``src``; see `Backend.recv`."""
+        limit = self._timeout if timeout is None else timeout
+        ending = self._messenger.quick_recv(buffer, src, tag, limit)
+        if type(ending) is int:
+            return ending
+        if ending is None:
+            return super().recv(buffer, src, tag=tag, timeout=timeout)
+        whom = "any rank" if src == ANY_SOURCE else f"rank {src}"
+        return self._raise_ending(ending, f"recv from {whom}: nothing came", src, limit, memoryview(buffer).nbytes)
+
+    def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
+        """Start `send` and return at once."""
+        dst = check_peer(self, dst)
+        if dst not in self._neighbours:
+            return super().isend(data, dst, tag=tag)
+        view = mailbox.read_view(data)
+        group_id = group_of_tag(check_tag(tag, _TAG_BITS))
+        error = self._refusal(tag, dst)
+        if error is not None:
+            raise error.fresh()
+        request = self._messenger.start_send(view, dst, group_id, tag & _LOW_64)
+        # Its group may have ended after the look above and before the engine knew of the send.
+        error = self._refusal(tag, dst)
+        if error is not None:
+            self._messenger.end_send(request, self._number_of(error))
+        return _NativeRequest(self, request, group_id, view.nbytes)
+
+    def _post(self, buffer: memoryview, source: int, tag: int) -> Request:
+        group_id = group_of_tag(tag)
+        request = self._messenger.start_recv(buffer, source, group_id, tag & _LOW_64)
+        if not request.done():
+            error = self._refusal(tag, source)
+            if error is not None:
+                self._messenger.end_unmatched(request, self._number_of(error))
+        return _NativeRequest(self, request, group_id, buffer.nbytes)
+
+    def _raise_ending(self, ending: _Ending, what: str, peer: int, limit: float, room: int) -> NoReturn:
+        """Raise what a transfer of the short ways has ended with."""
+        if ending[0] != _Outcome.CANCELLED:
+            error = self.ending_error(ending, _WORLD, room)
+            assert error is not None
+            raise error.fresh()
+        if self.failure is not None:
+            raise self.failure.fresh()
+        late = self.find_late(() if peer == ANY_SOURCE else (peer,), answer_seconds(limit))
+        raise DistributedTimeoutError(
+            f"{what} within {limit:g} s (group {self.name!r}, rank {self.rank}){late.detail}. The group is still good:"
+            " the call may be made again.",
+            ranks=late.ranks,
+        )
+
+    def ending_error(self, ending: _Ending, group_id: int, room: int) -> DistributedError | None:
+        """What a transfer in the engine has ended with, or None if well, or not yet.
+
+        Args:
+            ending: What the engine says.
+            group_id: The group of the transfer.
+            room: Bytes of its buffer.
+        """
+        outcome, peer, size_bytes, reason = ending
+        if outcome == _Outcome.WRONG_SIZE:
+            return mailbox.size_error(*self._describe(group_id, peer), size_bytes, room)
+        if outcome == _Outcome.CANCELLED:
+            return DistributedTimeoutError("the transfer was cancelled")
+        if outcome != _Outcome.ENDED:
+            return None
+        return self._reasons[reason] or self._ended or GroupClosedError(f"group {self.name!r} has ended")
+
+    def _number_of(self, reason: DistributedError) -> int:
+        with self._state_lock:
+            self._reasons.append(reason)
+            return len(self._reasons) - 1
+
+    def _make_mailbox(self) -> Inbox:
+        self._neighbours = frozenset()
+        self._reasons: list[DistributedError | None] = [None]  # why transfers ended, by number
+        backend = weakref.ref(self)
+
+        def tell(is_full: bool, rank: int, group_id: int, size_bytes: int) -> None:  # noqa: FBT001 - the engine calls it
+            this = backend()
+            if this is not None:
+                this.blame(rank, group_id, size_bytes if is_full else None)
+
+        self._messenger = load().Messenger(
+            self.rank, self.world_size, mailbox.EAGER_LIMIT, mailbox.MAX_UNASKED_BYTES, tell
+        )
+        _open.add(self)
+        return _NativeMailbox(self._messenger)
+
+    def blame(self, rank: int, group_id: int, size_bytes: int | None) -> None:
+        """End a group for what a rank of this host sent; the engine calls it.
+
+        Args:
+            rank: The rank.
+            group_id: The group of its message.
+            size_bytes: Of a message that there is no room for; None when it was no message at all.
+        """
+        if size_bytes is not None:
+            self._run_out_of_room(group_id, self._messenger.fullest_source(rank, size_bytes))
+            return
+        what = "what it wrote to shared memory is no message"
+        self.abort(ProtocolError(f"rank {rank} of group {self.name!r} broke the protocol: {what}", ranks=(rank,)))
+
+    def _new_message(self, frame: Frame) -> Message:
+        tag = group_tag(frame.group, frame.tag)
+        message: Message = load().LinkedMessage(frame.source, tag, frame.group, frame.tag, frame.size_bytes)
+        return message
+
+    def _is_relayed(self, peers: tuple[int, ...]) -> bool:
+        return not self._neighbours.issuperset(peers or [rank for rank in range(self.world_size) if rank != self.rank])
+
+    def _sending_groups(self) -> set[int]:
+        started = {group_id for is_send, group_id, _ in self._messenger.parties() if is_send}
+        return super()._sending_groups() | started
+
+    def _end_receives(self, why: Callable[[int, int], DistributedError | None]) -> None:
+        """End the engine's receives, and its sends."""
+        with self._state_lock:
+            has_ended = self._failure_of(_WORLD) is not None
+            gone = {*self._died, *(rank for group_id, rank in self._left if group_id == _WORLD)}
+        if has_ended:
+            self._messenger.end_group(_WORLD)
+        for rank in gone:
+            self._messenger.lose(rank)
+        for is_send, group_id, peer in self._messenger.parties():
+            error = why(group_id, peer)
+            if error is not None:
+                self._messenger.fail(is_send, group_id, peer, self._number_of(error))
+
+    def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> None:
+        """Learn who belongs to a sub-group."""
+        super().open_subgroup(group_id, members, name)
+        if self._ended is None:
+            self._messenger.open_group(group_id, list(members))
+
+    def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
+        """Leave a sub-group."""
+        super().close_subgroup(group_id, members)
+        if self._ended is None:
+            self._messenger.end_group(group_id)
+
+    def _fail_group(self, group_id: int, error: DistributedError) -> bool:
+        is_first = super()._fail_group(group_id, error)
+        if is_first:
+            self._messenger.end_group(group_id)
+        return is_first
+
+    def _close_groups(self) -> bool:
+        is_first = super()._close_groups()
+        if is_first:
+            self.close_messages()
+        return is_first
+
+    def _forget_in_child(self) -> None:
+        super()._forget_in_child()
+        self._messenger.abandon()
+
+    def close_messages(self) -> None:
+        """End the engine's thread, which calls Python; no message goes anywhere after this."""
+        self._messenger.close()
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing works here any more: this rank has closed the group, or is a forked child."""
+        return self._ended is not None
 
 
-def close_at_exit(backend: NativeBackend) -> None:
-    """Have the engine's thread of a group end before the interpreter does, which it calls."""
-    _messengers.add(backend)
+_open: weakref.WeakSet[MessagesBackend] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    for backend in list(_messengers):
+    """End the engine's threads, which call Python, before the interpreter ends."""
+    for backend in list(_open):
         backend.close_messages()

@@ -1,0 +1,268 @@
+"""Messages through shared memory, beyond what the conformance suite says of every backend."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import ferrodist as fd
+from ferrodist.backends import mailbox
+from ferrodist.backends.mailbox import EAGER_LIMIT
+from ferrodist.backends.native import is_native_available
+from ferrodist.backends.native.messages import MessagesBackend
+from ferrodist.backends.request import wait_all
+from ferrodist.deadline import Deadline
+from ferrodist.errors import GroupAbortedError, GroupClosedError, PeerLostError, SizeMismatchError
+from ferrodist.testing import check_leaks, run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not is_native_available(), reason="this installation was built without the native engine"
+)
+
+_LARGE = 3 * EAGER_LIMIT + 5
+
+
+def _pattern(size, seed=0):
+    return bytes((i * 7 + seed) % 251 for i in range(size % 1000)) + bytes([seed % 256]) * (size - size % 1000)
+
+
+def test_nothing_between_ranks_of_a_host_goes_over_tcp(monkeypatch):
+    """Messages of the group and of its sub-groups, small and large, leave the connections alone."""
+
+    def program(group):
+        group.barrier()
+        if group.rank == 0:
+            monkeypatch.setattr(MessagesBackend, "_start_send", lambda *_: 1 / 0)
+        group.barrier()
+        peer = 1 - group.rank
+        for here in (group, fd.SubBackend(group, [1, 0])):
+            to = peer if here is group else 1 - here.rank
+            for size in (0, 1, 5000, EAGER_LIMIT, _LARGE):
+                into = bytearray(size)
+                receiving = here.irecv(into, to, tag=3)
+                here.send(_pattern(size, here.rank), to, tag=3)
+                receiving.wait(20)
+                assert into == _pattern(size, to)
+        fd.barrier(group=group)
+
+    run_ranks(program, 2, backend="native-threads", timeout=60)
+
+
+def test_a_rank_that_computes_takes_messages():
+    """Small messages to a rank that is in no call of the group are sent, however many, and received in their order."""
+    num_messages = 400
+    sent = threading.Event()
+
+    def program(group):
+        if group.rank == 0:
+            for i in range(num_messages):
+                group.send(_pattern(20_000, i), 1, timeout=20)
+            sent.set()
+            group.barrier()
+        else:
+            assert sent.wait(50), "the sender waits for a rank that computes"
+            for i in range(num_messages):
+                into = bytearray(20_000)
+                group.recv(into, 0)
+                assert into == _pattern(20_000, i)
+            group.barrier()
+
+    run_ranks(program, 2, backend="native-threads", timeout=60)
+
+
+def test_large_transfers_go_on_while_both_ranks_compute():
+    """A large send and its receive, both started, end without a call of either rank; both are told."""
+
+    def program(group):
+        ended = threading.Event()
+        into = bytearray(_LARGE)
+        peer = 1 - group.rank
+        requests = [group.irecv(into, peer), group.isend(_pattern(_LARGE, group.rank), peer)]
+        left = threading.Semaphore(0)
+        for request in requests:
+            request.add_done_callback(left.release)
+        for _ in requests:
+            assert left.acquire(timeout=30), "a transfer does not go on"
+        assert into == _pattern(_LARGE, peer)
+        ended.set()
+        group.barrier()
+
+    run_ranks(program, 2, backend="native-threads", timeout=60)
+
+
+def test_threads_of_a_rank_wait_at_the_same_time():
+    """Each of many threads gets the message of its tag, whichever of them moves it."""
+    num_threads, rounds = 6, 30
+
+    def program(group):
+        peer = 1 - group.rank
+
+        def converse(tag):
+            for i in range(rounds):
+                size = (0, 8, 3000, EAGER_LIMIT + 1)[(i + tag) % 4]
+                into = bytearray(size)
+                sending = group.isend(_pattern(size, tag), peer, tag=tag)
+                group.recv(into, peer, tag=tag, timeout=30)
+                assert into == _pattern(size, tag)
+                sending.wait(30)
+
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(converse, range(num_threads)))
+        group.barrier()
+
+    run_ranks(program, 2, backend="native", timeout=80)
+
+
+def test_more_ranks_than_processors():
+    """All ranks send to all, small and large, with one more rank than there are processors."""
+    world_size = min(len(os.sched_getaffinity(0)) + 1, 9)
+
+    def program(group):
+        others = [rank for rank in range(world_size) if rank != group.rank]
+        for size in (8, 4000, _LARGE):
+            into = {rank: bytearray(size) for rank in others}
+            requests = [group.irecv(into[rank], rank) for rank in others]
+            requests += [group.isend(_pattern(size, group.rank), rank) for rank in others]
+            wait_all(requests, Deadline(50))
+            assert all(into[rank] == _pattern(size, rank) for rank in others)
+        group.barrier()
+
+    run_ranks(program, world_size, backend="native", timeout=80)
+
+
+def test_what_is_sent_in_vain_ends_the_group(monkeypatch):
+    """A rank that sends what is not received, more than there is room for, ends the group and is named."""
+    monkeypatch.setattr(mailbox, "MAX_UNASKED_BYTES", 1 << 20)
+
+    def program(group):
+        def flood():
+            for _ in range(1000 * group.rank):
+                group.send(bytes(10_000), 0, timeout=20)
+            group.recv(bytearray(1), 1 - group.rank, tag=9, timeout=20)
+
+        with pytest.raises(GroupAbortedError, match="ran out of room: rank 1") as caught:
+            flood()
+        assert caught.value.ranks == (1,)
+
+    run_ranks(program, 2, backend="native-threads", timeout=60)
+
+
+def test_small_and_wrong_receives_by_the_short_way():
+    """A receive of another size says whose message it is, and leaves it; arguments that are no tags or ranks raise."""
+
+    def program(group):
+        if group.rank == 0:
+            group.send(b"12345", 1, tag=2)
+        else:
+            with pytest.raises(SizeMismatchError, match=r"rank 0 of group 'world' sent 5 bytes, .* has 4") as caught:
+                group.recv(bytearray(4), 0, tag=2)
+            assert caught.value.ranks == (0,)
+            into = bytearray(5)
+            assert group.recv(into, fd.ANY_SOURCE, tag=2, timeout=10) == 0
+            assert into == b"12345"
+            for wrong in (-1, True, 2.0, 1 << 128):
+                with pytest.raises(ValueError, match="tag"):
+                    group.recv(into, 0, tag=wrong)
+            with pytest.raises(ValueError, match="read-only"):
+                group.recv(b"12345", 0)
+            with pytest.raises((TypeError, ValueError), match="timeout"):
+                group.recv(into, 0, timeout=-1)
+        group.barrier()
+
+    run_ranks(program, 2, backend="native-threads", timeout=60)
+
+
+def test_tags_of_65_bits_and_more_keep_apart():
+    """The upper half of a tag counts, whichever way a message is sent and received."""
+
+    def program(group):
+        if group.rank == 0:
+            group.send(b"high", 1, tag=5 | 1 << 64)
+            group.send(b"low!", 1, tag=5)
+        else:
+            for tag, expected in ((5, b"low!"), (5 | 1 << 64, b"high")):
+                into = bytearray(4)
+                group.recv(into, 0, tag=tag, timeout=10)
+                assert into == expected
+        group.barrier()
+
+    run_ranks(program, 2, backend="native-threads", timeout=60)
+
+
+def test_a_message_outlives_its_sender():
+    """What a rank sent before it closed the group is received after, by all ways; then comes that it has left."""
+    closed = threading.Event()
+
+    def program(group):
+        if group.rank == 1:
+            for i in range(20):
+                group.send(_pattern(9000, i), 0)
+            group.close(timeout=0.5)
+            closed.set()
+            return
+        assert closed.wait(20)
+        for i in range(20):
+            into = bytearray(9000)
+            if i % 2:
+                group.irecv(into, 1).wait(10)
+            else:
+                group.recv(into, 1, timeout=10)
+            assert into == _pattern(9000, i)
+        for call in (lambda: group.recv(bytearray(1), 1), lambda: group.send(b"x", 1), lambda: group.isend(b"x", 1)):
+            with pytest.raises(PeerLostError, match="left"):
+                call()
+
+    run_ranks(program, 2, backend="native-threads", timeout=60)
+
+
+def test_a_forked_child_has_no_messages():
+    """In a forked child every call raises that the group is the parent's, and a request that was started there too."""
+
+    def program(group):
+        peer = 1 - group.rank
+        into = bytearray(2)
+        request = group.irecv(into, peer, tag=1)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                for call in (
+                    lambda: group.send(b"x", peer, timeout=5),
+                    lambda: group.recv(bytearray(1), peer, timeout=5),
+                    lambda: group.isend(b"x", peer),
+                    lambda: request.wait(5),
+                ):
+                    with pytest.raises(GroupClosedError, match="forked"):
+                        call()
+                request.cancel()
+                group.close()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        group.send(b"go", peer, tag=1)
+        request.wait(20)
+        assert into == b"go"
+        group.barrier()
+
+    run_ranks(program, 2, backend="native", timeout=60)
+
+
+def test_closing_leaves_nothing_behind():
+    """Transfers under way when a group is closed end, and neither thread nor memory stays."""
+
+    def program(group):
+        peer = 1 - group.rank
+        started = [group.irecv(bytearray(5), peer, tag=1), group.isend(bytes(_LARGE), peer, tag=2)]
+        group.send(b"never received", peer, tag=3)
+        group.barrier()
+        group.close()
+        for request in started:
+            with pytest.raises((GroupClosedError, PeerLostError)):
+                request.wait(10)
+
+    with check_leaks():
+        run_ranks(program, 2, backend="native-threads", timeout=60)
