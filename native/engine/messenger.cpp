@@ -14,8 +14,10 @@ namespace {
 constexpr auto tick = std::chrono::milliseconds(1);
 constexpr auto no_tick = std::chrono::hours(1);
 
-// Pauses before a waiter sleeps where ranks share processors: whoever is waited for may need this one.
-constexpr int crowded_pauses = 64;
+// Where ranks share processors whoever is waited for may need this one: it is given away, then slept. See
+// docs/decisions/0010-giving-way-where-cores-are-short.md.
+constexpr int crowded_pauses = 8;
+constexpr int crowded_yields = 10;
 constexpr int pauses_a_look = 16;  // at the clock
 
 // Of a ring that are read before the others get their turn; no less than a ring holds.
@@ -185,12 +187,14 @@ bool Messenger::spin(const Transfer& transfer) {
         do_work();
         if (is_crowded_) {
             if (has_moved) num_looks = 0;
-            if (num_looks == crowded_pauses) return false;
-        } else if (has_moved) {
-            end = Clock::now() + spin_time_;
-        } else if (num_looks % pauses_a_look == 0 && Clock::now() >= end) {
-            return false;
+            if (num_looks == crowded_pauses + crowded_yields) return false;
+            num_looks < crowded_pauses ? relax() : give_way();
+            continue;
         }
+        if (has_moved)
+            end = Clock::now() + spin_time_;
+        else if (num_looks % pauses_a_look == 0 && Clock::now() >= end)
+            return false;
         relax();
     }
 }
@@ -238,7 +242,10 @@ void Messenger::keep() {
 bool Messenger::cancel(Send& send, Outcome outcome, std::size_t reason) {
     if (is_abandoned_.load()) return false;
     const Held held(*this);
-    return cancel_held(send, outcome, reason);
+    Peer& peer = *peer_of(send.peer);
+    const bool is_cancelled = cancel_held(send, outcome, reason);
+    if (is_cancelled) pump(peer);
+    return is_cancelled;
 }
 
 bool Messenger::cancel_held(Send& send, Outcome outcome, std::size_t reason) {
@@ -249,9 +256,8 @@ bool Messenger::cancel_held(Send& send, Outcome outcome, std::size_t reason) {
                                                        : peer.granted;
     queue.remove(send);
     send.reason = reason;
-    mailbox_.end(send, outcome);
     if (send.is_announced) notify(peer, shm::FrameKind::withdraw, send.number);
-    pump(peer);
+    mailbox_.end(send, outcome);  // after which whoever waits for it may be gone with it
     return true;
 }
 
@@ -334,6 +340,7 @@ void Messenger::fail(const Party& party, std::size_t reason) {
                 if (send->tag.group == party.group) cancel_held(*send, Outcome::ended, reason);
                 send = next;
             }
+        pump(peer);
         return;
     }
     while (true) {

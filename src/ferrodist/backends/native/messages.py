@@ -340,6 +340,7 @@ class MessagesBackend(TcpBackend):
         is_first = super()._close_groups()
         if is_first:
             self.close_messages()
+            self._incoming.clear()  # they hold this backend by a way that the garbage collector does not see
         return is_first
 
     def _forget_in_child(self) -> None:
