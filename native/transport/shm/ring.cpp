@@ -12,8 +12,8 @@ namespace {
 constexpr std::size_t page_bytes = 4096;
 constexpr std::size_t all_rings_bytes = std::size_t{16} << 20;
 constexpr std::size_t min_ring_bytes = std::size_t{16} << 10;
-constexpr std::size_t max_ring_bytes = std::size_t{1} << 20;
-constexpr std::size_t max_chunk_bytes = std::size_t{64} << 10;
+constexpr std::size_t max_ring_bytes = std::size_t{512} << 10;
+constexpr std::size_t max_chunk_bytes = std::size_t{32} << 10;
 
 constexpr std::size_t round_up(std::size_t size, std::size_t unit) {
     return (size + unit - 1) / unit * unit;
