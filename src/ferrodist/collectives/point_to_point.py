@@ -438,6 +438,22 @@ class _TensorReceive(BaseRequest):
         """Ask the group, whose ranks may be in between; see `Backend.find_late`."""
         return self._group.find_late(peers, within)
 
+    def ended_within(self, timeout: float) -> bool:
+        """Wait at most ``timeout`` seconds for the end; False when it has not come.
+
+        It waits for the head and the body themselves: with an engine messages are moved by who waits for them.
+        """
+        deadline = Deadline(timeout)
+        while not self._done and not deadline.expired:
+            under_way = self._body or self._head_request
+            if under_way is None or under_way.done():
+                break  # another thread is about to go on from there
+            try:
+                under_way.wait(deadline.remaining())
+            except DistributedError:
+                break  # which this ends with, too, unless it is the deadline
+        return super().ended_within(deadline.remaining())
+
     def cancel(self) -> bool:
         """Give the receive up; see `Request.cancel`."""
         with self._starting:
