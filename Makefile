@@ -11,13 +11,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test native sanitize bench check format support clean
+.PHONY: demo test test-first-half test-second-half native sanitize bench check format support clean
 
 demo: $(INSTALLED)
 	$(BIN)/ferrodist demo
 
+# In two halves side by side: one alone waits for threads and processes to wake for half of its time.
+FIRST_HALF := tests/unit/collectives tests/unit/backends tests/unit/rendezvous tests/faults
+
 test: $(INSTALLED) native
-	$(BIN)/python -m pytest
+	$(MAKE) --no-print-directory --jobs 2 --keep-going test-first-half test-second-half
+
+test-first-half:
+	$(BIN)/python -m pytest $(FIRST_HALF)
+
+test-second-half:
+	$(BIN)/python -m pytest $(FIRST_HALF:%=--ignore=%)
 
 # A preset of CMakePresets.json, and how many random messages and collectives its stress tests run.
 NATIVE_RUN = $(BIN)/cmake --preset $(1) >/dev/null && $(BIN)/cmake --build build/$(1) --parallel && \
