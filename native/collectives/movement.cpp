@@ -55,7 +55,9 @@ void collect(Context& context, const shm::Call& call, std::byte* out, const std:
         return Pieces{.count = counts[r], .element_size = element_size, .piece = piece};
     };
     // The parts differ in size; each rank offers the memory from where its own begins.
-    const Offer offer = offer_source(context, source, counts[rank] * element_size, largest * element_size);
+    const std::size_t read_size = largest * element_size;
+    const bool is_read = call.root < 0 || read_size <= most_read_from_one_bytes;
+    const Offer offer = offer_source(context, source, counts[rank] * element_size, is_read ? read_size : 0);
     exchange(
         context, payload, offer, [&] { return (largest + piece - 1) / piece; },
         [&](std::size_t k, std::byte* slot) {
@@ -109,7 +111,7 @@ void broadcast(Context& context, std::byte* data, std::size_t count, DType dtype
     const Pieces pieces{.count = count,
                         .element_size = element_size,
                         .piece = elements_in(segment_bytes(size, context.fabric.layout()), element_size)};
-    const Offer offer = offer_source(context, data, size, size);
+    const Offer offer = offer_source(context, data, size, size <= most_read_from_one_bytes ? size : 0);
     exchange(
         context, payload, offer, [&] { return pieces.num_segments(); },
         [&](std::size_t k, std::byte* slot) {
