@@ -22,10 +22,10 @@ FIRST_HALF := tests/unit/collectives tests/unit/backends tests/unit/rendezvous t
 test: $(INSTALLED) native
 	$(MAKE) --no-print-directory --jobs 2 --keep-going test-first-half test-second-half
 
-test-first-half:
+test-first-half: $(INSTALLED)
 	$(BIN)/python -m pytest $(FIRST_HALF)
 
-test-second-half:
+test-second-half: $(INSTALLED)
 	$(BIN)/python -m pytest $(FIRST_HALF:%=--ignore=%)
 
 # A preset of CMakePresets.json, and how many random messages and collectives its stress tests run.

@@ -14,10 +14,6 @@ namespace {
 constexpr auto tick = std::chrono::milliseconds(1);
 constexpr auto no_tick = std::chrono::hours(1);
 
-// Where ranks share processors whoever is waited for may need this one: it is given away, then slept. See
-// docs/decisions/0010-giving-way-where-cores-are-short.md.
-constexpr int crowded_pauses = 8;
-constexpr int crowded_yields = 10;
 constexpr int pauses_a_look = 16;  // at the clock
 
 // Of a ring that are read before the others get their turn; no less than a ring holds.

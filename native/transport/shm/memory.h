@@ -6,6 +6,13 @@
 
 namespace ferrodist::shm {
 
+// What parts of shared memory begin at multiples of; a page is at least this large.
+inline constexpr std::size_t page_bytes = 4096;
+
+constexpr std::size_t round_up(std::size_t size, std::size_t unit) {
+    return (size + unit - 1) / unit * unit;
+}
+
 // A mapping, which lives until its owner is destroyed; the descriptor it was made from may be closed before.
 class Mapping {
 public:

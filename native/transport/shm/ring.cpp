@@ -9,15 +9,10 @@ namespace ferrodist::shm {
 
 namespace {
 
-constexpr std::size_t page_bytes = 4096;
 constexpr std::size_t all_rings_bytes = std::size_t{16} << 20;
 constexpr std::size_t min_ring_bytes = std::size_t{16} << 10;
 constexpr std::size_t max_ring_bytes = std::size_t{512} << 10;
 constexpr std::size_t max_chunk_bytes = std::size_t{32} << 10;
-
-constexpr std::size_t round_up(std::size_t size, std::size_t unit) {
-    return (size + unit - 1) / unit * unit;
-}
 
 constexpr std::size_t taken_by(std::size_t length) {
     return round_up(sizeof(Frame) + length, frame_unit);

@@ -16,7 +16,6 @@ namespace ferrodist::shm {
 
 namespace {
 
-constexpr std::size_t page_bytes = 4096;
 constexpr std::size_t max_record_bytes = 4096;
 
 // How long one sleep lasts at most: bounds how late an expired deadline is seen.
@@ -24,16 +23,6 @@ constexpr auto longest_sleep = interruption_period;
 
 // Pauses between two looks at the clock or the abort word while spinning.
 constexpr int pauses_a_look = 32;
-
-// Where ranks share processors whoever is waited for may need this one: it is given away, at most so often that a program
-// of somebody else's that takes it for long does so once. Four ranks on two processors met in 3 us this way, and in 8 us
-// where each slept and was woken.
-constexpr int crowded_pauses = 8;
-constexpr int crowded_yields = 10;
-
-constexpr std::size_t round_up(std::size_t size, std::size_t unit) {
-    return (size + unit - 1) / unit * unit;
-}
 
 // Not FUTEX_PRIVATE: the word lies at another address in each process.
 long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value, const timespec* timeout) {

@@ -46,7 +46,6 @@ class NativeCollectives:
         self._communicator: Any = None
         self._group = group
         self._place = place
-        self._opening = threading.Lock()
         self._reserving = threading.Lock()
         self._num_reserved = 0
         self._opened = threading.Event()
