@@ -40,7 +40,7 @@ _GREETING = struct.Struct(f"<{_TOKEN_BYTES}sI")  # nonce, rank
 _PAGE_BYTES = 4096
 _SLOT_BYTES = 256 * 1024
 _WIDE_SLOT_BYTES = 512 * 1024
-_SPIN_MICROS = 50
+_SPIN_MICROS = 300
 
 
 def open_communicator(group: Backend, place: Place, call: Call, timeout: float) -> Any:
