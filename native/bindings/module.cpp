@@ -5,13 +5,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
-#include <optional>
-#include <span>
-#include <system_error>
 
+#include "bindings/failures.h"
 #include "bindings/messages.h"
 #include "bindings/released.h"
+#include "bindings/short_ways.h"
 #include "bindings/tensor.h"
 #include "collectives/movement.h"
 #include "collectives/reductions.h"
@@ -63,134 +61,11 @@ nb::bytes to_bytes(const std::string& text) {
     return nb::bytes(text.data(), text.size());
 }
 
-// The short ways: straight from Python's tensors into the engine, for calls that need no more than that. They return
-// false, before anything has happened, when the caller must go the long way; also where that will raise an error.
-
-bool has_no_factor(int op) {
-    return op >= 0 && op < static_cast<int>(ReduceOp::premultiplied_sum);
-}
-
-struct Pair {
-    TensorView source;
-    TensorView out;
-};
-
-std::optional<Pair> view_pair(nb::handle tensor, nb::handle out) {
-    const auto source = view_tensor(tensor.ptr());
-    if (!source) return std::nullopt;
-    const auto target = tensor.is(out) ? source : view_tensor(out.ptr());
-    if (!target || target->dtype != source->dtype) return std::nullopt;
-    return Pair{*source, *target};
-}
-
-bool overlap(const Pair& pair) {
-    const std::size_t size = size_of(pair.source.dtype);
-    return pair.source.data < pair.out.data + pair.out.count * size &&
-           pair.out.data < pair.source.data + pair.source.count * size;
-}
-
-// Whether the shapes are the same but for the first dim, which is `factor` times as long in `longer`.
-bool fits(std::span<const std::int64_t> longer, std::span<const std::int64_t> shorter, int factor) {
-    return !shorter.empty() && longer.size() == shorter.size() && longer[0] == factor * shorter[0] &&
-           std::equal(longer.begin() + 1, longer.end(), shorter.begin() + 1);
-}
-
-// Each finds out whether a call can go the short way, and passes what has to be done to `go`, which is `run` or `start`.
-// What it captures are addresses: the caller keeps the tensors.
-
-template <class Go>
-bool short_allreduce(nb::handle tensor, nb::handle out, int op, const Go& go) {
-    const auto pair = view_pair(tensor, out);
-    if (!pair || !has_no_factor(op) || !std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
-    if (pair->source.data != pair->out.data && overlap(*pair)) return false;
-    const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
-    if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
-    go([out = pair->out.data, source = pair->source.data, count = pair->source.count, reduction](
-           Context& context, const Deadline& deadline) { allreduce(context, out, source, count, reduction, deadline); });
-    return true;
-}
-
-template <class Go>
-bool short_broadcast(const Communicator& self, nb::handle tensor, nb::handle out, int root, const Go& go) {
-    const auto target = view_tensor(tensor.ptr());
-    if (!tensor.is(out) || !target || root < 0 || root >= self.num_ranks()) return false;
-    go([data = target->data, count = target->count, dtype = target->dtype, root](
-           Context& context, const Deadline& deadline) { broadcast(context, data, count, dtype, root, deadline); });
-    return true;
-}
-
-template <class Go>
-bool short_all_gather(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
-    const auto pair = view_pair(tensor, out);
-    if (!pair || !fits(pair->out.shape, pair->source.shape, self.num_ranks()) || overlap(*pair)) return false;
-    go([out = pair->out.data, source = pair->source.data, count = pair->source.count, dtype = pair->source.dtype](
-           Context& context, const Deadline& deadline) {
-        std::fill(context.counts.begin(), context.counts.end(), count);
-        all_gather(context, out, source, context.counts, dtype, 0, deadline);
-    });
-    return true;
-}
-
-template <class Go>
-bool short_reduce_scatter(const Communicator& self, nb::handle tensor, nb::handle out, int op, const Go& go) {
-    const auto pair = view_pair(tensor, out);
-    if (!pair || !has_no_factor(op) || !fits(pair->source.shape, pair->out.shape, self.num_ranks()) || overlap(*pair))
-        return false;
-    const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
-    if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
-    go([out = pair->out.data, source = pair->source.data, count = pair->out.count, reduction](
-           Context& context, const Deadline& deadline) {
-        std::fill(context.counts.begin(), context.counts.end(), count);
-        reduce_scatter(context, out, source, context.counts, 0, reduction, deadline);
-    });
-    return true;
-}
-
-template <class Go>
-bool short_all_to_all(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
-    const auto pair = view_pair(tensor, out);
-    const auto ranks = static_cast<std::size_t>(self.num_ranks());
-    if (!pair || !fits(pair->out.shape, pair->source.shape, 1) || overlap(*pair)) return false;
-    if (static_cast<std::size_t>(pair->source.shape[0]) % ranks != 0) return false;
-    go([out = pair->out.data, source = pair->source.data, part = pair->source.count / ranks,
-        dtype = pair->source.dtype](Context& context, const Deadline& deadline) {
-        std::fill(context.counts.begin(), context.counts.end(), part);
-        all_to_all(context, out, source, context.counts, context.counts, part, dtype, deadline);
-    });
-    return true;
-}
-
-// What a blocking short way returns.
-bool written(nb::handle out, bool is_done) {
-    if (is_done && !mark_written(out.ptr())) throw nb::python_error();
-    return is_done;
-}
-
-auto run_now(Communicator& self, double timeout) {
-    return [&self, timeout](const auto& collective) { run(self, self.reserve(), timeout, collective); };
-}
-
-auto start_into(std::shared_ptr<Pending>& pending, Communicator& self, double timeout) {
-    return [&pending, &self, timeout](const auto& collective) { pending = self.start(timeout, collective); };
-}
-
 }  // namespace
 
 NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // groups that are still open when the interpreter ends
-    static PyObject* failure_type = nb::exception<Failure>(m, "Failure").release().ptr();
-    nb::register_exception_translator([](const std::exception_ptr& caught, void*) {
-        try {
-            std::rethrow_exception(caught);
-        } catch (const Failure& failure) {
-            const nb::tuple arguments = nb::make_tuple(static_cast<int>(failure.kind()), nb::tuple(nb::cast(failure.ranks())),
-                                                       to_bytes(failure.record()), failure.place(), failure.elapsed());
-            PyErr_SetObject(failure_type, arguments.ptr());
-        } catch (const std::system_error& error) {
-            const nb::tuple arguments = nb::make_tuple(error.code().value(), error.what());
-            PyErr_SetObject(PyExc_OSError, arguments.ptr());
-        }
-    });
+    bind_failures(m);
 
     m.attr("MAX_INLINE_BYTES") = shm::max_inline_bytes;
     m.def(
@@ -244,7 +119,9 @@ NB_MODULE(_native, m) {
             },
             "timeout"_a);
 
-    nb::class_<Communicator>(m, "Communicator", "One rank's part of a group of ranks of one host.")
+    nb::class_<Communicator> communicator(m, "Communicator", "One rank's part of a group of ranks of one host.");
+    bind_short_ways(m, communicator);
+    communicator
         .def(
             "__init__",
             [](Communicator* self, int descriptor, int rank, const std::vector<int>& hosts,
@@ -289,79 +166,6 @@ NB_MODULE(_native, m) {
             "descriptor"_a, "id"_a, "stride"_a, "size"_a,
             "Map symmetric memory; returns this rank's part as a tensor of bytes, which keeps the mapping.")
         .def("stop", &Communicator::stop)
-        .def(
-            "quick_allreduce",
-            [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
-                return written(out, short_allreduce(tensor, out, op, run_now(self, timeout)));
-            },
-            "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
-        .def(
-            "start_allreduce",
-            [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
-                std::shared_ptr<Pending> pending;
-                short_allreduce(tensor, out, op, start_into(pending, self, timeout));
-                return pending;
-            },
-            "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
-        .def(
-            "quick_broadcast",
-            [](Communicator& self, nb::handle tensor, nb::handle out, int root, double timeout) {
-                return written(out, short_broadcast(self, tensor, out, root, run_now(self, timeout)));
-            },
-            "tensor"_a.none(), "out"_a.none(), "root"_a, "timeout"_a)
-        .def(
-            "start_broadcast",
-            [](Communicator& self, nb::handle tensor, nb::handle out, int root, double timeout) {
-                std::shared_ptr<Pending> pending;
-                short_broadcast(self, tensor, out, root, start_into(pending, self, timeout));
-                return pending;
-            },
-            "tensor"_a.none(), "out"_a.none(), "root"_a, "timeout"_a)
-        .def(
-            "quick_all_gather",
-            [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
-                return written(out, short_all_gather(self, tensor, out, run_now(self, timeout)));
-            },
-            "tensor"_a.none(), "out"_a.none(), "timeout"_a)
-        .def(
-            "start_all_gather",
-            [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
-                std::shared_ptr<Pending> pending;
-                short_all_gather(self, tensor, out, start_into(pending, self, timeout));
-                return pending;
-            },
-            "tensor"_a.none(), "out"_a.none(), "timeout"_a)
-        .def(
-            "quick_reduce_scatter",
-            [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
-                return written(out, short_reduce_scatter(self, tensor, out, op, run_now(self, timeout)));
-            },
-            "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
-        .def(
-            "start_reduce_scatter",
-            [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
-                std::shared_ptr<Pending> pending;
-                short_reduce_scatter(self, tensor, out, op, start_into(pending, self, timeout));
-                return pending;
-            },
-            "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
-        .def(
-            "quick_all_to_all",
-            [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
-                return written(out, short_all_to_all(self, tensor, out, run_now(self, timeout)));
-            },
-            "tensor"_a.none(), "out"_a.none(), "timeout"_a)
-        .def(
-            "start_all_to_all",
-            [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
-                std::shared_ptr<Pending> pending;
-                short_all_to_all(self, tensor, out, start_into(pending, self, timeout));
-                return pending;
-            },
-            "tensor"_a.none(), "out"_a.none(), "timeout"_a)
-        .def(
-            "quick_barrier",
-            [](Communicator& self, double timeout) { run(self, self.reserve(), timeout, barrier); }, "timeout"_a)
         .def(
             "barrier", [](Communicator& self, double timeout, std::uint64_t place) { run(self, place, timeout, barrier); },
             "timeout"_a, "place"_a)

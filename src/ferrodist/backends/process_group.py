@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "default_group",
+    "default_holders",
     "destroy_process_group",
     "init_process_group",
     "is_initialized",
@@ -170,6 +171,11 @@ def find_group(group: Backend | None) -> Backend | None:
     if group is None:
         return _local_group.get() or _process.group
     return group if isinstance(group, Backend) else None
+
+
+def default_holders() -> tuple[ContextVar[Backend | None], object]:
+    """What holds the default group, for compiled code: this context's, and in the attribute ``group`` the process's."""
+    return _local_group, _process
 
 
 @contextlib.contextmanager

@@ -4,7 +4,8 @@ Contiguous tensors of the CPU that need no gradient, in a call with the group's 
 none of what the long way does, and the engine looks at them itself. All other calls, and all that will raise an error
 for their arguments, go the long way. Both ways meet in the engine: ranks may go different ones.
 
-Each function takes what its public namesake takes and returns the result, or None before anything has happened.
+Each function takes what its public namesake takes and returns the result, or None before anything has happened. Those
+that block are in native/bindings/short_ways.cpp whole; `quick_barrier` returns whether it is done.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.backends.process_group import find_group
+from ferrodist.backends import process_group
+from ferrodist.backends.native.library import is_native_available, load
 from ferrodist.collectives.operation import collector
 from ferrodist.collectives.pending import PendingCollective
 from ferrodist.deadline import check_timeout
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ferrodist.backends.base import Backend
 
 __all__ = [
@@ -37,156 +41,69 @@ __all__ = [
 ]
 
 
-def quick_allreduce(tensor: torch.Tensor, op: Any, group: Backend | None, out: torch.Tensor | None) -> Any:
-    """`allreduce`."""
-    engine = _engine_of(group)
-    target = _like(tensor) if out is None else out
-    if engine is None or target is None:
-        return None
-    try:
-        if not engine.compiled.quick_allreduce(tensor, target, getattr(op, "number", -1), engine.timeout):
-            return None
-    except BaseException as failure:
-        raise engine.call_error(failure, "allreduce", tensor, target, op=op) from None
-    return target
-
-
 def start_allreduce(tensor: torch.Tensor, op: Any, group: Backend | None, out: torch.Tensor | None) -> Any:
     """`async_allreduce`."""
-    engine = _engine_of(group)
-    target = _like(tensor) if out is None else out
-    if engine is None or target is None:
+    way = _way_of(group)
+    target = _same(tensor) if out is None else out
+    if way is None or target is None:
         return None
-    pending = engine.compiled.start_allreduce(tensor, target, getattr(op, "number", -1), engine.timeout)
-    return pending and _Started("allreduce", engine, pending, tensor, target, op=op)
-
-
-def quick_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None) -> Any:
-    """`broadcast`, in place."""
-    engine = _engine_of(group)
-    if engine is None or out is not tensor or type(root) is not int:
-        return None
-    try:
-        if not engine.compiled.quick_broadcast(tensor, tensor, root, engine.timeout):
-            return None
-    except BaseException as failure:
-        raise engine.call_error(failure, "broadcast", tensor, tensor, root=root) from None
-    return tensor
+    pending = way.communicator.start_allreduce(tensor, target, getattr(op, "number", -1), way.timeout)
+    return pending and _Started("allreduce", way.engine, pending, tensor, target, op=op)
 
 
 def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None) -> Any:
     """`async_broadcast`, in place."""
-    engine = _engine_of(group)
-    if engine is None or out is not tensor or type(root) is not int:
+    way = _way_of(group)
+    if way is None or out is not tensor or type(root) is not int:
         return None
-    pending = engine.compiled.start_broadcast(tensor, tensor, root, engine.timeout)
-    return pending and _Started("broadcast", engine, pending, tensor, tensor, root=root)
-
-
-def quick_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out: torch.Tensor | None) -> Any:
-    """`all_gather` along dim 0."""
-    engine = _engine_of(group)
-    if engine is None or dim != 0:
-        return None
-    target = _joined(tensor, engine.num_ranks) if out is None else out
-    if target is None:
-        return None
-    try:
-        if not engine.compiled.quick_all_gather(tensor, target, engine.timeout):
-            return None
-    except BaseException as failure:
-        raise engine.call_error(failure, "all_gather", tensor, target, dim=0) from None
-    return target
+    pending = way.communicator.start_broadcast(tensor, tensor, root, way.timeout)
+    return pending and _Started("broadcast", way.engine, pending, tensor, tensor, root=root)
 
 
 def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out: torch.Tensor | None) -> Any:
     """`async_all_gather` along dim 0."""
-    engine = _engine_of(group)
-    if engine is None or dim != 0:
+    way = _way_of(group)
+    if way is None or dim != 0:
         return None
-    target = _joined(tensor, engine.num_ranks) if out is None else out
+    target = _joined(tensor, way.engine.num_ranks) if out is None else out
     if target is None:
         return None
-    pending = engine.compiled.start_all_gather(tensor, target, engine.timeout)
-    return pending and _Started("all_gather", engine, pending, tensor, target, dim=0)
-
-
-def quick_reduce_scatter(
-    tensor: torch.Tensor, op: Any, dim: int, group: Backend | None, out: torch.Tensor | None
-) -> Any:
-    """`reduce_scatter` into even parts of dim 0."""
-    engine = _engine_of(group)
-    if engine is None or dim != 0:
-        return None
-    target = _part(tensor, engine.num_ranks) if out is None else out
-    if target is None:
-        return None
-    try:
-        if not engine.compiled.quick_reduce_scatter(tensor, target, getattr(op, "number", -1), engine.timeout):
-            return None
-    except BaseException as failure:
-        raise engine.call_error(failure, "reduce_scatter", tensor, target, op=op, dim=0) from None
-    return target
+    pending = way.communicator.start_all_gather(tensor, target, way.timeout)
+    return pending and _Started("all_gather", way.engine, pending, tensor, target, dim=0)
 
 
 def start_reduce_scatter(
     tensor: torch.Tensor, op: Any, dim: int, group: Backend | None, out: torch.Tensor | None
 ) -> Any:
     """`async_reduce_scatter` into even parts of dim 0."""
-    engine = _engine_of(group)
-    if engine is None or dim != 0:
+    way = _way_of(group)
+    if way is None or dim != 0:
         return None
-    target = _part(tensor, engine.num_ranks) if out is None else out
+    target = _part(tensor, way.engine.num_ranks) if out is None else out
     if target is None:
         return None
-    pending = engine.compiled.start_reduce_scatter(tensor, target, getattr(op, "number", -1), engine.timeout)
-    return pending and _Started("reduce_scatter", engine, pending, tensor, target, op=op, dim=0)
-
-
-def quick_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Tensor | None) -> Any:
-    """`all_to_all` of one tensor in even parts of dim 0."""
-    engine = _engine_of(group)
-    target = _like(tensor) if out is None else out
-    if engine is None or target is None:
-        return None
-    try:
-        if not engine.compiled.quick_all_to_all(tensor, target, engine.timeout):
-            return None
-    except BaseException as failure:
-        raise engine.call_error(failure, "all_to_all", tensor, target) from None
-    return target
+    pending = way.communicator.start_reduce_scatter(tensor, target, getattr(op, "number", -1), way.timeout)
+    return pending and _Started("reduce_scatter", way.engine, pending, tensor, target, op=op, dim=0)
 
 
 def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Tensor | None) -> Any:
     """`async_all_to_all` of one tensor in even parts of dim 0."""
-    engine = _engine_of(group)
-    target = _like(tensor) if out is None else out
-    if engine is None or target is None:
+    way = _way_of(group)
+    target = _same(tensor) if out is None else out
+    if way is None or target is None:
         return None
-    pending = engine.compiled.start_all_to_all(tensor, target, engine.timeout)
-    return pending and _Started("all_to_all", engine, pending, tensor, target)
+    pending = way.communicator.start_all_to_all(tensor, target, way.timeout)
+    return pending and _Started("all_to_all", way.engine, pending, tensor, target)
 
 
-def quick_barrier(group: Backend | None) -> bool:
-    """`barrier`; whether it is done."""
-    engine = _engine_of(group)
-    if engine is None:
-        return False
-    try:
-        engine.compiled.quick_barrier(engine.timeout)
-    except BaseException as failure:
-        raise engine.barrier_error(failure) from None
-    return True
-
-
-def _engine_of(group: Backend | None) -> Any:
+def _way_of(group: Backend | None) -> Any:
     if collector.get() is not None:
         return None
-    chosen = group or find_group(None)
+    chosen = group or process_group.find_group(None)
     return getattr(chosen, "quick", None)
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor | None:
+def _same(tensor: torch.Tensor, _num_ranks: int = 0) -> torch.Tensor | None:
     return torch.empty_like(tensor) if _is_plain(tensor) else None
 
 
@@ -258,3 +175,21 @@ class _Started(PendingCollective[torch.Tensor]):
             if not out.is_inference():  # the engine wrote raw memory: something may have saved it for a backward
                 torch.autograd.graph.increment_version(out)
         return out
+
+
+def _never(*_: object) -> None:
+    """Go the long way."""
+
+
+if is_native_available():
+    _native = load()
+    _native.load_short_ways(collector, *process_group.default_holders(), _same, _joined, _part)
+    quick_all_gather: Callable[..., Any] = _native.quick_all_gather
+    quick_all_to_all: Callable[..., Any] = _native.quick_all_to_all
+    quick_allreduce: Callable[..., Any] = _native.quick_allreduce
+    quick_barrier: Callable[..., Any] = _native.quick_barrier
+    quick_broadcast: Callable[..., Any] = _native.quick_broadcast
+    quick_reduce_scatter: Callable[..., Any] = _native.quick_reduce_scatter
+else:
+    quick_all_gather = quick_all_to_all = quick_allreduce = _never
+    quick_barrier = quick_broadcast = quick_reduce_scatter = _never

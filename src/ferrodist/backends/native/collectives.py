@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,14 @@ _POLL_SECONDS = 0.05
 
 # The public function of this name does the same in three times the time.
 _increment_version = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)  # noqa: SLF001
+
+
+class ShortWay(NamedTuple):
+    """What native/bindings/short_ways.cpp takes a group's plain calls by."""
+
+    communicator: Any
+    timeout: float
+    engine: NativeCollectives
 
 
 class NativeCollectives:
@@ -83,7 +91,7 @@ class NativeCollectives:
             self.compiled = communicator
         self._opened.set()
         load().load_tensor_interface(torch.Tensor, torch.nn.Parameter, _increment_version)
-        self._group.quick = self
+        self._group.quick = ShortWay(communicator, self.timeout, self)
 
     def end(self, how: Callable[[Any], object]) -> None:
         """Do something final to the communicator, now or when there is one."""
@@ -253,17 +261,20 @@ class NativeCollectives:
     # What the short ways need: see collectives/quick.py.
 
     def call_error(
-        self, failure: BaseException, operation: str, tensor: torch.Tensor, out: torch.Tensor, **facts: Any
+        self,
+        failure: BaseException,
+        operation: str,
+        tensor: torch.Tensor | None,
+        out: torch.Tensor | None,
+        **facts: Any,
     ) -> BaseException:
-        """End the group for what ended a call of ``compiled``, and return what to raise."""
+        """End the group for what ended a call of ``compiled``, and return what to raise; a barrier has no tensors."""
+        if tensor is None or out is None:
+            return self._ended_by(failure, Call(operation=operation), self.timeout)
         count = out.numel() if operation == "all_gather" else tensor.numel()
         if operation == "all_to_all":  # of each rank's part
             count //= self.num_ranks
         return self._ended_by(failure, _call(operation, tensor, count, **facts), self.timeout)
-
-    def barrier_error(self, failure: BaseException) -> BaseException:
-        """`call_error` for a barrier."""
-        return self._ended_by(failure, Call(operation="barrier"), self.timeout)
 
     def keep(self, pending: Any, *tensors: torch.Tensor) -> None:
         """Keep the tensors of a started collective until it has ended."""

@@ -1,0 +1,388 @@
+#include "bindings/short_ways.h"
+
+#include <nanobind/stl/shared_ptr.h>
+
+#include <algorithm>
+#include <array>
+#include <initializer_list>
+#include <optional>
+#include <span>
+#include <utility>
+
+#include "bindings/failures.h"
+#include "bindings/released.h"
+#include "bindings/tensor.h"
+#include "collectives/movement.h"
+#include "collectives/reductions.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace ferrodist {
+
+namespace {
+
+bool has_no_factor(int op) {
+    return op >= 0 && op < static_cast<int>(ReduceOp::premultiplied_sum);
+}
+
+struct Pair {
+    TensorView source;
+    TensorView out;
+};
+
+std::optional<Pair> view_pair(nb::handle tensor, nb::handle out) {
+    const auto source = view_tensor(tensor.ptr());
+    if (!source) return std::nullopt;
+    const auto target = tensor.is(out) ? source : view_tensor(out.ptr());
+    if (!target || target->dtype != source->dtype) return std::nullopt;
+    return Pair{*source, *target};
+}
+
+bool overlap(const Pair& pair) {
+    const std::size_t size = size_of(pair.source.dtype);
+    return pair.source.data < pair.out.data + pair.out.count * size &&
+           pair.out.data < pair.source.data + pair.source.count * size;
+}
+
+// Whether the shapes are the same but for the first dim, which is `factor` times as long in `longer`.
+bool fits(std::span<const std::int64_t> longer, std::span<const std::int64_t> shorter, int factor) {
+    return !shorter.empty() && longer.size() == shorter.size() && longer[0] == factor * shorter[0] &&
+           std::equal(longer.begin() + 1, longer.end(), shorter.begin() + 1);
+}
+
+// Each finds out whether a call can go the short way, and passes what has to be done to `go`, which is `run` or `start`.
+// What it captures are addresses: the caller keeps the tensors.
+
+template <class Go>
+bool short_allreduce(nb::handle tensor, nb::handle out, int op, const Go& go) {
+    const auto pair = view_pair(tensor, out);
+    if (!pair || !has_no_factor(op) || !std::ranges::equal(pair->source.shape, pair->out.shape)) return false;
+    if (pair->source.data != pair->out.data && overlap(*pair)) return false;
+    const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
+    if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
+    go([out = pair->out.data, source = pair->source.data, count = pair->source.count, reduction](
+           Context& context, const Deadline& deadline) { allreduce(context, out, source, count, reduction, deadline); });
+    return true;
+}
+
+template <class Go>
+bool short_broadcast(const Communicator& self, nb::handle tensor, nb::handle out, int root, const Go& go) {
+    const auto target = view_tensor(tensor.ptr());
+    if (!tensor.is(out) || !target || root < 0 || root >= self.num_ranks()) return false;
+    go([data = target->data, count = target->count, dtype = target->dtype, root](
+           Context& context, const Deadline& deadline) { broadcast(context, data, count, dtype, root, deadline); });
+    return true;
+}
+
+template <class Go>
+bool short_all_gather(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
+    const auto pair = view_pair(tensor, out);
+    if (!pair || !fits(pair->out.shape, pair->source.shape, self.num_ranks()) || overlap(*pair)) return false;
+    go([out = pair->out.data, source = pair->source.data, count = pair->source.count, dtype = pair->source.dtype](
+           Context& context, const Deadline& deadline) {
+        std::fill(context.counts.begin(), context.counts.end(), count);
+        all_gather(context, out, source, context.counts, dtype, 0, deadline);
+    });
+    return true;
+}
+
+template <class Go>
+bool short_reduce_scatter(const Communicator& self, nb::handle tensor, nb::handle out, int op, const Go& go) {
+    const auto pair = view_pair(tensor, out);
+    if (!pair || !has_no_factor(op) || !fits(pair->source.shape, pair->out.shape, self.num_ranks()) || overlap(*pair))
+        return false;
+    const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
+    if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
+    go([out = pair->out.data, source = pair->source.data, count = pair->out.count, reduction](
+           Context& context, const Deadline& deadline) {
+        std::fill(context.counts.begin(), context.counts.end(), count);
+        reduce_scatter(context, out, source, context.counts, 0, reduction, deadline);
+    });
+    return true;
+}
+
+template <class Go>
+bool short_all_to_all(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
+    const auto pair = view_pair(tensor, out);
+    const auto ranks = static_cast<std::size_t>(self.num_ranks());
+    if (!pair || !fits(pair->out.shape, pair->source.shape, 1) || overlap(*pair)) return false;
+    if (static_cast<std::size_t>(pair->source.shape[0]) % ranks != 0) return false;
+    go([out = pair->out.data, source = pair->source.data, part = pair->source.count / ranks,
+        dtype = pair->source.dtype](Context& context, const Deadline& deadline) {
+        std::fill(context.counts.begin(), context.counts.end(), part);
+        all_to_all(context, out, source, context.counts, context.counts, part, dtype, deadline);
+    });
+    return true;
+}
+
+// [Note: raw functions]
+// The blocking short ways are functions of Python's own interface: nanobind's take 50 ns longer, of the microsecond that
+// a call takes. They look up what Python code would, and so need to be told where: these live as long as the process.
+struct Lookup {
+    PyObject* collector = nullptr;    // context variable: not None inside of `coalesce`
+    PyObject* local_group = nullptr;  // context variable: the default group of this context, or None
+    PyObject* process = nullptr;      // its `group` is the default group of the process, or None
+    std::array<PyObject*, 3> makers{};
+    PyObject* group_name = PyUnicode_InternFromString("group");
+    PyObject* quick_name = PyUnicode_InternFromString("quick");
+    PyObject* number_name = PyUnicode_InternFromString("number");
+};
+const Lookup* lookup = nullptr;
+
+// How the result's shape follows from the tensor's: the places in `Lookup::makers`.
+enum Shape : std::size_t { same, joined, part };
+
+nb::object attribute(nb::handle object, PyObject* name) {
+    PyObject* found = PyObject_GetAttr(object.ptr(), name);
+    if (found == nullptr) PyErr_Clear();  // the long way finds it missing again
+    return nb::steal(found);
+}
+
+nb::object value_of(PyObject* variable) {
+    PyObject* value = nullptr;
+    if (PyContextVar_Get(variable, nullptr, &value) < 0) PyErr_Clear();
+    return nb::steal(value);
+}
+
+// The engine of a group whose calls may go the short way, kept by `held`: a ShortWay of backends/native/collectives.py.
+struct Way {
+    nb::object held;
+    Communicator* communicator;
+    double timeout;
+    nb::handle engine;
+};
+
+std::optional<Way> find_way(nb::handle group) {
+    if (lookup == nullptr) return std::nullopt;
+    const nb::object collector = value_of(lookup->collector);
+    if (!collector.is_valid() || !collector.is_none()) return std::nullopt;
+    nb::object chosen = nb::borrow(group);
+    if (group.is_none()) {
+        chosen = value_of(lookup->local_group);
+        if (!chosen.is_valid() || chosen.is_none()) chosen = attribute(lookup->process, lookup->group_name);
+        if (!chosen.is_valid()) return std::nullopt;
+    }
+    nb::object way = attribute(chosen, lookup->quick_name);
+    if (!way.is_valid() || !PyTuple_Check(way.ptr()) || PyTuple_GET_SIZE(way.ptr()) != 3) return std::nullopt;
+    const nb::handle communicator = PyTuple_GET_ITEM(way.ptr(), 0);
+    if (!nb::isinstance<Communicator>(communicator)) return std::nullopt;
+    const double timeout = PyFloat_AsDouble(PyTuple_GET_ITEM(way.ptr(), 1));
+    const nb::handle engine = PyTuple_GET_ITEM(way.ptr(), 2);
+    return Way{std::move(way), nb::inst_ptr<Communicator>(communicator), timeout, engine};
+}
+
+// The number of a reduce operation without a factor, else -1.
+int number_of(nb::handle op) {
+    const nb::object number = attribute(op, lookup->number_name);
+    if (!number.is_valid() || !PyLong_CheckExact(number.ptr())) return -1;
+    return static_cast<int>(PyLong_AsLong(number.ptr()));
+}
+
+// An int's value, or -1 for everything else.
+int index_of(nb::handle value) {
+    if (!PyLong_CheckExact(value.ptr())) return -1;
+    const long index = PyLong_AsLong(value.ptr());
+    if (index == -1) PyErr_Clear();  // too large for a long: as wrong as a negative one
+    return index < 0 || index > std::numeric_limits<int>::max() ? -1 : static_cast<int>(index);
+}
+
+// `out`, or a fresh tensor where that is None; None when the tensor is not plain, and nothing on an error.
+nb::object result_of(nb::handle out, nb::handle tensor, const Way& way, Shape shape) {
+    if (!out.is_none()) return nb::borrow(out);
+    const nb::object num_ranks = nb::int_(way.communicator->num_ranks());
+    PyObject* arguments[] = {tensor.ptr(), num_ranks.ptr()};
+    return nb::steal(PyObject_Vectorcall(lookup->makers[shape], arguments, 2, nullptr));
+}
+
+using Fact = std::pair<const char*, PyObject*>;  // of a call, for the words of an error
+
+// Raises what the engine's Python side makes of what is being handled.
+void raise_for(const Way& way, const char* operation, nb::handle tensor, nb::handle out,
+               std::initializer_list<Fact> facts) {
+    try {
+        const nb::object failure = current_python_exception();
+        nb::dict named;
+        for (const auto& [name, value] : facts) named[name] = nb::borrow(value);
+        const nb::object error = way.engine.attr("call_error")(failure, operation, tensor, out, **named);
+        PyException_SetCause(error.ptr(), nullptr);  // its words are in the error; this hides the context, too
+        PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    } catch (nb::python_error& error) {
+        error.restore();
+    }
+}
+
+// Runs a collective if `check(go)` finds that it can go the short way. Returns the result, None if it can't.
+template <class Check>
+PyObject* run_quick(const Way& way, const char* operation, nb::handle tensor, nb::object out,
+                    std::initializer_list<Fact> facts, const Check& check) {
+    if (!out.is_valid()) return nullptr;
+    const auto go = [&](const auto& collective) {
+        const std::uint64_t place = way.communicator->reserve();
+        const Released released;
+        way.communicator->run(place, way.timeout, collective);
+    };
+    bool is_done = false;
+    try {
+        is_done = check(out, go);
+    } catch (...) {
+        raise_for(way, operation, tensor, out, facts);
+        return nullptr;
+    }
+    if (!is_done) Py_RETURN_NONE;
+    return mark_written(out.ptr()) ? out.release().ptr() : nullptr;
+}
+
+// Each takes what its public namesake does, all of it, by position; tensor first and out last.
+
+PyObject* quick_allreduce(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 4) Py_RETURN_NONE;
+    const nb::handle tensor = arguments[0], op = arguments[1], group = arguments[2], out = arguments[3];
+    const auto way = find_way(group);
+    if (!way) Py_RETURN_NONE;
+    return run_quick(*way, "allreduce", tensor, result_of(out, tensor, *way, same), {{"op", op.ptr()}},
+                     [&](nb::handle result, const auto& go) { return short_allreduce(tensor, result, number_of(op), go); });
+}
+
+PyObject* quick_broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 4) Py_RETURN_NONE;
+    const nb::handle tensor = arguments[0], root = arguments[1], group = arguments[2], out = arguments[3];
+    const auto way = find_way(group);
+    if (!way) Py_RETURN_NONE;
+    return run_quick(*way, "broadcast", tensor, nb::borrow(out), {{"root", root.ptr()}},
+                     [&](nb::handle result, const auto& go) {
+                         return short_broadcast(*way->communicator, tensor, result, index_of(root), go);
+                     });
+}
+
+PyObject* quick_all_gather(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 4) Py_RETURN_NONE;
+    const nb::handle tensor = arguments[0], dim = arguments[1], group = arguments[2], out = arguments[3];
+    const auto way = index_of(dim) == 0 ? find_way(group) : std::nullopt;
+    if (!way) Py_RETURN_NONE;
+    return run_quick(*way, "all_gather", tensor, result_of(out, tensor, *way, joined), {{"dim", dim.ptr()}},
+                     [&](nb::handle result, const auto& go) {
+                         return short_all_gather(*way->communicator, tensor, result, go);
+                     });
+}
+
+PyObject* quick_reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 5) Py_RETURN_NONE;
+    const nb::handle tensor = arguments[0], op = arguments[1], dim = arguments[2], group = arguments[3],
+                     out = arguments[4];
+    const auto way = index_of(dim) == 0 ? find_way(group) : std::nullopt;
+    if (!way) Py_RETURN_NONE;
+    return run_quick(*way, "reduce_scatter", tensor, result_of(out, tensor, *way, part),
+                     {{"op", op.ptr()}, {"dim", dim.ptr()}}, [&](nb::handle result, const auto& go) {
+                         return short_reduce_scatter(*way->communicator, tensor, result, number_of(op), go);
+                     });
+}
+
+PyObject* quick_all_to_all(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != 3) Py_RETURN_NONE;
+    const nb::handle tensor = arguments[0], group = arguments[1], out = arguments[2];
+    const auto way = find_way(group);
+    if (!way) Py_RETURN_NONE;
+    return run_quick(*way, "all_to_all", tensor, result_of(out, tensor, *way, same), {},
+                     [&](nb::handle result, const auto& go) {
+                         return short_all_to_all(*way->communicator, tensor, result, go);
+                     });
+}
+
+// Returns whether it is done.
+PyObject* quick_barrier(PyObject*, PyObject* group) {
+    const auto way = find_way(group);
+    if (!way) Py_RETURN_FALSE;
+    try {
+        const std::uint64_t place = way->communicator->reserve();
+        const Released released;
+        way->communicator->run(place, way->timeout, barrier);
+    } catch (...) {
+        raise_for(*way, "barrier", nb::none(), nb::none(), {});
+        return nullptr;
+    }
+    Py_RETURN_TRUE;
+}
+
+template <class Function>
+constexpr PyMethodDef method(const char* name, Function* function) {
+    return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
+}
+
+PyMethodDef quick_functions[] = {
+    method("quick_allreduce", quick_allreduce),
+    method("quick_broadcast", quick_broadcast),
+    method("quick_all_gather", quick_all_gather),
+    method("quick_reduce_scatter", quick_reduce_scatter),
+    method("quick_all_to_all", quick_all_to_all),
+    {"quick_barrier", quick_barrier, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+auto start_into(std::shared_ptr<Pending>& pending, Communicator& self, double timeout) {
+    return [&pending, &self, timeout](const auto& collective) { pending = self.start(timeout, collective); };
+}
+
+}  // namespace
+
+void bind_short_ways(nb::module_& m, nb::class_<Communicator>& communicator) {
+    if (PyModule_AddFunctions(m.ptr(), quick_functions) < 0) throw nb::python_error();
+    m.def(
+        "load_short_ways",
+        [](nb::handle collector, nb::handle local_group, nb::handle process, nb::handle make_same,
+           nb::handle make_joined, nb::handle make_part) {
+            static Lookup found;
+            for (const nb::handle each : {collector, local_group, process, make_same, make_joined, make_part})
+                each.inc_ref();
+            found.collector = collector.ptr();
+            found.local_group = local_group.ptr();
+            found.process = process.ptr();
+            found.makers = {make_same.ptr(), make_joined.ptr(), make_part.ptr()};
+            lookup = &found;
+        },
+        "collector"_a, "local_group"_a, "process"_a, "make_same"_a, "make_joined"_a, "make_part"_a,
+        "Say where the short ways find the default group, and what makes their results.");
+    communicator
+        .def(
+            "start_allreduce",
+            [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
+                std::shared_ptr<Pending> pending;
+                short_allreduce(tensor, out, op, start_into(pending, self, timeout));
+                return pending;
+            },
+            "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
+        .def(
+            "start_broadcast",
+            [](Communicator& self, nb::handle tensor, nb::handle out, int root, double timeout) {
+                std::shared_ptr<Pending> pending;
+                short_broadcast(self, tensor, out, root, start_into(pending, self, timeout));
+                return pending;
+            },
+            "tensor"_a.none(), "out"_a.none(), "root"_a, "timeout"_a)
+        .def(
+            "start_all_gather",
+            [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
+                std::shared_ptr<Pending> pending;
+                short_all_gather(self, tensor, out, start_into(pending, self, timeout));
+                return pending;
+            },
+            "tensor"_a.none(), "out"_a.none(), "timeout"_a)
+        .def(
+            "start_reduce_scatter",
+            [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
+                std::shared_ptr<Pending> pending;
+                short_reduce_scatter(self, tensor, out, op, start_into(pending, self, timeout));
+                return pending;
+            },
+            "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
+        .def(
+            "start_all_to_all",
+            [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
+                std::shared_ptr<Pending> pending;
+                short_all_to_all(self, tensor, out, start_into(pending, self, timeout));
+                return pending;
+            },
+            "tensor"_a.none(), "out"_a.none(), "timeout"_a);
+}
+
+}  // namespace ferrodist

@@ -1,0 +1,12 @@
+// The short ways of collectives: from Python's tensors straight into the engine; see collectives/quick.py.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "engine/communicator.h"
+
+namespace ferrodist {
+
+void bind_short_ways(nanobind::module_& m, nanobind::class_<Communicator>& communicator);
+
+}  // namespace ferrodist
