@@ -108,16 +108,7 @@ NB_MODULE(_native, m) {
 
     nb::class_<Pending>(m, "Pending", "A collective that was started.")
         .def("is_done", &Pending::is_done)
-        .def(
-            "wait",
-            [](Pending& self, double timeout) {
-                if (!self.is_done()) {
-                    const Released released;
-                    return self.wait(timeout);
-                }
-                return self.wait(timeout);
-            },
-            "timeout"_a);
+        .def("has_failed", &Pending::has_failed);
 
     nb::class_<Communicator> communicator(m, "Communicator", "One rank's part of a group of ranks of one host.");
     bind_short_ways(m, communicator);
@@ -135,6 +126,14 @@ NB_MODULE(_native, m) {
             },
             "descriptor"_a, "rank"_a, "hosts"_a, "links"_a, "num_ranks"_a, "group_size"_a, "slot_bytes"_a, "is_crowded"_a, "spin_micros"_a)
         .def("reserve", &Communicator::reserve)
+        .def(
+            "wait",
+            [](Communicator& self, Pending& pending, double timeout) {
+                if (pending.is_done()) return pending.wait(timeout);
+                const Released released;
+                return self.wait(pending, timeout);
+            },
+            "pending"_a, "timeout"_a)
         .def_prop_ro("can_read_peers", &Communicator::can_read_peers, "Whether ranks read each other's memory.")
         .def(
             "meet",

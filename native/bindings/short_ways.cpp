@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <initializer_list>
+#include <limits>
 #include <optional>
 #include <span>
 #include <utility>
@@ -45,13 +46,17 @@ bool overlap(const Pair& pair) {
            pair.out.data < pair.source.data + pair.source.count * size;
 }
 
+std::size_t size_of_pair(const Pair& pair) {
+    return std::max(pair.source.count, pair.out.count) * size_of(pair.source.dtype);
+}
+
 // Whether the shapes are the same but for the first dim, which is `factor` times as long in `longer`.
 bool fits(std::span<const std::int64_t> longer, std::span<const std::int64_t> shorter, int factor) {
     return !shorter.empty() && longer.size() == shorter.size() && longer[0] == factor * shorter[0] &&
            std::equal(longer.begin() + 1, longer.end(), shorter.begin() + 1);
 }
 
-// Each finds out whether a call can go the short way, and passes what has to be done to `go`, which is `run` or `start`.
+// Each finds out whether a call can go the short way, and passes its size in bytes and what has to be done to `go`.
 // What it captures are addresses: the caller keeps the tensors.
 
 template <class Go>
@@ -61,7 +66,7 @@ bool short_allreduce(nb::handle tensor, nb::handle out, int op, const Go& go) {
     if (pair->source.data != pair->out.data && overlap(*pair)) return false;
     const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
     if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
-    go([out = pair->out.data, source = pair->source.data, count = pair->source.count, reduction](
+    go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->source.count, reduction](
            Context& context, const Deadline& deadline) { allreduce(context, out, source, count, reduction, deadline); });
     return true;
 }
@@ -70,7 +75,7 @@ template <class Go>
 bool short_broadcast(const Communicator& self, nb::handle tensor, nb::handle out, int root, const Go& go) {
     const auto target = view_tensor(tensor.ptr());
     if (!tensor.is(out) || !target || root < 0 || root >= self.num_ranks()) return false;
-    go([data = target->data, count = target->count, dtype = target->dtype, root](
+    go(target->count * size_of(target->dtype), [data = target->data, count = target->count, dtype = target->dtype, root](
            Context& context, const Deadline& deadline) { broadcast(context, data, count, dtype, root, deadline); });
     return true;
 }
@@ -79,7 +84,7 @@ template <class Go>
 bool short_all_gather(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
     const auto pair = view_pair(tensor, out);
     if (!pair || !fits(pair->out.shape, pair->source.shape, self.num_ranks()) || overlap(*pair)) return false;
-    go([out = pair->out.data, source = pair->source.data, count = pair->source.count, dtype = pair->source.dtype](
+    go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->source.count, dtype = pair->source.dtype](
            Context& context, const Deadline& deadline) {
         std::fill(context.counts.begin(), context.counts.end(), count);
         all_gather(context, out, source, context.counts, dtype, 0, deadline);
@@ -94,7 +99,7 @@ bool short_reduce_scatter(const Communicator& self, nb::handle tensor, nb::handl
         return false;
     const Reduction reduction{.dtype = pair->source.dtype, .op = static_cast<ReduceOp>(op)};
     if (find_fold(reduction.dtype, reduction.op, InstructionSet::baseline) == nullptr) return false;
-    go([out = pair->out.data, source = pair->source.data, count = pair->out.count, reduction](
+    go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->out.count, reduction](
            Context& context, const Deadline& deadline) {
         std::fill(context.counts.begin(), context.counts.end(), count);
         reduce_scatter(context, out, source, context.counts, 0, reduction, deadline);
@@ -108,7 +113,7 @@ bool short_all_to_all(const Communicator& self, nb::handle tensor, nb::handle ou
     const auto ranks = static_cast<std::size_t>(self.num_ranks());
     if (!pair || !fits(pair->out.shape, pair->source.shape, 1) || overlap(*pair)) return false;
     if (static_cast<std::size_t>(pair->source.shape[0]) % ranks != 0) return false;
-    go([out = pair->out.data, source = pair->source.data, part = pair->source.count / ranks,
+    go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, part = pair->source.count / ranks,
         dtype = pair->source.dtype](Context& context, const Deadline& deadline) {
         std::fill(context.counts.begin(), context.counts.end(), part);
         all_to_all(context, out, source, context.counts, context.counts, part, dtype, deadline);
@@ -217,7 +222,7 @@ template <class Check>
 PyObject* run_quick(const Way& way, const char* operation, nb::handle tensor, nb::object out,
                     std::initializer_list<Fact> facts, const Check& check) {
     if (!out.is_valid()) return nullptr;
-    const auto go = [&](const auto& collective) {
+    const auto go = [&](std::size_t, const auto& collective) {
         const std::uint64_t place = way.communicator->reserve();
         const Released released;
         way.communicator->run(place, way.timeout, collective);
@@ -320,7 +325,9 @@ PyMethodDef quick_functions[] = {
 };
 
 auto start_into(std::shared_ptr<Pending>& pending, Communicator& self, double timeout) {
-    return [&pending, &self, timeout](const auto& collective) { pending = self.start(timeout, collective); };
+    return [&pending, &self, timeout](std::size_t size, const auto& collective) {
+        pending = self.start(timeout, size, collective);
+    };
 }
 
 }  // namespace

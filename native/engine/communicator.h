@@ -5,16 +5,13 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string_view>
-#include <thread>
 
 #include "collectives/context.h"
 #include "collectives/meeting.h"
-#include "engine/pending.h"
+#include "engine/queue.h"
 
 namespace ferrodist {
 
@@ -80,9 +77,11 @@ public:
     // Whether they can read each other's memory.
     [[nodiscard]] bool can_read_peers() const noexcept { return context_.peers.is_usable(); }
 
-    // Takes a place and runs `collective(context, deadline)` there in the communicator's own thread, after all that was
-    // started before. `timeout` counts from then. What it reads and writes must live until it has ended.
-    std::shared_ptr<Pending> start(double timeout, std::function<void(Context&, const Deadline&)> collective);
+    // Takes a place and has `collective(context, deadline)`, which moves `size` bytes, run there after all that was started
+    // before. `timeout` counts from then. What it reads and writes must live until it has ended.
+    std::shared_ptr<Pending> start(double timeout, std::size_t size, Queue::Collective collective);
+    // Blocks until it has ended; see Pending::wait.
+    bool wait(Pending& pending, double timeout) { return queue_.wait(pending, timeout); }
 
     // Makes symmetric memory known, which all ranks have mapped.
     void add_arena(const std::shared_ptr<const shm::Arena>& arena) { arenas_.add(arena); }
@@ -102,7 +101,7 @@ public:
     // In a forked child: the group stays the parent's, and so does the thread.
     void stop() noexcept {
         fabric_.stop();
-        (void)thread_.release();
+        queue_.abandon();
     }
 
 private:
@@ -119,14 +118,6 @@ private:
         std::uint64_t place_;
     };
 
-    struct Started {
-        std::uint64_t place;
-        double timeout;
-        std::function<void(Context&, const Deadline&)> collective;
-        std::shared_ptr<Pending> pending;
-    };
-
-    void run_started();
     void check() const;  // throws when the group has ended
     void await_turn(std::uint64_t place, const Deadline& deadline);
     void pass_turn(std::uint64_t next);
@@ -141,12 +132,9 @@ private:
     std::atomic<bool> is_broken_{false};
     std::mutex mutex_;
     std::condition_variable passed_;
-
-    std::mutex started_mutex_;
-    std::condition_variable has_started_;
-    std::deque<Started> started_;
-    bool is_closing_ = false;
-    std::unique_ptr<std::thread> thread_;  // made when something is first started
+    Queue queue_{[this](std::uint64_t place, double timeout, const Queue::Collective& collective) {
+        run(place, timeout, collective);
+    }};
 };
 
 }  // namespace ferrodist

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <exception>
 #include <mutex>
 
@@ -12,7 +13,14 @@ namespace ferrodist {
 
 class Pending {
 public:
+    explicit Pending(std::uint64_t place) : place_(place) {}
+
+    // Where it stands among the collectives of its group.
+    [[nodiscard]] std::uint64_t place() const noexcept { return place_; }
     [[nodiscard]] bool is_done() const noexcept { return is_done_.load(); }
+
+    // Whether it has ended, and not well.
+    [[nodiscard]] bool has_failed() const noexcept { return is_done() && failure_ != nullptr; }
 
     // Blocks until it has ended; false when `timeout` seconds have passed before. Throws the Failure it ended with, each
     // time. Any number of threads may wait.
@@ -22,6 +30,7 @@ public:
     void finish(std::exception_ptr failure);
 
 private:
+    std::uint64_t place_;
     std::mutex mutex_;
     std::condition_variable ended_;
     std::atomic<bool> is_done_{false};  // stored after `failure_`, which is not written again

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -62,16 +63,21 @@ void expect(const Values& actual, const Values& expected, const char* what, int 
 class Program {
 public:
     Program(Communicator& communicator, const shm::Arena& arena, int rank, int num_ranks, std::uint64_t seed)
-        : communicator_(communicator), arena_(arena), rank_(rank), num_ranks_(num_ranks), random_(seed) {}
+        : communicator_(communicator), arena_(arena), rank_(rank), num_ranks_(num_ranks), random_(seed), own_random_(seed * 100 + static_cast<std::uint64_t>(rank)) {}
 
     void run(std::uint64_t num_collectives) {
         for (std::uint64_t number = 0; number < num_collectives; ++number) step(number);
     }
 
 private:
+    // At once, or started and waited for, which ranks need not do alike: small ones are left to who waits.
     template <class Collective>
     void call(const Collective& collective) {
-        communicator_.run(communicator_.reserve(), patience, collective);
+        const auto way = own_random_() % 8;
+        if (way > 2) return communicator_.run(communicator_.reserve(), patience, collective);
+        const auto pending = communicator_.start(patience, way == 0 ? 1024 * 1024 : 0, collective);
+        if (way == 1) require(communicator_.wait(*pending, patience), "wait");
+        require(communicator_.wait(*pending, std::numeric_limits<double>::infinity()), "wait");
     }
 
     std::size_t random_count() {
@@ -201,7 +207,8 @@ private:
     Values local_[2];
     int rank_;
     int num_ranks_;
-    std::mt19937_64 random_;
+    std::mt19937_64 random_;      // the same draws on all ranks
+    std::mt19937_64 own_random_;
 };
 
 using Group = std::vector<std::unique_ptr<Communicator>>;
@@ -333,6 +340,21 @@ void endings(const std::vector<int>& hosts, bool is_crowded) {
             std::thread later([&] { own.run(second, patience, all); });
             own.run(first, patience, all);
             later.join();
+        }
+    });
+    // Several threads start and wait, and one of them goes on without waiting.
+    group = make_group({hosts[0], hosts[1]}, is_crowded);
+    run_ranks(2, [&](int rank) {
+        Communicator& own = *group[static_cast<std::size_t>(rank)];
+        const double forever = std::numeric_limits<double>::infinity();
+        for (int round = 0; round < 200; ++round) {
+            const auto first = own.start(patience, 0, all);
+            const auto second = own.start(patience, 0, all);
+            std::thread other([&] { own.wait(*first, forever); });
+            if (round % 2 == 0) own.wait(*second, forever);
+            own.run(own.reserve(), patience, all);
+            other.join();
+            require(own.wait(*second, 0.1), "what was started before");
         }
     });
     std::printf("endings, host of rank 1: %d%s\n", hosts[1], is_crowded ? ", crowded" : "");

@@ -135,7 +135,10 @@ def _interrupt_when_waiting(fork: ForkedGroup) -> None:
     def watch() -> None:
         for _ in range(1000):
             frame = sys._current_frames()[caller]
-            if Path(frame.f_code.co_filename).name == "reductions.py" or "native" in Path(frame.f_code.co_filename).parts:
+            if (
+                Path(frame.f_code.co_filename).name == "reductions.py"
+                or "native" in Path(frame.f_code.co_filename).parts
+            ):
                 threading.Event().wait(0.1)
                 fork.strike(signal.SIGINT)
                 return

@@ -124,7 +124,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 class _Started(PendingCollective[torch.Tensor]):
-    """A collective that the engine's own thread runs.
+    """A collective that the engine runs, in its own thread or in one that waits for it.
 
     The engine holds addresses: when this object goes before the collective has ended, the tensors stay with the engine.
     """
@@ -164,12 +164,16 @@ class _Started(PendingCollective[torch.Tensor]):
         """Block until it has ended and return its result; see `PendingCollective.wait`."""
         self._check_process()
         out = self._out
+        limit = math.inf if timeout is None else check_timeout(timeout)
         try:
-            if not self._pending.wait(math.inf if timeout is None else check_timeout(timeout)):
-                raise self._still_under_way(timeout)
-        except self._engine.failure_type as failure:
+            has_ended = self._engine.compiled.wait(self._pending, limit)
+        except BaseException as failure:
+            if not self._pending.has_failed():  # an interruption, while another thread runs it: it goes on
+                raise
             facts = {"op": self._op, "root": self._root, "dim": self._dim}
             raise self._engine.call_error(failure, self.op_name, self._tensor, out, **facts) from None
+        if not has_ended:
+            raise self._still_under_way(timeout or 0.0)
         if not self._has_result:
             self._has_result = True
             if not out.is_inference():  # the engine wrote raw memory: something may have saved it for a backward
