@@ -15,16 +15,24 @@ constexpr int most_idle_ticks = 5;
 }  // namespace
 
 bool Queue::wait(Pending& pending, double timeout) {
-    if (!pending.is_done()) {
-        bool is_left = true;
+    if (pending.is_done()) return pending.wait(timeout);
+    {
+        std::unique_lock lock(mutex_);
         if (std::isinf(timeout)) {
-            std::unique_lock lock(mutex_);
             while (!is_running_ && !started_.empty() && started_.front().pending->place() <= pending.place())
                 run_first(lock);
-            is_left = !started_.empty();
         }
-        if (is_left) hurry();
+        if (pending.is_done()) {
+            // Whoever came meanwhile, and what should not wait, was left to this thread.
+            const bool is_awaited = !started_.empty() && (num_waiting_ > 0 || started_.front().is_urgent);
+            lock.unlock();
+            if (is_awaited) hurry();
+            return pending.wait(timeout);
+        }
+        ++num_waiting_;
     }
+    const Waiting counted(*this);
+    hurry();
     return pending.wait(timeout);
 }
 

@@ -35,16 +35,17 @@ public:
     // could else get out of the order of the places, and wait at its front for what stands behind.
     template <class Reserve>
     std::shared_ptr<Pending> add(double timeout, Collective collective, std::size_t size, const Reserve& reserve) {
-        bool is_urgent = size >= urgent_bytes;
+        const bool is_urgent = size >= urgent_bytes;
+        bool wakes = is_urgent;
         std::shared_ptr<Pending> pending;
         {
             const std::lock_guard lock(mutex_);
             if (!thread_) thread_ = std::make_unique<std::thread>([this] { keep(); });
             pending = std::make_shared<Pending>(reserve());
-            started_.push_back({timeout, std::move(collective), pending});
-            is_urgent = is_urgent || is_asleep_;
+            started_.push_back({timeout, is_urgent, std::move(collective), pending});
+            wakes = wakes || is_asleep_;
         }
-        if (is_urgent) changed_.notify_one();
+        if (wakes) changed_.notify_one();
         return pending;
     }
 
@@ -64,8 +65,24 @@ public:
 private:
     struct Started {
         double timeout;
+        bool is_urgent;
         Collective collective;
         std::shared_ptr<Pending> pending;
+    };
+
+    // Takes a waiting thread out of the count.
+    class Waiting {
+    public:
+        explicit Waiting(Queue& queue) : queue_(queue) {}
+        Waiting(const Waiting&) = delete;
+        Waiting& operator=(const Waiting&) = delete;
+        ~Waiting() {
+            const std::lock_guard lock(queue_.mutex_);
+            --queue_.num_waiting_;
+        }
+
+    private:
+        Queue& queue_;
     };
 
     // What takes tens of microseconds: its start is worth some, to be hidden behind what the caller computes.
@@ -79,6 +96,7 @@ private:
     std::condition_variable changed_;  // only the thread waits for it
     std::deque<Started> started_;
     bool is_running_ = false;  // somebody runs what was the first: one at a time, for the time of each counts from its turn
+    int num_waiting_ = 0;      // threads that wait for something that another one runs
     bool is_asleep_ = false;   // the thread, until it is woken
     bool is_closing_ = false;
     std::unique_ptr<std::thread> thread_;  // made when something is first started
