@@ -10,7 +10,6 @@
 #include <new>
 
 #include "base/interruption.h"
-#include "base/processor.h"
 
 namespace ferrodist::shm {
 
@@ -20,9 +19,6 @@ constexpr std::size_t max_record_bytes = 4096;
 
 // How long one sleep lasts at most: bounds how late an expired deadline is seen.
 constexpr auto longest_sleep = interruption_period;
-
-// Pauses between two looks at the clock or the abort word while spinning.
-constexpr int pauses_a_look = 32;
 
 // Not FUTEX_PRIVATE: the word lies at another address in each process.
 long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value, const timespec* timeout) {
@@ -120,15 +116,14 @@ void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind
             i < crowded_pauses ? relax() : give_way();
         }
     } else {
-        Clock::time_point end{};
+        Spin spin(contention_, std::chrono::microseconds(layout_.spin_micros));
         do {
-            for (int i = 0; i < pauses_a_look; ++i) {
+            for (int i = 0; i < Spin::pauses_a_look; ++i) {
                 if (ready()) return;
                 relax();
             }
             check();
-            if (end == Clock::time_point{}) end = Clock::now() + std::chrono::microseconds(layout_.spin_micros);
-        } while (Clock::now() < end);
+        } while (spin.goes_on());
     }
     auto& bell = header().bell;
     while (true) {

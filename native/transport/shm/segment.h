@@ -23,6 +23,7 @@
 
 #include "base/deadline.h"
 #include "base/failure.h"
+#include "base/spin.h"
 #include "transport/shm/memory.h"
 
 namespace ferrodist::shm {
@@ -133,6 +134,7 @@ private:
     [[nodiscard]] std::string abort_record() const;
     [[nodiscard]] Header& header() const noexcept;
 
+    Contention contention_;
     Layout layout_;
     std::shared_ptr<const Mapping> memory_;
     std::byte* arrivals_;
