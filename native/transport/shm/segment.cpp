@@ -10,6 +10,7 @@
 #include <new>
 
 #include "base/interruption.h"
+#include "base/processor.h"
 
 namespace ferrodist::shm {
 
