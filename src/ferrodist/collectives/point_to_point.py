@@ -16,9 +16,10 @@ from ferrodist.backends.base import check_peer
 from ferrodist.backends.request import wait_all
 from ferrodist.backends.tags import ANY_SOURCE, check_user_tag
 from ferrodist.collectives.prepare import check_integer, check_out, check_tensor, group_and_timeout, prepare_out
+from ferrodist.collectives.quick_messages import Progress, quick_recv, quick_recv_into, quick_send, quick_sendrecv
 from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.collectives.tensor_heads import MAX_DIMS
-from ferrodist.collectives.tensor_transfers import TensorReceive, start_send
+from ferrodist.collectives.tensor_transfers import TensorReceive, start_body, start_send
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError
 
@@ -74,7 +75,13 @@ def send(
         DistributedTimeoutError: A large tensor was not received in time; it will not be.
         PeerLostError: ``dst`` died or left.
     """
-    batch([Send(tensor, dst, tag)], group=group, timeout=timeout)
+    begun = quick_send(tensor, dst, tag, group, timeout)
+    if begun is None:
+        return
+    chosen, limit = group_and_timeout(group, timeout)
+    _check(Send(tensor, dst, tag), chosen)
+    requests = _continue_send(chosen, Send(tensor, dst, tag), begun)
+    _wait_for(requests, Deadline(limit, elapsed=begun.seconds), chosen, f"send to {_whom(dst)}")
 
 
 @overload
@@ -131,12 +138,15 @@ def recv(
         ValueError: ``shape`` has a size below 0 or more than 12 dims, or ``tag`` is out of range.
         SelfSendError, InvalidRankError, PeerLostError: As for `send`.
     """
+    result = quick_recv(shape, dtype, src, tag=tag, group=group, timeout=timeout)
+    if not isinstance(result, Progress):
+        return result if return_source else result[0]
     chosen, limit = group_and_timeout(group, timeout)
     if dtype is not None:
         check_dtype(dtype)
     shape = None if shape is None else _check_shape(shape)
     receive = TensorReceive(chosen, src, tag, shape=shape, dtype=dtype)
-    _wait_for([receive], Deadline(limit), chosen, f"recv from {_whom(src)}")
+    _wait_for([receive], Deadline(limit, elapsed=result.seconds), chosen, f"recv from {_whom(src)}")
     return (receive.finish(), receive.peer) if return_source else receive.finish()
 
 
@@ -153,11 +163,14 @@ def recv_into(
     ``tensor`` may have any strides, but no elements that share memory, and at most 12 dims: else ValueError is raised.
     All else is as for `recv`.
     """
+    result = quick_recv_into(tensor, src, tag, group, timeout)
+    if not isinstance(result, Progress):
+        return result
     chosen, limit = group_and_timeout(group, timeout)
     incoming = Recv(tensor, src, tag)
     _check(incoming, chosen)
     receive = _receive_into(chosen, incoming)
-    _wait_for([receive], Deadline(limit), chosen, f"recv_into from {_whom(src)}")
+    _wait_for([receive], Deadline(limit, elapsed=result.seconds), chosen, f"recv_into from {_whom(src)}")
     receive.finish()
     return receive.peer
 
@@ -215,6 +228,9 @@ def sendrecv(
     Raises:
         As `send` and `recv`.
     """
+    result = quick_sendrecv(tensor, dst, shape, src, tag=tag, group=group, timeout=timeout)
+    if not isinstance(result, Progress):
+        return result if return_source else result[0]
     chosen, limit = group_and_timeout(group, timeout)
     outgoing = Send(tensor, dst, tag)
     _check(outgoing, chosen)
@@ -222,11 +238,12 @@ def sendrecv(
     receive = TensorReceive(chosen, src, tag, shape=shape, dtype=tensor.dtype)
     requests: list[Request] = [receive]
     try:
-        requests.extend(start_send(chosen, tensor, dst, tag))
+        requests.extend(_continue_send(chosen, outgoing, result))
     except BaseException:
         receive.cancel()
         raise
-    _wait_for(requests, Deadline(limit), chosen, f"sendrecv with {_whom(dst)} and {_whom(src)}")
+    deadline = Deadline(limit, elapsed=result.seconds)
+    _wait_for(requests, deadline, chosen, f"sendrecv with {_whom(dst)} and {_whom(src)}")
     return (receive.finish(), receive.peer) if return_source else receive.finish()
 
 
@@ -303,6 +320,15 @@ def _check(operation: Send | Recv, group: Backend) -> None:
         check_peer(group, operation.src, any_source=True)
         with torch.no_grad():
             check_out(tensor)
+
+
+def _continue_send(group: Backend, operation: Send, begun: Progress) -> list[Request]:
+    """Start what is left of a send that the short way has begun."""
+    if begun.is_sent:
+        return []
+    if begun.number is not None:
+        return start_body(group, operation.tensor, operation.dst, begun.number)
+    return start_send(group, operation.tensor, operation.dst, operation.tag)
 
 
 def _receive_into(group: Backend, operation: Recv) -> TensorReceive:

@@ -7,7 +7,7 @@ import struct
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from ferrodist.backends.tags import ANY_SOURCE
+from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag
 from ferrodist.collectives.reduce_op import DTYPES
 
 if TYPE_CHECKING:
@@ -67,6 +67,11 @@ class KeptHeads:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._heads: dict[int, list[tuple[int, bytes]]] = {}
+
+    def may_have(self, tag: int) -> bool:
+        """Whether a head of a user's tag may be kept; for what is no tag that is so when any head is."""
+        heads = self._heads
+        return bool(heads) and (type(tag) is not int or channel_tag(Channel.TENSOR_HEAD, tag) in heads)
 
     def keep(self, tag: int, source: int, head: bytes) -> None:
         """Keep a head, for the next receive of its tag."""

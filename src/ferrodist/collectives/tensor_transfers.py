@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.backends.request import Late, Request
 
-__all__ = ["TensorReceive", "start_body", "start_send"]
+__all__ = ["TensorReceive", "give_up_body", "start_body", "start_send"]
 
 
 def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int) -> list[Request]:
@@ -43,6 +43,16 @@ def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int) -> list
 def start_body(group: Backend, tensor: torch.Tensor, dst: int, number: int) -> list[Request]:
     """Start to send the elements of a tensor, if it has any, whose head has gone with ``number``."""
     return [_BodySend(group, flatten(tensor), dst, channel_tag(Channel.TENSOR_BODY, number))] if tensor.numel() else []
+
+
+def give_up_body(group: Backend, dst: int, number: int) -> None:
+    """Send no elements of a tensor whose head has gone with ``number``; see [Note: given up]."""
+    _leave_empty(group, dst, channel_tag(Channel.TENSOR_BODY, number))
+
+
+def _leave_empty(group: Backend, dst: int, tag: int) -> None:
+    with contextlib.suppress(DistributedError):  # a group that has ended needs no message
+        group.isend(b"", dst, tag=tag)
 
 
 class _BodySend:
@@ -71,8 +81,7 @@ class _BodySend:
     def cancel(self) -> bool:
         if not self._request.cancel():
             return False
-        with contextlib.suppress(DistributedError):  # a group that has ended needs no message
-            self._group.isend(b"", self.peer, tag=self._tag)
+        _leave_empty(self._group, self.peer, self._tag)
         return True
 
 
