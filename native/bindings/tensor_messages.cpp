@@ -176,6 +176,12 @@ nb::object send(const TensorMessages& self, nb::handle tensor, nb::handle dst, n
     return interruption ? unfinished(deadline, interruption) : nb::none();
 }
 
+// A small message goes whether or not its receiver is there.
+bool can_exchange(const TensorMessages& self, nb::handle tensor, nb::handle src) {
+    const auto view = view_tensor(tensor.ptr());
+    return view && view->count * size_of(view->dtype) <= small_bytes && self.peer(src, true);
+}
+
 // Whether a tensor can have this head: it comes from another process.
 bool is_possible(const Head& head) {
     const std::array<std::int64_t, max_dims> shape = head.shape;
@@ -188,7 +194,12 @@ bool is_of(const TensorView& view, const Head& head) {
            std::equal(view.shape.begin(), view.shape.end(), shape.begin());
 }
 
-// Receives a tensor into the one that `target_of` gives for its head. Its result is made by `result_of(source)`.
+struct Target {
+    nb::object tensor;
+    std::optional<TensorView> view;
+};
+
+// Receives a tensor into the one that `target_of` gives for its head. Its result is made by `result_of`.
 template <class TargetOf, class ResultOf>
 nb::object receive(const TensorMessages& self, nb::handle src, nb::handle tag, nb::handle timeout,
                    const TargetOf& target_of, const ResultOf& result_of) {
@@ -212,25 +223,25 @@ nb::object receive(const TensorMessages& self, nb::handle src, nb::handle tag, n
     };
     if (interruption || !is_possible(head)) return leave();
 
-    const nb::object target = target_of(head, interruption);
-    const auto view = target.is_valid() ? view_tensor(target.ptr()) : std::nullopt;
-    if (!view || !is_of(*view, head)) return leave();
-    const std::size_t size = view->count * size_of(view->dtype);
+    const Target target = target_of(head, interruption);
+    if (!target.view || !is_of(*target.view, head)) return leave();
+    const std::size_t size = target.view->count * size_of(target.view->dtype);
     if (size != 0) {
-        Receive second(view->data, size, first.peer, self.tag(body_channel, head.number));
+        Receive second(target.view->data, size, first.peer, self.tag(body_channel, head.number));
         if (!take(self, second, deadline, interruption)) return leave();
-        if (!mark_written(target.ptr())) throw nb::python_error();
+        if (!mark_written(target.tensor.ptr())) throw nb::python_error();
         if (interruption) return unfinished(deadline, interruption);
     }
-    return result_of(target, source);
+    return result_of(target.tensor, source);
 }
 
 // `fd.recv_into`; the rank that sent it when it is done.
 nb::object receive_into(const TensorMessages& self, nb::handle tensor, nb::handle src, nb::handle tag,
                         nb::handle timeout) {
-    if (!view_tensor(tensor.ptr())) return not_begun();
+    const auto view = view_tensor(tensor.ptr());
+    if (!view) return not_begun();
     return receive(
-        self, src, tag, timeout, [&](const Head&, std::exception_ptr&) { return nb::borrow(tensor); },
+        self, src, tag, timeout, [&](const Head&, std::exception_ptr&) { return Target{nb::borrow(tensor), view}; },
         [](const nb::object&, int source) { return nb::object(nb::int_(source)); });
 }
 
@@ -244,10 +255,12 @@ nb::object receive_new(const TensorMessages& self, nb::handle src, nb::handle ta
         for (std::size_t dim = 0; dim < head.num_dims; ++dim)
             PyTuple_SET_ITEM(shape.ptr(), static_cast<Py_ssize_t>(dim), PyLong_FromLongLong(sizes[dim]));
         try {
-            return nb::object(make(static_cast<int>(head.dtype), shape));
+            nb::object made = make(static_cast<int>(head.dtype), shape);
+            const auto view = view_tensor(made.ptr());
+            return Target{std::move(made), view};
         } catch (const nb::python_error&) {
             interruption = std::current_exception();
-            return nb::object();
+            return Target{};
         }
     };
     return receive(self, src, tag, timeout, target_of, [](const nb::object& tensor, int source) {
@@ -274,8 +287,8 @@ void bind_tensor_messages(nb::module_& m) {
         .def(
             "close", [](TensorMessages& self) { self.is_open.store(false); },
             "Have all calls from now on go the long way; whoever calls this then ends those under way.")
-        .def("has_peer", [](const TensorMessages& self, nb::handle rank) { return self.peer(rank, true).has_value(); },
-             "rank"_a.none(), "Whether a receive from there can be asked for.")
+        .def("can_exchange", &can_exchange, "tensor"_a.none(), "src"_a.none(),
+             "Whether a `send` of the tensor and then a receive from ``src`` are as good as both at the same time.")
         .def("send", &send, "tensor"_a.none(), "dst"_a.none(), "tag"_a.none(), "timeout"_a.none(), "numbers"_a,
              "None when it has been sent, else an `Unfinished`.")
         .def("receive_into", &receive_into, "tensor"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout"_a.none(),

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["NOT_BEGUN", "Progress", "quick_recv", "quick_recv_into", "quick_send", "quick_sendrecv"]
 
-_SMALL_BYTES = 16 * 1024
-"""A send of no more than this ends whether or not its receiver is there, so that a receive may wait for its end."""
-
 
 class Progress(NamedTuple):
     """How far a call has got.
@@ -117,9 +114,7 @@ def quick_sendrecv(
     """`sendrecv` of a small tensor; the other tensor and the rank that sent it when it is done."""
     chosen: Any = group or find_group(None)
     messages = getattr(chosen, "tensor_messages", None)
-    if messages is None or type(tensor) is not torch.Tensor or tensor.nbytes > _SMALL_BYTES:
-        return NOT_BEGUN
-    if not messages.has_peer(src) or not _is_plain(shape, tensor.dtype):
+    if messages is None or not messages.can_exchange(tensor, src) or not _is_plain(shape, None):
         return NOT_BEGUN
     started = time.monotonic()
     rest = quick_send(tensor, dst, tag, chosen, timeout)
