@@ -54,8 +54,8 @@ class TensorHead(NamedTuple):
 
 def body_numbers(group: Backend) -> Iterator[int]:
     """Numbers for the bodies this rank sends in a group; a receiver reads them per sender."""
-    numbers: Iterator[int] = group.attachments.setdefault(_NUMBERS, itertools.count())
-    return numbers
+    numbers: Iterator[int] | None = group.attachments.get(_NUMBERS)
+    return group.attachments.setdefault(_NUMBERS, itertools.count()) if numbers is None else numbers
 
 
 class KeptHeads:
