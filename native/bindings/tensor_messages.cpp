@@ -9,8 +9,11 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <exception>
+#include <memory>
 #include <optional>
+#include <vector>
 
 #include "base/deadline.h"
 #include "bindings/short_ways.h"
@@ -70,10 +73,10 @@ struct TensorMessages {
 
 // How far a call has got that has not come to its end.
 struct Unfinished {
-    double seconds = 0.0;               // that it took
-    nb::object number = nb::none();     // of a send: that of the elements, when they have yet to follow a head that has gone
-    nb::object head = nb::none();       // of a receive: a head that has come, and whose elements were not taken
-    int source = any_source;            // and who sent it
+    double seconds = 0.0;  // that it took
+    nb::object number = nb::none();  // of a send: that of the elements, when they have yet to follow a head that has gone
+    nb::object head = nb::none();    // of a receive: a head that has come, and whose elements were not taken
+    int source = any_source;         // and who sent it
     nb::object interruption = nb::none();  // the exception of a signal that came
 };
 
