@@ -8,6 +8,8 @@
 #include <optional>
 
 #include "bindings/released.h"
+#include "bindings/message_arguments.h"
+#include "bindings/tensor_messages.h"
 #include "engine/messenger.h"
 
 namespace nb = nanobind;
@@ -16,9 +18,6 @@ using namespace nb::literals;
 namespace ferrodist {
 
 namespace {
-
-// A larger message is copied without the interpreter, so that its other threads go on.
-constexpr std::size_t small_bytes = 16 * 1024;
 
 // Python's view of a buffer, for as long as this lives.
 class Buffer {
@@ -121,50 +120,6 @@ std::shared_ptr<Messenger> make_messenger(int rank, int num_ranks, std::size_t e
     return messenger;
 }
 
-// The arguments of a short way, or nothing when the long way must look at them, and make their errors.
-
-std::optional<std::uint64_t> small_number(nb::handle object) {
-    if (!PyLong_CheckExact(object.ptr())) return std::nullopt;
-    const unsigned long long value = PyLong_AsUnsignedLongLong(object.ptr());
-    if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred()) {
-        PyErr_Clear();
-        return std::nullopt;
-    }
-    return value;
-}
-
-std::optional<int> rank_in(const Messenger& self, nb::handle object, bool may_be_any) {
-    if (!PyLong_CheckExact(object.ptr())) return std::nullopt;
-    int overflow = 0;
-    const long value = PyLong_AsLongAndOverflow(object.ptr(), &overflow);
-    if (overflow != 0 || value == self.settings().rank || value >= self.settings().num_ranks) return std::nullopt;
-    if (value < 0 && !(may_be_any && value == any_source)) return std::nullopt;
-    return static_cast<int>(value);
-}
-
-std::optional<double> seconds_of(nb::handle object) {
-    double value = -1.0;
-    if (PyFloat_CheckExact(object.ptr())) {
-        value = PyFloat_AS_DOUBLE(object.ptr());
-    } else if (PyLong_CheckExact(object.ptr())) {
-        value = PyLong_AsDouble(object.ptr());
-        PyErr_Clear();
-    }
-    return value >= 0.0 ? std::optional(value) : std::nullopt;
-}
-
-// Waits for a transfer on the stack, which has ended when this returns.
-template <class Some>
-void await(Messenger& self, Some& transfer, double timeout) {
-    const Released released;
-    try {
-        if (!self.wait(transfer, timeout)) self.cancel(transfer);
-    } catch (...) {
-        self.cancel(transfer);
-        throw;
-    }
-}
-
 // How it has ended, for Python: see `NativeBackend`.
 nb::object ending(const Transfer& transfer, std::size_t size_sent) {
     return nb::make_tuple(static_cast<int>(transfer.outcome), transfer.peer, size_sent, transfer.reason);
@@ -172,7 +127,7 @@ nb::object ending(const Transfer& transfer, std::size_t size_sent) {
 
 nb::object quick_send(Messenger& self, nb::handle data, nb::handle dst, nb::handle tag, nb::handle timeout) {
     if (!self.is_open()) return nb::none();
-    const auto rank = rank_in(self, dst, false);
+    const auto rank = peer_in(dst, self.settings().rank, self.settings().num_ranks, false);
     const auto number = small_number(tag);
     const auto limit = seconds_of(timeout);
     Buffer buffer;
@@ -194,7 +149,7 @@ nb::object quick_send(Messenger& self, nb::handle data, nb::handle dst, nb::hand
 
 nb::object quick_recv(Messenger& self, nb::handle into, nb::handle src, nb::handle tag, nb::handle timeout) {
     if (!self.is_open()) return nb::none();
-    const auto rank = rank_in(self, src, true);
+    const auto rank = peer_in(src, self.settings().rank, self.settings().num_ranks, true);
     const auto number = small_number(tag);
     const auto limit = seconds_of(timeout);
     Buffer buffer;
@@ -415,6 +370,8 @@ void bind_messages(nb::module_& m) {
             self->abandon();
             new std::shared_ptr<Messenger>(self);  // its lock and its thread are the parent's: never destroyed
         });
+
+    bind_tensor_messages(m);
 }
 
 }  // namespace ferrodist

@@ -43,6 +43,8 @@ PyObject* requires_grad = nullptr;  // the attribute's name
 PyObject* is_neg = nullptr;         // the method's
 PyObject* is_inference = nullptr;   // the method's
 PyObject* increment_version = nullptr;
+PyObject* forward_mode = nullptr;   // what torch.autograd.forward_ad has under its names
+PyObject* current_level = nullptr;  // the name of its level, which is not negative where tensors may have tangents
 
 // Whether a fresh reference is to a true value; an error counts as true, for it leads the long way, which reports it.
 bool is_true(PyObject* value) {
@@ -53,6 +55,11 @@ bool is_true(PyObject* value) {
     const bool result = value != Py_False;
     Py_DECREF(value);
     return result;
+}
+
+bool may_have_tangents() {
+    PyObject* level = forward_mode == nullptr ? nullptr : PyDict_GetItem(forward_mode, current_level);
+    return level != nullptr && PyLong_CheckExact(level) && PyLong_AsLong(level) >= 0;
 }
 
 std::optional<DType> dtype_of(DataType type) {
@@ -100,13 +107,22 @@ bool load_tensor_interface(PyObject* plain, PyObject* parameter, PyObject* incre
     is_neg = PyUnicode_InternFromString("is_neg");
     is_inference = PyUnicode_InternFromString("is_inference");
     increment_version = Py_NewRef(increment);
+    current_level = PyUnicode_InternFromString("_current_level");
+    PyObject* module = PyImport_ImportModule("torch.autograd.forward_ad");
+    if (module == nullptr) {
+        PyErr_Clear();
+        interface = nullptr;
+        return false;
+    }
+    forward_mode = Py_NewRef(PyModule_GetDict(module));
+    Py_DECREF(module);
     return true;
 }
 
 std::optional<TensorView> view_tensor(PyObject* object) {
     Tensor tensor{};
     if (interface == nullptr || (Py_TYPE(object) != tensor_type && Py_TYPE(object) != parameter_type)) return std::nullopt;
-    if (is_true(PyObject_GetAttr(object, requires_grad))) return std::nullopt;
+    if (may_have_tangents() || is_true(PyObject_GetAttr(object, requires_grad))) return std::nullopt;
     if (interface->tensor_from_object(object, &tensor) != 0) {
         PyErr_Clear();
         return std::nullopt;
@@ -119,6 +135,7 @@ std::optional<TensorView> view_tensor(PyObject* object) {
         if (tensor.shape[dim] != 1 && tensor.strides != nullptr && tensor.strides[dim] != count) return std::nullopt;
         count *= tensor.shape[dim];
     }
+    if (tensor.data == nullptr && count != 0) return std::nullopt;
     // A tensor that is negated lazily is a view of every other number of a complex one: contiguous only when it is small.
     if (count <= 1 && is_true(PyObject_CallMethodNoArgs(object, is_neg))) return std::nullopt;
     return TensorView{.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset,

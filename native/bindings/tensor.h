@@ -26,7 +26,8 @@ struct TensorView {
 bool load_tensor_interface(PyObject* tensor_type, PyObject* parameter_type, PyObject* increment_version);
 
 // The view of a tensor, or nothing when the short way is not for it: it is no plain tensor, requires grad, is not
-// contiguous or not on the CPU, or has a type that collectives don't carry; or there is no interface.
+// contiguous or not on the CPU, has no memory (inside of a functorch transform), or has a type that collectives don't
+// carry; or it may carry a tangent of forward-mode differentiation; or there is no interface.
 std::optional<TensorView> view_tensor(PyObject* tensor);
 
 // Tells autograd that a tensor has changed: something may have saved it for a backward. False with a Python error set.

@@ -34,14 +34,15 @@ class Deadline:
     Args:
         timeout: Seconds from now; ``math.inf`` never passes.
         clock: Where the time comes from, in seconds; only differences matter.
+        elapsed: Seconds of them that have passed already.
     """
 
     __slots__ = ("_clock", "_end", "_start", "timeout")
 
-    def __init__(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, timeout: float, clock: Callable[[], float] = time.monotonic, *, elapsed: float = 0.0) -> None:
         self.timeout = check_timeout(timeout)
         self._clock = clock
-        self._start = clock()
+        self._start = clock() - elapsed
         self._end = self._start + self.timeout
 
     def remaining(self) -> float:

@@ -16,6 +16,8 @@ from forked_group import ForkedGroup, Report, attempt, open_descriptors
 
 import ferrodist as fd
 from ferrodist.backends.native import NativeBackend, is_native_available
+from ferrodist.backends.tags import Channel, channel_tag
+from ferrodist.collectives.tensor_heads import TensorHead
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,10 +137,8 @@ def _interrupt_when_waiting(fork: ForkedGroup) -> None:
     def watch() -> None:
         for _ in range(1000):
             frame = sys._current_frames()[caller]
-            if (
-                Path(frame.f_code.co_filename).name == "reductions.py"
-                or "native" in Path(frame.f_code.co_filename).parts
-            ):
+            file = Path(frame.f_code.co_filename)
+            if file.name in ("reductions.py", "quick_messages.py") or "native" in file.parts:
                 threading.Event().wait(0.1)
                 fork.strike(signal.SIGINT)
                 return
@@ -197,6 +197,56 @@ def test_an_interruption_ends_a_message(size: int) -> None:
         group.send(b"g", 1, tag=1)
         group.recv(into, 1)
         group.send(into, 1)
+        return caught, seconds
+
+    fork = ForkedGroup(2, program, timeout=20.0, kind=NativeBackend)
+    try:
+        results = fork.results({0, 1})
+        assert all(caught == "KeyboardInterrupt" for caught, _ in results.values()), results
+        assert all(seconds < _LATE_SECONDS for _, seconds in results.values()), results
+    finally:
+        fork.end()
+
+
+@pytest.mark.parametrize("wait", ["head", "elements", "send", "sendrecv"])
+def test_an_interruption_ends_a_tensor(wait: str) -> None:
+    """Ctrl-C in a tensor's receive or send raises at once; what was sent comes later, what was given up never does."""
+    count = 1_000_000
+    number = 10_000
+
+    def program(group: NativeBackend, fork: ForkedGroup) -> tuple[str, float]:
+        if group.rank == 1:
+            if wait == "elements":
+                head = TensorHead(number, torch.float32, (2,)).pack()
+                group.send(head, 0, tag=channel_tag(Channel.TENSOR_HEAD, 0))
+            group.recv(bytearray(1), 0, tag=1)
+            if wait == "elements":
+                group.send(bytes(8), 0, tag=channel_tag(Channel.TENSOR_BODY, number))
+            elif wait == "send":
+                assert fd.recv(None, None, 0, timeout=10).tolist() == [7.0]
+            elif wait == "sendrecv":
+                assert fd.recv(None, None, 0, timeout=10).tolist() == [5.0]
+                assert fd.recv(None, None, 0, timeout=10).tolist() == [7.0]
+            if wait != "elements":
+                fd.send(torch.zeros(2), 0)
+            return "KeyboardInterrupt", 0.0
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        caught, seconds = "nothing", 0.0
+        into = torch.ones(2)
+        try:
+            _interrupt_when_waiting(fork)
+            if wait == "send":
+                fd.send(torch.ones(count), 1)
+            elif wait == "sendrecv":
+                fd.sendrecv(torch.tensor([5.0]), 1, None, 1)
+            else:
+                fd.recv_into(into, 1)
+        except KeyboardInterrupt:
+            caught, seconds = "KeyboardInterrupt", time.monotonic() - fork.struck_at.value
+        group.send(b"g", 1, tag=1)
+        fd.send(torch.tensor([7.0]), 1)
+        fd.recv_into(into, 1)
+        assert not into.any()
         return caught, seconds
 
     fork = ForkedGroup(2, program, timeout=20.0, kind=NativeBackend)

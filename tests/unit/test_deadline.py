@@ -29,6 +29,15 @@ def test_counts_down_and_expires():
     assert deadline.remaining() == 0.0
 
 
+def test_time_that_passed_before_counts():
+    """A deadline of a call that has begun already ends when that call must."""
+    clock = Clock()
+    deadline = Deadline(5, clock, elapsed=2)
+    assert (deadline.remaining(), deadline.elapsed(), deadline.expired) == (3.0, 2.0, False)
+    clock.now += 3
+    assert deadline.expired
+
+
 def test_infinite_timeout_is_a_wait_that_locks_accept():
     """An endless deadline never expires, and its remaining time is finite."""
     deadline = Deadline(math.inf, Clock())

@@ -58,6 +58,9 @@ class Backend(ABC):
     quick: Any = None
     """The engine's short way for plain calls, or None: see `collectives/quick.py`."""
 
+    tensor_messages: Any = None
+    """The engine's short way for tensors from rank to rank, or None: see `collectives/quick_messages.py`."""
+
     def __init__(
         self, rank: int, world_size: int, *, timeout: float = DEFAULT_COLLECTIVE_TIMEOUT, name: str = "world"
     ) -> None:
@@ -105,6 +108,11 @@ class Backend(ABC):
 
     def subgroup_collectives(self, subgroup: Backend) -> Any:
         """What a sub-group made from this group has as its `collectives`."""
+        del subgroup
+        return None
+
+    def subgroup_tensor_messages(self, subgroup: Backend) -> Any:
+        """What a sub-group made from this group has as its `tensor_messages`."""
         del subgroup
         return None
 

@@ -87,6 +87,7 @@ class SubBackend(NonBlockingBackend):
         self._root.open_subgroup(self.group_id, self._root_ranks, self.name)
         self._root.subgroups.add(self)
         self.collectives = self._root.subgroup_collectives(self)
+        self.tensor_messages = self._root.subgroup_tensor_messages(self)
 
     @staticmethod
     def check_members(parent: Backend, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -7,45 +7,29 @@ tag stay in order however many threads send or receive them.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import struct
-import threading
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
 from ferrodist.backends.base import check_peer
-from ferrodist.backends.request import BaseRequest, wait_all
-from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag, check_user_tag
-from ferrodist.collectives.prepare import (
-    Target,
-    check_integer,
-    check_out,
-    check_tensor,
-    flatten,
-    group_and_timeout,
-    prepare_out,
-)
-from ferrodist.collectives.reduce_op import DTYPES, check_dtype
-from ferrodist.collectives.views import bytes_of
+from ferrodist.backends.request import wait_all
+from ferrodist.backends.tags import ANY_SOURCE, check_user_tag
+from ferrodist.collectives.prepare import check_integer, check_out, check_tensor, group_and_timeout, prepare_out
+from ferrodist.collectives.quick_messages import Progress, quick_recv, quick_recv_into, quick_send, quick_sendrecv
+from ferrodist.collectives.reduce_op import check_dtype
+from ferrodist.collectives.tensor_heads import MAX_DIMS
+from ferrodist.collectives.tensor_transfers import TensorReceive, start_body, start_send
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError, SizeMismatchError
+from ferrodist.errors import DistributedTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import Late, Request
+    from ferrodist.backends.request import Request
 
 __all__ = ["ANY_SOURCE", "Recv", "Send", "batch", "recv", "recv_into", "send", "sendrecv"]
-
-_MAX_DIMS = 12
-_HEAD = struct.Struct(f"<QBB{_MAX_DIMS}q")  # number of the body, dtype's place in DTYPES, dims, shape
-_NUMBERS = "collectives.messages"
-_HEADS = "collectives.heads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +75,13 @@ def send(
         DistributedTimeoutError: A large tensor was not received in time; it will not be.
         PeerLostError: ``dst`` died or left.
     """
-    batch([Send(tensor, dst, tag)], group=group, timeout=timeout)
+    begun = quick_send(tensor, dst, tag, group, timeout)
+    if begun is None:
+        return
+    chosen, limit = group_and_timeout(group, timeout)
+    _check(Send(tensor, dst, tag), chosen)
+    requests = _continue_send(chosen, Send(tensor, dst, tag), begun)
+    _wait_for(requests, Deadline(limit, elapsed=begun.seconds), chosen, f"send to {_whom(dst)}")
 
 
 @overload
@@ -148,12 +138,15 @@ def recv(
         ValueError: ``shape`` has a size below 0 or more than 12 dims, or ``tag`` is out of range.
         SelfSendError, InvalidRankError, PeerLostError: As for `send`.
     """
+    result = quick_recv(shape, dtype, src, tag=tag, group=group, timeout=timeout)
+    if not isinstance(result, Progress):
+        return result if return_source else result[0]
     chosen, limit = group_and_timeout(group, timeout)
     if dtype is not None:
         check_dtype(dtype)
     shape = None if shape is None else _check_shape(shape)
-    receive = _TensorReceive(chosen, src, tag, shape=shape, dtype=dtype)
-    _wait_for([receive], Deadline(limit), chosen, f"recv from {_whom(src)}")
+    receive = TensorReceive(chosen, src, tag, shape=shape, dtype=dtype)
+    _wait_for([receive], Deadline(limit, elapsed=result.seconds), chosen, f"recv from {_whom(src)}")
     return (receive.finish(), receive.peer) if return_source else receive.finish()
 
 
@@ -170,11 +163,14 @@ def recv_into(
     ``tensor`` may have any strides, but no elements that share memory, and at most 12 dims: else ValueError is raised.
     All else is as for `recv`.
     """
+    result = quick_recv_into(tensor, src, tag, group, timeout)
+    if not isinstance(result, Progress):
+        return result
     chosen, limit = group_and_timeout(group, timeout)
     incoming = Recv(tensor, src, tag)
     _check(incoming, chosen)
     receive = _receive_into(chosen, incoming)
-    _wait_for([receive], Deadline(limit), chosen, f"recv_into from {_whom(src)}")
+    _wait_for([receive], Deadline(limit, elapsed=result.seconds), chosen, f"recv_into from {_whom(src)}")
     receive.finish()
     return receive.peer
 
@@ -232,18 +228,22 @@ def sendrecv(
     Raises:
         As `send` and `recv`.
     """
+    result = quick_sendrecv(tensor, dst, shape, src, tag=tag, group=group, timeout=timeout)
+    if not isinstance(result, Progress):
+        return result if return_source else result[0]
     chosen, limit = group_and_timeout(group, timeout)
     outgoing = Send(tensor, dst, tag)
     _check(outgoing, chosen)
     shape = None if shape is None else _check_shape(shape)
-    receive = _TensorReceive(chosen, src, tag, shape=shape, dtype=tensor.dtype)
+    receive = TensorReceive(chosen, src, tag, shape=shape, dtype=tensor.dtype)
     requests: list[Request] = [receive]
     try:
-        requests.extend(_start_send(chosen, outgoing))
+        requests.extend(_continue_send(chosen, outgoing, result))
     except BaseException:
         receive.cancel()
         raise
-    _wait_for(requests, Deadline(limit), chosen, f"sendrecv with {_whom(dst)} and {_whom(src)}")
+    deadline = Deadline(limit, elapsed=result.seconds)
+    _wait_for(requests, deadline, chosen, f"sendrecv with {_whom(dst)} and {_whom(src)}")
     return (receive.finish(), receive.peer) if return_source else receive.finish()
 
 
@@ -268,7 +268,7 @@ def batch(
     operations = list(operations)
     for operation in operations:
         _check(operation, chosen)
-    receives: dict[int, _TensorReceive] = {}
+    receives: dict[int, TensorReceive] = {}
     requests: list[Request] = []
     try:
         for i, operation in enumerate(operations):
@@ -277,7 +277,7 @@ def batch(
                 requests.append(receives[i])
         for operation in operations:
             if isinstance(operation, Send):
-                requests.extend(_start_send(chosen, operation))
+                requests.extend(start_send(chosen, operation.tensor, operation.dst, operation.tag))
     except BaseException:
         for request in requests:
             request.cancel()
@@ -300,8 +300,8 @@ def _check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     checked = tuple(check_integer(size, f"shape[{dim}]") for dim, size in enumerate(sizes))
     if any(size < 0 for size in checked):
         raise ValueError(f"shape has a size below 0: {checked}; pass None to take what comes")
-    if len(checked) > _MAX_DIMS:
-        raise ValueError(f"shape has {len(checked)} dims, a tensor that is sent has at most {_MAX_DIMS}")
+    if len(checked) > MAX_DIMS:
+        raise ValueError(f"shape has {len(checked)} dims, a tensor that is sent has at most {MAX_DIMS}")
     return checked
 
 
@@ -311,8 +311,8 @@ def _check(operation: Send | Recv, group: Backend) -> None:
         raise TypeError(f"batch takes Send(...) and Recv(...), not {type(operation).__name__}")
     tensor = operation.tensor
     check_tensor(tensor)
-    if tensor.dim() > _MAX_DIMS:
-        raise ValueError(f"messages carry tensors of at most {_MAX_DIMS} dims, not {tensor.dim()}: reshape it")
+    if tensor.dim() > MAX_DIMS:
+        raise ValueError(f"messages carry tensors of at most {MAX_DIMS} dims, not {tensor.dim()}: reshape it")
     check_user_tag(operation.tag)
     if isinstance(operation, Send):
         check_peer(group, operation.dst)
@@ -322,277 +322,20 @@ def _check(operation: Send | Recv, group: Backend) -> None:
             check_out(tensor)
 
 
-def _start_send(group: Backend, operation: Send) -> list[Request]:
-    tensor = operation.tensor
-    number = next(_message_numbers(group))
-    shape = [*tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())]
-    head = _HEAD.pack(number, DTYPES.index(tensor.dtype), tensor.dim(), *shape)
-    tag = channel_tag(Channel.TENSOR_HEAD, operation.tag)
-    requests: list[Request] = [group.isend(head, operation.dst, tag=tag)]
-    if tensor.numel():
-        requests.append(_BodySend(group, flatten(tensor), operation.dst, channel_tag(Channel.TENSOR_BODY, number)))
-    return requests
+def _continue_send(group: Backend, operation: Send, begun: Progress) -> list[Request]:
+    """Start what is left of a send that the short way has begun."""
+    if begun.is_sent:
+        return []
+    if begun.number is not None:
+        return start_body(group, operation.tensor, operation.dst, begun.number)
+    return start_send(group, operation.tensor, operation.dst, operation.tag)
 
 
-class _BodySend:
-    """The send of a tensor's elements. Given up, it leaves an empty message in their place; see [Note: given up]."""
-
-    __slots__ = ("_group", "_request", "_tag", "peer")
-
-    def __init__(self, group: Backend, flat: torch.Tensor, dst: int, tag: int) -> None:
-        self.peer = dst
-        self._group = group
-        self._tag = tag
-        self._request = group.isend(bytes_of(flat), dst, tag=tag)
-
-    def wait(self, timeout: float) -> int:
-        return self._request.wait(timeout)
-
-    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
-        return self._group.find_late(peers, within)
-
-    def done(self) -> bool:
-        return self._request.done()
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        self._request.add_done_callback(callback)
-
-    def cancel(self) -> bool:
-        if not self._request.cancel():
-            return False
-        with contextlib.suppress(DistributedError):  # a group that has ended needs no message
-            self._group.isend(b"", self.peer, tag=self._tag)
-        return True
-
-
-def _message_numbers(group: Backend) -> Iterator[int]:
-    """Numbers for the bodies this rank sends in a group; a receiver reads them per sender."""
-    numbers: Iterator[int] = group.attachments.setdefault(_NUMBERS, itertools.count())
-    return numbers
-
-
-def _receive_into(group: Backend, operation: Recv) -> _TensorReceive:
+def _receive_into(group: Backend, operation: Recv) -> TensorReceive:
     tensor = operation.tensor
     with torch.no_grad():
         target = prepare_out(tensor, tensor.shape, tensor.dtype)
-    return _TensorReceive(group, operation.src, operation.tag, shape=tensor.shape, dtype=tensor.dtype, target=target)
-
-
-class _TensorReceive(BaseRequest):
-    """Receives a head, checks it, then receives the body: whichever thread brings the head starts the body.
-
-    [Note: given up]
-    A send that is given up has sent its head already. It leaves an empty message where its elements would be, on which
-    the receiver drops the head and waits for the next one. A receive that is given up after its head has come keeps the
-    head with the group, for the next receive of that tag: the elements are still to come, or wait.
-    """
-
-    __slots__ = (
-        "_body",
-        "_cancelled",
-        "_dtype",
-        "_given",
-        "_group",
-        "_head",
-        "_head_request",
-        "_num_restarts",
-        "_shape",
-        "_source",
-        "_starting",
-        "_tag",
-        "_target",
-    )
-
-    def __init__(
-        self,
-        group: Backend,
-        src: int,
-        tag: int,
-        *,
-        shape: Sequence[int] | None,
-        dtype: torch.dtype | None,
-        target: Target | None = None,
-    ) -> None:
-        super().__init__(src)
-        self._group = group
-        self._source = src
-        self._tag = channel_tag(Channel.TENSOR_HEAD, check_user_tag(tag))
-        self._shape = None if shape is None else tuple(shape)
-        self._dtype = dtype
-        self._given = self._target = target
-        self._head = bytearray(_HEAD.size)
-        self._head_request: Request | None = None
-        self._body: Request | None = None
-        self._cancelled = False
-        self._num_restarts = 0
-        self._starting = threading.Lock()  # between the start of a transfer and `cancel`
-        check_peer(group, src, any_source=True)
-        self._begin()
-
-    def finish(self) -> torch.Tensor:
-        """The tensor, once the request is done."""
-        assert self._target is not None
-        return self._target.finish()
-
-    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
-        """Ask the group, whose ranks may be in between; see `Backend.find_late`."""
-        return self._group.find_late(peers, within)
-
-    def ended_within(self, timeout: float) -> bool:
-        """Wait at most ``timeout`` seconds for the end; False when it has not come.
-
-        It waits for the head and the body themselves: with an engine messages are moved by who waits for them.
-        """
-        deadline = Deadline(timeout)
-        while not self._done and not deadline.expired:
-            under_way = self._body or self._head_request
-            if under_way is None or under_way.done():
-                break  # another thread is about to go on from there
-            try:
-                under_way.wait(deadline.remaining())
-            except DistributedError:
-                break  # which this ends with, too, unless it is the deadline
-        return super().ended_within(deadline.remaining())
-
-    def cancel(self) -> bool:
-        """Give the receive up; see `Request.cancel`."""
-        with self._starting:
-            self._cancelled = True
-            body, head = self._body, self._head_request
-        if body is not None:
-            if not body.cancel():
-                return False
-            _kept_heads(self._group).keep(self._tag, self.peer, bytes(self._head))
-            return True
-        # Not done though the head can't be given up any more: `_take_head` sees the mark.
-        return head is None or head.cancel() or not self._done
-
-    def _begin(self) -> None:
-        """Take a head that was kept, or wait for one."""
-        kept = _kept_heads(self._group).take(self._tag, self._source)
-        if kept is not None:
-            self.peer, self._head[:] = kept
-            self._use_head()
-            return
-        with self._starting:
-            if self._cancelled:
-                self.end(DistributedTimeoutError("the receive was cancelled"))
-                return
-            self._head_request = self._group.irecv(self._head, self._source, tag=self._tag)
-        self._head_request.add_done_callback(self._take_head)
-
-    def _take_head(self) -> None:
-        assert self._head_request is not None
-        try:
-            self.peer = self._head_request.wait(0)
-        except Exception as error:  # noqa: BLE001 - it is raised again in wait()
-            self.end(error)
-        else:
-            self._use_head()
-
-    def _use_head(self) -> None:
-        try:
-            number, shape, dtype = self._read_head()
-            tag = channel_tag(Channel.TENSOR_BODY, number)
-            if self._target is None or (shape, dtype) != (self._shape, self._dtype):
-                self._check(shape, dtype, tag)
-                self._target = prepare_out(None, shape, dtype)
-            if not self._target.flat.numel():
-                self.end()
-            else:
-                self._start_body(self._target, tag)
-        except Exception as error:  # noqa: BLE001 - it is raised again in wait()
-            self.end(error)
-
-    def _read_head(self) -> tuple[int, tuple[int, ...], torch.dtype]:
-        number, place, num_dims, *padded = _HEAD.unpack(self._head)
-        if place >= len(DTYPES) or num_dims > _MAX_DIMS or min(padded) < 0:
-            raise ProtocolError(
-                f"rank {self.peer} of group {self._group.name!r} sent the head of a tensor that can't be",
-                ranks=(self.peer,),
-            )
-        return number, tuple(padded[:num_dims]), DTYPES[place]
-
-    def _start_body(self, target: Target, tag: int) -> None:
-        with self._starting:
-            if self._cancelled:
-                _kept_heads(self._group).keep(self._tag, self.peer, bytes(self._head))
-                raise DistributedTimeoutError("the receive was cancelled")
-            body = self._body = self._group.irecv(bytes_of(target.flat), self.peer, tag=tag)
-        body.add_done_callback(partial(self._take_body, body, tag))
-
-    def _check(self, shape: tuple[int, ...], dtype: torch.dtype, tag: int) -> None:
-        if (self._shape is not None and shape != self._shape) or (self._dtype is not None and dtype is not self._dtype):
-            unwanted = prepare_out(None, shape, dtype).flat
-            if unwanted.numel():  # take its elements, or the sender of a large one waits for its whole timeout
-                self._group.irecv(bytes_of(unwanted), self.peer, tag=tag)
-            wanted = f"{self._dtype or 'any dtype'} of shape {self._shape if self._shape is not None else 'any'}"
-            raise SizeMismatchError(
-                f"rank {self.peer} of group {self._group.name!r} sent a {dtype} tensor of shape {shape}; rank"
-                f" {self._group.rank} expected {wanted}",
-                ranks=(self.peer,),
-            )
-
-    def _take_body(self, body: Request, tag: int) -> None:
-        try:
-            body.wait(0)
-        except SizeMismatchError:  # an empty message: the sender has given up
-            try:
-                self._restart(tag)
-            except Exception as error:  # noqa: BLE001 - it is raised again in wait()
-                self.end(error)
-        except Exception as error:  # noqa: BLE001 - it is raised again in wait()
-            self.end(error)
-        else:
-            self.end()
-
-    def _restart(self, tag: int) -> None:
-        """Take the empty message and begin anew.
-
-        The next head and its body may have come already, and be another that was given up: then this is called again
-        from within, and leaves it to the loop outside, for any number of them may follow each other.
-        """
-        self._group.irecv(bytearray(), self.peer, tag=tag)
-        with self._starting:
-            self._body = self._head_request = None
-            self.peer, self._target = self._source, self._given
-            self._num_restarts += 1
-            if self._num_restarts > 1:
-                return
-        while True:
-            self._begin()
-            with self._starting:
-                self._num_restarts -= 1
-                if not self._num_restarts:
-                    return
-
-
-class _KeptHeads:
-    """Heads of tensors whose receives were given up, by tag, in the order they came; see [Note: given up]."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._heads: dict[int, list[tuple[int, bytes]]] = {}
-
-    def keep(self, tag: int, source: int, head: bytes) -> None:
-        with self._lock:
-            self._heads.setdefault(tag, []).append((source, head))
-
-    def take(self, tag: int, source: int) -> tuple[int, bytes] | None:
-        with self._lock:
-            heads = self._heads.get(tag, [])
-            found = next((kept for kept in heads if source in (ANY_SOURCE, kept[0])), None)
-            if found is not None:
-                heads.remove(found)
-                if not heads:
-                    del self._heads[tag]
-            return found
-
-
-def _kept_heads(group: Backend) -> _KeptHeads:
-    heads = group.attachments.setdefault(_HEADS, _KeptHeads())
-    assert isinstance(heads, _KeptHeads)
-    return heads
+    return TensorReceive(group, operation.src, operation.tag, shape=tensor.shape, dtype=tensor.dtype, target=target)
 
 
 def _wait_for(requests: list[Request], deadline: Deadline, group: Backend, what: str) -> None:

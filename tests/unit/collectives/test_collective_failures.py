@@ -16,7 +16,7 @@ from ferrodist.backends.call import Call
 from ferrodist.backends.native import is_native_available
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives import objects
-from ferrodist.collectives.point_to_point import _HEAD
+from ferrodist.collectives.tensor_heads import HEAD_BYTES, TensorHead
 from ferrodist.testing import check_leaks, run_ranks
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def test_heads_of_tensors_that_cannot_be(head: bytes) -> None:
         if group.rank == 0:
             group.send(head, 1, tag=channel_tag(Channel.TENSOR_HEAD, 0))
         else:
-            assert len(head) == _HEAD.size
+            assert len(head) == HEAD_BYTES
             with pytest.raises(fd.ProtocolError) as caught:
                 fd.recv(None, None, 0, timeout=5)
             assert caught.value.ranks == (0,)
@@ -235,9 +235,8 @@ def test_a_cancelled_receive_leaves_the_tensor_alone() -> None:
                 fd.barrier()
                 assert not into.any()
             else:
-                shape = [count, *[0] * 11]
                 number = 10_000 + count
-                head = _HEAD.pack(number, 1, 1, *shape)
+                head = TensorHead(number, torch.float32, (count,)).pack()
                 group.send(head, 1, tag=channel_tag(Channel.TENSOR_HEAD, tag))
                 group.send(b"x", 1, tag=2)
                 group.recv(bytearray(1), 1, tag=3)

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 import ferrodist as fd
+from ferrodist.backends.native import is_native_available
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -96,6 +97,25 @@ _TRANSFORMS: dict[str, Callable[[Callable[[torch.Tensor], object]], object]] = {
 def test_transforms_are_refused(name: str, transform: str) -> None:
     """A tensor of a functorch transform is refused with a sentence that names them."""
     _refused(lambda: _TRANSFORMS[transform](_CALLS[name]), "functorch transforms")
+
+
+@pytest.mark.skipif(not is_native_available(), reason="this installation was built without the native engine")
+def test_short_ways_refuse_them_too() -> None:
+    """Neither a tensor with a tangent nor one of a transform gets to the engine, which sees plain memory, or none."""
+
+    def on_rank(group: Backend) -> None:
+        if group.rank == 1:
+            for call in _CALLS.values():
+                with forward_ad.dual_level():
+                    dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+                    with pytest.raises(NotImplementedError, match="forward-mode"):
+                        call(dual)
+                for transform in _TRANSFORMS.values():
+                    with pytest.raises(NotImplementedError, match="functorch transforms"):
+                        transform(call)
+        assert fd.allreduce(torch.ones(2)).tolist() == [2, 2]
+
+    run_ranks(on_rank, 2, backend="native-threads")
 
 
 @pytest.mark.parametrize("transform", ["grad", "jvp"])

@@ -6,7 +6,7 @@ native/engine/messenger.h says how they move, `MailboxBackend` who may still be 
 The state of groups and ranks is Python's. The engine takes its short ways only while it knows of no end: it is told of
 each after it has been recorded here and before transfers are ended for it, so what starts between the two is ended
 too, or takes the long way, which looks at the record. What ranks of this host had put into shared memory before the
-news came is taken in first.
+news came is taken in first. A sub-group's short way is closed for good once one of its ranks has left.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ferrodist.backends import mailbox
 from ferrodist.backends.base import check_peer
 from ferrodist.backends.native.library import load
 from ferrodist.backends.request import answer_seconds
+from ferrodist.backends.sub import SubBackend
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag, group_tag
 from ferrodist.backends.tcp.backend import TcpBackend
 from ferrodist.deadline import check_timeout
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from ferrodist.backends.base import Backend
     from ferrodist.backends.mailbox import Inbox, Message
     from ferrodist.backends.request import Late, Request
     from ferrodist.backends.tcp.frame import Frame
@@ -275,6 +277,8 @@ class MessagesBackend(TcpBackend):
         self._messenger = load().Messenger(
             self.rank, self.world_size, mailbox.EAGER_LIMIT, mailbox.MAX_UNASKED_BYTES, tell
         )
+        self._short_ways: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by group
+        self.tensor_messages = self._make_tensor_messages(_WORLD, self.rank, range(self.world_size))
         _open.add(self)
         return _NativeMailbox(self._messenger)
 
@@ -309,6 +313,7 @@ class MessagesBackend(TcpBackend):
         with self._state_lock:
             has_ended = self._failure_of(_WORLD) is not None
             gone = {*self._died, *(rank for group_id, rank in self._left if group_id == _WORLD)}
+        self._close_short_ways()
         if has_ended:
             self._messenger.end_group(_WORLD)
         for rank in gone:
@@ -317,6 +322,26 @@ class MessagesBackend(TcpBackend):
             error = why(group_id, peer)
             if error is not None:
                 self._messenger.fail(is_send, group_id, peer, self._number_of(error))
+
+    def subgroup_tensor_messages(self, subgroup: Backend) -> Any:
+        """The short way of a sub-group's tensors."""
+        assert isinstance(subgroup, SubBackend)
+        messages = self._make_tensor_messages(subgroup.group_id, subgroup.rank, subgroup.root_ranks)
+        self._close_short_ways()
+        return messages
+
+    def _make_tensor_messages(self, group_id: int, rank: int, ranks: Iterable[int]) -> Any:
+        messages = load().TensorMessages(self._messenger, group_id, rank, list(ranks))
+        self._short_ways[group_id] = messages
+        return messages
+
+    def _close_short_ways(self) -> None:
+        """Close those of sub-groups that have ended or that a rank has left; of the world the messenger knows."""
+        with self._state_lock:
+            left = {group_id for group_id, _ in self._left}
+        for group_id, messages in list(self._short_ways.items()):
+            if group_id != _WORLD and (group_id in left or self._failure_of(group_id) is not None):
+                messages.close()
 
     def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> None:
         """Learn who belongs to a sub-group."""

@@ -1,0 +1,271 @@
+"""A tensor on its way: the two messages of one send, and the receive that takes them.
+
+[Note: given up]
+A send that is given up has sent its head already. It leaves an empty message where its elements would be, on which
+the receiver drops the head and waits for the next one. A receive that is given up after its head has come keeps the
+head with the group, for the next receive of that tag: the elements are still to come, or wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ferrodist.backends.base import check_peer
+from ferrodist.backends.request import BaseRequest
+from ferrodist.backends.tags import Channel, channel_tag, check_user_tag
+from ferrodist.collectives.prepare import Target, flatten, prepare_out
+from ferrodist.collectives.tensor_heads import HEAD_BYTES, TensorHead, body_numbers, kept_heads
+from ferrodist.collectives.views import bytes_of
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError, SizeMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.backends.request import Late, Request
+
+__all__ = ["TensorReceive", "give_up_body", "start_body", "start_send"]
+
+
+def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int) -> list[Request]:
+    """Start to send a tensor that can travel; returns its messages."""
+    number = next(body_numbers(group))
+    head = TensorHead(number, tensor.dtype, tuple(tensor.shape)).pack()
+    return [group.isend(head, dst, tag=channel_tag(Channel.TENSOR_HEAD, tag)), *start_body(group, tensor, dst, number)]
+
+
+def start_body(group: Backend, tensor: torch.Tensor, dst: int, number: int) -> list[Request]:
+    """Start to send the elements of a tensor, if it has any, whose head has gone with ``number``."""
+    return [_BodySend(group, flatten(tensor), dst, channel_tag(Channel.TENSOR_BODY, number))] if tensor.numel() else []
+
+
+def give_up_body(group: Backend, dst: int, number: int) -> None:
+    """Send no elements of a tensor whose head has gone with ``number``; see [Note: given up]."""
+    _leave_empty(group, dst, channel_tag(Channel.TENSOR_BODY, number))
+
+
+def _leave_empty(group: Backend, dst: int, tag: int) -> None:
+    with contextlib.suppress(DistributedError):  # a group that has ended needs no message
+        group.isend(b"", dst, tag=tag)
+
+
+class _BodySend:
+    """The send of a tensor's elements. Given up, it leaves an empty message in their place; see [Note: given up]."""
+
+    __slots__ = ("_group", "_request", "_tag", "peer")
+
+    def __init__(self, group: Backend, flat: torch.Tensor, dst: int, tag: int) -> None:
+        self.peer = dst
+        self._group = group
+        self._tag = tag
+        self._request = group.isend(bytes_of(flat), dst, tag=tag)
+
+    def wait(self, timeout: float) -> int:
+        return self._request.wait(timeout)
+
+    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
+        return self._group.find_late(peers, within)
+
+    def done(self) -> bool:
+        return self._request.done()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        self._request.add_done_callback(callback)
+
+    def cancel(self) -> bool:
+        if not self._request.cancel():
+            return False
+        _leave_empty(self._group, self.peer, self._tag)
+        return True
+
+
+class TensorReceive(BaseRequest):
+    """Receives a head, checks it, then receives the body: whichever thread brings the head starts the body.
+
+    See [Note: given up].
+    """
+
+    __slots__ = (
+        "_body",
+        "_cancelled",
+        "_dtype",
+        "_given",
+        "_group",
+        "_head",
+        "_head_request",
+        "_num_restarts",
+        "_shape",
+        "_source",
+        "_starting",
+        "_tag",
+        "_target",
+    )
+
+    def __init__(
+        self,
+        group: Backend,
+        src: int,
+        tag: int,
+        *,
+        shape: Sequence[int] | None,
+        dtype: torch.dtype | None,
+        target: Target | None = None,
+    ) -> None:
+        super().__init__(src)
+        self._group = group
+        self._source = src
+        self._tag = channel_tag(Channel.TENSOR_HEAD, check_user_tag(tag))
+        self._shape = None if shape is None else tuple(shape)
+        self._dtype = dtype
+        self._given = self._target = target
+        self._head = bytearray(HEAD_BYTES)
+        self._head_request: Request | None = None
+        self._body: Request | None = None
+        self._cancelled = False
+        self._num_restarts = 0
+        self._starting = threading.Lock()  # between the start of a transfer and `cancel`
+        check_peer(group, src, any_source=True)
+        self._begin()
+
+    def finish(self) -> torch.Tensor:
+        """The tensor, once the request is done."""
+        assert self._target is not None
+        return self._target.finish()
+
+    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
+        """Ask the group, whose ranks may be in between; see `Backend.find_late`."""
+        return self._group.find_late(peers, within)
+
+    def ended_within(self, timeout: float) -> bool:
+        """Wait at most ``timeout`` seconds for the end; False when it has not come.
+
+        It waits for the head and the body themselves: with an engine messages are moved by who waits for them.
+        """
+        deadline = Deadline(timeout)
+        while not self._done and not deadline.expired:
+            under_way = self._body or self._head_request
+            if under_way is None or under_way.done():
+                break  # another thread is about to go on from there
+            try:
+                under_way.wait(deadline.remaining())
+            except DistributedError:
+                break  # which this ends with, too, unless it is the deadline
+        return super().ended_within(deadline.remaining())
+
+    def cancel(self) -> bool:
+        """Give the receive up; see `Request.cancel`."""
+        with self._starting:
+            self._cancelled = True
+            body, head = self._body, self._head_request
+        if body is not None:
+            if not body.cancel():
+                return False
+            kept_heads(self._group).keep(self._tag, self.peer, bytes(self._head))
+            return True
+        # Not done though the head can't be given up any more: `_take_head` sees the mark.
+        return head is None or head.cancel() or not self._done
+
+    def _begin(self) -> None:
+        """Take a head that was kept, or wait for one."""
+        kept = kept_heads(self._group).take(self._tag, self._source)
+        if kept is not None:
+            self.peer, self._head[:] = kept
+            self._use_head()
+            return
+        with self._starting:
+            if self._cancelled:
+                self.end(DistributedTimeoutError("the receive was cancelled"))
+                return
+            self._head_request = self._group.irecv(self._head, self._source, tag=self._tag)
+        self._head_request.add_done_callback(self._take_head)
+
+    def _take_head(self) -> None:
+        assert self._head_request is not None
+        try:
+            self.peer = self._head_request.wait(0)
+        except Exception as error:  # noqa: BLE001 - it is raised again in wait()
+            self.end(error)
+        else:
+            self._use_head()
+
+    def _use_head(self) -> None:
+        try:
+            number, dtype, shape = self._read_head()
+            tag = channel_tag(Channel.TENSOR_BODY, number)
+            if self._target is None or (shape, dtype) != (self._shape, self._dtype):
+                self._check(shape, dtype, tag)
+                self._target = prepare_out(None, shape, dtype)
+            if not self._target.flat.numel():
+                self.end()
+            else:
+                self._start_body(self._target, tag)
+        except Exception as error:  # noqa: BLE001 - it is raised again in wait()
+            self.end(error)
+
+    def _read_head(self) -> TensorHead:
+        head = TensorHead.unpack(self._head)
+        if head is None:
+            raise ProtocolError(
+                f"rank {self.peer} of group {self._group.name!r} sent the head of a tensor that can't be",
+                ranks=(self.peer,),
+            )
+        return head
+
+    def _start_body(self, target: Target, tag: int) -> None:
+        with self._starting:
+            if self._cancelled:
+                kept_heads(self._group).keep(self._tag, self.peer, bytes(self._head))
+                raise DistributedTimeoutError("the receive was cancelled")
+            body = self._body = self._group.irecv(bytes_of(target.flat), self.peer, tag=tag)
+        body.add_done_callback(partial(self._take_body, body, tag))
+
+    def _check(self, shape: tuple[int, ...], dtype: torch.dtype, tag: int) -> None:
+        if (self._shape is not None and shape != self._shape) or (self._dtype is not None and dtype is not self._dtype):
+            unwanted = prepare_out(None, shape, dtype).flat
+            if unwanted.numel():  # take its elements, or the sender of a large one waits for its whole timeout
+                self._group.irecv(bytes_of(unwanted), self.peer, tag=tag)
+            wanted = f"{self._dtype or 'any dtype'} of shape {self._shape if self._shape is not None else 'any'}"
+            raise SizeMismatchError(
+                f"rank {self.peer} of group {self._group.name!r} sent a {dtype} tensor of shape {shape}; rank"
+                f" {self._group.rank} expected {wanted}",
+                ranks=(self.peer,),
+            )
+
+    def _take_body(self, body: Request, tag: int) -> None:
+        try:
+            body.wait(0)
+        except SizeMismatchError:  # an empty message: the sender has given up
+            try:
+                self._restart(tag)
+            except Exception as error:  # noqa: BLE001 - it is raised again in wait()
+                self.end(error)
+        except Exception as error:  # noqa: BLE001 - it is raised again in wait()
+            self.end(error)
+        else:
+            self.end()
+
+    def _restart(self, tag: int) -> None:
+        """Take the empty message and begin anew.
+
+        The next head and its body may have come already, and be another that was given up: then this is called again
+        from within, and leaves it to the loop outside, for any number of them may follow each other.
+        """
+        self._group.irecv(bytearray(), self.peer, tag=tag)
+        with self._starting:
+            self._body = self._head_request = None
+            self.peer, self._target = self._source, self._given
+            self._num_restarts += 1
+            if self._num_restarts > 1:
+                return
+        while True:
+            self._begin()
+            with self._starting:
+                self._num_restarts -= 1
+                if not self._num_restarts:
+                    return
