@@ -96,13 +96,8 @@ void Fabric::await_rank(int rank, shm::Flag shm::Progress::* flag, std::uint64_t
 }
 
 void Fabric::flush(const Deadline& deadline) {
-    while (links_ && links_->has_unsent()) {
-        if (links_->move()) continue;
-        check();
-        look_for_interruption();
-        if (deadline.expired()) throw Failure(FailureKind::stalled, {});
-        links_->sleep(std::min<std::chrono::nanoseconds>(deadline.remaining(), interruption_period));
-    }
+    if (!links_ || !links_->has_unsent()) return;
+    wait_for_all([&](int r) { return !links_->is_remote(r) || !links_->has_unsent(r); }, FailureKind::stalled, deadline);
 }
 
 template <class IsThere>
@@ -118,20 +113,22 @@ void Fabric::wait_for_all(const IsThere& is_there, FailureKind lateness, const D
             if (!is_there(r)) ranks.push_back(r);
         return ranks;
     };
+    links_->write();
     links_->check(sequence_);
     if (is_over()) return;
     int looks = 0;
-    auto spin_end = Clock::now() + std::chrono::microseconds(layout_.spin_micros);
+    Clock::time_point spin_end;
     while (true) {
         const bool has_moved = links_->move();
         links_->check(sequence_);
         if (is_over()) return;
         if (has_moved) {
-            spin_end = Clock::now() + std::chrono::microseconds(layout_.spin_micros);
+            looks = 0;
             continue;
         }
         check();
-        if (layout_.is_crowded ? ++looks < crowded_looks : Clock::now() < spin_end) {
+        if (looks == 0) spin_end = Clock::now() + std::chrono::microseconds(layout_.spin_micros);
+        if (++looks; layout_.is_crowded ? looks < crowded_looks : Clock::now() < spin_end) {
             layout_.is_crowded ? give_way() : relax();
             continue;
         }
@@ -154,6 +151,7 @@ void Fabric::give_up(std::uint64_t sequence) noexcept {
     if (!links_) return;
     for (int r = 0; r < num_ranks(); ++r)
         if (links_->is_remote(r)) links_->send(r, tcp::Kind::failed, sequence, 0, {});
+    links_->write();
 }
 
 void Fabric::leave() {

@@ -61,22 +61,24 @@ public:
     // Says that this rank has arrived, with the call and payload in its line, and waits for all.
     void arrive(std::uint64_t sequence, const Deadline& deadline);
 
-    // Sends the ranks of other hosts what they will read of segment `number`, which lies in this rank's slot:
-    // `range_for(r)` for rank r.
+    // Sends the ranks of other hosts, with what is sent next, what they will read of segment `number`, which lies in this
+    // rank's slot: `range_for(r)` for rank r.
     template <class RangeFor>
     void send_staged(std::uint64_t number, const RangeFor& range_for) {
         send_ranges(tcp::Kind::staged, number, range_for);
     }
 
-    // The same, and says so to those of this host.
+    // The same at once, and says so to those of this host.
     template <class RangeFor>
     void publish_staged(std::uint64_t number, const RangeFor& range_for) {
         send_ranges(tcp::Kind::staged, number, range_for);
+        if (links_) links_->write();
         segment_->publish(own().staged, number + 1);
     }
     template <class RangeFor>
     void publish_folded(std::uint64_t number, const RangeFor& range_for) {
         send_ranges(tcp::Kind::folded, number, range_for);
+        if (links_) links_->write();
         segment_->publish(own().folded, number + 1);
     }
     // Says that this rank has read all it needs of segments below `number`.
