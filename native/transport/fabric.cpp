@@ -14,6 +14,12 @@ namespace {
 // A rank that has peers on its host looks at their flags this often while it sleeps on its connections.
 constexpr auto look_at_host = std::chrono::microseconds(200);
 
+// A rank that finds nothing at so many looks at its connections, some microseconds, gives way at each further one: what it
+// waits for may need its processor, be it a rank or the kernel's part of a connection, which gives up its own when there is
+// much of it. A yield that nobody takes costs as much as a look.
+constexpr int looks_alone = 16;
+
+// Where ranks share processors it gives way at once, and after so many looks it sleeps.
 constexpr int crowded_looks = 16;
 
 // Each rank's place among those of its host.
@@ -129,7 +135,7 @@ void Fabric::wait_for_all(const IsThere& is_there, FailureKind lateness, const D
         check();
         if (looks == 0) spin_end = Clock::now() + std::chrono::microseconds(layout_.spin_micros);
         if (++looks; layout_.is_crowded ? looks < crowded_looks : Clock::now() < spin_end) {
-            layout_.is_crowded ? give_way() : relax();
+            if (layout_.is_crowded || looks > looks_alone) give_way();
             continue;
         }
         look_for_interruption();
