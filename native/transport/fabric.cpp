@@ -101,6 +101,14 @@ void Fabric::await_rank(int rank, shm::Flag shm::Progress::* flag, std::uint64_t
                  deadline);
 }
 
+void Fabric::await_exchanged(std::uint64_t number, const Deadline& deadline) {
+    wait_for_all(
+        [&](int r) {
+            return r == rank_ || (progress(r).staged.load() > number && !links_->has_unsent_staged(r, number));
+        },
+        FailureKind::stalled, deadline);
+}
+
 void Fabric::flush(const Deadline& deadline) {
     if (!links_ || !links_->has_unsent()) return;
     wait_for_all([&](int r) { return !links_->is_remote(r) || !links_->has_unsent(r); }, FailureKind::stalled, deadline);
@@ -158,6 +166,7 @@ void Fabric::give_up(std::uint64_t sequence) noexcept {
     for (int r = 0; r < num_ranks(); ++r)
         if (links_->is_remote(r)) links_->send(r, tcp::Kind::failed, sequence, 0, {});
     links_->write();
+    links_->drop_unsent();  // it may lie in memory of the caller's
 }
 
 void Fabric::leave() {

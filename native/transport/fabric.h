@@ -94,6 +94,13 @@ public:
         links_->send(r, kind, number, range.offset, {slot(rank_, number) + range.offset, range.size});
     }
 
+    // For a group of two ranks on two hosts: sends the other one segment `number`, which lies in `data` in place of a slot
+    // and must stay there until `await_exchanged`, which waits until it has left and the other one's has come.
+    void send_partner(std::uint64_t number, std::span<const std::byte> data) {
+        links_->send(1 - rank_, tcp::Kind::staged, number, 0, data);
+    }
+    void await_exchanged(std::uint64_t number, const Deadline& deadline);
+
     // Waits until all that was sent has left; collectives end with it.
     void flush(const Deadline& deadline);
 

@@ -231,6 +231,23 @@ bool Links::has_unsent() const {
                        [](const auto& peer) { return peer && peer->has_unsent(); });
 }
 
+bool Links::has_unsent_staged(int rank, std::uint64_t number) const {
+    const Peer& peer = *peers_[index(rank)];
+    if (!peer.has_unsent()) return false;
+    return std::any_of(peer.outgoing.begin() + static_cast<std::ptrdiff_t>(peer.first_unsent), peer.outgoing.end(),
+                       [&](const Outgoing& each) {
+                           return each.header.kind == Kind::staged && each.header.number <= number;
+                       });
+}
+
+void Links::drop_unsent() noexcept {
+    for (const auto& peer : peers_) {
+        if (!peer || !peer->has_unsent()) continue;
+        peer->is_gone = true;  // half a frame may have left
+        peer->outgoing.clear();
+    }
+}
+
 void Links::sleep(std::chrono::nanoseconds timeout) {
     std::vector<pollfd> entries;
     for (const auto& peer : peers_)

@@ -73,6 +73,10 @@ public:
 
     [[nodiscard]] bool has_unsent() const;
     [[nodiscard]] bool has_unsent(int rank) const { return peers_[index(rank)]->has_unsent(); }
+    // The same, of segments up to `number` that were staged.
+    [[nodiscard]] bool has_unsent_staged(int rank, std::uint64_t number) const;
+    // Nothing is sent any more that has not been: its data need not stay.
+    void drop_unsent() noexcept;
     // Whether a rank's connection has ended.
     [[nodiscard]] bool is_gone(int rank) const { return peers_[index(rank)]->is_gone; }
 
