@@ -25,6 +25,12 @@ inline void await_slot(Context& context, std::uint64_t number, const Deadline& d
     if (needed > context.known_done) context.fabric.await(&shm::Progress::done, needed, deadline);
 }
 
+// Says that this rank has read all it needs of segment k of `count`, whose number is `number`: if anyone waits for that. Of
+// the last segments nobody does, for who enters the next collective has ended this one.
+inline void finish_segment(Context& context, std::size_t k, std::size_t count, std::uint64_t number) {
+    if (k + shm::num_slots <= count) context.fabric.publish_done(number + 1);
+}
+
 // What a rank offers the others to read and write without staging; see [Note: offers].
 struct Offer {
     shm::Shared source = {};
@@ -129,7 +135,6 @@ Entered enter_offering(Context& context, std::byte* payload, const Offer& offer,
 inline void finish_direct(Context& context, const Deadline& deadline) {
     const std::uint64_t next = ++context.segments;
     const auto nothing = [](int) { return Range{}; };
-    context.fabric.publish_done(next);
     context.fabric.publish_folded(next - 1, nothing);
     context.fabric.await(&shm::Progress::folded, next, deadline);
 }
@@ -159,7 +164,7 @@ void exchange(Context& context, std::byte* payload, const Offer& offer, const Nu
         }
         if (k > 0 || entered.is_staged_late) fabric.await(&shm::Progress::staged, number + 1, deadline);
         take(k, number);
-        fabric.publish_done(number + 1);
+        finish_segment(context, k, count, number);
     }
     context.segments = base + count;
 }
@@ -180,7 +185,7 @@ void exchange_folded(Context& context, std::byte* payload, const Offer& offer, s
     const auto finish = [&](std::size_t k) {
         fabric.await(&shm::Progress::folded, base + k + 1, deadline);
         take(k, base + k);
-        fabric.publish_done(base + k + 1);
+        finish_segment(context, k, num_segments, base + k);
     };
     for (std::size_t k = 0; k < num_segments; ++k) {
         const std::uint64_t number = base + k;

@@ -44,6 +44,36 @@ void fold_one_shot(Context& context, Folder& folder, std::byte* out, const std::
         [](const Sources&) {}, deadline);
 }
 
+// Two ranks on two hosts: each sends the other all it has and folds the whole. That is as many bytes on the wire as with
+// parts, and one wait a segment. Nothing is staged: `source` is sent from where it lies, and may be what `out` is.
+void fold_with_partner(Context& context, Folder& folder, std::byte* out, const std::byte* source, const Pieces& pieces,
+                       int root, const Deadline& deadline) {
+    Fabric& fabric = context.fabric;
+    const std::uint64_t base = context.segments;
+    const bool partner_folds = root < 0 || root != context.rank;
+    const auto send = [&](std::size_t k) {
+        fabric.send_partner(base + k, {source + pieces.offset_bytes(k), partner_folds ? pieces.size_bytes(k) : 0});
+    };
+    await_slot(context, base, deadline);
+    send(0);
+    enter(context, deadline);
+    const std::size_t num_segments = pieces.num_segments();
+    for (std::size_t k = 0; k < num_segments; ++k) {
+        const std::uint64_t number = base + k;
+        if (k + 1 < num_segments) {
+            await_slot(context, number + 1, deadline);
+            send(k + 1);
+        }
+        fabric.await_exchanged(number, deadline);
+        const std::byte* own = source + pieces.offset_bytes(k);
+        if (out != nullptr)
+            folder.fold(out + pieces.offset_bytes(k), pieces.size_of(k),
+                        [&](int r) { return r == context.rank ? own : fabric.slot(r, number); });
+        finish_segment(context, k, num_segments, number);
+    }
+    context.segments = base + num_segments;
+}
+
 // Segments of which each rank folds a part and the others take the result. `out` is null on ranks that want none.
 void fold_in_parts(Context& context, Folder& folder, std::byte* out, const std::byte* source, std::size_t count,
                    std::size_t element_size, int root, const Deadline& deadline) {
@@ -121,6 +151,11 @@ void fold_whole(Context& context, const shm::Call& call, std::byte* out, const s
     folder.begin_call(call, reduction);
     if (size + folder.head_bytes() <= shm::max_inline_bytes) {
         fold_inline(context, folder, out, source, count, element_size, deadline);
+    } else if (context.num_ranks == 2 && context.fabric.has_remote_ranks()) {
+        const Pieces pieces{.count = count,
+                            .element_size = element_size,
+                            .piece = elements_in(partner_segment_bytes(context.fabric.layout()), element_size)};
+        fold_with_partner(context, folder, out, source, pieces, call.root, deadline);
     } else if (size <= one_shot_bytes(context.fabric.layout())) {
         fold_one_shot(context, folder, out, source, count, element_size, call.root, deadline);
     } else if (call.root < 0 && can_fold_in_chain(context.fabric, reduction)) {

@@ -14,6 +14,12 @@ namespace {
 // A rank that has peers on its host looks at their flags this often while it sleeps on its connections.
 constexpr auto look_at_host = std::chrono::microseconds(200);
 
+// A rank that finds nothing at so many looks at its connections, some microseconds, gives way at each further one: what it
+// waits for may need its processor, be it a rank or the kernel's part of a connection, which gives up its own when there is
+// much of it. A yield that nobody takes costs as much as a look.
+constexpr int looks_alone = 16;
+
+// Where ranks share processors it gives way at once, and after so many looks it sleeps.
 constexpr int crowded_looks = 16;
 
 // Each rank's place among those of its host.
@@ -95,14 +101,17 @@ void Fabric::await_rank(int rank, shm::Flag shm::Progress::* flag, std::uint64_t
                  deadline);
 }
 
+void Fabric::await_exchanged(std::uint64_t number, const Deadline& deadline) {
+    wait_for_all(
+        [&](int r) {
+            return r == rank_ || (progress(r).staged.load() > number && !links_->has_unsent_staged(r, number));
+        },
+        FailureKind::stalled, deadline);
+}
+
 void Fabric::flush(const Deadline& deadline) {
-    while (links_ && links_->has_unsent()) {
-        if (links_->move()) continue;
-        check();
-        look_for_interruption();
-        if (deadline.expired()) throw Failure(FailureKind::stalled, {});
-        links_->sleep(std::min<std::chrono::nanoseconds>(deadline.remaining(), interruption_period));
-    }
+    if (!links_ || !links_->has_unsent()) return;
+    wait_for_all([&](int r) { return !links_->is_remote(r) || !links_->has_unsent(r); }, FailureKind::stalled, deadline);
 }
 
 template <class IsThere>
@@ -118,21 +127,23 @@ void Fabric::wait_for_all(const IsThere& is_there, FailureKind lateness, const D
             if (!is_there(r)) ranks.push_back(r);
         return ranks;
     };
+    links_->write();
     links_->check(sequence_);
     if (is_over()) return;
     int looks = 0;
-    auto spin_end = Clock::now() + std::chrono::microseconds(layout_.spin_micros);
+    Clock::time_point spin_end;
     while (true) {
         const bool has_moved = links_->move();
         links_->check(sequence_);
         if (is_over()) return;
         if (has_moved) {
-            spin_end = Clock::now() + std::chrono::microseconds(layout_.spin_micros);
+            looks = 0;
             continue;
         }
         check();
-        if (layout_.is_crowded ? ++looks < crowded_looks : Clock::now() < spin_end) {
-            layout_.is_crowded ? give_way() : relax();
+        if (looks == 0) spin_end = Clock::now() + std::chrono::microseconds(layout_.spin_micros);
+        if (++looks; layout_.is_crowded ? looks < crowded_looks : Clock::now() < spin_end) {
+            if (layout_.is_crowded || looks > looks_alone) give_way();
             continue;
         }
         look_for_interruption();
@@ -154,6 +165,8 @@ void Fabric::give_up(std::uint64_t sequence) noexcept {
     if (!links_) return;
     for (int r = 0; r < num_ranks(); ++r)
         if (links_->is_remote(r)) links_->send(r, tcp::Kind::failed, sequence, 0, {});
+    links_->write();
+    links_->drop_unsent();  // it may lie in memory of the caller's
 }
 
 void Fabric::leave() {

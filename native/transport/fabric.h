@@ -61,22 +61,24 @@ public:
     // Says that this rank has arrived, with the call and payload in its line, and waits for all.
     void arrive(std::uint64_t sequence, const Deadline& deadline);
 
-    // Sends the ranks of other hosts what they will read of segment `number`, which lies in this rank's slot:
-    // `range_for(r)` for rank r.
+    // Sends the ranks of other hosts, with what is sent next, what they will read of segment `number`, which lies in this
+    // rank's slot: `range_for(r)` for rank r.
     template <class RangeFor>
     void send_staged(std::uint64_t number, const RangeFor& range_for) {
         send_ranges(tcp::Kind::staged, number, range_for);
     }
 
-    // The same, and says so to those of this host.
+    // The same at once, and says so to those of this host.
     template <class RangeFor>
     void publish_staged(std::uint64_t number, const RangeFor& range_for) {
         send_ranges(tcp::Kind::staged, number, range_for);
+        if (links_) links_->write();
         segment_->publish(own().staged, number + 1);
     }
     template <class RangeFor>
     void publish_folded(std::uint64_t number, const RangeFor& range_for) {
         send_ranges(tcp::Kind::folded, number, range_for);
+        if (links_) links_->write();
         segment_->publish(own().folded, number + 1);
     }
     // Says that this rank has read all it needs of segments below `number`.
@@ -91,6 +93,13 @@ public:
     void send_to(int r, tcp::Kind kind, std::uint64_t number, const Range& range) {
         links_->send(r, kind, number, range.offset, {slot(rank_, number) + range.offset, range.size});
     }
+
+    // For a group of two ranks on two hosts: sends the other one segment `number`, which lies in `data` in place of a slot
+    // and must stay there until `await_exchanged`, which waits until it has left and the other one's has come.
+    void send_partner(std::uint64_t number, std::span<const std::byte> data) {
+        links_->send(1 - rank_, tcp::Kind::staged, number, 0, data);
+    }
+    void await_exchanged(std::uint64_t number, const Deadline& deadline);
 
     // Waits until all that was sent has left; collectives end with it.
     void flush(const Deadline& deadline);

@@ -36,6 +36,7 @@ _CALL = struct.pack("<BBBbiQ", 1, 1, 0, -1, -1, 30_000).ljust(120, b"\0")  # all
 def _engine() -> Iterator[tuple[object, socket.socket]]:
     """Rank 0 of two hosts, and what it takes for its connection to rank 1."""
     own, peer = socket.socketpair()
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # less than a tensor
     segment = load().create_segment(1, 2, _SLOT_BYTES, False, 50)
     engine = load().Communicator(segment, 0, [0, 1], [-1, own.detach()], 1, 2, _SLOT_BYTES, False, 50)
     os.close(segment)
@@ -43,9 +44,9 @@ def _engine() -> Iterator[tuple[object, socket.socket]]:
         yield engine, peer
 
 
-def _outcome(engine, timeout=0.5):
+def _outcome(engine, timeout=0.5, tensor=None):
     """How an allreduce of rank 0 ends."""
-    tensor = torch.ones(30_000)
+    tensor = torch.ones(30_000) if tensor is None else tensor
     try:
         address = tensor.data_ptr()
         engine.allreduce(
@@ -55,6 +56,14 @@ def _outcome(engine, timeout=0.5):
         kind, ranks, record, _, _ = failure.args
         return FailureKind(kind), ranks, record.decode(errors="replace")
     return None, (), ""
+
+
+def _read_all(peer):
+    """What comes over a connection until it ends."""
+    received = b""
+    while part := peer.recv(1 << 16):
+        received += part
+    return received
 
 
 def _frame(kind, number=1, offset=0, data=b"", size=None, magic=_MAGIC):
@@ -126,3 +135,41 @@ def test_random_frames(seed):
         speaker.join()
         assert kind in (None, FailureKind.PROTOCOL, FailureKind.STALLED, FailureKind.MISMATCH, FailureKind.LATE)
         assert kind is not FailureKind.PROTOCOL or ranks == (1,)
+
+
+@pytest.mark.parametrize("size", [1_009, 33, 31])
+def test_frames_that_come_in_pieces(size):
+    """However the connection cuts the frames, their bytes get to their places."""
+    theirs = torch.arange(30_000, dtype=torch.float32)
+    data = theirs.numpy().tobytes()
+    sent = _frame(_STAGED, 0, data=data[:_SLOT_BYTES]) + _frame(_ARRIVAL, data=_CALL)
+    sent += _frame(_STAGED, 1, data=data[_SLOT_BYTES:])
+    with _engine() as (engine, peer):
+
+        def talk():
+            for start in range(0, len(sent), size):
+                peer.sendall(sent[start : start + size])
+
+        speaker = threading.Thread(target=talk)
+        listener = threading.Thread(target=lambda: _read_all(peer))
+        speaker.start()
+        listener.start()
+        tensor = torch.ones(30_000)
+        address = tensor.data_ptr()
+        engine.allreduce(address, address, 30_000, dtype_number(tensor), 0, 1.0, timeout=30.0, place=engine.reserve())
+        speaker.join()
+        engine.leave()
+        listener.join()
+        assert torch.equal(tensor, theirs + 1)
+
+
+def test_what_has_not_left_when_a_collective_fails_never_does():
+    """A tensor is the caller's again when its collective has failed: what is in it then is not sent."""
+    with _engine() as (engine, peer):
+        tensor = torch.ones(30_000)
+        assert _outcome(engine, tensor=tensor)[0] is FailureKind.LATE
+        peer.recv(1 << 16)  # there is room again
+        tensor.fill_(2.0)
+        assert _outcome(engine, tensor=tensor)[0] is FailureKind.BROKEN
+        engine.leave()
+        assert struct.pack("<2f", 2.0, 2.0) not in _read_all(peer)

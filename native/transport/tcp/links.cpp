@@ -23,8 +23,14 @@ namespace {
 
 constexpr std::uint32_t frame_magic = 0x54446646;
 
-// What one call reads or writes at most: others have their turn in between.
+// What is read from one connection at most, before others have their turn.
 constexpr std::size_t most_at_once = 1 << 20;
+
+// What is read at once where a frame may begin: all of a small collective comes in one call, and is copied once more.
+constexpr std::size_t buffer_bytes = 20 * 1024;
+
+// What is read along with the rest of a frame: where much comes, all but this goes straight to its place.
+constexpr std::size_t followers_bytes = 512;
 
 [[noreturn]] void throw_violation(int rank, const char* what) {
     throw Failure(FailureKind::protocol, {rank}, what);
@@ -45,6 +51,7 @@ Links::Links(const std::vector<int>& descriptors, std::size_t slot_bytes)
         if (::fcntl(number, F_SETFL, ::fcntl(number, F_GETFL) | O_NONBLOCK) != 0)
             throw std::system_error(errno, std::generic_category(), "fcntl of a connection");
         for (auto& row : peer->counts) row.resize(descriptors.size());
+        peer->buffer = std::make_unique<std::byte[]>(buffer_bytes);
         peer->slots = std::make_unique<std::byte[]>(shm::num_slots * slot_bytes);
         peers_.push_back(std::move(peer));
     }
@@ -53,30 +60,32 @@ Links::Links(const std::vector<int>& descriptors, std::size_t slot_bytes)
 void Links::send(int rank, Kind kind, std::uint64_t number, std::size_t offset, std::span<const std::byte> data) {
     Peer& peer = *peers_[index(rank)];
     if (peer.is_gone) return;
-    Outgoing outgoing{.header = {frame_magic, kind, number, offset, data.size()}, .data = data, .copy = nullptr};
-    if (!data.empty() && data.size() <= shm::line_bytes) {
-        outgoing.copy = std::make_unique<std::byte[]>(data.size());
-        std::memcpy(outgoing.copy.get(), data.data(), data.size());
-        outgoing.data = {outgoing.copy.get(), data.size()};
+    Outgoing& outgoing = peer.outgoing.emplace_back();
+    outgoing.header = {frame_magic, kind, number, offset, data.size()};
+    if (data.size() > outgoing.copy.size()) {
+        outgoing.data = data;
+    } else if (!data.empty()) {
+        std::memcpy(outgoing.copy.data(), data.data(), data.size());
     }
-    peer.outgoing.push_back(std::move(outgoing));
-    write(peer);
 }
 
-bool Links::write(Peer& peer) {
+bool Links::write(Peer& peer) noexcept {
+    static_assert(offsetof(Outgoing, copy) == sizeof(Header), "they are sent as one");
     bool has_moved = false;
-    while (!peer.outgoing.empty() && !peer.is_gone) {
-        // Several frames a call: a flag and the data before it are one system call.
+    while (peer.has_unsent()) {
         std::array<iovec, 16> parts;
         std::size_t num_parts = 0;
-        for (auto& each : peer.outgoing) {
-            if (num_parts + 2 > parts.size()) break;
-            const std::size_t of_header = std::min(each.num_sent, sizeof(Header));
-            if (of_header < sizeof(Header))
-                parts[num_parts++] = {reinterpret_cast<std::byte*>(&each.header) + of_header, sizeof(Header) - of_header};
-            const std::size_t of_data = each.num_sent - of_header;
-            if (of_data < each.data.size())
-                parts[num_parts++] = {const_cast<std::byte*>(each.data.data()) + of_data, each.data.size() - of_data};
+        std::size_t size = 0;
+        const auto add = [&](const std::byte* data, std::size_t part) {
+            if (part == 0) return;
+            parts[num_parts++] = {const_cast<std::byte*>(data), part};
+            size += part;
+        };
+        for (std::size_t i = peer.first_unsent; i < peer.outgoing.size() && num_parts + 2 <= parts.size(); ++i) {
+            const Outgoing& each = peer.outgoing[i];
+            const std::size_t of_head = std::min(each.num_sent, each.head_size());
+            add(reinterpret_cast<const std::byte*>(&each) + of_head, each.head_size() - of_head);
+            add(each.data.data() + (each.num_sent - of_head), each.data.size() - (each.num_sent - of_head));
         }
         msghdr message{};
         message.msg_iov = parts.data();
@@ -88,16 +97,31 @@ bool Links::write(Peer& peer) {
             return has_moved;
         }
         has_moved = true;
-        auto left = static_cast<std::size_t>(count);
-        while (left > 0) {
-            Outgoing& first = peer.outgoing.front();
-            const std::size_t rest = sizeof(Header) + first.data.size() - first.num_sent;
-            const std::size_t taken = std::min(left, rest);
-            first.num_sent += taken;
-            left -= taken;
-            if (taken == rest) peer.outgoing.pop_front();
-        }
+        count_sent(peer, static_cast<std::size_t>(count));
+        if (static_cast<std::size_t>(count) < size) break;  // it takes no more for now
     }
+    return has_moved;
+}
+
+void Links::count_sent(Peer& peer, std::size_t size) noexcept {
+    while (size > 0) {
+        Outgoing& first = peer.outgoing[peer.first_unsent];
+        const std::size_t rest = sizeof(Header) + first.header.size - first.num_sent;
+        const std::size_t taken = std::min(size, rest);
+        first.num_sent += taken;
+        size -= taken;
+        if (taken == rest) ++peer.first_unsent;
+    }
+    if (peer.first_unsent == peer.outgoing.size()) {
+        peer.outgoing.clear();
+        peer.first_unsent = 0;
+    }
+}
+
+bool Links::write() noexcept {
+    bool has_moved = false;
+    for (const auto& peer : peers_)
+        if (peer) has_moved |= write(*peer);
     return has_moved;
 }
 
@@ -152,46 +176,76 @@ void Links::act_on(Peer& peer, int rank) {
 bool Links::read(Peer& peer, int rank) {
     std::size_t total = 0;
     while (!peer.is_gone && total < most_at_once) {
-        std::byte* at = reinterpret_cast<std::byte*>(&peer.header) + peer.num_received;
-        std::size_t wanted = sizeof(Header) - peer.num_received;
-        if (peer.num_received >= sizeof(Header)) {
-            const auto target = target_of(peer, rank);
-            const std::size_t done = peer.num_received - sizeof(Header);
-            at = target.data() + done;
-            wanted = target.size() - done;
+        std::array<iovec, 2> parts{{{peer.target.data(), peer.target.size()},
+                                    {peer.buffer.get() + peer.num_buffered,
+                                     (peer.target.empty() ? buffer_bytes : followers_bytes) - peer.num_buffered}}};
+        msghdr message{};
+        message.msg_iov = parts.data();
+        message.msg_iovlen = parts.size();
+        const ssize_t count = ::recvmsg(peer.socket.get(), &message, MSG_DONTWAIT);
+        if (count < 0 && errno == EINTR) continue;
+        if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
+        if (count <= 0) {
+            peer.is_gone = true;
+            break;
         }
-        if (wanted > 0) {
-            const ssize_t count = ::recv(peer.socket.get(), at, wanted, MSG_DONTWAIT);
-            if (count < 0 && errno == EINTR) continue;
-            if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
-            if (count <= 0) {
-                peer.is_gone = true;
-                break;
-            }
-            peer.num_received += static_cast<std::size_t>(count);
-            total += static_cast<std::size_t>(count);
-        }
-        if (peer.num_received >= sizeof(Header) && peer.num_received == sizeof(Header) + target_of(peer, rank).size()) {
-            peer.num_received = 0;
-            act_on(peer, rank);
-        }
+        const auto size = static_cast<std::size_t>(count);
+        total += size;
+        const std::size_t of_target = std::min(size, peer.target.size());
+        peer.target = peer.target.subspan(of_target);
+        if (of_target > 0 && peer.target.empty()) act_on(peer, rank);
+        peer.num_buffered += size - of_target;
+        take_apart(peer, rank);
+        if (size < parts[0].iov_len + parts[1].iov_len) break;  // there was no more
     }
     return total > 0;
 }
 
-bool Links::move() {
-    bool has_moved = false;
-    for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
-        if (!peers_[rank]) continue;
-        has_moved |= write(*peers_[rank]);
-        has_moved |= read(*peers_[rank], static_cast<int>(rank));
+// Acts on the whole frames in the buffer, and leaves what may be part of a header.
+void Links::take_apart(Peer& peer, int rank) {
+    const std::byte* at = peer.buffer.get();
+    std::size_t left = peer.num_buffered;
+    while (left >= sizeof(Header) && peer.target.empty()) {
+        std::memcpy(&peer.header, at, sizeof(Header));
+        peer.target = target_of(peer, rank);
+        const std::size_t size = std::min(left - sizeof(Header), peer.target.size());
+        if (size > 0) std::memcpy(peer.target.data(), at + sizeof(Header), size);
+        peer.target = peer.target.subspan(size);
+        at += sizeof(Header) + size;
+        left -= sizeof(Header) + size;
+        if (peer.target.empty()) act_on(peer, rank);
     }
+    if (left > 0) std::memmove(peer.buffer.get(), at, left);
+    peer.num_buffered = left;
+}
+
+bool Links::move() {
+    bool has_moved = write();
+    for (std::size_t rank = 0; rank < peers_.size(); ++rank)
+        if (peers_[rank]) has_moved |= read(*peers_[rank], static_cast<int>(rank));
     return has_moved;
 }
 
 bool Links::has_unsent() const {
     return std::any_of(peers_.begin(), peers_.end(),
-                       [](const auto& peer) { return peer && !peer->is_gone && !peer->outgoing.empty(); });
+                       [](const auto& peer) { return peer && peer->has_unsent(); });
+}
+
+bool Links::has_unsent_staged(int rank, std::uint64_t number) const {
+    const Peer& peer = *peers_[index(rank)];
+    if (!peer.has_unsent()) return false;
+    return std::any_of(peer.outgoing.begin() + static_cast<std::ptrdiff_t>(peer.first_unsent), peer.outgoing.end(),
+                       [&](const Outgoing& each) {
+                           return each.header.kind == Kind::staged && each.header.number <= number;
+                       });
+}
+
+void Links::drop_unsent() noexcept {
+    for (const auto& peer : peers_) {
+        if (!peer || !peer->has_unsent()) continue;
+        peer->is_gone = true;  // half a frame may have left
+        peer->outgoing.clear();
+    }
 }
 
 void Links::sleep(std::chrono::nanoseconds timeout) {
@@ -199,7 +253,7 @@ void Links::sleep(std::chrono::nanoseconds timeout) {
     for (const auto& peer : peers_)
         if (peer && !peer->is_gone)
             entries.push_back({.fd = peer->socket.get(),
-                               .events = static_cast<short>(peer->outgoing.empty() ? POLLIN : POLLIN | POLLOUT),
+                               .events = static_cast<short>(peer->has_unsent() ? POLLIN | POLLOUT : POLLIN),
                                .revents = 0});
     entries.push_back({.fd = alarm_.get(), .events = POLLIN, .revents = 0});
     const auto count = timeout.count();

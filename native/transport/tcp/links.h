@@ -3,12 +3,17 @@
 //
 // Whoever runs a collective reads and writes all connections, while it waits for anything; nobody does in between. A
 // frame is a header and bytes of one slot; those of one connection arrive in the order in which they were sent.
+//
+// [Note: few system calls]
+// For small collectives system calls are nearly all the time, sends above all: each takes its way through the kernel. So
+// frames queue until whoever sends them has no more to send, and leave in one call, data and arrival together. One call
+// reads the rest of a frame straight to its place, and into a buffer what has come after it.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <span>
 #include <vector>
@@ -50,11 +55,13 @@ public:
         return peers_[index(rank)]->slots.get() + segment % shm::num_slots * slot_bytes_;
     }
 
-    // Sends bytes to one remote rank as soon as its connection takes them. `data` must stay as it is until `flush`, or
-    // until that rank is known to have got it; a copy is taken of what is no longer than a line.
+    // Queues bytes for one remote rank, which leave with the next `write` or `move`. `data` must stay as it is until
+    // nothing is unsent, or until that rank is known to have got it; a copy is taken of what is no longer than a line.
     void send(int rank, Kind kind, std::uint64_t number, std::size_t offset, std::span<const std::byte> data);
 
-    // Reads and writes what connections give and take without waiting; whether anything moved. Throws Failure{protocol}.
+    // Writes what connections take without waiting; whether anything moved.
+    bool write() noexcept;
+    // The same, and reads what they give. Throws Failure{protocol}.
     bool move();
 
     // Throws Failure{failed} when a rank has said that a collective up to `sequence` has failed there. It said so after
@@ -65,6 +72,11 @@ public:
     }
 
     [[nodiscard]] bool has_unsent() const;
+    [[nodiscard]] bool has_unsent(int rank) const { return peers_[index(rank)]->has_unsent(); }
+    // The same, of segments up to `number` that were staged.
+    [[nodiscard]] bool has_unsent_staged(int rank, std::uint64_t number) const;
+    // Nothing is sent any more that has not been: its data need not stay.
+    void drop_unsent() noexcept;
     // Whether a rank's connection has ended.
     [[nodiscard]] bool is_gone(int rank) const { return peers_[index(rank)]->is_gone; }
 
@@ -80,26 +92,38 @@ public:
 private:
     struct Outgoing {
         Header header;
-        std::span<const std::byte> data;
-        std::unique_ptr<std::byte[]> copy;
-        std::size_t num_sent = 0;  // of header and data together
+        std::array<std::byte, shm::line_bytes> copy;
+        std::span<const std::byte> data;  // where it lies, or none if it was copied
+        std::size_t num_sent = 0;         // of header, copy and data together
+
+        // What was not copied follows header and copy, which lie side by side.
+        [[nodiscard]] std::size_t head_size() const { return sizeof header + header.size - data.size(); }
     };
 
     struct Peer {
         Descriptor socket;
         bool is_gone = false;
-        std::deque<Outgoing> outgoing;
-        Header header{};
-        std::size_t num_received = 0;  // of header and data together
+        std::vector<Outgoing> outgoing;
+        std::size_t first_unsent = 0;  // those before it have left
+
+        Header header{};              // of the frame that is coming in
+        std::span<std::byte> target;  // where the rest of its data goes; empty between frames
+        std::unique_ptr<std::byte[]> buffer;
+        std::size_t num_buffered = 0;  // less than a header, between reads
+
         shm::Arrival arrivals[2]{};
         std::vector<std::uint64_t> counts[2];
         shm::Progress progress{};
         std::unique_ptr<std::byte[]> slots;
+
+        [[nodiscard]] bool has_unsent() const { return !is_gone && first_unsent < outgoing.size(); }
     };
 
     static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
-    bool write(Peer& peer);
+    static bool write(Peer& peer) noexcept;
+    static void count_sent(Peer& peer, std::size_t size) noexcept;
     bool read(Peer& peer, int rank);
+    void take_apart(Peer& peer, int rank);
     std::span<std::byte> target_of(Peer& peer, int rank) const;
     void act_on(Peer& peer, int rank);
 
