@@ -22,6 +22,10 @@ constexpr auto drain_tick = std::chrono::milliseconds(10);
 
 constexpr int pauses_a_look = 16;  // at the clock
 
+// After so many looks at connections, some twenty microseconds, the processor is offered to others: what is waited for may
+// need it, be it the other rank, which the system likes to wake where it is waited for.
+constexpr int looks_a_turn = 64;
+
 // Turns of reading until all that a lost rank has left behind is taken in.
 constexpr int last_turns = 64;
 
@@ -196,7 +200,7 @@ bool Messenger::spin(const Transfer& transfer) {
             end = Clock::now() + spin_time_;
         else if (num_looks % pauses_a_look == 0 && Clock::now() >= end)
             return false;
-        relax();
+        lookout_ && num_looks % looks_a_turn == 0 ? give_way() : relax();
     }
 }
 
