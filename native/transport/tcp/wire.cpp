@@ -145,6 +145,7 @@ Channel::Front Wire::front(Frame& frame) {
         if (num_left_ < direct_bytes ? fill(1) : !is_dry_) return give_out(frame);
     } else if (num_buffered() >= sizeof(Frame) || fill(sizeof(Frame))) {
         std::memcpy(&header_, buffer_.get() + start_, sizeof(Frame));
+        if (header_.kind < FrameKind::eager || header_.kind > FrameKind::withdraw) return Front::broken;
         if (header_.length > max_payload_bytes || header_.length > header_.size) return Front::broken;
         if (header_.offset > header_.size - header_.length) return Front::broken;
         std::size_t wanted = sizeof(Frame) + header_.length;

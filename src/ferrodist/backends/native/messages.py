@@ -322,9 +322,9 @@ class MessagesBackend(TcpBackend):
             self._messenger.close()
 
     def _drain(self, deadline: Deadline) -> None:
-        super()._drain(deadline)
         if self._messenger is not None:
             self._messenger.drain(min(deadline.remaining(), _LAST_WORDS_SECONDS))
+        super()._drain(deadline)
 
     @property
     def is_ended(self) -> bool:
