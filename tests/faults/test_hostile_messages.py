@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import ferrodist as fd
 from ferrodist.backends.native import is_native_available, opening
 from ferrodist.backends.native.library import load
 from ferrodist.backends.native.messages import _News
-from ferrodist.errors import ProtocolError
+from ferrodist.errors import PeerLostError, ProtocolError
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -155,16 +156,24 @@ def test_random_frames(seed):
         assert not thread.is_alive()
 
 
-def test_the_group_ends_with_a_protocol_error(monkeypatch):
-    """On all ranks, and it names the rank that broke the protocol."""
-    descriptors: list[int] = []
+@pytest.fixture
+def descriptors(monkeypatch):
+    """Rank 1's connections for messages, by rank, once the group is open."""
+    found: list[int] = []
     connect = opening.connect_hosts
 
     def connect_and_note(group, place, purpose, deadline):
         links = connect(group, place, purpose, deadline)
         if purpose == "messages" and group.rank == 1:
-            descriptors[:] = links
+            found[:] = links
         return links
+
+    monkeypatch.setattr(opening, "connect_hosts", connect_and_note)
+    return found
+
+
+def test_the_group_ends_with_a_protocol_error(descriptors):
+    """On all ranks, and it names the rank that broke the protocol."""
 
     def program(group):
         group.barrier()
@@ -175,5 +184,29 @@ def test_the_group_ends_with_a_protocol_error(monkeypatch):
             group.recv(bytearray(1), 1 - group.rank, timeout=20)
         assert caught.value.ranks == (1,)
 
-    monkeypatch.setattr(opening, "connect_hosts", connect_and_note)
     run_ranks(program, 2, backend="gloo-threads", timeout=60)
+
+
+def test_a_connection_that_breaks_ends_what_needs_it(descriptors):
+    """Transfers of the two ranks end, though nobody tells of a death; the group and its other ranks go on."""
+
+    def program(group):
+        group.barrier()
+        if group.rank == 1:
+            with socket.socket(fileno=os.dup(descriptors[0])) as sock:
+                sock.shutdown(socket.SHUT_RDWR)
+        if group.rank < 2:
+            peer = 1 - group.rank
+            for call in (
+                lambda: group.recv(bytearray(1), peer, timeout=20),
+                lambda: group.send(b"x", peer, timeout=20),
+            ):
+                with pytest.raises(PeerLostError, match=f"rank {peer} .* can't be reached: its connection") as caught:
+                    call()
+                assert caught.value.ranks == (peer,)
+            group.send(b"x", 2)
+        else:
+            one = bytearray(1)
+            assert {group.recv(one, fd.ANY_SOURCE, timeout=20) for _ in range(2)} == {0, 1}
+
+    run_ranks(program, 3, backend="gloo-threads", timeout=60)
