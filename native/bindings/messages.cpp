@@ -55,25 +55,6 @@ struct Request {
     [[nodiscard]] bool has_ended() noexcept { return transfer().has_ended.load(); }
 };
 
-// A message of a rank on another host, as `backends/tcp` sees it.
-struct LinkedMessage {
-    std::shared_ptr<Message> message;
-    nb::object tag;
-    nb::object grant;  // called once a receive is there for it; None for what comes at once
-    bool is_granted = false;
-
-    LinkedMessage(int source, nb::object its_tag, std::uint64_t group, std::uint64_t number, std::size_t size)
-        : message(std::make_shared<Message>(source, Tag{group, number}, size, false)),
-          tag(std::move(its_tag)),
-          grant(nb::none()) {
-        message->is_linked = true;
-        message->owner = this;
-    }
-    LinkedMessage(const LinkedMessage&) = delete;
-    LinkedMessage& operator=(const LinkedMessage&) = delete;
-    ~LinkedMessage() { message->owner = nullptr; }  // under the interpreter's lock, as all that reads it is
-};
-
 void call(nb::handle function, nb::args arguments = nb::borrow<nb::args>(nb::make_tuple())) {
     try {
         function(*arguments);
@@ -82,8 +63,8 @@ void call(nb::handle function, nb::args arguments = nb::borrow<nb::args>(nb::mak
     }
 }
 
-// Does what concerns Python of what has happened in the messenger. `tell(is_full, rank, tag, size)` hears of what ranks of
-// this host did wrong.
+// Does what concerns Python of what has happened in the messenger. `tell(kind, rank, group, size)` hears of what ranks did
+// wrong, and of their ends.
 void do_work(Messenger& messenger, nb::handle tell) {
     const Work work = messenger.take_work();
     for (Transfer* ended = work.first_ended; ended != nullptr;) {
@@ -93,31 +74,26 @@ void do_work(Messenger& messenger, nb::handle tell) {
         Py_DECREF(request.self);
     }
     for (const News& news : work.news) {
-        const auto* linked = news.message ? static_cast<LinkedMessage*>(news.message->owner) : nullptr;
-        if (news.kind == News::Kind::grant) {
-            if (linked != nullptr) call(nb::object(linked->grant));
-        } else {
-            const Tag tag = news.message ? news.message->tag : Tag{};
-            call(tell, nb::borrow<nb::args>(nb::make_tuple(news.kind == News::Kind::full, news.rank, tag.group,
-                                                           news.message ? news.message->size : 0)));
-        }
+        const std::uint64_t group = news.message ? news.message->tag.group : 0;
+        const std::size_t size = news.message ? news.message->size_kept() : 0;
+        call(tell, nb::borrow<nb::args>(nb::make_tuple(static_cast<int>(news.kind), news.rank, group, size)));
     }
 }
 
-std::shared_ptr<Messenger> make_messenger(int rank, int num_ranks, std::size_t eager_bytes,
-                                          std::size_t max_unasked_bytes, nb::object tell) {
-    const Messenger::Settings settings{.rank = rank,
-                                       .num_ranks = num_ranks,
-                                       .eager_bytes = eager_bytes,
-                                       .max_unasked_bytes = max_unasked_bytes};
-    // Both are freed by whoever drops the last reference, which is Python.
-    auto self = std::make_shared<Messenger*>(nullptr);
-    auto messenger = std::make_shared<Messenger>(settings, [self, tell = std::move(tell)] {
+// Takes the sockets over, whatever comes of it.
+std::shared_ptr<Messenger> make_messenger(const Messenger::Settings& settings, int memory, int num_local,
+                                          const std::vector<int>& local_indexes, const std::vector<int>& sockets,
+                                          nb::object tell) {
+    Messenger::Ways ways{.rings = nullptr, .local_indexes = local_indexes, .sockets = {}};
+    for (const int number : sockets) ways.sockets.emplace_back(number);
+    const shm::RingLayout layout = shm::RingLayout::of(num_local);
+    ways.rings = std::make_shared<const shm::Rings>(
+        std::make_shared<const shm::Mapping>(memory, layout.size_bytes()), layout);
+    // Freed by whoever drops the last reference, which is Python.
+    return std::make_shared<Messenger>(settings, std::move(ways), [tell = std::move(tell)](Messenger& messenger) {
         const nb::gil_scoped_acquire held;
-        do_work(**self, tell);
+        do_work(messenger, tell);
     });
-    *self = messenger.get();
-    return messenger;
 }
 
 // How it has ended, for Python: see `NativeBackend`.
@@ -127,7 +103,7 @@ nb::object ending(const Transfer& transfer, std::size_t size_sent) {
 
 nb::object quick_send(Messenger& self, nb::handle data, nb::handle dst, nb::handle tag, nb::handle timeout) {
     if (!self.is_open()) return nb::none();
-    const auto rank = peer_in(dst, self.settings().rank, self.settings().num_ranks, false);
+    const auto rank = peer_in(dst, self.settings().rank, self.num_ranks(), false);
     const auto number = small_number(tag);
     const auto limit = seconds_of(timeout);
     Buffer buffer;
@@ -149,7 +125,7 @@ nb::object quick_send(Messenger& self, nb::handle data, nb::handle dst, nb::hand
 
 nb::object quick_recv(Messenger& self, nb::handle into, nb::handle src, nb::handle tag, nb::handle timeout) {
     if (!self.is_open()) return nb::none();
-    const auto rank = peer_in(src, self.settings().rank, self.settings().num_ranks, true);
+    const auto rank = peer_in(src, self.settings().rank, self.num_ranks(), true);
     const auto number = small_number(tag);
     const auto limit = seconds_of(timeout);
     Buffer buffer;
@@ -231,16 +207,6 @@ void bind_messages(nb::module_& m) {
         "num_ranks"_a,
         "Make the memory through which the ranks of one host send messages; returns a descriptor, the caller's to close.");
 
-    nb::class_<LinkedMessage>(m, "LinkedMessage", "A message from a rank of another host.")
-        .def(nb::init<int, nb::object, std::uint64_t, std::uint64_t, std::size_t>(), "source"_a, "tag"_a, "group"_a,
-             "number"_a, "size_bytes"_a)
-        .def_ro("tag", &LinkedMessage::tag)
-        .def_rw("grant", &LinkedMessage::grant, nb::arg().none())
-        .def_rw("granted", &LinkedMessage::is_granted)
-        .def_prop_ro("source", [](const LinkedMessage& self) { return self.message->source; })
-        .def_prop_ro("size_bytes", [](const LinkedMessage& self) { return self.message->size; })
-        .def_prop_ro("num_received", [](const LinkedMessage& self) { return self.message->num_received; });
-
     nb::class_<Request>(m, "Request", "A transfer that was started.")
         .def_prop_ro("peer", [](Request& self) { return self.transfer().peer; })
         .def_prop_ro("tag_number", [](Request& self) { return self.transfer().tag.number; })
@@ -254,18 +220,18 @@ void bind_messages(nb::module_& m) {
             "Outcome, peer, size of the message, and the number of the reason.");
 
     nb::class_<Messenger>(m, "Messenger", "A rank's messages.")
-        .def(nb::new_(&make_messenger), "rank"_a, "num_ranks"_a, "eager_bytes"_a, "max_unasked_bytes"_a, "tell"_a)
-        .def(
-            "attach",
-            [](Messenger& self, int descriptor, int num_local, const std::vector<int>& local_indexes, bool is_crowded,
-               std::uint32_t spin_micros) {
-                const shm::RingLayout layout = shm::RingLayout::of(num_local);
-                auto memory = std::make_shared<const shm::Mapping>(descriptor, layout.size_bytes());
-                const nb::gil_scoped_release released;
-                self.attach(std::make_shared<const shm::Rings>(std::move(memory), layout), local_indexes, is_crowded,
-                            spin_micros);
-            },
-            "descriptor"_a, "num_local"_a, "local_indexes"_a, "is_crowded"_a, "spin_micros"_a)
+        .def(nb::new_([](int rank, std::size_t eager_bytes, std::size_t max_unasked_bytes, bool is_crowded,
+                         std::uint32_t spin_micros, int memory, int num_local, const std::vector<int>& local_indexes,
+                         const std::vector<int>& sockets, nb::object tell) {
+                 const Messenger::Settings settings{.rank = rank,
+                                                    .eager_bytes = eager_bytes,
+                                                    .max_unasked_bytes = max_unasked_bytes,
+                                                    .is_crowded = is_crowded,
+                                                    .spin_micros = spin_micros};
+                 return make_messenger(settings, memory, num_local, local_indexes, sockets, std::move(tell));
+             }),
+             "rank"_a, "eager_bytes"_a, "max_unasked_bytes"_a, "is_crowded"_a, "spin_micros"_a, "memory"_a, "num_local"_a,
+             "local_indexes"_a, "sockets"_a, "tell"_a)
         .def("quick_send", &quick_send, "data"_a.none(), "dst"_a.none(), "tag"_a.none(), "timeout"_a.none(),
              "True when it has been sent, None when the long way must take the call, else how it has ended.")
         .def(
@@ -300,41 +266,6 @@ void bind_messages(nb::module_& m) {
             },
             "request"_a, "reason"_a)
         .def(
-            "arrive",
-            [](Messenger& self, LinkedMessage& linked) {
-                linked.message->is_offered = !linked.grant.is_none();
-                const nb::gil_scoped_release released;
-                return self.arrive(linked.message);
-            },
-            "message"_a)
-        .def(
-            "begin_write",
-            [](Messenger& self, LinkedMessage& linked, std::size_t start, std::size_t stop) -> nb::object {
-                std::byte* target = nullptr;
-                {
-                    const nb::gil_scoped_release released;
-                    target = self.begin_write(*linked.message, start);
-                }
-                if (target == nullptr) return nb::none();
-                return nb::steal<nb::object>(PyMemoryView_FromMemory(
-                    reinterpret_cast<char*>(target), static_cast<Py_ssize_t>(stop - start), PyBUF_WRITE));
-            },
-            "message"_a, "start"_a, "stop"_a, "Where these bytes go, until `end_write`; None when nobody wants them.")
-        .def(
-            "end_write",
-            [](Messenger& self, LinkedMessage& linked, std::size_t count) {
-                const nb::gil_scoped_release released;
-                self.end_write(linked.message, count);
-            },
-            "message"_a, "count"_a)
-        .def(
-            "withdraw",
-            [](Messenger& self, LinkedMessage& linked) {
-                const nb::gil_scoped_release released;
-                self.withdraw(*linked.message);
-            },
-            "message"_a)
-        .def(
             "parties",
             [](Messenger& self) {
                 std::vector<std::tuple<bool, std::uint64_t, int>> found;
@@ -352,20 +283,13 @@ void bind_messages(nb::module_& m) {
         .def("open_group", &Messenger::open_group, "group"_a, "members"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("end_group", &Messenger::end_group, "group"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("lose", &Messenger::lose, "rank"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def(
-            "waiting_messages",
-            [](Messenger& self) {
-                std::vector<std::tuple<std::uint64_t, int, std::uint64_t, std::uint64_t>> found;
-                const nb::gil_scoped_release released;
-                for (const auto& each : self.waiting_messages())
-                    found.emplace_back(each.number, each.source, each.tag.group, each.tag.number);
-                return found;
-            })
-        .def("drop", &Messenger::drop, "number"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("num_frames_to", &Messenger::num_frames_to, "rank"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("await_frames", &Messenger::await_frames, "rank"_a, "count"_a, "timeout"_a,
+             nb::call_guard<nb::gil_scoped_release>())
         .def("fullest_source", &Messenger::fullest_source, "newest"_a, "size_kept"_a,
              nb::call_guard<nb::gil_scoped_release>())
-        .def("unasked_bytes", &Messenger::unasked_bytes, nb::call_guard<nb::gil_scoped_release>())
         .def("close", &Messenger::close, nb::call_guard<nb::gil_scoped_release>())
+        .def("drain", &Messenger::drain, "timeout"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("abandon", [](const std::shared_ptr<Messenger>& self) {
             self->abandon();
             new std::shared_ptr<Messenger>(self);  // its lock and its thread are the parent's: never destroyed

@@ -3,8 +3,7 @@
 //
 // [Note: who may write into a receive's buffer]
 // Bytes go into a user's buffer only under the lock of whoever owns the mailbox, and while the message is matched with the
-// receive; a linked message's also while it `is_being_written`, which `cancel` and its like have to wait for. What has
-// come of a message whose receive was cancelled is kept for the next one.
+// receive. What has come of a message whose receive was cancelled is kept for the next one.
 #pragma once
 
 #include <array>

@@ -82,11 +82,8 @@ struct Message {
     int source;
     Tag tag;
     std::size_t size;
-    bool is_offered;                // it moves once it is asked for
-    bool is_granted = false;        // its sender has been told
-    bool is_linked = false;         // it comes over a connection that the messenger's user reads
-    bool is_being_written = false;  // by that user, outside of the lock
-    void* owner = nullptr;          // for that user
+    bool is_offered;          // it moves once it is asked for
+    bool is_granted = false;  // its sender has been told
     std::uint64_t number = 0;       // in the order of arrival
     std::uint64_t sender_number = 0;
     std::size_t num_received = 0;

@@ -2,6 +2,10 @@
 // access: sizes on both sides of each limit, tags, any source, transfers that are given up, several threads a rank.
 //
 //   messages_test [number of messages a rank sends] [seed]
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -9,6 +13,7 @@
 #include <memory>
 #include <random>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "base/descriptor.h"
@@ -43,28 +48,102 @@ Bytes content(int from, int to, std::uint64_t tag, std::uint64_t number, std::ui
 using Group = std::vector<std::unique_ptr<Messenger>>;
 
 std::atomic<int> num_blamed{0};  // ranks that wrote what no rank would
+std::atomic<int> num_gone{0};    // connections that have ended without news
 
-Group make_group(int num_ranks, bool is_crowded, std::size_t ring_bytes,
-                 std::shared_ptr<const shm::Rings>* made = nullptr) {
-    const shm::RingLayout layout{.num_ranks = num_ranks, .ring_bytes = ring_bytes};
-    const Descriptor descriptor(shm::create_memory("ferrodist-test", layout.size_bytes()));
-    auto memory = std::make_shared<const shm::Mapping>(descriptor.get(), layout.size_bytes());
-    shm::Rings(memory, layout).initialize();
-    if (made != nullptr) *made = std::make_shared<const shm::Rings>(memory, layout);
-    std::vector<int> indexes;
-    for (int rank = 0; rank < num_ranks; ++rank) indexes.push_back(rank);
+struct Net {
+    std::vector<int> hosts;  // of each rank
+    std::size_t ring_bytes = 16 * 1024;
+    int socket_bytes = 0;  // of each of a connection's buffers, 0 for the system's
+    bool is_crowded = true;
+};
+
+// All ranks on one host, a rank a host, or every other rank on each of two.
+Net local(int num_ranks) {
+    Net net;
+    net.hosts.assign(static_cast<std::size_t>(num_ranks), 0);
+    return net;
+}
+Net remote(int num_ranks) {
+    Net net;
+    for (int rank = 0; rank < num_ranks; ++rank) net.hosts.push_back(rank);
+    return net;
+}
+Net mixed(int num_ranks) {
+    Net net;
+    for (int rank = 0; rank < num_ranks; ++rank) net.hosts.push_back(rank % 2);
+    return net;
+}
+
+// The two ends of a connection.
+std::pair<Descriptor, Descriptor> make_connection(int buffer_bytes) {
+    const auto set = [](const Descriptor& socket, int level, int option, int value) {
+        if (value != 0) ::setsockopt(socket.get(), level, option, &value, sizeof value);
+    };
+    const Descriptor listener(::socket(AF_INET, SOCK_STREAM, 0));
+    set(listener, SOL_SOCKET, SO_RCVBUF, buffer_bytes);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof address;
+    auto* general = reinterpret_cast<sockaddr*>(&address);
+    require(::bind(listener.get(), general, size) == 0 && ::listen(listener.get(), 1) == 0, "no listener");
+    require(::getsockname(listener.get(), general, &size) == 0, "no address");
+    Descriptor dialled(::socket(AF_INET, SOCK_STREAM, 0));
+    set(dialled, SOL_SOCKET, SO_RCVBUF, buffer_bytes);
+    require(::connect(dialled.get(), general, size) == 0, "no connection");
+    Descriptor accepted(::accept(listener.get(), nullptr, nullptr));
+    for (const Descriptor* socket : {&dialled, &accepted}) {
+        set(*socket, IPPROTO_TCP, TCP_NODELAY, 1);
+        set(*socket, SOL_SOCKET, SO_SNDBUF, buffer_bytes);
+    }
+    return {std::move(dialled), std::move(accepted)};
+}
+
+// What a test writes to in place of rank 0, to be read by rank 1.
+struct Made {
+    std::shared_ptr<const shm::Rings> rings;
+    Descriptor socket;
+};
+
+Group make_group(const Net& net, Made* made = nullptr) {
+    const auto num_ranks = net.hosts.size();
+    std::vector<std::vector<Descriptor>> sockets(num_ranks);
+    for (auto& row : sockets) row.resize(num_ranks);
+    for (std::size_t rank = 0; rank < num_ranks; ++rank)
+        for (std::size_t other = 0; other < rank; ++other)
+            if (net.hosts[rank] != net.hosts[other])
+                std::tie(sockets[rank][other], sockets[other][rank]) = make_connection(net.socket_bytes);
+    Descriptor unused;
+    if (made != nullptr) {
+        made->socket = std::move(sockets[0][1]);
+        std::tie(sockets[0][1], unused) = make_connection(0);
+    }
+    std::vector<std::shared_ptr<const shm::Rings>> rings(num_ranks);  // by host
     Group group;
-    for (int rank = 0; rank < num_ranks; ++rank) {
-        const Messenger::Settings settings{.rank = rank,
-                                           .num_ranks = num_ranks,
+    for (std::size_t rank = 0; rank < num_ranks; ++rank) {
+        std::vector<int> indexes;
+        int num_local = 0;
+        for (const int host : net.hosts) indexes.push_back(host == net.hosts[rank] ? num_local++ : -1);
+        auto& of_host = rings[static_cast<std::size_t>(net.hosts[rank])];
+        if (!of_host) {
+            const shm::RingLayout layout{.num_ranks = num_local, .ring_bytes = net.ring_bytes};
+            const Descriptor descriptor(shm::create_memory("ferrodist-test", layout.size_bytes()));
+            auto memory = std::make_shared<const shm::Mapping>(descriptor.get(), layout.size_bytes());
+            shm::Rings(memory, layout).initialize();
+            of_host = std::make_shared<const shm::Rings>(memory, layout);
+            if (made != nullptr && rank == 0) made->rings = of_host;
+        }
+        const Messenger::Settings settings{.rank = static_cast<int>(rank),
                                            .eager_bytes = eager_bytes,
-                                           .max_unasked_bytes = max_unasked_bytes};
-        auto tell = std::make_shared<Messenger*>(nullptr);
-        group.push_back(std::make_unique<Messenger>(settings, [tell] {
-            const Work work = (*tell)->take_work();
+                                           .max_unasked_bytes = max_unasked_bytes,
+                                           .is_crowded = net.is_crowded,
+                                           .spin_micros = 20};
+        Messenger::Ways ways{.rings = of_host, .local_indexes = indexes, .sockets = std::move(sockets[rank])};
+        group.push_back(std::make_unique<Messenger>(settings, std::move(ways), [](Messenger& messenger) {
+            const Work work = messenger.take_work();
             for (const News& news : work.news) {
-                require(news.kind == News::Kind::broken, "a rank is blamed otherwise");
-                num_blamed.fetch_add(1);
+                require(news.kind != News::Kind::full, "a rank is blamed otherwise");
+                (news.kind == News::Kind::broken ? num_blamed : num_gone).fetch_add(1);
             }
             for (Transfer* ended = work.first_ended; ended != nullptr;) {
                 auto* told = static_cast<std::atomic<bool>*>(ended->owner);
@@ -72,8 +151,6 @@ Group make_group(int num_ranks, bool is_crowded, std::size_t ring_bytes,
                 told->store(true);
             }
         }));
-        *tell = group.back().get();
-        group.back()->attach(std::make_shared<const shm::Rings>(memory, layout), indexes, is_crowded, 20);
     }
     return group;
 }
@@ -185,10 +262,22 @@ private:
     std::uint64_t seed_;
 };
 
-void stress(int num_ranks, bool is_crowded, std::size_t ring_bytes, std::uint64_t total, std::uint64_t seed) {
+// Closes all ranks, which must not take long.
+void leave(const Group& group) {
+    run_threads(static_cast<int>(group.size()), [&](int rank) {
+        Messenger& own = *group[static_cast<std::size_t>(rank)];
+        const Deadline deadline(patience);
+        own.close();
+        own.drain(patience);
+        require(!deadline.expired(), "rank %d can't leave", rank);
+    });
+}
+
+void stress(const char* what, const Net& net, std::uint64_t total, std::uint64_t seed) {
+    const int num_ranks = static_cast<int>(net.hosts.size());
     const auto ranks = static_cast<std::uint64_t>(num_ranks);
     const std::uint64_t num_messages = std::max<std::uint64_t>(1, total / (ranks * (ranks - 1) * num_tags));
-    const Group group = make_group(num_ranks, is_crowded, ring_bytes);
+    const Group group = make_group(net);
     run_threads(2 * num_ranks, [&](int thread) {
         const int rank = thread / 2;
         Program program(*group[static_cast<std::size_t>(rank)], rank, num_ranks, seed);
@@ -197,19 +286,25 @@ void stress(int num_ranks, bool is_crowded, std::size_t ring_bytes, std::uint64_
         else
             program.receive_all(num_messages);
     });
+    for (int rank = 0; rank < num_ranks; ++rank)  // what was taken back may still be on its way
+        for (int other = 0; other < num_ranks; ++other)
+            if (rank != other)
+                group[static_cast<std::size_t>(rank)]->await_frames(
+                    other, group[static_cast<std::size_t>(other)]->num_frames_to(rank), patience);
     for (const auto& messenger : group) messenger->end_group(7);
     require(num_blamed.load() == 0, "a rank is blamed");
     for (const auto& messenger : group)
         require(messenger->unasked_bytes() == 0, "%d bytes are left", static_cast<int>(messenger->unasked_bytes()));
-    for (const auto& messenger : group) messenger->close();
-    std::printf("%llu messages, %d ranks, rings of %d KiB%s\n",
-                static_cast<unsigned long long>(num_messages * ranks * (ranks - 1) * num_tags), num_ranks,
-                static_cast<int>(ring_bytes >> 10), is_crowded ? ", crowded" : "");
+    leave(group);
+    std::printf("%llu messages, %d ranks, %s%s\n",
+                static_cast<unsigned long long>(num_messages * ranks * (ranks - 1) * num_tags), num_ranks, what,
+                net.is_crowded ? ", crowded" : "");
 }
 
 // Messages of all ranks, taken as they come: each once, and those of one rank in their order.
-void any_source_takes_all(int num_ranks, std::uint64_t num_messages) {
-    const Group group = make_group(num_ranks, true, 16 * 1024);
+void any_source_takes_all(const Net& net, std::uint64_t num_messages) {
+    const int num_ranks = static_cast<int>(net.hosts.size());
+    const Group group = make_group(net);
     run_threads(num_ranks, [&](int rank) {
         Messenger& own = *group[static_cast<std::size_t>(rank)];
         std::uint64_t numbers[2]{};
@@ -234,15 +329,17 @@ void any_source_takes_all(int num_ranks, std::uint64_t num_messages) {
 }
 
 // What a rank sent before it left is received after; what waits for more of it ends.
-void what_was_sent_stays() {
-    const Group group = make_group(2, false, 16 * 1024);
+void what_was_sent_stays(const Net& net) {
+    const Group group = make_group(net);
     Bytes sent(4000, std::byte{3}), received(4000);
     require(group[0]->try_send(sent.data(), 4000, 1, Tag{}), "there is room");
     Bytes large(eager_bytes + 1);
     Send offered(large.data(), large.size(), 1, Tag{});
     group[0]->start(offered);
+    const std::uint64_t num_frames = group[0]->num_frames_to(1);
     group[0]->close();
     require(offered.outcome == Outcome::ended, "what was offered ends");
+    group[1]->await_frames(0, num_frames, patience);
     group[1]->lose(0);
     Receive first(received.data(), received.size(), 0, Tag{});
     group[1]->start(first);
@@ -256,8 +353,7 @@ void what_was_sent_stays() {
 
 // What no rank would write ends that rank's messages here, is told, and does nothing else.
 void what_is_no_message_is_refused() {
-    using shm::FrameKind;
-    const shm::Frame wrong[] = {
+    const Frame wrong[] = {
         {.kind = static_cast<FrameKind>(9)},
         {.kind = FrameKind::eager, .size = eager_bytes + 1},
         {.kind = FrameKind::eager, .size = 100},                      // nothing of it
@@ -274,30 +370,39 @@ void what_is_no_message_is_refused() {
         {.kind = FrameKind::withdraw, .length = 8, .size = 8},
     };
     const Bytes bytes(4000, std::byte{1});
-    for (const shm::Frame& frame : wrong) {
-        num_blamed.store(0);
-        std::shared_ptr<const shm::Rings> rings;
-        const Group group = make_group(2, true, 16 * 1024, &rings);
-        shm::RingWriter writer(*rings, 0, 1);
-        writer.write({.kind = FrameKind::eager, .length = 1000, .message = 1, .size = 3000}, bytes.data());
-        writer.write({.kind = FrameKind::offer, .message = 2, .size = 100'000}, nullptr);
-        writer.write(frame, bytes.data());
-        Bytes into(3000);
-        Receive receive(into.data(), into.size(), 0, Tag{});
-        group[1]->start(receive);
-        require(!group[1]->wait(receive, 0.01), "half a message is none");
-        group[1]->do_work();
-        require(num_blamed.load() == 1, "nobody is blamed for frame %d", static_cast<int>(&frame - wrong));
-        require(group[1]->cancel(receive), "it still waits");
-    }
+    for (const Net& net : {local(2), remote(2)})
+        for (const Frame& frame : wrong) {
+            num_blamed.store(0);
+            Made made;
+            const Group group = make_group(net, &made);
+            shm::RingWriter writer(*made.rings, 0, net.hosts[1] == 0 ? 1 : 0);
+            const auto write = [&](const Frame& some) {
+                if (net.hosts[1] == 0) {
+                    writer.write(some, bytes.data());
+                } else {
+                    require(::write(made.socket.get(), &some, sizeof some) == sizeof some, "a frame");
+                    require(::write(made.socket.get(), bytes.data(), some.length) == some.length, "its payload");
+                }
+            };
+            write({.kind = FrameKind::eager, .length = 1000, .message = 1, .size = 3000});
+            write({.kind = FrameKind::offer, .message = 2, .size = 100'000});
+            write(frame);
+            Bytes into(3000);
+            Receive receive(into.data(), into.size(), 0, Tag{});
+            group[1]->start(receive);
+            require(!group[1]->wait(receive, 0.01), "half a message is none");
+            group[1]->do_work();
+            require(num_blamed.load() == 1, "nobody is blamed for frame %d", static_cast<int>(&frame - wrong));
+            require(group[1]->cancel(receive), "it still waits");
+        }
     // Positions that can't be, and a frame that ends outside of the ring.
     for (const std::uint64_t tail : {std::uint64_t{1}, std::uint64_t{64}, std::uint64_t{1} << 40}) {
         num_blamed.store(0);
-        std::shared_ptr<const shm::Rings> rings;
-        const Group group = make_group(2, true, 16 * 1024, &rings);
-        const shm::Frame frame{.kind = FrameKind::eager, .length = 0xFFFFFFFF, .size = 100};
-        std::memcpy(rings->bytes(0, 1), &frame, sizeof(frame));
-        rings->ring(0, 1).tail.store(tail);
+        Made made;
+        const Group group = make_group(local(2), &made);
+        const Frame frame{.kind = FrameKind::eager, .length = 0xFFFFFFFF, .size = 100};
+        std::memcpy(made.rings->bytes(0, 1), &frame, sizeof(frame));
+        made.rings->ring(0, 1).tail.store(tail);
         (void)group[1]->parties();
         group[1]->do_work();
         require(num_blamed.load() == 1, "nobody is blamed for a tail");
@@ -306,9 +411,24 @@ void what_is_no_message_is_refused() {
     std::printf("what is no message is refused\n");
 }
 
+// Where nobody says why a rank's connection has ended, that is told, once, and after a while.
+void a_connection_that_ends_is_told() {
+    num_gone.store(0);
+    Made made;
+    const Group group = make_group(remote(2), &made);
+    num_gone.store(0);
+    made.socket = Descriptor();
+    const Deadline deadline(patience);
+    while (num_gone.load() == 0) {
+        require(!deadline.expired(), "nobody was told");
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    std::printf("a connection that ends is told\n");
+}
+
 // A rank that only sends, to one that computes: its keeper takes the messages in.
-void a_rank_that_computes_takes_messages() {
-    const Group group = make_group(2, true, 16 * 1024);
+void a_rank_that_computes_takes_messages(const Net& net) {
+    const Group group = make_group(net);
     Bytes bytes(4000);
     for (int i = 0; i < 100; ++i) {
         Send send(bytes.data(), bytes.size(), 1, Tag{});
@@ -321,15 +441,30 @@ void a_rank_that_computes_takes_messages() {
 }  // namespace
 
 int main(int argc, char** argv) {
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what it did last is seen, however it ends
     const std::uint64_t total = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 40000;
     const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
-    what_was_sent_stays();
+    for (const Net& net : {local(2), remote(2)}) {
+        what_was_sent_stays(net);
+        a_rank_that_computes_takes_messages(net);
+    }
     what_is_no_message_is_refused();
-    a_rank_that_computes_takes_messages();
-    any_source_takes_all(5, total / 20);
-    stress(2, false, 16 * 1024, total / 4, seed);
-    stress(2, true, 1024 * 1024, total / 4, seed + 1);
-    stress(3, true, 32 * 1024, total / 6, seed + 2);
-    stress(4, false, 16 * 1024, total / 6, seed + 3);
-    stress(8, true, 16 * 1024, total / 6, seed + 4);
+    a_connection_that_ends_is_told();
+    for (const Net& net : {local(5), remote(5), mixed(5)}) any_source_takes_all(net, total / 60);
+    const auto with = [](Net net, bool is_crowded, std::size_t ring_bytes, int socket_bytes) {
+        net.is_crowded = is_crowded;
+        net.ring_bytes = ring_bytes;
+        net.socket_bytes = socket_bytes;
+        return net;
+    };
+    stress("rings of 16 KiB", with(local(2), false, 16 * 1024, 0), total / 8, seed);
+    stress("rings of 1 MiB", with(local(2), true, 1024 * 1024, 0), total / 8, seed + 1);
+    stress("rings of 32 KiB", with(local(3), true, 32 * 1024, 0), total / 12, seed + 2);
+    stress("rings of 16 KiB", with(local(4), false, 16 * 1024, 0), total / 12, seed + 3);
+    stress("rings of 16 KiB", with(local(8), true, 16 * 1024, 0), total / 12, seed + 4);
+    stress("connections", with(remote(2), false, 16 * 1024, 0), total / 12, seed + 5);
+    stress("connections of 8 KiB", with(remote(2), true, 16 * 1024, 8 * 1024), total / 12, seed + 6);
+    stress("connections of 8 KiB", with(remote(4), false, 16 * 1024, 8 * 1024), total / 12, seed + 7);
+    stress("rings and connections", with(mixed(4), true, 16 * 1024, 0), total / 12, seed + 8);
+    stress("rings and connections of 8 KiB", with(mixed(6), true, 16 * 1024, 8 * 1024), total / 12, seed + 9);
 }

@@ -8,7 +8,10 @@ import time
 import torch
 
 import ferrodist as fd
+from ferrodist.backends.mailbox import EAGER_LIMIT
+from ferrodist.backends.request import wait_all
 from ferrodist.collectives.views import bytes_of
+from ferrodist.deadline import Deadline
 from ferrodist.testing.collective_checks.oracle import defined_reductions, elements
 
 TASKS = {}
@@ -59,6 +62,46 @@ def compare(group):
     pair = fd.new_group([0, group.world_size - 1])
     total = float(fd.allreduce(torch.ones(70_000), group=pair)[-1]) if pair else 0.0
     return {"digest": results_of(group), "hosts": len(set(group._hosts)), "pair": total}
+
+
+@task
+def exchange(group):
+    """Messages of all ranks to all, of the group and of a sub-group, small and large, by all ways at once."""
+    num_received = 0
+    for here in (group, fd.SubBackend(group, list(reversed(range(group.world_size))))):
+        others = [rank for rank in range(here.world_size) if rank != here.rank]
+        for size in (0, 1, 5000, 70_000, EAGER_LIMIT, 3 * EAGER_LIMIT + 5):
+            into = {rank: bytearray(size) for rank in others}
+            requests = [here.irecv(into[rank], rank, tag=size) for rank in others]
+            requests += [here.isend(bytes([here.rank]) * size, rank, tag=size) for rank in others]
+            wait_all(requests, Deadline(30))
+            num_received += sum(into[rank] == bytes([rank]) * size for rank in others)
+        for rank in others:
+            here.send(bytes([here.rank]), rank, tag=3)
+        one = bytearray(1)
+        sources = []
+        for _ in others:
+            sources.append(here.recv(one, fd.ANY_SOURCE, tag=3))
+            num_received += one[0] == sources[-1]
+        num_received += sorted(sources) == others
+    return {"received": num_received}
+
+
+@task
+def receive_until_cut(group):
+    """Receives from a rank of the other host, which comes to nothing once the cable is cut."""
+    peer = group.rank ^ 1
+    group.barrier()
+    print("running", flush=True)
+    started = time.monotonic()
+    try:
+        while True:
+            started = time.monotonic()
+            receiving = group.irecv(bytearray(1 << 20), peer)
+            group.send(bytes(1 << 20), peer, timeout=2.0)
+            receiving.wait(2.0)
+    except fd.DistributedError as error:
+        return {"error": type(error).__name__, "ranks": error.ranks, "seconds": time.monotonic() - started}
 
 
 @task

@@ -127,6 +127,13 @@ def test_two_hosts_give_the_bits_of_one(hosts: list[int], address: str) -> None:
     assert [answer["pair"] for answer in answers] == [2.0, *[0.0] * (len(hosts) - 2), 2.0]
 
 
+def test_messages_of_two_hosts() -> None:
+    """Messages through shared memory and over the cable meet their receives in one group, and in a sub-group."""
+    with TwoHosts() as network:
+        network.start("exchange", [0, 1, 0, 1], "10.77.0.1")
+        assert [answer["received"] for answer in network.answers()] == [2 * (6 * 3 + 3 + 1)] * 4
+
+
 def test_a_bad_cable() -> None:
     """Latency and loss change nothing but the time."""
     expected = run_ranks(results_of, 2)
@@ -139,10 +146,11 @@ def test_a_bad_cable() -> None:
         assert [answer["digest"] for answer in network.answers()] == expected
 
 
-def test_a_cut_cable() -> None:
+@pytest.mark.parametrize("task", ["until_cut", "receive_until_cut"])
+def test_a_cut_cable(task: str) -> None:
     """Ranks that lose each other raise soon after the deadline of the call, and name ranks of the other host."""
     with TwoHosts() as network:
-        network.start("until_cut", [0, 1, 0, 1], "10.77.0.1")
+        network.start(task, [0, 1, 0, 1], "10.77.0.1")
         for process in network.processes:
             assert process.stdout is not None
             assert process.stdout.readline() == "running\n", process.communicate()

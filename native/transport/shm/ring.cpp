@@ -121,8 +121,8 @@ void RingReader::copy_to(std::byte* target, std::size_t length) const {
     if (first < length) std::memcpy(target + first, bytes_, length - first);
 }
 
-void RingReader::pop(const Frame& frame) {
-    head_ += taken_by(frame.length);
+void RingReader::pop(std::size_t length) {
+    head_ += taken_by(length);
     position_.store(head_, std::memory_order_relaxed);
 }
 

@@ -15,28 +15,14 @@
 #include <cstdint>
 #include <memory>
 
+#include "transport/channel.h"
 #include "transport/shm/bell.h"
 #include "transport/shm/memory.h"
 #include "transport/shm/segment.h"
 
 namespace ferrodist::shm {
 
-// What frames say; see engine/messenger.h.
-enum class FrameKind : std::uint32_t { eager = 1, offer, grant, data, withdraw };
-
-// The front of everything that goes through a ring: `length` bytes follow it, up to the next multiple of `frame_unit`.
-struct Frame {
-    FrameKind kind{};
-    std::uint32_t length = 0;
-    std::uint64_t message = 0;  // the sender's number of the message it belongs to
-    std::uint64_t group = 0;    // upper half of the message's tag
-    std::uint64_t tag = 0;      // lower half
-    std::uint64_t size = 0;     // of the whole message
-    std::uint64_t offset = 0;   // where in the message the bytes belong
-};
-static_assert(sizeof(Frame) == 48);
-
-// A cache line: a frame of up to 16 bytes takes one.
+// Frames and their payloads take multiples of a cache line: those of up to 16 bytes one.
 inline constexpr std::size_t frame_unit = 64;
 
 struct Ring {
@@ -106,7 +92,7 @@ private:
 // A receiver's side of a ring. For one thread at a time, but for `has_frames`.
 class RingReader {
 public:
-    enum class Front : int { none, frame, broken };
+    using Front = Channel::Front;
 
     RingReader(const Rings& rings, int from, int to);
 
@@ -119,8 +105,8 @@ public:
     [[nodiscard]] Front front(Frame& frame);
     // Copies the first `length` bytes of that frame's payload to `target`.
     void copy_to(std::byte* target, std::size_t length) const;
-    // Goes on to the next one.
-    void pop(const Frame& frame);
+    // Goes on to the next one, from one of so many bytes.
+    void pop(std::size_t length);
 
     // Gives what was read back to the sender. Returns whether it waits for that, and there is enough for it to go on.
     [[nodiscard]] bool release();

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EAGER_LIMIT",
-    "Inbox",
     "Mailbox",
     "Message",
     "Receive",
@@ -128,29 +127,6 @@ class Message:
     def size_kept(self) -> int:
         """Bytes of it that a mailbox holds unasked: none of an offered one, which moves once it is asked for."""
         return self.size_bytes if self.grant is None else 0
-
-
-class Inbox(Protocol):
-    """The side of a mailbox that faces the transport: see `Mailbox`."""
-
-    @property
-    def unasked_bytes(self) -> int:
-        """Bytes of messages that nobody has asked for, with what each counts for beside its own."""
-
-    def arrive(self, message: Message) -> bool:
-        """Take a message's announcement; its bytes, if any, follow through `write`."""
-
-    def write(self, message: Message, fill: Callable[[memoryview], int], start: int, stop: int) -> int:
-        """Let ``fill(target)`` write bytes ``start`` to ``stop``; returns its result, the number it wrote."""
-
-    def withdraw(self, message: Message) -> None:
-        """Forget a message that its sender took back."""
-
-    def forget(self, applies: Callable[[Message], bool]) -> None:
-        """Free every waiting message for which ``applies(message)``, which looks at its source and tag."""
-
-    def fullest_source(self, newest: Message) -> int:
-        """The rank that sent most of what nobody has asked for, with a message that is not taken yet."""
 
 
 def size_error(number: int, who: str, size_bytes: int, room_bytes: int) -> SizeMismatchError:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet, finalize
 
 from ferrodist.backends.base import Backend, NonBlockingBackend, as_abort_error, check_peer
-from ferrodist.backends.mailbox import Inbox, Mailbox, Message, Receive, read_view, write_view
+from ferrodist.backends.mailbox import Mailbox, Message, Receive, read_view, write_view
 from ferrodist.backends.request import BaseRequest
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
 from ferrodist.errors import (
@@ -118,7 +118,7 @@ class MailboxBackend(NonBlockingBackend):
     def __init__(self, rank: int, world_size: int, *, timeout: float, name: str) -> None:
         super().__init__(rank, world_size, timeout=timeout, name=name)
         self.subgroups: _Subgroups = _Subgroups()
-        self._mailbox = self._make_mailbox()
+        self._mailbox = Mailbox(lambda tag, source: self._describe(group_of_tag(tag), source))
         self._state_lock = threading.Lock()
         self._sends: set[Send] = set()
         self._members: dict[int, tuple[int, ...]] = {_WORLD: tuple(range(world_size))}
@@ -153,22 +153,16 @@ class MailboxBackend(NonBlockingBackend):
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
         """Have `_peer_left(group_id, this rank)` run on the other members after all that was sent to them before."""
 
-    # What a transport may have in place of `Mailbox`: all three then.
-
-    def _make_mailbox(self) -> Inbox:
-        """Where messages go that the transport brings."""
-        return Mailbox(lambda tag, source: self._describe(group_of_tag(tag), source))
+    # What a transport may have beside the mailbox.
 
     def _post(self, buffer: memoryview, source: int, tag: int) -> Request:
         """Ask for a message; ends with what `_refusal` says when none is there and none will come."""
-        assert isinstance(self._mailbox, Mailbox)
         receive = _GroupReceive(self, self._mailbox, buffer, source, tag)
         self._mailbox.post(receive, partial(self._refusal, tag, source))
         return receive
 
     def _end_receives(self, why: Callable[[int, int], DistributedError | None]) -> None:
         """End the receives that there is a ``why(group, peer)`` for."""
-        assert isinstance(self._mailbox, Mailbox)
         self._mailbox.fail(lambda receive: why(group_of_tag(receive.tag), receive.source))
 
     # Sending and receiving.

@@ -1,4 +1,4 @@
-"""Messages through shared memory, beyond what the conformance suite says of every backend."""
+"""Messages of the engine, beyond what the conformance suite says of every backend: in shared memory and connections."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ pytestmark = pytest.mark.skipif(
 
 _LARGE = 3 * EAGER_LIMIT + 5
 
+_either_way = pytest.mark.parametrize("backend", ["native-threads", "gloo-threads"])
+
 
 def _pattern(size, seed=0):
     return bytes((i * 7 + seed) % 251 for i in range(size % 1000)) + bytes([seed % 256]) * (size - size % 1000)
 
 
-def test_nothing_between_ranks_of_a_host_goes_over_tcp(monkeypatch):
-    """Messages of the group and of its sub-groups, small and large, leave the connections alone."""
+@_either_way
+def test_no_message_goes_over_the_star(backend, monkeypatch):
+    """Messages of the group and of its sub-groups, small and large, leave the connections to rank 0 alone."""
 
     def program(group):
         group.barrier()
@@ -48,10 +51,11 @@ def test_nothing_between_ranks_of_a_host_goes_over_tcp(monkeypatch):
                 assert into == _pattern(size, to)
         fd.barrier(group=group)
 
-    run_ranks(program, 2, backend="native-threads", timeout=60)
+    run_ranks(program, 2, backend=backend, timeout=60)
 
 
-def test_a_rank_that_computes_takes_messages():
+@_either_way
+def test_a_rank_that_computes_takes_messages(backend):
     """Small messages to a rank that is in no call of the group are sent, however many, and received in their order."""
     num_messages = 400
     sent = threading.Event()
@@ -70,10 +74,11 @@ def test_a_rank_that_computes_takes_messages():
                 assert into == _pattern(20_000, i)
             group.barrier()
 
-    run_ranks(program, 2, backend="native-threads", timeout=60)
+    run_ranks(program, 2, backend=backend, timeout=60)
 
 
-def test_large_transfers_go_on_while_both_ranks_compute():
+@_either_way
+def test_large_transfers_go_on_while_both_ranks_compute(backend):
     """A large send and its receive, both started, end without a call of either rank; both are told."""
 
     def program(group):
@@ -90,10 +95,11 @@ def test_large_transfers_go_on_while_both_ranks_compute():
         ended.set()
         group.barrier()
 
-    run_ranks(program, 2, backend="native-threads", timeout=60)
+    run_ranks(program, 2, backend=backend, timeout=60)
 
 
-def test_threads_of_a_rank_wait_at_the_same_time():
+@_either_way
+def test_threads_of_a_rank_wait_at_the_same_time(backend):
     """Each of many threads gets the message of its tag, whichever of them moves it."""
     num_threads, rounds = 6, 30
 
@@ -116,7 +122,8 @@ def test_threads_of_a_rank_wait_at_the_same_time():
     run_ranks(program, 2, backend="native", timeout=80)
 
 
-def test_more_ranks_than_processors():
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_more_ranks_than_processors(backend):
     """All ranks send to all, small and large, with one more rank than there are processors."""
     world_size = min(len(os.sched_getaffinity(0)) + 1, 9)
 
@@ -130,10 +137,11 @@ def test_more_ranks_than_processors():
             assert all(into[rank] == _pattern(size, rank) for rank in others)
         group.barrier()
 
-    run_ranks(program, world_size, backend="native", timeout=80)
+    run_ranks(program, world_size, backend=backend, timeout=80)
 
 
-def test_what_is_sent_in_vain_ends_the_group(monkeypatch):
+@_either_way
+def test_what_is_sent_in_vain_ends_the_group(backend, monkeypatch):
     """A rank that sends what is not received, more than there is room for, ends the group and is named."""
     monkeypatch.setattr(mailbox, "MAX_UNASKED_BYTES", 1 << 20)
 
@@ -147,10 +155,11 @@ def test_what_is_sent_in_vain_ends_the_group(monkeypatch):
             flood()
         assert caught.value.ranks == (1,)
 
-    run_ranks(program, 2, backend="native-threads", timeout=60)
+    run_ranks(program, 2, backend=backend, timeout=60)
 
 
-def test_small_and_wrong_receives_by_the_short_way():
+@_either_way
+def test_small_and_wrong_receives_by_the_short_way(backend):
     """A receive of another size says whose message it is, and leaves it; arguments that are no tags or ranks raise."""
 
     def program(group):
@@ -172,10 +181,11 @@ def test_small_and_wrong_receives_by_the_short_way():
                 group.recv(into, 0, timeout=-1)
         group.barrier()
 
-    run_ranks(program, 2, backend="native-threads", timeout=60)
+    run_ranks(program, 2, backend=backend, timeout=60)
 
 
-def test_tags_of_65_bits_and_more_keep_apart():
+@_either_way
+def test_tags_of_65_bits_and_more_keep_apart(backend):
     """The upper half of a tag counts, whichever way a message is sent and received."""
 
     def program(group):
@@ -189,10 +199,11 @@ def test_tags_of_65_bits_and_more_keep_apart():
                 assert into == expected
         group.barrier()
 
-    run_ranks(program, 2, backend="native-threads", timeout=60)
+    run_ranks(program, 2, backend=backend, timeout=60)
 
 
-def test_a_message_outlives_its_sender():
+@_either_way
+def test_a_message_outlives_its_sender(backend):
     """What a rank sent before it closed the group is received after, by all ways; then comes that it has left."""
     closed = threading.Event()
 
@@ -215,10 +226,11 @@ def test_a_message_outlives_its_sender():
             with pytest.raises(PeerLostError, match="left"):
                 call()
 
-    run_ranks(program, 2, backend="native-threads", timeout=60)
+    run_ranks(program, 2, backend=backend, timeout=60)
 
 
-def test_a_forked_child_has_no_messages():
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_a_forked_child_has_no_messages(backend):
     """In a forked child every call raises that the group is the parent's, and a request that was started there too."""
 
     def program(group):
@@ -248,10 +260,11 @@ def test_a_forked_child_has_no_messages():
         assert into == b"go"
         group.barrier()
 
-    run_ranks(program, 2, backend="native", timeout=60)
+    run_ranks(program, 2, backend=backend, timeout=60)
 
 
-def test_closing_leaves_nothing_behind():
+@_either_way
+def test_closing_leaves_nothing_behind(backend):
     """Transfers under way when a group is closed end, and neither thread nor memory stays."""
 
     def program(group):
@@ -265,4 +278,27 @@ def test_closing_leaves_nothing_behind():
                 request.wait(10)
 
     with check_leaks():
-        run_ranks(program, 2, backend="native-threads", timeout=60)
+        run_ranks(program, 2, backend=backend, timeout=60)
+
+
+@_either_way
+def test_what_was_sent_in_a_subgroup_comes_before_the_news_of_its_end(backend):
+    """However much is on its way when a rank leaves a sub-group, it is received; then comes that the rank has left."""
+    num_messages = 40
+
+    def program(group):
+        pair = fd.SubBackend(group, [0, 1])
+        if group.rank == 0:
+            for i in range(num_messages):
+                pair.send(_pattern(EAGER_LIMIT, i), 1, timeout=30)
+            pair.close()
+        else:
+            for i in range(num_messages):
+                into = bytearray(EAGER_LIMIT)
+                pair.recv(into, 0, timeout=30)
+                assert into == _pattern(EAGER_LIMIT, i)
+            with pytest.raises(PeerLostError, match="left"):
+                pair.recv(bytearray(1), 0, timeout=30)
+        group.barrier()
+
+    run_ranks(program, 2, backend=backend, timeout=80)

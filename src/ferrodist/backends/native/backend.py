@@ -33,8 +33,8 @@ class NativeBackend(MessagesBackend):
 
     Ranks of one host share memory: groups and sub-groups of them touch the network for no collective and no message.
     Ranks of different hosts are connected each to each, on the interface that leads to rank 0 or the one that the
-    environment's FERRODIST_SOCKET_IFNAME names. Messages between hosts, and the news of groups and ranks that end, go
-    over TCP through rank 0, as in `TcpBackend`, whose arguments and errors these are.
+    environment's FERRODIST_SOCKET_IFNAME names. The news of groups and ranks that end goes over TCP through rank 0, as
+    in `TcpBackend`, whose arguments and errors these are.
 
     Args:
         shares_memory: Whether ranks of one host share memory; if not, all are connected by TCP.
@@ -78,8 +78,8 @@ class NativeBackend(MessagesBackend):
             own_host = host_id() if shares_memory else rank.to_bytes(8, "little")
             self._hosts = tuple(self.agreement.reach(Call(operation="hosts", payload=own_host), deadline.remaining()))
             self._place = Place(hosts=self._hosts, address=self._own_address(), secret=resolve_secret(secret), job=job)
-            open_messages(self, self._place, self._messenger, Call(operation="open messages"), deadline.remaining())
-            self.use_shared_memory(self._place.neighbours(rank))
+            call = Call(operation="open messages")
+            self.use_messenger(open_messages(self, self._place, self.weak_blame(), call, deadline.remaining()))
             self.collectives = self._make_engine(self, tuple(range(world_size)))
             self.collectives.open(Call(operation="open"), deadline.remaining())
         except GroupAbortedError:

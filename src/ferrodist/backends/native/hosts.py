@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Place", "address_of_interface", "agree_on", "connect_hosts", "host_id"]
 
-_PURPOSE = "mesh"
 _MAX_TEXT = 100  # bytes of an error, or of an address, that travel with an agreement
 _SIOCGIFADDR = 0x8915
 
@@ -82,8 +81,14 @@ def agree_on(group: Backend, problem: str, what: str, deadline: Deadline) -> Non
         )
 
 
-def connect_hosts(group: Backend, place: Place, deadline: Deadline) -> list[int]:
+def connect_hosts(group: Backend, place: Place, purpose: str, deadline: Deadline) -> list[int]:
     """Connect to every rank of other hosts; called on all ranks.
+
+    Args:
+        group: The group.
+        place: Where its ranks are.
+        purpose: What the connections are for: they meet only those of the same.
+        deadline: For all of it.
 
     Returns:
         A descriptor for each rank, which is the caller's; -1 for ranks of this host.
@@ -93,7 +98,7 @@ def connect_hosts(group: Backend, place: Place, deadline: Deadline) -> list[int]
     """
     if place.num_hosts == 1:
         return [-1] * group.world_size
-    meeting = _Meeting(group, place)
+    meeting = _Meeting(group, place, purpose)
     server = Listener(place.address, 0, secret=place.secret, deadline=deadline)
     try:
         server.serve(meeting.admit, meeting.take)
@@ -115,9 +120,10 @@ def connect_hosts(group: Backend, place: Place, deadline: Deadline) -> list[int]
 class _Meeting:
     """The connections of one rank as they come about: it dials lower ranks, and higher ones dial it."""
 
-    def __init__(self, group: Backend, place: Place) -> None:
+    def __init__(self, group: Backend, place: Place, purpose: str) -> None:
         self._group = group
         self._place = place
+        self._purpose = purpose
         self._name = f"{group.name[:100]}:{group.group_id:x}"
         self._remote = sorted(set(range(group.world_size)) - set(place.neighbours(group.rank)))
         self._sockets: dict[int, socket.socket] = {}
@@ -125,7 +131,7 @@ class _Meeting:
 
     def admit(self, hello: Hello) -> None:
         """Raise unless ``hello`` is a rank's that this one waits for."""
-        expected = (_PURPOSE, self._place.job, self._name)
+        expected = (self._purpose, self._place.job, self._name)
         if (hello.purpose, hello.job, hello.group) != expected or hello.rank not in self._remote:
             raise RendezvousError(
                 f"rank {hello.rank} came for {hello.purpose} {hello.group!r} of job {hello.job!r}, but this is rank"
@@ -144,7 +150,9 @@ class _Meeting:
     def dial(self, addresses: list[str], deadline: Deadline) -> None:
         """Connect to the ranks before this one."""
         group, place = self._group, self._place
-        hello = Hello(purpose=_PURPOSE, job=place.job, rank=group.rank, world_size=group.world_size, group=self._name)
+        hello = Hello(
+            purpose=self._purpose, job=place.job, rank=group.rank, world_size=group.world_size, group=self._name
+        )
         for rank in self._remote:
             if rank < group.rank:
                 host, port = parse_address(addresses[rank])

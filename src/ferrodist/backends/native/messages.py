@@ -5,8 +5,10 @@ native/engine/messenger.h says how they move, `MailboxBackend` who may still be 
 [Note: what the engine is told]
 The state of groups and ranks is Python's. The engine takes its short ways only while it knows of no end: it is told of
 each after it has been recorded here and before transfers are ended for it, so what starts between the two is ended
-too, or takes the long way, which looks at the record. What ranks of this host had put into shared memory before the
-news came is taken in first. A sub-group's short way is closed for good once one of its ranks has left.
+too, or takes the long way, which looks at the record. What ranks had sent before the news came is taken in first: what
+is in shared memory or has come over a connection at once, and of a rank that has left what it says it has sent to this
+one (`_num_sent`), for which the news waits. A sub-group's short way is closed for good once one of
+its ranks has left.
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ from __future__ import annotations
 import atexit
 import weakref
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ferrodist.backends import mailbox
 from ferrodist.backends.base import check_peer
+from ferrodist.backends.mailbox_backend import Departure
 from ferrodist.backends.native.library import load
 from ferrodist.backends.request import answer_seconds
 from ferrodist.backends.sub import SubBackend
-from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag, group_tag
+from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
 from ferrodist.backends.tcp.backend import TcpBackend
 from ferrodist.deadline import check_timeout
 from ferrodist.errors import DistributedTimeoutError, GroupClosedError, ProtocolError
@@ -32,14 +35,16 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.mailbox import Inbox, Message
     from ferrodist.backends.request import Late, Request
-    from ferrodist.backends.tcp.frame import Frame
+    from ferrodist.deadline import Deadline
     from ferrodist.errors import DistributedError
 
 __all__ = ["MessagesBackend"]
 
 _WORLD = 0
+_LAST_WORDS_SECONDS = 1.0
+"""How long what a rank has sent may take to come after the news that it has left, and its goodbye to be taken."""
+
 _TAG_BITS = 128
 _LOW_64 = (1 << 64) - 1
 
@@ -57,55 +62,12 @@ class _Outcome(IntEnum):
     ENDED = 4
 
 
-class _Waiting(NamedTuple):
-    """What `MailboxBackend` looks at of a message that waits."""
+class _News(IntEnum):
+    """`News::Kind` of native/engine/reception.h."""
 
-    source: int
-    tag: int
-
-
-class _NativeMailbox:
-    """The `Inbox` of messages that come over connections: in the engine they meet those from shared memory.
-
-    Args:
-        messenger: The engine's part.
-    """
-
-    def __init__(self, messenger: Any) -> None:
-        self._messenger = messenger
-
-    @property
-    def unasked_bytes(self) -> int:
-        """See `Inbox`."""
-        return int(self._messenger.unasked_bytes())
-
-    def arrive(self, message: Message) -> bool:
-        """See `Inbox`."""
-        return bool(self._messenger.arrive(message))
-
-    def write(self, message: Message, fill: Callable[[memoryview], int], start: int, stop: int) -> int:
-        """See `Inbox`. ``fill`` runs without a lock, and a receive that is cancelled meanwhile waits for it."""
-        target = self._messenger.begin_write(message, start, stop)
-        count = 0
-        try:
-            count = fill(memoryview(bytearray(stop - start)) if target is None else target)
-        finally:
-            self._messenger.end_write(message, count)
-        return count
-
-    def withdraw(self, message: Message) -> None:
-        """See `Inbox`."""
-        self._messenger.withdraw(message)
-
-    def forget(self, applies: Callable[[Message], bool]) -> None:
-        """See `Inbox`."""
-        for number, source, group, tag in self._messenger.waiting_messages():
-            if applies(_Waiting(source, group_tag(group, tag))):  # type: ignore[arg-type]
-                self._messenger.drop(number)
-
-    def fullest_source(self, newest: Message) -> int:
-        """See `Inbox`."""
-        return int(self._messenger.fullest_source(newest.source, 0 if newest.grant else newest.size_bytes))
+    FULL = 0
+    BROKEN = 1
+    GONE = 2
 
 
 class _NativeRequest:
@@ -167,23 +129,26 @@ class _NativeRequest:
 
 
 class MessagesBackend(TcpBackend):
-    """A rank whose messages meet their receives in the engine.
+    """A rank whose messages are the engine's once `use_messenger` has been called, and the star's until then.
 
-    Those of ranks of its host come through shared memory, once `use_shared_memory` has been called, and those of others
-    over TCP. See [Note: what the engine is told].
+    See [Note: what the engine is told].
     """
 
-    _messenger: Any  # made before anything can come
-    _neighbours: frozenset[int]  # ranks whose messages go through shared memory
+    _messenger: Any = None
 
-    def use_shared_memory(self, ranks: Iterable[int]) -> None:
-        """From now on send to these ranks through shared memory, which `_messenger` must have."""
-        self._neighbours = frozenset(ranks) - {self.rank}
+    def use_messenger(self, messenger: Any) -> None:
+        """From now on send and receive through the engine; called when no message of the star is under way."""
+        self._reasons: list[DistributedError | None] = [None]  # why transfers ended, by number
+        self._messenger = messenger
+        self._short_ways: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by group
+        self.tensor_messages = self._make_tensor_messages(_WORLD, self.rank, range(self.world_size))
+        _open.add(self)
+        self._end_receives(self._departure)  # it has not been told of anything yet
 
     def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
         """Send bytes to one rank; see `Backend.send`."""
         limit = self._timeout if timeout is None else timeout
-        ending = self._messenger.quick_send(data, dst, tag, limit)
+        ending = None if self._messenger is None else self._messenger.quick_send(data, dst, tag, limit)
         if ending is not True:
             if ending is None:
                 super().send(data, dst, tag=tag, timeout=timeout)
@@ -193,7 +158,7 @@ class MessagesBackend(TcpBackend):
     def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
         """Receive the next message from ``src``; see `Backend.recv`."""
         limit = self._timeout if timeout is None else timeout
-        ending = self._messenger.quick_recv(buffer, src, tag, limit)
+        ending = None if self._messenger is None else self._messenger.quick_recv(buffer, src, tag, limit)
         if type(ending) is int:
             return ending
         if ending is None:
@@ -203,9 +168,9 @@ class MessagesBackend(TcpBackend):
 
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
         """Start `send` and return at once."""
-        dst = check_peer(self, dst)
-        if dst not in self._neighbours:
+        if self._messenger is None:
             return super().isend(data, dst, tag=tag)
+        dst = check_peer(self, dst)
         view = mailbox.read_view(data)
         group_id = group_of_tag(check_tag(tag, _TAG_BITS))
         error = self._refusal(tag, dst)
@@ -219,6 +184,8 @@ class MessagesBackend(TcpBackend):
         return _NativeRequest(self, request, group_id, view.nbytes)
 
     def _post(self, buffer: memoryview, source: int, tag: int) -> Request:
+        if self._messenger is None:
+            return super()._post(buffer, source, tag)
         group_id = group_of_tag(tag)
         request = self._messenger.start_recv(buffer, source, group_id, tag & _LOW_64)
         if not request.done():
@@ -264,52 +231,49 @@ class MessagesBackend(TcpBackend):
             self._reasons.append(reason)
             return len(self._reasons) - 1
 
-    def _make_mailbox(self) -> Inbox:
-        self._neighbours = frozenset()
-        self._reasons: list[DistributedError | None] = [None]  # why transfers ended, by number
-        backend = weakref.ref(self)
+    def weak_blame(self) -> Callable[[int, int, int, int], None]:
+        """`blame`, for the engine, which must not keep this backend."""
+        method = weakref.WeakMethod(self.blame)
 
-        def tell(is_full: bool, rank: int, group_id: int, size_bytes: int) -> None:  # noqa: FBT001 - the engine calls it
-            this = backend()
-            if this is not None:
-                this.blame(rank, group_id, size_bytes if is_full else None)
+        def tell(kind: int, rank: int, group_id: int, size_bytes: int) -> None:
+            blame = method()
+            if blame is not None:
+                blame(kind, rank, group_id, size_bytes)
 
-        self._messenger = load().Messenger(
-            self.rank, self.world_size, mailbox.EAGER_LIMIT, mailbox.MAX_UNASKED_BYTES, tell
-        )
-        self._short_ways: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by group
-        self.tensor_messages = self._make_tensor_messages(_WORLD, self.rank, range(self.world_size))
-        _open.add(self)
-        return _NativeMailbox(self._messenger)
+        return tell
 
-    def blame(self, rank: int, group_id: int, size_bytes: int | None) -> None:
-        """End a group for what a rank of this host sent; the engine calls it.
+    def blame(self, kind: int, rank: int, group_id: int, size_bytes: int) -> None:
+        """Act on what a rank did, or on the end of its connection; the engine calls it.
 
         Args:
+            kind: A `_News`.
             rank: The rank.
-            group_id: The group of its message.
-            size_bytes: Of a message that there is no room for; None when it was no message at all.
+            group_id: Of a message that there is no room for: its group.
+            size_bytes: And what of it would be kept.
         """
-        if size_bytes is not None:
+        if kind == _News.FULL:
             self._run_out_of_room(group_id, self._messenger.fullest_source(rank, size_bytes))
-            return
-        what = "what it wrote to shared memory is no message"
-        self.abort(ProtocolError(f"rank {rank} of group {self.name!r} broke the protocol: {what}", ranks=(rank,)))
-
-    def _new_message(self, frame: Frame) -> Message:
-        tag = group_tag(frame.group, frame.tag)
-        message: Message = load().LinkedMessage(frame.source, tag, frame.group, frame.tag, frame.size_bytes)
-        return message
+        elif kind == _News.GONE:
+            what = f"can't be reached: its connection to rank {self.rank} has ended"
+            self._peer_left(_WORLD, rank, Departure(what=what))
+        else:
+            what = "what it wrote for other ranks is no message"
+            self.abort(ProtocolError(f"rank {rank} of group {self.name!r} broke the protocol: {what}", ranks=(rank,)))
 
     def _is_relayed(self, peers: tuple[int, ...]) -> bool:
-        return not self._neighbours.issuperset(peers or [rank for rank in range(self.world_size) if rank != self.rank])
+        return self._messenger is None and super()._is_relayed(peers)
 
     def _sending_groups(self) -> set[int]:
-        started = {group_id for is_send, group_id, _ in self._messenger.parties() if is_send}
-        return super()._sending_groups() | started
+        groups = super()._sending_groups()
+        if self._messenger is not None:
+            groups |= {group_id for is_send, group_id, _ in self._messenger.parties() if is_send}
+        return groups
 
     def _end_receives(self, why: Callable[[int, int], DistributedError | None]) -> None:
-        """End the engine's receives, and its sends."""
+        """End the star's receives, and the engine's, and the engine's sends."""
+        super()._end_receives(why)
+        if self._messenger is None:
+            return
         with self._state_lock:
             has_ended = self._failure_of(_WORLD) is not None
             gone = {*self._died, *(rank for group_id, rank in self._left if group_id == _WORLD)}
@@ -325,6 +289,8 @@ class MessagesBackend(TcpBackend):
 
     def subgroup_tensor_messages(self, subgroup: Backend) -> Any:
         """The short way of a sub-group's tensors."""
+        if self._messenger is None:
+            return None
         assert isinstance(subgroup, SubBackend)
         messages = self._make_tensor_messages(subgroup.group_id, subgroup.rank, subgroup.root_ranks)
         self._close_short_ways()
@@ -343,21 +309,28 @@ class MessagesBackend(TcpBackend):
             if group_id != _WORLD and (group_id in left or self._failure_of(group_id) is not None):
                 messages.close()
 
+    def _num_sent(self, rank: int) -> int:
+        return 0 if self._messenger is None else int(self._messenger.num_frames_to(rank))
+
+    def _await_sent(self, rank: int, count: int) -> None:
+        if self._messenger is not None:
+            self._messenger.await_frames(rank, count, _LAST_WORDS_SECONDS)
+
     def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> None:
         """Learn who belongs to a sub-group."""
         super().open_subgroup(group_id, members, name)
-        if self._ended is None:
+        if self._ended is None and self._messenger is not None:
             self._messenger.open_group(group_id, list(members))
 
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
         """Leave a sub-group."""
         super().close_subgroup(group_id, members)
-        if self._ended is None:
+        if self._ended is None and self._messenger is not None:
             self._messenger.end_group(group_id)
 
     def _fail_group(self, group_id: int, error: DistributedError) -> bool:
         is_first = super()._fail_group(group_id, error)
-        if is_first:
+        if is_first and self._messenger is not None:
             self._messenger.end_group(group_id)
         return is_first
 
@@ -365,16 +338,22 @@ class MessagesBackend(TcpBackend):
         is_first = super()._close_groups()
         if is_first:
             self.close_messages()
-            self._incoming.clear()  # they hold this backend by a way that the garbage collector does not see
         return is_first
 
     def _forget_in_child(self) -> None:
         super()._forget_in_child()
-        self._messenger.abandon()
+        if self._messenger is not None:
+            self._messenger.abandon()
 
     def close_messages(self) -> None:
-        """End the engine's thread, which calls Python; no message goes anywhere after this."""
-        self._messenger.close()
+        """End the engine's threads, which call Python; no message is started after this."""
+        if self._messenger is not None:
+            self._messenger.close()
+
+    def _drain(self, deadline: Deadline) -> None:
+        if self._messenger is not None:
+            self._messenger.drain(min(deadline.remaining(), _LAST_WORDS_SECONDS))
+        super()._drain(deadline)
 
     @property
     def is_ended(self) -> bool:

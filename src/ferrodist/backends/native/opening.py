@@ -19,6 +19,7 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ferrodist.backends import mailbox
 from ferrodist.backends.native.hosts import Place, agree_on, connect_hosts
 from ferrodist.backends.native.library import load
 from ferrodist.deadline import Deadline
@@ -71,26 +72,51 @@ def open_communicator(group: Backend, place: Place, call: Call, timeout: float) 
         descriptor, layout = _share_memory(
             group, place, call, deadline, introduction=_processors(), create=create, use=use
         )
-        links = connect_hosts(group, place, deadline)
+        links = connect_hosts(group, place, "collectives", deadline)
         return load().Communicator(descriptor, group.rank, place.host_numbers(), links, *layout)
 
 
-def open_messages(group: Backend, place: Place, messenger: Any, call: Call, timeout: float) -> None:
-    """Give a messenger the memory through which the ranks of its host send messages; called on all ranks of a group.
+def open_messages(group: Backend, place: Place, tell: Callable[..., None], call: Call, timeout: float) -> Any:
+    """Make the engine's messenger for this rank; called on all ranks of a group.
+
+    Args:
+        group: The group.
+        place: Where its ranks are.
+        tell: Hears of what ranks do wrong: see `do_work` in native/bindings/messages.cpp.
+        call: What the ranks compare.
+        timeout: Seconds.
 
     Raises as `open_communicator`.
     """
+    deadline = Deadline(timeout)
     local_ranks = place.neighbours(group.rank)
     local_indexes = [local_ranks.index(rank) if rank in local_ranks else -1 for rank in range(group.world_size)]
 
     def create(_: Sequence[bytes]) -> int:
         return int(load().create_rings(len(local_ranks)))
 
-    def use(descriptor: int, processors: Sequence[bytes], _: int) -> None:
-        is_crowded = _layout(place, group.rank, processors).is_crowded
-        messenger.attach(descriptor, len(local_ranks), local_indexes, is_crowded, _SPIN_MICROS)
+    with contextlib.ExitStack() as stack:
 
-    _share_memory(group, place, call, Deadline(timeout), introduction=_processors(), create=create, use=use)
+        def use(descriptor: int, processors: Sequence[bytes], _: int) -> tuple[int, bool]:
+            kept = os.dup(descriptor)
+            stack.callback(os.close, kept)
+            return kept, _layout(place, group.rank, processors).is_crowded
+
+        memory, is_crowded = _share_memory(
+            group, place, call, deadline, introduction=_processors(), create=create, use=use
+        )
+        return load().Messenger(
+            rank=group.rank,
+            eager_bytes=mailbox.EAGER_LIMIT,
+            max_unasked_bytes=mailbox.MAX_UNASKED_BYTES,
+            is_crowded=is_crowded,
+            spin_micros=_SPIN_MICROS,
+            memory=memory,
+            num_local=len(local_ranks),
+            local_indexes=local_indexes,
+            sockets=connect_hosts(group, place, "messages", deadline),
+            tell=tell,
+        )
 
 
 def open_symmetric(

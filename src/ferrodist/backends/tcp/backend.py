@@ -353,7 +353,7 @@ class TcpBackend(MailboxBackend):
         if frame.destination != self.rank:
             return _Bytes(frame.length)
         if frame.kind is Kind.EAGER:
-            message = self._new_message(frame)
+            message = _new_message(frame)
             self._accept(message)
             return self._message_sink(message)
         if frame.kind is Kind.DATA:
@@ -393,7 +393,7 @@ class TcpBackend(MailboxBackend):
         if (frame.source, frame.message) in self._incoming:
             self._refuse(link, frame, f"a second offer of message {frame.message}")
             return
-        message = self._new_message(frame)
+        message = _new_message(frame)
         message.grant = partial(self._grant, message, frame.message)
         # Before it may be granted. What the mailbox does not take leaves again, so this is bounded as the mailbox is:
         # by what it keeps unasked, and the receives that were asked for.
@@ -429,6 +429,7 @@ class TcpBackend(MailboxBackend):
     def _on_left(self, link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
         link.has_left |= frame.group == _WORLD and frame.source == link.peer
         if self._is_told(link, frame):
+            self._await_sent(frame.source, frame.message)
             self._peer_left(frame.group, frame.source)
 
     def _is_told(self, link: Link, frame: Frame) -> bool:
@@ -492,9 +493,6 @@ class TcpBackend(MailboxBackend):
         message.granted = True
         self._push(Outgoing(Frame(kind=Kind.GRANT, source=self.rank, destination=message.source, message=number)))
 
-    def _new_message(self, frame: Frame) -> Message:
-        return Message(frame.source, group_tag(frame.group, frame.tag), frame.size_bytes)
-
     def _message_sink(self, message: Message, base: int = 0) -> Sink:
         return lambda fill, start, stop: self._mailbox.write(message, fill, base + start, base + stop)
 
@@ -511,7 +509,17 @@ class TcpBackend(MailboxBackend):
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
         for rank in members:
             if rank != self.rank:
-                self._push(Outgoing(Frame(kind=Kind.LEFT, source=self.rank, destination=rank, group=group_id)))
+                count = self._num_sent(rank)
+                frame = Frame(kind=Kind.LEFT, source=self.rank, destination=rank, group=group_id, message=count)
+                self._push(Outgoing(frame))
+
+    def _num_sent(self, rank: int) -> int:
+        """How much has been sent to a rank by a way that the news of this rank's leaving may overtake."""
+        del rank
+        return 0
+
+    def _await_sent(self, rank: int, count: int) -> None:
+        """Wait, not long, until so much has come from a rank; called by the loop's thread."""
 
     def close(self, timeout: float | None = None) -> None:
         """Leave the group; see `Backend.close`.
@@ -556,6 +564,10 @@ class _Bytes:
 
     def __call__(self, fill: Callable[[memoryview], int], start: int, stop: int) -> int:
         return fill(self.data[start:stop])
+
+
+def _new_message(frame: Frame) -> Message:
+    return Message(frame.source, group_tag(frame.group, frame.tag), frame.size_bytes)
 
 
 def _death(reason: str) -> Departure:

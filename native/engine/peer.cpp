@@ -1,0 +1,283 @@
+#include "engine/peer.h"
+
+#include <algorithm>
+
+namespace ferrodist {
+
+namespace {
+
+// What is read or written before others get their turn; no less than a ring holds.
+constexpr std::size_t budget_bytes = std::size_t{1} << 20;
+
+constexpr std::uint64_t max_message_bytes = std::uint64_t{1} << 48;
+
+}  // namespace
+
+bool Peer::try_send(const std::byte* data, std::size_t size, const Tag& tag) {
+    if (is_lost_ || has_outgoing()) return false;
+    if (size > reception_.eager_bytes || size > channel_->chunk_bytes()) return false;
+    const auto put = channel_->put({.kind = FrameKind::eager,
+                                    .length = static_cast<std::uint32_t>(size),
+                                    .message = num_messages_,
+                                    .group = tag.group,
+                                    .tag = tag.number,
+                                    .size = size,
+                                    .offset = 0},
+                                   data);
+    if (put == Channel::Put::none) return false;
+    ++num_messages_;
+    if (put == Channel::Put::part) {
+        channel_->keep_rest();
+        is_unfinished_ = true;
+        channel_->set_blocked(true);
+    }
+    return true;
+}
+
+void Peer::start(Send& send) {
+    send.number = num_messages_++;
+    queued_.add(send);
+    pump();
+}
+
+bool Peer::cancel(Send& send, Outcome outcome, std::size_t reason) {
+    if (send.outcome != Outcome::under_way) return false;
+    if (unfinished_ == &send) {
+        channel_->keep_rest();
+        unfinished_ = nullptr;
+        advance(send, num_unfinished_);
+        if (send.outcome != Outcome::under_way) return false;
+    }
+    queue_of(send).remove(send);
+    send.reason = reason;
+    if (send.is_announced) notice(FrameKind::withdraw, send.number);
+    reception_.mailbox.end(send, outcome);  // after which whoever waits for it may be gone with it
+    pump();
+    return true;
+}
+
+void Peer::grant(const Message& message) {
+    notice(FrameKind::grant, message.sender_number);
+    pump();
+}
+
+void Peer::notice(FrameKind kind, std::uint64_t number) {
+    if (!is_lost_)
+        notices_.push_back(
+            {.kind = kind, .length = 0, .message = number, .group = 0, .tag = 0, .size = 0, .offset = 0});
+}
+
+Queue<Send>& Peer::queue_of(const Send& send) noexcept {
+    switch (send.stage) {
+        case Send::Stage::queued:
+            return queued_;
+        case Send::Stage::offered:
+            return offered_;
+        case Send::Stage::granted:
+            break;
+    }
+    return granted_;
+}
+
+bool Peer::pump() {
+    if (is_lost_) return false;
+    bool has_written = false;
+    bool has_looked = false;
+    num_bytes_put_ = 0;
+    while (has_outgoing()) {
+        const bool has_room = put_some();
+        if (has_room) {
+            has_written = true;
+            channel_->notify();
+        } else if (has_looked) {
+            break;
+        }
+        has_looked = !has_room;
+        if ((!has_room || num_bytes_put_ >= budget_bytes) && !channel_->set_blocked(true)) break;
+    }
+    if (!has_outgoing()) channel_->set_blocked(false);
+    return has_written;
+}
+
+// Writes a frame of each kind; false when there is no room for any.
+bool Peer::put_some() {
+    if (is_unfinished_) {
+        const auto put = channel_->finish();
+        if (put != Channel::Put::whole) return put == Channel::Put::part;
+        is_unfinished_ = false;
+        if (Send* send = std::exchange(unfinished_, nullptr)) advance(*send, num_unfinished_);
+    }
+    bool has_put = false;
+    while (!notices_.empty() && !is_unfinished_) {
+        const auto put = channel_->put(notices_.front(), nullptr);
+        if (put == Channel::Put::none) break;
+        is_unfinished_ = put == Channel::Put::part;
+        notices_.pop_front();
+        has_put = true;
+    }
+    if (Send* send = queued_.first(); send != nullptr && !is_unfinished_) has_put |= put(*send);
+    if (Send* send = granted_.first(); send != nullptr && !is_unfinished_) has_put |= put(*send);
+    return has_put;
+}
+
+// Writes the next frame of a message; false when there is no room for it.
+bool Peer::put(Send& send) {
+    const bool is_offer = send.stage == Send::Stage::queued && send.size > reception_.eager_bytes;
+    const std::size_t length = is_offer ? 0 : std::min(send.size - send.num_written, channel_->chunk_bytes());
+    const auto kind = send.is_announced ? FrameKind::data : is_offer ? FrameKind::offer : FrameKind::eager;
+    const auto put = channel_->put({.kind = kind,
+                                    .length = static_cast<std::uint32_t>(length),
+                                    .message = send.number,
+                                    .group = send.tag.group,
+                                    .tag = send.tag.number,
+                                    .size = send.size,
+                                    .offset = send.num_written},
+                                   send.data + send.num_written);
+    if (put == Channel::Put::none) return false;
+    send.is_announced = true;
+    num_bytes_put_ += length;
+    if (put == Channel::Put::part) {
+        is_unfinished_ = true;
+        unfinished_ = &send;
+        num_unfinished_ = length;
+    } else {
+        advance(send, length);
+    }
+    return true;
+}
+
+// A frame of it has been written, or will be.
+void Peer::advance(Send& send, std::size_t count) {
+    send.num_written += count;
+    if (send.stage == Send::Stage::queued && send.size > reception_.eager_bytes) {
+        queued_.remove(send);
+        send.stage = Send::Stage::offered;
+        offered_.add(send);
+    } else if (send.num_written == send.size) {
+        queue_of(send).remove(send);
+        reception_.mailbox.end(send, Outcome::done);
+    }
+}
+
+bool Peer::read(const Transfer* until) {
+    if (is_lost_) return false;
+    bool has_read = false;
+    std::size_t num_bytes = 0;
+    while (true) {
+        const bool is_done = until != nullptr && until->outcome != Outcome::under_way;
+        if ((is_done || num_bytes >= budget_bytes) && channel_->may_stop()) break;
+        Frame frame;
+        const auto front = channel_->front(frame);
+        if (front == Channel::Front::none) break;
+        if (front == Channel::Front::ended) {
+            break_off();
+            break;
+        }
+        if (front == Channel::Front::broken || !take(frame)) {
+            reception_.tell(News::Kind::broken, rank_);
+            break_off();
+            break;
+        }
+        channel_->pop();
+        has_read = true;
+        num_bytes += sizeof(frame) + frame.length;
+    }
+    channel_->give_back();
+    return has_read;
+}
+
+// Acts on a frame; false when no rank of this version would have written it.
+bool Peer::take(const Frame& frame) {
+    if (frame.size > max_message_bytes || frame.length > frame.size) return false;
+    switch (frame.kind) {
+        case FrameKind::eager:
+            if (frame.size > reception_.eager_bytes || frame.offset != 0) return false;
+            if (frame.length == 0 && frame.size != 0) return false;
+            take_eager(frame);
+            return true;
+        case FrameKind::offer: {
+            if (frame.length != 0 || frame.size == 0 || incoming_.contains(frame.message)) return false;
+            announce(frame, true);
+            return true;
+        }
+        case FrameKind::data:
+            return take_data(frame);
+        case FrameKind::grant:
+            take_grant(frame.message);
+            return frame.length == 0;
+        case FrameKind::withdraw:
+            if (const auto found = incoming_.find(frame.message); found != incoming_.end()) {
+                const std::shared_ptr<Message> message = found->second;
+                incoming_.erase(found);
+                reception_.mailbox.withdraw(*message);
+            }
+            return frame.length == 0;
+    }
+    return false;
+}
+
+void Peer::take_eager(const Frame& frame) {
+    const Tag tag{frame.group, frame.tag};
+    if (frame.length == frame.size && reception_.is_welcome(rank_, tag)) {
+        // The usual case: it is whole, and its receive is there.
+        if (Receive* receive = reception_.mailbox.take_receive(rank_, tag, frame.size)) {
+            (void)channel_->take(receive->data, frame.length);
+            reception_.mailbox.finish(*receive, rank_);
+            return;
+        }
+    }
+    const auto message = announce(frame, false);
+    if (message && frame.length != 0) receive(*message, frame);
+}
+
+std::shared_ptr<Message> Peer::announce(const Frame& frame, bool is_offered) {
+    auto message = std::make_shared<Message>(rank_, Tag{frame.group, frame.tag}, frame.size, is_offered);
+    message->sender_number = frame.message;
+    if (!reception_.announce(message)) return nullptr;
+    if (frame.length != frame.size) incoming_[frame.message] = message;
+    return message;
+}
+
+bool Peer::take_data(const Frame& frame) {
+    if (frame.length == 0) return false;
+    const auto found = incoming_.find(frame.message);
+    if (found == incoming_.end()) return true;  // its group has ended, or it was not taken in
+    const std::shared_ptr<Message> message = found->second;
+    if (frame.size != message->size || frame.offset != message->num_received) return false;
+    if (frame.length > message->size - message->num_received) return false;
+    if (message->is_offered && !message->is_granted) return false;
+    receive(*message, frame);
+    return true;
+}
+
+// Moves what has come of a message to where it belongs.
+void Peer::receive(Message& message, const Frame& frame) {
+    std::byte* target = Mailbox::target(message, message.num_received);
+    reception_.mailbox.advance(message, channel_->take(target, frame.length));
+    if (message.num_received == message.size) incoming_.erase(frame.message);
+}
+
+void Peer::take_grant(std::uint64_t number) {
+    for (Send* send = offered_.first(); send != nullptr; send = send->next) {
+        if (send->number != number) continue;
+        offered_.remove(*send);
+        send->stage = Send::Stage::granted;
+        granted_.add(*send);
+        return;
+    }  // else it was taken back meanwhile
+}
+
+void Peer::break_off() {
+    if (is_lost_) return;
+    is_lost_ = true;
+    channel_->break_off();
+    notices_.clear();
+    while (!incoming_.empty()) {
+        const std::shared_ptr<Message> message = incoming_.begin()->second;
+        incoming_.erase(incoming_.begin());
+        // What waits whole is out of this list; this has not all come, and never will.
+        reception_.mailbox.withdraw(*message);
+    }
+}
+
+}  // namespace ferrodist
