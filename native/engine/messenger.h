@@ -31,6 +31,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/spin.h"
 #include "base/descriptor.h"
 #include "engine/peer.h"
 #include "engine/reception.h"
@@ -202,6 +203,7 @@ private:
     std::uint64_t num_moves_ = 0;     // to see whether there is traffic
 
     std::chrono::microseconds spin_time_;
+    Contention contention_;
     std::atomic<bool> is_open_{true};
     std::atomic<bool> is_abandoned_{false};
     std::atomic<bool> has_work_{false};

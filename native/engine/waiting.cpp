@@ -22,10 +22,6 @@ constexpr int pauses_a_look = 16;  // at the clock
 // To look at connections takes a system call, as long as some looks at rings.
 constexpr int looks_at_rings = 8;
 
-// Whoever waits for another host offers its processor to others so often: what is waited for may need it, be it the other
-// rank, which the system likes to wake where it is waited for.
-constexpr auto own_turn = std::chrono::microseconds(20);
-
 }  // namespace
 
 class Messenger::Watch {
@@ -81,8 +77,7 @@ bool Messenger::spin(const Transfer& transfer) {
         const Held held(*this, false);
         if (num_asleep_.load() == 0) lookout_->disarm();  // whoever falls asleep now arms it when it gets the lock
     }
-    auto end = Clock::now() + spin_time_;
-    auto next_turn = lookout_ ? Clock::now() + own_turn : Clock::time_point::max();
+    Spin spin(contention_, spin_time_);
     for (int num_looks = 1;; ++num_looks) {
         if (transfer.has_ended.load()) return true;
         bool has_moved = false;
@@ -101,14 +96,9 @@ bool Messenger::spin(const Transfer& transfer) {
             continue;
         }
         if (has_moved) {
-            end = Clock::now() + spin_time_;
-        } else if (num_looks % pauses_a_look == 0) {
-            const auto now = Clock::now();
-            if (now >= end) return false;
-            if (now >= next_turn) {
-                give_way();
-                next_turn = Clock::now() + own_turn;
-            }
+            spin.restart();
+        } else if (num_looks % pauses_a_look == 0 && !spin.goes_on()) {
+            return false;
         }
         relax();
     }
