@@ -106,10 +106,6 @@ NB_MODULE(_native, m) {
 
     bind_messages(m);
 
-    nb::class_<Pending>(m, "Pending", "A collective that was started.")
-        .def("is_done", &Pending::is_done)
-        .def("has_failed", &Pending::has_failed);
-
     nb::class_<Communicator> communicator(m, "Communicator", "One rank's part of a group of ranks of one host.");
     bind_short_ways(m, communicator);
     communicator
@@ -127,13 +123,13 @@ NB_MODULE(_native, m) {
             "descriptor"_a, "rank"_a, "hosts"_a, "links"_a, "num_ranks"_a, "group_size"_a, "slot_bytes"_a, "is_crowded"_a, "spin_micros"_a)
         .def("reserve", &Communicator::reserve)
         .def(
-            "wait",
-            [](Communicator& self, Pending& pending, double timeout) {
-                if (pending.is_done()) return pending.wait(timeout);
+            "await_turn",
+            [](Communicator& self, std::uint64_t place) {
                 const Released released;
-                return self.wait(pending, timeout);
+                self.await_turn(place);
             },
-            "pending"_a, "timeout"_a)
+            "place"_a)
+        .def_prop_ro("is_broken", &Communicator::is_broken)
         .def_prop_ro("can_read_peers", &Communicator::can_read_peers, "Whether ranks read each other's memory.")
         .def(
             "meet",

@@ -3,6 +3,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <utility>
+
 #include "base/interruption.h"
 
 namespace ferrodist {
@@ -10,10 +12,10 @@ namespace ferrodist {
 // Frees the interpreter for other threads, and lets signals that it handles end a wait.
 class Released {
 public:
-    Released() { interruption = check_signals; }
+    Released() : outer_(std::exchange(interruption, check_signals)) {}
     Released(const Released&) = delete;
     Released& operator=(const Released&) = delete;
-    ~Released() { interruption = nullptr; }
+    ~Released() { interruption = outer_; }  // a signal's handler may run inside of another wait
 
 private:
     static void check_signals() {
@@ -21,6 +23,7 @@ private:
         if (PyErr_CheckSignals() != 0) throw nanobind::python_error();
     }
 
+    void (*outer_)();
     nanobind::gil_scoped_release released_;
 };
 

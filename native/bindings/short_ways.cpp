@@ -1,11 +1,12 @@
 #include "bindings/short_ways.h"
 
-#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/unique_ptr.h>
 
 #include <algorithm>
 #include <array>
 #include <initializer_list>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <span>
 #include <utility>
@@ -177,19 +178,18 @@ std::optional<Way> find_way(nb::handle group) {
     return Way{std::move(way), nb::inst_ptr<Communicator>(communicator), timeout, engine};
 }
 
-// The number of a reduce operation without a factor, else -1.
-int number_of(nb::handle op) {
-    const nb::object number = attribute(op, lookup->number_name);
-    if (!number.is_valid() || !PyLong_CheckExact(number.ptr())) return -1;
-    return static_cast<int>(PyLong_AsLong(number.ptr()));
-}
-
 // An int's value, or -1 for everything else.
 int index_of(nb::handle value) {
     if (!PyLong_CheckExact(value.ptr())) return -1;
     const long index = PyLong_AsLong(value.ptr());
     if (index == -1) PyErr_Clear();  // too large for a long: as wrong as a negative one
     return index < 0 || index > std::numeric_limits<int>::max() ? -1 : static_cast<int>(index);
+}
+
+// The number of a reduce operation without a factor, else -1.
+int number_of(nb::handle op) {
+    const nb::object number = attribute(op, lookup->number_name);
+    return number.is_valid() ? index_of(number) : -1;
 }
 
 // `out`, or a fresh tensor where that is None; None when the tensor is not plain, and nothing on an error.
@@ -324,10 +324,53 @@ PyMethodDef quick_functions[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-auto start_into(std::shared_ptr<Pending>& pending, Communicator& self, double timeout) {
-    return [&pending, &self, timeout](std::size_t size, const auto& collective) {
-        pending = self.start(timeout, size, collective);
-    };
+// A collective that was started, with the tensors whose addresses the engine has. When it goes before the collective has
+// ended, the engine keeps them. All of this is between two steps of the interpreter: nothing can come in between.
+class Started {
+public:
+    Started(Communicator& communicator, nb::handle tensor, nb::handle out)
+        : communicator_(communicator), self_(nb::find(communicator)), tensors_{nb::borrow(tensor), nb::borrow(out)} {}
+    Started(const Started&) = delete;
+    Started& operator=(const Started&) = delete;
+    ~Started() {
+        if (!pending_ || pending_->is_done()) return;
+        auto* kept = new std::array<nb::object, 2>(std::move(tensors_));
+        communicator_.keep(std::move(pending_), std::shared_ptr<void>(kept, [](void* object) {
+                               delete static_cast<std::array<nb::object, 2>*>(object);
+                           }));
+    }
+
+    auto starter(double timeout) {
+        return [this, timeout](std::size_t size, const auto& collective) {
+            communicator_.free_kept();
+            pending_ = communicator_.start(timeout, size, collective);
+        };
+    }
+    [[nodiscard]] bool is_started() const noexcept { return pending_ != nullptr; }
+    [[nodiscard]] bool is_done() const noexcept { return pending_->is_done(); }
+    bool wait(double timeout) {
+        if (pending_->is_done()) {
+            communicator_.free_kept();
+            return pending_->wait(timeout);
+        }
+        const Released released;
+        return communicator_.wait(*pending_, timeout);
+    }
+
+private:
+    Communicator& communicator_;
+    nb::object self_;  // keeps it
+    std::array<nb::object, 2> tensors_;
+    std::shared_ptr<Pending> pending_;
+};
+
+// Starts a collective if `check(go)` finds that it can go the short way; else nothing.
+template <class Check>
+std::unique_ptr<Started> start(Communicator& self, nb::handle tensor, nb::handle out, double timeout,
+                               const Check& check) {
+    auto started = std::make_unique<Started>(self, tensor, out);
+    check(started->starter(timeout));
+    return started->is_started() ? std::move(started) : nullptr;
 }
 
 }  // namespace
@@ -349,45 +392,38 @@ void bind_short_ways(nb::module_& m, nb::class_<Communicator>& communicator) {
         },
         "collector"_a, "local_group"_a, "process"_a, "make_same"_a, "make_joined"_a, "make_part"_a,
         "Say where the short ways find the default group, and what makes their results.");
+    nb::class_<Started>(m, "Started", "A collective that was started.")
+        .def("is_done", &Started::is_done)
+        .def("wait", &Started::wait, "timeout"_a, "False when so many seconds have passed before its end.");
     communicator
         .def(
             "start_allreduce",
             [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
-                std::shared_ptr<Pending> pending;
-                short_allreduce(tensor, out, op, start_into(pending, self, timeout));
-                return pending;
+                return start(self, tensor, out, timeout, [&](const auto& go) { return short_allreduce(tensor, out, op, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
         .def(
             "start_broadcast",
             [](Communicator& self, nb::handle tensor, nb::handle out, int root, double timeout) {
-                std::shared_ptr<Pending> pending;
-                short_broadcast(self, tensor, out, root, start_into(pending, self, timeout));
-                return pending;
+                return start(self, tensor, out, timeout, [&](const auto& go) { return short_broadcast(self, tensor, out, root, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "root"_a, "timeout"_a)
         .def(
             "start_all_gather",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
-                std::shared_ptr<Pending> pending;
-                short_all_gather(self, tensor, out, start_into(pending, self, timeout));
-                return pending;
+                return start(self, tensor, out, timeout, [&](const auto& go) { return short_all_gather(self, tensor, out, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "timeout"_a)
         .def(
             "start_reduce_scatter",
             [](Communicator& self, nb::handle tensor, nb::handle out, int op, double timeout) {
-                std::shared_ptr<Pending> pending;
-                short_reduce_scatter(self, tensor, out, op, start_into(pending, self, timeout));
-                return pending;
+                return start(self, tensor, out, timeout, [&](const auto& go) { return short_reduce_scatter(self, tensor, out, op, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "op"_a, "timeout"_a)
         .def(
             "start_all_to_all",
             [](Communicator& self, nb::handle tensor, nb::handle out, double timeout) {
-                std::shared_ptr<Pending> pending;
-                short_all_to_all(self, tensor, out, start_into(pending, self, timeout));
-                return pending;
+                return start(self, tensor, out, timeout, [&](const auto& go) { return short_all_to_all(self, tensor, out, go); });
             },
             "tensor"_a.none(), "out"_a.none(), "timeout"_a);
 }

@@ -1,5 +1,11 @@
 #include "engine/communicator.h"
 
+#include <algorithm>
+#include <iterator>
+#include <limits>
+
+#include "base/interruption.h"
+
 namespace ferrodist {
 
 Communicator::~Communicator() {
@@ -21,24 +27,47 @@ std::shared_ptr<Pending> Communicator::start(double timeout, std::size_t size, Q
     return queue_.add(timeout, std::move(collective), size, [this] { return reserve(); });
 }
 
+void Communicator::keep(std::shared_ptr<Pending> pending, std::shared_ptr<void> owner) {
+    free_kept();
+    if (!pending->is_done()) kept_.emplace_back(std::move(pending), std::move(owner));
+}
+
+void Communicator::free_kept() {
+    // They end in the order in which they were started, which is about that in which they were dropped.
+    auto end = kept_.begin();
+    while (end != kept_.end() && end->first->is_done()) ++end;
+    // Whatever goes may have things of the caller's done, and lead back here: after it is out of the list.
+    const std::vector<std::pair<std::shared_ptr<Pending>, std::shared_ptr<void>>> ended(
+        std::make_move_iterator(kept_.begin()), std::make_move_iterator(end));
+    kept_.erase(kept_.begin(), end);
+}
+
+void Communicator::await_turn(std::uint64_t place) {
+    const Deadline forever(std::numeric_limits<double>::infinity());
+    try {
+        await_turn(place, forever);
+    } catch (Failure& failure) {
+        failure.set_context(place, forever.elapsed_seconds());
+        throw;
+    }
+}
+
 void Communicator::await_turn(std::uint64_t place, const Deadline& deadline) {
     if (turn_.load() == place) return;
     queue_.hurry();  // what was started before may have been left for later
-    std::unique_lock lock(mutex_);
-    num_waiting_.fetch_add(1);
-    passed_.wait_until(lock, deadline.end(), [&] { return turn_.load() == place || is_broken_.load(); });
-    num_waiting_.fetch_sub(1);
-    if (turn_.load() == place) return;
-    check();
-    throw Failure(FailureKind::queue, {context_.rank});
+    while (true) {
+        const std::uint32_t seen = passed_.current();
+        if (turn_.load() == place) return;
+        check();
+        if (deadline.expired()) throw Failure(FailureKind::queue, {context_.rank});
+        passed_.wait(seen, std::min<Clock::duration>(deadline.remaining(), interruption_period));
+        if (turn_.load() != place) look_for_interruption();
+    }
 }
 
 void Communicator::pass_turn(std::uint64_t next) {
     turn_.store(next);
-    // Partner: `await_turn` counts itself before it looks at the turn, both sequentially consistent.
-    if (num_waiting_.load() == 0) return;
-    const std::lock_guard lock(mutex_);  // whoever is between its look and its sleep holds it
-    passed_.notify_all();
+    passed_.notify_all();  // a system call only where somebody sleeps
 }
 
 void Communicator::check() const {
@@ -48,7 +77,6 @@ void Communicator::check() const {
 
 void Communicator::break_off() {
     is_broken_.store(true);
-    const std::lock_guard lock(mutex_);
     passed_.notify_all();
 }
 

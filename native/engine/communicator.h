@@ -1,13 +1,13 @@
-// One rank's part of a group on one host, for any number of threads: collectives take turns in the order in which their
-// places were reserved.
+// One rank's part of a group, for any number of threads: collectives take turns in the order in which their places were
+// reserved.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "collectives/context.h"
 #include "collectives/meeting.h"
@@ -40,6 +40,7 @@ public:
     void run(std::uint64_t place, double timeout, const Collective& collective) {
         const Deadline deadline(timeout);
         try {
+            check();
             await_turn(place, deadline);
             const Turn turn(*this, place);
             const std::uint64_t sequence = context_.sequence + 1;
@@ -62,6 +63,9 @@ public:
         }
     }
 
+    // Blocks until all before `place` have ended; throws when the group has.
+    void await_turn(std::uint64_t place);
+
     // The ranks get to know each other; before anything else, on all of them.
     void meet(double timeout) {
         const Deadline deadline(timeout);
@@ -80,8 +84,15 @@ public:
     // Takes a place and has `collective(context, deadline)`, which moves `size` bytes, run there after all that was started
     // before. `timeout` counts from then. What it reads and writes must live until it has ended.
     std::shared_ptr<Pending> start(double timeout, std::size_t size, Queue::Collective collective);
-    // Blocks until it has ended; see Pending::wait.
+    // Blocks until it has ended; see Pending::wait. What ends a thread's wait, and is no Failure, may have ended the group.
     bool wait(Pending& pending, double timeout) { return queue_.wait(pending, timeout); }
+
+    // Keeps something until a collective has ended; the next call of either frees it. One thread at a time calls these.
+    void keep(std::shared_ptr<Pending> pending, std::shared_ptr<void> owner);
+    void free_kept();
+
+    // Whether this rank has left a collective half way, or the group: nothing runs here any more.
+    [[nodiscard]] bool is_broken() const noexcept { return is_broken_.load(); }
 
     // Makes symmetric memory known, which all ranks have mapped.
     void add_arena(const std::shared_ptr<const shm::Arena>& arena) { arenas_.add(arena); }
@@ -96,12 +107,14 @@ public:
     void leave() {
         fabric_.leave();
         break_off();
+        if (queue_.has_thread()) queue_.end();
     }
 
     // In a forked child: the group stays the parent's, and so does the thread.
     void stop() noexcept {
         fabric_.stop();
         queue_.abandon();
+        is_broken_.store(true);
     }
 
 private:
@@ -128,11 +141,11 @@ private:
     Context context_;  // for whoever has the turn: `turn_` is stored after it was changed and loaded before it is read
     std::atomic<std::uint64_t> reserved_{0};
     std::atomic<std::uint64_t> turn_{0};
-    std::atomic<int> num_waiting_{0};
     std::atomic<bool> is_broken_{false};
-    std::mutex mutex_;
-    std::condition_variable passed_;
+    EventCount passed_;
+    std::vector<std::pair<std::shared_ptr<Pending>, std::shared_ptr<void>>> kept_;  // the bindings' owners of tensors
     Queue queue_{[this](std::uint64_t place, double timeout, const Queue::Collective& collective) {
+        await_turn(place);
         run(place, timeout, collective);
     }};
 };

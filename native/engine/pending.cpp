@@ -16,24 +16,17 @@ constexpr int pauses_before_sleep = 200;
 bool Pending::wait(double timeout) {
     const Deadline deadline(timeout);
     for (int i = 0; i < pauses_before_sleep && !is_done(); ++i) relax();
-    if (!is_done()) {
-        std::unique_lock lock(mutex_);
-        while (!is_done()) {
-            const auto now = Clock::now();
-            if (now >= deadline.end()) return false;
-            ended_.wait_until(lock, std::min(deadline.end(), now + interruption_period));
-            if (is_done()) break;
-            lock.unlock();
-            look_for_interruption();
-            lock.lock();
-        }
+    while (!is_done()) {
+        if (deadline.expired()) return false;
+        const std::uint32_t seen = ended_.current();
+        if (!is_done()) ended_.wait(seen, std::min<Clock::duration>(deadline.remaining(), interruption_period));
+        if (!is_done()) look_for_interruption();
     }
     if (failure_) std::rethrow_exception(failure_);
     return true;
 }
 
 void Pending::finish(std::exception_ptr failure) {
-    const std::lock_guard lock(mutex_);
     failure_ = std::move(failure);
     is_done_.store(true);
     ended_.notify_all();

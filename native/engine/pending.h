@@ -2,12 +2,11 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
-#include <mutex>
 
 #include "base/deadline.h"
+#include "base/event_count.h"
 
 namespace ferrodist {
 
@@ -17,22 +16,19 @@ public:
 
     // Where it stands among the collectives of its group.
     [[nodiscard]] std::uint64_t place() const noexcept { return place_; }
-    [[nodiscard]] bool is_done() const noexcept { return is_done_.load(); }
 
-    // Whether it has ended, and not well.
-    [[nodiscard]] bool has_failed() const noexcept { return is_done() && failure_ != nullptr; }
+    [[nodiscard]] bool is_done() const noexcept { return is_done_.load(); }
 
     // Blocks until it has ended; false when `timeout` seconds have passed before. Throws the Failure it ended with, each
     // time. Any number of threads may wait.
     bool wait(double timeout);
 
-    // Ends it, with a failure unless that is null. Called once.
+    // Ends it, with a Failure unless that is null. Called once.
     void finish(std::exception_ptr failure);
 
 private:
     std::uint64_t place_;
-    std::mutex mutex_;
-    std::condition_variable ended_;
+    EventCount ended_;
     std::atomic<bool> is_done_{false};  // stored after `failure_`, which is not written again
     std::exception_ptr failure_;
 };

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <exception>
 
 namespace ferrodist {
 
@@ -11,6 +12,7 @@ namespace {
 
 constexpr auto tick = std::chrono::milliseconds(1);
 constexpr int most_idle_ticks = 5;
+constexpr auto long_sleep = std::chrono::hours(1);
 
 }  // namespace
 
@@ -36,12 +38,16 @@ bool Queue::wait(Pending& pending, double timeout) {
     return pending.wait(timeout);
 }
 
-void Queue::close() {
+void Queue::end() {
     {
         const std::lock_guard lock(mutex_);
         is_closing_ = true;
     }
-    changed_.notify_one();
+    hurry();
+}
+
+void Queue::close() {
+    end();
     thread_->join();
 }
 
@@ -51,18 +57,21 @@ void Queue::keep() {
     int num_idle = 0;
     while (true) {
         if (!started_.empty() && !is_running_) {
-            run_first(lock);
+            try {
+                run_first(lock);
+            } catch (...) {  // it has ended with a failure
+            }
             num_idle = 0;
-        } else if (is_closing_ && started_.empty()) {
-            return;
-        } else if (num_idle < most_idle_ticks) {
-            if (changed_.wait_for(lock, tick) == std::cv_status::timeout && started_.empty()) ++num_idle;
-        } else {
-            is_asleep_ = true;
-            changed_.wait(lock);
-            is_asleep_ = false;
-            num_idle = 0;
+            continue;
         }
+        if (is_closing_ && started_.empty()) return;
+        const std::uint32_t seen = changed_.current();
+        is_asleep_ = num_idle == most_idle_ticks;
+        lock.unlock();
+        changed_.wait(seen, is_asleep_ ? std::chrono::nanoseconds(long_sleep) : tick);
+        lock.lock();
+        num_idle = started_.empty() && !is_asleep_ ? num_idle + 1 : 0;
+        is_asleep_ = false;
     }
 }
 
@@ -71,15 +80,22 @@ void Queue::run_first(std::unique_lock<std::mutex>& lock) {
     started_.pop_front();
     is_running_ = true;
     lock.unlock();
-    std::exception_ptr failure;
+    std::exception_ptr failure, interruption;
+    const std::uint64_t place = first.pending->place();
     try {
-        run_(first.pending->place(), first.timeout, first.collective);
-    } catch (...) {
+        run_(place, first.timeout, first.collective);
+    } catch (const Failure&) {
         failure = std::current_exception();
+    } catch (...) {
+        interruption = std::current_exception();
+        Failure broken(FailureKind::broken, {});
+        broken.set_context(place, 0.0);
+        failure = std::make_exception_ptr(std::move(broken));
     }
     first.pending->finish(std::move(failure));
     lock.lock();
     is_running_ = false;
+    if (interruption) std::rethrow_exception(interruption);
 }
 
 }  // namespace ferrodist

@@ -7,7 +7,6 @@
 // collective without a limit runs it, and those before it, unless somebody does already.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -16,6 +15,7 @@
 #include <mutex>
 #include <thread>
 
+#include "base/event_count.h"
 #include "collectives/context.h"
 #include "engine/pending.h"
 
@@ -24,7 +24,7 @@ namespace ferrodist {
 class Queue {
 public:
     using Collective = std::function<void(Context&, const Deadline&)>;
-    // Runs a collective at its place, with so many seconds for it.
+    // Runs a collective at its place, with so many seconds for it from its turn on.
     using Run = std::function<void(std::uint64_t place, double timeout, const Collective& collective)>;
 
     explicit Queue(Run run) : run_(std::move(run)) {}
@@ -45,7 +45,7 @@ public:
             started_.push_back({timeout, is_urgent, std::move(collective), pending});
             wakes = wakes || is_asleep_;
         }
-        if (wakes) changed_.notify_one();
+        if (wakes) hurry();
         return pending;
     }
 
@@ -53,11 +53,12 @@ public:
     bool wait(Pending& pending, double timeout);
 
     // Has the thread look at once.
-    void hurry() noexcept { changed_.notify_one(); }
+    void hurry() noexcept { changed_.notify_all(); }
 
     // False before anything was started, and in a forked child.
     [[nodiscard]] bool has_thread() const noexcept { return thread_ != nullptr; }
-    // Ends the thread, when all that was started has ended.
+    // Has the thread end, when all that was started has ended; and waits for that.
+    void end();
     void close();
     // In a forked child, which has no such thread.
     void abandon() noexcept { (void)thread_.release(); }
@@ -89,11 +90,12 @@ private:
     static constexpr std::size_t urgent_bytes = 256 * 1024;
 
     void keep();
+    // Runs the first in this thread. Throws what is no Failure: an interruption of this thread.
     void run_first(std::unique_lock<std::mutex>& lock);
 
     Run run_;
     std::mutex mutex_;
-    std::condition_variable changed_;  // only the thread waits for it
+    EventCount changed_;       // only the thread sleeps on it
     std::deque<Started> started_;
     bool is_running_ = false;  // somebody runs what was the first: one at a time, for the time of each counts from its turn
     int num_waiting_ = 0;      // threads that wait for something that another one runs

@@ -27,6 +27,9 @@ class Collectives(Protocol):
     def reserve(self) -> int:
         """Take the next position among the group's collectives."""
 
+    def await_turn(self, sequence: int) -> None:
+        """Return when the collective at this position may begin, or the group has ended: its time counts from then."""
+
     def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
         """Give every rank the `MAX_PAYLOAD` or fewer bytes of each, in rank order."""
 

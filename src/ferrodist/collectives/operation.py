@@ -113,6 +113,7 @@ def run_later(operation: Operation[T]) -> PendingCollective[T]:
 
     def job(sequence: int) -> None:
         try:
+            collectives_of(operation.group).await_turn(sequence)
             operation.run(sequence)
         except BaseException as error:  # noqa: BLE001 - it is raised in wait()
             pending.fail(error)

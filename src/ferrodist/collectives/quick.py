@@ -47,8 +47,8 @@ def start_allreduce(tensor: torch.Tensor, op: Any, group: Backend | None, out: t
     target = _same(tensor) if out is None else out
     if way is None or target is None:
         return None
-    pending = way.communicator.start_allreduce(tensor, target, getattr(op, "number", -1), way.timeout)
-    return pending and _Started("allreduce", way.engine, pending, tensor, target, op=op)
+    started = way.communicator.start_allreduce(tensor, target, getattr(op, "number", -1), way.timeout)
+    return started and _Started("allreduce", way.engine, started, tensor, target, op=op)
 
 
 def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -56,8 +56,8 @@ def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out:
     way = _way_of(group)
     if way is None or out is not tensor or type(root) is not int:
         return None
-    pending = way.communicator.start_broadcast(tensor, tensor, root, way.timeout)
-    return pending and _Started("broadcast", way.engine, pending, tensor, tensor, root=root)
+    started = way.communicator.start_broadcast(tensor, tensor, root, way.timeout)
+    return started and _Started("broadcast", way.engine, started, tensor, tensor, root=root)
 
 
 def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -68,8 +68,8 @@ def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out:
     target = _joined(tensor, way.engine.num_ranks) if out is None else out
     if target is None:
         return None
-    pending = way.communicator.start_all_gather(tensor, target, way.timeout)
-    return pending and _Started("all_gather", way.engine, pending, tensor, target, dim=0)
+    started = way.communicator.start_all_gather(tensor, target, way.timeout)
+    return started and _Started("all_gather", way.engine, started, tensor, target, dim=0)
 
 
 def start_reduce_scatter(
@@ -82,8 +82,8 @@ def start_reduce_scatter(
     target = _part(tensor, way.engine.num_ranks) if out is None else out
     if target is None:
         return None
-    pending = way.communicator.start_reduce_scatter(tensor, target, getattr(op, "number", -1), way.timeout)
-    return pending and _Started("reduce_scatter", way.engine, pending, tensor, target, op=op, dim=0)
+    started = way.communicator.start_reduce_scatter(tensor, target, getattr(op, "number", -1), way.timeout)
+    return started and _Started("reduce_scatter", way.engine, started, tensor, target, op=op, dim=0)
 
 
 def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -92,8 +92,8 @@ def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Ten
     target = _same(tensor) if out is None else out
     if way is None or target is None:
         return None
-    pending = way.communicator.start_all_to_all(tensor, target, way.timeout)
-    return pending and _Started("all_to_all", way.engine, pending, tensor, target)
+    started = way.communicator.start_all_to_all(tensor, target, way.timeout)
+    return started and _Started("all_to_all", way.engine, started, tensor, target)
 
 
 def _way_of(group: Backend | None) -> Any:
@@ -126,14 +126,14 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 class _Started(PendingCollective[torch.Tensor]):
     """A collective that the engine runs, in its own thread or in one that waits for it.
 
-    The engine holds addresses: when this object goes before the collective has ended, the tensors stay with the engine.
+    ``started`` keeps the tensors, whose addresses the engine has, until it has ended.
     """
 
     def __init__(
         self,
         op_name: str,
         engine: Any,
-        pending: Any,
+        started: Any,
         tensor: torch.Tensor,
         out: torch.Tensor,
         *,
@@ -143,7 +143,7 @@ class _Started(PendingCollective[torch.Tensor]):
     ) -> None:
         super().__init__(op_name, engine.group_name)
         self._engine = engine
-        self._pending = pending
+        self._started = started
         self._tensor = tensor
         self._out = out
         self._op = op
@@ -151,24 +151,18 @@ class _Started(PendingCollective[torch.Tensor]):
         self._dim = dim
         self._has_result = False
 
-    def __del__(self) -> None:
-        """Leave the tensors to the engine while it needs them."""
-        if not self._pending.is_done():
-            self._engine.keep(self._pending, self._tensor, self._out)
-
     def done(self) -> bool:
         """Whether it has ended, well or not; `wait` then returns or raises at once."""
-        return bool(self._pending.is_done())
+        return bool(self._started.is_done())
 
     def wait(self, timeout: float | None = None) -> torch.Tensor:
         """Block until it has ended and return its result; see `PendingCollective.wait`."""
         self._check_process()
         out = self._out
-        limit = math.inf if timeout is None else check_timeout(timeout)
         try:
-            has_ended = self._engine.compiled.wait(self._pending, limit)
+            has_ended = self._started.wait(math.inf if timeout is None else check_timeout(timeout))
         except BaseException as failure:
-            if not self._pending.has_failed():  # an interruption, while another thread runs it: it goes on
+            if not self._engine.has_left(failure):  # an interruption, while another thread runs it: it goes on
                 raise
             facts = {"op": self._op, "root": self._root, "dim": self._dim}
             raise self._engine.call_error(failure, self.op_name, self._tensor, out, **facts) from None

@@ -74,6 +74,9 @@ class ReferenceCollectives:
         """Take the next position among the group's collectives."""
         return self._group.agreement.reserve()
 
+    def await_turn(self, sequence: int) -> None:
+        """See `Collectives`: here collectives don't wait for each other."""
+
     def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
         """Give every rank the `MAX_PAYLOAD` or fewer bytes of each; the agreement is all of it."""
         return self._group.agreement.reach(Call(operation=operation, payload=payload), timeout, sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,8 +58,6 @@ class NativeCollectives:
         self._reserving = threading.Lock()
         self._num_reserved = 0
         self._opened = threading.Event()
-        self._keeping = threading.Lock()
-        self._kept: list[tuple[Any, ...]] = []
         self.num_ranks = group.world_size
         self.group_name = group.name
         self.timeout = group.timeout
@@ -106,8 +105,15 @@ class NativeCollectives:
         record = abort_record(error)
         self.end(lambda communicator: communicator.abort(record))
 
+    def await_turn(self, sequence: int) -> None:
+        """Return when all before have ended, or the group has."""
+        if self.compiled is not None:
+            with contextlib.suppress(self.failure_type):
+                self.compiled.await_turn(sequence)
+
     def leave(self) -> None:
         """Leave the group: ranks that wait for this one get an error."""
+        self._group.quick = None
         self.end(lambda communicator: communicator.leave())
 
     def stop(self) -> None:
@@ -276,11 +282,9 @@ class NativeCollectives:
             count //= self.num_ranks
         return self._ended_by(failure, _call(operation, tensor, count, **facts), self.timeout)
 
-    def keep(self, pending: Any, *tensors: torch.Tensor) -> None:
-        """Keep the tensors of a started collective until it has ended."""
-        with self._keeping:
-            self._kept = [kept for kept in self._kept if not kept[0].is_done()]
-            self._kept.append((pending, *tensors))
+    def has_left(self, failure: BaseException) -> bool:
+        """Whether what ended a wait has also ended this rank's part in the group."""
+        return isinstance(failure, self.failure_type) or self.compiled.is_broken
 
     def _ended_by(self, failure: BaseException, call: Call, timeout: float) -> BaseException:
         """End the group for what ended a call in the engine, and return what it is called in public."""
