@@ -123,7 +123,7 @@ def connect_hosts(group: Backend, place: Place, purpose: str, deadline: Deadline
     if place.num_hosts == 1:
         return [-1] * group.world_size
     meeting = _Meeting(group, place, purpose)
-    server, said = None, ""
+    server: Listener | None = None
     try:
         try:
             server = Listener(place.address, 0, secret=place.secret, deadline=deadline)
@@ -135,8 +135,9 @@ def connect_hosts(group: Backend, place: Place, purpose: str, deadline: Deadline
         addresses = [address.decode(errors="replace") for address in group.agreement.reach(call, deadline.remaining())]
         problems = [address[1:].encode() for address in addresses if address.startswith(_PROBLEM)]
         check_problems(group, problems, "connect hosts")
+        assert server is not None
         meeting.dial(addresses, deadline)
-        meeting.await_others(deadline)
+        meeting.await_others(server, deadline)
         return meeting.hand_over()
     finally:
         if server is not None:
@@ -187,13 +188,15 @@ class _Meeting:
                     # It has listened since before it told its address: refused, it is gone.
                     sock = connect(host, port, secret=place.secret, hello=hello, deadline=deadline, retry_refused=False)
                 except (DistributedError, OSError) as error:
-                    self._raise_failure(_NEWS_SECONDS)
-                    check_problems(group, [f"rank {group.rank} to rank {rank}: {error}".encode()], "connect hosts")
+                    self._raise_failure(_NEWS_SECONDS if isinstance(error.__cause__, ConnectionError) else 0.0)
+                    check_problems(
+                        group, [f"rank {group.rank}: connecting to rank {rank}: {error}".encode()], "connect hosts"
+                    )
                 with self._changed:
                     self._sockets[rank] = sock
 
-    def await_others(self, deadline: Deadline) -> None:
-        """Wait for the ranks after this one."""
+    def await_others(self, server: Listener, deadline: Deadline) -> None:
+        """Wait for the ranks after this one to connect to ``server``."""
         while True:
             with self._changed:
                 self._changed.wait_for(self._is_complete, min(_POLL_SECONDS, deadline.remaining()))
@@ -201,6 +204,8 @@ class _Meeting:
             if not missing:
                 return
             self._raise_failure(0.0)
+            if server.exhaustion is not None:
+                check_problems(self._group, [f"rank {self._group.rank}: {server.exhaustion}".encode()], "connect hosts")
             if deadline.expired:
                 raise DistributedTimeoutError(
                     f"connecting hosts in group {self._group.name!r}: {ranks_text(missing)} did not connect to rank"
