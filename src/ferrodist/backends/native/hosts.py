@@ -94,7 +94,7 @@ def agree_on(group: Backend, problem: str, what: str, deadline: Deadline) -> Non
 
 
 def check_problems(group: Backend, said: Iterable[bytes], what: str) -> None:
-    """Raise BackendUnavailable when ``said``, which is the same on all ranks, has any text."""
+    """Raise BackendUnavailable when ``said`` has any text: what ranks have said to all, or what this one found."""
     problems = dict.fromkeys(text.decode(errors="replace") for text in said if text)
     if problems:
         raise BackendUnavailable(
@@ -116,9 +116,9 @@ def connect_hosts(group: Backend, place: Place, purpose: str, deadline: Deadline
         A descriptor for each rank, which is the caller's; -1 for ranks of this host.
 
     Raises:
-        BackendUnavailable: On all ranks, when one can't be connected to; on this one, when it can't connect.
-        DistributedTimeoutError: A rank did not connect to this one in time.
-        DistributedError: What the group has ended with.
+        BackendUnavailable: On all ranks, when one can't listen; on this rank, when it can't connect or be connected to.
+        DistributedTimeoutError: On this rank, when another one did not connect to it in time.
+        DistributedError: What the group has ended with. Who gets an error that is its own ends the group.
     """
     if place.num_hosts == 1:
         return [-1] * group.world_size
