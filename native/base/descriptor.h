@@ -26,6 +26,8 @@ public:
     }
 
     [[nodiscard]] int get() const noexcept { return number_; }
+    // Gives the descriptor up to the caller.
+    [[nodiscard]] int release() noexcept { return std::exchange(number_, -1); }
 
 private:
     int number_ = -1;

@@ -25,6 +25,7 @@ enum class FailureKind : int {
     lost,        // the connection to `ranks` has ended
     protocol,    // `ranks` sent what no rank would send; `record` says what
     failed,      // a collective has failed on `ranks`, which tell why another way
+    unreadable,  // the system has refused to read the memory of `ranks`, as it did before; `record` is the errno, as int32
 };
 
 class Failure : public std::exception {

@@ -199,10 +199,11 @@ void bind_messages(nb::module_& m) {
     m.def(
         "create_rings",
         [](int num_ranks) {
+            const Released released;
             const shm::RingLayout layout = shm::RingLayout::of(num_ranks);
-            const int descriptor = shm::create_memory("ferrodist-messages", layout.size_bytes());
-            shm::Rings(std::make_shared<const shm::Mapping>(descriptor, layout.size_bytes()), layout).initialize();
-            return descriptor;
+            Descriptor memory = shm::create_memory("ferrodist-messages", layout.size_bytes());
+            shm::Rings(std::make_shared<const shm::Mapping>(memory.get(), layout.size_bytes()), layout).initialize();
+            return memory.release();
         },
         "num_ranks"_a,
         "Make the memory through which the ranks of one host send messages; returns a descriptor, the caller's to close.");

@@ -5,6 +5,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cerrno>
+#include <system_error>
 
 #include "bindings/failures.h"
 #include "bindings/messages.h"
@@ -42,9 +44,19 @@ std::shared_ptr<shm::Segment> map_segment(int descriptor, const shm::Layout& lay
 }
 
 int create_segment(const shm::Layout& layout) {
-    const int descriptor = shm::create_memory("ferrodist", layout.size_bytes());
-    map_segment(descriptor, layout)->initialize();
-    return descriptor;
+    Descriptor memory = shm::create_memory("ferrodist", layout.size_bytes());
+    map_segment(memory.get(), layout)->initialize();
+    return memory.release();
+}
+
+std::shared_ptr<const shm::Arena> map_arena(Communicator& self, int descriptor, std::uint64_t id, std::size_t stride,
+                                            std::size_t size) {
+    const Released released;
+    if (size > stride) throw std::system_error(EOVERFLOW, std::generic_category(), "size of a symmetric tensor");
+    auto memory = std::make_shared<const shm::Mapping>(descriptor, shm::arena_bytes(stride, self.num_ranks()));
+    auto arena = std::make_shared<const shm::Arena>(std::move(memory), id, stride, self.rank());
+    self.add_arena(arena);
+    return arena;
 }
 
 template <class Collective>
@@ -68,6 +80,7 @@ NB_MODULE(_native, m) {
     bind_failures(m);
 
     m.attr("MAX_INLINE_BYTES") = shm::max_inline_bytes;
+    m.attr("PAGE_BYTES") = shm::page_bytes;
     m.def(
         "load_tensor_interface",
         [](nb::handle tensor_type, nb::handle parameter_type, nb::handle increment_version) {
@@ -77,6 +90,7 @@ NB_MODULE(_native, m) {
     m.def(
         "create_segment",
         [](int num_ranks, int group_size, std::size_t slot_bytes, bool is_crowded, std::uint32_t spin_micros) {
+            const Released released;
             return create_segment(make_layout(num_ranks, group_size, slot_bytes, is_crowded, spin_micros));
         },
         "num_ranks"_a, "group_size"_a, "slot_bytes"_a, "is_crowded"_a, "spin_micros"_a,
@@ -100,7 +114,8 @@ NB_MODULE(_native, m) {
     m.def(
         "create_arena",
         [](std::size_t stride, int num_ranks) {
-            return shm::create_memory("ferrodist-symmetric", stride * static_cast<std::size_t>(num_ranks));
+            const Released released;
+            return shm::create_memory("ferrodist-symmetric", shm::arena_bytes(stride, num_ranks)).release();
         },
         "stride"_a, "num_ranks"_a, "Make symmetric memory; returns a descriptor, which the caller closes.");
 
@@ -148,10 +163,7 @@ NB_MODULE(_native, m) {
         .def(
             "map_arena",
             [](Communicator& self, int descriptor, std::uint64_t id, std::size_t stride, std::size_t size) {
-                const std::size_t total = stride * static_cast<std::size_t>(self.num_ranks());
-                auto memory = std::make_shared<const shm::Mapping>(descriptor, total);
-                auto arena = std::make_shared<const shm::Arena>(std::move(memory), id, stride, self.rank());
-                self.add_arena(arena);
+                auto arena = map_arena(self, descriptor, id, stride, size);
                 std::byte* data = arena->buffer(self.rank());
                 const nb::capsule owner(new std::shared_ptr<const shm::Arena>(std::move(arena)), [](void* held) noexcept {
                     delete static_cast<std::shared_ptr<const shm::Arena>*>(held);

@@ -35,8 +35,13 @@ Messenger::Messenger(const Settings& settings, Ways ways, std::function<void(Mes
       lost_(ways.local_indexes.size(), false),
       spin_time_(settings.spin_micros) {
     connect(ways);
-    if (!peers_.empty()) keeper_ = std::make_unique<std::thread>([this] { keep(); });
-    if (lookout_) watchman_ = std::make_unique<std::thread>([this] { look_out(); });
+    try {
+        if (!peers_.empty()) keeper_ = std::make_unique<std::thread>([this] { keep(); });
+        if (lookout_) watchman_ = std::make_unique<std::thread>([this] { look_out(); });
+    } catch (...) {  // the system starts no more threads
+        close();
+        throw;
+    }
 }
 
 Messenger::~Messenger() {

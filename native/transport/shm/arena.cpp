@@ -1,8 +1,17 @@
 #include "transport/shm/arena.h"
 
 #include <algorithm>
+#include <cerrno>
+#include <limits>
+#include <system_error>
 
 namespace ferrodist::shm {
+
+std::size_t arena_bytes(std::size_t stride, int num_ranks) {
+    if (num_ranks <= 0 || stride > std::numeric_limits<std::size_t>::max() / static_cast<std::size_t>(num_ranks))
+        throw std::system_error(EOVERFLOW, std::generic_category(), "size of symmetric memory");
+    return stride * static_cast<std::size_t>(num_ranks);
+}
 
 void Arenas::add(const std::shared_ptr<const Arena>& arena) {
     const std::lock_guard lock(mutex_);

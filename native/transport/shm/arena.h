@@ -36,6 +36,9 @@ private:
     int rank_;
 };
 
+// Bytes of the buffers of so many ranks together. Throws std::system_error where no memory can be so large.
+std::size_t arena_bytes(std::size_t stride, int num_ranks);
+
 // Where a tensor lies in symmetric memory: the same on all ranks when they pass matching tensors. An arena of 0 means
 // that it lies elsewhere.
 struct Place {

@@ -4,8 +4,13 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <system_error>
+#include <utility>
+
+#include "base/interruption.h"
 
 namespace ferrodist::shm {
 
@@ -13,6 +18,27 @@ namespace {
 
 [[noreturn]] void fail(int error, const char* call) {
     throw std::system_error(error, std::generic_category(), call);
+}
+
+// A signal has the system give back all that one call has taken, so a call takes no more than fits between the ticks of a
+// fast timer: a quarter of a millisecond's worth.
+constexpr off_t taken_at_once = off_t{2} << 20;
+
+void take_pages(int descriptor, off_t length) {
+    auto next_look = std::chrono::steady_clock::now() + interruption_period;
+    for (off_t start = 0; start < length;) {
+        const off_t wanted = std::min(length - start, taken_at_once);
+        const int error = ::posix_fallocate(descriptor, start, wanted);
+        if (error == 0) {
+            start += wanted;
+        } else if (error != EINTR) {
+            fail(error, "taking the pages of shared memory");
+        }
+        if (const auto now = std::chrono::steady_clock::now(); now >= next_look) {
+            look_for_interruption();
+            next_look = now + interruption_period;
+        }
+    }
 }
 
 }  // namespace
@@ -27,25 +53,15 @@ Mapping::~Mapping() {
     if (data_ != nullptr) ::munmap(data_, size_);
 }
 
-int create_memory(const char* name, std::size_t size) {
-    const int descriptor = ::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (descriptor < 0) fail(errno, "memfd_create");
+Descriptor create_memory(const char* name, std::size_t size) {
+    if (!std::in_range<off_t>(size)) fail(EFBIG, "size of shared memory");
+    Descriptor memory(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    if (memory.get() < 0) fail(errno, "memfd_create");
     const auto length = static_cast<off_t>(size);
-    int error = 0;
-    const char* call = "ftruncate of shared memory";
-    if (::ftruncate(descriptor, length) != 0) {
-        error = errno;
-    } else if ((error = ::posix_fallocate(descriptor, 0, length)) != 0) {
-        call = "taking the pages of shared memory";
-    } else if (::fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK) != 0) {
-        error = errno;
-        call = "sealing shared memory";
-    }
-    if (error != 0) {
-        ::close(descriptor);
-        fail(error, call);
-    }
-    return descriptor;
+    if (::ftruncate(memory.get(), length) != 0) fail(errno, "ftruncate of shared memory");
+    take_pages(memory.get(), length);
+    if (::fcntl(memory.get(), F_ADD_SEALS, F_SEAL_SHRINK) != 0) fail(errno, "sealing shared memory");
+    return memory;
 }
 
 }  // namespace ferrodist::shm

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <utility>
 
+#include "base/descriptor.h"
+
 namespace ferrodist::shm {
 
 // What parts of shared memory begin at multiples of; a page is at least this large.
@@ -39,7 +41,8 @@ private:
 };
 
 // Makes anonymous shared memory of `size` bytes that can't shrink, and takes its pages now: a lack of memory is an
-// error here and no bus error later. Returns its descriptor, which the caller closes. Throws std::system_error.
-int create_memory(const char* name, std::size_t size);
+// error here and no bus error later. Signals don't end that, but an interruption (base/interruption.h) does. Throws
+// std::system_error.
+Descriptor create_memory(const char* name, std::size_t size);
 
 }  // namespace ferrodist::shm

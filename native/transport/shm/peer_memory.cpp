@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <random>
+#include <string>
 
 #include "base/failure.h"
 
@@ -16,8 +17,8 @@ namespace {
 // The system copies at most this many bytes a call; rounded to pages.
 constexpr std::size_t most_at_once = std::size_t{1} << 30;
 
-// Bytes read; fewer than asked for when the rest can't be.
-std::size_t read_from(std::int64_t process, std::byte* out, std::uint64_t address, std::size_t size) {
+// Returns 0, or the errno of what can't be read.
+int read_from(std::int64_t process, std::byte* out, std::uint64_t address, std::size_t size) {
     std::size_t done = 0;
     while (done < size) {
         const std::size_t wanted = std::min(size - done, most_at_once);
@@ -25,10 +26,11 @@ std::size_t read_from(std::int64_t process, std::byte* out, std::uint64_t addres
         const iovec remote{reinterpret_cast<void*>(address + done), wanted};
         const ssize_t count = ::process_vm_readv(static_cast<pid_t>(process), &local, 1, &remote, 1, 0);
         if (count < 0 && errno == EINTR) continue;
-        if (count <= 0) break;
+        if (count < 0) return errno;
+        if (count == 0) return EFAULT;
         done += static_cast<std::size_t>(count);
     }
-    return done;
+    return 0;
 }
 
 }  // namespace
@@ -46,13 +48,15 @@ PeerMemory::Card PeerMemory::card() const {
 bool PeerMemory::meet(int rank, const Card& card) {
     processes_[static_cast<std::size_t>(rank)] = card.process;
     std::uint64_t found = ~card.nonce;
-    return read_from(card.process, reinterpret_cast<std::byte*>(&found), card.address, sizeof found) == sizeof found &&
+    return read_from(card.process, reinterpret_cast<std::byte*>(&found), card.address, sizeof found) == 0 &&
            found == card.nonce;
 }
 
 void PeerMemory::read(int rank, std::byte* out, std::uint64_t address, std::size_t size) const {
-    if (read_from(processes_[static_cast<std::size_t>(rank)], out, address, size) != size)
-        throw Failure(FailureKind::lost, {rank});
+    const std::int32_t error = read_from(processes_[static_cast<std::size_t>(rank)], out, address, size);
+    if (error == ESRCH) throw Failure(FailureKind::lost, {rank});
+    if (error != 0)
+        throw Failure(FailureKind::unreadable, {rank}, std::string(reinterpret_cast<const char*>(&error), sizeof error));
 }
 
 }  // namespace ferrodist::shm

@@ -29,7 +29,8 @@ public:
     [[nodiscard]] bool is_usable() const noexcept { return is_usable_; }
     void set_usable(bool is_usable) noexcept { is_usable_ = is_usable; }
 
-    // Copies `size` bytes at `address` of a rank to `out`. Throws Failure{lost} when they can't be read.
+    // Copies `size` bytes at `address` of a rank to `out`. Throws Failure{lost} when the rank's process has ended, and
+    // Failure{unreadable} when the system refuses it, as where the process has changed its user since it was met.
     void read(int rank, std::byte* out, std::uint64_t address, std::size_t size) const;
 
 private:

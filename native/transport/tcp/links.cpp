@@ -39,15 +39,20 @@ constexpr std::size_t followers_bytes = 512;
 }  // namespace
 
 Links::Links(const std::vector<int>& descriptors, std::size_t slot_bytes)
-    : slot_bytes_(slot_bytes), alarm_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    : slot_bytes_(slot_bytes) {
+    std::vector<Descriptor> sockets;  // owned before anything else can fail
+    sockets.reserve(descriptors.size());
+    for (const int number : descriptors) sockets.emplace_back(number);
+    alarm_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (alarm_.get() < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
-    for (const int number : descriptors) {
+    for (Descriptor& socket : sockets) {
+        const int number = socket.get();
         if (number < 0) {
             peers_.push_back(nullptr);
             continue;
         }
         auto peer = std::make_unique<Peer>();
-        peer->socket = Descriptor(number);
+        peer->socket = std::move(socket);
         if (::fcntl(number, F_SETFL, ::fcntl(number, F_GETFL) | O_NONBLOCK) != 0)
             throw std::system_error(errno, std::generic_category(), "fcntl of a connection");
         for (auto& row : peer->counts) row.resize(descriptors.size());

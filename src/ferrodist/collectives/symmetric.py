@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["empty_symmetric"]
 
+# Of all ranks together, which each of them maps: what 48 bits address.
+_MAX_BYTES = 1 << 48
+
 
 def empty_symmetric(
     shape: Sequence[int],
@@ -42,7 +45,7 @@ def empty_symmetric(
 
     Raises:
         BackendUnavailable: The memory can't be had, on all ranks.
-        ValueError: A size is negative.
+        ValueError: A size is negative, or the ranks' tensors together have more bytes than a process can address.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
     check_dtype(dtype)
@@ -51,9 +54,15 @@ def empty_symmetric(
     if any(size < 0 for size in sizes):
         raise ValueError(f"a shape has no negative sizes, but {sizes} has")
     count = math.prod(sizes)
+    size_bytes = count * dtype.itemsize
+    if size_bytes * chosen.world_size > _MAX_BYTES:
+        raise ValueError(
+            f"a tensor of shape {sizes} and {dtype} has {size_bytes} bytes; those of the {chosen.world_size} ranks of"
+            f" group {chosen.name!r} together may have {_MAX_BYTES}: pass a smaller shape"
+        )
     if chosen.collectives is None or not hasattr(chosen.collectives, "empty_symmetric"):
         return torch.empty(sizes, dtype=dtype, device="cpu")
     name = str(dtype).removeprefix("torch.")
     call = Call(operation="empty_symmetric", dtype=name, count=count)
-    memory: torch.Tensor = chosen.collectives.empty_symmetric(call, count * dtype.itemsize, limit)
+    memory: torch.Tensor = chosen.collectives.empty_symmetric(call, size_bytes, limit)
     return memory.view(dtype).view(sizes)

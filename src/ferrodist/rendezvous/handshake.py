@@ -21,6 +21,7 @@ between the ranks is outside of what the job secret protects against.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import secrets
 import socket
@@ -108,7 +109,7 @@ def connect(
     Raises:
         AuthenticationError: One side does not know the other's secret.
         ProtocolError: Something else has that port, or another version of ferrodist.
-        NoConnectionError: Refused, and ``retry_refused`` is false.
+        NoConnectionError: Refused, and ``retry_refused`` is false; or this process has no descriptor left.
         DistributedTimeoutError: No server answered in time.
         DistributedError: Of whatever class the server refused this rank with.
         ValueError: The names in ``hello`` are too long.
@@ -127,6 +128,8 @@ def connect(
                 raise NoConnectionError(f"{where}: connection refused") from error
             failure = error
         except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise NoConnectionError(f"{where}: {error} in this process; see `ulimit -n`") from error
             failure = error
         time.sleep(min(pause, deadline.remaining()))
         pause = min(2 * pause, _LONGEST_PAUSE)

@@ -60,6 +60,8 @@ class Listener:
         host: The address that is bound.
         port: The port that is bound.
         address: Both, as `parse_address` reads them.
+        exhaustion: Why the newest connection can't be taken in, when this process or host has no descriptor or memory
+            left for it; None when all could. It is tried again.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Listener:
         if not secret and not is_loopback(self.host):
             self._socket.close()
             raise _secret_needed(self.address)
+        self.exhaustion: OSError | None = None
         self._socket.setblocking(False)
         self._wake, self._woken = (close_in_child(end) for end in socket.socketpair())
         self._changed = threading.Condition()
@@ -148,7 +151,7 @@ class Listener:
         on_connection: Callable[[socket.socket, Hello], None],
         dismiss: Callable[[Hello], None] | None,
     ) -> None:
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:  # which takes no descriptor
             selector.register(self._socket, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             while self._await_slot():
@@ -157,9 +160,11 @@ class Listener:
                     sock, address = self._socket.accept()
                 except OSError as error:
                     if error.errno in _EXHAUSTED:
+                        self.exhaustion = error
                         with self._changed:
                             self._changed.wait_for(lambda: self._closed, 0.05)
                     continue
+                self.exhaustion = None
                 close_in_child(sock)
                 thread = threading.Thread(
                     target=self._handshake,

@@ -303,6 +303,8 @@ class NativeCollectives:
             except DistributedError as error:
                 self._group.abort(error)
                 raise (self._group.failure or error).fresh() from None
+            except BaseException as failure:
+                raise self._ended_by(failure, call, deadline.timeout) from None
             return
         while not self._opened.wait(min(_POLL_SECONDS, deadline.remaining())):
             if self._group.failure is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import sys
 import time
 from dataclasses import dataclass
 from enum import IntEnum
@@ -13,6 +15,7 @@ import msgspec
 from ferrodist.backends.native.names import call_of_line
 from ferrodist.deadline import Deadline, Elapsed
 from ferrodist.errors import (
+    BackendUnavailable,
     DistributedError,
     DistributedTimeoutError,
     GroupAbortedError,
@@ -56,6 +59,7 @@ class FailureKind(IntEnum):
     LOST = 10
     PROTOCOL = 11
     FAILED = 12
+    UNREADABLE = 13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +143,18 @@ def _news(group: Backend, patience: float) -> DistributedError | None:
     return group.failure
 
 
+def _unreadable(failed: _Failed) -> DistributedError:
+    number = int.from_bytes(failed.record, sys.byteorder, signed=True)
+    own, peer = failed.group.rank, failed.ranks[0]
+    # A rank that ends may be taken for it in passing.
+    return _news(failed.group, _NEWS_SECONDS) or BackendUnavailable(
+        f"{failed.where}: the system no longer lets rank {own} read the memory of rank {peer}, as it did when they met"
+        f" (process_vm_readv: {os.strerror(number)}, errno {number}). Ranks that change their user or who may trace"
+        " them (setuid, prctl) must do so before they make a group.",
+        ranks=failed.ranks,
+    )
+
+
 def _protocol(failed: _Failed) -> DistributedError:
     return ProtocolError(
         f"{failed.where}: {ranks_text(failed.ranks)} sent {failed.record.decode(errors='replace')}", ranks=failed.ranks
@@ -194,4 +210,5 @@ _ERRORS: dict[FailureKind, Callable[[_Failed], DistributedError]] = {
     FailureKind.LOST: _lost,
     FailureKind.PROTOCOL: _protocol,
     FailureKind.FAILED: _failed_there,
+    FailureKind.UNREADABLE: _unreadable,
 }

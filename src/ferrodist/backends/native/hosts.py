@@ -10,34 +10,51 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.call import Call
 from ferrodist.backends.tcp.tuning import tune
-from ferrodist.errors import BackendUnavailable, DistributedError, RendezvousError
+from ferrodist.deadline import Deadline
+from ferrodist.errors import (
+    BackendUnavailable,
+    DistributedError,
+    DistributedTimeoutError,
+    RendezvousError,
+    ranks_text,
+)
 from ferrodist.rendezvous.handshake import Hello, connect
 from ferrodist.rendezvous.listener import Listener, parse_address
 
 if TYPE_CHECKING:
-    from ferrodist.backends.base import Backend
-    from ferrodist.deadline import Deadline
+    from collections.abc import Iterable
 
-__all__ = ["Place", "address_of_interface", "agree_on", "connect_hosts", "host_id"]
+    from ferrodist.backends.base import Backend
+
+__all__ = ["Place", "address_of_interface", "agree_on", "check_problems", "connect_hosts", "host_id"]
 
 _MAX_TEXT = 100  # bytes of an error, or of an address, that travel with an agreement
+_PROBLEM = "!"  # in the place of an address
+_POLL_SECONDS = 0.05
+_NEWS_SECONDS = 1.0
+"""How long the news of a rank's end may take to come after its connections have ended."""
+
 _SIOCGIFADDR = 0x8915
 
 
 def host_id() -> bytes:
-    """16 bytes that are equal for processes that can meet on a Unix socket: this boot and this network namespace."""
+    """16 bytes that are equal for processes that can meet on a Unix socket and know each other's users.
+
+    They have this boot, this network namespace and this user namespace.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-        network = os.readlink("/proc/self/ns/net")  # noqa: PTH115 - a name, not a path
+        namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "user")]  # noqa: PTH115 - no paths
     except OSError:  # nobody can be known to be on this host
         return secrets.token_bytes(16)
-    return hashlib.blake2b(f"{boot}{network}".encode(), digest_size=16).digest()
+    return hashlib.blake2b(f"{boot}{namespaces}".encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +90,12 @@ class Place:
 def agree_on(group: Backend, problem: str, what: str, deadline: Deadline) -> None:
     """Raise BackendUnavailable on all ranks when any has a problem; called on all."""
     said = group.agreement.reach(Call(operation=what, payload=problem.encode()[:_MAX_TEXT]), deadline.remaining())
-    problems = [text.decode(errors="replace") for text in said if text]
+    check_problems(group, said, what)
+
+
+def check_problems(group: Backend, said: Iterable[bytes], what: str) -> None:
+    """Raise BackendUnavailable when ``said`` has any text: what ranks have said to all, or what this one found."""
+    problems = dict.fromkeys(text.decode(errors="replace") for text in said if text)
     if problems:
         raise BackendUnavailable(
             f"the ranks of group {group.name!r} can't {what}: {'; '.join(problems)}. Use the tcp backend, or mend"
@@ -82,7 +104,7 @@ def agree_on(group: Backend, problem: str, what: str, deadline: Deadline) -> Non
 
 
 def connect_hosts(group: Backend, place: Place, purpose: str, deadline: Deadline) -> list[int]:
-    """Connect to every rank of other hosts; called on all ranks.
+    """Connect to every rank of other hosts; called on all ranks, which agree afterwards on whether all could.
 
     Args:
         group: The group.
@@ -94,26 +116,32 @@ def connect_hosts(group: Backend, place: Place, purpose: str, deadline: Deadline
         A descriptor for each rank, which is the caller's; -1 for ranks of this host.
 
     Raises:
-        BackendUnavailable: On all ranks, when two of them can't connect.
+        BackendUnavailable: On all ranks, when one can't listen; on this rank, when it can't connect or be connected to.
+        DistributedTimeoutError: On this rank, when another one did not connect to it in time.
+        DistributedError: What the group has ended with. Who gets an error that is its own ends the group.
     """
     if place.num_hosts == 1:
         return [-1] * group.world_size
     meeting = _Meeting(group, place, purpose)
-    server = Listener(place.address, 0, secret=place.secret, deadline=deadline)
+    server: Listener | None = None
     try:
-        server.serve(meeting.admit, meeting.take)
-        call = Call(operation="connect hosts", payload=server.address.encode()[:_MAX_TEXT])
-        addresses = [address.decode() for address in group.agreement.reach(call, deadline.remaining())]
         try:
-            meeting.dial(addresses, deadline)
-            problem = meeting.await_others(deadline)
-        except (DistributedError, OSError) as error:
-            problem = f"rank {group.rank}: {error}"
-        server.close()
-        agree_on(group, problem, "connect hosts", deadline)
+            server = Listener(place.address, 0, secret=place.secret, deadline=deadline)
+            server.serve(meeting.admit, meeting.take)
+            said = server.address
+        except (DistributedError, OSError, RuntimeError) as error:  # the last of a thread that can't be started
+            said = f"{_PROBLEM}rank {group.rank}: {error}"
+        call = Call(operation="connect hosts", payload=said.encode()[:_MAX_TEXT])
+        addresses = [address.decode(errors="replace") for address in group.agreement.reach(call, deadline.remaining())]
+        problems = [address[1:].encode() for address in addresses if address.startswith(_PROBLEM)]
+        check_problems(group, problems, "connect hosts")
+        assert server is not None
+        meeting.dial(addresses, deadline)
+        meeting.await_others(server, deadline)
         return meeting.hand_over()
     finally:
-        server.close()
+        if server is not None:
+            server.close()
         meeting.close()
 
 
@@ -156,16 +184,46 @@ class _Meeting:
         for rank in self._remote:
             if rank < group.rank:
                 host, port = parse_address(addresses[rank])
-                sock = connect(host, port, secret=place.secret, hello=hello, deadline=deadline)
+                try:
+                    # It has listened since before it told its address: refused, it is gone.
+                    sock = connect(host, port, secret=place.secret, hello=hello, deadline=deadline, retry_refused=False)
+                except (DistributedError, OSError) as error:
+                    self._raise_failure(_NEWS_SECONDS if isinstance(error.__cause__, ConnectionError) else 0.0)
+                    check_problems(
+                        group, [f"rank {group.rank}: connecting to rank {rank}: {error}".encode()], "connect hosts"
+                    )
                 with self._changed:
                     self._sockets[rank] = sock
 
-    def await_others(self, deadline: Deadline) -> str:
-        """Wait for the ranks after this one; returns what is wrong, or nothing."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._sockets) == len(self._remote), deadline.remaining())
-            missing = [str(rank) for rank in self._remote if rank not in self._sockets]
-        return f"rank {self._group.rank}: no connection from rank {', '.join(missing)}" if missing else ""
+    def await_others(self, server: Listener, deadline: Deadline) -> None:
+        """Wait for the ranks after this one to connect to ``server``."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._is_complete, min(_POLL_SECONDS, deadline.remaining()))
+                missing = tuple(rank for rank in self._remote if rank not in self._sockets)
+            if not missing:
+                return
+            self._raise_failure(0.0)
+            if server.exhaustion is not None:
+                check_problems(self._group, [f"rank {self._group.rank}: {server.exhaustion}".encode()], "connect hosts")
+            if deadline.expired:
+                raise DistributedTimeoutError(
+                    f"connecting hosts in group {self._group.name!r}: {ranks_text(missing)} did not connect to rank"
+                    f" {self._group.rank} within {deadline.timeout:g} s. Look at what is going on there, or pass a"
+                    f" larger timeout. Reported by rank {self._group.rank}.",
+                    ranks=missing,
+                )
+
+    def _is_complete(self) -> bool:
+        return len(self._sockets) == len(self._remote)
+
+    def _raise_failure(self, patience: float) -> None:
+        """Raise what the group has ended with, if it has, or does within so many seconds."""
+        news = Deadline(patience)
+        while self._group.failure is None and not news.expired:
+            time.sleep(_NEWS_SECONDS / 100)
+        if self._group.failure is not None:
+            raise self._group.failure.fresh()
 
     def hand_over(self) -> list[int]:
         """The descriptors, which are the caller's from now on."""

@@ -8,37 +8,38 @@ secret, as for everything else. A last agreement says whether all have succeeded
 
 from __future__ import annotations
 
-import array
 import contextlib
 import functools
 import operator
 import os
 import secrets
-import socket
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferrodist.backends import mailbox
-from ferrodist.backends.native.hosts import Place, agree_on, connect_hosts
+from ferrodist.backends.native import handout
+from ferrodist.backends.native.hosts import Place, agree_on, check_problems, connect_hosts
 from ferrodist.backends.native.library import load
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, DistributedTimeoutError
+from ferrodist.errors import BackendUnavailable, DistributedError, describe_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from typing_extensions import Self
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.call import Call
 
 __all__ = ["open_communicator", "open_messages", "open_symmetric"]
 
-_TOKEN_BYTES = 16
 _PROCESSOR_BYTES = 64
-_POLL_SECONDS = 0.05
-_GREETING = struct.Struct(f"<{_TOKEN_BYTES}sI")  # nonce, rank
+_NAME_BYTES = 16
+_NO_NAME = bytes(_NAME_BYTES)
+_CARD = struct.Struct(f"<{_NAME_BYTES}s{handout.NONCE_BYTES}sI")  # name of a rank's socket, nonce, user
 
-_PAGE_BYTES = 4096
 _SLOT_BYTES = 256 * 1024
 _WIDE_SLOT_BYTES = 512 * 1024
 _SPIN_MICROS = 300
@@ -57,23 +58,19 @@ def open_communicator(group: Backend, place: Place, call: Call, timeout: float) 
         BackendUnavailable: On all ranks, when some can't share memory or connect.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for any collective.
     """
-    deadline = Deadline(timeout)
 
     def create(processors: Sequence[bytes]) -> int:
         return int(load().create_segment(*_layout(place, group.rank, processors)))
 
-    with contextlib.ExitStack() as stack:
-
-        def use(descriptor: int, processors: Sequence[bytes], _: int) -> tuple[int, _Layout]:
-            kept = os.dup(descriptor)
-            stack.callback(os.close, kept)
-            return kept, _layout(place, group.rank, processors)
-
-        descriptor, layout = _share_memory(
-            group, place, call, deadline, introduction=_processors(), create=create, use=use
+    with _Opening(group, place, call, timeout) as opening:
+        memory = opening.share_memory(_processors(), create)
+        links = connect_hosts(group, place, "collectives", opening.deadline)
+        layout = _layout(place, group.rank, memory.introductions)
+        engine = opening.attempt(
+            lambda: load().Communicator(memory.descriptor, group.rank, place.host_numbers(), links, *layout)
         )
-        links = connect_hosts(group, place, "collectives", deadline)
-        return load().Communicator(descriptor, group.rank, place.host_numbers(), links, *layout)
+        opening.agree()
+        return engine
 
 
 def open_messages(group: Backend, place: Place, tell: Callable[..., None], call: Call, timeout: float) -> Any:
@@ -88,35 +85,31 @@ def open_messages(group: Backend, place: Place, tell: Callable[..., None], call:
 
     Raises as `open_communicator`.
     """
-    deadline = Deadline(timeout)
     local_ranks = place.neighbours(group.rank)
     local_indexes = [local_ranks.index(rank) if rank in local_ranks else -1 for rank in range(group.world_size)]
 
     def create(_: Sequence[bytes]) -> int:
         return int(load().create_rings(len(local_ranks)))
 
-    with contextlib.ExitStack() as stack:
-
-        def use(descriptor: int, processors: Sequence[bytes], _: int) -> tuple[int, bool]:
-            kept = os.dup(descriptor)
-            stack.callback(os.close, kept)
-            return kept, _layout(place, group.rank, processors).is_crowded
-
-        memory, is_crowded = _share_memory(
-            group, place, call, deadline, introduction=_processors(), create=create, use=use
+    with _Opening(group, place, call, timeout) as opening:
+        memory = opening.share_memory(_processors(), create)
+        sockets = connect_hosts(group, place, "messages", opening.deadline)
+        messenger = opening.attempt(
+            lambda: load().Messenger(
+                rank=group.rank,
+                eager_bytes=mailbox.EAGER_LIMIT,
+                max_unasked_bytes=mailbox.MAX_UNASKED_BYTES,
+                is_crowded=_layout(place, group.rank, memory.introductions).is_crowded,
+                spin_micros=_SPIN_MICROS,
+                memory=memory.descriptor,
+                num_local=len(local_ranks),
+                local_indexes=local_indexes,
+                sockets=sockets,
+                tell=tell,
+            )
         )
-        return load().Messenger(
-            rank=group.rank,
-            eager_bytes=mailbox.EAGER_LIMIT,
-            max_unasked_bytes=mailbox.MAX_UNASKED_BYTES,
-            is_crowded=is_crowded,
-            spin_micros=_SPIN_MICROS,
-            memory=memory,
-            num_local=len(local_ranks),
-            local_indexes=local_indexes,
-            sockets=connect_hosts(group, place, "messages", deadline),
-            tell=tell,
-        )
+        opening.agree()
+        return messenger
 
 
 def open_symmetric(
@@ -126,65 +119,138 @@ def open_symmetric(
 
     Raises as `open_communicator`.
     """
-    stride = max(1, -(-size_bytes // _PAGE_BYTES)) * _PAGE_BYTES
+    page_bytes = load().PAGE_BYTES
+    stride = max(1, -(-size_bytes // page_bytes)) * page_bytes
 
     def create(_: Sequence[bytes]) -> int:
         return int(load().create_arena(stride, group.world_size))
 
-    def use(descriptor: int, _: Sequence[bytes], number: int) -> Any:
-        return communicator.map_arena(descriptor, number, stride, size_bytes)
+    with _Opening(group, place, call, timeout) as opening:
+        memory = opening.share_memory(b"", create)
+        tensor = opening.attempt(lambda: communicator.map_arena(memory.descriptor, memory.number, stride, size_bytes))
+        opening.agree()
+        return tensor
 
-    return _share_memory(group, place, call, Deadline(timeout), introduction=b"", create=create, use=use)
+
+class _Memory(NamedTuple):
+    """What `_Opening.share_memory` gives."""
+
+    descriptor: int | None  # the opening's; None on a rank that could not have it
+    number: int  # not 0, the same on all ranks of the host, and no other memory's
+    introductions: list[bytes]  # every rank's
 
 
-def _share_memory(
-    group: Backend,
-    place: Place,
-    call: Call,
-    deadline: Deadline,
-    *,
-    introduction: bytes,
-    create: Callable[[Sequence[bytes]], int],
-    use: Callable[[int, Sequence[bytes], int], Any],
-) -> Any:
-    """Have the lowest rank of each host create a memory, and every rank of the host use it.
+class _Opening:
+    """What the ranks of a group make together: all get it, or all the same error. A context.
+
+    What the system refuses this rank is told to all when they next agree. Whatever else ends its part, as an
+    interruption does, ends the group, since others may wait for this rank in other ways.
 
     Args:
         group: The group.
         place: Where its ranks are.
         call: What the ranks compare.
-        deadline: For all of it.
-        introduction: What this rank tells the others beforehand.
-        create: Makes the memory, told every rank's introduction, and returns its descriptor.
-        use: Maps it, told its descriptor, the introductions, and a number that only this memory has.
+        timeout: Seconds for all of it.
     """
-    local_ranks = place.neighbours(group.rank)
-    leader = local_ranks[0]
-    name, nonce = secrets.token_bytes(_TOKEN_BYTES), secrets.token_bytes(_TOKEN_BYTES)
-    with contextlib.ExitStack() as stack:
-        is_leader = group.rank == leader
-        listener = stack.enter_context(_listen(name)) if is_leader and len(local_ranks) > 1 else None
-        said = group.agreement.reach(call.with_payload(name + nonce + introduction), deadline.remaining())
-        name, nonce = said[leader][:_TOKEN_BYTES], said[leader][_TOKEN_BYTES : 2 * _TOKEN_BYTES]
-        introductions = [payload[2 * _TOKEN_BYTES :] for payload in said]
-        result, problem = None, ""
+
+    def __init__(self, group: Backend, place: Place, call: Call, timeout: float) -> None:
+        self.deadline = Deadline(timeout)
+        self._group = group
+        self._place = place
+        self._call = call
+        self._problem = ""
+        self._is_known = False  # to all ranks, what this one raises
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._stack.close()
+        if error is None or self._is_known:
+            return
+        if isinstance(error, DistributedError):
+            self._group.abort(error)
+        else:
+            self._group.abort(f"rank {self._group.rank} left {self._call} by {describe_error(error)}")
+
+    def attempt(self, part: Callable[[], Any]) -> Any:
+        """Do a part of this rank's; None when the system refuses it, or has refused one before."""
+        if self._problem:
+            return None
         try:
-            if is_leader:
-                descriptor = create(introductions)
-                stack.callback(os.close, descriptor)
-                if listener is not None:
-                    _hand_out(group, listener, nonce, descriptor, local_ranks[1:], deadline=deadline)
-            else:
-                descriptor = _fetch(group, leader, name, nonce, deadline)
-                stack.callback(os.close, descriptor)
-            result = use(descriptor, introductions, int.from_bytes(nonce[:8], "little") or 1)
-        except DistributedError as error:
-            group.abort(error)
+            return part()
+        except DistributedError:
             raise
-        except OSError as error:
-            problem = f"rank {group.rank}: {error}"
-    agree_on(group, problem, "share memory", deadline)
-    return result
+        except (OSError, MemoryError) as error:
+            # What ranks say of another one is the same, and told once.
+            is_own = not isinstance(error, ConnectionError)
+            reason = str(error) or type(error).__name__
+            self._problem = f"rank {self._group.rank}: {reason}" if is_own else reason
+            return None
+
+    def agree(self) -> None:
+        """Go on if all ranks can; called on all.
+
+        Raises:
+            BackendUnavailable: On all ranks, when some can't.
+        """
+        try:
+            agree_on(self._group, self._problem, "share memory", self.deadline)
+        except BackendUnavailable:
+            self._is_known = True
+            raise
+
+    def share_memory(self, introduction: bytes, create: Callable[[Sequence[bytes]], int]) -> _Memory:
+        """Have the lowest rank of each host create a memory, and give every rank of the host its descriptor.
+
+        Args:
+            introduction: What this rank tells the others beforehand.
+            create: Makes the memory, told every rank's introduction, and returns its descriptor.
+        """
+        group = self._group
+        local_ranks = self._place.neighbours(group.rank)
+        leader = local_ranks[0]
+        name, nonce = secrets.token_bytes(_NAME_BYTES), secrets.token_bytes(handout.NONCE_BYTES)
+        sock: Any = None
+        if len(local_ranks) > 1:  # before the others wait for it
+            sock = self.attempt(lambda: handout.listen(name) if group.rank == leader else handout.make_socket())
+        if sock is not None:
+            self._stack.enter_context(sock)
+        cards, introductions = self._introduce(_CARD.pack(name, nonce, os.geteuid()) + introduction)
+        name, nonce, _ = cards[leader]
+        if group.rank == leader:
+            descriptor = self.attempt(lambda: create(introductions))
+        else:
+            descriptor = self.attempt(lambda: handout.fetch(group, sock, leader, name, nonce, deadline=self.deadline))
+        if descriptor is not None:
+            self._stack.callback(os.close, descriptor)
+            if group.rank == leader and sock is not None:
+                users = {cards[rank][2] for rank in local_ranks}
+                self.attempt(
+                    lambda: handout.hand_out(
+                        group, sock, nonce, descriptor, ranks=local_ranks[1:], users=users, deadline=self.deadline
+                    )
+                )
+        if sock is not None:
+            sock.close()  # whoever still waits at it learns that nothing comes
+        if self._place.num_hosts > 1:
+            self.agree()
+        return _Memory(descriptor, int.from_bytes(nonce[:8], "little") or 1, introductions)
+
+    def _introduce(self, own: bytes) -> tuple[list[tuple[bytes, bytes, int]], list[bytes]]:
+        """Every rank's card and the rest of what it says; BackendUnavailable on all ranks when one has a problem."""
+        if self._problem:
+            own = _NO_NAME + self._problem.encode()[: _CARD.size + _PROCESSOR_BYTES - _NAME_BYTES]
+        said = self._group.agreement.reach(self._call.with_payload(own), self.deadline.remaining())
+        try:
+            check_problems(
+                self._group, [text[_NAME_BYTES:] for text in said if text.startswith(_NO_NAME)], "share memory"
+            )
+        except BackendUnavailable:
+            self._is_known = True
+            raise
+        return [_CARD.unpack_from(text) for text in said], [text[_CARD.size :] for text in said]
 
 
 class _Layout(NamedTuple):
@@ -227,77 +293,3 @@ def _processors() -> bytes:
     for processor in usable:
         mask |= 1 << processor % (8 * _PROCESSOR_BYTES)
     return mask.to_bytes(_PROCESSOR_BYTES, "little")
-
-
-def _address(name: bytes) -> bytes:
-    return b"\0ferrodist-" + name.hex().encode()
-
-
-def _listen(name: bytes) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(_address(name))
-    listener.listen(128)
-    return listener
-
-
-def _hand_out(
-    group: Backend,
-    listener: socket.socket,
-    nonce: bytes,
-    descriptor: int,
-    ranks: Sequence[int],
-    *,
-    deadline: Deadline,
-) -> None:
-    """The lowest rank of a host: give the memory to the others."""
-    missing = set(ranks)
-    while missing:
-        listener.settimeout(min(_POLL_SECONDS, deadline.remaining()))
-        try:
-            sock = listener.accept()[0]
-        except TimeoutError:
-            if group.failure is not None:
-                raise group.failure.fresh() from None
-            if deadline.expired:
-                raise _late(group, tuple(sorted(missing)), deadline) from None
-            continue
-        with sock:
-            sock.settimeout(deadline.remaining())
-            greeting = sock.recv(_GREETING.size)
-            if len(greeting) != _GREETING.size:
-                continue
-            shown, rank = _GREETING.unpack(greeting)
-            if not secrets.compare_digest(shown, nonce) or rank not in missing:
-                continue
-            sock.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))])
-            missing.discard(rank)
-
-
-def _fetch(group: Backend, leader: int, name: bytes, nonce: bytes, deadline: Deadline) -> int:
-    """Every other rank: get the memory's descriptor."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(deadline.remaining())
-        sock.connect(_address(name))
-        sock.sendall(_GREETING.pack(nonce, group.rank))
-        while True:
-            sock.settimeout(min(_POLL_SECONDS, deadline.remaining()))
-            try:
-                _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
-            except TimeoutError:
-                if group.failure is not None:
-                    raise group.failure.fresh() from None
-                if deadline.expired:
-                    raise _late(group, (leader,), deadline) from None
-                continue
-            if not descriptors:
-                raise ConnectionError(f"rank {leader} closed its socket without handing out the memory")
-            os.set_inheritable(descriptors[0], False)
-            return descriptors[0]
-
-
-def _late(group: Backend, ranks: tuple[int, ...], deadline: Deadline) -> DistributedTimeoutError:
-    names = ", ".join(map(str, ranks))
-    return DistributedTimeoutError(
-        f"sharing memory in group {group.name!r}: rank {names} did not come for it within {deadline.timeout:g} s",
-        ranks=ranks,
-    )

@@ -1,0 +1,130 @@
+"""How memory is handed out on a host: by whom it is got, and by whom it is not."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from ferrodist.backends.native import handout
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedTimeoutError, GroupAbortedError
+
+_NONCE = b"s" * handout.NONCE_BYTES
+_GROUP = SimpleNamespace(failure=None, rank=0, name="g")
+
+
+@contextlib.contextmanager
+def _meeting():
+    """A name, and a listener of that name."""
+    name = secrets.token_bytes(16)
+    with handout.listen(name) as listener:
+        yield name, listener
+
+
+def _hand_out(listener, ranks, *, users=None, timeout=20.0, group=_GROUP):
+    users = {os.geteuid()} if users is None else users
+    reader, writer = os.pipe()
+    try:
+        handout.hand_out(group, listener, _NONCE, reader, ranks=ranks, users=users, deadline=Deadline(timeout))
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def _fetch_in_thread(name, rank, found):
+    def fetch():
+        group = SimpleNamespace(failure=None, rank=rank, name="g")
+        with handout.make_socket() as sock:
+            try:
+                found[rank] = handout.fetch(group, sock, 0, name, _NONCE, deadline=Deadline(20.0))
+            except OSError as error:
+                found[rank] = error
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    return thread
+
+
+def _stranger(name, sent=None):
+    sock = handout.make_socket()
+    sock.connect(handout._address(name))
+    if sent is not None:
+        sock.sendall(sent)
+    return sock
+
+
+def test_strangers_hold_nobody_up():
+    """Those who connect and say nothing, nonsense, or another nonce, and those who go, get nothing; ranks all do."""
+    found = {}
+    with _meeting() as (name, listener), contextlib.ExitStack() as stack:
+        for sent in (None, b"x", b"x" * 200, handout._GREETING.pack(b"w" * 16, 1), handout._GREETING.pack(_NONCE, 7)):
+            stack.enter_context(_stranger(name, sent))
+        _stranger(name).close()
+        threads = [_fetch_in_thread(name, rank, found) for rank in (1, 2)]
+        _hand_out(listener, [1, 2])
+        for thread in threads:
+            thread.join()
+    assert sorted(found) == [1, 2]
+    for descriptor in found.values():
+        assert not os.get_inheritable(descriptor)
+        os.close(descriptor)
+
+
+def test_other_users_are_turned_away(monkeypatch):
+    """A process of a user that no rank has is refused before it says anything, and ranks come after it."""
+    monkeypatch.setattr(handout, "_ROOT", -1)
+    found = {}
+    with _meeting() as (name, listener):
+        thread = _fetch_in_thread(name, 1, found)
+        with pytest.raises(DistributedTimeoutError, match="rank 1 did not meet rank 0"):
+            _hand_out(listener, [1], users={os.geteuid() + 1}, timeout=0.3)
+        thread.join()
+    assert isinstance(found[1], ConnectionError)
+    assert str(found[1]) == "rank 0 did not hand out the memory"
+
+
+def test_a_full_backlog_is_waited_for():
+    """A rank that comes when too many are in line comes again."""
+    found = {}
+    with _meeting() as (name, listener), contextlib.ExitStack() as stack:
+        listener.listen(1)
+        result = 0
+        while result != errno.EAGAIN:
+            sock = stack.enter_context(handout.make_socket())
+            sock.setblocking(False)
+            result = sock.connect_ex(handout._address(name))
+        thread = _fetch_in_thread(name, 1, found)
+        _hand_out(listener, [1])
+        thread.join()
+    os.close(found[1])
+
+
+def test_the_end_of_the_group_ends_the_wait():
+    """Neither side waits on when the group has failed; a listener that is closed is told to who waits at it."""
+    failed = SimpleNamespace(failure=GroupAbortedError("over"), rank=0, name="g")
+    with _meeting() as (name, listener), handout.make_socket() as sock:
+        with pytest.raises(GroupAbortedError, match="over"):
+            _hand_out(listener, [1], group=failed)
+        with pytest.raises(GroupAbortedError, match="over"):
+            handout.fetch(failed, sock, 0, name, _NONCE, deadline=Deadline(20.0))
+    found = {}
+    _fetch_in_thread(name, 1, found).join()
+    assert isinstance(found[1], ConnectionError)
+
+
+def test_a_descriptor_that_does_not_fit_is_no_fault_of_the_other_side(monkeypatch):
+    """What the system cuts off is said of this process."""
+
+    def receive(*_):
+        return b"\0", [], socket.MSG_CTRUNC, None
+
+    monkeypatch.setattr(socket, "recv_fds", receive)
+    with _meeting() as (name, _), handout.make_socket() as sock, pytest.raises(OSError, match="MSG_CTRUNC"):
+        handout.fetch(_GROUP, sock, 0, name, _NONCE, deadline=Deadline(20.0))
