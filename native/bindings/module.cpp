@@ -5,7 +5,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-
 #include "bindings/failures.h"
 #include "bindings/messages.h"
 #include "bindings/released.h"
@@ -110,7 +109,7 @@ NB_MODULE(_native, m) {
         .def("is_done", &Pending::is_done)
         .def("has_failed", &Pending::has_failed);
 
-    nb::class_<Communicator> communicator(m, "Communicator", "One rank's part of a group of ranks of one host.");
+    nb::class_<Communicator> communicator(m, "Communicator", "One rank's part of a group.");
     bind_short_ways(m, communicator);
     communicator
         .def(
@@ -124,7 +123,8 @@ NB_MODULE(_native, m) {
                 new (self) Communicator(Fabric(map_segment(descriptor, layout), rank, std::move(connections),
                                                hosts));
             },
-            "descriptor"_a, "rank"_a, "hosts"_a, "links"_a, "num_ranks"_a, "group_size"_a, "slot_bytes"_a, "is_crowded"_a, "spin_micros"_a)
+            "descriptor"_a, "rank"_a, "hosts"_a, "links"_a, "num_ranks"_a, "group_size"_a, "slot_bytes"_a,
+            "is_crowded"_a, "spin_micros"_a)
         .def("reserve", &Communicator::reserve)
         .def(
             "wait",

@@ -64,7 +64,8 @@ void expect(const Values& actual, const Values& expected, const char* what, int 
 class Program {
 public:
     Program(Communicator& communicator, const shm::Arena& arena, int rank, int num_ranks, std::uint64_t seed)
-        : communicator_(communicator), arena_(arena), rank_(rank), num_ranks_(num_ranks), random_(seed), own_random_(seed * 100 + static_cast<std::uint64_t>(rank)) {}
+        : communicator_(communicator), arena_(arena), rank_(rank), num_ranks_(num_ranks),
+          random_(seed), own_random_(seed * 100 + static_cast<std::uint64_t>(rank)) {}
 
     void run(std::uint64_t num_collectives) {
         for (std::uint64_t number = 0; number < num_collectives; ++number) step(number);
@@ -387,7 +388,8 @@ void endings(const std::vector<int>& hosts, bool is_crowded) {
 // In a crowded group ranks count themselves, and say so apart from that: one that is stopped between the two, or after the
 // last count and before it releases the others, holds nobody up beyond the deadline, and is named if it is waited for.
 void stopped_arrivals() {
-    const shm::Layout layout{.num_ranks = 3, .group_size = 3, .slot_bytes = slot_bytes, .is_crowded = true, .spin_micros = 20};
+    const shm::Layout layout{
+        .num_ranks = 3, .group_size = 3, .slot_bytes = slot_bytes, .is_crowded = true, .spin_micros = 20};
     const auto memory = make_memory(layout.size_bytes());
     shm::Segment segment(memory, layout);
     segment.initialize();

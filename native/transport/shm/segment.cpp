@@ -169,10 +169,11 @@ void Segment::arrive(int rank, std::uint64_t sequence, const Deadline& deadline)
             lagging, FailureKind::late, deadline);
         return;
     }
-    // Ranks outnumber the processors: the last one to come wakes all others once, and none is woken before. Data is ordered by
-    // the count, which each reads and adds to at once, and by `released`. A rank's own flag is only for naming who is late,
-    // and so is stored when the others need nothing more of it: one that is stopped anywhere before, be it between its count
-    // and the release, is named. Whoever sees all flags may go on without the release: each flag orders its rank's data, too.
+    // Ranks outnumber the processors: the last one to come wakes all others once, and none is woken before. Data is ordered
+    // by the count, which each reads and adds to at once, and by `released`. A rank's own flag is only for naming who is
+    // late, and so is stored when the others need nothing more of it: one that is stopped anywhere before, be it between
+    // its count and the release, is named. Whoever sees all flags may go on without the release, for each flag orders its
+    // rank's data, too.
     const auto all = static_cast<std::uint64_t>(num_ranks) * sequence;
     const bool is_last = header().num_arrivals.fetch_add(1) + 1 == all;
     if (is_last) publish(header().released, sequence);
