@@ -19,8 +19,8 @@ constexpr auto look_at_host = std::chrono::microseconds(200);
 // much of it. A yield that nobody takes costs as much as a look.
 constexpr int looks_alone = 16;
 
-// Where ranks share processors it gives way at once, and after so many looks it sleeps. More than the yields of
-// base/processor.h (`crowded_yields`): what it waits for comes by way of the kernel, and there are no pauses before.
+// Where ranks share processors it gives way at once, and after so many looks it sleeps. Not the numbers of
+// base/processor.h: what it waits for comes by way of the kernel, and each look is a system call. This one was not tuned.
 constexpr int crowded_looks = 16;
 
 // Each rank's place among those of its host.

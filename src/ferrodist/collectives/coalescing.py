@@ -40,8 +40,8 @@ def coalesce(group: Backend | None = None) -> Iterator[None]:
     differ, or a rank does not come to its own, all pending operations raise that.
 
     Inside the block use the ``async_*`` forms; each gives its `PendingCollective`, which starts when the block ends.
-    When the block raises, nothing is sent and the pending operations fail with that error. Copies of the block's context,
-    as asyncio tasks made inside run in, are of no use for collectives after its end.
+    When the block raises, nothing is sent and the pending operations fail with that error. Copies of the block's
+    context, as asyncio tasks made inside run in, are of no use for collectives after its end.
 
     Args:
         group: The group of all operations in the block; None is the default group.
