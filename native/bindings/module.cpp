@@ -121,7 +121,7 @@ NB_MODULE(_native, m) {
 
     bind_messages(m);
 
-    nb::class_<Communicator> communicator(m, "Communicator", "One rank's part of a group of ranks of one host.");
+    nb::class_<Communicator> communicator(m, "Communicator", "One rank's part of a group.");
     bind_short_ways(m, communicator);
     communicator
         .def(
@@ -135,7 +135,8 @@ NB_MODULE(_native, m) {
                 new (self) Communicator(Fabric(map_segment(descriptor, layout), rank, std::move(connections),
                                                hosts));
             },
-            "descriptor"_a, "rank"_a, "hosts"_a, "links"_a, "num_ranks"_a, "group_size"_a, "slot_bytes"_a, "is_crowded"_a, "spin_micros"_a)
+            "descriptor"_a, "rank"_a, "hosts"_a, "links"_a, "num_ranks"_a, "group_size"_a, "slot_bytes"_a,
+            "is_crowded"_a, "spin_micros"_a)
         .def("reserve", &Communicator::reserve)
         .def(
             "await_turn",

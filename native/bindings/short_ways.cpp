@@ -85,8 +85,8 @@ template <class Go>
 bool short_all_gather(const Communicator& self, nb::handle tensor, nb::handle out, const Go& go) {
     const auto pair = view_pair(tensor, out);
     if (!pair || !fits(pair->out.shape, pair->source.shape, self.num_ranks()) || overlap(*pair)) return false;
-    go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->source.count, dtype = pair->source.dtype](
-           Context& context, const Deadline& deadline) {
+    go(size_of_pair(*pair), [out = pair->out.data, source = pair->source.data, count = pair->source.count,
+                             dtype = pair->source.dtype](Context& context, const Deadline& deadline) {
         std::fill(context.counts.begin(), context.counts.end(), count);
         all_gather(context, out, source, context.counts, dtype, 0, deadline);
     });

@@ -27,7 +27,8 @@ bool load_tensor_interface(PyObject* tensor_type, PyObject* parameter_type, PyOb
 
 // The view of a tensor, or nothing when the short way is not for it: it is no plain tensor, requires grad, is not
 // contiguous or not on the CPU, has no memory (inside of a functorch transform), or has a type that collectives don't
-// carry; or it may carry a tangent of forward-mode differentiation; or there is no interface.
+// carry; or it is negated lazily, or may carry a tangent of forward-mode differentiation, or be traced (make_fx); or there
+// is no interface.
 std::optional<TensorView> view_tensor(PyObject* tensor);
 
 // Tells autograd that a tensor has changed: something may have saved it for a backward. False with a Python error set.

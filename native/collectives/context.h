@@ -1,4 +1,4 @@
-// What every collective of a group on one host works with.
+// What every collective of a group works with.
 #pragma once
 
 #include <cstddef>

@@ -140,9 +140,9 @@ inline void finish_direct(Context& context, const Deadline& deadline) {
 }
 
 // Moves `num_segments()` segments, which is asked for once all ranks have entered. `stage(k, slot)` puts this rank's
-// part of segment k, counted from 0, into its slot, of which rank r reads `staged_for(k, r)`; `take(k, number)` reads segment k, whose number is `number`, from
-// all slots. Segment 0 is always staged and taken. The call has begun (`begin`), and `payload` has room for an offer.
-// Where all ranks offer the same, `direct(sources)` does it all.
+// part of segment k, counted from 0, into its slot, of which rank r reads `staged_for(k, r)`; `take(k, number)` reads
+// segment k, whose number is `number`, from all slots. Segment 0 is always staged and taken. The call has begun
+// (`begin`), and `payload` has room for an offer. Where all ranks offer the same, `direct(sources)` does it all.
 template <class NumSegments, class Stage, class StagedFor, class Take, class Direct>
 void exchange(Context& context, std::byte* payload, const Offer& offer, const NumSegments& num_segments,
               const Stage& stage, const StagedFor& staged_for, const Take& take, const Direct& direct,
@@ -170,7 +170,8 @@ void exchange(Context& context, std::byte* payload, const Offer& offer, const Nu
 }
 
 // The same with a step between: `fold(k, number)` makes this rank's part of the result of segment k from all slots and
-// leaves it in its own, of which rank r reads `folded_for(k, r)`; `take` reads the results. Segment k is folded while k-1 is taken by slower ranks.
+// leaves it in its own, of which rank r reads `folded_for(k, r)`; `take` reads the results. Segment k is folded
+// while k-1 is taken by slower ranks.
 template <class Stage, class StagedFor, class FoldStep, class FoldedFor, class Take, class Direct>
 void exchange_folded(Context& context, std::byte* payload, const Offer& offer, std::size_t num_segments,
                      const Stage& stage, const StagedFor& staged_for, const FoldStep& fold, const FoldedFor& folded_for,

@@ -102,6 +102,8 @@ void fold_in_parts(Context& context, Folder& folder, std::byte* out, const std::
         const std::size_t begin = parts.begin_of(rank) * element_size;
         const std::size_t block = copied_bytes / element_size;
         for (std::size_t start = 0; start < parts.size_of(rank); start += block) {
+            // The others' calls may have raised while this rank was stopped: their memory is theirs again.
+            if (start != 0) context.fabric.check();
             const std::size_t size = std::min(block, parts.size_of(rank) - start);
             const std::size_t offset = begin + start * element_size;
             std::byte* own = offer.out.of(rank) + offset;

@@ -35,7 +35,8 @@ using Bytes = std::vector<std::byte>;
 // What message `number` with a tag from one rank to another is.
 Bytes content(int from, int to, std::uint64_t tag, std::uint64_t number, std::uint64_t seed) {
     std::mt19937_64 random(seed ^ (number * num_tags + tag) * 1000003u ^ static_cast<std::uint64_t>(from * 64 + to) << 40);
-    static constexpr std::size_t limits[] = {0, 1, 8, 16, 17, 100, 1000, 4000, eager_bytes, eager_bytes + 1, 40'000, 100'000};
+    static constexpr std::size_t limits[] = {0,    1,    8,           16,              17,     100,
+                                             1000, 4000, eager_bytes, eager_bytes + 1, 40'000, 100'000};
     Bytes bytes(limits[random() % std::size(limits)]);
     auto state = static_cast<std::uint32_t>(random());
     for (auto& byte : bytes) {

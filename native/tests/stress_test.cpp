@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -63,7 +64,8 @@ void expect(const Values& actual, const Values& expected, const char* what, int 
 class Program {
 public:
     Program(Communicator& communicator, const shm::Arena& arena, int rank, int num_ranks, std::uint64_t seed)
-        : communicator_(communicator), arena_(arena), rank_(rank), num_ranks_(num_ranks), random_(seed), own_random_(seed * 100 + static_cast<std::uint64_t>(rank)) {}
+        : communicator_(communicator), arena_(arena), rank_(rank), num_ranks_(num_ranks),
+          random_(seed), own_random_(seed * 100 + static_cast<std::uint64_t>(rank)) {}
 
     void run(std::uint64_t num_collectives) {
         for (std::uint64_t number = 0; number < num_collectives; ++number) step(number);
@@ -357,7 +359,49 @@ void endings(const std::vector<int>& hosts, bool is_crowded) {
             require(own.wait(*second, 0.1), "what was started before");
         }
     });
+    // Two threads wait for handles of one rank, some with a limit that passes before the other rank comes.
+    group = make_group({hosts[0], hosts[1]}, is_crowded);
+    std::atomic<int> num_passed{0};
+    run_ranks(2, [&](int rank) {
+        Communicator& own = *group[static_cast<std::size_t>(rank)];
+        const double forever = std::numeric_limits<double>::infinity();
+        for (int round = 0; round < 50; ++round) {
+            if (rank == 1)
+                while (num_passed.load() < 2 * (round + 1)) std::this_thread::yield();
+            std::vector<std::shared_ptr<Pending>> handles;
+            for (int i = 0; i < 3; ++i) handles.push_back(own.start(patience, 0, all));
+            const auto wait_for = [&](std::size_t first) {
+                if (rank == 0) {
+                    require(!own.wait(*handles[first], 0.0005), "a limit that passes");
+                    num_passed.fetch_add(1);
+                }
+                require(own.wait(*handles[2], forever) && own.wait(*handles[first], forever), "what another waits for, too");
+            };
+            std::thread other([&] { wait_for(0); });
+            wait_for(1);
+            other.join();
+        }
+    });
     std::printf("endings, host of rank 1: %d%s\n", hosts[1], is_crowded ? ", crowded" : "");
+}
+
+// In a crowded group ranks count themselves, and say so apart from that: one that is stopped between the two, or after the
+// last count and before it releases the others, holds nobody up beyond the deadline, and is named if it is waited for.
+void stopped_arrivals() {
+    const shm::Layout layout{
+        .num_ranks = 3, .group_size = 3, .slot_bytes = slot_bytes, .is_crowded = true, .spin_micros = 20};
+    const auto memory = make_memory(layout.size_bytes());
+    shm::Segment segment(memory, layout);
+    segment.initialize();
+    segment.arrival(0, 1).sequence.store(1);
+    try {
+        segment.arrive(1, 1, Deadline(0.2));
+        require(false, "arrived without rank 2");
+    } catch (const Failure& failure) {
+        require(failure.kind() == FailureKind::late && failure.ranks() == std::vector{2}, "rank 2 is named");
+    }
+    segment.arrive(2, 1, Deadline(patience));
+    std::printf("stopped arrivals\n");
 }
 
 }  // namespace
@@ -370,6 +414,7 @@ int main(int argc, char** argv) {
         endings({0, 1, 2}, is_crowded);
         endings({0, 1, 0}, is_crowded);
     }
+    stopped_arrivals();
     stress(one_host(1), false, total / 20, seed);
     stress(one_host(2), false, total * 6 / 20, seed + 1);
     stress(one_host(2), true, total / 20, seed + 2);

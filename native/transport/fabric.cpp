@@ -19,7 +19,8 @@ constexpr auto look_at_host = std::chrono::microseconds(200);
 // much of it. A yield that nobody takes costs as much as a look.
 constexpr int looks_alone = 16;
 
-// Where ranks share processors it gives way at once, and after so many looks it sleeps.
+// Where ranks share processors it gives way at once, and after so many looks it sleeps. Not the numbers of
+// base/processor.h: what it waits for comes by way of the kernel, and each look is a system call. This one was not tuned.
 constexpr int crowded_looks = 16;
 
 // Each rank's place among those of its host.
@@ -148,7 +149,7 @@ void Fabric::wait_for_all(const IsThere& is_there, FailureKind lateness, const D
         }
         look_for_interruption();
         std::vector<int> ranks = lagging();
-        if (ranks.empty()) continue;
+        if (ranks.empty()) return;  // they came this moment
         for (const int r : ranks) {
             if (links_->is_remote(r) ? !links_->is_gone(r) : progress(r).left.load() == 0) continue;
             if (!is_there(r))

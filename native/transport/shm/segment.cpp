@@ -142,7 +142,7 @@ void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind
         check();
         look_for_interruption();
         std::vector<int> ranks = lagging();
-        if (ranks.empty()) continue;  // they came this moment
+        if (ranks.empty()) return;  // they came this moment
         for (const int rank : ranks)
             if (progress(rank).left.load() != 0 && !ready()) throw Failure(FailureKind::left, {rank});
         if (deadline.expired()) throw Failure(lateness, std::move(ranks));
@@ -169,13 +169,16 @@ void Segment::arrive(int rank, std::uint64_t sequence, const Deadline& deadline)
             lagging, FailureKind::late, deadline);
         return;
     }
-    // Ranks outnumber the processors: the last one to come wakes all others once, and none is woken before.
-    own.store(sequence);
+    // Ranks outnumber the processors: the last one to come wakes all others once, and none is woken before. Data is ordered
+    // by the count, which each reads and adds to at once, and by `released`. A rank's own flag is only for naming who is
+    // late, and so is stored when the others need nothing more of it: one that is stopped anywhere before, be it between
+    // its count and the release, is named. Whoever sees all flags may go on without the release, for each flag orders its
+    // rank's data, too.
     const auto all = static_cast<std::uint64_t>(num_ranks) * sequence;
-    if (header().num_arrivals.fetch_add(1) + 1 == all) {
-        publish(header().released, sequence);
-        return;
-    }
+    const bool is_last = header().num_arrivals.fetch_add(1) + 1 == all;
+    if (is_last) publish(header().released, sequence);
+    own.store(sequence);
+    if (is_last) return;
     wait_until([&] { return header().released.load() >= sequence; }, lagging, FailureKind::late, deadline);
 }
 

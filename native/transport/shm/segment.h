@@ -125,7 +125,8 @@ public:
 private:
     struct Header;
 
-    // Blocks until `ready()`; `lagging()` names the ranks that it waits for, and `lateness` what they are too late for.
+    // Blocks until `ready()`, or until `lagging()`, which names the ranks that it waits for, names none; `lateness` is what
+    // they are too late for.
     template <class Ready, class Lagging>
     void wait_until(const Ready& ready, const Lagging& lagging, FailureKind lateness, const Deadline& deadline);
 

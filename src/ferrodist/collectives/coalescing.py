@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -39,41 +40,70 @@ def coalesce(group: Backend | None = None) -> Iterator[None]:
     differ, or a rank does not come to its own, all pending operations raise that.
 
     Inside the block use the ``async_*`` forms; each gives its `PendingCollective`, which starts when the block ends.
-    When the block raises, nothing is sent and the pending operations fail with that error.
+    When the block raises, nothing is sent and the pending operations fail with that error. Copies of the block's
+    context, as asyncio tasks made inside run in, are of no use for collectives after its end.
 
     Args:
         group: The group of all operations in the block; None is the default group.
 
     Raises:
-        RuntimeError: A blocking collective was called inside the block, or one of another group, or blocks were nested.
+        RuntimeError: A blocking collective was called inside the block, or one of another group, or blocks were nested;
+            or a copy of the block's context was used after its end.
     """
     chosen = resolve_group(group)
-    if collector.get() is not None:
+    outer = collector.get()
+    if outer is not None:
+        outer.check_open("coalesce")
         raise RuntimeError("coalesce() blocks can't be nested: put all operations into one")
-    collected: list[_Collected] = []
-
-    def collect(operation: Operation[object]) -> PendingCollective[object]:
-        if operation.group is not chosen:
-            raise RuntimeError(
-                f"{operation.name} on group {operation.group.name!r} inside coalesce() of group {chosen.name!r}:"
-                " a block is for one group"
-            )
-        pending: QueuedCollective[object] = QueuedCollective(operation.name, chosen.name)
-        collected.append((operation, pending.hold()))
-        return pending
-
-    token = collector.set(collect)
+    block = _Block(chosen)
+    token = collector.set(block)
     try:
         yield
     except BaseException as error:
-        for _, pending in collected:
+        for _, pending in block.end():
             pending.start()
             pending.fail(error)
         raise
     finally:
+        collected = block.end()
         collector.reset(token)
     if collected:
         _start(collected, chosen)
+
+
+class _Block:
+    """What the operations inside go to; see `Collector`."""
+
+    def __init__(self, group: Backend) -> None:
+        self._group = group
+        self._lock = threading.Lock()
+        self._collected: list[_Collected] = []
+        self._has_ended = False
+
+    def collect(self, operation: Operation[object]) -> PendingCollective[object]:
+        if operation.group is not self._group:
+            raise RuntimeError(
+                f"{operation.name} on group {operation.group.name!r} inside coalesce() of group {self._group.name!r}:"
+                " a block is for one group"
+            )
+        pending: QueuedCollective[object] = QueuedCollective(operation.name, self._group.name)
+        with self._lock:  # another thread, in a copy of the context, may come when the block ends
+            self.check_open(operation.name)
+            self._collected.append((operation, pending.hold()))
+        return pending
+
+    def check_open(self, name: str) -> None:
+        if self._has_ended:
+            raise RuntimeError(
+                f"{name} in a copy of the context of a coalesce() block that has ended, as asyncio tasks and callbacks"
+                " made inside the block run in: make those outside of it"
+            )
+
+    def end(self) -> list[_Collected]:
+        """Take nothing more, and give what was collected."""
+        with self._lock:
+            self._has_ended = True
+            return self._collected
 
 
 def _start(collected: list[_Collected], group: Backend) -> None:

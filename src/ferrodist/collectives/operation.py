@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from ferrodist.collectives.pending import OperationQueue, PendingCollective, QueuedCollective
 from ferrodist.collectives.reference import ReferenceCollectives
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ferrodist.collectives.engine import Collectives
 
 __all__ = [
+    "Collector",
     "Fusible",
     "Operation",
     "collectives_of",
@@ -70,10 +71,18 @@ class Operation(Generic[T]):
     fusible: Fusible | None = None
 
 
-collector: ContextVar[Callable[[Operation[object]], PendingCollective[object]] | None] = ContextVar(
-    "ferrodist_collector", default=None
-)
-"""Set inside a `coalesce` block: takes operations in place of the queue."""
+class Collector(Protocol):
+    """Takes operations in place of the queue."""
+
+    def collect(self, operation: Operation[object]) -> PendingCollective[object]:
+        """Take it, and return its handle."""
+
+    def check_open(self, name: str) -> None:
+        """Raise RuntimeError when ``name`` is called in a copy of the context of a block that has ended."""
+
+
+collector: ContextVar[Collector | None] = ContextVar("ferrodist_collector", default=None)
+"""Set inside a `coalesce` block."""
 
 
 def collectives_of(group: Backend) -> Collectives:
@@ -90,7 +99,9 @@ def collectives_of(group: Backend) -> Collectives:
 
 def refuse_in_coalesce(name: str) -> None:
     """Raise RuntimeError inside a `coalesce` block: a blocking call would need a result that is not there yet."""
-    if collector.get() is not None:
+    block = collector.get()
+    if block is not None:
+        block.check_open(name)
         raise RuntimeError(
             f"{name} inside coalesce() must be async_{name}, if there is one: its result is there when the"
             " block has ended"
@@ -106,9 +117,9 @@ def run_now(operation: Operation[T]) -> T:
 
 def run_later(operation: Operation[T]) -> PendingCollective[T]:
     """Start it: its place among the group's collectives is taken now."""
-    collect = collector.get()
-    if collect is not None:
-        return collect(operation)  # type: ignore[arg-type, return-value]
+    block = collector.get()
+    if block is not None:
+        return block.collect(operation)  # type: ignore[arg-type, return-value]
     pending: QueuedCollective[T] = QueuedCollective(operation.name, operation.group.name)
 
     def job(sequence: int) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.forward_ad import unpack_dual
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ferrodist.backends.base import check_rank
 from ferrodist.backends.process_group import resolve_group
@@ -77,7 +78,8 @@ def check_tensor(tensor: torch.Tensor, name: str = "tensor") -> None:
 
     Raises:
         TypeError: It is no dense CPU tensor of a known dtype.
-        NotImplementedError: It carries a forward-mode tangent, or this is inside of a functorch transform.
+        NotImplementedError: It carries a forward-mode tangent, or this is inside of a functorch transform or
+            of make_fx.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
@@ -86,6 +88,11 @@ def check_tensor(tensor: torch.Tensor, name: str = "tensor") -> None:
     if tensor.device.type != "cpu":
         raise UnsupportedOpError(f"{name} is on {tensor.device}: this backend carries CPU tensors, pass {name}.cpu()")
     check_dtype(tensor.dtype)
+    if _is_traced():
+        raise NotImplementedError(
+            "make_fx does not record collectives and messages: the graph would lack them. Call them outside of what it"
+            " traces."
+        )
     if not _has_memory(tensor):
         raise NotImplementedError(
             f"{name} has no memory to send: collectives and messages don't go through the functorch transforms (vmap,"
@@ -97,6 +104,15 @@ def check_tensor(tensor: torch.Tensor, name: str = "tensor") -> None:
             f"{name} carries a tangent of forward-mode differentiation, which would be lost: collectives and messages"
             f" have gradients for backward() only. Pass {name}.detach(), or unpack_dual(...) and send the tangent too."
         )
+
+
+def _is_traced() -> bool:
+    """Whether `make_fx` records what this thread does with tensors; the tensors themselves don't show it."""
+    if not is_in_torch_dispatch_mode():
+        return False
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # noqa: PLC0415 - loads much, and is here by now
+
+    return get_proxy_mode() is not None
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

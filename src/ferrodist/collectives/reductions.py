@@ -55,7 +55,7 @@ def allreduce(
         ValueError: ``out`` has another shape, or elements that share memory; raised before anything is sent.
         RuntimeError: ``out`` is given where gradients would be lost; raised before anything is sent.
         NotImplementedError: ``tensor`` or ``out`` carries a tangent of forward-mode differentiation, or this is inside
-            of a functorch transform (vmap, torch.func.grad); raised before anything is sent.
+            of a functorch transform (vmap, torch.func.grad) or of make_fx; raised before anything is sent.
         CollectiveMismatchError: On all ranks, when one called something else.
         DistributedTimeoutError: On all ranks, when one is late.
         PeerLostError: On all ranks, when one died.

@@ -35,6 +35,9 @@ def empty_symmetric(
     or the same parts of them, as input (and as ``out``, in allreduce) of a collective. Where ranks share no memory, as
     on backends other than native, it is ``torch.empty``.
 
+    Ranks that go on writing when a collective has failed on this one, for they were stopped or had not heard of it, may
+    change what is in the memory until they have left the collective or are gone: don't use it after a failure.
+
     The memory lives as long as any tensor in it, also when the group has been closed; ranks free theirs by themselves.
 
     Args:

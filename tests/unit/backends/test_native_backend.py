@@ -153,6 +153,11 @@ def test_what_a_short_way_does_not_take():
         negated = z.conj().imag
         assert negated.is_neg()
         assert torch.equal(fd.allreduce(negated), torch.tensor([-4.0]))
+        contiguous = z.repeat(8).conj().imag.as_strided((8,), (1,))
+        assert contiguous.is_neg()
+        assert contiguous.is_contiguous()
+        assert torch.equal(fd.allreduce(contiguous), 2 * contiguous)
+        assert torch.equal(fd.async_allreduce(torch.ones(8), out=contiguous).wait(), torch.full((8,), 2.0))
         with torch.inference_mode():
             inferred = torch.ones(2)
             assert torch.equal(fd.allreduce(inferred, out=inferred), torch.full((2,), 2.0))

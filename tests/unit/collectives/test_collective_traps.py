@@ -1,5 +1,6 @@
 """Traps that collectives must not fall into: each test is a way in which one once could."""
 
+import contextvars
 import threading
 
 import numpy as np
@@ -8,8 +9,11 @@ import torch
 
 import ferrodist as fd
 from ferrodist.backends.mailbox import EAGER_LIMIT
+from ferrodist.backends.native import is_native_available
 from ferrodist.collectives.reference import ReferenceCollectives
 from ferrodist.testing import run_ranks
+
+_NATIVE = pytest.mark.skipif(not is_native_available(), reason="this installation was built without the native engine")
 
 
 def test_coalesced_sizes_are_compared():
@@ -53,6 +57,27 @@ def test_waiting_inside_a_coalesce_block_is_refused():
         assert pending.wait().tolist() == [2.0, 2.0]
 
     run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("backend", ["simulated", pytest.param("native-threads", marks=_NATIVE)])
+def test_a_context_copied_in_a_coalesce_block_is_refused_after_it(backend):
+    """What an asyncio task made in a block starts after its end is an error, not an operation that nobody sends."""
+
+    def program(group):
+        with fd.coalesce():
+            copy = contextvars.copy_context()
+            pending = fd.async_allreduce(torch.ones(2))
+            inside = copy.run(fd.async_allreduce, torch.ones(2))
+        for call in (
+            lambda: fd.async_allreduce(torch.ones(2)),
+            lambda: fd.allreduce(torch.ones(2)),
+            lambda: fd.coalesce().__enter__(),
+        ):
+            with pytest.raises(RuntimeError, match="that has ended"):
+                copy.run(call)
+        return pending.wait().tolist(), inside.wait().tolist()
+
+    assert run_ranks(program, 2, backend=backend) == [([2.0, 2.0], [2.0, 2.0])] * 2
 
 
 def test_the_timeout_of_a_coalesced_operation_holds_for_its_block():

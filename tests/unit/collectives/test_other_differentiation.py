@@ -1,13 +1,16 @@
-"""Forward-mode differentiation and functorch transforms, which collectives don't go through, are refused by name."""
+"""Forward-mode differentiation, functorch transforms and tracing, which don't go through collectives, are refused."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import ferrodist as fd
 from ferrodist.backends.native import is_native_available
@@ -37,6 +40,21 @@ _CALLS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+pytestmark = pytest.mark.parametrize(
+    "backend",
+    [
+        "simulated",
+        pytest.param(
+            "native-threads",
+            marks=pytest.mark.skipif(
+                not is_native_available(), reason="this installation was built without the native engine"
+            ),
+        ),
+    ],
+)
+"""Of the native engine's short ways, which see plain memory or none, the calls must not get there."""
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _decompositions() -> None:
     """Have torch load what forward mode needs, in one thread: it warns of itself."""
@@ -45,7 +63,7 @@ def _decompositions() -> None:
         forward_ad.make_dual(torch.ones(1), torch.ones(1))
 
 
-def _refused(call: Callable[[], object], words: str) -> None:
+def _refused(backend: str, call: Callable[[], object], words: str) -> None:
     """On rank 1 ``call`` is refused, with nothing sent: the same group goes on."""
 
     def on_rank(group: Backend) -> None:
@@ -54,21 +72,21 @@ def _refused(call: Callable[[], object], words: str) -> None:
                 call()
         assert fd.allreduce(torch.ones(2)).tolist() == [2, 2]
 
-    run_ranks(on_rank, 2)
+    run_ranks(on_rank, 2, backend=backend)
 
 
 @pytest.mark.parametrize("name", _CALLS)
-def test_tangents_are_not_dropped(name: str) -> None:
+def test_tangents_are_not_dropped(name: str, backend: str) -> None:
     """A tensor with a tangent is refused, for its result would have none."""
 
     def call() -> None:
         with forward_ad.dual_level():
             _CALLS[name](forward_ad.make_dual(torch.ones(2), torch.ones(2)))
 
-    _refused(call, r"forward-mode .* would be lost: .*detach\(\)")
+    _refused(backend, call, r"forward-mode .* would be lost: .*detach\(\)")
 
 
-def test_other_tensors_pass_inside_of_a_dual_level() -> None:
+def test_other_tensors_pass_inside_of_a_dual_level(backend: str) -> None:
     """Where tangents may be, tensors without one pass: of any dtype, parameters, and what detach() gives."""
 
     def on_rank(group: Backend) -> None:
@@ -81,7 +99,7 @@ def test_other_tensors_pass_inside_of_a_dual_level() -> None:
         assert weight.grad.tolist() == [2, 2]
 
     with forward_ad.dual_level():
-        run_ranks(on_rank, 2)
+        run_ranks(on_rank, 2, backend=backend)
 
 
 _TRANSFORMS: dict[str, Callable[[Callable[[torch.Tensor], object]], object]] = {
@@ -89,38 +107,21 @@ _TRANSFORMS: dict[str, Callable[[Callable[[torch.Tensor], object]], object]] = {
     "grad": lambda call: torch.func.grad(lambda x: (call(x), x.sum())[1])(torch.ones(2)),
     "jvp": lambda call: torch.func.jvp(lambda x: (call(x), x)[1], (torch.ones(2),), (torch.ones(2),)),
     "functionalize": lambda call: torch.func.functionalize(lambda x: (call(x), x)[1])(torch.ones(2)),
+    "make_fx": lambda call: make_fx(lambda x: (call(x), x)[1])(torch.ones(2)),
 }
+_WORDS = {name: "make_fx does not record" if name == "make_fx" else "functorch transforms" for name in _TRANSFORMS}
 
 
 @pytest.mark.parametrize("transform", _TRANSFORMS)
 @pytest.mark.parametrize("name", _CALLS)
-def test_transforms_are_refused(name: str, transform: str) -> None:
-    """A tensor of a functorch transform is refused with a sentence that names them."""
-    _refused(lambda: _TRANSFORMS[transform](_CALLS[name]), "functorch transforms")
+def test_transforms_are_refused(name: str, transform: str, backend: str) -> None:
+    """A tensor of a functorch transform, or one that is traced, is refused with a sentence that says so."""
+    _refused(backend, lambda: _TRANSFORMS[transform](_CALLS[name]), _WORDS[transform])
 
 
-@pytest.mark.skipif(not is_native_available(), reason="this installation was built without the native engine")
-def test_short_ways_refuse_them_too() -> None:
-    """Neither a tensor with a tangent nor one of a transform gets to the engine, which sees plain memory, or none."""
-
-    def on_rank(group: Backend) -> None:
-        if group.rank == 1:
-            for call in _CALLS.values():
-                with forward_ad.dual_level():
-                    dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
-                    with pytest.raises(NotImplementedError, match="forward-mode"):
-                        call(dual)
-                for transform in _TRANSFORMS.values():
-                    with pytest.raises(NotImplementedError, match="functorch transforms"):
-                        transform(call)
-        assert fd.allreduce(torch.ones(2)).tolist() == [2, 2]
-
-    run_ranks(on_rank, 2, backend="native-threads")
-
-
-@pytest.mark.parametrize("transform", ["grad", "jvp"])
-def test_other_tensors_inside_of_a_transform(transform: str) -> None:
-    """Transforms that wrap whatever is made inside refuse tensors from outside and objects too."""
+@pytest.mark.parametrize("transform", ["grad", "jvp", "make_fx"])
+def test_other_tensors_inside_of_a_transform(transform: str, backend: str) -> None:
+    """Transforms that wrap or record whatever is made inside refuse tensors from outside and objects too."""
     tensor = torch.ones(2)
     for call in (
         lambda: fd.allreduce(tensor),
@@ -129,4 +130,14 @@ def test_other_tensors_inside_of_a_transform(transform: str) -> None:
         lambda: fd.broadcast_object(1, 1),
         fd.scatter_object,
     ):
-        _refused(lambda call=call: _TRANSFORMS[transform](lambda _: call()), "functorch transforms")
+        _refused(backend, lambda call=call: _TRANSFORMS[transform](lambda _: call()), _WORDS[transform])
+
+
+def test_other_dispatch_modes_are_no_tracing(backend: str) -> None:
+    """Modes that count or watch, as FlopCounterMode, leave collectives what they are."""
+
+    def on_rank(group: Backend) -> None:
+        with FlopCounterMode(display=False) if group.rank else contextlib.nullcontext():
+            assert fd.allreduce(torch.ones(2)).tolist() == [2, 2]
+
+    run_ranks(on_rank, 2, backend=backend)

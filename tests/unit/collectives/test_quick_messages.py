@@ -141,6 +141,7 @@ def test_what_is_not_plain_is_sent_the_long_way(way):
             whole.expand(2, 3, 4),
             torch.tensor([1 + 2j]).conj(),
             torch.tensor([1 + 2j]).conj().imag,
+            torch.arange(6.0).to(torch.complex64).mul(1j).conj().imag.as_strided((6,), (1,)),
         ]
         for tag, tensor in enumerate(odd):
             if group.rank == 0:

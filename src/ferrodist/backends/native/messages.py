@@ -13,7 +13,6 @@ its ranks has left.
 
 from __future__ import annotations
 
-import atexit
 import weakref
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -142,7 +141,6 @@ class MessagesBackend(TcpBackend):
         self._messenger = messenger
         self._short_ways: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by group
         self.tensor_messages = self._make_tensor_messages(_WORLD, self.rank, range(self.world_size))
-        _open.add(self)
         self._end_receives(self._departure)  # it has not been told of anything yet
 
     def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
@@ -359,13 +357,3 @@ class MessagesBackend(TcpBackend):
     def is_ended(self) -> bool:
         """Whether nothing works here any more: this rank has closed the group, or is a forked child."""
         return self._ended is not None
-
-
-_open: weakref.WeakSet[MessagesBackend] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """End the engine's threads, which call Python, before the interpreter ends."""
-    for backend in list(_open):
-        backend.close_messages()

@@ -11,7 +11,6 @@ import itertools
 import os
 import socket
 import threading
-import weakref
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,13 +23,13 @@ from ferrodist.backends.tags import group_of_tag, group_tag
 from ferrodist.backends.tcp.frame import MAX_PAYLOAD, Frame, Kind
 from ferrodist.backends.tcp.life_signs import LifeSigns
 from ferrodist.backends.tcp.link import Link, Outgoing, Sink
+from ferrodist.backends.tcp.live import track
 from ferrodist.backends.tcp.loop import BLOCK_BYTES, LinkLoop
 from ferrodist.backends.tcp.meeting import dial_hub, gather_links
 from ferrodist.backends.tcp.tuning import tune
 from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
 from ferrodist.errors import (
     DistributedError,
-    GroupClosedError,
     NoConnectionError,
     ProtocolError,
     RendezvousError,
@@ -142,7 +141,7 @@ class TcpBackend(MailboxBackend):
         }
         self._life_signs = LifeSigns(rank, self._links, self._push, self._changed)
         self._process = os.getpid()
-        _live.add(self)
+        track(self)
         self._loop = LinkLoop(self, world_size, name=f"ferrodist-tcp-{name}-{rank}")
         try:
             if world_size > 1:
@@ -538,6 +537,12 @@ class TcpBackend(MailboxBackend):
             self._loop.stop()
             self._run_close_callbacks()
 
+    def leave_to_parent(self, error: DistributedError) -> None:
+        """In a forked child: the group stays the parent's, and using it here raises ``error``, and does not hang."""
+        self._state_lock = threading.Lock()  # the parent's threads may have held it
+        self._ended = error  # looked at before anything that could wait for another of its locks
+        self._forget_in_child()
+
     def _forget_in_child(self) -> None:
         """In a forked child: drop what is the parent's."""
 
@@ -580,20 +585,3 @@ def _decode_error(payload: memoryview | bytes) -> DistributedError:
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"an ABORT frame whose reason can't be read ({error})") from None
     return error_from_wire(name, message, ranks)
-
-
-_live: weakref.WeakSet[TcpBackend] = weakref.WeakSet()
-
-
-def _leave_to_parent() -> None:
-    """In a forked child: the groups stay the parent's; using one here is an error, not a hang."""
-    error = GroupClosedError("this group belongs to the process that this one was forked from: make one here")
-    for backend in list(_live):
-        backend._state_lock = threading.Lock()  # noqa: SLF001 - the parent's threads may have held it
-        backend._ended = error  # noqa: SLF001 - looked at before anything that could wait for another of its locks
-        backend._forget_in_child()  # noqa: SLF001
-    _live.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)

@@ -36,6 +36,7 @@ _LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "without elements": lambda t: t[:, :0].t(),
     "conjugated": lambda t: t.conj(),
     "negated": lambda t: t.conj().imag,
+    "negated, contiguous": lambda t: t.conj().imag.as_strided(t.shape, (t.shape[1], 1)),
     "imaginary part": lambda t: t.imag,
 }
 
@@ -46,7 +47,7 @@ def inputs_of_any_layout(group: Backend) -> None:
     for name, view in _LAYOUTS.items():
         for columns in (2, 30, 3000):
             wholes = [torch.randn(6, 3 * columns, dtype=torch.complex64, generator=_seeded(rank)) for rank in range(p)]
-            if name not in {"conjugated", "negated", "imaginary part"}:
+            if name not in {"conjugated", "negated", "negated, contiguous", "imaginary part"}:
                 wholes = [whole.real.contiguous() for whole in wholes]
             views = [view(whole) for whole in wholes]
             plain = [
@@ -92,6 +93,9 @@ def results_into_given_tensors(group: Backend) -> None:
             "transposed": lambda rows=rows: torch.empty(4, rows).t(),  # type: ignore[misc]
             "sliced": lambda rows=rows: torch.empty(2 * rows, 9)[::2, 1::2],  # type: ignore[misc]
             "negated": lambda rows=rows: torch.empty(rows, 4, dtype=torch.complex64).conj().imag,  # type: ignore[misc]
+            "negated, contiguous": lambda rows=rows: (  # type: ignore[misc]
+                torch.empty(rows, 4, dtype=torch.complex64).conj().imag.as_strided((rows, 4), (4, 1))
+            ),
         }
         for name, make in outs.items():
             mine, out, what = inputs[group.rank], make(), f"{rows} rows into a tensor that is {name}"
