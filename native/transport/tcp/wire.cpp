@@ -24,6 +24,11 @@ constexpr std::size_t direct_bytes = std::size_t{16} << 10;
 
 constexpr int most_reads_in_a_row = 16;
 
+// The system begins with room for 64 KiB, so that a message which comes before its receiver reads waits for its rest. To
+// ask for this much at once, and then for one byte again, makes room without ending the system's own tuning, as SO_RCVBUF
+// would: a tensor of 64 KiB took 60 to 90 us one way instead of 90 to 200.
+constexpr int room_bytes = 1 << 20;
+
 bool would_block(int error) {
     return error == EAGAIN || error == EWOULDBLOCK;
 }
@@ -37,6 +42,8 @@ Wire::Wire(Descriptor socket, Lookout& lookout, std::size_t place)
       buffer_(std::make_unique_for_overwrite<std::byte[]>(buffer_bytes)) {
     if (::fcntl(socket_.get(), F_SETFL, ::fcntl(socket_.get(), F_GETFL) | O_NONBLOCK) != 0)
         throw std::system_error(errno, std::generic_category(), "fcntl of a connection");
+    for (const int wanted : {room_bytes, 1})
+        ::setsockopt(socket_.get(), SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted);
     lookout_.add(socket_.get(), place_);
 }
 
