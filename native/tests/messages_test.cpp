@@ -27,6 +27,9 @@ namespace {
 
 constexpr double patience = 60.0;
 constexpr std::size_t eager_bytes = 8 * 1024;
+
+// Of connections: a window smaller than a segment is stalled by the system for fractions of a second, again and again.
+constexpr int segment_bytes = 1024;
 constexpr std::size_t max_unasked_bytes = std::size_t{1} << 30;
 constexpr std::uint64_t num_tags = 4;
 
@@ -82,6 +85,7 @@ std::pair<Descriptor, Descriptor> make_connection(int buffer_bytes) {
     };
     const Descriptor listener(::socket(AF_INET, SOCK_STREAM, 0));
     set(listener, SOL_SOCKET, SO_RCVBUF, buffer_bytes);
+    set(listener, IPPROTO_TCP, TCP_MAXSEG, buffer_bytes != 0 ? segment_bytes : 0);
     sockaddr_in address{};
     address.sin_family = AF_INET;
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
@@ -91,6 +95,7 @@ std::pair<Descriptor, Descriptor> make_connection(int buffer_bytes) {
     require(::getsockname(listener.get(), general, &size) == 0, "no address");
     Descriptor dialled(::socket(AF_INET, SOCK_STREAM, 0));
     set(dialled, SOL_SOCKET, SO_RCVBUF, buffer_bytes);
+    set(dialled, IPPROTO_TCP, TCP_MAXSEG, buffer_bytes != 0 ? segment_bytes : 0);
     require(::connect(dialled.get(), general, size) == 0, "no connection");
     Descriptor accepted(::accept(listener.get(), nullptr, nullptr));
     for (const Descriptor* socket : {&dialled, &accepted}) {
