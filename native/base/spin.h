@@ -33,6 +33,14 @@ private:
     std::atomic<Clock::rep> until_{0};  // a hint: nothing is ordered by it
 };
 
+// Gives the processor away; false when it was gone for long, by then to somebody else's program.
+inline bool give_way_briefly() {
+    constexpr auto somebody_ran = std::chrono::microseconds(100);  // another rank gives it back sooner
+    const auto before = Clock::now();
+    give_way();
+    return Clock::now() - before <= somebody_ran;
+}
+
 class Spin {
 public:
     // Pauses between two questions whether to go on, where nothing else takes time between them.
@@ -47,8 +55,7 @@ public:
         const auto now = Clock::now();
         if (num_looks_ == 0) end_ = now + (contention_.is_seen(now) ? std::min(longest_, short_spin) : longest_);
         if (++num_looks_ % looks_a_yield == 0) {
-            give_way();
-            if (Clock::now() - now > somebody_ran) {
+            if (!give_way_briefly()) {
                 contention_.note(now);
                 return false;
             }
@@ -58,7 +65,6 @@ public:
 
 private:
     static constexpr auto short_spin = std::chrono::microseconds(50);
-    static constexpr auto somebody_ran = std::chrono::microseconds(100);  // another rank gives it back sooner
     static constexpr int looks_a_yield = 8;
 
     Contention& contention_;

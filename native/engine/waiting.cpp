@@ -92,7 +92,11 @@ bool Messenger::spin(const Transfer& transfer) {
         if (settings_.is_crowded) {
             if (has_moved) num_looks = 0;
             if (num_looks == crowded_pauses + crowded_yields) return false;
-            num_looks < crowded_pauses ? relax() : give_way();
+            if (num_looks < crowded_pauses) {
+                relax();
+            } else if (!give_way_briefly()) {
+                return false;
+            }
             continue;
         }
         if (has_moved) {

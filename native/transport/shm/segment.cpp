@@ -114,7 +114,11 @@ void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind
     if (layout_.is_crowded) {
         for (int i = 0; i < crowded_pauses + crowded_yields; ++i) {
             if (ready()) return;
-            i < crowded_pauses ? relax() : give_way();
+            if (i < crowded_pauses) {
+                relax();
+            } else if (!give_way_briefly()) {
+                break;
+            }
         }
     } else {
         Spin spin(contention_, std::chrono::microseconds(layout_.spin_micros));
