@@ -31,8 +31,8 @@ def inputs_of(sizes, num_dims, dtype, *, offset=0.0):
 def train(layer, batches, weights):
     """Steps of one layer: outputs, gradients of the inputs, and the layer."""
     outputs, gradients = [], []
-    for batch, weight in zip(batches, weights, strict=True):
-        batch = batch.clone().requires_grad_()
+    for given, weight in zip(batches, weights, strict=True):
+        batch = given.clone().requires_grad_()
         output = layer(batch)
         (output * weight).sum().backward()
         outputs.append(output.detach())
@@ -195,15 +195,11 @@ def test_a_layer_pickles_without_its_group():
 def test_in_ddp_equals_one_process():
     """A convolutional net with batch norm over two ranks learns what one process learns."""
 
-    def model():
-        torch.manual_seed(0)
-        return torch.nn.Sequential(
-            torch.nn.Conv2d(1, 4, 3),
-            torch.nn.BatchNorm2d(4),
-            torch.nn.ReLU(),
-            torch.nn.Flatten(),
-            torch.nn.Linear(64, 2),
-        ).double()
+    torch.manual_seed(0)
+    one = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(64, 2)
+    ).double()
+    start = copy.deepcopy(one)
 
     def learn(module, parameters, part):
         optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
@@ -214,11 +210,10 @@ def test_in_ddp_equals_one_process():
             module(batch).square().mean().backward()
             optimizer.step()
 
-    one = model()
     learn(one, one.parameters(), slice(None))
 
     def program(group):
-        ddp = fd.DDP(convert_sync_batchnorm(model()), group)
+        ddp = fd.DDP(convert_sync_batchnorm(copy.deepcopy(start)), group)
         learn(ddp, ddp.parameters(), slice(group.rank * 4, group.rank * 4 + 4))
         return ddp.module.state_dict()
 
@@ -233,7 +228,7 @@ def test_wrong_inputs():
         SyncBatchNorm1d(3, group="world")
     with pytest.raises(TypeError, match=r"takes a torch.nn.Module"):
         convert_sync_batchnorm([])
-    with pytest.raises(TypeError, match="0 is a torch.nn.SyncBatchNorm"):
+    with pytest.raises(TypeError, match=r"0 is a torch\.nn\.SyncBatchNorm"):
         convert_sync_batchnorm(torch.nn.Sequential(torch.nn.SyncBatchNorm(3)))
     with pytest.raises(ValueError, match="0 is lazy"):
         convert_sync_batchnorm(torch.nn.Sequential(torch.nn.LazyBatchNorm1d()))

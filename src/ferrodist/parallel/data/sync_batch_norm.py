@@ -30,21 +30,20 @@ __all__ = ["SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d", "convert_syn
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 
 _ADVICE = (
-    "In training every rank must call forward, and backward to the layer's input, as often as the others, if need be with"
-    " an empty batch."
+    "In training every rank must call forward, and backward to the layer's input, as often as the others, if need be"
+    " with an empty batch."
 )
 
 
-class _SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - torch's own subclasses are made so
-    """Normalise each channel by its mean and variance over the batches of all ranks.
+_DETAILS = """
 
     In training it computes what `torch.nn.BatchNorm1d` and its siblings compute on the ranks' batches joined: outputs,
-    running statistics, and gradients of the inputs. The gradients of ``weight`` and ``bias`` are this rank's part; the sum
-    over the ranks is the joined batch's (`DDP` takes the mean of all gradients, which fits a loss that is a mean over each
-    rank's batch). Batches may differ in size, and be empty, but not all of them.
+    running statistics, and gradients of the inputs. The gradients of ``weight`` and ``bias`` are this rank's part; the
+    sum over the ranks is the joined batch's (`DDP` takes the mean of all gradients, which fits a loss that is a mean
+    over each rank's batch). Batches may differ in size, and be empty, but not all of them.
 
-    In evaluation nothing is sent, and a rank may call it by itself: the running statistics are used, or without any those
-    of the rank's own batch.
+    In evaluation nothing is sent, and a rank may call it by itself: the running statistics are used, or without any
+    those of the rank's own batch.
 
     Args:
         num_features: Number of channels C; inputs are (N, C) or (N, C, L), (N, C, H, W), (N, C, D, H, W).
@@ -56,18 +55,22 @@ class _SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - t
         device, dtype: Of parameters and buffers.
 
     Raises:
-        ValueError: By forward, on every rank: in training all batches together have one value a channel or none. On this
-            rank: the input has another number of dims or channels.
+        ValueError: By forward, on every rank: in training all batches together have one value a channel or none. On
+            this rank: the input has another number of dims or channels.
         RuntimeError: By a backward through its backward, which has none.
         DistributedError: What failed between the ranks.
     """
 
-    def __init__(
+
+class _SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - torch's own subclasses are made so
+    """Normalise each channel by its mean and variance over the batches of all ranks."""
+
+    def __init__(  # noqa: PLR0917 - torch's signature
         self,
         num_features: int,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
-        affine: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+        affine: bool = True,  # noqa: FBT001, FBT002
         track_running_stats: bool = True,  # noqa: FBT001, FBT002
         group: Backend | None = None,
         device: torch.device | str | None = None,
@@ -84,7 +87,7 @@ class _SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - t
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         """Normalise; in training every rank of the group calls it."""
-        self._check_input_dim(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if input.shape[1] != self.num_features:
             raise ValueError(f"{type(self).__name__} of {self.num_features} channels got an input of {input.shape[1]}")
         group = resolve_group(self._group) if self.training else None
@@ -131,15 +134,21 @@ class _SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - t
 
 
 class SyncBatchNorm1d(_SyncBatchNorm, torch.nn.BatchNorm1d):
-    __doc__ = _SyncBatchNorm.__doc__
+    """`torch.nn.BatchNorm1d` over the batches of all ranks, of shape (N, C) or (N, C, L)."""
+
+    __doc__ = f"{__doc__}{_DETAILS}"
 
 
 class SyncBatchNorm2d(_SyncBatchNorm, torch.nn.BatchNorm2d):
-    __doc__ = _SyncBatchNorm.__doc__
+    """`torch.nn.BatchNorm2d` over the batches of all ranks, of shape (N, C, H, W)."""
+
+    __doc__ = f"{__doc__}{_DETAILS}"
 
 
 class SyncBatchNorm3d(_SyncBatchNorm, torch.nn.BatchNorm3d):
-    __doc__ = _SyncBatchNorm.__doc__
+    """`torch.nn.BatchNorm3d` over the batches of all ranks, of shape (N, C, D, H, W)."""
+
+    __doc__ = f"{__doc__}{_DETAILS}"
 
 
 _SIBLINGS: dict[type[torch.nn.Module], type[_SyncBatchNorm]] = {
@@ -179,7 +188,9 @@ def _sibling(layer: torch.nn.Module, name: str, group: Backend | None) -> _SyncB
     if isinstance(layer, torch.nn.SyncBatchNorm):
         raise TypeError(f"{name or 'the module'} is a torch.nn.SyncBatchNorm: make it a BatchNorm1d, 2d or 3d first")
     if isinstance(layer, torch.nn.modules.batchnorm._LazyNormBase):  # noqa: SLF001 - it has no public name
-        raise ValueError(f"{name or 'the module'} is lazy: call the module once before you convert it")
+        raise ValueError(  # noqa: TRY004 - its type will be right
+            f"{name or 'the module'} is lazy: call the module once before you convert it"
+        )
     kind = _SIBLINGS.get(type(layer))
     if kind is None:
         return None
@@ -206,7 +217,7 @@ class _Normalise(torch.autograd.Function):
     """Normalise by given statistics of all ranks' batches, of which this rank's input is a part."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 - what autograd passes
         ctx: FunctionCtx,
         batch: torch.Tensor,
         weight: torch.Tensor | None,
@@ -219,7 +230,7 @@ class _Normalise(torch.autograd.Function):
     ) -> torch.Tensor:
         accumulated = _accumulated(batch.dtype)
         scale = (variance + eps).rsqrt()
-        ctx.save_for_backward(batch, weight, mean, scale)
+        ctx.save_for_backward(batch, weight, mean, scale)  # type: ignore[arg-type] - it takes None
         ctx.count, ctx.group = count, group  # type: ignore[attr-defined]
         mean, variance = mean.to(accumulated), variance.to(accumulated)
         if not batch.numel():
@@ -227,7 +238,7 @@ class _Normalise(torch.autograd.Function):
         return functional.batch_norm(batch, mean, variance, weight, bias, training=False, eps=eps)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         batch, weight, mean, scale = ctx.saved_tensors
         accumulated = _accumulated(batch.dtype)
