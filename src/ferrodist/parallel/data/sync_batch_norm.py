@@ -230,7 +230,7 @@ class _Normalise(torch.autograd.Function):
     ) -> torch.Tensor:
         accumulated = _accumulated(batch.dtype)
         scale = (variance + eps).rsqrt()
-        ctx.save_for_backward(batch, weight, mean, scale)  # type: ignore[arg-type] - it takes None
+        ctx.save_for_backward(batch, weight, mean, scale)  # type: ignore[arg-type]
         ctx.count, ctx.group = count, group  # type: ignore[attr-defined]
         mean, variance = mean.to(accumulated), variance.to(accumulated)
         if not batch.numel():
