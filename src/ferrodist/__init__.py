@@ -92,6 +92,10 @@ if TYPE_CHECKING:
     from ferrodist.errors import SizeMismatchError as SizeMismatchError
     from ferrodist.errors import UnsupportedOpError as UnsupportedOpError
     from ferrodist.parallel.data import DDP as DDP
+    from ferrodist.parallel.data import SyncBatchNorm1d as SyncBatchNorm1d
+    from ferrodist.parallel.data import SyncBatchNorm2d as SyncBatchNorm2d
+    from ferrodist.parallel.data import SyncBatchNorm3d as SyncBatchNorm3d
+    from ferrodist.parallel.data import convert_sync_batchnorm as convert_sync_batchnorm
 
 __version__ = "0.1.0"
 
@@ -162,7 +166,13 @@ _HOMES = {
         "SizeMismatchError",
         "UnsupportedOpError",
     ],
-    "parallel.data": ["DDP"],
+    "parallel.data": [
+        "DDP",
+        "SyncBatchNorm1d",
+        "SyncBatchNorm2d",
+        "SyncBatchNorm3d",
+        "convert_sync_batchnorm",
+    ],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
