@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import random
+import select
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -36,12 +38,6 @@ def _run(program: Callable[[NativeBackend, ForkedGroup], object], *, timeout: fl
         fork.end()
 
 
-def _start_idle_thread(group: NativeBackend) -> None:
-    """Have the engine's thread made, and asleep."""
-    fd.async_allreduce(torch.ones(2), group=group).wait()
-    time.sleep(0.1)
-
-
 def _interrupt_in(seconds: float) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without
     threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -65,7 +61,6 @@ def test_a_handler_that_raises_leaves_the_tensors_to_the_engine() -> None:
         raise Stroke
 
     def program(group: NativeBackend, _: ForkedGroup) -> int:
-        _start_idle_thread(group)
         if group.rank == 1:
             group.recv(bytearray(1), 0)
             assert _outcome(lambda: [fd.allreduce(torch.full((1000,), 100.0)) for _ in range(1_000_000)])
@@ -140,7 +135,6 @@ def test_ctrl_c_in_a_wait_that_runs_the_collective() -> None:
     """
 
     def program(group: NativeBackend, _: ForkedGroup) -> tuple[str, ...]:
-        _start_idle_thread(group)
         for _ in range(20):  # so that the engine's thread looks by itself, and later than who waits
             fd.async_allreduce(torch.ones(2)).wait()
         if group.rank == 1:
@@ -169,7 +163,6 @@ def test_ctrl_c_while_a_call_waits_for_its_turn() -> None:
         if group.rank == 1:
             return _outcome(lambda: group.recv(bytearray(1), 0, timeout=10)), 0.0
         handle = fd.async_allreduce(torch.ones(1 << 20))
-        time.sleep(0.1)
         _interrupt_in(0.3)
         began = time.monotonic()
         outcome = _outcome(fd.barrier)
@@ -210,7 +203,7 @@ def test_time_counts_from_the_turn(limits: tuple[float | None, float | None]) ->
         group.collectives.timeout = 1.5  # type: ignore[union-attr]
         fd.barrier()
         if group.rank == 1:
-            time.sleep(2.5)
+            threading.Event().wait(2.5)  # longer than the group's time: what is tested is that it passes
         handles = [fd.async_allreduce(torch.ones(3), timeout=limit) for limit in limits]
         return all(handle.wait().tolist() == [2.0] * 3 for handle in handles)
 
@@ -226,7 +219,6 @@ def test_a_forked_child_drops_a_group() -> None:
         fd.barrier(sub)
         handle = fd.async_allreduce(torch.ones(2), group=sub)
         handle.wait()
-        time.sleep(0.1)
         code = 0
         if group.rank == 0:
             child = os.fork()
@@ -252,7 +244,7 @@ def test_a_forked_child_is_told_at_once() -> None:
             return 0
         thread = threading.Thread(target=fd.barrier, args=(group,))
         thread.start()
-        time.sleep(0.2)
+        _wait_until_inside(thread)
         child = os.fork()
         if child == 0:
             began = time.monotonic()
@@ -266,12 +258,20 @@ def test_a_forked_child_is_told_at_once() -> None:
     assert _run(program) == {0: 7, 1: 0}
 
 
+def _wait_until_inside(thread: threading.Thread) -> None:
+    """Return when a thread is in a barrier, from where it goes straight into the engine."""
+    frames: list[str] = []
+    while "barrier" not in frames:
+        frame = sys._current_frames()[thread.ident or 0]
+        frames = [frame.f_code.co_name]
+
+
 def _exit_code_of(child: int) -> int:
-    for _ in range(1000):
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return -1
+    """What a child ended with; -1 when it does not end, and then it is killed."""
+    descriptor = os.pidfd_open(child)
+    has_ended, _, _ = select.select([descriptor], [], [], 10.0)
+    os.close(descriptor)
+    if not has_ended:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) if has_ended else -1
