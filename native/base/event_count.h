@@ -2,16 +2,11 @@
 // child, while a thread of the parent's sleeps on it; the child has no such thread, and nobody to wait for.
 #pragma once
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <climits>
 #include <cstdint>
-#include <ctime>
+
+#include "base/futex.h"
 
 namespace ferrodist {
 
@@ -22,19 +17,16 @@ public:
 
     // Sleeps for at most `longest`, or until `notify_all` is called after `seen` was read.
     void wait(std::uint32_t seen, std::chrono::nanoseconds longest) noexcept {
-        const auto nanoseconds = std::max<std::int64_t>(longest.count(), 0);
-        const timespec timeout{.tv_sec = static_cast<std::time_t>(nanoseconds / 1'000'000'000),
-                               .tv_nsec = static_cast<long>(nanoseconds % 1'000'000'000)};
         // Partner: `notify_all` changes the word before it looks for sleepers, all of it sequentially consistent. Either it
         // sees this one counted, or the kernel sees that the word has changed.
         num_asleep_.fetch_add(1);
-        ::syscall(SYS_futex, &word_, FUTEX_WAIT_PRIVATE, seen, &timeout, nullptr, 0);
+        futex_wait(word_, seen, longest, Sleepers::of_process);
         num_asleep_.fetch_sub(1);
     }
 
     void notify_all() noexcept {
         word_.fetch_add(1);
-        if (num_asleep_.load() != 0) ::syscall(SYS_futex, &word_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+        if (num_asleep_.load() != 0) futex_wake(word_, Sleepers::of_process);
     }
 
 private:

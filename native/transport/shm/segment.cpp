@@ -1,14 +1,10 @@
 #include "transport/shm/segment.h"
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
-#include <ctime>
 #include <new>
 
+#include "base/futex.h"
 #include "base/interruption.h"
 #include "base/processor.h"
 
@@ -20,11 +16,6 @@ constexpr std::size_t max_record_bytes = 4096;
 
 // How long one sleep lasts at most: bounds how late an expired deadline is seen.
 constexpr auto longest_sleep = interruption_period;
-
-// Not FUTEX_PRIVATE: the word lies at another address in each process.
-long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value, const timespec* timeout) {
-    return ::syscall(SYS_futex, &word, operation, value, timeout, nullptr, 0);
-}
 
 }  // namespace
 
@@ -106,7 +97,7 @@ void Segment::publish(Flag& flag, std::uint64_t value) {
 
 void Segment::ring() {
     header().bell.word.fetch_add(1);
-    futex(header().bell.word, FUTEX_WAKE, INT32_MAX, nullptr);
+    futex_wake(header().bell.word, Sleepers::of_host);
 }
 
 template <class Ready, class Lagging>
@@ -136,10 +127,8 @@ void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind
         const std::uint32_t word = bell.word.load();
         const bool is_over = ready();
         if (!is_over && !has_ended()) {
-            const auto left = std::clamp<Clock::duration>(deadline.remaining(), Clock::duration::zero(), longest_sleep);
-            const auto nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(left).count();
-            const timespec timeout{.tv_sec = 0, .tv_nsec = static_cast<long>(nanoseconds)};
-            futex(bell.word, FUTEX_WAIT, word, &timeout);
+            const auto left = std::min<Clock::duration>(deadline.remaining(), longest_sleep);
+            futex_wait(bell.word, word, left, Sleepers::of_host);
         }
         bell.sleepers.fetch_sub(1);
         if (is_over || ready()) return;
