@@ -173,6 +173,17 @@ def test_an_interruption_ends_a_wait(options: dict[str, float]) -> None:
         fork.end()
 
 
+def _check_interrupted(program: Callable[[NativeBackend, ForkedGroup], tuple[str, float]]) -> None:
+    """Run it on two ranks, each of which says what it caught and how late."""
+    fork = ForkedGroup(2, program, timeout=20.0, kind=NativeBackend)
+    try:
+        results = fork.results({0, 1})
+        assert all(caught == "KeyboardInterrupt" for caught, _ in results.values()), results
+        assert all(seconds < _LATE_SECONDS for _, seconds in results.values()), results
+    finally:
+        fork.end()
+
+
 @pytest.mark.parametrize("size", [1, 3_000_000])
 def test_an_interruption_ends_a_message(size: int) -> None:
     """Ctrl-C in a recv or send that waits raises KeyboardInterrupt at once; the group is still good."""
@@ -199,13 +210,7 @@ def test_an_interruption_ends_a_message(size: int) -> None:
         group.send(into, 1)
         return caught, seconds
 
-    fork = ForkedGroup(2, program, timeout=20.0, kind=NativeBackend)
-    try:
-        results = fork.results({0, 1})
-        assert all(caught == "KeyboardInterrupt" for caught, _ in results.values()), results
-        assert all(seconds < _LATE_SECONDS for _, seconds in results.values()), results
-    finally:
-        fork.end()
+    _check_interrupted(program)
 
 
 @pytest.mark.parametrize("wait", ["head", "elements", "send", "sendrecv"])
@@ -249,13 +254,7 @@ def test_an_interruption_ends_a_tensor(wait: str) -> None:
         assert not into.any()
         return caught, seconds
 
-    fork = ForkedGroup(2, program, timeout=20.0, kind=NativeBackend)
-    try:
-        results = fork.results({0, 1})
-        assert all(caught == "KeyboardInterrupt" for caught, _ in results.values()), results
-        assert all(seconds < _LATE_SECONDS for _, seconds in results.values()), results
-    finally:
-        fork.end()
+    _check_interrupted(program)
 
 
 @pytest.mark.parametrize("wait", ["recv", "send", "irecv"])

@@ -47,8 +47,7 @@ def quick_send(
     tensor: torch.Tensor, dst: int, tag: int, group: Backend | None, timeout: float | None
 ) -> Progress | None:
     """`send`; None when it is done."""
-    chosen: Any = group or find_group(None)
-    messages = getattr(chosen, "tensor_messages", None)
+    chosen, messages = _way_of(group)
     if messages is None:
         return NOT_BEGUN
     rest = messages.send(tensor, dst, tag, chosen.timeout if timeout is None else timeout, body_numbers(chosen))
@@ -65,8 +64,7 @@ def quick_recv_into(
     tensor: torch.Tensor, src: int, tag: int, group: Backend | None, timeout: float | None
 ) -> int | Progress:
     """`recv_into`; the rank that sent it when it is done."""
-    chosen: Any = group or find_group(None)
-    messages = getattr(chosen, "tensor_messages", None)
+    chosen, messages = _way_of(group)
     if messages is None or kept_heads(chosen).may_have(tag):
         return NOT_BEGUN
     result = messages.receive_into(tensor, src, tag, chosen.timeout if timeout is None else timeout)
@@ -83,8 +81,7 @@ def quick_recv(
     timeout: float | None,
 ) -> tuple[torch.Tensor, int] | Progress:
     """`recv`; the tensor and the rank that sent it when it is done."""
-    chosen: Any = group or find_group(None)
-    messages = getattr(chosen, "tensor_messages", None)
+    chosen, messages = _way_of(group)
     if messages is None or not _is_plain(shape, dtype) or kept_heads(chosen).may_have(tag):
         return NOT_BEGUN
 
@@ -112,8 +109,7 @@ def quick_sendrecv(
     timeout: float | None,
 ) -> tuple[torch.Tensor, int] | Progress:
     """`sendrecv` of a small tensor; the other tensor and the rank that sent it when it is done."""
-    chosen: Any = group or find_group(None)
-    messages = getattr(chosen, "tensor_messages", None)
+    chosen, messages = _way_of(group)
     if messages is None or not messages.can_exchange(tensor, src) or not _is_plain(shape, None):
         return NOT_BEGUN
     started = time.monotonic()
@@ -124,6 +120,12 @@ def quick_sendrecv(
     left = max(0.0, limit - (time.monotonic() - started))
     result = quick_recv(shape, tensor.dtype, src, tag=tag, group=chosen, timeout=left)
     return Progress(time.monotonic() - started, is_sent=True) if isinstance(result, Progress) else result
+
+
+def _way_of(group: Backend | None) -> tuple[Any, Any]:
+    """The group of a call, and its short way or None."""
+    chosen = group or find_group(None)
+    return chosen, getattr(chosen, "tensor_messages", None)
 
 
 def _left_behind(group: Backend, tag: int, rest: Any) -> Progress:
