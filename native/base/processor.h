@@ -18,12 +18,6 @@ inline void relax() noexcept {
 #endif
 }
 
-// Where ranks share processors whoever is waited for may need this one: after some pauses it is given away, until a program
-// of somebody else's takes it for long, and at most so often. Four ranks on two processors meet in 4 us this way, in 19 with
-// ten yields, and slower where each sleeps and is woken: docs/decisions/0010-giving-way-where-cores-are-short.md.
-inline constexpr int crowded_pauses = 8;
-inline constexpr int crowded_yields = 30;
-
 // Lets another thread have the processor, if one wants it.
 inline void give_way() noexcept {
     ::sched_yield();

@@ -5,9 +5,9 @@
 // who are then late in turn: so ranks spin longer than that. But where other programs want the processor, too, spinning
 // uses up a share of it that a sleeper keeps, and by which it is run at once when it is woken. And what is waited for may
 // need this very processor: the system likes to wake a rank where it is waited for. So while it spins a thread gives way
-// now and then. When that takes long, somebody else has run: it sleeps, and for a while spins are short. Two ranks on two
-// processors that ten other programs used, too, allreduce of 1 MiB, medians in us: 2100 where they spun for 300 us in any
-// case, 570 where for 50.
+// now and then; in a group with more ranks than processors at every look. When that takes long, somebody else has run: it
+// sleeps, and for a while spins are short. Two ranks on two processors that ten other programs used, too, allreduce of
+// 1 MiB, medians in us: 2100 where they spun for 300 us in any case, 570 where for 50.
 #pragma once
 
 #include <algorithm>
@@ -33,40 +33,44 @@ private:
     std::atomic<Clock::rep> until_{0};  // a hint: nothing is ordered by it
 };
 
-// Gives the processor away; false when it was gone for long, by then to somebody else's program.
-inline bool give_way_briefly() {
-    constexpr auto somebody_ran = std::chrono::microseconds(100);  // another rank gives it back sooner
-    const auto before = Clock::now();
-    give_way();
-    return Clock::now() - before <= somebody_ran;
-}
-
 class Spin {
 public:
-    // Pauses between two questions whether to go on, where nothing else takes time between them.
-    static constexpr int pauses_a_look = 32;
+    // `longest` where nobody else wants the processor; `is_crowded` where the ranks themselves share it.
+    Spin(Contention& contention, std::chrono::microseconds longest, bool is_crowded)
+        : contention_(contention), longest_(longest), manner_(is_crowded ? crowded : alone) {}
 
-    Spin(Contention& contention, std::chrono::microseconds longest) : contention_(contention), longest_(longest) {}
+    // Pauses between two questions whether to go on, where nothing else takes time between them.
+    [[nodiscard]] int pauses_a_look() const noexcept { return manner_.pauses_a_look; }
 
     // What it waits for has come nearer.
     void restart() noexcept { num_looks_ = 0; }
 
     [[nodiscard]] bool goes_on() {
         const auto now = Clock::now();
-        if (num_looks_ == 0) end_ = now + (contention_.is_seen(now) ? std::min(longest_, short_spin) : longest_);
-        if (++num_looks_ % looks_a_yield == 0 && !give_way_briefly()) {
-            contention_.note(now);
-            return false;
+        if (num_looks_ == 0) end_ = now + (contention_.is_seen(now) ? std::min(longest_, manner_.short_spin) : longest_);
+        if (++num_looks_ % manner_.looks_a_yield == 0) {
+            give_way();
+            if (Clock::now() - now > manner_.somebody_ran) {
+                contention_.note(now);
+                return false;
+            }
         }
         return now < end_;
     }
 
 private:
-    static constexpr auto short_spin = std::chrono::microseconds(50);
-    static constexpr int looks_a_yield = 8;
+    struct Manner {
+        int pauses_a_look;
+        int looks_a_yield;
+        std::chrono::microseconds somebody_ran;  // so long another rank does not keep a processor that it was given
+        std::chrono::microseconds short_spin;
+    };
+    static constexpr Manner alone{32, 8, std::chrono::microseconds(100), std::chrono::microseconds(50)};
+    static constexpr Manner crowded{4, 1, std::chrono::microseconds(1000), std::chrono::microseconds(15)};
 
     Contention& contention_;
     std::chrono::microseconds longest_;
+    const Manner& manner_;
     Clock::time_point end_{};
     int num_looks_ = 0;
 };

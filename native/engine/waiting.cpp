@@ -17,7 +17,7 @@ constexpr auto no_tick = std::chrono::hours(1);
 constexpr auto news_patience = std::chrono::seconds(1);  // see [Note: lost connections]
 constexpr auto news_tick = std::chrono::milliseconds(100);
 
-constexpr int pauses_a_look = 16;  // at the clock
+constexpr int most_pauses_a_look = 16;  // at the clock: there is more to look at between them than flags
 
 // To look at connections takes a system call, as long as some looks at rings.
 constexpr int looks_at_rings = 8;
@@ -77,7 +77,8 @@ bool Messenger::spin(const Transfer& transfer) {
         const Held held(*this, false);
         if (num_asleep_.load() == 0) lookout_->disarm();  // whoever falls asleep now arms it when it gets the lock
     }
-    Spin spin(contention_, spin_time_);
+    Spin spin(contention_, spin_time_, settings_.is_crowded);
+    const int pauses_a_look = settings_.is_crowded ? spin.pauses_a_look() : most_pauses_a_look;
     for (int num_looks = 1;; ++num_looks) {
         if (transfer.has_ended.load()) return true;
         bool has_moved = false;
@@ -89,16 +90,6 @@ bool Messenger::spin(const Transfer& transfer) {
         }
         if (transfer.has_ended.load()) return true;
         do_work();
-        if (settings_.is_crowded) {
-            if (has_moved) num_looks = 0;
-            if (num_looks == crowded_pauses + crowded_yields) return false;
-            if (num_looks < crowded_pauses) {
-                relax();
-            } else if (!give_way_briefly()) {
-                return false;
-            }
-            continue;
-        }
         if (has_moved) {
             spin.restart();
         } else if (num_looks % pauses_a_look == 0 && !spin.goes_on()) {

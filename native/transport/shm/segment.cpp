@@ -102,25 +102,14 @@ void Segment::ring() {
 
 template <class Ready, class Lagging>
 void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind lateness, const Deadline& deadline) {
-    if (layout_.is_crowded) {
-        for (int i = 0; i < crowded_pauses + crowded_yields; ++i) {
+    Spin spin(contention_, std::chrono::microseconds(layout_.spin_micros), layout_.is_crowded);
+    do {
+        for (int i = 0; i < spin.pauses_a_look(); ++i) {
             if (ready()) return;
-            if (i < crowded_pauses) {
-                relax();
-            } else if (!give_way_briefly()) {
-                break;
-            }
+            relax();
         }
-    } else {
-        Spin spin(contention_, std::chrono::microseconds(layout_.spin_micros));
-        do {
-            for (int i = 0; i < Spin::pauses_a_look; ++i) {
-                if (ready()) return;
-                relax();
-            }
-            check();
-        } while (spin.goes_on());
-    }
+        check();
+    } while (spin.goes_on());
     auto& bell = header().bell;
     while (true) {
         bell.sleepers.fetch_add(1);

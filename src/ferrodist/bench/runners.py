@@ -7,6 +7,7 @@ calls as make a batch long enough for the clock and for the ranks' unequal start
 from __future__ import annotations
 
 import socket
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ferrodist.bench.adapters import NotOfferedError
@@ -30,10 +31,12 @@ __all__ = [
 ]
 
 _BATCH_SECONDS = 1e-3
+_TRIAL_SECONDS = 10e-3  # of the calls that say how many a batch has
 _MAX_CALLS = 1000
 _FIRST_CALLS = 3  # and one before: they touch the memory first, open connections, and say how long a call takes
+_WARM_UP_SECONDS = 0.3
 _SLOW_SECONDS = 0.1  # a call that takes longer says so alone
-_TRIALS = 4  # of how much computation takes as long as an allreduce
+_OVERLAP_TRIALS = 4  # of how much computation takes as long as an allreduce
 _ANSWER_SECONDS = 180.0
 
 
@@ -93,6 +96,7 @@ class PeerContestant:
     def __init__(self, group: RankGroup, max_seconds: float) -> None:
         self.peer = group.peer
         self._group, self._max_seconds = group, max_seconds
+        self._is_warm = False
         self._too_slow: dict[tuple[Operation, DataType], tuple[int, str]] = {}  # the size, and what it took
 
     def open_runner(self, case: Case) -> Runner:
@@ -117,6 +121,9 @@ class PeerContestant:
         kind = OverlapRunner if case.operation is Operation.OVERLAP else CallRunner
         runner = (GroupRunner if case.operation.makes_groups else kind)(self._group, case, max_calls)
         try:
+            if not self._is_warm:
+                runner.warm_up()
+                self._is_warm = True
             runner.calibrate(self._max_seconds)
         except TooSlowError as error:
             self._too_slow[case.operation, case.dtype] = case.size_bytes, str(error)
@@ -139,6 +146,12 @@ class CallRunner:
         self._group, self._case, self._max_calls = group, case, max_calls
         self._num_batches = 0
 
+    def warm_up(self) -> None:
+        """Run batches until the ranks of a fresh peer have shared the processors for a while."""
+        begin = time.monotonic()
+        while time.monotonic() - begin < _WARM_UP_SECONDS:
+            self._run(min(_FIRST_CALLS, self._max_calls))
+
     def calibrate(self, max_seconds: float) -> None:
         """Decide how many calls a batch has. Raises TooSlowError when one takes longer than ``max_seconds``."""
         seconds = self._run(1)
@@ -146,10 +159,13 @@ class CallRunner:
         seconds = self._run(1 if is_slow else min(_FIRST_CALLS, self._max_calls))
         if seconds > max_seconds:
             raise TooSlowError(f"a call took {format_seconds(seconds)}")
-        wanted = min(_MAX_CALLS, self._max_calls, round(_BATCH_SECONDS / max(seconds, 1e-9)))
-        if wanted > _FIRST_CALLS:  # the first calls were slow ones: look again, with what may still be too few
-            seconds = min(seconds, self._run(wanted))
-        self.num_calls = max(1, min(_MAX_CALLS, self._max_calls, round(_BATCH_SECONDS / max(seconds, 1e-9))))
+        # The first calls are slow ones, and ranks that share processors start unequally: few calls would measure that.
+        # So look again, at ever more of them.
+        trial = 0
+        while trial < min(_MAX_CALLS, self._max_calls) and 2 * trial * seconds < _TRIAL_SECONDS:
+            trial = max(1, min(max(2 * trial, round(_TRIAL_SECONDS / seconds)), _MAX_CALLS, self._max_calls))
+            seconds = min(seconds, self._run(trial))
+        self.num_calls = max(1, min(_MAX_CALLS, self._max_calls, round(_BATCH_SECONDS / seconds)))
 
     def measure(self) -> None:
         """See `Runner.measure`."""
@@ -176,6 +192,9 @@ class CallRunner:
 class GroupRunner(CallRunner):
     """Groups that are made, one a batch, from the first rank's call to the last one's return."""
 
+    def warm_up(self) -> None:
+        """Nothing: a group is fresh in any case."""
+
     def calibrate(self, max_seconds: float) -> None:  # noqa: ARG002 - making a group is never repeated in a batch
         """Make one that does not count."""
         self._run(1)
@@ -189,7 +208,7 @@ class OverlapRunner(CallRunner):
 
     def calibrate(self, max_seconds: float) -> None:
         """Find the number of products; see `CallRunner.calibrate`."""
-        for _ in range(_TRIALS):
+        for _ in range(_OVERLAP_TRIALS):
             self._run(self.num_calls)
             alone, computing = (self.parts[name][-1] for name in ("alone", "computing"))
             if alone > max_seconds:
