@@ -36,7 +36,7 @@ struct Pair {
 std::optional<Pair> view_pair(nb::handle tensor, nb::handle out) {
     const auto source = view_tensor(tensor.ptr());
     if (!source) return std::nullopt;
-    const auto target = tensor.is(out) ? source : view_tensor(out.ptr());
+    const auto target = tensor.is(out) ? source : view_further_tensor(out.ptr());
     if (!target || target->dtype != source->dtype) return std::nullopt;
     return Pair{*source, *target};
 }
@@ -188,8 +188,17 @@ int index_of(nb::handle value) {
 
 // The number of a reduce operation without a factor, else -1.
 int number_of(nb::handle op) {
+    static nb::handle last_op;  // programs add up, again and again; kept, so that nothing else can be at its address
+    static int last_number = -1;
+    if (op.is(last_op)) return last_number;
     const nb::object number = attribute(op, lookup->number_name);
-    return number.is_valid() ? index_of(number) : -1;
+    const int index = number.is_valid() ? index_of(number) : -1;
+    if (index >= 0) {
+        last_op.dec_ref();
+        last_op = op.inc_ref();
+        last_number = index;
+    }
+    return index;
 }
 
 // `out`, or a fresh tensor where that is None; None when the tensor is not plain, and nothing on an error.
@@ -217,16 +226,19 @@ void raise_for(const Way& way, const char* operation, nb::handle tensor, nb::han
     }
 }
 
+template <class Collective>
+void run(const Way& way, std::size_t size, const Collective& collective) {
+    const std::uint64_t place = way.communicator->reserve();
+    const Released released(way.communicator->is_brief(size) ? Released::When::when_waiting : Released::When::at_once);
+    way.communicator->run(place, way.timeout, collective);
+}
+
 // Runs a collective if `check(go)` finds that it can go the short way. Returns the result, None if it can't.
 template <class Check>
 PyObject* run_quick(const Way& way, const char* operation, nb::handle tensor, nb::object out,
                     std::initializer_list<Fact> facts, const Check& check) {
     if (!out.is_valid()) return nullptr;
-    const auto go = [&](std::size_t, const auto& collective) {
-        const std::uint64_t place = way.communicator->reserve();
-        const Released released;
-        way.communicator->run(place, way.timeout, collective);
-    };
+    const auto go = [&](std::size_t size, const auto& collective) { run(way, size, collective); };
     bool is_done = false;
     try {
         is_done = check(out, go);
@@ -299,9 +311,7 @@ PyObject* quick_barrier(PyObject*, PyObject* group) {
     const auto way = find_way(group);
     if (!way) Py_RETURN_FALSE;
     try {
-        const std::uint64_t place = way->communicator->reserve();
-        const Released released;
-        way->communicator->run(place, way->timeout, barrier);
+        run(*way, 0, barrier);
     } catch (...) {
         raise_for(*way, "barrier", nb::none(), nb::none(), {});
         return nullptr;

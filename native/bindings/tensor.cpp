@@ -155,9 +155,13 @@ bool load_tensor_interface(PyObject* plain, PyObject* parameter, PyObject* incre
 }
 
 std::optional<TensorView> view_tensor(PyObject* object) {
+    if (interface == nullptr || may_have_tangents() || may_be_traced()) return std::nullopt;
+    return view_further_tensor(object);
+}
+
+std::optional<TensorView> view_further_tensor(PyObject* object) {
     Tensor tensor{};
-    if (interface == nullptr || (Py_TYPE(object) != tensor_type && Py_TYPE(object) != parameter_type)) return std::nullopt;
-    if (may_have_tangents() || may_be_traced()) return std::nullopt;
+    if (Py_TYPE(object) != tensor_type && Py_TYPE(object) != parameter_type) return std::nullopt;
     if (is_true(requires_grad->get(object, requires_grad->closure))) return std::nullopt;
     if (interface->tensor_from_object(object, &tensor) != 0) {
         PyErr_Clear();

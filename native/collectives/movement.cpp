@@ -59,7 +59,7 @@ void collect(Context& context, const shm::Call& call, std::byte* out, const std:
     const bool is_read = call.root < 0 || read_size <= most_read_from_one_bytes;
     const Offer offer = offer_source(context, source, counts[rank] * element_size, is_read ? read_size : 0);
     exchange(
-        context, payload, offer, [&] { return (largest + piece - 1) / piece; },
+        context, payload, offer, (largest + piece - 1) / piece,
         [&](std::size_t k, std::byte* slot) {
             const Pieces pieces = pieces_of(rank);
             copy_bytes(slot, source + pieces.offset_bytes(k), pieces.size_bytes(k));
@@ -113,7 +113,7 @@ void broadcast(Context& context, std::byte* data, std::size_t count, DType dtype
                         .piece = elements_in(segment_bytes(size, context.fabric.layout()), element_size)};
     const Offer offer = offer_source(context, data, size, size <= most_read_from_one_bytes ? size : 0);
     exchange(
-        context, payload, offer, [&] { return pieces.num_segments(); },
+        context, payload, offer, pieces.num_segments(),
         [&](std::size_t k, std::byte* slot) {
             if (is_root) copy_bytes(slot, data + pieces.offset_bytes(k), pieces.size_bytes(k));
         },
@@ -159,7 +159,7 @@ void scatter(Context& context, std::byte* out, const std::byte* source, std::spa
     // Only the root has a source; no symmetric memory, for its ranks' tensors lie elsewhere.
     const Offer offer{.is_readable = offer_source(context, nullptr, 0, largest * element_size).is_readable, .own = source};
     exchange(
-        context, payload, offer, [&] { return (largest + piece - 1) / piece; },
+        context, payload, offer, (largest + piece - 1) / piece,
         [&](std::size_t k, std::byte* slot) {
             if (!is_root) return;
             for (std::size_t r = 0; r < counts.size(); ++r) {
@@ -199,6 +199,16 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     const auto own = static_cast<std::size_t>(context.rank);
     std::byte* payload = begin(context, call_of(Operation::all_to_all, unit, dtype));
     context.fabric.give_counts(context.sequence, send_counts);
+    // Before the offer: whether all parts of this rank have `unit` elements, which is the same number on all ranks; and the
+    // parts, if they have and are few. Where all say so nobody looks at counts, nor at slots where they are few.
+    constexpr std::size_t most_inline_bytes = shm::max_inline_bytes - offer_bytes - sizeof(std::uint64_t);
+    const auto is_unit = [&](std::size_t count) { return count == unit; };
+    const std::uint64_t is_even = std::ranges::all_of(send_counts, is_unit) && std::ranges::all_of(receive_counts, is_unit);
+    const bool is_inline = is_even != 0 && ranks * unit * element_size <= most_inline_bytes;
+    std::memcpy(payload, &is_even, sizeof is_even);
+    const auto parts_of = [&](int r) { return context.arrival_of(r).payload.data() + sizeof is_even; };
+    if (is_inline) copy_bytes(parts_of(context.rank), source, ranks * unit * element_size);
+    payload = parts_of(context.rank) + most_inline_bytes;
     // The sizes differ from rank to rank and are not known before all have entered, so the segments are as large as
     // slots allow.
     const std::size_t piece = elements_in(context.fabric.layout().slot_bytes / ranks, element_size);
@@ -206,7 +216,16 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     const auto pieces_of = [&](std::size_t count) {
         return Pieces{.count = count, .element_size = element_size, .piece = piece};
     };
+    const auto are_all_even = [&] {
+        for (int r = 0; r < context.num_ranks; ++r) {
+            std::uint64_t theirs = 0;
+            std::memcpy(&theirs, context.arrival_of(r).payload.data(), sizeof theirs);
+            if (theirs == 0) return false;
+        }
+        return true;
+    };
     const auto num_segments = [&] {
+        if (are_all_even()) return (unit + piece - 1) / piece;
         std::size_t largest = 0;
         for (std::size_t r = 0; r < ranks; ++r) {
             const auto counts = context.fabric.counts(static_cast<int>(r), context.sequence);
@@ -233,29 +252,36 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
                          receive_counts[r] * element_size);
         }
     };
-    exchange(
-        context, payload, offer, num_segments,
-        [&](std::size_t k, std::byte* slot) {
-            for (std::size_t r = 0; r < ranks; ++r) {
-                if (r == own) continue;
-                const Pieces pieces = pieces_of(send_counts[r]);
-                copy_bytes(slot + r * room, source + sent_from[r] * element_size + pieces.offset_bytes(k),
-                           pieces.size_bytes(k));
-            }
-        },
-        [&](std::size_t k, int r) {
-            const auto to = static_cast<std::size_t>(r);
-            return Range{.offset = to * room, .size = pieces_of(send_counts[to]).size_bytes(k)};
-        },
-        [&](std::size_t k, std::uint64_t number) {
-            for (std::size_t step = 1; step < ranks; ++step) {
-                const std::size_t r = (own + step) % ranks;
-                const Pieces pieces = pieces_of(receive_counts[r]);
-                copy_bytes(out + received_at[r] * element_size + pieces.offset_bytes(k),
-                           context.fabric.slot(static_cast<int>(r), number) + own * room, pieces.size_bytes(k));
-            }
-        },
-        direct, deadline);
+    const auto stage = [&](std::size_t k, std::byte* slot) {
+        for (std::size_t r = 0; r < ranks; ++r) {
+            if (r == own) continue;
+            const Pieces pieces = pieces_of(send_counts[r]);
+            copy_bytes(slot + r * room, source + sent_from[r] * element_size + pieces.offset_bytes(k),
+                       pieces.size_bytes(k));
+        }
+    };
+    const auto staged_for = [&](std::size_t k, int r) {
+        const auto to = static_cast<std::size_t>(r);
+        return Range{.offset = to * room, .size = pieces_of(send_counts[to]).size_bytes(k)};
+    };
+    const auto take = [&](std::size_t k, std::uint64_t number) {
+        for (std::size_t step = 1; step < ranks; ++step) {
+            const std::size_t r = (own + step) % ranks;
+            const Pieces pieces = pieces_of(receive_counts[r]);
+            copy_bytes(out + received_at[r] * element_size + pieces.offset_bytes(k),
+                       context.fabric.slot(static_cast<int>(r), number) + own * room, pieces.size_bytes(k));
+        }
+    };
+    make_offer(context, payload, offer, stage, staged_for, deadline);
+    enter(context, deadline);
+    if (is_inline && are_all_even()) {
+        for (std::size_t r = 0; r < ranks; ++r)
+            copy_bytes(out + r * unit * element_size,
+                       parts_of(static_cast<int>(r)) + own * unit * element_size, unit * element_size);
+        ++context.segments;  // what was staged
+        return;
+    }
+    exchange_entered(context, payload, offer, num_segments(), stage, staged_for, take, direct, deadline);
 }
 
 std::vector<std::string> share(Context& context, std::string_view name, std::string_view data,
@@ -266,7 +292,7 @@ std::vector<std::string> share(Context& context, std::string_view name, std::str
     const std::uint64_t length = data.size();
     std::vector<std::string> shared;
     exchange(
-        context, payload + share_name_bytes, {}, [] { return std::size_t{1}; },
+        context, payload + share_name_bytes, {}, 1,
         [&](std::size_t, std::byte* slot) {
             std::memcpy(slot, &length, sizeof length);
             std::memcpy(slot + sizeof length, data.data(), data.size());

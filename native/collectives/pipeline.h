@@ -60,7 +60,8 @@ struct Entered {
     bool is_staged_late;  // the first segment is staged after entry on some rank
 };
 
-inline constexpr std::size_t offer_bytes = 2 * sizeof(shm::Place);
+using Places = std::array<shm::Place, 2>;
+inline constexpr std::size_t offer_bytes = sizeof(Places);
 
 // In the place of an arena: that the offset is an address of the rank's process.
 inline constexpr std::uint64_t readable = ~std::uint64_t{0};
@@ -78,7 +79,7 @@ public:
     void copy(int r, std::size_t offset, std::byte* out, std::size_t size) const {
         if (size == 0) return;
         if (is_mapped_) return copy_bytes(out, offer_.source.of(r) + offset, size);
-        std::array<shm::Place, 2> theirs;
+        Places theirs;
         std::memcpy(theirs.data(), context_.arrival_of(r).payload.data() + at_, offer_bytes);
         context_.peers.read(r, out, theirs[1].offset + offset, size);
     }
@@ -92,32 +93,40 @@ private:
     bool is_mapped_;
 };
 
-// Writes the offer at `payload`, stages segment 0 unless it may not be needed, and enters.
-template <class Stage, class StagedFor>
-Entered enter_offering(Context& context, std::byte* payload, const Offer& offer, const Stage& stage,
-                       const StagedFor& staged_for, const Deadline& deadline) {
-    Fabric& fabric = context.fabric;
-    const std::uint64_t base = context.segments;
-    const auto stage_first = [&] {
-        await_slot(context, base, deadline);
-        stage(std::size_t{0}, fabric.slot(context.rank, base));
-    };
-    const bool is_made = offer.is_made();
+inline Places places_of(const Offer& offer) {
     const shm::Place own{readable, reinterpret_cast<std::uintptr_t>(offer.own)};
-    const std::array places{is_made ? offer.source.place() : shm::Place{}, offer.is_readable ? own : offer.out.place()};
-    const auto at = static_cast<std::size_t>(payload - context.arrival_of(context.rank).payload.data());
+    return {offer.is_made() ? offer.source.place() : shm::Place{}, offer.is_readable ? own : offer.out.place()};
+}
+
+template <class Stage>
+void stage_first(Context& context, const Stage& stage, const Deadline& deadline) {
+    await_slot(context, context.segments, deadline);
+    stage(std::size_t{0}, context.fabric.slot(context.rank, context.segments));
+}
+
+// Writes the offer at `payload`, and stages segment 0 unless it may not be needed. Then it is time to enter.
+template <class Stage, class StagedFor>
+void make_offer(Context& context, std::byte* payload, const Offer& offer, const Stage& stage, const StagedFor& staged_for,
+                const Deadline& deadline) {
+    const Places places = places_of(offer);
     std::memcpy(payload, places.data(), offer_bytes);
-    const auto staged_for_first = [&](int r) { return staged_for(std::size_t{0}, r); };
-    if (!is_made) {
-        stage_first();
-        fabric.send_staged(base, staged_for_first);
-    }
-    enter(context, deadline);
+    if (offer.is_made()) return;
+    stage_first(context, stage, deadline);
+    context.fabric.send_staged(context.segments, [&](int r) { return staged_for(std::size_t{0}, r); });
+}
+
+// After entry: what all ranks' offers come to. Stages segment 0 where it was not, and is needed.
+template <class Stage, class StagedFor>
+Entered judge_offers(Context& context, const std::byte* payload, const Offer& offer, const Stage& stage,
+                     const StagedFor& staged_for, const Deadline& deadline) {
+    const Places places = places_of(offer);
+    const auto at = static_cast<std::size_t>(payload - context.arrival_of(context.rank).payload.data());
+    const bool is_made = offer.is_made();
     bool is_mapped = offer.source.arena != nullptr && is_made;
     bool is_readable = offer.is_readable;
     bool is_any_made = false;
     for (int r = 0; r < context.num_ranks; ++r) {
-        std::array<shm::Place, 2> theirs;
+        Places theirs;
         std::memcpy(theirs.data(), context.arrival_of(r).payload.data() + at, offer_bytes);
         is_mapped = is_mapped && theirs[0] == places[0] && (!offer.needs_out || theirs[1] == places[1]);
         is_readable = is_readable && theirs[1].arena == readable;
@@ -125,8 +134,8 @@ Entered enter_offering(Context& context, std::byte* payload, const Offer& offer,
     }
     const bool is_direct = is_mapped || is_readable;
     if (!is_direct && is_any_made) {
-        if (is_made) stage_first();
-        fabric.publish_staged(base, staged_for_first);
+        if (is_made) stage_first(context, stage, deadline);
+        context.fabric.publish_staged(context.segments, [&](int r) { return staged_for(std::size_t{0}, r); });
     }
     return {.is_direct = is_direct, .is_mapped = is_mapped, .is_staged_late = !is_direct && is_any_made};
 }
@@ -139,18 +148,18 @@ inline void finish_direct(Context& context, const Deadline& deadline) {
     context.fabric.await(&shm::Progress::folded, next, deadline);
 }
 
-// Moves `num_segments()` segments, which is asked for once all ranks have entered. `stage(k, slot)` puts this rank's
-// part of segment k, counted from 0, into its slot, of which rank r reads `staged_for(k, r)`; `take(k, number)` reads
-// segment k, whose number is `number`, from all slots. Segment 0 is always staged and taken. The call has begun
-// (`begin`), and `payload` has room for an offer. Where all ranks offer the same, `direct(sources)` does it all.
-template <class NumSegments, class Stage, class StagedFor, class Take, class Direct>
-void exchange(Context& context, std::byte* payload, const Offer& offer, const NumSegments& num_segments,
-              const Stage& stage, const StagedFor& staged_for, const Take& take, const Direct& direct,
-              const Deadline& deadline) {
+// Moves `num_segments` segments. `stage(k, slot)` puts this rank's part of segment k, counted from 0, into its slot, of which
+// rank r reads `staged_for(k, r)`; `take(k, number)` reads segment k, whose number is `number`, from all slots. Segment 0 is
+// always staged and taken. All ranks have made their offers (`make_offer`) and entered. Where all offer the same,
+// `direct(sources)` does it all.
+template <class Stage, class StagedFor, class Take, class Direct>
+void exchange_entered(Context& context, std::byte* payload, const Offer& offer, std::size_t num_segments,
+                      const Stage& stage, const StagedFor& staged_for, const Take& take, const Direct& direct,
+                      const Deadline& deadline) {
     Fabric& fabric = context.fabric;
     const std::uint64_t base = context.segments;
-    const Entered entered = enter_offering(context, payload, offer, stage, staged_for, deadline);
-    const std::size_t count = std::max<std::size_t>(num_segments(), 1);
+    const Entered entered = judge_offers(context, payload, offer, stage, staged_for, deadline);
+    const std::size_t count = std::max<std::size_t>(num_segments, 1);
     if (entered.is_direct) {
         direct(Sources(context, payload, offer, entered.is_mapped));
         return finish_direct(context, deadline);
@@ -169,6 +178,15 @@ void exchange(Context& context, std::byte* payload, const Offer& offer, const Nu
     context.segments = base + count;
 }
 
+// The whole of it, for a call that has begun (`begin`), in whose `payload` there is room for an offer.
+template <class Stage, class StagedFor, class Take, class Direct>
+void exchange(Context& context, std::byte* payload, const Offer& offer, std::size_t num_segments, const Stage& stage,
+              const StagedFor& staged_for, const Take& take, const Direct& direct, const Deadline& deadline) {
+    make_offer(context, payload, offer, stage, staged_for, deadline);
+    enter(context, deadline);
+    exchange_entered(context, payload, offer, num_segments, stage, staged_for, take, direct, deadline);
+}
+
 // The same with a step between: `fold(k, number)` makes this rank's part of the result of segment k from all slots and
 // leaves it in its own, of which rank r reads `folded_for(k, r)`; `take` reads the results. Segment k is folded
 // while k-1 is taken by slower ranks.
@@ -178,7 +196,9 @@ void exchange_folded(Context& context, std::byte* payload, const Offer& offer, s
                      const Take& take, const Direct& direct, const Deadline& deadline) {
     Fabric& fabric = context.fabric;
     const std::uint64_t base = context.segments;
-    const Entered entered = enter_offering(context, payload, offer, stage, staged_for, deadline);
+    make_offer(context, payload, offer, stage, staged_for, deadline);
+    enter(context, deadline);
+    const Entered entered = judge_offers(context, payload, offer, stage, staged_for, deadline);
     if (entered.is_direct) {
         direct();
         return finish_direct(context, deadline);

@@ -18,14 +18,19 @@ shm::Call call_of(Operation operation, std::size_t count, const Reduction& reduc
             .count = count};
 }
 
-// The whole through the arrival line: one wait, no other cache line.
-void fold_inline(Context& context, Folder& folder, std::byte* out, const std::byte* source, std::size_t count,
-                 std::size_t element_size, const Deadline& deadline) {
+struct Elements {
+    std::size_t begin;
+    std::size_t size;
+};
+
+// `count` elements through the arrival line, of which this rank folds `wanted`: one wait, no other cache line.
+void fold_inline(Context& context, Folder& folder, std::byte* out, const std::byte* source, Elements wanted,
+                 std::size_t count, std::size_t element_size, const Deadline& deadline) {
     copy_bytes(folder.payload(), source, count * element_size);
     enter(context, deadline);
     if (out == nullptr) return;
-    const std::size_t head = folder.head_bytes();
-    folder.fold(out, count, [&](int r) { return context.arrival_of(r).payload.data() + head; });
+    const std::size_t offset = folder.head_bytes() + wanted.begin * element_size;
+    folder.fold(out, wanted.size, [&](int r) { return context.arrival_of(r).payload.data() + offset; });
 }
 
 // The whole through one slot, folded by everyone who wants it: one wait.
@@ -33,7 +38,7 @@ void fold_one_shot(Context& context, Folder& folder, std::byte* out, const std::
                    std::size_t element_size, int root, const Deadline& deadline) {
     const auto is_wanted_by = [&](int r) { return root < 0 || r == root; };
     exchange(
-        context, folder.payload(), {}, [] { return std::size_t{1}; },
+        context, folder.payload(), {}, 1,
         [&](std::size_t, std::byte* slot) { copy_bytes(slot, source, count * element_size); },
         [&](std::size_t, int r) { return Range{.size = is_wanted_by(r) ? count * element_size : 0}; },
         [&](std::size_t, std::uint64_t number) {
@@ -152,7 +157,7 @@ void fold_whole(Context& context, const shm::Call& call, std::byte* out, const s
     Folder folder(context, reduction);
     folder.begin_call(call, reduction);
     if (size + folder.head_bytes() <= shm::max_inline_bytes) {
-        fold_inline(context, folder, out, source, count, element_size, deadline);
+        fold_inline(context, folder, out, source, {.begin = 0, .size = count}, count, element_size, deadline);
     } else if (context.num_ranks == 2 && context.fabric.has_remote_ranks()) {
         const Pieces pieces{.count = count,
                             .element_size = element_size,
@@ -190,6 +195,10 @@ void reduce_scatter(Context& context, std::byte* out, const std::byte* source, s
 
     Folder folder(context, reduction);
     folder.begin_call(call_of(Operation::reduce_scatter, starts[ranks], reduction, -1, dim), reduction);
+    const auto own_rank = static_cast<std::size_t>(context.rank);
+    if (starts[ranks] * element_size + folder.head_bytes() <= shm::max_inline_bytes)
+        return fold_inline(context, folder, out, source, {.begin = starts[own_rank], .size = counts[own_rank]},
+                           starts[ranks], element_size, deadline);
     const std::size_t slot_bytes = segment_bytes(largest * ranks * element_size, context.fabric.layout());
     const std::size_t piece = elements_in(slot_bytes / ranks, element_size);
     const auto pieces_of = [&](int r) {
@@ -199,7 +208,7 @@ void reduce_scatter(Context& context, std::byte* out, const std::byte* source, s
     const auto source_of = [&](int r) { return source + starts[static_cast<std::size_t>(r)] * element_size; };
     const Offer offer = offer_source(context, source, starts[ranks] * element_size, largest * element_size);
     exchange(
-        context, folder.payload(), offer, [&] { return (largest + piece - 1) / piece; },
+        context, folder.payload(), offer, (largest + piece - 1) / piece,
         [&](std::size_t k, std::byte* slot) {
             for (int r = 0; r < context.num_ranks; ++r) {
                 if (r == context.rank) continue;

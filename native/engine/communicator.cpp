@@ -54,6 +54,7 @@ void Communicator::await_turn(std::uint64_t place) {
 
 void Communicator::await_turn(std::uint64_t place, const Deadline& deadline) {
     if (turn_.load() == place) return;
+    expect_wait();  // who has the turn may need the interpreter
     queue_.hurry();  // what was started before may have been left for later
     while (true) {
         const std::uint32_t seen = passed_.current();

@@ -78,6 +78,12 @@ public:
         }
     }
 
+    // Whether a collective of `size` bytes neither copies for long nor makes system calls, if no rank is late.
+    [[nodiscard]] bool is_brief(std::size_t size) const noexcept {
+        constexpr std::size_t soon_copied = 4 * 1024;
+        return size <= soon_copied && !fabric_.has_remote_ranks();
+    }
+
     // Whether they can read each other's memory.
     [[nodiscard]] bool can_read_peers() const noexcept { return context_.peers.is_usable(); }
 

@@ -75,7 +75,7 @@ void Fabric::arrive(std::uint64_t sequence, const Deadline& deadline) {
     const auto* data = reinterpret_cast<const std::byte*>(&line.call);
     for (int r = 0; r < num_ranks(); ++r)
         if (links_->is_remote(r))
-            links_->send(r, tcp::Kind::arrival, sequence, 0, {data, shm::line_bytes - sizeof(line.sequence)});
+            links_->send(r, tcp::Kind::arrival, sequence, 0, {data, sizeof line - sizeof line.sequence});
     segment_->publish(line.sequence, sequence);
     wait_for_all([&](int r) { return arrival(r, sequence).sequence.load() >= sequence; }, FailureKind::late, deadline);
 }

@@ -109,6 +109,7 @@ void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind
             relax();
         }
         check();
+        expect_wait();
     } while (spin.goes_on());
     auto& bell = header().bell;
     while (true) {

@@ -47,8 +47,8 @@ struct Call {
 };
 static_assert(sizeof(Call) == 16);
 
-// Bytes that travel on the line of the arrival flag.
-inline constexpr std::size_t max_inline_bytes = line_bytes - sizeof(std::uint64_t) - sizeof(Call);
+// Bytes that travel with the arrival flag. The first of them lie on its line, so few cost nothing more.
+inline constexpr std::size_t max_inline_bytes = 2 * line_bytes - sizeof(std::uint64_t) - sizeof(Call);
 
 using Flag = std::atomic<std::uint64_t>;
 static_assert(Flag::is_always_lock_free && std::atomic<std::uint32_t>::is_always_lock_free);
@@ -60,7 +60,7 @@ struct alignas(line_bytes) Arrival {
     Call call;
     std::array<std::byte, max_inline_bytes> payload;
 };
-static_assert(sizeof(Arrival) == line_bytes);
+static_assert(sizeof(Arrival) == 2 * line_bytes);
 
 // How far a rank is in the segments of all collectives so far.
 struct alignas(line_bytes) Progress {

@@ -135,7 +135,7 @@ std::span<std::byte> Links::target_of(Peer& peer, int rank) const {
     if (header.magic != frame_magic) throw_violation(rank, "a frame that does not begin like one");
     switch (header.kind) {
         case Kind::arrival:
-            if (header.size != shm::line_bytes - sizeof(std::uint64_t)) break;
+            if (header.size != sizeof(shm::Arrival) - sizeof(shm::Flag)) break;
             return {reinterpret_cast<std::byte*>(&peer.arrivals[header.number & 1].call), header.size};
         case Kind::counts:
             if (header.size != peers_.size() * sizeof(std::uint64_t)) break;

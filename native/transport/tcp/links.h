@@ -92,7 +92,7 @@ public:
 private:
     struct Outgoing {
         Header header;
-        std::array<std::byte, shm::line_bytes> copy;
+        std::array<std::byte, sizeof(shm::Arrival)> copy;
         std::span<const std::byte> data;  // where it lies, or none if it was copied
         std::size_t num_sent = 0;         // of header, copy and data together
 

@@ -152,6 +152,20 @@ def uneven_exchange(group: Backend) -> None:
     assert empty.shape == (0, 3), f"an exchange of nothing has shape {tuple(empty.shape)}"
 
 
+def even_meets_uneven(group: Backend) -> None:
+    """all_to_all on one rank meets all_to_all_single_uneven on others, where what the two move between them agrees."""
+    p, rank = group.world_size, group.rank
+    for scale in (1, 50_000):
+        counts = [[1 if 0 in (src, dst) else src * dst * scale for dst in range(p)] for src in range(p)]
+        sent = [torch.arange(sum(counts[src]), dtype=torch.int64) + 1_000_000 * src for src in range(p)]
+        expected = torch.cat([parts_along(sent[src], counts[src])[rank] for src in range(p)])
+        if rank == 0:
+            result = fd.all_to_all(sent[0])
+        else:
+            result = fd.all_to_all_single_uneven(sent[rank], counts[rank], [counts[src][rank] for src in range(p)])
+        same_bits(result, expected, f"all_to_all on rank 0 alone, the others' parts times {scale}")
+
+
 def zero_dimensional_tensors(group: Backend) -> None:
     """A single number can be reduced, broadcast and gathered; where a dim is needed, that is said."""
     p, rank = group.world_size, group.rank
@@ -197,6 +211,7 @@ MOVEMENT_CHECKS: tuple[CollectiveCheck, ...] = (
     dims_other_than_the_first,
     uneven_sizes,
     uneven_exchange,
+    even_meets_uneven,
     zero_dimensional_tensors,
     barriers_wait_for_all,
 )
