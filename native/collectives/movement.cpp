@@ -81,11 +81,11 @@ void collect(Context& context, const shm::Call& call, std::byte* out, const std:
         },
         [&](const Sources& sources) {
             if (out == nullptr) return;
-            move_bytes(own_place(), source, counts[rank] * element_size);
             for (std::size_t step = 1; step < counts.size(); ++step) {
                 const std::size_t r = (rank + step) % counts.size();
                 sources.copy(static_cast<int>(r), 0, out + starts[r] * element_size, counts[r] * element_size);
             }
+            move_bytes(own_place(), source, counts[rank] * element_size);
         },
         deadline);
 }
@@ -239,8 +239,10 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
         }
         return (largest + piece - 1) / piece;
     };
-    copy_bytes(out + received_at[own] * element_size, source + sent_from[own] * element_size,
-               std::min(send_counts[own], receive_counts[own]) * element_size);
+    const auto copy_own = [&] {
+        copy_bytes(out + received_at[own] * element_size, source + sent_from[own] * element_size,
+                   std::min(send_counts[own], receive_counts[own]) * element_size);
+    };
     const std::size_t sent_bytes = sent_from[ranks] * element_size;
     const Offer offer = offer_source(context, source, sent_bytes, sent_bytes / ranks);
     const auto direct = [&](const Sources& sources) {
@@ -251,6 +253,7 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
             sources.copy(static_cast<int>(r), begin * element_size, out + received_at[r] * element_size,
                          receive_counts[r] * element_size);
         }
+        copy_own();
     };
     const auto stage = [&](std::size_t k, std::byte* slot) {
         for (std::size_t r = 0; r < ranks; ++r) {
@@ -265,6 +268,7 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
         return Range{.offset = to * room, .size = pieces_of(send_counts[to]).size_bytes(k)};
     };
     const auto take = [&](std::size_t k, std::uint64_t number) {
+        if (k == 0) copy_own();
         for (std::size_t step = 1; step < ranks; ++step) {
             const std::size_t r = (own + step) % ranks;
             const Pieces pieces = pieces_of(receive_counts[r]);

@@ -67,6 +67,7 @@ def rank_environment(environment: Mapping[str, str], peer: Peer, hosts: Emulated
     """The variables that a peer's ranks get, from our own."""
     kept = {name: value for name, value in environment.items() if not name.startswith(_FOREIGN_VARIABLES)}
     kept["OMP_NUM_THREADS"] = "1"  # what a rank has to itself on a full host
+    kept["NUMPY_MADVISE_HUGEPAGE"] = "0"  # NumPy would ask for huge pages, and torch does not: all get the same memory
     if peer.mpi_library is not None:
         for name in ("PYTHONPATH", "PYTHONHOME"):  # they name packages of this interpreter
             kept.pop(name, None)
