@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <utility>
 
 #include "base/deadline.h"
 #include "base/processor.h"
@@ -35,9 +36,21 @@ private:
 
 class Spin {
 public:
-    // `longest` where nobody else wants the processor; `is_crowded` where the ranks themselves share it.
-    Spin(Contention& contention, std::chrono::microseconds longest, bool is_crowded)
-        : contention_(contention), longest_(longest), manner_(is_crowded ? crowded : alone) {}
+    struct Manner {
+        int pauses_a_look;
+        int looks_a_yield;                       // never where it is 0
+        std::chrono::microseconds somebody_ran;  // so long another rank does not keep a processor that it was given
+        std::chrono::microseconds short_spin;
+    };
+    static constexpr Manner alone{32, 8, std::chrono::microseconds(100), std::chrono::microseconds(50)};
+    // In a group with more ranks than processors.
+    static constexpr Manner crowded{4, 1, std::chrono::microseconds(1000), std::chrono::microseconds(15)};
+    // On connections; see [Note: spinning on connections].
+    static constexpr Manner steady{16, 0, std::chrono::microseconds(1000), std::chrono::microseconds(50)};
+
+    // `longest` where nobody else wants the processor.
+    Spin(Contention& contention, std::chrono::microseconds longest, const Manner& manner)
+        : contention_(contention), longest_(longest), manner_(manner) {}
 
     // Pauses between two questions whether to go on, where nothing else takes time between them.
     [[nodiscard]] int pauses_a_look() const noexcept { return manner_.pauses_a_look; }
@@ -46,32 +59,30 @@ public:
     void restart() noexcept { num_looks_ = 0; }
 
     [[nodiscard]] bool goes_on() {
-        const auto now = Clock::now();
-        if (num_looks_ == 0) end_ = now + (contention_.is_seen(now) ? std::min(longest_, manner_.short_spin) : longest_);
-        if (++num_looks_ % manner_.looks_a_yield == 0) {
-            give_way();
-            if (Clock::now() - now > manner_.somebody_ran) {
-                contention_.note(now);
-                return false;
+        auto now = Clock::now();
+        if (num_looks_ == 0) {
+            end_ = now + (contention_.is_seen(now) ? std::min(longest_, manner_.short_spin) : longest_);
+            last_look_ = now;
+        }
+        auto since = std::exchange(last_look_, now);
+        if (++num_looks_; manner_.looks_a_yield != 0) {
+            since = now;  // what else stopped this thread, as a hypervisor may, wants no processor of its
+            if (num_looks_ % manner_.looks_a_yield == 0) {
+                give_way();
+                now = Clock::now();
             }
         }
-        return now < end_;
+        if (now - since <= manner_.somebody_ran) return now < end_;
+        contention_.note(now);
+        return false;
     }
 
 private:
-    struct Manner {
-        int pauses_a_look;
-        int looks_a_yield;
-        std::chrono::microseconds somebody_ran;  // so long another rank does not keep a processor that it was given
-        std::chrono::microseconds short_spin;
-    };
-    static constexpr Manner alone{32, 8, std::chrono::microseconds(100), std::chrono::microseconds(50)};
-    static constexpr Manner crowded{4, 1, std::chrono::microseconds(1000), std::chrono::microseconds(15)};
-
     Contention& contention_;
     std::chrono::microseconds longest_;
     const Manner& manner_;
     Clock::time_point end_{};
+    Clock::time_point last_look_{};
     int num_looks_ = 0;
 };
 

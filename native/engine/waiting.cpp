@@ -77,7 +77,7 @@ bool Messenger::spin(const Transfer& transfer) {
         const Held held(*this, false);
         if (num_asleep_.load() == 0) lookout_->disarm();  // whoever falls asleep now arms it when it gets the lock
     }
-    Spin spin(contention_, spin_time_, settings_.is_crowded);
+    Spin spin(contention_, spin_time_, settings_.is_crowded ? Spin::crowded : Spin::alone);
     const int pauses_a_look = settings_.is_crowded ? spin.pauses_a_look() : most_pauses_a_look;
     for (int num_looks = 1;; ++num_looks) {
         if (transfer.has_ended.load()) return true;

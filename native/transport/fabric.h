@@ -138,6 +138,7 @@ private:
     std::uint64_t sequence_ = 0;  // of the collective that this rank has come to
     bool has_local_peers_ = false;
     shm::Layout layout_;
+    std::unique_ptr<Contention> contention_ = std::make_unique<Contention>();
 };
 
 }  // namespace ferrodist

@@ -102,7 +102,8 @@ void Segment::ring() {
 
 template <class Ready, class Lagging>
 void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind lateness, const Deadline& deadline) {
-    Spin spin(contention_, std::chrono::microseconds(layout_.spin_micros), layout_.is_crowded);
+    Spin spin(contention_, std::chrono::microseconds(layout_.spin_micros),
+              layout_.is_crowded ? Spin::crowded : Spin::alone);
     do {
         for (int i = 0; i < spin.pauses_a_look(); ++i) {
             if (ready()) return;

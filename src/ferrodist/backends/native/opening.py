@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import operator
 import os
 import secrets
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["open_communicator", "open_messages", "open_symmetric"]
 
+_MACHINE_BYTES = 8
 _PROCESSOR_BYTES = 64
 _NAME_BYTES = 16
 _NO_NAME = bytes(_NAME_BYTES)
@@ -266,13 +268,16 @@ class _Layout(NamedTuple):
 def _layout(place: Place, rank: int, processors: Sequence[bytes]) -> _Layout:
     """How the memory of the host of ``rank`` is laid out, from the processors that each rank may use.
 
-    But for the number of ranks it is the same on all hosts: algorithms depend on it.
+    But for the number of ranks it is the same on all hosts: algorithms depend on it. Hosts that are containers of one
+    machine share its processors.
     """
-    is_crowded = False
-    for host in set(place.hosts):
-        local_ranks = [other for other, its_host in enumerate(place.hosts) if its_host == host]
-        union = functools.reduce(operator.or_, (int.from_bytes(processors[other], "little") for other in local_ranks))
-        is_crowded = is_crowded or len(local_ranks) > max(1, union.bit_count())
+    machines: dict[bytes, list[int]] = {}
+    for introduction in processors:
+        mask = int.from_bytes(introduction[_MACHINE_BYTES:], "little")
+        machines.setdefault(introduction[:_MACHINE_BYTES], []).append(mask)
+    is_crowded = any(
+        len(masks) > max(1, functools.reduce(operator.or_, masks).bit_count()) for masks in machines.values()
+    )
     is_wide = is_crowded or place.num_hosts > 1
     return _Layout(
         num_ranks=len(place.neighbours(rank)),
@@ -284,7 +289,12 @@ def _layout(place: Place, rank: int, processors: Sequence[bytes]) -> _Layout:
 
 
 def _processors() -> bytes:
-    """The processors this process may use, as a mask; a quota of the control group cuts it."""
+    """This machine, and which of its processors this process may use, as a mask; a control group's quota cuts it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:  # it is its own
+        boot = secrets.token_bytes(_MACHINE_BYTES)
+    machine = hashlib.blake2b(boot, digest_size=_MACHINE_BYTES).digest()
     usable = sorted(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
@@ -292,4 +302,4 @@ def _processors() -> bytes:
     mask = 0
     for processor in usable:
         mask |= 1 << processor % (8 * _PROCESSOR_BYTES)
-    return mask.to_bytes(_PROCESSOR_BYTES, "little")
+    return machine + mask.to_bytes(_PROCESSOR_BYTES, "little")
