@@ -79,7 +79,6 @@ NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // groups that are still open when the interpreter ends
     bind_failures(m);
 
-    m.attr("MAX_INLINE_BYTES") = shm::max_inline_bytes;
     m.attr("PAGE_BYTES") = shm::page_bytes;
     m.def(
         "load_tensor_interface",

@@ -29,7 +29,8 @@ _SLOT_BYTES = 64 * 1024
 _HEADER = struct.Struct("<IIQQQ")  # magic, kind, number, offset, size: `Header` of native/transport/tcp/links.h
 _MAGIC = 0x54446646
 _ARRIVAL, _COUNTS, _STAGED, _FOLDED, _DONE, _FAILED = range(1, 7)
-_CALL = struct.pack("<BBBbiQ", 1, 1, 0, -1, -1, 30_000).ljust(120, b"\0")  # allreduce(sum, float32[30000])
+_CALL_BYTES = 248  # with its payload
+_CALL = struct.pack("<BBBbiQ", 1, 1, 0, -1, -1, 30_000).ljust(_CALL_BYTES, b"\0")  # allreduce(sum, float32[30000])
 
 
 @contextlib.contextmanager
@@ -121,7 +122,7 @@ def test_random_frames(seed):
             with contextlib.suppress(OSError):
                 peer.sendall(_frame(_ARRIVAL, data=_CALL))
                 for _ in range(200):
-                    size = draw.choice([0, 1, 16, 120, 4096, _SLOT_BYTES, _SLOT_BYTES + 1])
+                    size = draw.choice([0, 1, 16, _CALL_BYTES, 4096, _SLOT_BYTES, _SLOT_BYTES + 1])
                     number = draw.choice([0, 1, 2, 3, 1 << 40, (1 << 64) - 1])
                     offset = draw.choice([0, 1, _SLOT_BYTES - 1, _SLOT_BYTES, 1 << 63])
                     kind = draw.choice([_ARRIVAL, _COUNTS, _STAGED, _STAGED, _FOLDED, _DONE, draw.randrange(12)])
