@@ -5,7 +5,7 @@
 // who are then late in turn: so ranks spin longer than that. But where other programs want the processor, too, spinning
 // uses up a share of it that a sleeper keeps, and by which it is run at once when it is woken. And what is waited for may
 // need this very processor: the system likes to wake a rank where it is waited for. So while it spins a thread gives way
-// now and then; in a group with more ranks than processors at every look. When that takes long, somebody else has run: it
+// now and then; in a group with more ranks than processors at every look at the clock. When that takes long, somebody else has run: it
 // sleeps, and for a while spins are short. Two ranks on two processors that ten other programs used, too, allreduce of
 // 1 MiB, medians in us: 2100 where they spun for 300 us in any case, 570 where for 50.
 #pragma once
@@ -20,7 +20,7 @@
 
 namespace ferrodist {
 
-// What the spins of one process learn from each other.
+// What spins learn from each other: those of one segment, of one group between hosts, of one messenger.
 class Contention {
 public:
     [[nodiscard]] bool is_seen(Clock::time_point now) const noexcept {
@@ -34,31 +34,43 @@ private:
     std::atomic<Clock::rep> until_{0};  // a hint: nothing is ordered by it
 };
 
+// One wait's. After each try that found nothing: `tries_again()`; when that is false it is time to sleep, until `restart`.
 class Spin {
 public:
     struct Manner {
-        int pauses_a_look;
+        int tries_a_look;                        // at the clock
         int looks_a_yield;                       // never where it is 0
-        std::chrono::microseconds somebody_ran;  // so long another rank does not keep a processor that it was given
+        std::chrono::microseconds somebody_ran;  // a rank's thread gives a processor back sooner
         std::chrono::microseconds short_spin;
     };
-    static constexpr Manner alone{32, 8, std::chrono::microseconds(100), std::chrono::microseconds(50)};
-    // In a group with more ranks than processors.
+    // For flags in memory, with a pause after each try.
+    static constexpr Manner on_flags{32, 8, std::chrono::microseconds(100), std::chrono::microseconds(50)};
+    // For messages, where a try looks at several rings.
+    static constexpr Manner on_rings{16, 8, std::chrono::microseconds(100), std::chrono::microseconds(50)};
+    // For connections, where a try makes system calls. A thread that never gives way is stopped by who else wants its
+    // processor, which shows between two looks; so does a hypervisor's stop, which is taken for the same.
+    static constexpr Manner on_connections{16, 0, std::chrono::microseconds(1000), std::chrono::microseconds(50)};
+    // For all of these in a group with more ranks than processors.
     static constexpr Manner crowded{4, 1, std::chrono::microseconds(1000), std::chrono::microseconds(15)};
-    // On connections; see [Note: spinning on connections].
-    static constexpr Manner steady{16, 0, std::chrono::microseconds(1000), std::chrono::microseconds(50)};
 
-    // `longest` where nobody else wants the processor.
-    Spin(Contention& contention, std::chrono::microseconds longest, const Manner& manner)
-        : contention_(contention), longest_(longest), manner_(manner) {}
-
-    // Pauses between two questions whether to go on, where nothing else takes time between them.
-    [[nodiscard]] int pauses_a_look() const noexcept { return manner_.pauses_a_look; }
+    // `longest` where nobody else wants the processor. `work` is how many of what the manner has in mind a try looks at.
+    Spin(Contention& contention, std::chrono::microseconds longest, const Manner& manner, int work = 1)
+        : contention_(contention), longest_(longest), manner_(manner), tries_a_look_(std::max(1, manner.tries_a_look / work)) {}
 
     // What it waits for has come nearer.
-    void restart() noexcept { num_looks_ = 0; }
+    void restart() noexcept {
+        num_tries_ = num_looks_ = 0;
+        is_over_ = false;
+    }
 
-    [[nodiscard]] bool goes_on() {
+    [[nodiscard]] bool tries_again() {
+        if (is_over_) return false;
+        return ++num_tries_ % tries_a_look_ != 0 || looks_again();
+    }
+
+    // The same for a caller that makes `tries_a_look` at a time, and other things in between.
+    [[nodiscard]] int tries_a_look() const noexcept { return tries_a_look_; }
+    [[nodiscard]] bool looks_again() {
         auto now = Clock::now();
         if (num_looks_ == 0) {
             end_ = now + (contention_.is_seen(now) ? std::min(longest_, manner_.short_spin) : longest_);
@@ -66,24 +78,28 @@ public:
         }
         auto since = std::exchange(last_look_, now);
         if (++num_looks_; manner_.looks_a_yield != 0) {
-            since = now;  // what else stopped this thread, as a hypervisor may, wants no processor of its
+            since = now;
             if (num_looks_ % manner_.looks_a_yield == 0) {
                 give_way();
                 now = Clock::now();
             }
         }
-        if (now - since <= manner_.somebody_ran) return now < end_;
-        contention_.note(now);
-        return false;
+        const bool somebody_ran = now - since > manner_.somebody_ran;
+        if (somebody_ran) contention_.note(now);
+        is_over_ = somebody_ran || now >= end_;
+        return !is_over_;
     }
 
 private:
     Contention& contention_;
     std::chrono::microseconds longest_;
     const Manner& manner_;
+    int tries_a_look_;
     Clock::time_point end_{};
     Clock::time_point last_look_{};
+    int num_tries_ = 0;
     int num_looks_ = 0;
+    bool is_over_ = false;
 };
 
 }  // namespace ferrodist

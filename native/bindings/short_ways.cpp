@@ -34,11 +34,9 @@ struct Pair {
 };
 
 std::optional<Pair> view_pair(nb::handle tensor, nb::handle out) {
-    const auto source = view_tensor(tensor.ptr());
-    if (!source) return std::nullopt;
-    const auto target = tensor.is(out) ? source : view_further_tensor(out.ptr());
-    if (!target || target->dtype != source->dtype) return std::nullopt;
-    return Pair{*source, *target};
+    const auto views = view_tensors(tensor.ptr(), out.ptr());
+    if (!views || views->first.dtype != views->second.dtype) return std::nullopt;
+    return Pair{views->first, views->second};
 }
 
 bool overlap(const Pair& pair) {
@@ -194,9 +192,8 @@ int number_of(nb::handle op) {
     const nb::object number = attribute(op, lookup->number_name);
     const int index = number.is_valid() ? index_of(number) : -1;
     if (index >= 0) {
-        last_op.dec_ref();
-        last_op = op.inc_ref();
         last_number = index;
+        const nb::object before = nb::steal(std::exchange(last_op, op.inc_ref()));  // may have anything done as it goes
     }
     return index;
 }

@@ -126,6 +126,37 @@ std::optional<DType> dtype_of(DataType type) {
     }
 }
 
+// Whether tensors are what they seem here and now; false, too, where nobody has found the interface.
+bool is_plain_here() {
+    return interface != nullptr && !may_have_tangents() && !may_be_traced();
+}
+
+// Where they are.
+std::optional<TensorView> view_plain(PyObject* object) {
+    Tensor tensor{};
+    if (Py_TYPE(object) != tensor_type && Py_TYPE(object) != parameter_type) return std::nullopt;
+    if (is_true(requires_grad->get(object, requires_grad->closure))) return std::nullopt;
+    if (interface->tensor_from_object(object, &tensor) != 0) {
+        PyErr_Clear();
+        return std::nullopt;
+    }
+    if (tensor.device_type != cpu) return std::nullopt;
+    const std::optional<DType> dtype = dtype_of(tensor.dtype);
+    if (!dtype) return std::nullopt;
+    std::int64_t count = 1;
+    for (std::int32_t dim = tensor.num_dims - 1; dim >= 0; --dim) {
+        if (tensor.shape[dim] != 1 && tensor.strides != nullptr && tensor.strides[dim] != count) return std::nullopt;
+        count *= tensor.shape[dim];
+    }
+    if (tensor.data == nullptr && count != 0) return std::nullopt;
+    // Last, for it takes the longest, 60 ns: DLPack does not say whether a tensor is negated lazily.
+    if (is_true(is_neg(object, nullptr))) return std::nullopt;
+    return TensorView{.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset,
+                      .count = static_cast<std::size_t>(count),
+                      .dtype = *dtype,
+                      .shape = {tensor.shape, static_cast<std::size_t>(tensor.num_dims)}};
+}
+
 }  // namespace
 
 bool load_tensor_interface(PyObject* plain, PyObject* parameter, PyObject* increment) {
@@ -155,33 +186,14 @@ bool load_tensor_interface(PyObject* plain, PyObject* parameter, PyObject* incre
 }
 
 std::optional<TensorView> view_tensor(PyObject* object) {
-    if (interface == nullptr || may_have_tangents() || may_be_traced()) return std::nullopt;
-    return view_further_tensor(object);
+    return is_plain_here() ? view_plain(object) : std::nullopt;
 }
 
-std::optional<TensorView> view_further_tensor(PyObject* object) {
-    Tensor tensor{};
-    if (Py_TYPE(object) != tensor_type && Py_TYPE(object) != parameter_type) return std::nullopt;
-    if (is_true(requires_grad->get(object, requires_grad->closure))) return std::nullopt;
-    if (interface->tensor_from_object(object, &tensor) != 0) {
-        PyErr_Clear();
-        return std::nullopt;
-    }
-    if (tensor.device_type != cpu) return std::nullopt;
-    const std::optional<DType> dtype = dtype_of(tensor.dtype);
-    if (!dtype) return std::nullopt;
-    std::int64_t count = 1;
-    for (std::int32_t dim = tensor.num_dims - 1; dim >= 0; --dim) {
-        if (tensor.shape[dim] != 1 && tensor.strides != nullptr && tensor.strides[dim] != count) return std::nullopt;
-        count *= tensor.shape[dim];
-    }
-    if (tensor.data == nullptr && count != 0) return std::nullopt;
-    // Last, for it takes the longest, 60 ns: DLPack does not say whether a tensor is negated lazily.
-    if (is_true(is_neg(object, nullptr))) return std::nullopt;
-    return TensorView{.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset,
-                      .count = static_cast<std::size_t>(count),
-                      .dtype = *dtype,
-                      .shape = {tensor.shape, static_cast<std::size_t>(tensor.num_dims)}};
+std::optional<std::pair<TensorView, TensorView>> view_tensors(PyObject* tensor, PyObject* other) {
+    const auto first = view_tensor(tensor);
+    if (!first) return std::nullopt;
+    const auto second = tensor == other ? first : view_plain(other);
+    return second ? std::optional(std::pair(*first, *second)) : std::nullopt;
 }
 
 bool mark_written(PyObject* tensor) {

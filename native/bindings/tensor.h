@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <utility>
 
 #include "kernels/element.h"
 
@@ -30,8 +31,8 @@ bool load_tensor_interface(PyObject* tensor_type, PyObject* parameter_type, PyOb
 // carry; or it is negated lazily, or may carry a tangent of forward-mode differentiation, or be traced (make_fx); or there
 // is no interface.
 std::optional<TensorView> view_tensor(PyObject* tensor);
-// Of another tensor of the same call, where `view_tensor` had nothing against the first.
-std::optional<TensorView> view_further_tensor(PyObject* tensor);
+// Of the two tensors of a call, which may be the same one.
+std::optional<std::pair<TensorView, TensorView>> view_tensors(PyObject* tensor, PyObject* other);
 
 // Tells autograd that a tensor has changed: something may have saved it for a backward. False with a Python error set.
 bool mark_written(PyObject* tensor);

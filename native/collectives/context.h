@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -81,6 +83,11 @@ inline void enter(Context& context, const Deadline& deadline) {
     context.fabric.arrive(context.sequence, deadline);
     compare_calls(context);
     context.known_done = context.segments;  // who is here has ended all collectives before
+}
+
+// Where each part starts, into `starts`, which begins with 0 and has an entry for the end.
+inline void find_starts(std::span<const std::size_t> counts, std::vector<std::size_t>& starts) {
+    std::partial_sum(counts.begin(), counts.end(), starts.begin() + 1);
 }
 
 inline void copy_bytes(std::byte* out, const std::byte* source, std::size_t size) {

@@ -17,11 +17,6 @@ shm::Call call_of(Operation operation, std::size_t count, DType dtype, int root 
             .count = count};
 }
 
-// Where each part starts, into `starts`, which begins with 0 and has an entry for the end.
-void find_starts(std::span<const std::size_t> counts, std::vector<std::size_t>& starts) {
-    std::partial_sum(counts.begin(), counts.end(), starts.begin() + 1);
-}
-
 std::size_t largest_of(std::span<const std::size_t> counts) {
     return *std::max_element(counts.begin(), counts.end());
 }
@@ -186,106 +181,6 @@ void scatter(Context& context, std::byte* out, const std::byte* source, std::spa
                 sources.copy(root, starts[own] * element_size, out, counts[own] * element_size);
         },
         deadline);
-}
-
-void all_to_all(Context& context, std::byte* out, const std::byte* source, std::span<const std::size_t> send_counts,
-                std::span<const std::size_t> receive_counts, std::size_t unit, DType dtype, const Deadline& deadline) {
-    const std::size_t element_size = size_of(dtype);
-    const std::size_t ranks = send_counts.size();
-    std::vector<std::size_t>& sent_from = context.starts;
-    std::vector<std::size_t>& received_at = context.other_starts;
-    find_starts(send_counts, sent_from);
-    find_starts(receive_counts, received_at);
-    const auto own = static_cast<std::size_t>(context.rank);
-    std::byte* payload = begin(context, call_of(Operation::all_to_all, unit, dtype));
-    context.fabric.give_counts(context.sequence, send_counts);
-    // Before the offer: whether all parts of this rank have `unit` elements, which is the same number on all ranks; and the
-    // parts, if they have and are few. Where all say so nobody looks at counts, nor at slots where they are few.
-    constexpr std::size_t most_inline_bytes = shm::max_inline_bytes - offer_bytes - sizeof(std::uint64_t);
-    const auto is_unit = [&](std::size_t count) { return count == unit; };
-    const std::uint64_t is_even = std::ranges::all_of(send_counts, is_unit) && std::ranges::all_of(receive_counts, is_unit);
-    const bool is_inline = is_even != 0 && ranks * unit * element_size <= most_inline_bytes;
-    std::memcpy(payload, &is_even, sizeof is_even);
-    const auto parts_of = [&](int r) { return context.arrival_of(r).payload.data() + sizeof is_even; };
-    if (is_inline) copy_bytes(parts_of(context.rank), source, ranks * unit * element_size);
-    payload = parts_of(context.rank) + most_inline_bytes;
-    // The sizes differ from rank to rank and are not known before all have entered, so the segments are as large as
-    // slots allow.
-    const std::size_t piece = elements_in(context.fabric.layout().slot_bytes / ranks, element_size);
-    const std::size_t room = piece * element_size;
-    const auto pieces_of = [&](std::size_t count) {
-        return Pieces{.count = count, .element_size = element_size, .piece = piece};
-    };
-    const auto are_all_even = [&] {
-        for (int r = 0; r < context.num_ranks; ++r) {
-            std::uint64_t theirs = 0;
-            std::memcpy(&theirs, context.arrival_of(r).payload.data(), sizeof theirs);
-            if (theirs == 0) return false;
-        }
-        return true;
-    };
-    const auto num_segments = [&] {
-        if (are_all_even()) return (unit + piece - 1) / piece;
-        std::size_t largest = 0;
-        for (std::size_t r = 0; r < ranks; ++r) {
-            const auto counts = context.fabric.counts(static_cast<int>(r), context.sequence);
-            if (counts[own] != receive_counts[r]) {
-                const std::uint64_t sent_and_expected[2] = {counts[own], receive_counts[r]};
-                throw Failure(FailureKind::sizes, {static_cast<int>(r)},
-                              {reinterpret_cast<const char*>(sent_and_expected), sizeof sent_and_expected});
-            }
-            for (std::size_t to = 0; to < ranks; ++to)
-                if (to != r) largest = std::max<std::size_t>(largest, counts[to]);
-        }
-        return (largest + piece - 1) / piece;
-    };
-    const auto copy_own = [&] {
-        copy_bytes(out + received_at[own] * element_size, source + sent_from[own] * element_size,
-                   std::min(send_counts[own], receive_counts[own]) * element_size);
-    };
-    const std::size_t sent_bytes = sent_from[ranks] * element_size;
-    const Offer offer = offer_source(context, source, sent_bytes, sent_bytes / ranks);
-    const auto direct = [&](const Sources& sources) {
-        for (std::size_t step = 1; step < ranks; ++step) {
-            const std::size_t r = (own + step) % ranks;
-            const auto sent = context.fabric.counts(static_cast<int>(r), context.sequence);
-            const std::size_t begin = std::accumulate(sent.begin(), sent.begin() + context.rank, std::uint64_t{0});
-            sources.copy(static_cast<int>(r), begin * element_size, out + received_at[r] * element_size,
-                         receive_counts[r] * element_size);
-        }
-        copy_own();
-    };
-    const auto stage = [&](std::size_t k, std::byte* slot) {
-        for (std::size_t r = 0; r < ranks; ++r) {
-            if (r == own) continue;
-            const Pieces pieces = pieces_of(send_counts[r]);
-            copy_bytes(slot + r * room, source + sent_from[r] * element_size + pieces.offset_bytes(k),
-                       pieces.size_bytes(k));
-        }
-    };
-    const auto staged_for = [&](std::size_t k, int r) {
-        const auto to = static_cast<std::size_t>(r);
-        return Range{.offset = to * room, .size = pieces_of(send_counts[to]).size_bytes(k)};
-    };
-    const auto take = [&](std::size_t k, std::uint64_t number) {
-        if (k == 0) copy_own();
-        for (std::size_t step = 1; step < ranks; ++step) {
-            const std::size_t r = (own + step) % ranks;
-            const Pieces pieces = pieces_of(receive_counts[r]);
-            copy_bytes(out + received_at[r] * element_size + pieces.offset_bytes(k),
-                       context.fabric.slot(static_cast<int>(r), number) + own * room, pieces.size_bytes(k));
-        }
-    };
-    make_offer(context, payload, offer, stage, staged_for, deadline);
-    enter(context, deadline);
-    if (is_inline && are_all_even()) {
-        for (std::size_t r = 0; r < ranks; ++r)
-            copy_bytes(out + r * unit * element_size,
-                       parts_of(static_cast<int>(r)) + own * unit * element_size, unit * element_size);
-        ++context.segments;  // what was staged
-        return;
-    }
-    exchange_entered(context, payload, offer, num_segments(), stage, staged_for, take, direct, deadline);
 }
 
 std::vector<std::string> share(Context& context, std::string_view name, std::string_view data,

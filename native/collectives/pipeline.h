@@ -1,4 +1,4 @@
-// How data too large for the arrival line moves: in segments, through each rank's slots.
+// How data too large to travel with the arrival moves: in segments, through each rank's slots.
 //
 // [Note: slots]
 // The segments of all collectives of a group are numbered through; segment m of a rank lies in its slot m modulo

@@ -23,7 +23,7 @@ struct Elements {
     std::size_t size;
 };
 
-// `count` elements through the arrival line, of which this rank folds `wanted`: one wait, no other cache line.
+// `count` elements through the arrival line, of which this rank folds `wanted`: one wait, nothing but it to read.
 void fold_inline(Context& context, Folder& folder, std::byte* out, const std::byte* source, Elements wanted,
                  std::size_t count, std::size_t element_size, const Deadline& deadline) {
     copy_bytes(folder.payload(), source, count * element_size);
@@ -190,7 +190,7 @@ void reduce_scatter(Context& context, std::byte* out, const std::byte* source, s
     const std::size_t element_size = size_of(reduction.dtype);
     const auto ranks = static_cast<std::size_t>(context.num_ranks);
     std::vector<std::size_t>& starts = context.starts;
-    for (std::size_t r = 0; r < ranks; ++r) starts[r + 1] = starts[r] + counts[r];
+    find_starts(counts, starts);
     const std::size_t largest = *std::max_element(counts.begin(), counts.end());
 
     Folder folder(context, reduction);

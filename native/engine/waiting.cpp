@@ -17,8 +17,6 @@ constexpr auto no_tick = std::chrono::hours(1);
 constexpr auto news_patience = std::chrono::seconds(1);  // see [Note: lost connections]
 constexpr auto news_tick = std::chrono::milliseconds(100);
 
-constexpr int most_pauses_a_look = 16;  // at the clock: there is more to look at between them than flags
-
 // To look at connections takes a system call, as long as some looks at rings.
 constexpr int looks_at_rings = 8;
 
@@ -77,8 +75,7 @@ bool Messenger::spin(const Transfer& transfer) {
         const Held held(*this, false);
         if (num_asleep_.load() == 0) lookout_->disarm();  // whoever falls asleep now arms it when it gets the lock
     }
-    Spin spin(contention_, spin_time_, settings_.is_crowded ? Spin::crowded : Spin::alone);
-    const int pauses_a_look = settings_.is_crowded ? spin.pauses_a_look() : most_pauses_a_look;
+    Spin spin(contention_, spin_time_, settings_.is_crowded ? Spin::crowded : Spin::on_rings);
     for (int num_looks = 1;; ++num_looks) {
         if (transfer.has_ended.load()) return true;
         bool has_moved = false;
@@ -92,7 +89,7 @@ bool Messenger::spin(const Transfer& transfer) {
         do_work();
         if (has_moved) {
             spin.restart();
-        } else if (num_looks % pauses_a_look == 0 && !spin.goes_on()) {
+        } else if (!spin.tries_again()) {
             return false;
         }
         relax();

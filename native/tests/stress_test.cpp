@@ -83,7 +83,7 @@ private:
     }
 
     std::size_t random_count() {
-        static constexpr std::size_t limits[] = {0, 1, 2, 25, 26, 27, 100, 1000, 2047, 2048, 2049, 4097, 9000};
+        static constexpr std::size_t limits[] = {0, 1, 2, 12, 24, 25, 57, 58, 59, 100, 1000, 2047, 2048, 2049, 4097, 9000};
         return limits[random_() % std::size(limits)];
     }
 
@@ -171,24 +171,31 @@ private:
             const auto begin = total.begin() + static_cast<std::ptrdiff_t>(starts[own]);
             expect(out, Values(begin, begin + static_cast<std::ptrdiff_t>(counts[own])), "reduce_scatter", rank_, number);
         } else if (kind == 7) {
-            // Rank r sends rank s what `counts` says at r + s.
-            const auto count_of = [&](std::size_t from, std::size_t to) { return counts[(from + to) % ranks]; };
+            // Rank r sends rank s what `counts` says at r + s; or all the same; or rank 0 does, and the others do not.
+            const auto manner = random_() % 3;
+            const auto count_of = [&](std::size_t from, std::size_t to) {
+                if (manner == 0) return counts[(from + to) % ranks];
+                return manner == 1 || from == 0 || to == 0 ? count : (from + to) % 3 * count;
+            };
+            const auto sent_before = [&](std::size_t from, std::size_t to) {
+                std::size_t sum = 0;
+                for (std::size_t r = 0; r < to; ++r) sum += count_of(from, r);
+                return sum;
+            };
             std::vector<std::size_t> send(ranks), receive(ranks);
             for (std::size_t r = 0; r < ranks; ++r) {
                 send[r] = count_of(own, r);
                 receive[r] = count_of(r, own);
             }
-            source = input_of(rank_, number, starts.back());
-            Values out(starts.back()), expected;
+            source = input_of(rank_, number, sent_before(own, ranks));
+            Values out(std::accumulate(receive.begin(), receive.end(), std::size_t{0})), expected;
             const std::byte* in = place(source, number, 0);
             call([&](Context& c, const Deadline& d) {
-                all_to_all(c, bytes_of(out), in, send, receive, 1, DType::int32, d);
+                all_to_all(c, bytes_of(out), in, send, receive, manner == 0 ? 1 : count, DType::int32, d);
             });
             for (std::size_t r = 0; r < ranks; ++r) {
-                const Values theirs = input_of(static_cast<int>(r), number, starts.back());
-                std::size_t offset = 0;
-                for (std::size_t to = 0; to < own; ++to) offset += count_of(r, to);
-                const auto begin = theirs.begin() + static_cast<std::ptrdiff_t>(offset);
+                const Values theirs = input_of(static_cast<int>(r), number, sent_before(r, ranks));
+                const auto begin = theirs.begin() + static_cast<std::ptrdiff_t>(sent_before(r, own));
                 expected.insert(expected.end(), begin, begin + static_cast<std::ptrdiff_t>(receive[r]));
             }
             expect(out, expected, "all_to_all", rank_, number);

@@ -19,7 +19,6 @@ constexpr auto look_at_host = std::chrono::microseconds(200);
 // which makes them sleep again. So with processors enough a rank looks at its connections for longer than at flags. Two
 // ranks on two hosts that are network namespaces, under TCP BBR, medians of nine runs of 25 batches in us: 64 KiB 20 and
 // 1 MiB 277 with 3 ms, and 91 and 1157 where they slept after 300 us and gave way at each look before.
-constexpr std::chrono::microseconds longest_look(3000);
 
 // Each rank's place among those of its host.
 std::vector<int> places_in_segment(const std::vector<int>& hosts) {
@@ -130,10 +129,9 @@ void Fabric::wait_for_all(const IsThere& is_there, FailureKind lateness, const D
     links_->check(sequence_);
     if (is_over()) return;
     expect_wait();
-    const std::chrono::microseconds spin_time(layout_.spin_micros);
-    Spin spin(*contention_, layout_.is_crowded ? spin_time : longest_look,
-              layout_.is_crowded ? Spin::crowded : Spin::steady);
-    int looks = 0;
+    Spin spin(*contention_, std::chrono::microseconds(layout_.spin_micros),
+              layout_.is_crowded ? Spin::crowded : Spin::on_connections,
+              layout_.group_size - segment_->layout().num_ranks);
     while (true) {
         const bool has_moved = links_->move();
         links_->check(sequence_);
@@ -143,7 +141,7 @@ void Fabric::wait_for_all(const IsThere& is_there, FailureKind lateness, const D
             continue;
         }
         check();
-        if (++looks % spin.pauses_a_look() != 0 || spin.goes_on()) continue;
+        if (spin.tries_again()) continue;
         look_for_interruption();
         std::vector<int> ranks = lagging();
         if (ranks.empty()) return;  // they came this moment

@@ -103,15 +103,15 @@ void Segment::ring() {
 template <class Ready, class Lagging>
 void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind lateness, const Deadline& deadline) {
     Spin spin(contention_, std::chrono::microseconds(layout_.spin_micros),
-              layout_.is_crowded ? Spin::crowded : Spin::alone);
+              layout_.is_crowded ? Spin::crowded : Spin::on_flags);
     do {
-        for (int i = 0; i < spin.pauses_a_look(); ++i) {
+        for (int i = 0; i < spin.tries_a_look(); ++i) {
             if (ready()) return;
             relax();
         }
-        check();
         expect_wait();
-    } while (spin.goes_on());
+        check();
+    } while (spin.looks_again());
     auto& bell = header().bell;
     while (true) {
         bell.sleepers.fetch_add(1);

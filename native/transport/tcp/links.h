@@ -56,7 +56,7 @@ public:
     }
 
     // Queues bytes for one remote rank, which leave with the next `write` or `move`. `data` must stay as it is until
-    // nothing is unsent, or until that rank is known to have got it; a copy is taken of what is no longer than a line.
+    // nothing is unsent, or until that rank is known to have got it; a copy is taken of what is no longer than an arrival.
     void send(int rank, Kind kind, std::uint64_t number, std::size_t offset, std::span<const std::byte> data);
 
     // Writes what connections take without waiting; whether anything moved.

@@ -96,7 +96,7 @@ class PeerContestant:
     def __init__(self, group: RankGroup, max_seconds: float) -> None:
         self.peer = group.peer
         self._group, self._max_seconds = group, max_seconds
-        self._is_warm = False
+        self._is_fresh = True
         self._too_slow: dict[tuple[Operation, DataType], tuple[int, str]] = {}  # the size, and what it took
 
     def open_runner(self, case: Case) -> Runner:
@@ -121,10 +121,8 @@ class PeerContestant:
         kind = OverlapRunner if case.operation is Operation.OVERLAP else CallRunner
         runner = (GroupRunner if case.operation.makes_groups else kind)(self._group, case, max_calls)
         try:
-            if not self._is_warm:
-                runner.warm_up()
-                self._is_warm = True
-            runner.calibrate(self._max_seconds)
+            runner.calibrate(self._max_seconds, is_fresh=self._is_fresh)
+            self._is_fresh = self._is_fresh and runner.num_calls == 1  # slow ones are not called often enough
         except TooSlowError as error:
             self._too_slow[case.operation, case.dtype] = case.size_bytes, str(error)
             raise
@@ -146,26 +144,38 @@ class CallRunner:
         self._group, self._case, self._max_calls = group, case, max_calls
         self._num_batches = 0
 
-    def warm_up(self) -> None:
-        """Run batches until the ranks of a fresh peer have shared the processors for a while."""
-        begin = time.monotonic()
-        while time.monotonic() - begin < _WARM_UP_SECONDS:
-            self._run(min(_FIRST_CALLS, self._max_calls))
+    def calibrate(self, max_seconds: float, *, is_fresh: bool) -> None:
+        """Decide how many calls a batch has.
 
-    def calibrate(self, max_seconds: float) -> None:
-        """Decide how many calls a batch has. Raises TooSlowError when one takes longer than ``max_seconds``."""
+        Args:
+            max_seconds: What a call may take.
+            is_fresh: Whether the ranks have not shared the processors for a while yet.
+
+        Raises:
+            TooSlowError: A call takes longer.
+        """
         seconds = self._run(1)
         is_slow = seconds > _SLOW_SECONDS
         seconds = self._run(1 if is_slow else min(_FIRST_CALLS, self._max_calls))
         if seconds > max_seconds:
             raise TooSlowError(f"a call took {format_seconds(seconds)}")
+        if is_slow:
+            return
+        begin = time.monotonic()
+        while is_fresh and time.monotonic() - begin < _WARM_UP_SECONDS:
+            self._run(min(_FIRST_CALLS, self._max_calls))
         # The first calls are slow ones, and ranks that share processors start unequally: few calls would measure that.
         # So look again, at ever more of them.
         trial = 0
         while trial < min(_MAX_CALLS, self._max_calls) and 2 * trial * seconds < _TRIAL_SECONDS:
-            trial = max(1, min(max(2 * trial, round(_TRIAL_SECONDS / seconds)), _MAX_CALLS, self._max_calls))
+            trial = max(2 * trial, self._calls_in(_TRIAL_SECONDS, seconds))
+            trial = min(trial, _MAX_CALLS, self._max_calls)
             seconds = min(seconds, self._run(trial))
-        self.num_calls = max(1, min(_MAX_CALLS, self._max_calls, round(_BATCH_SECONDS / seconds)))
+        self.num_calls = self._calls_in(_BATCH_SECONDS, seconds)
+
+    def _calls_in(self, duration: float, seconds: float) -> int:
+        """How many calls that take ``seconds`` each fit."""
+        return max(1, min(_MAX_CALLS, self._max_calls, round(duration / max(seconds, 1e-9))))
 
     def measure(self) -> None:
         """See `Runner.measure`."""
@@ -192,10 +202,7 @@ class CallRunner:
 class GroupRunner(CallRunner):
     """Groups that are made, one a batch, from the first rank's call to the last one's return."""
 
-    def warm_up(self) -> None:
-        """Nothing: a group is fresh in any case."""
-
-    def calibrate(self, max_seconds: float) -> None:  # noqa: ARG002 - making a group is never repeated in a batch
+    def calibrate(self, max_seconds: float, *, is_fresh: bool) -> None:  # noqa: ARG002 - nothing is repeated in a batch
         """Make one that does not count."""
         self._run(1)
 
@@ -206,7 +213,7 @@ class GroupRunner(CallRunner):
 class OverlapRunner(CallRunner):
     """An allreduce beside so many products as take equally long; the value is what both take over the longer one."""
 
-    def calibrate(self, max_seconds: float) -> None:
+    def calibrate(self, max_seconds: float, *, is_fresh: bool) -> None:  # noqa: ARG002 - its batches are long
         """Find the number of products; see `CallRunner.calibrate`."""
         for _ in range(_OVERLAP_TRIALS):
             self._run(self.num_calls)

@@ -9,19 +9,16 @@ secret, as for everything else. A last agreement says whether all have succeeded
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
-import operator
 import os
 import secrets
 import struct
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferrodist.backends import mailbox
 from ferrodist.backends.native import handout
 from ferrodist.backends.native.hosts import Place, agree_on, check_problems, connect_hosts
 from ferrodist.backends.native.library import load
+from ferrodist.backends.native.processors import Processors, is_crowded
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, DistributedError, describe_error
 
@@ -36,8 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["open_communicator", "open_messages", "open_symmetric"]
 
-_MACHINE_BYTES = 8
-_PROCESSOR_BYTES = 64
 _NAME_BYTES = 16
 _NO_NAME = bytes(_NAME_BYTES)
 _CARD = struct.Struct(f"<{_NAME_BYTES}s{handout.NONCE_BYTES}sI")  # name of a rank's socket, nonce, user
@@ -45,6 +40,8 @@ _CARD = struct.Struct(f"<{_NAME_BYTES}s{handout.NONCE_BYTES}sI")  # name of a ra
 _SLOT_BYTES = 256 * 1024
 _WIDE_SLOT_BYTES = 512 * 1024
 _SPIN_MICROS = 300
+_SPIN_MICROS_BETWEEN_HOSTS = 3000
+"""See [Note: spinning on connections] in native/transport/fabric.cpp."""
 
 
 def open_communicator(group: Backend, place: Place, call: Call, timeout: float) -> Any:
@@ -65,7 +62,7 @@ def open_communicator(group: Backend, place: Place, call: Call, timeout: float) 
         return int(load().create_segment(*_layout(place, group.rank, processors)))
 
     with _Opening(group, place, call, timeout) as opening:
-        memory = opening.share_memory(_processors(), create)
+        memory = opening.share_memory(Processors.of_this_process().pack(), create)
         links = connect_hosts(group, place, "collectives", opening.deadline)
         layout = _layout(place, group.rank, memory.introductions)
         engine = opening.attempt(
@@ -94,7 +91,7 @@ def open_messages(group: Backend, place: Place, tell: Callable[..., None], call:
         return int(load().create_rings(len(local_ranks)))
 
     with _Opening(group, place, call, timeout) as opening:
-        memory = opening.share_memory(_processors(), create)
+        memory = opening.share_memory(Processors.of_this_process().pack(), create)
         sockets = connect_hosts(group, place, "messages", opening.deadline)
         messenger = opening.attempt(
             lambda: load().Messenger(
@@ -243,7 +240,7 @@ class _Opening:
     def _introduce(self, own: bytes) -> tuple[list[tuple[bytes, bytes, int]], list[bytes]]:
         """Every rank's card and the rest of what it says; BackendUnavailable on all ranks when one has a problem."""
         if self._problem:
-            own = _NO_NAME + self._problem.encode()[: _CARD.size + _PROCESSOR_BYTES - _NAME_BYTES]
+            own = _NO_NAME + self._problem.encode()[: _CARD.size + Processors.size() - _NAME_BYTES]
         said = self._group.agreement.reach(self._call.with_payload(own), self.deadline.remaining())
         try:
             check_problems(
@@ -265,41 +262,17 @@ class _Layout(NamedTuple):
     spin_micros: int
 
 
-def _layout(place: Place, rank: int, processors: Sequence[bytes]) -> _Layout:
-    """How the memory of the host of ``rank`` is laid out, from the processors that each rank may use.
+def _layout(place: Place, rank: int, introductions: Sequence[bytes]) -> _Layout:
+    """How the memory of the host of ``rank`` is laid out, from what each rank says of its processors.
 
-    But for the number of ranks it is the same on all hosts: algorithms depend on it. Hosts that are containers of one
-    machine share its processors.
+    But for the number of ranks it is the same on all hosts: algorithms depend on it.
     """
-    machines: dict[bytes, list[int]] = {}
-    for introduction in processors:
-        mask = int.from_bytes(introduction[_MACHINE_BYTES:], "little")
-        machines.setdefault(introduction[:_MACHINE_BYTES], []).append(mask)
-    is_crowded = any(
-        len(masks) > max(1, functools.reduce(operator.or_, masks).bit_count()) for masks in machines.values()
-    )
-    is_wide = is_crowded or place.num_hosts > 1
+    crowded = is_crowded([Processors.unpack(text) for text in introductions], place.host_numbers())
+    num_hosts = place.num_hosts
     return _Layout(
         num_ranks=len(place.neighbours(rank)),
         group_size=len(place.hosts),
-        slot_bytes=_WIDE_SLOT_BYTES if is_wide else _SLOT_BYTES,
-        is_crowded=is_crowded,
-        spin_micros=_SPIN_MICROS,
+        slot_bytes=_WIDE_SLOT_BYTES if crowded or num_hosts > 1 else _SLOT_BYTES,
+        is_crowded=crowded,
+        spin_micros=_SPIN_MICROS if crowded or num_hosts == 1 else _SPIN_MICROS_BETWEEN_HOSTS,
     )
-
-
-def _processors() -> bytes:
-    """This machine, and which of its processors this process may use, as a mask; a control group's quota cuts it."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    except OSError:  # it is its own
-        boot = secrets.token_bytes(_MACHINE_BYTES)
-    machine = hashlib.blake2b(boot, digest_size=_MACHINE_BYTES).digest()
-    usable = sorted(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        usable = usable[: max(1, int(quota) // int(period))]
-    mask = 0
-    for processor in usable:
-        mask |= 1 << processor % (8 * _PROCESSOR_BYTES)
-    return machine + mask.to_bytes(_PROCESSOR_BYTES, "little")

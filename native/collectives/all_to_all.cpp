@@ -1,0 +1,149 @@
+#include <algorithm>
+#include <numeric>
+
+#include "collectives/movement.h"
+#include "collectives/pipeline.h"
+#include "collectives/sizes.h"
+
+namespace ferrodist {
+
+namespace {
+
+// What goes before the offer in the payload: whether all parts of a rank have `unit` elements, which is the same number on
+// all ranks, and the parts themselves, if they have and are few. Where all ranks say so nobody compares counts, nor looks at
+// slots where they are few.
+class EvenParts {
+public:
+    EvenParts(Context& context, std::size_t unit_bytes, bool is_even)
+        : context_(context),
+          unit_bytes_(unit_bytes),
+          is_inline_(is_even && unit_bytes * static_cast<std::size_t>(context.num_ranks) <= most_bytes) {}
+
+    // Returns where the offer goes.
+    std::byte* write(std::byte* payload, const std::byte* source, bool is_even) const {
+        const std::uint64_t said = is_even;
+        std::memcpy(payload, &said, sizeof said);
+        if (is_inline_) copy_bytes(payload + sizeof said, source, unit_bytes_ * static_cast<std::size_t>(context_.num_ranks));
+        return payload + sizeof said + most_bytes;
+    }
+
+    // After entry: whether all ranks' parts are even, and then few on all or none.
+    [[nodiscard]] bool are_all() const {
+        for (int r = 0; r < context_.num_ranks; ++r) {
+            std::uint64_t said = 0;
+            std::memcpy(&said, context_.arrival_of(r).payload.data(), sizeof said);
+            if (said == 0) return false;
+        }
+        return true;
+    }
+    [[nodiscard]] bool are_inline() const { return is_inline_; }
+
+    void take(std::byte* out) const {
+        for (int r = 0; r < context_.num_ranks; ++r) {
+            const std::byte* parts = context_.arrival_of(r).payload.data() + sizeof(std::uint64_t);
+            copy_bytes(out + static_cast<std::size_t>(r) * unit_bytes_,
+                       parts + static_cast<std::size_t>(context_.rank) * unit_bytes_, unit_bytes_);
+        }
+    }
+
+private:
+    static constexpr std::size_t most_bytes = shm::max_inline_bytes - sizeof(std::uint64_t) - offer_bytes;
+
+    Context& context_;
+    std::size_t unit_bytes_;
+    bool is_inline_;
+};
+
+// What all ranks have said they send, against what this rank expects. Returns the largest part that goes to another rank.
+std::size_t compare_counts(const Context& context, std::span<const std::size_t> receive_counts) {
+    const std::size_t ranks = receive_counts.size();
+    std::size_t largest = 0;
+    for (std::size_t r = 0; r < ranks; ++r) {
+        const auto sent = context.fabric.counts(static_cast<int>(r), context.sequence);
+        const std::uint64_t sent_and_expected[2] = {sent[static_cast<std::size_t>(context.rank)], receive_counts[r]};
+        if (sent_and_expected[0] != sent_and_expected[1])
+            throw Failure(FailureKind::sizes, {static_cast<int>(r)},
+                          {reinterpret_cast<const char*>(sent_and_expected), sizeof sent_and_expected});
+        for (std::size_t to = 0; to < ranks; ++to)
+            if (to != r) largest = std::max<std::size_t>(largest, sent[to]);
+    }
+    return largest;
+}
+
+}  // namespace
+
+void all_to_all(Context& context, std::byte* out, const std::byte* source, std::span<const std::size_t> send_counts,
+                std::span<const std::size_t> receive_counts, std::size_t unit, DType dtype, const Deadline& deadline) {
+    const std::size_t element_size = size_of(dtype);
+    const std::size_t ranks = send_counts.size();
+    std::vector<std::size_t>& sent_from = context.starts;
+    std::vector<std::size_t>& received_at = context.other_starts;
+    find_starts(send_counts, sent_from);
+    find_starts(receive_counts, received_at);
+    const auto own = static_cast<std::size_t>(context.rank);
+    std::byte* payload = begin(context, {.operation = static_cast<std::uint8_t>(Operation::all_to_all),
+                                         .dtype = static_cast<std::uint8_t>(dtype),
+                                         .count = unit});
+    context.fabric.give_counts(context.sequence, send_counts);
+    const auto is_unit = [&](std::size_t count) { return count == unit; };
+    const bool is_even = std::ranges::all_of(send_counts, is_unit) && std::ranges::all_of(receive_counts, is_unit);
+    const EvenParts even(context, unit * element_size, is_even);
+    std::byte* const offer_at = even.write(payload, source, is_even);
+    // The sizes differ from rank to rank and are not known before all have entered, so the segments are as large as
+    // slots allow.
+    const std::size_t piece = elements_in(context.fabric.layout().slot_bytes / ranks, element_size);
+    const std::size_t room = piece * element_size;
+    const auto pieces_of = [&](std::size_t count) {
+        return Pieces{.count = count, .element_size = element_size, .piece = piece};
+    };
+    // Runs `action(r)` for the other ranks, on each rank from another one on.
+    const auto for_others = [&](const auto& action) {
+        for (std::size_t step = 1; step < ranks; ++step) action((own + step) % ranks);
+    };
+    const auto copy_own = [&] {
+        copy_bytes(out + received_at[own] * element_size, source + sent_from[own] * element_size,
+                   std::min(send_counts[own], receive_counts[own]) * element_size);
+    };
+    const auto stage = [&](std::size_t k, std::byte* slot) {
+        for_others([&](std::size_t r) {
+            const Pieces pieces = pieces_of(send_counts[r]);
+            copy_bytes(slot + r * room, source + sent_from[r] * element_size + pieces.offset_bytes(k),
+                       pieces.size_bytes(k));
+        });
+    };
+    const auto staged_for = [&](std::size_t k, int r) {
+        const auto to = static_cast<std::size_t>(r);
+        return Range{.offset = to * room, .size = pieces_of(send_counts[to]).size_bytes(k)};
+    };
+    const auto take = [&](std::size_t k, std::uint64_t number) {
+        if (k == 0) copy_own();
+        for_others([&](std::size_t r) {
+            const Pieces pieces = pieces_of(receive_counts[r]);
+            copy_bytes(out + received_at[r] * element_size + pieces.offset_bytes(k),
+                       context.fabric.slot(static_cast<int>(r), number) + own * room, pieces.size_bytes(k));
+        });
+    };
+    const auto direct = [&](const Sources& sources) {
+        for_others([&](std::size_t r) {
+            const auto sent = context.fabric.counts(static_cast<int>(r), context.sequence);
+            const std::size_t begin = std::accumulate(sent.begin(), sent.begin() + context.rank, std::uint64_t{0});
+            sources.copy(static_cast<int>(r), begin * element_size, out + received_at[r] * element_size,
+                         receive_counts[r] * element_size);
+        });
+        copy_own();
+    };
+    const std::size_t sent_bytes = sent_from[ranks] * element_size;
+    const Offer offer = offer_source(context, source, sent_bytes, sent_bytes / ranks);
+    make_offer(context, offer_at, offer, stage, staged_for, deadline);
+    enter(context, deadline);
+    const bool are_all_even = even.are_all();
+    if (are_all_even && even.are_inline()) {
+        even.take(out);
+        ++context.segments;  // what was staged
+        return;
+    }
+    const std::size_t largest = are_all_even ? unit : compare_counts(context, receive_counts);
+    exchange_entered(context, offer_at, offer, (largest + piece - 1) / piece, stage, staged_for, take, direct, deadline);
+}
+
+}  // namespace ferrodist

@@ -1,0 +1,69 @@
+// How long a wait tries again, and what ends it.
+#include <thread>
+
+#include "base/spin.h"
+#include "check.h"
+
+using namespace ferrodist;
+using namespace std::chrono_literals;
+
+namespace {
+
+// Tries until it is time to sleep; how many it were.
+int count_tries(Spin& spin) {
+    int tries = 1;
+    while (spin.tries_again()) ++tries;
+    return tries;
+}
+
+void test_it_is_over_until_restarted() {
+    Contention contention;
+    Spin spin(contention, 0us, Spin::on_connections);
+    require(count_tries(spin) == Spin::on_connections.tries_a_look, "a look at the clock after each so many tries");
+    require(count_tries(spin) == 1, "it is over, and stays so");
+    spin.restart();
+    require(count_tries(spin) == Spin::on_connections.tries_a_look, "it begins anew");
+    Spin heavy(contention, 0us, Spin::on_connections, 500);
+    require(count_tries(heavy) == 1, "a try that looks at much is followed by a look at the clock");
+}
+
+void test_it_lasts_as_long_as_it_says() {
+    Contention contention;
+    const auto begin = Clock::now();
+    Spin spin(contention, 2000us, Spin::on_connections);
+    count_tries(spin);
+    // It may be shorter on a machine that stops it, and then it says so.
+    require(Clock::now() - begin >= 2000us || contention.is_seen(Clock::now()), "as long as it says");
+}
+
+void test_a_stop_between_two_looks_is_noted() {
+    Contention contention;
+    Spin spin(contention, 10s, Spin::on_connections);
+    require(spin.looks_again(), "the first look");
+    std::this_thread::sleep_for(5ms);
+    require(!spin.looks_again(), "somebody ran");
+    require(contention.is_seen(Clock::now()), "the next ones know");
+    Spin next(contention, 10s, Spin::on_connections);
+    const auto begin = Clock::now();
+    count_tries(next);
+    require(Clock::now() - begin < 5s, "and are short");
+}
+
+void test_a_sleep_between_two_waits_is_not() {
+    Contention contention;
+    Spin spin(contention, 10s, Spin::on_connections);
+    require(spin.looks_again(), "the first look");
+    std::this_thread::sleep_for(5ms);
+    spin.restart();
+    require(spin.looks_again() && !contention.is_seen(Clock::now()), "it slept by itself");
+}
+
+}  // namespace
+
+int main() {
+    test_it_is_over_until_restarted();
+    test_it_lasts_as_long_as_it_says();
+    test_a_stop_between_two_looks_is_noted();
+    test_a_sleep_between_two_waits_is_not();
+    std::puts("spins: all right");
+}
