@@ -58,6 +58,30 @@ void test_a_sleep_between_two_waits_is_not() {
     require(spin.looks_again() && !contention.is_seen(Clock::now()), "it slept by itself");
 }
 
+void test_who_shares_a_processor_for_long_moves() {
+    Contention contention;
+    const auto count_yields = [&](Clock::duration gone) {
+        int yields = 1;
+        while (yields < 100 && !contention.should_move(gone)) ++yields;
+        return yields;
+    };
+    const int patience = count_yields(20us);
+    require(patience > 1 && patience < 100, "some yields, %d", patience);
+    require(count_yields(20us) == patience, "then as many again");
+    for (int i = 0; i < 100; ++i) require(!contention.should_move(i % 2 == 0 ? 20us : 1us), "not when it is alone now and then");
+}
+
+void test_moving_leaves_the_choice_of_processors() {
+    cpu_set_t before;
+    cpu_set_t after;
+    require(::sched_getaffinity(0, sizeof before, &before) == 0, "affinity");
+    const int here = ::sched_getcpu();
+    move_away();
+    require(::sched_getaffinity(0, sizeof after, &after) == 0 && CPU_EQUAL(&before, &after), "as it was");
+    // On a busy machine it may have been brought back by now.
+    std::printf("moved from processor %d to %d of %d\n", here, ::sched_getcpu(), CPU_COUNT(&before));
+}
+
 }  // namespace
 
 int main() {
@@ -65,5 +89,7 @@ int main() {
     test_it_lasts_as_long_as_it_says();
     test_a_stop_between_two_looks_is_noted();
     test_a_sleep_between_two_waits_is_not();
+    test_who_shares_a_processor_for_long_moves();
+    test_moving_leaves_the_choice_of_processors();
     std::puts("spins: all right");
 }
