@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -369,3 +370,30 @@ def test_tensors_of_other_processes_are_read_in_place(world_size):
     if not all(can_read for can_read, _ in results):
         pytest.skip("this system lets no process read another's memory (process_vm_readv)")
     assert [moved for _, moved in results] == run_ranks(_moved, world_size)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda tensor: fd.barrier(),
+        lambda tensor: fd.allreduce(tensor, out=tensor),
+        lambda tensor: fd.broadcast(tensor, out=tensor),
+        fd.all_gather,
+        fd.all_to_all,
+        fd.reduce_scatter,
+    ],
+    ids=["barrier", "allreduce", "broadcast", "all_gather", "all_to_all", "reduce_scatter"],
+)
+def test_who_waits_gives_up_the_interpreter(call):
+    """Small collectives keep it until a wait begins; a rank that is another thread would never come otherwise."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # no thread has to let another run
+    try:
+
+        def program(group):
+            for _ in range(50):
+                call(torch.ones(2))
+
+        run_ranks(program, 2, backend="native-threads", timeout=20.0)
+    finally:
+        sys.setswitchinterval(interval)
