@@ -275,6 +275,7 @@ def test_a_server_closed_by_one_of_its_own_threads(server, client, monkeypatch, 
 def test_close_lingers_until_the_clients_have_gone(server, in_threads, until):
     """A lingering close serves on, and ends with the last client rather than with the time."""
     client = open_client(server)
+    until(lambda: server._connections)  # it takes the connection when the client has it already
 
     def leave():
         until(lambda: server._changed._waiters)
