@@ -92,9 +92,13 @@ if TYPE_CHECKING:
     from ferrodist.errors import SizeMismatchError as SizeMismatchError
     from ferrodist.errors import UnsupportedOpError as UnsupportedOpError
     from ferrodist.parallel.data import DDP as DDP
+    from ferrodist.parallel.data import DiLoCo as DiLoCo
+    from ferrodist.parallel.data import GradientBucket as GradientBucket
+    from ferrodist.parallel.data import LocalSGD as LocalSGD
     from ferrodist.parallel.data import SyncBatchNorm1d as SyncBatchNorm1d
     from ferrodist.parallel.data import SyncBatchNorm2d as SyncBatchNorm2d
     from ferrodist.parallel.data import SyncBatchNorm3d as SyncBatchNorm3d
+    from ferrodist.parallel.data import comm_hooks as comm_hooks
     from ferrodist.parallel.data import convert_sync_batchnorm as convert_sync_batchnorm
 
 __version__ = "0.1.0"
@@ -168,9 +172,13 @@ _HOMES = {
     ],
     "parallel.data": [
         "DDP",
+        "DiLoCo",
+        "GradientBucket",
+        "LocalSGD",
         "SyncBatchNorm1d",
         "SyncBatchNorm2d",
         "SyncBatchNorm3d",
+        "comm_hooks",
         "convert_sync_batchnorm",
     ],
 }

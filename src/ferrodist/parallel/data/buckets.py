@@ -30,7 +30,9 @@ class Bucket:
     size_bytes: int
 
 
-def plan_buckets(tensors: Sequence[torch.Tensor], max_bytes: float) -> list[Bucket]:
+def plan_buckets(
+    tensors: Sequence[torch.Tensor], max_bytes: float, *, first_bytes: float | None = None
+) -> list[Bucket]:
     """Divide tensors into buckets of one dtype and device each, keeping their order within a bucket.
 
     A bucket is filled until the next tensor of its kind would make it larger than ``max_bytes``; a tensor that
@@ -39,6 +41,7 @@ def plan_buckets(tensors: Sequence[torch.Tensor], max_bytes: float) -> list[Buck
     Args:
         tensors: Only their dtype, device and size are read.
         max_bytes: Above 0; infinity gives one bucket for each kind.
+        first_bytes: The same for the first bucket of each kind; None is ``max_bytes``. A small one starts early.
 
     Returns:
         Buckets ordered by their last member: when tensors become ready in the order of the sequence, buckets
@@ -46,14 +49,17 @@ def plan_buckets(tensors: Sequence[torch.Tensor], max_bytes: float) -> list[Buck
     """
     plan: list[Bucket] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    limits: dict[tuple[torch.dtype, torch.device], float] = {}
 
     def close(kind: tuple[torch.dtype, torch.device]) -> None:
         members, size_bytes = filling.pop(kind)
+        limits[kind] = max_bytes
         plan.append(Bucket(dtype=kind[0], device=kind[1], members=tuple(members), size_bytes=size_bytes))
 
     for place, tensor in enumerate(tensors):
         kind = (tensor.dtype, tensor.device)
-        if kind in filling and filling[kind][1] + tensor.nbytes > max_bytes:
+        limit = limits.get(kind, max_bytes if first_bytes is None else min(first_bytes, max_bytes))
+        if kind in filling and filling[kind][1] + tensor.nbytes > limit:
             close(kind)
         members, size_bytes = filling.setdefault(kind, ([], 0))
         members.append(place)

@@ -7,6 +7,8 @@ gradients of earlier layers.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -16,16 +18,22 @@ from ferrodist.collectives.prepare import check_root
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError
 from ferrodist.parallel.data.explain import explain_errors
+from ferrodist.parallel.data.join import Event, Join
 from ferrodist.parallel.data.marks import model_title, number_model
+from ferrodist.parallel.data.members import Members
+from ferrodist.parallel.data.options import Options
+from ferrodist.parallel.data.outputs import find_outputs, find_unreached
 from ferrodist.parallel.data.reducer import Reducer
 from ferrodist.parallel.data.replication import broadcast_tensors, check_same_form, check_supported
+from ferrodist.parallel.data.rounds import current_backward
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ferrodist.backends.base import Backend
+    from ferrodist.parallel.data.gradient_bucket import CommHook
 
 __all__ = ["DDP"]
-
-_MEGABYTE = 1 << 20
 
 
 class DDP(torch.nn.Module):
@@ -37,10 +45,13 @@ class DDP(torch.nn.Module):
     ranks' batches joined.
 
     Gradients are averaged by the time ``backward()`` returns, and what goes wrong between the ranks is raised by
-    it. A parameter that has no gradient on this rank counts as zeros and gets the average, so ranks may use
-    different parts of the module (each must reach at least one parameter); one that has no gradient on any rank
-    keeps None. Several backwards between two optimizer steps accumulate as without DDP, to rounding. Parameters that
-    don't require grad are left out; which do may change between two steps, on all ranks alike.
+    it. A parameter that has no gradient on any rank keeps None; one that has a gradient on some ranks only is an error
+    on all, unless ``find_unused_parameters``. Several backwards between two optimizer steps accumulate as without DDP,
+    to rounding; `no_sync` spares all but the last their messages. Parameters that don't require grad are left out;
+    which do may change between two steps, on all ranks alike. Parameters can't be added or replaced.
+
+    After an optimizer's ``zero_grad()`` the tensors that were gradients are still DDP's memory, which the next
+    backward writes: clone what is to be kept. After an error of backward gradients have no meaning.
 
     Step the optimizer when ``backward()`` has returned: one that steps earlier, in a hook on the parameters, would take
     this rank's own gradients. That is an error on every rank, except where the step neither counts as a change (fused
@@ -49,15 +60,29 @@ class DDP(torch.nn.Module):
     A group may have several models. Every rank makes them in the same order, and runs their backwards in the same
     order, as often as the others: else backward raises on every rank, and says which rank was in which model.
 
+    Copies and pickles belong to no group until their first forward in training mode, which every rank calls: a copy
+    then joins the group of the original, and what was pickled the default group.
+
     Args:
         module: Whatever its parameters' dtypes; shared parameters are reduced once. It is kept, not copied.
         group: The group, on all of whose ranks this is called; None is the default group.
-        bucket_size_mb: Gradients are reduced in messages of about this many megabytes (2**20 bytes).
+        bucket_size_mb: Gradients are reduced in messages of about this many megabytes (2**20 bytes); the first has one.
+        overlap_comm: Average during backward. Without, backward leaves this rank's own gradients, and
+            `sync_gradients` or `overlapped_sync_gradients` averages them before the optimizer steps.
         broadcast_buffers: Give every rank the buffers of rank 0 before each forward in training mode, so that
             running statistics are the same everywhere. In evaluation mode a rank may call forward by itself.
+        find_unused_parameters: Ranks may use different parts of the module (each at least one parameter): who has no
+            gradient counts as zeros, and gets the average. Each forward then looks through the graph, so that buckets
+            need not wait for what will not come.
+        static_graph: Every step uses the same parameters, each as often, which the first step learns. Needed for
+            communication to overlap re-entrant checkpointing.
+        gradient_as_bucket_view: Gradients are views of the memory that is reduced, and not copied from and to it.
+        comm_hook: ``comm_hook(bucket)`` starts the reduction of a `GradientBucket` and returns a `PendingCollective`,
+            whose result is the average of each element; see `comm_hooks`. None is an allreduce.
 
     Raises:
-        CollectiveMismatchError: On every rank, when the ranks' modules differ, naming the first parameter or buffer.
+        CollectiveMismatchError: On every rank, when the ranks' modules or options differ, naming the first parameter,
+            buffer or option.
         DistributedTimeoutError: Some rank did not come.
         UnsupportedOpError: A parameter or buffer is of a kind that collectives can't carry, or can't be written to
             (expanded, made under ``inference_mode``); it is named.
@@ -72,56 +97,131 @@ class DDP(torch.nn.Module):
         group: Backend | None = None,
         *,
         bucket_size_mb: float = 25,
+        overlap_comm: bool = True,
         broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = True,
+        comm_hook: CommHook | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"DDP wraps a torch.nn.Module, not {type(module).__name__}")
-        if isinstance(bucket_size_mb, bool) or not isinstance(bucket_size_mb, (int, float)):
-            raise TypeError(f"bucket_size_mb must be a number, not {type(bucket_size_mb).__name__}")
-        if not bucket_size_mb > 0:
-            raise ValueError(f"bucket_size_mb must be above 0, not {bucket_size_mb}")
-        if not isinstance(broadcast_buffers, bool):
-            raise TypeError(f"broadcast_buffers must be True or False, not {type(broadcast_buffers).__name__}")
         self.module = module
-        self.broadcast_buffers = broadcast_buffers
-        self._group = resolve_group(group)
-        self._max_bytes = bucket_size_mb * _MEGABYTE
-        deadline = Deadline(self._group.timeout)
-        check_same_form(module, self._group, deadline)
-        self.broadcast_parameters(timeout=deadline.remaining())
-        self._number = number_model(self._group, type(module).__name__)
-        self._reducer = self._make_reducer()
+        self._options = Options(
+            bucket_size_mb=bucket_size_mb,
+            overlap_comm=overlap_comm,
+            broadcast_buffers=broadcast_buffers,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            comm_hook=comm_hook,
+        )
+        self._unjoined_group: Backend | None = None
+        self._join_group(resolve_group(group))
         self.register_load_state_dict_pre_hook(_insert_module_prefix)  # type: ignore[no-untyped-call]
+
+    def _join_group(self, group: Backend) -> None:
+        """Become one of the group's models; every rank calls."""
+        deadline = Deadline(group.timeout)
+        check_same_form(self.module, self._options, group, deadline)
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        broadcast_tensors(tensors, 0, group, max_bytes=self._options.max_bytes, deadline=deadline)
+        self._members = Members(self.module)
+        self._is_skipping = False
+        self._join: Join | None = None
+        self._number = number_model(group, type(self.module).__name__)
+        self._group = group
+        self._reducer: Reducer | None = self._make_reducer()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; in training mode every rank must."""
-        if self.training and self.broadcast_buffers:
-            # `.data` leaves autograd's version counters alone, so that several forwards may come before one
-            # backward: a broadcast changes a buffer only where a forward has changed it, and that was counted.
-            with explain_errors(
-                lambda: f"Before forward {self._title()} gives all ranks the buffers of rank 0.",
-                "In training mode every rank must call forward as often as the others.",
-            ):
-                self._broadcast([buffer.data for buffer in self.module.buffers()], 0, Deadline(self._group.timeout))
+        if not self.training and (self._reducer is None or not torch.is_grad_enabled()):
+            return self.module(*args, **kwargs)
+        reducer = self._prepare_forward()
+        result = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._follow_changes()
-        return self.module(*args, **kwargs)
+            self._watch(result, reducer)
+        return result
+
+    # Compilers are kept out of both, by what torch's optimizers use: torch.compiler.disable loads the compiler at once.
+
+    @torch._disable_dynamo  # noqa: SLF001
+    def _watch(self, result: object, reducer: Reducer) -> None:
+        """Have the outputs say when their gradients begin to flow."""
+        outputs = find_outputs(result)
+        looks = self._options.find_unused_parameters and not self._is_skipping and self._group.world_size > 1
+        reducer.watch(outputs, find_unreached(outputs, reducer.parameters) if looks else frozenset())
+
+    @torch._disable_dynamo  # noqa: SLF001
+    def _prepare_forward(self) -> Reducer:
+        reducer = self._follow_changes() if torch.is_grad_enabled() else self._attached()
+        in_backward = current_backward() != -1  # a checkpoint's second forward must see what the first saw
+        if self.training and self._options.broadcast_buffers and not self._is_skipping and not in_backward:
+            root = 0 if self._join is None else self._join.announce(Event.FORWARD)
+            self._broadcast_buffers(root)
+        return reducer
+
+    def _broadcast_buffers(self, root: int) -> None:
+        # `.data` leaves autograd's version counters alone, so that several forwards may come before one backward: a
+        # broadcast changes a buffer only where a forward has changed it, and that was counted.
+        with explain_errors(
+            lambda: f"Before forward {self._title()} gives all ranks the buffers of rank {root}.",
+            "In training mode every rank must call forward as often as the others (see join()).",
+        ):
+            self._broadcast([buffer.data for buffer in self.module.buffers()], root, Deadline(self._group.timeout))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside the block add to this rank's own gradients, and send nothing; nor do forwards.
+
+        The first backward after the block averages all that was accumulated.
+        """
+        reducer = self._attached()
+        before = self._is_skipping, reducer.is_syncing
+        self._is_skipping, reducer.is_syncing = True, False
+        try:
+            yield
+        finally:
+            self._is_skipping, self._attached().is_syncing = before
+
+    def join(
+        self, *, divide_by_initial_world_size: bool = False, throw_on_early_termination: bool = False
+    ) -> contextlib.AbstractContextManager[object]:
+        """A context for a training loop in which ranks may have different numbers of batches; see `Join`."""
+        for name, value in (
+            ("divide_by_initial_world_size", divide_by_initial_world_size),
+            ("throw_on_early_termination", throw_on_early_termination),
+        ):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, not {type(value).__name__}")
+        self._attached()
+        if self._join is not None:
+            raise RuntimeError("join() blocks of one DDP can't be nested: one around the training loop is enough")
+        return Join(self, divides_by_all=divide_by_initial_world_size, throws=throw_on_early_termination)
 
     def sync_gradients(self, *, timeout: float | None = None) -> None:
-        """Average the gradients as they are now; every rank must call.
+        """Average the gradients as they are now, bucket after bucket; every rank must call.
 
-        Needed only for gradients that were not made by ``backward()``, which averages by itself. Averaging again
+        Needed with ``overlap_comm=False``, and for gradients that were not made by ``backward()``. Averaging again
         what is equal on all ranks gives the same values, to rounding, and costs the messages.
 
         Args:
             timeout: Seconds for each bucket; None takes the group's.
 
         Raises:
+            CollectiveMismatchError: As backward does, for a gradient that only some ranks have.
             DistributedError: What failed between the ranks. The group has failed.
         """
-        self._follow_changes()
-        self._reducer.reduce(None if timeout is None else check_timeout(timeout))
+        self._sync_gradients(timeout, one_by_one=True)
+
+    def overlapped_sync_gradients(self, *, timeout: float | None = None) -> None:
+        """`sync_gradients`, with all buckets under way at once: one is copied while others travel."""
+        self._sync_gradients(timeout, one_by_one=False)
+
+    def _sync_gradients(self, timeout: float | None, *, one_by_one: bool) -> None:
+        limit = None if timeout is None else check_timeout(timeout)
+        self._follow_changes().reduce(limit, one_by_one=one_by_one)
 
     def broadcast_parameters(self, root: int = 0, *, timeout: float | None = None) -> None:
         """Overwrite every rank's parameters and buffers, in place, with those of rank ``root``; every rank must call.
@@ -130,6 +230,7 @@ class DDP(torch.nn.Module):
             root: The rank whose values everyone gets.
             timeout: Seconds; None takes the group's.
         """
+        self._attached()
         check_root(self._group, root, "root")
         deadline = Deadline(self._group.timeout if timeout is None else timeout)
         self._broadcast([*self.module.parameters(), *self.module.buffers()], root, deadline)
@@ -142,14 +243,26 @@ class DDP(torch.nn.Module):
         """Load the module's own state dict. Every rank loads the same, or `broadcast_parameters` must follow."""
         return self.module.load_state_dict(*args, **kwargs)
 
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            "a DDP belongs to its group and can't be copied or pickled: copy or save its .module, or its state_dict()"
-        )
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickles: all but what belongs to the group."""
+        state = dict(self.__dict__)
+        for name in _OF_THE_GROUP:
+            state.pop(name, None)
+        return {**state, "_reducer": None, "_unjoined_group": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DDP:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        twin._unjoined_group = self._unjoined_group if self._reducer is None else self._group  # noqa: SLF001
+        return twin
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError("two DDPs of one module would average its gradients twice: use copy.deepcopy")
 
     def _broadcast(self, tensors: list[torch.Tensor], root: int, deadline: Deadline) -> None:
         try:
-            broadcast_tensors(tensors, root, self._group, max_bytes=self._max_bytes, deadline=deadline)
+            broadcast_tensors(tensors, root, self._group, max_bytes=self._options.max_bytes, deadline=deadline)
         except DistributedError:
             raise
         except (TypeError, ValueError, RuntimeError):
@@ -161,16 +274,40 @@ class DDP(torch.nn.Module):
 
     def _make_reducer(self) -> Reducer:
         trainable = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-        return Reducer(trainable, self._group, max_bytes=self._max_bytes, model=self._number)
+        return Reducer(trainable, self._group, self._options, model=self._number)
 
-    def _follow_changes(self) -> None:
-        """Plan anew when parameters were frozen, unfrozen or replaced: a new one would silently not be averaged."""
-        self._reducer.forget_failed_backward()
-        trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        known = self._reducer.parameters
-        same = len(trainable) == len(known) and all(a is b for a, b in zip(trainable, known, strict=True))
-        if not (same and self._reducer.fits()):
-            self._reducer = self._make_reducer()
+    def _attached(self) -> Reducer:
+        """The reducer; a copy joins its group first."""
+        if self._reducer is None:
+            self._join_group(resolve_group(self._unjoined_group))
+            assert self._reducer is not None
+        return self._reducer
+
+    def _follow_changes(self) -> Reducer:
+        """Plan anew when parameters were frozen, unfrozen or changed their dtype, and refuse new ones."""
+        reducer = self._attached()
+        reducer.forget_failed_backward()
+        self._members.check_same(self._title())
+        if not self._options.overlap_comm:
+            self._check_averaged(reducer)
+        if self._members.change_trainable() or not reducer.fits():
+            fresh = self._make_reducer()
+            fresh.is_syncing, fresh.before_round = reducer.is_syncing, reducer.before_round
+            self._reducer = reducer = fresh
+        return reducer
+
+    def _check_averaged(self, reducer: Reducer) -> None:
+        """Raise if an optimizer has stepped with gradients that nobody averaged."""
+        if self._members.have_changed() and reducer.has_own_gradients and not self._is_skipping:
+            reducer.has_own_gradients = False
+            raise RuntimeError(
+                f"the parameters of {self._title()} have changed since backward, but their gradients were not averaged:"
+                " with overlap_comm=False call sync_gradients() before optimizer.step(), or the ranks' models drift"
+                " apart"
+            )
+
+
+_OF_THE_GROUP = ("_group", "_members", "_join", "_is_skipping", "_number")
 
 
 def _insert_module_prefix(_module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: object) -> None:

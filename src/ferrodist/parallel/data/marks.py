@@ -1,4 +1,10 @@
-"""Which model's bucket a message belongs to, so that ranks that are out of step don't average what doesn't belong.
+"""What a bucket carries behind its gradients: whose they are, and which of them are there.
+
+[Note: presence]
+A bucket carries two elements more for each parameter: 1 and 0 from a rank that has a gradient for it, 0 and 1 from one
+that has none, 0 and 0 from one that has run out of batches (`DDP.join`). Their mean tells a gradient that all ranks
+have from one that some have and from one that no rank has. Two, since the share of the ranks in one element would round
+to 1 where there are many ranks and the dtype has few bits; above 0 is above 0 in any dtype.
 
 [Note: marks]
 Buckets of two models may have one size and dtype, and then a collective can't tell them apart. A bucket therefore
@@ -14,14 +20,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import torch
-
 from ferrodist.errors import CollectiveMismatchError, ranks_text
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
 
-__all__ = ["MARK_SIZE", "check_marks", "model_title", "number_model", "write_marks"]
+__all__ = ["MARK_SIZE", "check_marks", "make_mark", "model_title", "number_model"]
 
 MARK_SIZE = 2
 """Elements of one rank's mark."""
@@ -42,30 +46,26 @@ def model_title(group: Backend, number: int) -> str:
     return f"DDP model {number} ({group.attachments[_KEY][number]})"
 
 
-def write_marks(marks: torch.Tensor, group: Backend, model: int, bucket: int) -> None:
-    """Fill in this rank's mark.
+def make_mark(model: int, bucket: int) -> tuple[float, float]:
+    """The mark of a bucket of a model, by their numbers."""
+    return float(model % _HIGHEST + 1), float(bucket % _HIGHEST + 1)
+
+
+def check_marks(marks: list[complex], group: Backend) -> None:
+    """Compare the marks of all ranks after the mean.
 
     Args:
-        marks: Shape (world_size, MARK_SIZE).
+        marks: One after the other, ``world_size * MARK_SIZE`` numbers.
         group: The group.
-        model: Its number.
-        bucket: Its number.
-    """
-    marks.zero_()
-    marks[group.rank, 0] = model % _HIGHEST + 1
-    marks[group.rank, 1] = bucket % _HIGHEST + 1
-
-
-def check_marks(marks: torch.Tensor, group: Backend) -> None:
-    """Compare the marks of all ranks after the mean.
 
     Raises:
         CollectiveMismatchError: On every rank, when two differ, naming both. The group has failed.
     """
-    if torch.equal(marks, marks[:1].expand_as(marks)):
+    if marks == marks[:MARK_SIZE] * group.world_size:
         return
     senders: dict[str, list[int]] = {}
-    for rank, mark in enumerate((marks.real.double() * group.world_size).tolist()):
+    for rank in range(group.world_size):
+        mark = [part.real * group.world_size for part in marks[rank * MARK_SIZE : (rank + 1) * MARK_SIZE]]
         senders.setdefault(_describe(group, mark), []).append(rank)
     odd = min(senders.values(), key=len)
     if "" in senders:  # what another rank sent lies over all marks, so they don't tell who it was

@@ -1,27 +1,9 @@
-"""Gradients become their mean over the ranks while backward is still running.
+"""Gradients become their mean over the ranks while backward is still running; see [Note: round] in `rounds.py`.
 
-[Note: round]
-A *round* is one reduction of all buckets. It opens with the first gradient that autograd has accumulated, and
-closes in a callback that the engine runs at the end of the same backward, before ``backward()`` returns. In
-between, a bucket starts as soon as it and all buckets before it are complete, so that all ranks start them in one
-order, whatever the order in which their gradients come. When the round closes, the buckets that are still
-incomplete start as they are, with zeros for gradients that did not come.
-
-A backward inside a backward (reentrant checkpointing) is a backward of its own to the engine, so the round closes
-at its end, and the outer backward opens another. That is right to rounding, for the mean of what is equal on all
-ranks is that value again, but it costs messages; checkpoint with ``use_reentrant=False``.
-
-A backward that fails leaves its round open. If nothing had started, the next forward or backward forgets it. If
-something had, the other ranks count on the rest of it, and the group is ended: an error on all ranks in place of
-mixed-up buckets. What fails in the reduction itself (a sparse gradient, an interruption) ends the round at once, in
-the same two ways.
-
-[Note: presence]
-A bucket carries one element more for each parameter: 1 from a rank that has a gradient for it, else 0. Their mean
-tells a gradient that some rank has (all get the average, in which the others count as zeros) from one that no rank
-has, which stays None as it would without DDP, so that optimizers skip the parameter.
-
-Behind these it carries marks, which tell it from the buckets of other models; see [Note: marks] in `marks.py`.
+[Note: rebuilding]
+The first plan of buckets supposes that gradients come in the reverse order of the parameters. The first round notes the
+order in which they do, and rank 0's becomes everyone's: buckets that fill in the order of arrival start as early as can
+be. These are the buckets of all later rounds, and only they are in symmetric memory, so that it is made once.
 
 [Note: steps in hooks]
 An optimizer that steps in a hook, once a parameter's gradient is there, takes this rank's own gradient, for the mean
@@ -35,34 +17,42 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd import Variable
 
-from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.collectives.reductions import async_allreduce
-from ferrodist.collectives.views import elements_overlap
-from ferrodist.errors import DistributedError, GroupAbortedError, UnsupportedOpError, describe_error
+from ferrodist.collectives.objects import all_gather_object
+from ferrodist.collectives.reductions import broadcast
+from ferrodist.errors import (
+    CollectiveMismatchError,
+    DistributedError,
+    GroupAbortedError,
+    UnsupportedOpError,
+    describe_error,
+    ranks_text,
+)
 from ferrodist.parallel.data.buckets import plan_buckets
 from ferrodist.parallel.data.explain import explain_errors
-from ferrodist.parallel.data.marks import MARK_SIZE, check_marks, model_title, write_marks
+from ferrodist.parallel.data.gradient_bucket import make_buckets
+from ferrodist.parallel.data.marks import model_title
+from ferrodist.parallel.data.rounds import Round, current_backward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.pending import PendingCollective
+    from ferrodist.parallel.data.options import Options
 
 __all__ = ["Reducer"]
 
+_FIRST_BYTES = 1 << 20
+"""Of the first bucket, whose messages start soonest."""
 
 _ADVICE = (
-    "Look for a rank that has fewer batches than the others, skips a backward, or runs the backwards of several models"
-    " in another order."
+    "Look for a rank that has fewer batches than the others (see join()), skips a backward or is in no_sync(), or runs"
+    " the backwards of several models in another order."
 )
 
 
@@ -74,45 +64,109 @@ class Reducer:
     Args:
         parameters: The parameters that require grad, each once, by name; the same on all ranks.
         group: The group. In a group of one rank nothing is done.
-        max_bytes: Size of a bucket.
+        options: The DDP's.
         model: The model's number in the group, from `number_model`.
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], group: Backend, *, max_bytes: float, model: int
+        self, parameters: Mapping[str, torch.nn.Parameter], group: Backend, options: Options, *, model: int
     ) -> None:
         self.parameters = tuple(parameters.values())
+        self.is_syncing = options.overlap_comm
+        """Whether backward averages; else only `reduce` does."""
+        self.before_round: Callable[[], tuple[int, float]] | None = None
+        """In `DDP.join`: tells the others of a round, and returns a rank that has a batch, and averages' factor."""
+        self.has_own_gradients = False
+        """Whether there are gradients that have not been averaged."""
         self._group = group
+        self._options = options
         self._model = model
-        # Gradients come roughly in the reverse order of the parameters.
-        backwards = self._backwards = self.parameters[::-1] if group.world_size > 1 else ()
-        plan = plan_buckets(backwards, max_bytes)
-        names = self._names = tuple(parameters)[::-1]
-        self.buckets = tuple(
-            _Bucket({names[place]: backwards[place] for place in bucket.members}, group.world_size) for bucket in plan
-        )
+        self._root, self._scale = 0, 1.0
+        self._is_rebuilt = False
         self._num_started = 0
-        self._ready: set[int] = set()
-        self._versions: tuple[int, ...] = ()  # of the parameters, last first, when the round opened
-        self._task: int | None = None  # the engine's number of the backward whose end closes the round
-        homes = {place: number for number, bucket in enumerate(plan) for place in bucket.members}
-        handles = [_watch(self, parameter, place, homes[place]) for place, parameter in enumerate(backwards)]
+        self._has_forwards = False  # since the last round
+        # Gradients come roughly in the reverse order of the parameters.
+        self._owners = dict(reversed(list(parameters.items()))) if group.world_size > 1 else {}
+        self._build(is_symmetric=False)
+        keys = {id(parameter): key for key, parameter in enumerate(self._owners.values())}
+        self._place_of = list(range(len(keys)))  # of the parameters as they were watched, in the present plan
+        handles = [_watch(self, parameter, keys[id(parameter)]) for parameter in self._owners.values()]
         weakref.finalize(self, _remove, handles).atexit = False
 
-    def reduce(self, timeout: float | None = None) -> None:
+    def _build(self, *, is_symmetric: bool) -> None:
+        backwards = self._backwards = tuple(self._owners.values())
+        plan = plan_buckets(backwards, self._options.max_bytes, first_bytes=_FIRST_BYTES)
+        self._names = tuple(self._owners)
+        self.buckets = make_buckets(
+            plan,
+            self._owners,
+            self._group,
+            model=self._model,
+            as_views=self._options.gradient_as_bucket_view,
+            is_symmetric=is_symmetric,
+        )
+        spots = {
+            place: (number, spot) for number, bucket in enumerate(plan) for spot, place in enumerate(bucket.members)
+        }
+        self._spots = [spots[place] for place in range(len(backwards))]
+        self._round = Round([number for number, _ in self._spots], is_static=self._options.static_graph)
+
+    def reduce(self, timeout: float | None = None, *, one_by_one: bool = False, is_idle: bool = False) -> None:
         """Close the round, or do a whole one: on return every gradient is the mean over the ranks.
 
+        Args:
+            timeout: Seconds for each bucket; None takes the group's.
+            one_by_one: Start a bucket when the one before it has ended.
+            is_idle: This rank has no batch, and only helps the others.
+
         Raises:
+            CollectiveMismatchError: Some ranks have a gradient that others have not. The group stays good.
             DistributedError: A bucket's reduction failed, and so the group; gradients may be partly averaged.
         """
         with self._failing_together():
-            self._start_until(len(self.buckets), timeout)
+            for bucket in self.buckets[self._num_started :]:
+                bucket.check_layouts()
+            if not one_by_one:
+                self._start_until(len(self.buckets), timeout, is_idle=is_idle)
             self._check_unchanged()
             for number, bucket in enumerate(self.buckets):
+                self._start_until(number + 1, timeout, is_idle=is_idle)
                 with explain_errors(lambda number=number: self._describe(number), _ADVICE):  # type: ignore[misc]
                     bucket.wait()
-                bucket.finish(self._group)
-        self._forget_round()
+            self._check_learned()
+            uneven = [] if self._options.allows_unused else self._find_uneven()
+            for bucket in self.buckets:
+                bucket.finish(self._scale, is_idle=is_idle)
+        self.has_own_gradients = False
+        arrived = list(self._round.counts)
+        self._forget_round(is_complete=True)
+        if uneven:
+            self._refuse_uneven(uneven)
+        if not self._is_rebuilt:
+            self._rebuild(arrived)
+
+    def watch(self, outputs: Sequence[torch.Tensor], unreached: frozenset[int]) -> None:
+        """Take note of a forward's outputs, so that the round opens where their gradients begin to flow.
+
+        Args:
+            outputs: Those that require grad.
+            unreached: `id` of the parameters that they don't depend on.
+        """
+        if not self._backwards:
+            return
+        if not self._round.is_open:
+            places = frozenset(place for place, owner in enumerate(self._backwards) if id(owner) in unreached)
+            self._round.unreached = places & self._round.unreached if self._has_forwards else places
+            self._has_forwards = True
+        reference = weakref.ref(self)
+
+        def notice(_: torch.Tensor) -> None:
+            alive = reference()
+            if alive is not None and alive.is_syncing:
+                alive.enter_round()
+
+        for output in outputs:
+            output.register_hook(notice)  # type: ignore[no-untyped-call]
 
     def fits(self) -> bool:
         """Whether the parameters still have the dtypes, devices and shapes that the buckets were made for."""
@@ -124,34 +178,51 @@ class Reducer:
         Raises:
             GroupAbortedError: Some of its buckets had started, so the ranks are out of step.
         """
-        if self._ready and torch._C._current_graph_task_id() == -1:  # noqa: SLF001 - as in on_gradient
+        if self._round.is_open and current_backward() == -1:
             self._abandon_round()
 
-    def on_gradient(self, place: int, home: int) -> None:
+    def enter_round(self) -> None:
+        """Say that autograd is at work on this model's gradients."""
+        if self._round.has_failed:
+            self._abandon_round()
+        if self._backwards and self._round.enter(self._on_backward_end):
+            self._round.versions = self._count_changes()
+
+    def on_gradient(self, key: int) -> None:
         """Take note that a gradient is there, and start the buckets that are now complete; called by autograd."""
-        if place in self._ready:
-            self._abandon_round()
-        task = torch._C._current_graph_task_id()  # noqa: SLF001 - no public name; torch's own FSDP asks the same
-        if task != self._task:
-            self._task = task
-            Variable._execution_engine.queue_callback(self._on_backward_end)  # noqa: SLF001 - as torch's own DDP
-        if not self._ready:
-            self._versions = self._count_changes()
-        self._ready.add(place)
-        self.buckets[home].num_missing -= 1
-        if self.buckets[home].num_missing == 0:
-            complete = takewhile(lambda bucket: bucket.num_missing == 0, self.buckets[self._num_started :])
+        if torch.is_grad_enabled():
+            raise UnsupportedOpError(
+                f"backward(create_graph=True) through {model_title(self._group, self._model)}: averaged gradients have"
+                " no graph, for it would have to cross the ranks. Take the inner derivative with"
+                " torch.autograd.grad(..., create_graph=True), and call backward() once, on a loss made of it."
+            )
+        place = self._place_of[key]
+        number, spot = self._spots[place]
+        self.has_own_gradients = True
+        if not self.is_syncing:
+            return
+        self.enter_round()
+        if number < self._num_started:
+            self._refuse_late(place)
+        self._round.arrive(place)
+        self.buckets[number].take_early(spot)
+        end = self._round.count_complete(self._num_started)
+        if end > self._num_started:
             with self._failing_together():
-                self._start_until(self._num_started + len(list(complete)))
+                self._start_until(end)
 
-    def _start_until(self, end: int, timeout: float | None = None) -> None:
+    def _start_until(self, end: int, timeout: float | None = None, *, is_idle: bool = False) -> None:
         """Start the buckets before ``end`` that have not started, or none of them when one can't."""
+        if self._num_started >= end:
+            return
         for bucket in self.buckets[self._num_started : end]:
-            bucket.check_layouts(self._group)
+            bucket.check_layouts()
+        if self._num_started == 0:
+            self._root, self._scale = (0, 1.0) if self.before_round is None else self.before_round()
         while self._num_started < end:
             number = self._num_started
             self._num_started += 1  # before the start, which may be interrupted
-            self.buckets[number].start(self._group, self._model, number, timeout)
+            self.buckets[number].start(self._options.comm_hook, is_idle=is_idle, timeout=timeout)
 
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -162,26 +233,96 @@ class Reducer:
             if self._num_started:
                 here = f"averaging gradients failed with {describe_error(error)}"
                 self._group.abort(error if isinstance(error, DistributedError) else here)
-            self._forget_round()
+            self._forget_round(is_complete=False)
             raise
+
+    def _rebuild(self, arrived: list[int]) -> None:
+        """Plan the buckets anew, in the order in which gradients came; see [Note: rebuilding]."""
+        self._is_rebuilt = True
+        if not self._backwards:
+            return
+        rest = sorted(set(range(len(self._backwards))) - set(arrived))
+        order = torch.tensor([*arrived, *rest])
+        with explain_errors(
+            lambda: f"After its first step {model_title(self._group, self._model)} agrees on the order of gradients.",
+            _ADVICE,
+        ):
+            broadcast(order, self._root, group=self._group, out=order)
+            places, old = order.tolist(), self._round
+            names, owners = self._names, self._backwards
+            self._owners = {names[place]: owners[place] for place in places}
+            self._build(is_symmetric=True)
+        self._round.learn_like(old, places)
+        homes = {place: number for number, place in enumerate(places)}
+        self._place_of = [homes[place] for place in self._place_of]
+        with torch.no_grad():
+            for number, spot in self._spots:
+                self.buckets[number].take_early(spot)
+
+    def _find_uneven(self) -> list[str]:
+        """Parameters that some ranks have a gradient for and others have not; see [Note: presence] in `marks.py`."""
+        return [name for bucket in self.buckets for name in bucket.find_uneven()]
+
+    def _refuse_uneven(self, names: list[str]) -> None:
+        """Raise, on all ranks, for parameters that some ranks have a gradient for and others have not."""
+        lacking = [name for bucket in self.buckets for name in bucket.absent if name in names]
+        everyone = all_gather_object(lacking, group=self._group)
+        first = names[0]
+        ranks = tuple(rank for rank, theirs in enumerate(everyone) if first in theirs)
+        more = f" (and {len(names) - 1} more parameters are like it)" if len(names) > 1 else ""
+        raise CollectiveMismatchError(
+            f"parameter {first!r} of {model_title(self._group, self._model)} got no gradient on {ranks_text(ranks)}"
+            f" of group {self._group.name!r}, and one on the others{more}. Pass find_unused_parameters=True to DDP if"
+            " ranks use different parts of the module: who has no gradient then counts as zeros.",
+            ranks=ranks,
+        )
 
     def _count_changes(self) -> tuple[int, ...]:
         return tuple(parameter._version for parameter in self._backwards)  # noqa: SLF001 - torch documents it so
 
     def _check_unchanged(self) -> None:
         """Raise if a parameter has changed since the round opened; see [Note: steps in hooks]."""
-        gone = {place for place in self._ready if self._backwards[place].grad is None}
-        if not self._ready or (not gone and self._count_changes() == self._versions):
+        before = self._round.versions
+        gone = [place for place in self._round.counts if self._backwards[place].grad is None]
+        if not self._round.counts or (not gone and self._count_changes() == before):
             return
-        changes = enumerate(zip(self._versions, self._count_changes(), strict=True))
-        changed = [place for place, (before, after) in changes if before != after]
+        changes = enumerate(zip(before, self._count_changes(), strict=True))
+        changed = [place for place, (old, new) in changes if old != new]
         place, what = (changed[0], "changed") if changed else (min(gone), "lost its gradient")
         raise UnsupportedOpError(
-            f"parameter {self._names[place]!r} of {model_title(self._group, self._model)} {what} during backward on"
+            f"{self._title_of(place)} {what} during backward on"
             f" rank {self._group.rank} of group {self._group.name!r}, before its gradient was averaged: an optimizer"
             " that steps in a hook makes the ranks' models drift apart. Step when backward() has returned.",
             ranks=(self._group.rank,),
         )
+
+    def _check_learned(self) -> None:
+        """Raise if a gradient that static_graph counted in the first round did not come."""
+        place = self._round.find_unexpected()
+        if place is not None:
+            raise UnsupportedOpError(
+                f"{self._title_of(place)} got its gradient less often on rank {self._group.rank} than in the first"
+                " backward, but DDP was told static_graph=True: leave it out for a graph that changes.",
+                ranks=(self._group.rank,),
+            )
+
+    def _refuse_late(self, place: int) -> None:
+        """Raise for a gradient that came when its bucket had started."""
+        why = (
+            "a graph that changes can't have static_graph=True"
+            if self._options.static_graph
+            else "with re-entrant checkpointing pass static_graph=True to DDP, or use_reentrant=False to checkpoint()"
+        )
+        error = UnsupportedOpError(
+            f"{self._title_of(place)} got another gradient on rank {self._group.rank} when the one before was being"
+            f" averaged: {why}.",
+            ranks=(self._group.rank,),
+        )
+        with self._failing_together():
+            raise error
+
+    def _title_of(self, place: int) -> str:
+        return f"parameter {self._names[place]!r} of {model_title(self._group, self._model)}"
 
     def _describe(self, number: int) -> str:
         names = self.buckets[number].names
@@ -192,11 +333,13 @@ class Reducer:
         )
 
     def _on_backward_end(self) -> None:
-        if self._ready:  # else a backward inside this one has closed the round
+        if self._round.counts:
             self.reduce()
+        else:  # torch.autograd.grad, which leaves the parameters' gradients alone
+            self._forget_round(is_complete=False)
 
     def _abandon_round(self) -> None:
-        """A gradient came twice, so the backward of this round ended in an error."""
+        """The backward of this round ended in an error."""
         if self._num_started:
             error = GroupAbortedError(
                 f"an earlier backward of DDP on rank {self._group.rank} of group {self._group.name!r} ended in an"
@@ -206,92 +349,22 @@ class Reducer:
             )
             self._group.abort(error)
             raise error
-        self._forget_round()
+        self._forget_round(is_complete=False)
 
-    def _forget_round(self) -> None:
+    def _forget_round(self, *, is_complete: bool) -> None:
         self._num_started = 0
-        self._task = None
-        self._ready.clear()
-        for bucket in self.buckets:
-            bucket.num_missing = len(bucket.parameters)
+        self._has_forwards = False
+        self._round.close(is_complete=is_complete)
 
 
-class _Bucket:
-    """The flat memory in which the gradients of some parameters travel; made once and used in every round."""
-
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> None:
-        self.names = tuple(parameters)
-        self.parameters = tuple(parameters.values())
-        self.num_missing = len(parameters)
-        first = self.parameters[0]
-        # Behind the gradients: which of them are there, and whose they are; see [Note: presence].
-        sizes = [*(parameter.numel() for parameter in self.parameters), len(parameters), world_size * MARK_SIZE]
-        self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        *parts, self._presence, marks = torch.split(self._flat, sizes)
-        self._marks = marks.view(world_size, MARK_SIZE)
-        self._views = [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
-        self._pending: PendingCollective[torch.Tensor] | None = None
-
-    def fits(self) -> bool:
-        """Whether each parameter still has the form of its place here."""
-        return all(
-            parameter.dtype is view.dtype and parameter.device == view.device and parameter.shape == view.shape
-            for parameter, view in zip(self.parameters, self._views, strict=True)
-        )
-
-    def check_layouts(self, group: Backend) -> None:
-        """Raise for a gradient that is not dense."""
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise UnsupportedOpError(
-                    f"the gradient of {name!r} on rank {group.rank} of group {group.name!r} has layout"
-                    f" {parameter.grad.layout}: DDP averages dense gradients, as of an embedding with sparse=False",
-                    ranks=(group.rank,),
-                )
-
-    @torch.no_grad()
-    def start(self, group: Backend, model: int, number: int, timeout: float | None = None) -> None:
-        """Copy the gradients in and start their allreduce, marked with the numbers of the model and the bucket."""
-        write_marks(self._marks, group, model, number)
-        self._presence.fill_(1)
-        for place, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
-            if parameter.grad is None:
-                view.zero_()
-                self._presence[place] = 0
-            else:
-                view.copy_(parameter.grad)
-        self._pending = async_allreduce(self._flat, ReduceOp.MEAN, group=group, out=self._flat, timeout=timeout)
-
-    def wait(self) -> None:
-        """Wait for the averages."""
-        assert self._pending is not None
-        pending, self._pending = self._pending, None
-        pending.wait()
-
-    @torch.no_grad()
-    def finish(self, group: Backend) -> None:
-        """Copy the averages out, once it is sure that the ranks averaged the same."""
-        check_marks(self._marks, group)
-        for place, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
-            if parameter.grad is not None and _is_writable(parameter.grad):
-                parameter.grad.copy_(view)
-            elif parameter.grad is not None or self._presence[place]:
-                parameter.grad = torch.empty_like(parameter).copy_(view)
-
-
-def _is_writable(gradient: torch.Tensor) -> bool:
-    """Whether elements can be set one by one: not in what a user expanded, or made under inference_mode."""
-    return not gradient.is_inference() and (gradient.is_contiguous() or not elements_overlap(gradient))
-
-
-def _watch(reducer: Reducer, parameter: torch.nn.Parameter, place: int, home: int) -> RemovableHandle:
+def _watch(reducer: Reducer, parameter: torch.nn.Parameter, key: int) -> RemovableHandle:
     # A weak reference, or the parameter would keep the reducer, which keeps the parameter.
     reference = weakref.ref(reducer)
 
     def notice(_: torch.Tensor) -> None:
         alive = reference()
         if alive is not None:
-            alive.on_gradient(place, home)
+            alive.on_gradient(key)
 
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(notice)  # type: ignore[no-untyped-call]
     return handle

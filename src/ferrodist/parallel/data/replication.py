@@ -24,22 +24,24 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.deadline import Deadline
+    from ferrodist.parallel.data.options import Options
 
 __all__ = ["broadcast_tensors", "check_same_form", "check_supported"]
 
 
-def check_same_form(module: torch.nn.Module, group: Backend, deadline: Deadline) -> None:
+def check_same_form(module: torch.nn.Module, options: Options | None, group: Backend, deadline: Deadline) -> None:
     """Compare the module's parameters and buffers with those of rank 0; every rank of the group calls this.
 
-    Compared are their number, names, shapes, dtypes, memory and places, and which parameters require grad. Each rank
-    receives rank 0's list and then one sentence from each rank, so that lists don't travel from everyone to everyone.
+    Compared are their number, names, shapes, dtypes, memory and places, which parameters require grad, and DDP's
+    options. Each rank receives rank 0's list and then one sentence from each rank, so that lists don't travel from
+    everyone to everyone.
 
     Raises:
         CollectiveMismatchError: On every rank, naming the first parameter or buffer that differs. The group stays good.
         UnsupportedOpError, ValueError: On every rank, naming a parameter or buffer that collectives can't carry, or one
             that is lazy and has no shape yet. The group stays good.
     """
-    mine = _describe(module)
+    mine = [f"the option {line}" for line in (options.describe() if options else ())] + _describe(module)
     with explain_errors(
         lambda: f"Rank {group.rank} was making a DDP of {type(module).__name__}.",
         "Every rank of the group must make it, at the same place of its program.",
@@ -52,7 +54,7 @@ def check_same_form(module: torch.nn.Module, group: Backend, deadline: Deadline)
     if differing:
         raise CollectiveMismatchError(
             f"the ranks of group {group.name!r} gave DDP different modules:"
-            f" {next(iter(differing.values()))}. Build the same module on every rank.",
+            f" {next(iter(differing.values()))}. Build the same module, with the same options, on every rank.",
             ranks=tuple(differing),
         )
     check_supported(module, group)

@@ -1,0 +1,276 @@
+"""The flat memory in which the gradients of some parameters travel.
+
+[Note: memory of buckets]
+A bucket's memory is made once and used in every step. Where gradients are its views, a step copies each gradient once,
+from where autograd made it: an engine that reduces symmetric memory needs no copy aside, and the optimizer reads the
+average where the engine wrote it. A gradient that accumulates is added in place, and not copied at all.
+
+Gradients come from autograd as tensors of their own after ``zero_grad()``. They are copied as they come, while they are
+in the processor's cache, and freed at once, so that the next layer's takes the same memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ferrodist.backends.process_group import resolve_group
+from ferrodist.collectives.reduce_op import ReduceOp
+from ferrodist.collectives.reductions import async_allreduce
+from ferrodist.collectives.symmetric import empty_symmetric
+from ferrodist.collectives.views import elements_overlap
+from ferrodist.errors import BackendUnavailable, UnsupportedOpError
+from ferrodist.parallel.data.marks import MARK_SIZE, check_marks, make_mark
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import TypeAlias
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.collectives.pending import PendingCollective
+    from ferrodist.parallel.data.buckets import Bucket
+
+    CommHook: TypeAlias = "Callable[[GradientBucket], PendingCollective[torch.Tensor]]"
+
+__all__ = ["GradientBucket", "make_buckets"]
+
+_ALIGNMENT_BYTES = 64
+
+
+class GradientBucket:
+    """Gradients that travel together, as a communication hook gets them.
+
+    Args:
+        parameters: Whose gradients these are, by name; of one dtype.
+        memory: Flat; the gradients' elements, and then those of the trailer.
+        index: The bucket's number, in the order in which buckets start.
+        model: The model's number in the group.
+        group: The group.
+        as_views: Whether gradients become views of the memory.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        memory: torch.Tensor,
+        *,
+        index: int,
+        model: int,
+        group: Backend,
+        as_views: bool,
+    ) -> None:
+        self.index = index
+        self.group = group
+        self.names = tuple(parameters)
+        self.parameters = tuple(parameters.values())
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self.tensor = memory[: sum(sizes)]
+        """All gradients, one after the other: shape (num_elements,)."""
+        self.gradients = tuple(
+            _shaped_like(part, parameter)
+            for part, parameter in zip(torch.split(self.tensor, sizes), self.parameters, strict=True)
+        )
+        """The same memory, as one tensor for each parameter, with its shape and strides."""
+        self.absent: list[str] = []
+        """Names of the parameters that this rank had no gradient for when the bucket started."""
+        self._memory = memory
+        self._as_views = as_views
+        self._addresses = tuple(gradient.data_ptr() for gradient in self.gradients)
+        self._trailer = memory[sum(sizes) :]
+        marks = [0.0] * (group.world_size * MARK_SIZE)
+        marks[group.rank * MARK_SIZE : (group.rank + 1) * MARK_SIZE] = make_mark(model, index)
+        count = len(sizes)
+        self._full = torch.tensor([1.0] * count + [0.0] * count + marks, dtype=memory.dtype)
+        self._pending: list[PendingCollective[torch.Tensor]] = []
+        self._shares: list[complex] = []
+
+    def fits(self) -> bool:
+        """Whether each parameter still has the form of its place here."""
+        return all(
+            parameter.dtype is view.dtype and parameter.device == view.device and parameter.shape == view.shape
+            for parameter, view in zip(self.parameters, self.gradients, strict=True)
+        )
+
+    def check_layouts(self) -> None:
+        """Raise for a gradient that is not dense."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise UnsupportedOpError(
+                    f"the gradient of {name!r} on rank {self.group.rank} of group {self.group.name!r} has layout"
+                    f" {parameter.grad.layout}: DDP averages dense gradients, as of an embedding with sparse=False",
+                    ranks=(self.group.rank,),
+                )
+
+    def take_early(self, place: int) -> None:
+        """Copy a gradient in that has just come; see [Note: memory of buckets]."""
+        gradient = self.parameters[place].grad
+        if self._as_views and gradient is not None and gradient.layout is torch.strided:
+            self._take(place, gradient)
+
+    def _take(self, place: int, gradient: torch.Tensor) -> None:
+        view = self.gradients[place]
+        # By address too: `Module.to` and `double` give the gradients that they find other memory.
+        if gradient is view and view.data_ptr() == self._addresses[place]:
+            return
+        view.copy_(gradient)
+        if self._as_views:
+            self.parameters[place].grad = view
+
+    @torch.no_grad()
+    def start(self, hook: CommHook | None, *, is_idle: bool, timeout: float | None = None) -> None:
+        """Complete the memory and start the reduction of all of it.
+
+        Args:
+            hook: Reduces the gradients in place of an allreduce.
+            is_idle: This rank has no batch, and gives zeros.
+            timeout: Seconds for the allreduce; None takes the group's.
+        """
+        self._trailer.copy_(self._full)
+        self.absent.clear()
+        if is_idle:
+            self._memory[: len(self._memory) - len(self._full) + 2 * len(self.parameters)].zero_()
+        else:
+            self._take_all()
+        if hook is None:
+            self._pending = [
+                async_allreduce(self._memory, ReduceOp.MEAN, group=self.group, out=self._memory, timeout=timeout)
+            ]
+            return
+        pending = hook(self)
+        if not callable(getattr(pending, "wait", None)):
+            raise TypeError(
+                f"a communication hook returns what a collective's async form returned, not {type(pending).__name__}"
+            )
+        trailer = async_allreduce(self._trailer, ReduceOp.MEAN, group=self.group, out=self._trailer, timeout=timeout)
+        self._pending = [pending, trailer]
+
+    def _take_all(self) -> None:
+        count = len(self.parameters)
+        for place, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                self.absent.append(self.names[place])
+                self.gradients[place].zero_()
+                self._trailer[place] = 0
+                self._trailer[count + place] = 1
+            else:
+                self._take(place, parameter.grad)
+
+    def wait(self) -> None:
+        """Wait for the averages, and check that the ranks averaged the same; see [Note: marks]."""
+        assert self._pending
+        pending, self._pending = self._pending, []
+        result = pending[0].wait()
+        if len(pending) > 1:
+            pending[1].wait()
+            self._keep(result)
+        numbers: list[complex] = self._trailer.tolist()
+        self._shares = numbers[: 2 * len(self.parameters)]
+        check_marks(numbers[2 * len(self.parameters) :], self.group)
+
+    def _keep(self, result: torch.Tensor) -> None:
+        """Take what a communication hook's collective gave."""
+        if not isinstance(result, torch.Tensor) or result.numel() != self.tensor.numel():
+            what = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+            raise TypeError(
+                f"a communication hook's collective gave {what} for a bucket of {self.tensor.numel()} elements: wait()"
+                " must return one average for each element of bucket.tensor"
+            )
+        if result.data_ptr() != self.tensor.data_ptr() or result.dtype is not self.tensor.dtype:
+            with torch.no_grad():
+                self.tensor.copy_(result.reshape(-1))
+
+    def find_uneven(self) -> list[str]:
+        """Names of the parameters that some ranks have a gradient for and others have not; equal on all ranks."""
+        count = len(self.parameters)
+        return [
+            name
+            for place, name in enumerate(self.names)
+            if abs(self._shares[place]) and abs(self._shares[count + place])
+        ]
+
+    @torch.no_grad()
+    def finish(self, scale: float, *, is_idle: bool) -> None:
+        """Give each parameter its average; None stays where no rank has a gradient.
+
+        Args:
+            scale: What averages are multiplied by.
+            is_idle: This rank has no batch, and its parameters' gradients stay as they are.
+        """
+        if scale != 1.0:
+            self.tensor.mul_(scale)
+        if is_idle:
+            return
+        for place, (parameter, view) in enumerate(zip(self.parameters, self.gradients, strict=True)):
+            gradient = parameter.grad
+            if gradient is view or (gradient is None and not abs(self._shares[place])):
+                continue
+            if self._as_views:
+                parameter.grad = view
+            elif gradient is not None and _is_writable(gradient):
+                gradient.copy_(view)
+            else:
+                parameter.grad = torch.empty_like(parameter).copy_(view)
+
+
+def _is_writable(gradient: torch.Tensor) -> bool:
+    """Whether elements can be set one by one: not in what a user expanded, or made under inference_mode."""
+    return not gradient.is_inference() and (gradient.is_contiguous() or not elements_overlap(gradient))
+
+
+def _shaped_like(part: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A part of the flat memory with a parameter's shape and, unless that has gaps, its strides."""
+    strides = torch.empty_like(parameter, device="meta", requires_grad=False).stride()
+    return part.as_strided(parameter.shape, strides)
+
+
+def make_buckets(
+    plan: Sequence[Bucket],
+    parameters: Mapping[str, torch.nn.Parameter],
+    group: Backend,
+    *,
+    model: int,
+    as_views: bool,
+    is_symmetric: bool,
+) -> tuple[GradientBucket, ...]:
+    """Make the buckets of a plan, all in one memory.
+
+    Args:
+        plan: What `plan_buckets` made of ``parameters``.
+        parameters: In the order of the plan, by name.
+        group: The group.
+        model: The model's number in the group.
+        as_views: See `GradientBucket`.
+        is_symmetric: Whether the memory is symmetric, if the system gives it. Then every rank must call.
+    """
+    names, owners = tuple(parameters), tuple(parameters.values())
+    counts = [
+        sum(owners[place].numel() for place in bucket.members) + 2 * len(bucket.members) + group.world_size * MARK_SIZE
+        for bucket in plan
+    ]
+    sizes = [
+        -(-count * bucket.dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        for count, bucket in zip(counts, plan, strict=True)
+    ]
+    memory = _allocate(sum(sizes), resolve_group(group) if is_symmetric else None)
+    return tuple(
+        GradientBucket(
+            {names[place]: owners[place] for place in bucket.members},
+            part.view(bucket.dtype)[:count],
+            index=index,
+            model=model,
+            group=group,
+            as_views=as_views,
+        )
+        for index, (bucket, count, part) in enumerate(zip(plan, counts, torch.split(memory, sizes), strict=True))
+    )
+
+
+def _allocate(size_bytes: int, group: Backend | None) -> torch.Tensor:
+    """Flat bytes, symmetric in a group."""
+    if group is not None:
+        try:
+            return empty_symmetric((size_bytes,), torch.uint8, group=group)
+        except BackendUnavailable:  # on all ranks; staging is slower, and the same bits
+            pass
+    return torch.empty(size_bytes, dtype=torch.uint8)

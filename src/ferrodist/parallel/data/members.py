@@ -1,0 +1,87 @@
+"""The parameters that a module had when it was wrapped, and what has happened to them since."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+from ferrodist.errors import UnsupportedOpError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+__all__ = ["Members"]
+
+
+class Members:
+    """Remembers a module's sub-modules and parameters, cheaply enough to look at them in every step.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._names = dict(module.named_parameters(remove_duplicate=False))
+        self._places = _find_places(module)
+        self._parameters = tuple(module.parameters())
+        self._trainable = self._find_trainable()
+        self._versions: tuple[int, ...] = ()
+
+    def check_same(self, title: str) -> None:
+        """Raise if parameters were added, replaced or removed.
+
+        Raises:
+            UnsupportedOpError: Naming the first of them.
+        """
+        for parameters, old, modules, old_modules in self._places:
+            if not (_are_same(parameters, old) and _are_same(modules, old_modules)):
+                self._refuse(title)
+                self._places = _find_places(self._module)  # sub-modules without parameters came or went
+                return
+
+    def _refuse(self, title: str) -> None:
+        now = dict(self._module.named_parameters(remove_duplicate=False))
+        for name in [*now, *self._names]:
+            if name not in self._names:
+                what = "was added"
+            elif name not in now:
+                what = "was removed"
+            elif now[name] is not self._names[name]:
+                what = "was replaced by another"
+            else:
+                continue
+            raise UnsupportedOpError(
+                f"parameter {name!r} of {title} {what} after DDP was made, and DDP averages those that it was made"
+                " with. Change the module first, and then make a new DDP of it, on all ranks; to change values, write"
+                " to the parameter in place (copy_, load_state_dict without assign=True)."
+            )
+
+    def change_trainable(self) -> bool:
+        """Whether other parameters require grad than when this was last asked."""
+        now = self._find_trainable()
+        changed, self._trainable = now != self._trainable, now
+        return changed
+
+    def have_changed(self) -> bool:
+        """Whether the version counter of a parameter has changed since this was last asked."""
+        now = tuple(parameter._version for parameter in self._parameters)  # noqa: SLF001 - torch documents it so
+        changed, self._versions = now != self._versions, now
+        return changed
+
+    def _find_trainable(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
+
+
+def _find_places(module: torch.nn.Module) -> list[Any]:
+    """Of each sub-module its own dictionaries, which are faster to look at than `named_parameters` is to walk."""
+    return [
+        (parameters, tuple(parameters.values()), modules, tuple(modules.values()))
+        for parameters, modules in ((vars(owner)["_parameters"], vars(owner)["_modules"]) for owner in module.modules())
+    ]
+
+
+def _are_same(now: Mapping[str, object], old: tuple[object, ...]) -> bool:
+    return len(now) == len(old) and all(map(operator.is_, now.values(), old))

@@ -1,0 +1,224 @@
+"""Communication hooks: what reduces a bucket in place of an allreduce."""
+
+import copy
+import math
+
+import pytest
+import torch
+from ddp_ranks import CountingBackend, assert_same_bits, caught, mlp, seeded
+
+from ferrodist import DDP, CollectiveMismatchError, ReduceOp, SimulatedBackend, async_allreduce, comm_hooks
+from ferrodist.testing import run_ranks
+
+HOOKS = {
+    "allreduce": lambda: comm_hooks.allreduce,
+    "bfloat16": lambda: comm_hooks.bfloat16_compression,
+    "float16": lambda: comm_hooks.float16_compression,
+    "power_sgd": lambda: comm_hooks.PowerSGD(rank=2, start_step=1),
+    "top_k": lambda: comm_hooks.TopK(0.2),
+}
+
+
+def rows(rank, world_size):
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(24, 6, generator=generator).double()
+    targets = inputs @ torch.randn(6, 3, generator=generator).double()
+    return inputs[rank::world_size], targets[rank::world_size]
+
+
+def train(group, start, make_hook, num_steps, **options):
+    ddp = DDP(copy.deepcopy(start), group, comm_hook=make_hook and make_hook(), **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    inputs, targets = (part.to(next(ddp.parameters()).dtype) for part in rows(group.rank, group.world_size))
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(ddp(inputs), targets)
+        loss.backward()
+        optimizer.step()
+    return ddp.state_dict(), loss.item(), [parameter.grad.clone() for parameter in ddp.parameters()]
+
+
+def test_the_plain_hook_gives_the_bits_of_no_hook():
+    """A hook that does what DDP does gives the same training."""
+    start = seeded(mlp, torch.float32)
+    states = [run_ranks(train, 3, start, hook, 4)[0][0] for hook in (None, HOOKS["allreduce"])]
+    assert_same_bits(states)
+
+
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_ranks_stay_equal_and_learn(hook, as_views):
+    """With each hook the ranks keep the same bits, and the loss falls to less than half of what it was."""
+    start = seeded(mlp, torch.float32)
+    options = {"bucket_size_mb": 2e-4, "gradient_as_bucket_view": as_views}
+    first = run_ranks(train, 3, start, HOOKS[hook], 1, **options)
+    results = run_ranks(train, 3, start, HOOKS[hook], 40, **options)
+    assert_same_bits([state for state, _, _ in results])
+    assert sum(loss for _, loss, _ in results) < sum(loss for _, loss, _ in first) / 2
+
+
+@pytest.mark.parametrize(("hook", "bits"), [("bfloat16", 8), ("float16", 11)])
+def test_compression_rounds_to_16_bits(hook, bits):
+    """Compressed averages differ from exact ones, by no more than rounding twice."""
+    start = seeded(mlp, torch.float32)
+    exact = run_ranks(train, 2, start, None, 1)[0][2]
+    rounded = run_ranks(train, 2, start, HOOKS[hook], 1)[0][2]
+    assert any(not torch.equal(a, b) for a, b in zip(exact, rounded, strict=True))
+    for a, b in zip(exact, rounded, strict=True):
+        torch.testing.assert_close(a, b, rtol=2.0 ** (2 - bits), atol=1e-3)
+
+
+def test_compression_leaves_half_precision_as_it_is():
+    """What has 16 bits already is averaged as it is."""
+
+    def gradient(group, hook):
+        ddp = DDP(torch.nn.Linear(1, 1, bias=False, dtype=torch.float16), group, comm_hook=hook)
+        ddp(torch.full((1, 1), group.rank + 1.0, dtype=torch.float16)).sum().backward()
+        return ddp.module.weight.grad
+
+    assert [grad.item() for grad in run_ranks(gradient, 2, comm_hooks.bfloat16_compression)] == [1.5, 1.5]
+
+
+def matrix_gradients(group, hook, num_steps=1):
+    """Gradients of a matrix of 12 x 10, equal in each step; averages of each step, and the exact one."""
+    weights = [torch.randn(12, 10, generator=torch.Generator().manual_seed(rank)) for rank in range(group.world_size)]
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.zeros(12, 10))
+    module.bias = torch.nn.Parameter(torch.zeros(3))
+    ddp = DDP(module, group, comm_hook=hook)
+    found = []
+    for _ in range(num_steps):
+        ddp.zero_grad()
+        ((module.weight * weights[group.rank]).sum() + (module.bias * group.rank).sum()).backward()
+        assert module.bias.grad.tolist() == [0.5] * 3
+        found.append(module.weight.grad.clone())
+    return found, sum(weights) / group.world_size
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_power_sgd_has_the_rank_it_is_given(rank):
+    """The average is a matrix of low rank, and what it left out is sent in the steps that follow."""
+
+    def averages(group):
+        return matrix_gradients(group, comm_hooks.PowerSGD(rank=rank, start_step=0), 60)
+
+    (found, exact), (others, _) = run_ranks(averages, 2)
+    assert torch.linalg.matrix_rank(found[0]).item() == rank
+    assert not torch.allclose(found[0], exact)
+    assert all(torch.equal(a, b) for a, b in zip(found, others, strict=True))
+    # Error feedback: the sum of what was sent is the sum of the gradients, but for one bounded remainder.
+    short, long = (torch.linalg.norm(sum(found[:count]) / count - exact).item() for count in (6, 60))
+    assert long < short / 4
+
+
+def test_power_sgd_averages_exactly_at_first():
+    """Before start_step everything is averaged as it is."""
+    found, exact = run_ranks(lambda group: matrix_gradients(group, comm_hooks.PowerSGD(start_step=2), 2), 2)[0]
+    assert all(torch.allclose(average, exact) for average in found)
+
+
+def test_power_sgd_sends_thin_matrices():
+    """The messages have (rows + columns) * rank elements in place of rows * columns."""
+
+    def sizes(group):
+        matrix_gradients(group, comm_hooks.PowerSGD(rank=2, start_step=0))
+        return group.collectives.sizes
+
+    (first, _) = run_ranks(sizes, 2, backend=CountingBackend.create_group)
+    # P and the vector, the trailer (2 for each of 2 parameters and for each of 2 ranks), Q.
+    assert first == [12 * 2 + 3, 8, 10 * 2]
+
+
+def test_top_k_sends_the_largest_and_remembers_the_rest():
+    """An element that was not sent comes in a later step, with all that it has gathered."""
+
+    def gradients(group):
+        module = torch.nn.Module()
+        module.weight = torch.nn.Parameter(torch.zeros(4))
+        ddp = DDP(module, group, comm_hook=comm_hooks.TopK(0.25))
+        found = []
+        for _ in range(4):
+            ddp.zero_grad()
+            (module.weight * torch.tensor([8.0, 3.0, 0.0, -1.0]) * (group.rank + 1)).sum().backward()
+            found.append(module.weight.grad.tolist())
+        return found
+
+    # The mean of the ranks' gradients is (12, 4.5, 0, -1.5); 4.5 gathers to 13.5 by the third step.
+    expected = [[12.0, 0, 0, 0], [12.0, 0, 0, 0], [0, 13.5, 0, 0], [24.0, 0, 0, 0]]
+    assert run_ranks(gradients, 2) == [expected] * 2
+
+
+def test_a_hook_of_ones_own():
+    """Any function from a bucket to a pending collective will do; the result may be another tensor."""
+    seen = []
+
+    def halved(bucket):
+        if bucket.group.rank == 0:
+            seen.append((bucket.index, bucket.names, [tuple(part.shape) for part in bucket.gradients]))
+        return async_allreduce(bucket.tensor / 2, ReduceOp.MEAN, group=bucket.group)
+
+    def gradient(group):
+        ddp = DDP(torch.nn.Linear(2, 1), group, comm_hook=halved)
+        ddp(torch.full((1, 2), float(group.rank))).sum().backward()
+        return ddp.module.weight.grad.tolist(), ddp.module.bias.grad.tolist()
+
+    assert run_ranks(gradient, 2) == [([[0.25, 0.25]], [0.5])] * 2
+    assert seen == [(0, ("bias", "weight"), [(1,), (1, 2)])]
+
+
+@pytest.mark.parametrize(
+    ("hook", "text"),
+    [
+        (lambda bucket: bucket.tensor, "returns what a collective's async form returned, not Tensor"),
+        (
+            lambda bucket: async_allreduce(bucket.tensor[:1].clone(), group=bucket.group),
+            r"gave shape \(1,\) for a bucket",
+        ),
+    ],
+)
+def test_what_a_hook_returns_is_checked(hook, text):
+    """A hook that gives something else raises out of backward, and says what it should have given."""
+
+    def attempt(group):
+        ddp = DDP(torch.nn.Linear(2, 1), group, comm_hook=hook)
+        group.barrier()
+        return caught(ddp(torch.ones(1, 2)).sum().backward)
+
+    errors = run_ranks(attempt, 2)
+    assert any(isinstance(error, TypeError) for error in errors)
+    for error in errors:
+        with pytest.raises(Exception, match=text):
+            raise error
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (lambda: comm_hooks.PowerSGD(rank=0), ValueError, "rank must be at least 1, not 0"),
+        (lambda: comm_hooks.PowerSGD(start_step=1.5), TypeError, "start_step must be an integer"),
+        (lambda: comm_hooks.TopK(0), ValueError, "ratio must be above 0"),
+        (lambda: comm_hooks.TopK(math.nan), ValueError, "ratio must be above 0"),
+        (lambda: comm_hooks.TopK("1"), TypeError, "ratio must be a number"),
+        (
+            lambda: DDP(torch.nn.Linear(1, 1), SimulatedBackend.create_group(1)[0], comm_hook=comm_hooks.PowerSGD),
+            TypeError,
+            r"pass an instance, PowerSGD\(\)",
+        ),
+    ],
+)
+def test_wrong_arguments(make, kind, text):
+    """Each is refused by name."""
+    with pytest.raises(kind, match=text):
+        make()
+
+
+def test_hooks_are_compared():
+    """A rank with another hook is named when the DDP is made."""
+
+    def attempt(group):
+        hook = comm_hooks.bfloat16_compression if group.rank else comm_hooks.float16_compression
+        return caught(lambda: DDP(torch.nn.Linear(1, 1), group, comm_hook=hook))
+
+    for error in run_ranks(attempt, 2):
+        assert type(error) is CollectiveMismatchError
+        assert "comm_hook=bfloat16_compression where rank 0 has the option comm_hook=float16_compression" in str(error)
