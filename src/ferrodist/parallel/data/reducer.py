@@ -200,6 +200,7 @@ class Reducer:
         number, spot = self._spots[place]
         self.has_own_gradients = True
         if not self.is_syncing:
+            self.buckets[number].take_early(spot)
             return
         self.enter_round()
         if number < self._num_started:
