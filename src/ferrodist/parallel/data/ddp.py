@@ -12,6 +12,7 @@ import copy
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch._compile import _disable_dynamo
 
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.prepare import check_root
@@ -146,14 +147,14 @@ class DDP(torch.nn.Module):
 
     # Compilers are kept out of both, by what torch's optimizers use: torch.compiler.disable loads the compiler at once.
 
-    @torch._disable_dynamo  # noqa: SLF001
+    @_disable_dynamo
     def _watch(self, result: object, reducer: Reducer) -> None:
         """Have the outputs say when their gradients begin to flow."""
         outputs = find_outputs(result)
         looks = self._options.find_unused_parameters and not self._is_skipping and self._group.world_size > 1
         reducer.watch(outputs, find_unreached(outputs, reducer.parameters) if looks else frozenset())
 
-    @torch._disable_dynamo  # noqa: SLF001
+    @_disable_dynamo
     def _prepare_forward(self) -> Reducer:
         reducer = self._follow_changes() if torch.is_grad_enabled() else self._attached()
         in_backward = current_backward() != -1  # a checkpoint's second forward must see what the first saw
