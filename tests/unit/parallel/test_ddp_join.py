@@ -197,7 +197,7 @@ def test_joins_are_not_nested():
     def nest(group):
         ddp = DDP(torch.nn.Linear(1, 1), group)
         with ddp.join():
-            return caught(ddp.join)
+            return caught(lambda: ddp.join().__enter__())
 
     for error in run_ranks(nest, 2):
         assert "can't be nested" in str(error)

@@ -186,20 +186,62 @@ class DDP(torch.nn.Module):
         finally:
             self._is_skipping, self._attached().is_syncing = before
 
+    @contextlib.contextmanager
     def join(
         self, *, divide_by_initial_world_size: bool = False, throw_on_early_termination: bool = False
-    ) -> contextlib.AbstractContextManager[object]:
-        """A context for a training loop in which ranks may have different numbers of batches; see `Join`."""
+    ) -> Iterator[None]:
+        """A block for a training loop in which ranks may have different numbers of batches; all ranks enter it.
+
+        ::
+
+            with ddp.join():
+                for inputs, labels in batches:
+                    optimizer.zero_grad()
+                    loss_fn(ddp(inputs), labels).backward()
+                    optimizer.step()
+
+        A rank whose loop has ended stays at the end of the block and helps the others. Averages are those of the ranks
+        that have a batch, as in one process with the batches that there are. Buffers come from the lowest of them. When
+        the block ends, all ranks have the parameters and buffers of the ranks that were last; a rank's optimizer has
+        made as many steps as the rank had batches.
+
+        The module must not call collectives itself (`SyncBatchNorm2d`), and other models of the group must not train
+        inside the block. An exception inside the block ends the group, for the others may count on this rank.
+
+        Args:
+            divide_by_initial_world_size: Divide by the number of all ranks, also of those without a batch, so that
+                every sample has the same weight from the first to the last step.
+            throw_on_early_termination: Raise on every rank once one has no batch left, in place of helping.
+
+        Raises:
+            RuntimeError: Some rank has no batch left, and ``throw_on_early_termination``. The group stays good.
+            CollectiveMismatchError: On every rank, when the ranks' steps differ.
+        """
         for name, value in (
             ("divide_by_initial_world_size", divide_by_initial_world_size),
             ("throw_on_early_termination", throw_on_early_termination),
         ):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, not {type(value).__name__}")
-        self._attached()
+        reducer = self._attached()
         if self._join is not None:
             raise RuntimeError("join() blocks of one DDP can't be nested: one around the training loop is enough")
-        return Join(self, divides_by_all=divide_by_initial_world_size, throws=throw_on_early_termination)
+        self._join = Join(
+            self._group,
+            self._title(),
+            share_buffers=self._broadcast_buffers,
+            help_round=lambda: self._attached().reduce(is_idle=True),
+            share_model=self.broadcast_parameters,
+            divides_by_all=divide_by_initial_world_size,
+            throws=throw_on_early_termination,
+        )
+        reducer.before_round = self._join.begin_round
+        try:
+            with self._join:
+                yield
+        finally:
+            self._join = None
+            self._attached().before_round = None
 
     def sync_gradients(self, *, timeout: float | None = None) -> None:
         """Average the gradients as they are now, bucket after bucket; every rank must call.

@@ -20,11 +20,12 @@ from ferrodist.errors import CollectiveMismatchError, describe_error, ranks_text
 from ferrodist.parallel.data.explain import explain_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from typing_extensions import Self
 
-    from ferrodist.parallel.data.ddp import DDP
+    from ferrodist.backends.base import Backend
 
 __all__ = ["Event", "Join"]
 
@@ -41,26 +42,14 @@ _WORDS = {Event.DONE: "is done", Event.FORWARD: "calls forward", Event.ROUND: "a
 
 
 class Join:
-    """A context for a training loop, for ranks that may have different numbers of batches; all ranks enter it.
-
-    ::
-
-        with ddp.join():
-            for inputs, labels in batches:
-                optimizer.zero_grad()
-                loss_fn(ddp(inputs), labels).backward()
-                optimizer.step()
-
-    A rank whose loop has ended stays at the end of the block and helps the others. Averages are those of the ranks that
-    have a batch, as in one process with the batches that there are. Buffers come from the lowest of them. When the
-    block ends, all ranks have the parameters and buffers of the ranks that were last; a rank's optimizer has made as
-    many steps as the rank had batches.
-
-    The module must not call collectives itself (`SyncBatchNorm2d`), and other models of the group must not train inside
-    the block. An exception inside the block ends the group, for the others may count on this rank.
+    """What `DDP.join` does, for any model that is given as three functions; see [Note: events].
 
     Args:
-        ddp: The model.
+        group: The model's group.
+        title: What messages call the model.
+        share_buffers: ``share_buffers(root)`` is a rank's part in what precedes forward.
+        help_round: A rank's part, without gradients of its own, in a reduction.
+        share_model: ``share_model(root)`` gives all ranks the parameters and buffers of one.
         divides_by_all: Divide by the number of all ranks, also of those without a batch, so that every sample has the
             same weight from the first to the last step.
         throws: Raise RuntimeError on every rank once one is done, in place of helping.
@@ -70,35 +59,41 @@ class Join:
         CollectiveMismatchError: On every rank, when the ranks' steps differ.
     """
 
-    def __init__(self, ddp: DDP, *, divides_by_all: bool, throws: bool) -> None:
-        self._ddp = ddp
+    def __init__(
+        self,
+        group: Backend,
+        title: str,
+        *,
+        share_buffers: Callable[[int], None],
+        help_round: Callable[[], None],
+        share_model: Callable[[int], None],
+        divides_by_all: bool,
+        throws: bool,
+    ) -> None:
+        self._group = group
+        self._title = title
+        self._share_buffers = share_buffers
+        self._help_round = help_round
+        self._share_model = share_model
         self._divides_by_all = divides_by_all
         self._throws = throws
-        self._active: list[int] = []
+        self._active = list(range(group.world_size))
         self._is_done = False
         self._has_thrown = False
 
     def __enter__(self) -> Self:
-        ddp = self._ddp
-        self._group = ddp._group  # noqa: SLF001 - a part of DDP in a file of its own, as all below
-        self._active = list(range(self._group.world_size))
-        ddp._join = self  # noqa: SLF001
-        ddp._attached().before_round = self._begin_round  # noqa: SLF001
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            if error is None:
-                self._is_done = True
-                self._help()
-                self._share_model()
-            elif not self._has_thrown and self._group.failure is None:
-                self._group.abort(f"rank {self._group.rank} left a join() block by {describe_error(error)}")
-        finally:
-            self._ddp._join = None  # noqa: SLF001
-            self._ddp._attached().before_round = None  # noqa: SLF001
+        if error is None:
+            self._is_done = True
+            self._help()
+            if len(self._active) < self._group.world_size:
+                self._share_model(self._active[0])
+        elif not self._has_thrown and self._group.failure is None:
+            self._group.abort(f"rank {self._group.rank} left a join() block by {describe_error(error)}")
 
     def announce(self, event: Event) -> int:
         """Tell the others what this rank does next, and learn what they do.
@@ -109,8 +104,8 @@ class Join:
         self._meet(event)
         return self._active[0]
 
-    def _begin_round(self) -> tuple[int, float]:
-        """See `Reducer.before_round`."""
+    def begin_round(self) -> tuple[int, float]:
+        """Tell the others of a reduction; returns the lowest rank that has a batch, and averages' factor."""
         if not self._is_done:
             self._meet(Event.ROUND)
         scale = 1.0 if self._divides_by_all else self._group.world_size / len(self._active)
@@ -118,23 +113,17 @@ class Join:
 
     def _help(self) -> None:
         """Do this rank's part of the others' steps, until all are done."""
-        ddp = self._ddp
         while (event := self._meet(Event.DONE)) is not Event.DONE:
             if event is Event.FORWARD:
-                ddp._broadcast_buffers(self._active[0])  # noqa: SLF001
+                self._share_buffers(self._active[0])
             else:
-                ddp._attached().reduce(is_idle=True)  # noqa: SLF001
-
-    def _share_model(self) -> None:
-        if len(self._active) < self._group.world_size:
-            ddp = self._ddp
-            ddp.broadcast_parameters(self._active[0])
+                self._help_round()
 
     def _meet(self, event: Event) -> Event:
         """Exchange events; returns what the ranks with a batch do."""
         mine = torch.tensor([int(event)])
         with explain_errors(
-            lambda: f"In a join() block {self._ddp._title()} compares what the ranks do next.",  # noqa: SLF001
+            lambda: f"In a join() block {self._title} compares what the ranks do next.",
             "Every rank must enter the block, and leave it only when its batches are used up.",
         ):
             said = [Event(number) for number in all_gather(mine, group=self._group).tolist()]
