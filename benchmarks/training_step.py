@@ -1,0 +1,176 @@
+"""What data parallelism adds to a training step.
+
+    python benchmarks/training_step.py [--rounds 7] [--steps 20] [--keep-pages] [--plot step.png]
+
+Two ranks on one host, one computing thread each, train four linear layers of 2048 x 2048 (64 MiB of parameters, and as
+much of gradients) on 16 rows a rank with SGD. Both ranks step at once in every variant, also where each is alone. Every
+variant of every round has processes of its own, as in practice. A figure is the slower rank's time for a step, the
+median of the rounds; a ratio is the median of the rounds' ratios. All that average end with the same weights, to
+rounding, or the benchmark fails.
+
+A step alone gives the memory of its gradients back to the system and gets it anew, page by page. Whether it does
+depends on what else the program has allocated, and is a third of the step here: ``--keep-pages`` has the C library
+keep what was freed, for all variants.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import tempfile
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed
+from torch.distributed.fsdp import fully_shard
+
+import ferrodist as fd
+from ferrodist.testing import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+WIDTH, ROWS, NUM_LAYERS = 2048, 16, 4
+WARM_UP = 6
+VARIANTS = (
+    "alone",
+    "ferrodist DDP",
+    "ferrodist DDP, explicit",
+    "torch DDP over gloo",
+    "ferrodist FSDP",
+    "torch FSDP2 over gloo",
+)
+
+
+class Result(NamedTuple):
+    """What a rank gives back."""
+
+    seconds: float
+    norm: float  # of the weights at the end, of the whole model
+
+
+def measure(group: fd.Backend, variant: str, num_steps: int, meeting_file: str) -> Result:
+    """Train as one rank."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model: torch.nn.Module = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)])
+    if "torch" in variant:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{meeting_file}", rank=group.rank, world_size=group.world_size
+        )
+    model, synchronise = wrap(model, variant, group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    torch.manual_seed(1 + group.rank)
+    inputs, targets = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    began = 0.0
+    for step in range(WARM_UP + num_steps):
+        if step == WARM_UP:
+            group.barrier()
+            began = time.perf_counter()
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        synchronise()
+        optimizer.step()
+    seconds = (time.perf_counter() - began) / num_steps
+    norm = norm_of(model, group, is_divided="FSDP" in variant)
+    if "torch" in variant:
+        torch.distributed.destroy_process_group()
+    return Result(seconds, norm)
+
+
+def wrap(model: torch.nn.Module, variant: str, group: fd.Backend) -> tuple[torch.nn.Module, Callable[[], object]]:
+    """The model as a variant trains it, and what it calls between backward and the optimizer."""
+    if variant == "ferrodist DDP":
+        return fd.DDP(model, group), nothing
+    if variant == "ferrodist DDP, explicit":
+        ddp = fd.DDP(model, group, overlap_comm=False)
+        return ddp, ddp.overlapped_sync_gradients
+    if variant == "torch DDP over gloo":
+        return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), nothing
+    if variant == "ferrodist FSDP":
+        return fd.FSDP(model, group, wrap=torch.nn.Linear), nothing
+    if variant == "torch FSDP2 over gloo":
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (group.world_size,))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model, nothing
+
+
+def nothing() -> None:
+    """Averages nothing."""
+
+
+def norm_of(model: torch.nn.Module, group: fd.Backend, *, is_divided: bool) -> float:
+    """The norm of all weights."""
+    parts = [parameter.detach() for parameter in model.parameters()]
+    parts = [part.to_local() if hasattr(part, "to_local") else part for part in parts]
+    square = sum((part.double().square().sum() for part in parts), torch.zeros((), dtype=torch.float64))
+    if is_divided:
+        square = fd.allreduce(square, group=group)
+    return math.sqrt(square.item())
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=20, help="of a round")
+    parser.add_argument("--keep-pages", action="store_true", help="have the C library keep freed memory")
+    parser.add_argument("--plot", help="a PNG file for the ratios")
+    options = parser.parse_args()
+    if options.keep_pages:  # read by the ranks' C library when they start
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = str(1 << 40)
+    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    norms: dict[str, float] = {}
+    for number in range(1, options.rounds + 1):
+        for variant in VARIANTS:
+            with tempfile.TemporaryDirectory() as folder:
+                arguments = (variant, options.steps, f"{folder}/meeting")
+                results = run_ranks(measure, 2, *arguments, backend="native", timeout=300)
+            times[variant].append(max(result.seconds for result in results))
+            norms[variant] = results[0].norm
+        print(f"round {number} of {options.rounds}", flush=True)
+    check(norms)
+    ratios = {
+        variant: statistics.median(own / alone for own, alone in zip(times[variant], times["alone"], strict=True))
+        for variant in VARIANTS
+    }
+    print(f"{'':24} {'ms a step':>10} {'least':>8} {'most':>8} {'to alone':>9}")
+    for variant, own in times.items():
+        middle = statistics.median(own)
+        print(f"{variant:24} {1e3 * middle:10.1f} {1e3 * min(own):8.1f} {1e3 * max(own):8.1f} {ratios[variant]:9.2f}")
+    if options.plot:
+        draw(ratios, options.plot)
+
+
+def check(norms: dict[str, float]) -> None:
+    """Raise unless all that average have the same weights."""
+    expected = norms["torch DDP over gloo"]
+    for variant, norm in norms.items():
+        if variant != "alone" and not math.isclose(norm, expected, rel_tol=1e-6):
+            raise RuntimeError(f"{variant} ended with weights of norm {norm}, torch's DDP with {expected}")
+
+
+def draw(ratios: dict[str, float], path: str | Path) -> None:
+    """Draw the ratios."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - only for plots
+
+    figure = Figure(figsize=(8, 3), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    names = list(reversed(ratios))
+    colors = ["#bbbbbb" if "torch" in name or name == "alone" else "#08519c" for name in names]
+    bars = axes.barh(names, [ratios[name] for name in names], color=colors)
+    axes.bar_label(bars, fmt="%.2f", padding=3)
+    axes.axvline(1, color="#888888", linewidth=1, linestyle="--")
+    axes.set(title="Time of a step beside that of a rank alone", xlabel="ratio")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png")
+
+
+if __name__ == "__main__":
+    main()
