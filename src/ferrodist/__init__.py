@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from ferrodist.errors import SelfSendError as SelfSendError
     from ferrodist.errors import SizeMismatchError as SizeMismatchError
     from ferrodist.errors import UnsupportedOpError as UnsupportedOpError
+    from ferrodist.mesh import DeviceMesh as DeviceMesh
     from ferrodist.parallel.data import DDP as DDP
     from ferrodist.parallel.data import DiLoCo as DiLoCo
     from ferrodist.parallel.data import GradientBucket as GradientBucket
@@ -170,6 +171,7 @@ _HOMES = {
         "SizeMismatchError",
         "UnsupportedOpError",
     ],
+    "mesh": ["DeviceMesh"],
     "parallel.data": [
         "DDP",
         "DiLoCo",

@@ -17,6 +17,7 @@ PUBLIC = [
     "CollectiveMismatchError",
     "DDP",
     "DEFAULT_COLLECTIVE_TIMEOUT",
+    "DeviceMesh",
     "DiLoCo",
     "DistributedError",
     "DistributedTimeoutError",

@@ -35,7 +35,7 @@ _DOUBT = "Or a rank made this sub-group with other ranks, in another order, or a
 """What ranks that wait for each other may have done: no message at a sub-group's making shows it."""
 
 _MADE = "backends.subgroups"
-"""What a group keeps under this name: how many sub-groups with the same members it has had on this rank."""
+"""What a group keeps under this name: how many sub-groups of each label and members it has had on this rank."""
 
 _making = threading.Lock()
 
@@ -44,12 +44,14 @@ class SubBackend(NonBlockingBackend):
     """A group made of some ranks of another, over the connections of the other.
 
     Only the members make it, each by itself, without a message: ranks outside don't take part. Members that make
-    several sub-groups of the same ranks must make them in the same order. Those that don't are in different groups, and
-    wait for each other there: the first timeout says so. A sub-group of a sub-group is one of the outermost group.
+    several sub-groups of the same ranks must make them in the same order, or give each a label. Those that don't are in
+    different groups, and wait for each other there: the first timeout says so. A sub-group of a sub-group is one of the
+    outermost group.
 
     [Note: group ids]
-    Messages are told apart by a 64-bit id, hashed from the parent's id, the outermost group's ranks in order and how
-    often this rank has made a sub-group of just these from this parent. Members agree on all of that without talking.
+    Messages are told apart by a 64-bit id, hashed from the parent's id, the outermost group's ranks in order, the label
+    and how often this rank has made a sub-group of just these from this parent. Members agree on all of that without
+    talking.
     Two ids of one job are equal with probability 2**-64 a pair.
 
     Args:
@@ -57,13 +59,20 @@ class SubBackend(NonBlockingBackend):
         ranks: Ranks of ``parent``, all different, this one among them. Position i becomes rank i.
         timeout: Seconds a blocking call may take when it names no timeout itself; None takes the parent's.
         name: What error messages call the group.
+        label: Sub-groups of the same ranks are counted for each label by itself; the same on all members.
 
     Raises:
         InvalidRankError: A rank is not in ``parent``, comes twice, or this rank is not among them.
     """
 
     def __init__(
-        self, parent: Backend, ranks: Sequence[int], *, timeout: float | None = None, name: str | None = None
+        self,
+        parent: Backend,
+        ranks: Sequence[int],
+        *,
+        timeout: float | None = None,
+        name: str | None = None,
+        label: str = "",
     ) -> None:
         members = self.check_members(parent, ranks)
         if parent.rank not in members:
@@ -83,7 +92,7 @@ class SubBackend(NonBlockingBackend):
         self._root, self._root_ranks = _outermost(parent, members)
         self._index = {rank: i for i, rank in enumerate(self._root_ranks)}
         self._closed: DistributedError | None = None
-        self.group_id = _next_id(parent, self._root_ranks)
+        self.group_id = _next_id(parent, self._root_ranks, label)
         self._root.open_subgroup(self.group_id, self._root_ranks, self.name)
         self._root.subgroups.add(self)
         self.collectives = self._root.subgroup_collectives(self)
@@ -227,10 +236,10 @@ def _outermost(parent: Backend, members: tuple[int, ...]) -> tuple[Backend, tupl
     return parent, members
 
 
-def _next_id(parent: Backend, ranks: tuple[int, ...]) -> int:
+def _next_id(parent: Backend, ranks: tuple[int, ...], label: str) -> int:
     with _making:
-        made: Counter[tuple[int, ...]] = parent.attachments.setdefault(_MADE, Counter())
-        made[ranks] += 1
-        generation = made[ranks]
-    text = f"{parent.group_id}:{generation}:{','.join(map(str, ranks))}"
+        made: Counter[tuple[str, tuple[int, ...]]] = parent.attachments.setdefault(_MADE, Counter())
+        made[label, ranks] += 1
+        generation = made[label, ranks]
+    text = f"{parent.group_id}:{generation}:{','.join(map(str, ranks))}:{label}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1

@@ -1,0 +1,7 @@
+"""Ranks as a grid: `DeviceMesh`."""
+
+from __future__ import annotations
+
+from ferrodist.mesh.device_mesh import DeviceMesh
+
+__all__ = ["DeviceMesh"]
