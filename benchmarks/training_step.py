@@ -1,6 +1,6 @@
 """What data parallelism adds to a training step.
 
-    python benchmarks/training_step.py [--rounds 7] [--steps 20] [--keep-pages] [--plot step.png]
+    python benchmarks/training_step.py [--rounds 7] [--steps 20] [--plot step.png]
 
 Two ranks on one host, one computing thread each, train four linear layers of 2048 x 2048 (64 MiB of parameters, and as
 much of gradients) on 16 rows a rank with SGD. Both ranks step at once in every variant, also where each is alone. Every
@@ -9,15 +9,14 @@ median of the rounds; a ratio is the median of the rounds' ratios. All that aver
 rounding, or the benchmark fails.
 
 A step alone gives the memory of its gradients back to the system and gets it anew, page by page. Whether it does
-depends on what else the program has allocated, and is a third of the step here: ``--keep-pages`` has the C library
-keep what was freed, for all variants.
+depends on what else the program has allocated, and is a third of the step here. In an environment with
+``MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1099511627776`` the C library keeps what was freed.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
 import tempfile
 import time
@@ -120,11 +119,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20, help="of a round")
-    parser.add_argument("--keep-pages", action="store_true", help="have the C library keep freed memory")
     parser.add_argument("--plot", help="a PNG file for the ratios")
     options = parser.parse_args()
-    if options.keep_pages:  # read by the ranks' C library when they start
-        os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = str(1 << 40)
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     norms: dict[str, float] = {}
     for number in range(1, options.rounds + 1):
