@@ -1,0 +1,464 @@
+"""FSDP: what ranks that divide a model compute is what one process computes."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from ferrodist import FSDP, MixedPrecision, ReduceOp, ShardingStrategy, allreduce, convert_sync_batchnorm
+from ferrodist.parallel.sharded import gradients, parameter
+from ferrodist.testing import run_ranks
+
+BATCH = 12  # divides over 1, 2, 3 and 4 ranks
+NUM_STEPS = 20
+LIMIT = 1e-6  # relative, in the norm of all weights together
+
+
+def mlp():
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 7), torch.nn.Tanh(), torch.nn.Linear(7, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)
+    )
+
+
+def cnn():
+    return torch.nn.Sequential(
+        torch.nn.Unflatten(1, (1, 2, 3)),
+        torch.nn.Conv2d(1, 4, 3, padding=1, bias=False),  # a bias would have no gradient but rounding: see Block
+        torch.nn.BatchNorm2d(4),
+        torch.nn.SiLU(),
+        torch.nn.Conv2d(4, 2, 1),
+        torch.nn.Flatten(),
+        torch.nn.Linear(12, 3),
+    )
+
+
+class Block(torch.nn.Module):
+    """A block of a transformer.
+
+    Without biases of keys, whose gradient is 0 but for rounding, which Adam divides by itself.
+    """
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.attention = torch.nn.Linear(width, 3 * width, bias=False)
+        self.mix = torch.nn.Linear(width, width)
+
+    def forward(self, inputs):
+        query, key, value = self.attention(self.norm(inputs)).chunk(3, dim=-1)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return inputs + self.mix(functional.gelu(attended))
+
+
+class Gpt(torch.nn.Module):
+    """A transformer with tied embeddings; inputs are floats, made tokens."""
+
+    def __init__(self, checkpointing=None):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 8)
+        self.blocks = torch.nn.ModuleList(Block(8) for _ in range(3))
+        self.head = torch.nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.checkpointing = checkpointing
+
+    def forward(self, inputs):
+        hidden = self.embedding((inputs * 7).long() % 11)
+        for block in self.blocks:
+            if self.checkpointing is None:
+                hidden = block(hidden)
+            else:
+                hidden = checkpoint(block, hidden, use_reentrant=self.checkpointing == "reentrant")
+        return self.head(hidden).mean(1)
+
+
+MODELS = {"mlp": (mlp, torch.nn.Linear), "cnn": (cnn, (torch.nn.Conv2d, torch.nn.Linear)), "gpt": (Gpt, Block)}
+OPTIMIZERS = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+STRATEGIES = {
+    "full": ShardingStrategy.FULL_SHARD,
+    "grad-op": ShardingStrategy.SHARD_GRAD_OP,
+    "none": ShardingStrategy.NO_SHARD,
+    "hybrid": ShardingStrategy.hybrid(2),
+}
+
+
+def seeded(make, *arguments):
+    """A model whose weights don't depend on who draws random numbers at the same time: make it before the ranks."""
+    torch.manual_seed(1)
+    return make(*arguments)
+
+
+def batches(num_steps=NUM_STEPS):
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.rand(BATCH, 6, generator=generator), torch.randint(3, (BATCH,), generator=generator))
+        for _ in range(num_steps)
+    ]
+
+
+def part(tensor, group):
+    return tensor.chunk(group.world_size)[group.rank]
+
+
+def train(model, steps, optimizer, group=None):
+    """The losses of the whole batches."""
+    losses = []
+    for batch in steps:
+        optimizer.zero_grad()
+        inputs, labels = batch if group is None else (part(tensor, group) for tensor in batch)
+        loss = functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    losses = torch.stack(losses)
+    return losses if group is None else allreduce(losses, ReduceOp.MEAN, group=group)
+
+
+def distance(state, expected):
+    """How far weights are from others, in the norm of all together, relative to it."""
+    assert state.keys() == expected.keys()
+    difference = sum(float((state[name].double() - expected[name].double()).norm() ** 2) for name in expected)
+    return math.sqrt(difference / sum(float(value.double().norm() ** 2) for value in expected.values()))
+
+
+def alone(model, make_optimizer, steps):
+    model = copy.deepcopy(model)
+    losses = train(model, steps, make_optimizer(model.parameters()))
+    return model.state_dict(), losses
+
+
+def sharded_run(group, model, make_optimizer, steps, **options):
+    model = copy.deepcopy(model)
+    if any(isinstance(module, torch.nn.BatchNorm2d) for module in model.modules()):
+        model = convert_sync_batchnorm(model, group)
+    fsdp = FSDP(model, group, **options)
+    losses = train(fsdp, steps, make_optimizer(fsdp.parameters()), group)
+    return fsdp.full_state_dict(), losses
+
+
+def check_equal_to_one_process(model, optimizer, world_size, backend, **options):
+    steps = batches()
+    expected, expected_losses = alone(model, OPTIMIZERS[optimizer], steps)
+    results = run_ranks(sharded_run, world_size, model, OPTIMIZERS[optimizer], steps, backend=backend, **options)
+    for state, losses in results:
+        assert distance(state, expected) < LIMIT
+        assert torch.allclose(losses, expected_losses, rtol=LIMIT, atol=LIMIT)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_training_equals_one_process(name, strategy, optimizer):
+    """After 20 steps loss and weights are those of one process with all ranks' batches, whatever is divided."""
+    make, wrap = MODELS[name]
+    world_size = 4 if strategy == "hybrid" else 2
+    check_equal_to_one_process(
+        seeded(make), optimizer, world_size, "simulated", strategy=STRATEGIES[strategy], wrap=wrap
+    )
+
+
+@pytest.mark.parametrize("backend", ["tcp-threads", "native-threads", "native"])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_equals_one_process_on_each_backend(name, backend):
+    """The same over connections and shared memory, with three ranks, which divide hardly anything evenly."""
+    make, wrap = MODELS[name]
+    check_equal_to_one_process(seeded(make), "adamw", 3, backend, wrap=wrap)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"forward_prefetch": 0, "backward_prefetch": 0},
+        {"forward_prefetch": 5, "backward_prefetch": 5},
+        {"reshard_after_forward": False},
+        {"wrap": None},
+        {"wrap": (Block, torch.nn.Linear, torch.nn.LayerNorm)},
+        {"cpu_offload": True},
+    ],
+    ids=str,
+)
+def test_options_change_no_result(world_size, options):
+    """Prefetching, freeing and the choice of units decide when ranks talk, not what they compute."""
+    check_equal_to_one_process(seeded(Gpt), "adamw", world_size, "simulated", **{"wrap": Block, **options})
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("kind", ["reentrant", "other"])
+def test_activation_checkpointing(kind, prefetch):
+    """Blocks that are computed again in backward find their parameters."""
+    model = seeded(Gpt, kind)
+    check_equal_to_one_process(model, "momentum", 2, "simulated", wrap=Block, backward_prefetch=prefetch)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
+def test_foreach_and_fused_optimizers(options):
+    """They step on pieces, empty ones too, as on parameters."""
+    model, steps = seeded(mlp), batches(5)
+
+    def make(parameters):
+        return torch.optim.AdamW(parameters, lr=0.01, **options)
+
+    expected, _ = alone(model, make, steps)
+    for state, _ in run_ranks(sharded_run, 3, model, make, steps, wrap=torch.nn.Linear):
+        assert distance(state, expected) < LIMIT
+
+
+def test_an_optimizer_made_before_stays_right():
+    """The module's parameters become the pieces, so that nothing holds stale ones."""
+    model, steps = seeded(mlp), batches(3)
+    expected, _ = alone(model, OPTIMIZERS["momentum"], steps)
+
+    def program(group):
+        own = copy.deepcopy(model)
+        optimizer = OPTIMIZERS["momentum"](own.parameters())
+        fsdp = FSDP(own, group, wrap=torch.nn.Linear)
+        train(fsdp, steps, optimizer, group)
+        return fsdp.full_state_dict()
+
+    for state in run_ranks(program, 2):
+        assert distance(state, expected) < LIMIT
+
+
+class Branches(torch.nn.Module):
+    """Takes some of several ways, and multiplies."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(6, 3) for _ in range(3))
+
+    def forward(self, inputs, *taken):
+        return [self.branches[branch](inputs) for branch in taken]
+
+
+def test_parameters_that_some_or_no_rank_reaches():
+    """What one rank's loss doesn't reach counts as zeros there; what no rank's reaches keeps no gradient."""
+    model = seeded(Branches)
+    inputs, _ = batches(1)[0]
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear)
+        outputs = fsdp(inputs, 0, 1, 2)
+        (outputs[0].sum() + outputs[1].sum() if group.rank == 0 else outputs[0].sum()).backward()
+        grads = [piece.grad for piece in fsdp.parameters()]
+        with_gradients = [grad is not None for grad in grads]
+        total = fsdp.clip_grad_norm_(math.inf)
+        return with_gradients, float(total)
+
+    for with_gradients, total in run_ranks(program, 2):
+        assert with_gradients == [True] * 4 + [False] * 2
+        own = copy.deepcopy(model)
+        outputs = own(inputs, 0, 1)
+        (outputs[0].sum() + outputs[1].sum() / 2).backward()
+        assert total == pytest.approx(float(torch.nn.utils.clip_grad_norm_(own.parameters(), math.inf)), rel=1e-6)
+
+
+def test_frozen_parameters():
+    """They are gathered, not reduced, keep their values and get no gradient; freezing may change between steps."""
+    model = seeded(mlp)
+    model[0].weight.requires_grad_(False)
+    model[2].requires_grad_(False)
+    steps = batches(4)
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear)
+        optimizer = OPTIMIZERS["momentum"](fsdp.parameters())
+        train(fsdp, steps[:2], optimizer, group)
+        fsdp.module[2].requires_grad_(True)
+        train(fsdp, steps[2:], optimizer, group)
+        return fsdp.full_state_dict()
+
+    own = copy.deepcopy(model)
+    optimizer = OPTIMIZERS["momentum"](own.parameters())
+    train(own, steps[:2], optimizer)
+    own[2].requires_grad_(True)
+    train(own, steps[2:], optimizer)
+    for state in run_ranks(program, 2):
+        assert distance(state, own.state_dict()) < LIMIT
+
+
+@pytest.mark.parametrize("ending", ["backward", "sync_gradients"])
+@pytest.mark.parametrize("is_syncing", [True, False])
+def test_gradient_accumulation(is_syncing, ending):
+    """Two backwards before a step are one with both batches, whether or not the first is averaged at once."""
+    model, steps = seeded(Gpt), batches(6)
+    pairs = list(zip(steps[::2], steps[1::2], strict=True))
+
+    def accumulate(fsdp, optimizer, group):
+        for first, second in pairs:
+            optimizer.zero_grad()
+            for inputs, labels, syncs in [(*first, is_syncing), (*second, is_syncing or ending == "backward")]:
+                loss = functional.cross_entropy(fsdp(part(inputs, group)), part(labels, group)) / 2
+                if syncs:
+                    loss.backward()
+                else:
+                    with fsdp.no_sync():
+                        loss.backward()
+            fsdp.sync_gradients()
+            optimizer.step()
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, wrap=Block)
+        accumulate(fsdp, OPTIMIZERS["momentum"](fsdp.parameters()), group)
+        return fsdp.full_state_dict()
+
+    own = copy.deepcopy(model)
+    optimizer = OPTIMIZERS["momentum"](own.parameters())
+    for first, second in pairs:
+        optimizer.zero_grad()
+        for inputs, labels in (first, second):
+            (functional.cross_entropy(own(inputs), labels) / 2).backward()
+        optimizer.step()
+    for state in run_ranks(program, 2):
+        assert distance(state, own.state_dict()) < LIMIT
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_clipping_is_exact(strategy, norm_type):
+    """The norm is the whole model's, the same on all ranks, and gradients are scaled by it."""
+    model = seeded(mlp)
+    inputs, labels = batches(1)[0]
+    own = copy.deepcopy(model)
+    functional.cross_entropy(own(inputs), labels).backward()
+    expected = float(torch.nn.utils.clip_grad_norm_(own.parameters(), 0.1, norm_type))
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, strategy=STRATEGIES[strategy], wrap=torch.nn.Linear)
+        functional.cross_entropy(fsdp(part(inputs, group)), part(labels, group)).backward()
+        before = float(fsdp.clip_grad_norm_(0.1, norm_type))
+        after = float(fsdp.clip_grad_norm_(math.inf, norm_type))
+        return before, after
+
+    results = run_ranks(program, 4)
+    assert len(set(results)) == 1
+    before, after = results[0]
+    assert before == pytest.approx(expected, rel=1e-6)
+    assert after == pytest.approx(min(0.1, expected), rel=1e-4)
+
+
+def started_on(monkeypatch, rank):
+    """A list that fills with the names of the collectives that FSDP starts on a rank: ranks are threads."""
+    names = []
+
+    def noting(original, name, *arguments, group, **keywords):
+        if group.rank == rank:
+            names.append(name)
+        return original(*arguments, group=group, **keywords)
+
+    for module, name in [
+        (parameter, "async_all_gather"),
+        (gradients, "async_reduce_scatter"),
+        (gradients, "async_allreduce"),
+    ]:
+        monkeypatch.setattr(module, name, partial(noting, getattr(module, name), name.removeprefix("async_")))
+    return names
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        # Of four units the outermost and the last stay from forward to backward.
+        ("full", {"all_gather": 4 + 2, "reduce_scatter": 4, "allreduce": 0}),
+        ("grad-op", {"all_gather": 4, "reduce_scatter": 4, "allreduce": 0}),
+        ("none", {"all_gather": 0, "reduce_scatter": 0, "allreduce": 4}),
+    ],
+)
+def test_number_of_collectives_in_a_step(strategy, expected, monkeypatch):
+    """A step gathers each unit before forward, and again before backward unless it stayed, and reduces it once."""
+    model, steps = seeded(Gpt), batches(2)
+    names = started_on(monkeypatch, rank=0)
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, strategy=STRATEGIES[strategy], wrap=Block)
+        optimizer = OPTIMIZERS["adamw"](fsdp.parameters())
+        train(fsdp, steps[:1], optimizer)
+        if group.rank == 0:
+            names.clear()
+        train(fsdp, steps[1:], optimizer)
+
+    run_ranks(program, 4)
+    assert {name: names.count(name) for name in expected} == expected
+
+
+def test_mixed_precision():
+    """Parameters are gathered in one dtype, gradients averaged in another, and the shards stay float32."""
+    model, steps = seeded(Gpt), batches(5)
+    seen = set()
+
+    def program(group):
+        own = copy.deepcopy(model)
+        own.head.register_forward_pre_hook(lambda module, args: seen.add((module.weight.dtype, args[0].dtype)))
+        fsdp = FSDP(
+            own,
+            group,
+            wrap=Block,
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_inputs=False),
+        )
+        losses = train(fsdp, steps, OPTIMIZERS["adamw"](fsdp.parameters()), group)
+        assert {piece.dtype for piece in fsdp.parameters()} == {torch.float32}
+        assert {piece.grad.dtype for piece in fsdp.parameters()} == {torch.float32}
+        return fsdp.full_state_dict(), losses
+
+    expected, expected_losses = alone(model, OPTIMIZERS["adamw"], steps)
+    for state, losses in run_ranks(program, 2):
+        assert {value.dtype for value in state.values()} == {torch.float32}
+        assert distance(state, expected) < 0.05
+        assert torch.allclose(losses.float(), expected_losses, rtol=0.02)
+    assert seen == {(torch.bfloat16, torch.bfloat16)}
+
+
+def test_meta_device():
+    """A model that was never whole in memory gets rank 0's values, and trains."""
+    with torch.device("meta"):
+        model = mlp()
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear)
+        state = fsdp.full_state_dict()
+        train(fsdp, batches(2), OPTIMIZERS["adamw"](fsdp.parameters()), group)
+        return state
+
+    first, second = run_ranks(program, 2)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(value.abs().max() > 0 for value in first.values())
+
+
+def test_lstm():
+    """Modules that keep lists of their parameters see them whole in forward."""
+    model = torch.nn.LSTM(6, 4, batch_first=True)
+    inputs = torch.rand(BATCH, 5, 6)
+    expected, _ = model(inputs)
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group)
+        outputs, _ = fsdp(part(inputs, group))
+        outputs.sum().backward()
+        return outputs.detach()
+
+    assert torch.allclose(torch.cat(run_ranks(program, 2)), expected, atol=1e-6)
+
+
+def test_two_forwards_then_two_backwards():
+    """Each backward follows the forward that it belongs to."""
+    model, steps = seeded(Gpt), batches(2)
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, wrap=Block)
+        losses = [functional.cross_entropy(fsdp(part(a, group)), part(b, group)) for a, b in steps]
+        for loss in losses:
+            loss.backward()
+        return fsdp.clip_grad_norm_(math.inf)
+
+    own = copy.deepcopy(model)
+    for inputs, labels in steps:
+        functional.cross_entropy(own(inputs), labels).backward()
+    expected = float(torch.nn.utils.clip_grad_norm_(own.parameters(), math.inf))
+    for total in run_ranks(program, 2):
+        assert float(total) == pytest.approx(expected, rel=1e-5)
