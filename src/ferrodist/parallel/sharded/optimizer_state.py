@@ -1,7 +1,8 @@
 """An optimizer's state, whole or as this rank's part, by parameter names.
 
 A tensor of the shape of its parameter's piece is divided as the parameter is, as momenta are; all else is the same on
-all ranks, as a number of steps.
+all ranks, as a number of steps. A whole state says which are which (``divided``): those of a parameter of one element
+can't be told apart by their shapes.
 """
 
 from __future__ import annotations
@@ -45,13 +46,17 @@ class OptimizerState:
         homes = self._homes(optimizer)
         self._compare(optimizer, homes)
         state: dict[str, dict[str, Any]] = {}
+        divided: dict[str, list[str]] = {}
         for parameter, (flat, place) in homes.items():
             if parameter in optimizer.state:
+                divided[flat.names[place]] = [
+                    key for key, value in optimizer.state[parameter].items() if _is_divided(value, parameter)
+                ]
                 state[flat.names[place]] = {
                     key: self._join(value, flat, place) if _is_divided(value, parameter) else _copy(value)
                     for key, value in optimizer.state[parameter].items()
                 }
-        return {"state": state, "param_groups": _named_groups(optimizer, homes)}
+        return {"state": state, "divided": divided, "param_groups": _named_groups(optimizer, homes)}
 
     @torch.no_grad()
     def load_full(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -62,11 +67,11 @@ class OptimizerState:
             entries = state["state"].get(flat.names[place])
             if entries is None:
                 continue
-            shape = flat.layout.shapes[place]
+            divided = state["divided"][flat.names[place]]
             piece = flat.layout.piece(place, self._axes.shard_rank)
             parts[flat.names[place]] = {
                 key: value.reshape(-1)[piece.start :][: piece.size].view(parameter.shape).clone()
-                if isinstance(value, torch.Tensor) and value.shape == shape and value.dim()
+                if key in divided
                 else value
                 for key, value in entries.items()
             }
