@@ -78,7 +78,7 @@ class Gpt(torch.nn.Module):
 MODELS = {"mlp": (mlp, torch.nn.Linear), "cnn": (cnn, (torch.nn.Conv2d, torch.nn.Linear)), "gpt": (Gpt, Block)}
 OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters),
 }
 STRATEGIES = {
     "full": ShardingStrategy.FULL_SHARD,
@@ -144,6 +144,8 @@ def sharded_run(group, model, make_optimizer, steps, **options):
 
 def check_equal_to_one_process(model, optimizer, world_size, backend, **options):
     steps = batches()
+    if next(model.parameters()).dtype is torch.float64:
+        steps = [(inputs.double(), labels) for inputs, labels in steps]
     expected, expected_losses = alone(model, OPTIMIZERS[optimizer], steps)
     results = run_ranks(sharded_run, world_size, model, OPTIMIZERS[optimizer], steps, backend=backend, **options)
     for state, losses in results:
@@ -161,6 +163,14 @@ def test_training_equals_one_process(name, strategy, optimizer):
     check_equal_to_one_process(
         seeded(make), optimizer, world_size, "simulated", strategy=STRATEGIES[strategy], wrap=wrap
     )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_in_double_precision_equals_one_process(name, monkeypatch):
+    """What is left in float32 is rounding: in float64 it is a billion times smaller."""
+    monkeypatch.setattr(f"{__name__}.LIMIT", 1e-13)
+    make, wrap = MODELS[name]
+    check_equal_to_one_process(seeded(make).double(), "adamw", 3, "simulated", wrap=wrap)
 
 
 @pytest.mark.parametrize("backend", ["tcp-threads", "native-threads", "native"])

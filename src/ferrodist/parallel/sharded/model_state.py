@@ -32,6 +32,11 @@ class ModelState:
         self._module = module
         self._flats = [flat for unit in units for flat in unit.flats]
         self._axes = axes
+        names: dict[torch.Tensor, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        # Kept, for a backward that failed leaves other parameters in the module than the pieces.
+        self._names = names
 
     @torch.no_grad()
     def full(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
@@ -57,8 +62,8 @@ class ModelState:
     def load_full(self, state: Mapping[str, torch.Tensor] | None) -> None:
         """See `FSDP.load_full_state_dict`."""
         group = self._axes.whole
-        names = self._names()
-        problem = None if state is None else self._problem(state, names)
+        names = self._names
+        problem = None if state is None else self._problem(state)
         with explain_errors(lambda: f"Rank {group.rank} was in load_full_state_dict().", "Every rank must call it."):
             answers = all_gather_object([state is not None, problem], group=group)
         for rank, (_, found) in enumerate(answers):
@@ -85,7 +90,7 @@ class ModelState:
     @torch.no_grad()
     def sharded(self) -> dict[str, Any]:
         """See `FSDP.sharded_state_dict`."""
-        names = self._names()
+        names = self._names
         parameters = {}
         for flat in self._flats:
             for place, parameter in enumerate(flat.parameters):
@@ -122,32 +127,25 @@ class ModelState:
         for name, own in mine["buffers"].items():
             if own.shape != state["buffers"][name].shape:
                 raise ValueError(f"buffer {name!r} has another shape than in the state. Nothing was loaded.")
-        names = self._names()
+        names = self._names
         for flat in self._flats:
             for parameter in flat.parameters:
                 parameter.copy_(state["parameters"][names[parameter][0]]["piece"].view(parameter.shape))
         for name, buffer in self._buffers().items():
             buffer.copy_(state["buffers"][name])
 
-    def _names(self) -> dict[torch.Tensor, list[str]]:
-        """All names of each parameter."""
-        names: dict[torch.Tensor, list[str]] = {}
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
-        return names
-
     def _buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that belong to the state, by name."""
         template = self._module.state_dict(keep_vars=True)
-        parameters = self._names()
-        return {name: entry for name, entry in template.items() if _is_tensor(entry) and entry not in parameters}
+        parameters = {name for names in self._names.values() for name in names}
+        return {name: entry for name, entry in template.items() if _is_tensor(entry) and name not in parameters}
 
-    def _problem(self, state: Mapping[str, torch.Tensor], names: Mapping[torch.Tensor, Sequence[str]]) -> str | None:
+    def _problem(self, state: Mapping[str, torch.Tensor]) -> str | None:
         """Why a full state dict does not fit, or None."""
         shapes = {name: buffer.shape for name, buffer in self._buffers().items()}
         for flat in self._flats:
             for place, piece in enumerate(flat.parameters):
-                shapes.update(dict.fromkeys(names[piece], flat.layout.shapes[place]))
+                shapes.update(dict.fromkeys(self._names[piece], flat.layout.shapes[place]))
         if missing := sorted(set(shapes) - set(state)):
             return f"it lacks {missing[0]!r} and {len(missing) - 1} more"
         if unknown := sorted(set(state) - set(self._module.state_dict(keep_vars=True))):

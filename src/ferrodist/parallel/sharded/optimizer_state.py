@@ -50,10 +50,10 @@ class OptimizerState:
         for parameter, (flat, place) in homes.items():
             if parameter in optimizer.state:
                 divided[flat.names[place]] = [
-                    key for key, value in optimizer.state[parameter].items() if _is_divided(value, parameter)
+                    key for key, value in optimizer.state[parameter].items() if _is_divided(key, value, parameter)
                 ]
                 state[flat.names[place]] = {
-                    key: self._join(value, flat, place) if _is_divided(value, parameter) else _copy(value)
+                    key: self._join(value, flat, place) if _is_divided(key, value, parameter) else _copy(value)
                     for key, value in optimizer.state[parameter].items()
                 }
         return {"state": state, "divided": divided, "param_groups": _named_groups(optimizer, homes)}
@@ -124,7 +124,7 @@ class OptimizerState:
     ) -> None:
         """Raise, the same on every rank, unless all ranks have state of the same kinds."""
         kinds = [
-            (flat.names[place], key, _is_divided(value, parameter))
+            (flat.names[place], key, _is_divided(key, value, parameter))
             for parameter, (flat, place) in homes.items()
             for key, value in optimizer.state.get(parameter, {}).items()
         ]
@@ -150,8 +150,9 @@ class OptimizerState:
         return joined.view(flat.layout.shapes[place])
 
 
-def _is_divided(value: object, parameter: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
+def _is_divided(key: str, value: object, parameter: torch.Tensor) -> bool:
+    # A number of steps has the shape of a whole parameter without dims.
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step"
 
 
 def _copy(value: Any) -> Any:
