@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ferrodist.backends.process_group import resolve_group
+from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.prepare import check_root
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError
-from ferrodist.parallel.data.explain import explain_errors
 from ferrodist.parallel.data.marks import model_title, number_model
 from ferrodist.parallel.data.reducer import Reducer
 from ferrodist.parallel.data.replication import broadcast_tensors, check_same_form, check_supported

@@ -41,12 +41,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd import Variable
 
+from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.reductions import async_allreduce
 from ferrodist.collectives.views import elements_overlap
 from ferrodist.errors import DistributedError, GroupAbortedError, UnsupportedOpError, describe_error
 from ferrodist.parallel.data.buckets import plan_buckets
-from ferrodist.parallel.data.explain import explain_errors
 from ferrodist.parallel.data.marks import MARK_SIZE, check_marks, model_title, write_marks
 
 if TYPE_CHECKING:

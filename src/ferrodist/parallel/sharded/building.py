@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parameter import is_lazy
 
+from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.objects import all_gather_object, broadcast_object
 from ferrodist.collectives.prepare import check_tensor
 from ferrodist.collectives.reduce_op import ReduceOp, check_dtype, check_reduction
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
-from ferrodist.parallel.data.explain import explain_errors
 from ferrodist.parallel.sharded.layout import FlatLayout
 from ferrodist.parallel.sharded.memory import allot
 from ferrodist.parallel.sharded.parameter import FlatParameters
@@ -139,14 +139,12 @@ def build_units(
         init: Gives a module's parameters values where they were on the meta device.
     """
     kinds = [kind for number, plan in enumerate(plans) for kind in _kinds(number, plan, axes, precision)]
-    shards = allot([(kind.layout.shard_size, kind.dtype) for kind in kinds], axes.shard)
-    travelling = [kind for kind in kinds if axes.shard is not None and kind.dtypes[0] is not kind.dtype]
-    copies = allot([(kind.layout.shard_size, kind.dtypes[0]) for kind in travelling], axes.shard)
+    memories = allot([(kind.layout.shard_size, kind.dtype, kind.dtypes[0]) for kind in kinds], axes.shard)
     units = []
     for number, plan in enumerate(plans):
         _materialise(plan, init)
         flats = []
-        for kind, shard in zip(kinds, shards, strict=True):
+        for kind, memory in zip(kinds, memories, strict=True):
             if kind.unit != number:
                 continue
             flat = FlatParameters(
@@ -156,7 +154,7 @@ def build_units(
                 layout=kind.layout,
                 axes=axes,
                 dtypes=kind.dtypes,
-                memory=(shard, copies[travelling.index(kind)] if kind in travelling else None),
+                memory=memory,
             )
             with explain_errors(lambda: f"Rank 0 was giving the values of unit {plan.name!r}.", _ADVICE):  # noqa: B023
                 flat.take_values(flat.parameters)
@@ -174,7 +172,7 @@ def _kinds(number: int, plan: UnitPlan, axes: Axes, precision: MixedPrecision) -
     for (dtype, _), members in names.items():
         shapes = [plan.parameters[name].shape for name in members]
         computed, reduced = precision.computed(dtype), precision.reduced(dtype)
-        layout = FlatLayout(shapes, axes.num_shards, axes.whole, gathered=computed, reduced=reduced)
+        layout = FlatLayout(shapes, axes.num_shards, axes.whole, kept=dtype, gathered=computed, reduced=reduced)
         found.append(_Kind(unit=number, names=tuple(members), dtype=dtype, layout=layout, dtypes=(computed, reduced)))
     return found
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.reductions import allreduce
-from ferrodist.parallel.data.explain import explain_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,10 +10,12 @@ Gradients travel in *rows*, one for each rank that divides the unit: the rank's 
 each parameter, its *presence*: 1 from a rank that has a gradient for it, else 0. So what no rank has stays None, as in
 one process, and optimizers skip it.
 
-[Note: sizes as names]
-Each collective tells the ranks' element counts apart, always. So no two units of a group are given shards, or rows, of
-one size: a rank that gathers another unit than its peers, because its forward took another way, gets
-`CollectiveMismatchError` as they do, and no element is added to a message for it but padding.
+[Note: names]
+Ranks whose forwards took different ways must not compute with each other's parameters. Each collective compares its
+count of elements and the dim that it joins along, always; both serve as names here, and no message is added. Flats of
+one size are joined along different dims, of which all but the last of a flat have size 1, so that the elements lie as
+they do along dim 0. Rows have sizes of their own, made by padding. A shard's size depends on nothing but the unit's
+shapes and the number of ranks, so that a state that was saved fits a model that is made later.
 """
 
 from __future__ import annotations
@@ -31,12 +33,18 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-__all__ = ["FlatLayout", "Piece", "claim_size"]
+__all__ = ["FlatLayout", "Piece", "claim_size", "count_up"]
 
 _ALIGNMENT = 16
 """Elements: parameters begin at multiples of 64 bytes or more, if float32, as they would in memory of their own."""
 
-_KEY = "parallel.sharded.sizes"
+_PAGE_BYTES, _SMALL_BYTES = 4096, 65536
+"""Shards that are not small are whole pages, so that they can be mapped one behind the other."""
+
+_NUM_DIMS = 32
+"""Half of what torch allows. Of flats of one size every 32nd has the same dim."""
+
+_KEY = "parallel.sharded.names"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +70,8 @@ class FlatLayout:
     Args:
         shapes: The parameters' shapes.
         num_shards: Number of equal shards.
-        group: Has its sizes told apart; see [Note: sizes as names].
+        group: Has its flats told apart; see [Note: names].
+        kept: The dtype of the shards.
         gathered: The dtype in which they are gathered.
         reduced: The dtype in which their gradients are averaged.
     """
@@ -73,6 +82,7 @@ class FlatLayout:
         num_shards: int,
         group: Backend,
         *,
+        kept: torch.dtype,
         gathered: torch.dtype,
         reduced: torch.dtype,
     ) -> None:
@@ -80,9 +90,14 @@ class FlatLayout:
         self.numels = tuple(prod(shape) for shape in shapes)
         self.offsets = tuple(offsets_of([_align(numel) for numel in self.numels])[:-1])
         self.num_shards = num_shards
-        total = sum(_align(numel) for numel in self.numels)
-        self.shard_size = claim_size(group, f"gather {gathered}", -(-total // num_shards))
-        self.row_size = claim_size(group, f"reduce {reduced}", self.shard_size + len(shapes))
+        needed = max(1, -(-sum(_align(numel) for numel in self.numels) // num_shards))
+        is_small = needed * kept.itemsize < _SMALL_BYTES
+        self.shard_size = _align(needed, _ALIGNMENT if is_small else _PAGE_BYTES // kept.itemsize)
+        self.dim = count_up(group, f"{gathered}[{self.shard_size}]") % _NUM_DIMS
+        """Along which it is joined."""
+        self.number = count_up(group, "flats")
+        """Among all of the group."""
+        self.row_size = claim_size(group, f"rows of {reduced}", self.shard_size + len(shapes))
 
     @property
     def total_size(self) -> int:
@@ -110,15 +125,20 @@ class FlatLayout:
         return (piece.size, *[1] * (len(shape) - 1))
 
 
-def claim_size(group: Backend, purpose: str, minimum: int) -> int:
-    """The smallest size from ``minimum`` that the group doesn't have for this purpose yet; ranks claim in one order."""
-    claimed: set[int] = group.attachments.setdefault(_KEY, {}).setdefault(purpose, set())
-    size = _align(max(minimum, 1))
-    while size in claimed:
+def count_up(group: Backend, what: str) -> int:
+    """How often the group has counted this before; ranks count in one order."""
+    counts: dict[str, int] = group.attachments.setdefault(_KEY, {})
+    counts[what] = counts.get(what, -1) + 1
+    return counts[what]
+
+
+def claim_size(group: Backend, what: str, minimum: int) -> int:
+    """The smallest aligned size from ``minimum`` that the group has not claimed; ranks claim in one order."""
+    size = _align(minimum)
+    while count_up(group, f"{what}: {size}"):
         size += _ALIGNMENT
-    claimed.add(size)
     return size
 
 
-def _align(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _align(size: int, alignment: int = _ALIGNMENT) -> int:
+    return -(-size // alignment) * alignment

@@ -3,41 +3,64 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from ferrodist.collectives.symmetric import empty_symmetric
+from ferrodist.collectives.symmetric import empty_joined, empty_symmetric
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
+    from ferrodist.backends.native.joined_view import JoinedView
 
-__all__ = ["RowBuffer", "allot", "same_memory"]
-
-_ALIGNMENT = 64
+__all__ = ["FlatMemory", "RowBuffer", "allot", "same_memory"]
 
 
-def allot(sizes: list[tuple[int, torch.dtype]], group: Backend | None) -> list[torch.Tensor]:
-    """Flat tensors of zeros in one piece of symmetric memory; every rank of the group calls this.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatMemory:
+    """The memory of `FlatParameters`.
 
     Args:
-        sizes: Elements and dtype of each, equal on all ranks.
-        group: Who shares the memory; None makes it this rank's own.
+        shard: This rank's shard.
+        traveller: For what is sent of it, where that has another dtype; else None.
+        joined: A view of the shards of all ranks that divide it, where they can be used as they lie; else None.
     """
-    starts, end = [], 0
-    for numel, dtype in sizes:
-        starts.append(end)
-        end += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    whole = torch.empty(end, dtype=torch.uint8, device="cpu")
-    if group is not None and end:
-        whole = empty_symmetric((end,), torch.uint8, group=group)
+
+    shard: torch.Tensor
+    traveller: torch.Tensor | None = None
+    joined: JoinedView | None = None
+
+
+def allot(sizes: Sequence[tuple[int, torch.dtype, torch.dtype]], group: Backend | None) -> list[FlatMemory]:
+    """Memory for shards, zeros, in one piece of symmetric memory; every rank of the group calls this.
+
+    Args:
+        sizes: Elements of each shard, in which dtype they are kept and in which gathered; equal on all ranks.
+        group: Who divides; None makes it this rank's own.
+    """
+    if group is None:
+        return [FlatMemory(shard=torch.zeros(numel, dtype=kept, device="cpu")) for numel, kept, _ in sizes]
+    starts, joined, end = [], {}, 0
+    for place, (numel, kept, gathered) in enumerate(sizes):
+        size_bytes = numel * kept.itemsize
+        if kept is gathered and size_bytes % mmap.PAGESIZE == 0:
+            joined[place] = (end, size_bytes)
+        starts.append((end, end + size_bytes))
+        end += size_bytes + (0 if kept is gathered else numel * gathered.itemsize)
+        end += -end % mmap.PAGESIZE
+    whole, views = empty_joined(end, list(joined.values()), group=group)
     whole.zero_()
-    return [
-        whole[start : start + numel * dtype.itemsize].view(dtype)
-        for start, (numel, dtype) in zip(starts, sizes, strict=True)
-    ]
+    of_place = dict(zip(joined, views, strict=False))
+    memories = []
+    for place, ((start, after), (numel, kept, gathered)) in enumerate(zip(starts, sizes, strict=True)):
+        shard = whole[start:after].view(kept)
+        traveller = None if kept is gathered else whole[after : after + numel * gathered.itemsize].view(gathered)
+        memories.append(FlatMemory(shard=shard, traveller=traveller, joined=of_place.get(place)))
+    return memories
 
 
 def same_memory(flat: torch.Tensor) -> torch.Tensor:
@@ -61,7 +84,7 @@ class RowBuffer:
 
     def __init__(self, size_bytes: int, group: Backend | None) -> None:
         self._group = group
-        (self._memory,) = allot([(size_bytes, torch.uint8)], group)
+        self._memory = self._make(size_bytes)
         self._vacate: Callable[[], None] | None = None
 
     def take(self, numel: int, dtype: torch.dtype, vacate: Callable[[], None]) -> torch.Tensor:
@@ -78,9 +101,14 @@ class RowBuffer:
         self._vacate = vacate
         size_bytes = numel * dtype.itemsize
         if size_bytes > self._memory.numel():  # frozen parameters were unfrozen, on all ranks alike
-            (self._memory,) = allot([(size_bytes, torch.uint8)], self._group)
+            self._memory = self._make(size_bytes)
         return self._memory[: numel * dtype.itemsize].view(dtype)
 
     def forget(self) -> None:
         """Wait for nobody any more: the group has failed."""
         self._vacate = None
+
+    def _make(self, size_bytes: int) -> torch.Tensor:
+        if self._group is None:
+            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        return empty_symmetric((size_bytes,), torch.uint8, group=self._group)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.reductions import broadcast
-from ferrodist.parallel.data.explain import explain_errors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.gathering import all_gather_by_sizes
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.errors import CollectiveMismatchError
-from ferrodist.parallel.data.explain import explain_errors
 from ferrodist.parallel.sharded.model_state import check_owner
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class OptimizerState:
             divided = state["divided"][flat.names[place]]
             piece = flat.layout.piece(place, self._axes.shard_rank)
             parts[flat.names[place]] = {
-                key: value.reshape(-1)[piece.start :][: piece.size].view(parameter.shape).clone()
+                key: value.reshape(-1)[piece.start :][: piece.size].view(parameter.shape)
                 if key in divided
                 else value
                 for key, value in entries.items()
@@ -187,5 +187,8 @@ def _load(
         {**group, "params": [numbers[name] for name in names]}
         for group, names in zip(state["param_groups"], own, strict=True)
     ]
-    entries = {numbers[name]: dict(values) for name, values in state["state"].items()}
+    # Optimizers keep some tensors as they come, and then write to them: what the caller has stays as it is.
+    entries = {
+        numbers[name]: {key: _copy(value) for key, value in values.items()} for name, values in state["state"].items()
+    }
     optimizer.load_state_dict({"state": entries, "param_groups": groups})

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from ferrodist.collectives.pending import PendingCollective
     from ferrodist.parallel.sharded.layout import FlatLayout
+    from ferrodist.parallel.sharded.memory import FlatMemory
     from ferrodist.parallel.sharded.strategy import Axes
 
 __all__ = ["FlatParameters"]
@@ -44,7 +45,7 @@ class FlatParameters:
         layout: Where their elements lie.
         axes: Who divides and who averages.
         dtypes: In which they are gathered, and their gradients averaged.
-        memory: Zeros for the shard, and for what is sent of it where that has another dtype (else None).
+        memory: Zeros for the shard, and what goes with it.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class FlatParameters:
         layout: FlatLayout,
         axes: Axes,
         dtypes: tuple[torch.dtype, torch.dtype],
-        memory: tuple[torch.Tensor, torch.Tensor | None],
+        memory: FlatMemory,
     ) -> None:
         self.names = tuple(names)
         self.parameters = list(parameters)
@@ -64,11 +65,12 @@ class FlatParameters:
         self.layout = layout
         self._axes = axes
         self._computed = dtypes[0]
-        self.shard, self._traveller = memory
-        self.is_alias = layout.num_shards == 1 and self._computed is self.shard.dtype
-        """Whether the full parameters lie in the shard itself, for it is all there is."""
-        full = self.shard if self.is_alias else torch.empty(layout.total_size, dtype=self._computed, device="cpu")
-        self._full = full.data
+        self.shard, self._traveller, self._joined = memory.shard, memory.traveller, memory.joined
+        self._is_alias = layout.num_shards == 1 and self._computed is self.shard.dtype
+        self._is_copied = not self._is_alias and self._joined is None
+        self._full = self._make_memory()
+        self._token = torch.empty(layout.number + 1, dtype=torch.uint8, device="cpu")
+        self._tokens = torch.empty(layout.num_shards * (layout.number + 1), dtype=torch.uint8, device="cpu")
         self.fulls = [self._make_full(place) for place in range(len(self.parameters))]
         self._versions: list[int] = []
         self._hooked: set[int] = set()
@@ -81,8 +83,8 @@ class FlatParameters:
     # Gathering.
 
     def start_gather(self) -> None:
-        """Begin to fill the full parameters."""
-        if self.is_alias:
+        """Begin to fill the full parameters, where they don't lie in the shards."""
+        if not self._is_copied:
             return
         self._full.untyped_storage().resize_(self._full.numel() * self._full.itemsize)
         source = self.shard
@@ -91,13 +93,18 @@ class FlatParameters:
         if self._axes.shard is None:
             self._full.copy_(source)
         else:
-            self._gathering = async_all_gather(source, group=self._axes.shard, out=same_memory(self._full))
+            dim = self.layout.dim
+            along = [1] * dim + [-1]
+            out = same_memory(self._full).view(along)
+            self._gathering = async_all_gather(source.view(along), dim, group=self._axes.shard, out=out)
 
     def finish_gather(self) -> None:
         """Wait until the full parameters are there, and give them to the module."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+        if self._joined is not None:
+            all_gather(self._token, group=self._axes.shard, out=self._tokens)
         self.install_full()
 
     def install_full(self) -> None:
@@ -122,19 +129,27 @@ class FlatParameters:
             self._gathering = None
         self._install(self.parameters)
         versions, self._versions = self._versions, []
-        if self.is_alias:
+        if self._is_alias:
             return []
         self._empty()
         after = [full._version for full in self.fulls]  # noqa: SLF001
-        return [name for name, old, new in zip(self.names, versions, after, strict=False) if old != new]
+        changed = [name for name, old, new in zip(self.names, versions, after, strict=False) if old != new]
+        if changed and self._joined is not None:
+            self._joined.restore()
+        return changed
 
     def abandon(self) -> None:
         """After a failure of the group: the pieces come back, and what was under way is left alone."""
         was_gathering, self._gathering = self._gathering is not None, None
         self._install(self.parameters)
         self.gradients.abandon()
-        if not was_gathering and not self.is_alias:  # else the engine may still have its address
+        if not was_gathering:  # else the engine may still have its address
             self._empty()
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether other ranks compute with this rank's shard as it lies, and may not find it changed meanwhile."""
+        return self._joined is not None
 
     @property
     def num_trainable(self) -> int:
@@ -230,8 +245,16 @@ class FlatParameters:
         view = self._full[offset : offset + numel].view(self.layout.shapes[place])
         return torch.nn.Parameter(view.data, requires_grad=self.parameters[place].requires_grad)
 
+    def _make_memory(self) -> torch.Tensor:
+        """Where the full parameters lie."""
+        if self._is_alias:
+            return self.shard.data
+        if self._joined is not None:
+            return self._joined.tensor.view(self._computed)
+        return torch.empty(self.layout.total_size, dtype=self._computed, device="cpu")
+
     def _empty(self) -> None:
-        if not self.is_alias:
+        if self._is_copied:
             self._full.untyped_storage().resize_(0)
 
     def _install(self, parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -24,9 +24,11 @@ import torch
 from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten
 
+from ferrodist.collectives.explain import explain_errors
+from ferrodist.collectives.exchange import barrier
 from ferrodist.errors import DistributedError, GroupAbortedError, describe_error
 from ferrodist.parallel.sharded.plan import Action, Event, Step, plan_backward
-from ferrodist.parallel.sharded.unit import Unit, UnitState
+from ferrodist.parallel.sharded.unit import ADVICE, Unit, UnitState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -90,6 +92,7 @@ class Schedule:
         self._reducing: list[Unit] = []
         self._prefetched: set[int] = set()
         self._unsynced: set[int] = set()  # units with gradients that no_sync left
+        self._is_joined = any(flat.is_joined for unit in units for flat in unit.flats)
         self.is_summoned = False
         for unit in self.units:
             _watch_gradients(self, unit)
@@ -210,6 +213,8 @@ class Schedule:
         for unit in self.units:
             if not will_return or unit.number not in used:
                 self._free(unit)
+        if succeeded:
+            self._await_readers()
 
     def _watch_outputs(self, output: Any, trace: list[Event], call: int) -> bool:
         """Have `before_backward` called when a gradient reaches an output; whether one can."""
@@ -324,6 +329,16 @@ class Schedule:
                     if unit.has_gradients:
                         self._reduce(unit)
             self._finish_reductions()
+        self._await_readers()
+
+    def _await_readers(self) -> None:
+        """Return when no rank computes with this rank's shards any more; see [Note: joined shards]."""
+        if self._is_joined:
+            with self._failing_together(), explain_errors(self._doing, ADVICE):
+                barrier(group=self._axes.shard)
+
+    def _doing(self) -> str:
+        return f"Rank {self._group.rank} was at the end of a forward or backward of an FSDP model."
 
     def _do(self, run: _Run, step: Step) -> None:
         run.num_done += 1

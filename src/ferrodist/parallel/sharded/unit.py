@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
+from ferrodist.collectives.explain import explain_errors
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.parallel.data.explain import explain_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ferrodist.parallel.sharded.memory import RowBuffer
     from ferrodist.parallel.sharded.parameter import FlatParameters
 
-__all__ = ["Unit", "UnitState"]
+__all__ = ["ADVICE", "Unit", "UnitState"]
 
-_ADVICE = (
+ADVICE = (
     "Every rank must call the same parts of the model in the same order, run as many forwards and backwards as the"
     " others, and use no_sync() when they do."
 )
@@ -89,7 +89,7 @@ class Unit:
             return
         self._versions = self._count_changes()
         self.state = UnitState.GATHERING
-        with explain_errors(lambda: self._doing("gathering"), _ADVICE):
+        with explain_errors(lambda: self._doing("gathering"), ADVICE):
             for flat in self.flats:
                 flat.start_gather()
 
@@ -103,7 +103,7 @@ class Unit:
         if self.state is UnitState.GATHERED:
             return
         self.start_gather()
-        with explain_errors(lambda: self._doing("gathering"), _ADVICE):
+        with explain_errors(lambda: self._doing("gathering"), ADVICE):
             for flat in self.flats:
                 flat.finish_gather()
         self.state = UnitState.GATHERED
@@ -123,7 +123,7 @@ class Unit:
         """
         if self.state is UnitState.SHARDED:
             return
-        with explain_errors(lambda: self._doing("freeing"), _ADVICE):
+        with explain_errors(lambda: self._doing("freeing"), ADVICE):
             changed = [name for flat in self.flats for name in flat.free()]
         self.state = UnitState.SHARDED
         if changed:
@@ -136,7 +136,7 @@ class Unit:
 
     def begin_summon(self) -> None:
         """Give the module whole parameters that may be changed."""
-        with explain_errors(lambda: self._doing("summoning"), _ADVICE):
+        with explain_errors(lambda: self._doing("summoning"), ADVICE):
             for flat in self.flats:
                 flat.begin_summon()
         self.state = UnitState.GATHERED
@@ -161,7 +161,7 @@ class Unit:
         """Begin to average its gradients; after `finish_reduce` the pieces have them."""
         self.finish_reduce()
         self.is_reducing = True
-        with explain_errors(lambda: self._doing("averaging the gradients of"), _ADVICE):
+        with explain_errors(lambda: self._doing("averaging the gradients of"), ADVICE):
             for flat in self.flats:
                 if flat.num_trainable or flat.gradients.are_there:
                     flat.gradients.start(buffer)
@@ -169,14 +169,14 @@ class Unit:
     def settle(self) -> None:
         """Take an average over ranks that divide the model on to the copies of the model, if there are any."""
         if self.is_reducing:
-            with explain_errors(lambda: self._doing("averaging the gradients of"), _ADVICE):
+            with explain_errors(lambda: self._doing("averaging the gradients of"), ADVICE):
                 for flat in self.flats:
                     flat.gradients.settle()
 
     def finish_reduce(self) -> None:
         """Wait for the averages that `start_reduce` began, if any."""
         if self.is_reducing:
-            with explain_errors(lambda: self._doing("averaging the gradients of"), _ADVICE):
+            with explain_errors(lambda: self._doing("averaging the gradients of"), ADVICE):
                 for flat in self.flats:
                     flat.gradients.finish()
             self.is_reducing = False
