@@ -26,7 +26,7 @@ class Tied(torch.nn.Module):
         hidden = self.embedding(tokens)
         for layer in self.layers:
             hidden = layer(hidden)
-        return self.head(hidden).flatten(0, 1)
+        return self.head(hidden).flatten(0, 1).clone()  # torch's warns of views
 
 
 def train(model, group, steps):

@@ -82,7 +82,7 @@ def empty_joined(
 
     Returns:
         This rank's memory, as bytes; and for each part a view of those of all ranks, in rank order, which shows what
-        the ranks write to their memory, and whose own changes nobody else sees. No views where the ranks share no memory.
+        the ranks write to their memory, and whose own changes nobody else sees. No views where ranks share no memory.
 
     Raises:
         DistributedError: As for `empty_symmetric`.

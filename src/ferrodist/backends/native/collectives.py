@@ -256,8 +256,8 @@ class NativeCollectives:
     ) -> tuple[torch.Tensor, list[JoinedView]]:
         """Make symmetric memory, of ``size_bytes`` on each rank: a tensor of bytes, which keeps it.
 
-        And views of the parts ``joined`` of all ranks' memory: see `open_symmetric`. Ordinary memory, and no views, where
-        the ranks are on several hosts.
+        And views of the parts ``joined`` of all ranks' memory: see `open_symmetric`. Ordinary memory, and no views,
+        where the ranks are on several hosts.
         """
         deadline = Deadline(timeout)
         self.share(call.operation, b"", timeout=timeout, sequence=self.reserve())  # in step with other collectives

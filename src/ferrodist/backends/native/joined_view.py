@@ -22,8 +22,8 @@ _FAILED = ctypes.c_void_p(-1).value
 class JoinedView:
     """Parts of a memory file, joined where they are read: what is written there stays in this view.
 
-    Pages are shared with whoever else has mapped the file until one is written to, which makes a copy of it (see mmap(2),
-    MAP_PRIVATE). On Linux a page that has no copy shows what others write to the file.
+    Pages are shared with whoever else has mapped the file until one is written to, which makes a copy of it (see
+    mmap(2), MAP_PRIVATE). On Linux, a page that was not copied shows what others write to the file.
 
     Args:
         descriptor: The file; may be closed afterwards.
@@ -34,11 +34,13 @@ class JoinedView:
         OSError: The system refuses.
     """
 
-    def __init__(self, descriptor: int, offsets: Sequence[int], part_bytes: int) -> None:
+    def __init__(self, descriptor: int | None, offsets: Sequence[int], part_bytes: int) -> None:
+        assert descriptor is not None
         self._size_bytes = len(offsets) * part_bytes
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self._address = _map(None, self._size_bytes, _NO_ACCESS, flags, -1, 0)
-        memory: Any = type("_Memory", (ctypes.c_char * self._size_bytes,), {}).from_address(self._address)
+        kind: Any = type("_Memory", (ctypes.c_char * self._size_bytes,), {})  # unlike its base known to weak references
+        memory = kind.from_address(self._address)
         # The tensor's storage keeps what it was made from, and what autograd saves keeps the storage.
         weakref.finalize(memory, _libc().munmap, self._address, self._size_bytes).atexit = False
         for place, offset in enumerate(offsets):

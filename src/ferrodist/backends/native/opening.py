@@ -112,7 +112,7 @@ def open_messages(group: Backend, place: Place, tell: Callable[..., None], call:
         return messenger
 
 
-def open_symmetric(  # noqa: PLR0913
+def open_symmetric(
     group: Backend,
     place: Place,
     communicator: Any,
@@ -125,8 +125,8 @@ def open_symmetric(  # noqa: PLR0913
     """Make symmetric memory of ``size_bytes`` a rank, in a group on one host.
 
     Returns:
-        This rank's as a tensor of bytes; and for each (start, size) in ``joined``, both whole pages, a view of this part
-        of all ranks' memory.
+        This rank's as a tensor of bytes; and for each (start, size) in ``joined``, both whole pages, a view of this
+        part of all ranks' memory.
 
     Raises as `open_communicator`.
     """
@@ -139,10 +139,10 @@ def open_symmetric(  # noqa: PLR0913
     with _Opening(group, place, call, timeout) as opening:
         memory = opening.share_memory(b"", create)
         tensor = opening.attempt(lambda: communicator.map_arena(memory.descriptor, memory.number, stride, size_bytes))
+        ends = stride * group.world_size
         views = opening.attempt(
             lambda: [
-                JoinedView(memory.descriptor, range(start, stride * group.world_size, stride), part_bytes)
-                for start, part_bytes in joined
+                JoinedView(memory.descriptor, range(start, ends, stride), part_bytes) for start, part_bytes in joined
             ]
         )
         opening.agree()

@@ -86,7 +86,7 @@ def _refusal(plans: Sequence[UnitPlan], root: torch.nn.Module) -> str | None:
     """Why a parameter or buffer can't be divided or sent, or None."""
     for plan in plans:
         for name, parameter in plan.parameters.items():
-            if is_lazy(parameter):
+            if bool(is_lazy(parameter)):  # as a condition it would promise that parameters are never lazy
                 return f"parameter {name!r} is lazy and has no shape yet: run the module once before FSDP"
             if parameter.grad is not None:
                 return f"parameter {name!r} has a gradient, which would be lost: call zero_grad() before FSDP"

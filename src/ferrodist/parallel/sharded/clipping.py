@@ -1,4 +1,4 @@
-"""The norm of gradients of which each rank has a part."""
+"""What a program asks of all gradients together, of which each rank has a part: their norm, and whether they are finite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ferrodist.parallel.sharded.strategy import Axes
 
-__all__ = ["clip_gradients"]
+__all__ = ["clip_gradients", "unscale_gradients"]
 
 
 @torch.no_grad()
@@ -57,6 +57,20 @@ def clip_gradients(
         for gradient in gradients:
             gradient.mul_(factor)
     return total.to(_narrow(gradients))
+
+
+@torch.no_grad()
+def unscale_gradients(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, axes: Axes) -> None:
+    """Unscale this rank's gradients, and have all ranks find infinities where one does. See `FSDP.unscale_`."""
+    scaler.unscale_(optimizer)
+    if not scaler.is_enabled():
+        return
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]  # noqa: SLF001 - as torch's own FSDP
+    flag = found.setdefault(torch.device("cpu"), torch.zeros(1))
+    with explain_errors(
+        lambda: f"Rank {axes.whole.rank} was looking for infinities in unscale_().", "Every rank must call it."
+    ):
+        allreduce(flag, ReduceOp.MAX, group=axes.whole, out=flag)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -17,7 +17,7 @@ import torch
 
 from ferrodist.collectives.reductions import broadcast
 from ferrodist.parallel.sharded.building import build_units, check_same_plan
-from ferrodist.parallel.sharded.clipping import clip_gradients
+from ferrodist.parallel.sharded.clipping import clip_gradients, unscale_gradients
 from ferrodist.parallel.sharded.memory import RowBuffer
 from ferrodist.parallel.sharded.mixed_precision import MixedPrecision
 from ferrodist.parallel.sharded.model_state import ModelState
@@ -181,6 +181,13 @@ class FSDP(torch.nn.Module):
         return clip_gradients(
             list(self.parameters()), self._axes, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
+
+    def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """``scaler.unscale_(optimizer)`` for gradients that are divided; every rank must call, before ``scaler.step``.
+
+        A gradient may be infinite in one rank's piece only. Without this the other ranks would step all the same.
+        """
+        unscale_gradients(scaler, optimizer, self._axes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Drop all gradients, also those that `no_sync` left with this rank; all ranks alike."""
@@ -395,6 +402,8 @@ def _hook(unit: Unit, schedule: Schedule) -> None:
     owners = {module for flat in unit.flats for places in flat.places for module, _ in places}
     for module in owners:
         module.register_forward_pre_hook(check, prepend=True)
+    for hook in (check, before, after):
+        hook._torchdynamo_disable = True  # type: ignore[attr-defined] # noqa: SLF001 - what torch.compiler.disable sets, without loading the compiler
     if unit.number:
         unit.module.register_forward_pre_hook(before, prepend=True)
         unit.module.register_forward_hook(after, always_call=True)

@@ -56,9 +56,11 @@ def allot(sizes: Sequence[tuple[int, torch.dtype, torch.dtype]], group: Backend 
     whole.zero_()
     of_place = dict(zip(joined, views, strict=False))
     memories = []
-    for place, ((start, after), (numel, kept, gathered)) in enumerate(zip(starts, sizes, strict=True)):
+    for place, (numel, kept, gathered) in enumerate(sizes):
+        start, after = starts[place]
         shard = whole[start:after].view(kept)
-        traveller = None if kept is gathered else whole[after : after + numel * gathered.itemsize].view(gathered)
+        travelling = whole[after : after + numel * gathered.itemsize].view(gathered)
+        traveller = None if kept is gathered else travelling
         memories.append(FlatMemory(shard=shard, traveller=traveller, joined=of_place.get(place)))
     return memories
 

@@ -70,9 +70,7 @@ class OptimizerState:
             divided = state["divided"][flat.names[place]]
             piece = flat.layout.piece(place, self._axes.shard_rank)
             parts[flat.names[place]] = {
-                key: value.reshape(-1)[piece.start :][: piece.size].view(parameter.shape)
-                if key in divided
-                else value
+                key: value.reshape(-1)[piece.start :][: piece.size].view(parameter.shape) if key in divided else value
                 for key, value in entries.items()
             }
         _load(optimizer, homes, {"state": parts, "param_groups": state["param_groups"]})

@@ -82,6 +82,7 @@ class FlatParameters:
 
     # Gathering.
 
+    @torch.inference_mode(mode=False)
     def start_gather(self) -> None:
         """Begin to fill the full parameters, where they don't lie in the shards."""
         if not self._is_copied:
@@ -98,6 +99,7 @@ class FlatParameters:
             out = same_memory(self._full).view(along)
             self._gathering = async_all_gather(source.view(along), dim, group=self._axes.shard, out=out)
 
+    @torch.inference_mode(mode=False)
     def finish_gather(self) -> None:
         """Wait until the full parameters are there, and give them to the module."""
         if self._gathering is not None:

@@ -99,7 +99,7 @@ def _policy_of(wrap: object) -> WrapPolicy | None:
         kinds: Collection[type[torch.nn.Module]] = wrap
         return by_class(*kinds)
     if callable(wrap):
-        return wrap  # type: ignore[no-any-return]
+        return wrap
     raise TypeError(
         f"wrap must be a module class, several of them, a function of a module's name and the module, or None, not"
         f" {type(wrap).__name__}"

@@ -10,6 +10,12 @@ Between the two nothing is under way, but for what `prefetch_forward` began.
 A forward inside a backward recomputes a checkpointed segment. It is no new trace: units that it needs early are
 gathered as it comes to them, and the run goes on where it was.
 
+[Note: joined shards]
+Where ranks compute with each other's shards as they lie, in memory that they share, a rank that leaves a forward or
+backward may change its shard at once, as an optimizer does. So none leaves before all of them are done with it: one
+barrier at each end. And none computes before all have made their last change: the collective that begins each unit's
+use. What is changed between forward and backward would be seen in backward: it is an error, by the pieces' counters.
+
 A forward or backward that fails in the program leaves its run open. The next forward frees what is left, and if a
 backward had begun, the other ranks count on its rest: the group is ended, an error on all ranks.
 """
@@ -20,40 +26,24 @@ import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.autograd import Variable
-from torch.utils._pytree import tree_flatten
 
-from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.exchange import barrier
+from ferrodist.collectives.explain import explain_errors
 from ferrodist.errors import DistributedError, GroupAbortedError, describe_error
 from ferrodist.parallel.sharded.plan import Action, Event, Step, plan_backward
+from ferrodist.parallel.sharded.run import Run, Trace, current_backward, watch_outputs
 from ferrodist.parallel.sharded.unit import ADVICE, Unit, UnitState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
+
     from ferrodist.parallel.sharded.memory import RowBuffer
     from ferrodist.parallel.sharded.strategy import Axes
 
 __all__ = ["Schedule"]
-
-
-class _Run:
-    """A backward under way: the steps of its plan, and how many were done."""
-
-    def __init__(self, trace: list[Event], steps: Sequence[Step]) -> None:
-        self.trace = trace
-        self.steps = steps
-        self.num_done = 0
-        self.backward = _current_backward()
-
-    @property
-    def next_step(self) -> Step | None:
-        return self.steps[self.num_done] if self.num_done < len(self.steps) else None
-
-    def is_past(self, call: int) -> bool:
-        return any(step.call == call for step in self.steps[: self.num_done])
 
 
 class Schedule:
@@ -85,10 +75,10 @@ class Schedule:
         self._num_forward, self._num_backward = prefetch
         self._reshards = reshards_after_forward
         self._order: list[int] = []  # of the units, as their calls began in the last forward
-        self._last_ended = 0
-        self._trace: list[Event] | None = None  # of the forward under way
+        self._last_ended: set[int] = set()
+        self._trace: Trace | None = None  # of the forward under way
         self._open_calls: list[tuple[int, int]] = []
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._reducing: list[Unit] = []
         self._prefetched: set[int] = set()
         self._unsynced: set[int] = set()  # units with gradients that no_sync left
@@ -119,7 +109,7 @@ class Schedule:
             RuntimeError: This is inside of a forward or backward, or of summon_full_params().
             GroupAbortedError: An earlier backward failed on this rank, and the others count on it.
         """
-        is_in_backward = self._run is not None and _current_backward() != -1
+        is_in_backward = self._run is not None and current_backward() != -1
         if self._trace is not None or is_in_backward or self.is_summoned:
             raise RuntimeError(
                 "this is for outside of forward, backward and summon_full_params(): call it before or after"
@@ -130,7 +120,7 @@ class Schedule:
             if unit.state is UnitState.GATHERED or unit.number not in self._prefetched:
                 unit.free()
 
-    def _end_cut_run(self, run: _Run) -> None:
+    def _end_cut_run(self, run: Run) -> None:
         """A backward has failed in the program, while the other ranks count on the rest of it."""
         self._run = None
         if self._group.world_size == 1:
@@ -149,8 +139,9 @@ class Schedule:
         """Gather a unit, for its module is being called."""
         if self.is_summoned:
             return
-        if self._run is not None and _current_backward() != -1:
-            self._before_recomputation(unit)
+        if self._run is not None and current_backward() != -1:
+            with self._failing_together():
+                unit.finish_gather()
             return
         if self._trace is None:
             if unit.number:
@@ -159,10 +150,12 @@ class Schedule:
                     " call the FSDP, or use summon_full_params()"
                 )
             self.recover()
-            self._trace = []
-        call = sum(event.begins for event in self._trace)
+            self._trace = Trace()
+        trace = self._trace
+        call = trace.num_calls
         position = call if call < len(self._order) and self._order[call] == unit.number else len(self._order)
-        self._trace.append(Event(unit=unit.number, call=call, begins=True))
+        trace.events.append(Event(unit=unit.number, call=call, begins=True))
+        trace.versions.setdefault(unit.number, unit.count_changes())
         self._open_calls.append((unit.number, call))
         with self._failing_together():
             unit.start_gather()
@@ -175,7 +168,7 @@ class Schedule:
         if self.is_summoned:
             return
         if self._run is not None:
-            self._watch_outputs(output, self._run.trace, self._recomputed_call(unit))
+            self._watch_outputs(output, self._run.trace, self._recomputed_call(unit, self._run))
             return
         if self._trace is None:  # a failure has ended this forward
             return
@@ -184,10 +177,10 @@ class Schedule:
         if call is None:
             return
         if succeeded:
-            trace.append(Event(unit=unit.number, call=call, begins=False))
+            trace.events.append(Event(unit=unit.number, call=call, begins=False))
         will_return = succeeded and self._watch_outputs(output, trace, call)
         is_open = any(number == unit.number for number, _ in self._open_calls)
-        stays = will_return and (not self._reshards or unit.number in (0, self._last_ended))
+        stays = will_return and (not self._reshards or (not unit.number or unit.number in self._last_ended))
         if not unit.number:
             self._trace = None
         if not stays and not is_open:
@@ -202,21 +195,20 @@ class Schedule:
                 return call
         return None
 
-    def _end_forward(self, trace: list[Event], *, succeeded: bool, will_return: bool) -> None:
+    def _end_forward(self, trace: Trace, *, succeeded: bool, will_return: bool) -> None:
         if succeeded:
-            self._order = [event.unit for event in trace if event.begins]
-            ended = [event.unit for event in trace if not event.begins and event.unit]
-            self._last_ended = ended[-1] if ended else 0
+            self._order = trace.order
+            self._last_ended = trace.last_ended(1 + self._num_backward)
         self._open_calls.clear()
         self._prefetched.clear()
-        used = {event.unit for event in trace}
+        used = set(trace.versions)
         for unit in self.units:
             if not will_return or unit.number not in used:
                 self._free(unit)
         if succeeded:
             self._await_readers()
 
-    def _watch_outputs(self, output: Any, trace: list[Event], call: int) -> bool:
+    def _watch_outputs(self, output: Any, trace: Trace, call: int) -> bool:
         """Have `before_backward` called when a gradient reaches an output; whether one can."""
         reference = weakref.ref(self)
 
@@ -225,38 +217,18 @@ class Schedule:
             if alive is not None:
                 alive.before_backward(trace, call)
 
-        found = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
-        for tensor in found:
-            tensor.register_hook(notice)  # type: ignore[no-untyped-call]
-        return bool(found)
+        return watch_outputs(output, notice)
 
     # A forward inside of backward.
 
-    def _before_recomputation(self, unit: Unit) -> None:
-        assert self._run is not None
-        call = self._recomputed_call(unit)
-        following = next((step for step in self._run.steps[self._run.num_done :] if step.action is Action.USE), None)
-        if following is not None and following.unit == unit.number:
-            self.before_backward(self._run.trace, call)
-        else:
-            unit.finish_gather()
-
-    def _recomputed_call(self, unit: Unit) -> int:
-        """Which call of a unit is computed again: the last that backward has not left."""
-        assert self._run is not None
-        steps = self._run.steps[self._run.num_done :]
-        coming = [step.call for step in steps if step.action is Action.USE and step.unit == unit.number]
-        if coming and unit.state is not UnitState.GATHERED:
-            return coming[0]
-        past = [step.call for step in self._run.steps if step.action is Action.USE and step.unit == unit.number]
-        done = [call for call in past if call not in coming]
-        return done[-1] if done else coming[0] if coming else -1
+    def _recomputed_call(self, unit: Unit, run: Run) -> int:
+        return run.recomputed_call(unit.number, is_gathered=unit.state is UnitState.GATHERED)
 
     # Backward.
 
-    def before_backward(self, trace: list[Event], call: int) -> None:
+    def before_backward(self, trace: Trace, call: int) -> None:
         """Have a unit gathered, for autograd has come to the end of its call."""
-        if self._run is not None and self._run.trace is not trace and self._run.backward != _current_backward():
+        if self._run is not None and self._run.trace is not trace and self._run.backward != current_backward():
             self._end_cut_run(self._run)
         if self._run is None or self._run.trace is not trace:
             self._begin_run(trace)
@@ -303,13 +275,13 @@ class Schedule:
             for flat in unit.flats:
                 flat.gradients.drop()
 
-    def _begin_run(self, trace: list[Event]) -> None:
+    def _begin_run(self, trace: Trace) -> None:
         if self._run is not None:  # of another forward, within one backward: as with two losses of two forwards
             self._finish_run()
         for unit in self.units:
             unit.forget_gradients()
         trainable = [unit.number for unit in self.units if unit.is_trainable]
-        self._run = _Run(trace, plan_backward(trace, self._num_backward, trainable))
+        self._run = Run(trace, plan_backward(trace.events, self._num_backward, trainable))
         Variable._execution_engine.queue_callback(self._on_backward_end)  # noqa: SLF001 - as torch's own FSDP
 
     def _on_backward_end(self) -> None:
@@ -329,6 +301,8 @@ class Schedule:
                     if unit.has_gradients:
                         self._reduce(unit)
             self._finish_reductions()
+            for unit in self.units:
+                unit.free()
         self._await_readers()
 
     def _await_readers(self) -> None:
@@ -340,13 +314,14 @@ class Schedule:
     def _doing(self) -> str:
         return f"Rank {self._group.rank} was at the end of a forward or backward of an FSDP model."
 
-    def _do(self, run: _Run, step: Step) -> None:
+    def _do(self, run: Run, step: Step) -> None:
         run.num_done += 1
         unit = self.units[step.unit]
         if step.action is Action.GATHER:
             unit.start_gather()
         elif step.action is Action.USE:
             unit.finish_gather()
+            unit.check_unchanged(run.trace.versions[step.unit])
         elif step.action is Action.FREE:
             unit.free()
         elif self.is_syncing:
@@ -408,18 +383,3 @@ def _watch_gradients(schedule: Schedule, unit: Unit) -> None:
 
     for flat in unit.flats:
         flat.watch(notice)
-
-
-def _current_backward() -> int:
-    """The engine's number of the backward that this is inside of, or -1."""
-    return int(torch._C._current_graph_task_id())  # noqa: SLF001 - no public name; torch's own FSDP asks the same
-
-
-def _tensors_in(output: Any) -> list[torch.Tensor]:
-    """The tensors in what a module returned, also in objects whose attributes are tensors."""
-    leaves, _ = tree_flatten(output)
-    found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor) and hasattr(leaf, "__dict__") and not isinstance(leaf, type):
-            found += [value for value in tree_flatten(vars(leaf))[0] if isinstance(value, torch.Tensor)]
-    return found

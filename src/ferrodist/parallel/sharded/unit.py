@@ -87,7 +87,7 @@ class Unit:
         """Begin to gather, unless that has begun or is done."""
         if self.state is not UnitState.SHARDED:
             return
-        self._versions = self._count_changes()
+        self._versions = self.count_changes()
         self.state = UnitState.GATHERING
         with explain_errors(lambda: self._doing("gathering"), ADVICE):
             for flat in self.flats:
@@ -107,7 +107,7 @@ class Unit:
             for flat in self.flats:
                 flat.finish_gather()
         self.state = UnitState.GATHERED
-        if self._versions != self._count_changes():
+        if self._versions != self.count_changes():
             self.free()
             raise UnsupportedOpError(
                 f"parameters of {self.title} were changed on rank {self._group.rank} of group {self._group.name!r}"
@@ -131,6 +131,19 @@ class Unit:
                 f"parameter {changed[0]!r} was changed on rank {self._group.rank} of group {self._group.name!r} while"
                 " it was gathered, and the change is lost: change parameters inside summon_full_params(), or change the"
                 " shards as an optimizer does",
+                ranks=(self._group.rank,),
+            )
+
+    def count_changes(self) -> tuple[int, ...]:
+        """A number for each piece, which moves when it is changed."""
+        return tuple(parameter._version for flat in self.flats for parameter in flat.parameters)  # noqa: SLF001
+
+    def check_unchanged(self, before: tuple[int, ...]) -> None:
+        """Raise UnsupportedOpError, in backward, if a piece was changed since forward."""
+        if before != self.count_changes():
+            raise UnsupportedOpError(
+                f"parameters of {self.title} were changed on rank {self._group.rank} of group {self._group.name!r}"
+                " between a forward and its backward: step the optimizer after the backwards of all forwards before it",
                 ranks=(self._group.rank,),
             )
 
@@ -187,9 +200,6 @@ class Unit:
             flat.abandon()
         self.state = UnitState.SHARDED
         self.is_reducing = False
-
-    def _count_changes(self) -> tuple[int, ...]:
-        return tuple(parameter._version for flat in self.flats for parameter in flat.parameters)  # noqa: SLF001
 
     def _doing(self, what: str) -> str:
         return f"Rank {self._group.rank} was {what} {self.title} of an FSDP model. {_KEPT}"
