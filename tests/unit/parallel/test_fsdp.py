@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ferrodist import FSDP, MixedPrecision, ReduceOp, ShardingStrategy, allreduce, convert_sync_batchnorm
-from ferrodist.parallel.sharded import gradients, parameter
+from ferrodist.parallel.sharded import gradients, layout, parameter
 from ferrodist.testing import run_ranks
 
 BATCH = 12  # divides over 1, 2, 3 and 4 ranks
@@ -173,10 +173,14 @@ def test_training_in_double_precision_equals_one_process(name, monkeypatch):
     check_equal_to_one_process(seeded(make).double(), "adamw", 3, "simulated", wrap=wrap)
 
 
-@pytest.mark.parametrize("backend", ["tcp-threads", "native-threads", "native"])
+@pytest.mark.parametrize(
+    ("backend", "is_joined"), [("tcp-threads", False), ("native-threads", True), ("native", False), ("native", True)]
+)
 @pytest.mark.parametrize("name", MODELS)
-def test_training_equals_one_process_on_each_backend(name, backend):
+def test_training_equals_one_process_on_each_backend(name, backend, is_joined, monkeypatch):
     """The same over connections and shared memory, with three ranks, which divide hardly anything evenly."""
+    if is_joined:  # as large units are
+        monkeypatch.setattr(layout, "_SMALL_BYTES", 0)
     make, wrap = MODELS[name]
     check_equal_to_one_process(seeded(make), "adamw", 3, backend, wrap=wrap)
 

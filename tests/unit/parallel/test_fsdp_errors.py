@@ -35,8 +35,7 @@ def make(group, **options):
     return FSDP(Twins(), group, wrap=torch.nn.Linear, **options)
 
 
-@pytest.mark.parametrize("backend", ["simulated", "native-threads"])
-def test_forward_in_another_order(backend):
+def test_forward_in_another_order(run):
     """Units of one size are told apart: no rank computes with the other's parameters."""
 
     def program(group):
@@ -45,10 +44,10 @@ def test_forward_in_another_order(backend):
             fsdp(INPUTS, (0, 1) if group.rank else (1, 0))
         assert set(fsdp.sharded_state_dict()["parameters"]) == set(dict(fsdp.module.named_parameters()))
 
-    run_ranks(program, 2, backend=backend)
+    run(program, 2)
 
 
-def test_units_outside_of_forward():
+def test_units_outside_of_forward(run):
     """A layer that is called by itself says that its parameters are not gathered; the model still works."""
 
     def program(group):
@@ -58,10 +57,10 @@ def test_units_outside_of_forward():
                 fsdp.module.layers[0](INPUTS)
             fsdp(INPUTS).sum().backward()
 
-    run_ranks(program, 2)
+    run(program, 2)
 
 
-def test_parameters_changed_while_gathered():
+def test_parameters_changed_while_gathered(run):
     """A change that would be lost is an error that names the parameter, on all ranks."""
 
     def program(group):
@@ -76,10 +75,10 @@ def test_parameters_changed_while_gathered():
         with pytest.raises(DistributedError, match=r"'layers\.1\.weight' was changed.*summon_full_params"):
             fsdp(INPUTS).sum().backward()
 
-    run_ranks(program, 2)
+    run(program, 2)
 
 
-def test_optimizer_step_after_prefetch():
+def test_optimizer_step_after_prefetch(run):
     """Parameters that were gathered before they were updated are not used."""
 
     def program(group):
@@ -94,11 +93,11 @@ def test_optimizer_step_after_prefetch():
         with pytest.raises(UnsupportedOpError, match=r"after optimizer\.step"):
             fsdp(INPUTS)
 
-    run_ranks(program, 2)
+    run(program, 2)
 
 
 @pytest.mark.parametrize("stage", ["forward", "backward"])
-def test_a_rank_that_fails_in_the_middle(stage):
+def test_a_rank_that_fails_in_the_middle(run, stage):
     """The others raise in their next collective, with shards whole; nobody hangs."""
 
     def program(group):
@@ -128,10 +127,10 @@ def test_a_rank_that_fails_in_the_middle(stage):
         with pytest.raises(DistributedError):
             fsdp(INPUTS)
 
-    run_ranks(program, 2)
+    run(program, 2)
 
 
-def test_a_forward_after_a_backward_that_was_cut_short():
+def test_a_forward_after_a_backward_that_was_cut_short(run):
     """It ends the group, for the others count on the rest of that backward."""
 
     def program(group):
@@ -151,7 +150,7 @@ def test_a_forward_after_a_backward_that_was_cut_short():
             with pytest.raises(DistributedError, match="earlier backward of FSDP on rank 1"):
                 output.sum().backward()
 
-    run_ranks(program, 2)
+    run(program, 2)
 
 
 def test_different_modules():
@@ -188,7 +187,7 @@ def test_parameters_that_cannot_be_divided():
     run_ranks(program, 2)
 
 
-def test_sparse_gradients():
+def test_sparse_gradients(run):
     """They raise on all ranks, and name the parameter."""
 
     def program(group):
@@ -196,7 +195,7 @@ def test_sparse_gradients():
         with pytest.raises(DistributedError, match=r"'weight'.*sparse=False"):
             fsdp(torch.tensor([1])).sum().backward()
 
-    run_ranks(program, 2)
+    run(program, 2)
 
 
 def test_wrong_arguments():

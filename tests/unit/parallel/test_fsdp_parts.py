@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from ferrodist import SimulatedBackend, by_class, by_size
-from ferrodist.parallel.sharded.layout import FlatLayout, claim_size
+from ferrodist.parallel.sharded.layout import FlatLayout
 from ferrodist.parallel.sharded.plan import Event, plan_backward
 from ferrodist.parallel.sharded.policies import plan_units
 
 
-def layout_of(shapes, num_shards):
-    (group,) = SimulatedBackend.create_group(1)
-    return FlatLayout(
-        [torch.Size(shape) for shape in shapes], num_shards, group, gathered=torch.float32, reduced=torch.float32
-    )
+def layout_of(shapes, num_shards, group=None):
+    if group is None:
+        (group,) = SimulatedBackend.create_group(1)
+    dtypes = dict.fromkeys(("kept", "gathered", "reduced"), torch.float32)
+    return FlatLayout([torch.Size(shape) for shape in shapes], num_shards, group, **dtypes)
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
@@ -38,12 +38,20 @@ def test_pieces_keep_the_number_of_dims():
     assert [len(layout.piece_shape(place, layout.piece(place, 0))) for place in range(3)] == [2, 1, 3]
 
 
-def test_sizes_are_claimed_once():
-    """Two units of one group never have one size, or ranks that gather different ones could not be told apart."""
+def test_flats_of_one_size_are_told_apart():
+    """Ranks that gather or reduce different ones pass other dims or counts; where elements lie is always the same."""
     (group,) = SimulatedBackend.create_group(1)
-    sizes = [claim_size(group, "gather", 5) for _ in range(5)]
-    assert len(set(sizes)) == 5
-    assert claim_size(group, "reduce", 5) == sizes[0]
+    layouts = [layout_of([(5,), (300, 300)], 2, group) for _ in range(20)]
+    assert len({layout.shard_size for layout in layouts}) == 1
+    assert len({layout.dim for layout in layouts}) == 20
+    assert len({layout.number for layout in layouts}) == 20
+    assert len({layout.row_size for layout in layouts}) == 20
+
+
+def test_large_shards_are_whole_pages():
+    """So that they can be mapped one behind the other; small ones waste nothing."""
+    assert layout_of([(300, 300)], 2).shard_size * 4 % 4096 == 0
+    assert layout_of([(30, 30)], 2).shard_size * 4 < 900 * 2 + 4 * 32
 
 
 class Tied(torch.nn.Module):

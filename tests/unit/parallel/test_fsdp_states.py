@@ -64,7 +64,7 @@ def adam(model):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_full_state_is_that_of_one_process(strategy):
+def test_full_state_is_that_of_one_process(run, strategy):
     """Names, shapes and values of the module's own state dict, tied names too."""
     model = seeded()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
@@ -73,14 +73,14 @@ def test_full_state_is_that_of_one_process(strategy):
         fsdp = FSDP(copy.deepcopy(model), group, strategy=STRATEGIES[strategy], wrap=torch.nn.Linear)
         return fsdp.full_state_dict(), fsdp.full_state_dict(rank0_only=True)
 
-    for rank, (state, only_first) in enumerate(run_ranks(program, 4)):
+    for rank, (state, only_first) in enumerate(run(program, 4)):
         assert same(state, expected)
         assert same(only_first, expected if rank == 0 else {})
 
 
 @pytest.mark.parametrize("has_all", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_full_state_comes_back(strategy, has_all):
+def test_full_state_comes_back(run, strategy, has_all):
     """On all ranks, whether all of them have it or only rank 0; strict about what it lacks, and then unchanged."""
     model, other = seeded(), seeded()
     with torch.no_grad():
@@ -102,11 +102,11 @@ def test_full_state_comes_back(strategy, has_all):
         fsdp.load_full_state_dict(expected if has_all or group.rank == 0 else None)
         return fsdp.full_state_dict()
 
-    for state in run_ranks(program, 4):
+    for state in run(program, 4):
         assert same(state, expected)
 
 
-def test_sharded_states_come_back():
+def test_sharded_states_come_back(run):
     """Model and optimizer go on as if nothing had happened, from this rank's part alone."""
     model = seeded()
 
@@ -123,11 +123,31 @@ def test_sharded_states_come_back():
         fsdp.load_sharded_optimizer_state_dict(optimizer, states[1])
         step(fsdp, optimizer)
         assert same(fsdp.full_state_dict(), expected)
+
+    run(program, 3)
+
+
+def test_sharded_states_of_others_are_refused():
+    """Of another rank, and of a model divided into other units."""
+    model = seeded()
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear)
+        optimizer = adam(fsdp)
+        step(fsdp, optimizer)
+        states = fsdp.sharded_state_dict(), fsdp.sharded_optimizer_state_dict(optimizer)
+        for wrong in ({**states[0], "rank": 7}, {**states[0], "world_size": 7}, {}):
+            with pytest.raises(ValueError, match=r"of rank 7|of 7|no sharded"):
+                fsdp.load_sharded_state_dict(wrong)
         with pytest.raises(ValueError, match="of rank 7"):
-            fsdp.load_sharded_state_dict({**states[0], "rank": 7})
+            fsdp.load_sharded_optimizer_state_dict(optimizer, {**states[1], "rank": 7})
+        with pytest.raises(ValueError, match="not of this FSDP"):
+            fsdp.sharded_optimizer_state_dict(adam(torch.nn.Linear(1, 1)))
         whole = FSDP(copy.deepcopy(model), group)
         with pytest.raises(ValueError, match="divided in another way"):
             whole.load_sharded_state_dict(states[0])
+        with pytest.raises(ValueError, match="divided in another way"):
+            whole.load_sharded_optimizer_state_dict(adam(whole), states[1])
 
     run_ranks(program, 3)
 
@@ -169,7 +189,7 @@ def change_and_fail(fsdp):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_summoned_parameters(strategy):
+def test_summoned_parameters(run, strategy):
     """Whole inside the block; changes stay, unless they are not wanted or the block raises."""
     model = seeded()
 
@@ -192,10 +212,10 @@ def test_summoned_parameters(strategy):
         assert torch.equal(after["first.weight"], before["first.weight"] + 1)
         assert torch.equal(after["second.weight"], before["second.weight"])
 
-    run_ranks(program, 4)
+    run(program, 4)
 
 
-def test_pieces_are_updated_together_or_not_at_all():
+def test_pieces_are_updated_together_or_not_at_all(run):
     """update_shards takes one piece a parameter; what doesn't fit changes none."""
 
     def program(group):
@@ -212,11 +232,11 @@ def test_pieces_are_updated_together_or_not_at_all():
         return fsdp.full_state_dict()["first.weight"]
 
     expected = run_ranks(lambda group: FSDP(seeded(), group).full_state_dict(), 1)[0]["first.weight"] + 1
-    for value in run_ranks(program, 2):
+    for value in run(program, 2):
         assert torch.equal(value, expected)
 
 
-def test_copies_of_the_model_take_the_values_of_the_first():
+def test_copies_of_the_model_take_the_values_of_the_first(run):
     """broadcast_updated_params makes ranks equal whose optimizers went apart."""
 
     def program(group):
@@ -227,7 +247,7 @@ def test_copies_of_the_model_take_the_values_of_the_first():
         fsdp.broadcast_updated_params()
         return fsdp.full_state_dict()
 
-    first, second = run_ranks(program, 2)
+    first, second = run(program, 2)
     assert same(first, second)
 
 

@@ -1,4 +1,4 @@
-"""What a program asks of all gradients together, of which each rank has a part: their norm, and whether they are finite."""
+"""What is asked of all gradients together, of which each rank has a part: their norm, and whether they are finite."""
 
 from __future__ import annotations
 

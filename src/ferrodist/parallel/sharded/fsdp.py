@@ -9,7 +9,6 @@ and one reduce_scatter a unit.
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,6 +17,7 @@ import torch
 from ferrodist.collectives.reductions import broadcast
 from ferrodist.parallel.sharded.building import build_units, check_same_plan
 from ferrodist.parallel.sharded.clipping import clip_gradients, unscale_gradients
+from ferrodist.parallel.sharded.hooks import install_hooks, outside_of_compiler
 from ferrodist.parallel.sharded.memory import RowBuffer
 from ferrodist.parallel.sharded.mixed_precision import MixedPrecision
 from ferrodist.parallel.sharded.model_state import ModelState
@@ -25,12 +25,12 @@ from ferrodist.parallel.sharded.optimizer_state import OptimizerState
 from ferrodist.parallel.sharded.policies import plan_units
 from ferrodist.parallel.sharded.schedule import Schedule
 from ferrodist.parallel.sharded.strategy import Axes, ShardingStrategy
-from ferrodist.parallel.sharded.unit import Unit, UnitState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
+    from ferrodist.parallel.sharded.unit import Unit
 
 __all__ = ["FSDP"]
 
@@ -125,19 +125,19 @@ class FSDP(torch.nn.Module):
         self._model_state = ModelState(module, self._units, self._axes)
         self._optimizer_state = OptimizerState(self._units, self._axes)
         for unit in self._units:
-            _hook(unit, self._schedule)
+            install_hooks(unit, self._schedule)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; every rank must."""
         root = self._units[0]
         args, kwargs = self._precision.cast((args, kwargs))
-        self._schedule.before_call(root)
+        outside_of_compiler(self._schedule.before_call)(root)
         output, succeeded = None, False
         try:
             output = self.module(*args, **kwargs)
             succeeded = True
         finally:
-            self._schedule.after_call(root, output, succeeded=succeeded)
+            outside_of_compiler(self._schedule.after_call)(root, output, succeeded=succeeded)
         return output
 
     # Gradients.
@@ -381,29 +381,3 @@ def _row_bytes(units: Sequence[Unit]) -> int:
         (flat.gradients.size_bytes for unit in units for flat in unit.flats if flat.num_trainable),
         default=0,
     )
-
-
-def _hook(unit: Unit, schedule: Schedule) -> None:
-    """Have the schedule told of a unit's calls, and have modules refuse to be called without their parameters."""
-
-    def before(_module: torch.nn.Module, _args: object) -> None:
-        schedule.before_call(unit)
-
-    def after(_module: torch.nn.Module, _args: object, output: Any) -> None:
-        schedule.after_call(unit, output, succeeded=output is not None or sys.exc_info()[0] is None)
-
-    def check(module: torch.nn.Module, _args: object) -> None:
-        if unit.state is not UnitState.GATHERED:
-            raise RuntimeError(
-                f"a {type(module).__name__} of {unit.title} was called where its parameters are not gathered: call the"
-                " FSDP, or use summon_full_params()"
-            )
-
-    owners = {module for flat in unit.flats for places in flat.places for module, _ in places}
-    for module in owners:
-        module.register_forward_pre_hook(check, prepend=True)
-    for hook in (check, before, after):
-        hook._torchdynamo_disable = True  # type: ignore[attr-defined] # noqa: SLF001 - what torch.compiler.disable sets, without loading the compiler
-    if unit.number:
-        unit.module.register_forward_pre_hook(before, prepend=True)
-        unit.module.register_forward_hook(after, always_call=True)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FlatMemory", "RowBuffer", "allot", "same_memory"]
 
+_ALIGNMENT = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatMemory:
@@ -47,11 +49,12 @@ def allot(sizes: Sequence[tuple[int, torch.dtype, torch.dtype]], group: Backend 
     starts, joined, end = [], {}, 0
     for place, (numel, kept, gathered) in enumerate(sizes):
         size_bytes = numel * kept.itemsize
-        if kept is gathered and size_bytes % mmap.PAGESIZE == 0:
-            joined[place] = (end, size_bytes)
+        is_joined = kept is gathered and size_bytes % mmap.PAGESIZE == 0
+        end += -end % (mmap.PAGESIZE if is_joined else _ALIGNMENT)
         starts.append((end, end + size_bytes))
+        if is_joined:
+            joined[place] = (end, size_bytes)
         end += size_bytes + (0 if kept is gathered else numel * gathered.itemsize)
-        end += -end % mmap.PAGESIZE
     whole, views = empty_joined(end, list(joined.values()), group=group)
     whole.zero_()
     of_place = dict(zip(joined, views, strict=False))
@@ -68,7 +71,7 @@ def allot(sizes: Sequence[tuple[int, torch.dtype, torch.dtype]], group: Backend 
 def same_memory(flat: torch.Tensor) -> torch.Tensor:
     """A tensor with a storage of its own on the memory of a flat one, which must outlive it.
 
-    Collectives that see a tensor as bytes do so through numpy, after which torch never resizes the tensor's storage again.
+    Collectives that see a tensor as bytes do so through numpy, after which torch never resizes that tensor's storage.
     """
     memory = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
     return torch.frombuffer(memory, dtype=flat.dtype)
