@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ferrodist import FSDP, MixedPrecision, ReduceOp, ShardingStrategy, allreduce, convert_sync_batchnorm
-from ferrodist.parallel.sharded import gradients, layout, parameter
+from ferrodist import FSDP, MixedPrecision, ReduceOp, ShardingStrategy, SubBackend, allreduce, convert_sync_batchnorm
+from ferrodist.parallel.sharded import gradients, layout, memory, parameter, schedule
 from ferrodist.testing import run_ranks
 
 BATCH = 12  # divides over 1, 2, 3 and 4 ranks
@@ -224,7 +225,7 @@ def test_foreach_and_fused_optimizers(options):
         assert distance(state, expected) < LIMIT
 
 
-def test_an_optimizer_made_before_stays_right():
+def test_an_optimizer_made_before_stays_right(run):
     """The module's parameters become the pieces, so that nothing holds stale ones."""
     model, steps = seeded(mlp), batches(3)
     expected, _ = alone(model, OPTIMIZERS["momentum"], steps)
@@ -236,7 +237,7 @@ def test_an_optimizer_made_before_stays_right():
         train(fsdp, steps, optimizer, group)
         return fsdp.full_state_dict()
 
-    for state in run_ranks(program, 2):
+    for state in run(program, 2):
         assert distance(state, expected) < LIMIT
 
 
@@ -251,7 +252,7 @@ class Branches(torch.nn.Module):
         return [self.branches[branch](inputs) for branch in taken]
 
 
-def test_parameters_that_some_or_no_rank_reaches():
+def test_parameters_that_some_or_no_rank_reaches(run):
     """What one rank's loss doesn't reach counts as zeros there; what no rank's reaches keeps no gradient."""
     model = seeded(Branches)
     inputs, _ = batches(1)[0]
@@ -265,7 +266,7 @@ def test_parameters_that_some_or_no_rank_reaches():
         total = fsdp.clip_grad_norm_(math.inf)
         return with_gradients, float(total)
 
-    for with_gradients, total in run_ranks(program, 2):
+    for with_gradients, total in run(program, 2):
         assert with_gradients == [True] * 4 + [False] * 2
         own = copy.deepcopy(model)
         outputs = own(inputs, 0, 1)
@@ -273,7 +274,7 @@ def test_parameters_that_some_or_no_rank_reaches():
         assert total == pytest.approx(float(torch.nn.utils.clip_grad_norm_(own.parameters(), math.inf)), rel=1e-6)
 
 
-def test_frozen_parameters():
+def test_frozen_parameters(run):
     """They are gathered, not reduced, keep their values and get no gradient; freezing may change between steps."""
     model = seeded(mlp)
     model[0].weight.requires_grad_(False)
@@ -293,7 +294,7 @@ def test_frozen_parameters():
     train(own, steps[:2], optimizer)
     own[2].requires_grad_(True)
     train(own, steps[2:], optimizer)
-    for state in run_ranks(program, 2):
+    for state in run(program, 2):
         assert distance(state, own.state_dict()) < LIMIT
 
 
@@ -367,9 +368,12 @@ def started_on(monkeypatch, rank):
         return original(*arguments, group=group, **keywords)
 
     for module, name in [
+        (parameter, "all_gather"),
         (parameter, "async_all_gather"),
         (gradients, "async_reduce_scatter"),
         (gradients, "async_allreduce"),
+        (schedule, "barrier"),
+        (memory, "empty_symmetric"),
     ]:
         monkeypatch.setattr(module, name, partial(noting, getattr(module, name), name.removeprefix("async_")))
     return names
@@ -379,13 +383,16 @@ def started_on(monkeypatch, rank):
     ("strategy", "expected"),
     [
         # Of four units the outermost and the last two stay from forward to backward.
-        ("full", {"all_gather": 4 + 1, "reduce_scatter": 4, "allreduce": 0}),
-        ("grad-op", {"all_gather": 4, "reduce_scatter": 4, "allreduce": 0}),
-        ("none", {"all_gather": 0, "reduce_scatter": 0, "allreduce": 4}),
+        ("full", {"all_gather": 4 + 1, "reduce_scatter": 4}),
+        ("grad-op", {"all_gather": 4, "reduce_scatter": 4}),
+        ("none", {"allreduce": 4}),
     ],
 )
-def test_number_of_collectives_in_a_step(strategy, expected, monkeypatch):
-    """A step gathers each unit before forward, and again before backward unless it stayed, and reduces it once."""
+def test_number_of_collectives_in_a_step(run, strategy, expected, monkeypatch):
+    """A step gathers each unit before forward, and again before backward unless it stayed, and reduces it once.
+
+    No memory is allotted for it. Where ranks use each other's shards as they lie a barrier ends forward and backward.
+    """
     model, steps = seeded(Gpt), batches(2)
     names = started_on(monkeypatch, rank=0)
 
@@ -397,11 +404,98 @@ def test_number_of_collectives_in_a_step(strategy, expected, monkeypatch):
             names.clear()
         train(fsdp, steps[1:], optimizer)
 
-    run_ranks(program, 4)
-    assert {name: names.count(name) for name in expected} == expected
+    run(program, 4)
+    is_joined = run is not run_ranks and strategy != "none"
+    assert Counter(names) == Counter(expected) + Counter(barrier=2 * is_joined)
 
 
-def test_mixed_precision():
+def test_units_are_reduced_while_backward_goes_on(monkeypatch):
+    """When autograd comes to a layer, the one behind it has been reduced, and the one before it is being gathered."""
+    names = started_on(monkeypatch, rank=0)
+    model = seeded(mlp)
+
+    def note(place, _module, _inputs, output):
+        output.register_hook(lambda _: names.append(place))
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear)
+        for place in (0, 2, 4) if group.rank == 0 else ():
+            fsdp.module[place].register_forward_hook(partial(note, place))
+        for _ in range(2):
+            loss = fsdp(torch.ones(1, 6)).sum()
+            if group.rank == 0:
+                names.clear()
+            loss.backward()
+
+    run_ranks(program, 2)
+    # Units 4 and 2 have stayed from forward. The outermost one has nothing to reduce.
+    assert names == [4, "all_gather", "reduce_scatter", 2, "reduce_scatter", 0, "reduce_scatter"]
+
+
+def test_the_same_bits_on_every_backend_and_for_every_division(monkeypatch):
+    """Means fold in rank order: whether all ranks or none divide, over whatever connection, bits are the same."""
+    model, steps = seeded(Gpt), batches(5)
+
+    def bits(backend, **options):
+        states = run_ranks(sharded_run, 3, model, OPTIMIZERS["adamw"], steps, backend=backend, wrap=Block, **options)
+        return states[0]
+
+    expected, expected_losses = bits("simulated", strategy=ShardingStrategy.NO_SHARD)
+    for backend, is_joined in [("simulated", 0), ("tcp-threads", 0), ("native-threads", 0), ("native-threads", 1)]:
+        if is_joined:
+            monkeypatch.setattr(layout, "_SMALL_BYTES", 0)
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+            state, losses = bits(backend, strategy=strategy)
+            assert all(torch.equal(state[name], expected[name]) for name in expected)
+            assert torch.equal(losses, expected_losses)
+
+
+def test_one_rank_computes_the_bits_of_a_module():
+    """Without other ranks nothing is rounded differently."""
+    model, steps = seeded(Gpt), batches(5)
+    expected, expected_losses = alone(model, OPTIMIZERS["momentum"], steps)
+    ((state, losses),) = run_ranks(sharded_run, 1, model, OPTIMIZERS["momentum"], steps, wrap=Block)
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    assert torch.equal(losses, expected_losses)
+
+
+def test_a_pair_of_groups(run):
+    """One divides, the other has copies: as hybrid(2) of the group that both were made from."""
+    model, steps = seeded(mlp), batches(3)
+    expected, _ = alone(model, OPTIMIZERS["momentum"], steps)
+
+    def program(group, is_shuffled):
+        rows = [[0, 2], [1, 3]] if is_shuffled else [[0, 1], [2, 3]]
+        row = next(row for row in rows if group.rank in row)
+        column = [each[row.index(group.rank)] for each in rows]
+        pair = (SubBackend(group, row), SubBackend(group, column))
+        fsdp = FSDP(copy.deepcopy(model), pair, wrap=torch.nn.Linear)
+        train(fsdp, steps, OPTIMIZERS["momentum"](fsdp.parameters()), group)
+        assert fsdp._axes.num_shards == 2
+        return fsdp.full_state_dict()
+
+    for is_shuffled in (False, True):
+        for state in run(program, 4, is_shuffled):
+            assert distance(state, expected) < LIMIT
+
+
+def test_a_pair_of_groups_of_which_one_has_one_rank():
+    """It divides over all, or has copies only."""
+    model, steps = seeded(mlp), batches(2)
+    expected, _ = alone(model, OPTIMIZERS["momentum"], steps)
+
+    def program(group):
+        own = SubBackend(group, [group.rank])
+        for pair, num_shards in (((group, own), 2), ((own, group), 1)):
+            fsdp = FSDP(copy.deepcopy(model), pair, wrap=torch.nn.Linear)
+            train(fsdp, steps, OPTIMIZERS["momentum"](fsdp.parameters()), group)
+            assert fsdp._axes.num_shards == num_shards
+            assert distance(fsdp.full_state_dict(), expected) < LIMIT
+
+    run_ranks(program, 2)
+
+
+def test_mixed_precision(run):
     """Parameters are gathered in one dtype, gradients averaged in another, and the shards stay float32."""
     model, steps = seeded(Gpt), batches(5)
     seen = set()
@@ -421,14 +515,14 @@ def test_mixed_precision():
         return fsdp.full_state_dict(), losses
 
     expected, expected_losses = alone(model, OPTIMIZERS["adamw"], steps)
-    for state, losses in run_ranks(program, 2):
+    for state, losses in run(program, 2):
         assert {value.dtype for value in state.values()} == {torch.float32}
         assert distance(state, expected) < 0.05
         assert torch.allclose(losses.float(), expected_losses, rtol=0.02)
     assert seen == {(torch.bfloat16, torch.bfloat16)}
 
 
-def test_meta_device():
+def test_meta_device(run):
     """A model that was never whole in memory gets rank 0's values, and trains."""
     with torch.device("meta"):
         model = mlp()
@@ -439,12 +533,12 @@ def test_meta_device():
         train(fsdp, batches(2), OPTIMIZERS["adamw"](fsdp.parameters()), group)
         return state
 
-    first, second = run_ranks(program, 2)
+    first, second = run(program, 2)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert all(value.abs().max() > 0 for value in first.values())
 
 
-def test_lstm():
+def test_lstm(run):
     """Modules that keep lists of their parameters see them whole in forward."""
     model = torch.nn.LSTM(6, 4, batch_first=True)
     inputs = torch.rand(BATCH, 5, 6)
@@ -456,10 +550,10 @@ def test_lstm():
         outputs.sum().backward()
         return outputs.detach()
 
-    assert torch.allclose(torch.cat(run_ranks(program, 2)), expected, atol=1e-6)
+    assert torch.allclose(torch.cat(run(program, 2)), expected, atol=1e-6)
 
 
-def test_two_forwards_then_two_backwards():
+def test_two_forwards_then_two_backwards(run):
     """Each backward follows the forward that it belongs to."""
     model, steps = seeded(Gpt), batches(2)
 
@@ -474,5 +568,5 @@ def test_two_forwards_then_two_backwards():
     for inputs, labels in steps:
         functional.cross_entropy(own(inputs), labels).backward()
     expected = float(torch.nn.utils.clip_grad_norm_(own.parameters(), math.inf))
-    for total in run_ranks(program, 2):
+    for total in run(program, 2):
         assert float(total) == pytest.approx(expected, rel=1e-5)

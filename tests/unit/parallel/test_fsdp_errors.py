@@ -219,6 +219,12 @@ def test_wrong_arguments():
             FSDP(3, group)
         with pytest.raises(TypeError, match="pair of groups"):
             FSDP(layer, 3)
+        with pytest.raises(TypeError, match="as a pair"):
+            FSDP(layer, (group, 3))
+        with pytest.raises(ValueError, match="sub-groups of one group"):
+            FSDP(layer, (group, group))
+        with pytest.raises(ValueError, match="two groups say by themselves"):
+            FSDP(layer, (group, group), strategy=ShardingStrategy.NO_SHARD)
         inner = FSDP(torch.nn.Linear(2, 2), group)
         with pytest.raises(ValueError, match="FSDP inside"):
             FSDP(torch.nn.Sequential(inner), group)

@@ -490,3 +490,18 @@ def test_half_precision_scaling(run):
         assert all(torch.equal(after[name], before[name]) for name in before)
 
     run(program, 2)
+
+
+def test_a_model_without_parameters(run):
+    """It runs; there is nothing to divide."""
+
+    def program(group):
+        inputs = INPUTS.clone().requires_grad_()
+        fsdp = FSDP(torch.nn.Tanh(), group)
+        fsdp(inputs).sum().backward()
+        assert inputs.grad is not None
+        assert list(fsdp.parameters()) == []
+        assert float(fsdp.clip_grad_norm_(1.0)) == 0
+        assert fsdp.full_state_dict() == {}
+
+    run(program, 2)

@@ -57,7 +57,8 @@ class FSDP(torch.nn.Module):
     Args:
         module: It is changed in place. Parameters may be on the meta device: then no rank ever holds more than its
             shards and one unit.
-        group: All ranks; None is the default group. Or (group that shards, group that replicates), one of one rank.
+        group: All ranks; None is the default group. Or (group that shards, group that replicates), of one group:
+            the ranks that divide a copy of the model with this one, and those that have its part of other copies.
         strategy: What is divided.
         wrap: What is gathered together: a module class, several of them, or a function of a module's name and the
             module, such as `by_size` makes. The rest is one unit; None puts all into it.

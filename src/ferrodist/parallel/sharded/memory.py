@@ -46,6 +46,8 @@ def allot(sizes: Sequence[tuple[int, torch.dtype, torch.dtype]], group: Backend 
     """
     if group is None:
         return [FlatMemory(shard=torch.zeros(numel, dtype=kept, device="cpu")) for numel, kept, _ in sizes]
+    if not sizes:
+        return []
     starts, joined, end = [], {}, 0
     for place, (numel, kept, gathered) in enumerate(sizes):
         size_bytes = numel * kept.itemsize

@@ -62,6 +62,8 @@ class OptimizerState:
     def load_full(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """See `FSDP.load_full_optimizer_state_dict`."""
         homes = self._homes(optimizer)
+        if not {"state", "divided", "param_groups"} <= set(state):
+            raise ValueError("this is no state of full_optimizer_state_dict(): it lacks what is divided, by names")
         parts: dict[str, dict[str, Any]] = {}
         for parameter, (flat, place) in homes.items():
             entries = state["state"].get(flat.names[place])

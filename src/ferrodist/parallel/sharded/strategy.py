@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ferrodist.backends.base import Backend
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.backends.sub import SubBackend
+from ferrodist.collectives.objects import all_gather_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +90,7 @@ class Axes:
 
         Args:
             group: All ranks; None is the default group. Or a pair of groups: the ranks that divide a copy with this
-                one, and those that hold the same part of other copies.
+                one, and those that hold the same part of other copies; made from one group. Then all ranks call this.
             strategy: With a pair of groups one that divides.
 
         Raises:
@@ -129,14 +130,27 @@ def _axes_of_pair(groups: Sequence[object], strategy: ShardingStrategy) -> Axes:
     shard, replicate = groups
     assert isinstance(shard, Backend)
     assert isinstance(replicate, Backend)
-    if shard.world_size > 1 and replicate.world_size > 1:
-        raise ValueError(
-            "FSDP must reach all ranks at once, to compare their modules: pass the group of all ranks and"
-            " ShardingStrategy.hybrid(ranks a copy) in place of two groups of several ranks"
-        )
-    whole = shard if shard.world_size > 1 else replicate
     return Axes(
-        whole=whole,
+        whole=_whole_of(shard, replicate),
         shard=shard if shard.world_size > 1 else None,
         replicate=replicate if replicate.world_size > 1 else None,
     )
+
+
+def _whole_of(shard: Backend, replicate: Backend) -> Backend:
+    """The group of all ranks of a grid, row by row; every rank of the grid calls this."""
+    if shard.world_size == 1 or replicate.world_size == 1:
+        return shard if shard.world_size > 1 else replicate
+    parents = [group.parent if isinstance(group, SubBackend) else None for group in (shard, replicate)]
+    if parents[0] is None or parents[0] is not parents[1]:
+        raise ValueError(
+            "FSDP must reach all ranks at once, to compare their modules: make both groups as sub-groups of one group,"
+            " or pass the group of all ranks and ShardingStrategy.hybrid(ranks a copy)"
+        )
+    parent = parents[0]
+    assert isinstance(shard, SubBackend)
+    rows: list[list[int]] = all_gather_object(list(shard.members), group=replicate)
+    members = [rank for row in rows for rank in row]
+    if len(members) != shard.world_size * replicate.world_size or len(set(members)) != len(members):
+        raise ValueError(f"the two groups make no grid: the rows are {rows}, of ranks of group {parent.name!r}")
+    return parent if members == list(range(parent.world_size)) else SubBackend(parent, members)

@@ -24,7 +24,10 @@ ADVICE = (
     " others, and use no_sync() when they do."
 )
 
-_KEPT = "The shards are whole, and sharded_state_dict() needs no other rank; the gradients of this step are lost."
+_KEPT = (
+    "This rank's shards are whole, and sharded_state_dict() needs no other rank; the gradients of this step are lost,"
+    " and so is what only ranks had that are gone."
+)
 
 
 class UnitState(enum.Enum):
