@@ -429,7 +429,7 @@ def test_units_are_reduced_while_backward_goes_on(monkeypatch):
 
     run_ranks(program, 2)
     # Units 4 and 2 have stayed from forward. The outermost one has nothing to reduce.
-    assert names == [4, "all_gather", "reduce_scatter", 2, "reduce_scatter", 0, "reduce_scatter"]
+    assert names == [4, "reduce_scatter", "all_gather", 2, "reduce_scatter", 0, "reduce_scatter"]
 
 
 def test_the_same_bits_on_every_backend_and_for_every_division(monkeypatch):
