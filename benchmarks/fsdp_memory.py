@@ -5,13 +5,15 @@
 A GPT of 100 million parameters with tied embeddings, its blocks units, built on the meta device; Adam; float32; ranks
 are processes on the native backend. Memory is what the kernel says: private pages, and shared ones divided by how many
 processes have them (Pss). *Steady* is between steps, gradients still there; *highest* the most that was seen in a
-step's forward and backward, with activations. Both are beside what the process had before the model was made. The limit
-is (parameters + gradients + optimizer) / ranks + two largest units + 5%.
+step's forward and backward, with activations and with what libc's heap keeps free. Both are beside what the process had
+before the model was made. The limit is (parameters + gradients + optimizer) / ranks + two largest units + 5%. *Free* is
+what the heap gave back before steady was taken: whole gradients leave holes between smaller blocks.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import os
 from pathlib import Path
@@ -68,12 +70,13 @@ def held_mib() -> float:
     return int(fields["Pss"].split()[0]) / 1024
 
 
-def program(group: Any, options: argparse.Namespace) -> tuple[float, float, float]:
-    """What a rank does; returns MiB: steady, highest, and the limit."""
+def program(group: Any, options: argparse.Namespace) -> tuple[float, float, float, float]:
+    """What a rank does; returns MiB: steady, free, highest, and the limit."""
     torch.set_num_threads(1)
     small = torch.nn.Linear(64, 64)
     small(torch.ones(64, 64)).sum().backward()
     torch.optim.Adam(small.parameters()).step()
+    gc.collect()  # it writes to all objects, which makes them this process's own after the fork
     fd.barrier(group=group)
     before = held_mib()
     with torch.device("meta"):
@@ -95,10 +98,12 @@ def program(group: Any, options: argparse.Namespace) -> tuple[float, float, floa
         functional.cross_entropy(fsdp(tokens)[0, :-1], tokens[0, 1:]).backward()
         optimizer.step()
     gc.collect()
+    untrimmed = held_mib()
+    ctypes.CDLL(None).malloc_trim(0)
     fd.barrier(group=group)
-    steady = held_mib() - before
+    steady = held_mib()
     fd.barrier(group=group)
-    return steady, max(seen) - before, limit
+    return steady - before, untrimmed - steady, max(seen) - before, limit
 
 
 def main() -> None:
@@ -111,8 +116,10 @@ def main() -> None:
     options = parser.parse_args()
     for num_ranks in options.ranks:
         results = run_ranks(program, num_ranks, options, backend="native", timeout=500)
-        steady, highest, limit = (max(column) for column in zip(*results, strict=True))
-        print(f"{num_ranks} ranks: steady {steady:.0f} MiB, highest {highest:.0f} MiB; limit {limit:.0f} MiB")
+        steady, free, highest, limit = (max(column) for column in zip(*results, strict=True))
+        print(
+            f"{num_ranks} ranks: steady {steady:.0f} MiB, and {free:.0f} free; highest {highest:.0f}; limit {limit:.0f}"
+        )
 
 
 if __name__ == "__main__":
