@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ferrodist import FSDP, MixedPrecision, ShardingStrategy
 from ferrodist.errors import DistributedError
+from ferrodist.parallel.sharded.unit import UnitState
 
 INPUTS = torch.linspace(-1, 1, 24).view(4, 6)
 
@@ -503,5 +504,34 @@ def test_a_model_without_parameters(run):
         assert list(fsdp.parameters()) == []
         assert float(fsdp.clip_grad_norm_(1.0)) == 0
         assert fsdp.full_state_dict() == {}
+
+    run(program, 2)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_forwards_that_take_another_way_each_time(run, prefetch):
+    """On all ranks alike: what was prefetched for nothing is freed, and what is needed is gathered."""
+
+    class Ways(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers(4)
+
+        def forward(self, inputs, *taken):
+            for place in taken:
+                inputs = self.layers[place](inputs)
+            return inputs.sum()
+
+    model = Ways()
+    ways = [(0, 1, 2, 3), (3, 2), (1, 1, 0), (0, 1, 2, 3), (2,)]
+
+    def program(group):
+        fsdp = wrapped(model, group, forward_prefetch=prefetch, backward_prefetch=prefetch)
+        for taken in ways:
+            fsdp.zero_grad()
+            fsdp(INPUTS, *taken).backward()
+            expected = expected_gradients(model, lambda model, taken=taken: model(INPUTS, *taken))
+            assert_same(whole_gradients(fsdp), expected)
+            assert {unit.state for unit in fsdp._units} == {UnitState.SHARDED}
 
     run(program, 2)

@@ -6,10 +6,14 @@
 The module's own `Parameter` objects live on as the pieces: their data becomes a part of this rank's shard, and what an
 optimizer holds stays right, also one that was made before. While a unit is gathered, the module has other `Parameter`
 objects in their places, the *full* ones, which share one flat memory. Autograd may keep them, and views of them, from
-forward to backward. So the full ones are made once and keep their storage, which is emptied when the unit is freed and
-filled again with the same values when it is gathered again. Filling goes through a tensor with a version counter of its
-own, for nothing that autograd saved has changed. If a full one's counter moves, somebody has changed a copy that is
-about to be thrown away, and that is an error.
+forward to backward. So the full ones are made once and keep their storage. There are three kinds of it:
+- *copied*: it is emptied when the unit is freed, and filled again with the same values when it is gathered again.
+  Filling goes through a tensor with a version counter of its own, for nothing that autograd saved has changed;
+- *joined*: a view of all ranks' shards, side by side, in memory that the ranks share; nothing moves. See [Note: joined
+  shards] in `schedule.py`;
+- *alias*: the shard itself, for nobody else divides the unit.
+
+If a full one's counter moves, but for an alias's, somebody has changed what is thrown away, and that is an error.
 """
 
 from __future__ import annotations

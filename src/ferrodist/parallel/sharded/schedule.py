@@ -2,13 +2,14 @@
 
 [Note: stages of a step]
 *Forward*: `before_call` gathers a unit, and begins to gather those that came after it in the last forward; `after_call`
-frees it. What is needed first in backward stays: the outermost unit, and the one that ended last in the last forward.
+frees it. What is needed first in backward stays: the outermost unit, and those that ended last in the last forward, as
+many as backward has gathered at a time.
 *Backward*: the first gradient of an output begins a run of the trace's plan (see [Note: plan]); a callback that the
 engine runs at the end, before ``backward()`` returns, does what is left of it and waits for the averages.
 Between the two nothing is under way, but for what `prefetch_forward` began.
 
-A forward inside a backward recomputes a checkpointed segment. It is no new trace: units that it needs early are
-gathered as it comes to them, and the run goes on where it was.
+A forward inside a backward recomputes a checkpointed segment. It is no new trace, and no step of the run is done for
+it: that a layer is computed again does not mean that backward has left those behind it. What it needs is gathered.
 
 [Note: joined shards]
 Where ranks compute with each other's shards as they lie, in memory that they share, a rank that leaves a forward or
