@@ -72,8 +72,11 @@ def test_parameters_changed_while_gathered(run):
                 layer.weight.add_(1)
 
         layer.register_forward_pre_hook(change)
+        before = fsdp.sharded_state_dict()["parameters"]
         with pytest.raises(DistributedError, match=r"'layers\.1\.weight' was changed.*summon_full_params"):
             fsdp(INPUTS).sum().backward()
+        after = fsdp.sharded_state_dict()["parameters"]
+        assert all(torch.equal(after[name]["piece"], before[name]["piece"]) for name in before)
 
     run(program, 2)
 

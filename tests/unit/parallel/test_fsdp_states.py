@@ -218,8 +218,10 @@ def test_summoned_parameters(run, strategy):
 def test_pieces_are_updated_together_or_not_at_all(run):
     """update_shards takes one piece a parameter; what doesn't fit changes none."""
 
+    model = seeded()
+
     def program(group):
-        fsdp = FSDP(seeded(), group, wrap=torch.nn.Linear)
+        fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear)
         before = [piece.detach().clone() for piece in fsdp.parameters()]
         with pytest.raises(ValueError, match="elements"):
             fsdp.update_shards([*(piece + 1 for piece in before[:-1]), torch.ones(99)])
@@ -231,7 +233,7 @@ def test_pieces_are_updated_together_or_not_at_all(run):
         fsdp.update_shards([piece + 1 for piece in before])
         return fsdp.full_state_dict()["first.weight"]
 
-    expected = run_ranks(lambda group: FSDP(seeded(), group).full_state_dict(), 1)[0]["first.weight"] + 1
+    expected = run_ranks(lambda group: FSDP(copy.deepcopy(model), group).full_state_dict(), 1)[0]["first.weight"] + 1
     for value in run(program, 2):
         assert torch.equal(value, expected)
 
@@ -239,8 +241,10 @@ def test_pieces_are_updated_together_or_not_at_all(run):
 def test_copies_of_the_model_take_the_values_of_the_first(run):
     """broadcast_updated_params makes ranks equal whose optimizers went apart."""
 
+    model = seeded()
+
     def program(group):
-        fsdp = FSDP(seeded(), group, strategy=ShardingStrategy.NO_SHARD)
+        fsdp = FSDP(copy.deepcopy(model), group, strategy=ShardingStrategy.NO_SHARD)
         with torch.no_grad():
             for piece in fsdp.parameters():
                 piece.add_(group.rank)
@@ -254,8 +258,10 @@ def test_copies_of_the_model_take_the_values_of_the_first(run):
 def test_plain_state_dicts_are_refused():
     """A part of the model is not silently saved as the model."""
 
+    model = seeded()
+
     def program(group):
-        fsdp = FSDP(seeded(), group)
+        fsdp = FSDP(copy.deepcopy(model), group)
         with pytest.raises(TypeError, match="full_state_dict"):
             fsdp.state_dict()
         with pytest.raises(TypeError, match="load_full_state_dict"):
