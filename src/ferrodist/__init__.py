@@ -101,6 +101,11 @@ if TYPE_CHECKING:
     from ferrodist.parallel.data import SyncBatchNorm3d as SyncBatchNorm3d
     from ferrodist.parallel.data import comm_hooks as comm_hooks
     from ferrodist.parallel.data import convert_sync_batchnorm as convert_sync_batchnorm
+    from ferrodist.parallel.sharded import FSDP as FSDP
+    from ferrodist.parallel.sharded import MixedPrecision as MixedPrecision
+    from ferrodist.parallel.sharded import ShardingStrategy as ShardingStrategy
+    from ferrodist.parallel.sharded import by_class as by_class
+    from ferrodist.parallel.sharded import by_size as by_size
 
 __version__ = "0.1.0"
 
@@ -183,6 +188,7 @@ _HOMES = {
         "comm_hooks",
         "convert_sync_batchnorm",
     ],
+    "parallel.sharded": ["FSDP", "MixedPrecision", "ShardingStrategy", "by_class", "by_size"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

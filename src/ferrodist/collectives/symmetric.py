@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrodist.backends.base import Backend
+    from ferrodist.backends.native.joined_view import JoinedView
 
-__all__ = ["empty_symmetric"]
+__all__ = ["empty_joined", "empty_symmetric"]
 
 # Of all ranks together, which each of them maps: what 48 bits address.
 _MAX_BYTES = 1 << 48
@@ -63,9 +64,37 @@ def empty_symmetric(
             f"a tensor of shape {sizes} and {dtype} has {size_bytes} bytes; those of the {chosen.world_size} ranks of"
             f" group {chosen.name!r} together may have {_MAX_BYTES}: pass a smaller shape"
         )
-    if chosen.collectives is None or not hasattr(chosen.collectives, "empty_symmetric"):
-        return torch.empty(sizes, dtype=dtype, device="cpu")
     name = str(dtype).removeprefix("torch.")
     call = Call(operation="empty_symmetric", dtype=name, count=count)
-    memory: torch.Tensor = chosen.collectives.empty_symmetric(call, size_bytes, limit)
+    memory, _ = _make(chosen, call, size_bytes, (), limit)
     return memory.view(dtype).view(sizes)
+
+
+def empty_joined(
+    size_bytes: int, joined: Sequence[tuple[int, int]], *, group: Backend
+) -> tuple[torch.Tensor, list[JoinedView]]:
+    """Make symmetric memory, with parts that every rank sees joined; every rank calls this, with the same arguments.
+
+    Args:
+        size_bytes: Of each rank's memory.
+        joined: Where such parts begin and their sizes: bytes, in whole pages, not 0.
+        group: The group.
+
+    Returns:
+        This rank's memory, as bytes; and for each part a view of those of all ranks, in rank order, which shows what
+        the ranks write to their memory, and whose own changes nobody else sees. No views where ranks share no memory.
+
+    Raises:
+        DistributedError: As for `empty_symmetric`.
+    """
+    call = Call(operation="empty_joined", dtype="uint8", count=size_bytes)
+    return _make(group, call, size_bytes, joined, group.timeout)
+
+
+def _make(
+    group: Backend, call: Call, size_bytes: int, joined: Sequence[tuple[int, int]], timeout: float
+) -> tuple[torch.Tensor, list[JoinedView]]:
+    if group.collectives is None or not hasattr(group.collectives, "empty_symmetric"):
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu"), []
+    made: tuple[torch.Tensor, list[JoinedView]] = group.collectives.empty_symmetric(call, size_bytes, timeout, joined)
+    return made

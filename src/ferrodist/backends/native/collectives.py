@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.native.hosts import Place
+    from ferrodist.backends.native.joined_view import JoinedView
 
 __all__ = ["NativeCollectives"]
 
@@ -250,19 +251,27 @@ class NativeCollectives:
         except BaseException as failure:
             raise self._ended_by(failure, call, timeout) from None
 
-    def empty_symmetric(self, call: Call, size_bytes: int, timeout: float) -> torch.Tensor:
+    def empty_symmetric(
+        self, call: Call, size_bytes: int, timeout: float, joined: Sequence[tuple[int, int]] = ()
+    ) -> tuple[torch.Tensor, list[JoinedView]]:
         """Make symmetric memory, of ``size_bytes`` on each rank: a tensor of bytes, which keeps it.
 
-        Ordinary memory where the ranks are on several hosts.
+        And views of the parts ``joined`` of all ranks' memory: see `open_symmetric`. Ordinary memory, and no views,
+        where the ranks are on several hosts.
         """
         deadline = Deadline(timeout)
         self.share(call.operation, b"", timeout=timeout, sequence=self.reserve())  # in step with other collectives
         if self._place.num_hosts > 1:
-            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-        memory: torch.Tensor = open_symmetric(
-            self._group, self._place, self.compiled, call, size_bytes=size_bytes, timeout=deadline.remaining()
+            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu"), []
+        return open_symmetric(
+            self._group,
+            self._place,
+            self.compiled,
+            call,
+            size_bytes=size_bytes,
+            joined=joined,
+            timeout=deadline.remaining(),
         )
-        return memory
 
     # What the short ways need: see collectives/quick.py.
 

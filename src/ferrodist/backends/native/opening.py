@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ferrodist.backends import mailbox
 from ferrodist.backends.native import handout
 from ferrodist.backends.native.hosts import Place, agree_on, check_problems, connect_hosts
+from ferrodist.backends.native.joined_view import JoinedView
 from ferrodist.backends.native.library import load
 from ferrodist.backends.native.processors import Processors, is_crowded
 from ferrodist.deadline import Deadline
@@ -112,9 +113,20 @@ def open_messages(group: Backend, place: Place, tell: Callable[..., None], call:
 
 
 def open_symmetric(
-    group: Backend, place: Place, communicator: Any, call: Call, *, size_bytes: int, timeout: float
-) -> Any:
-    """Make symmetric memory of ``size_bytes`` a rank, in a group on one host; returns this rank's as a tensor of bytes.
+    group: Backend,
+    place: Place,
+    communicator: Any,
+    call: Call,
+    *,
+    size_bytes: int,
+    joined: Sequence[tuple[int, int]],
+    timeout: float,
+) -> tuple[Any, list[JoinedView]]:
+    """Make symmetric memory of ``size_bytes`` a rank, in a group on one host.
+
+    Returns:
+        This rank's as a tensor of bytes; and for each (start, size) in ``joined``, both whole pages, a view of this
+        part of all ranks' memory.
 
     Raises as `open_communicator`.
     """
@@ -127,8 +139,14 @@ def open_symmetric(
     with _Opening(group, place, call, timeout) as opening:
         memory = opening.share_memory(b"", create)
         tensor = opening.attempt(lambda: communicator.map_arena(memory.descriptor, memory.number, stride, size_bytes))
+        ends = stride * group.world_size
+        views = opening.attempt(
+            lambda: [
+                JoinedView(memory.descriptor, range(start, ends, stride), part_bytes) for start, part_bytes in joined
+            ]
+        )
         opening.agree()
-        return tensor
+        return tensor, views
 
 
 class _Memory(NamedTuple):

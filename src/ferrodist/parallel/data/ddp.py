@@ -15,10 +15,10 @@ import torch
 from torch._compile import _disable_dynamo
 
 from ferrodist.backends.process_group import resolve_group
+from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.prepare import check_root
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError
-from ferrodist.parallel.data.explain import explain_errors
 from ferrodist.parallel.data.join import Event, Join
 from ferrodist.parallel.data.marks import model_title, number_model
 from ferrodist.parallel.data.members import Members

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.gathering import all_gather
 from ferrodist.errors import CollectiveMismatchError, describe_error, ranks_text
-from ferrodist.parallel.data.explain import explain_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable

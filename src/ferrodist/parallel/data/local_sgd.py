@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.backends.process_group import resolve_group
+from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.reductions import allreduce
 from ferrodist.collectives.symmetric import empty_symmetric
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable
 from ferrodist.parallel.data.buckets import plan_buckets
-from ferrodist.parallel.data.explain import explain_errors
 from ferrodist.parallel.data.replication import broadcast_tensors, check_same_form
 
 if TYPE_CHECKING:

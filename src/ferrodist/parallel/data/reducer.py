@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.reductions import broadcast
 from ferrodist.errors import (
@@ -32,7 +33,6 @@ from ferrodist.errors import (
     ranks_text,
 )
 from ferrodist.parallel.data.buckets import plan_buckets
-from ferrodist.parallel.data.explain import explain_errors
 from ferrodist.parallel.data.gradient_bucket import make_buckets
 from ferrodist.parallel.data.marks import model_title
 from ferrodist.parallel.data.rounds import Round, current_backward

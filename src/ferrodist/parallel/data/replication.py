@@ -10,6 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ferrodist.collectives.coalescing import coalesce
+from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.objects import all_gather_object, broadcast_object
 from ferrodist.collectives.prepare import check_tensor
 from ferrodist.collectives.reduce_op import ReduceOp, check_reduction
@@ -17,7 +18,6 @@ from ferrodist.collectives.reductions import async_broadcast
 from ferrodist.collectives.views import elements_overlap
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
 from ferrodist.parallel.data.buckets import plan_buckets
-from ferrodist.parallel.data.explain import explain_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

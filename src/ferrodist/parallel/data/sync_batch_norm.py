@@ -18,9 +18,9 @@ from torch.nn import functional
 
 from ferrodist.backends.base import Backend
 from ferrodist.backends.process_group import resolve_group
+from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.gathering import all_gather
 from ferrodist.collectives.reductions import allreduce
-from ferrodist.parallel.data.explain import explain_errors
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx

@@ -1,4 +1,4 @@
-"""Errors of collectives that DDP calls say that DDP called them: the user's program doesn't."""
+"""Errors of collectives that a component calls say which one called them, and why: the user's program doesn't."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["explain_errors"]
 
 @contextlib.contextmanager
 def explain_errors(what: Callable[[], str], advice: str) -> Iterator[None]:
-    """Have errors between ranks that are raised inside the block say what DDP was doing; class and ranks stay.
+    """Have errors between ranks that are raised inside the block say what was being done; class and ranks stay.
 
     Args:
-        what: Returns a sentence that says what DDP was doing.
+        what: Returns a sentence that says what was being done.
         advice: What to look for when a rank is late or called something else.
     """
     try:

@@ -1,0 +1,220 @@
+"""A module becomes units: forms compared, values taken from rank 0, one unit in memory at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ferrodist.collectives.explain import explain_errors
+from ferrodist.collectives.objects import all_gather_object, broadcast_object
+from ferrodist.collectives.prepare import check_tensor
+from ferrodist.collectives.reduce_op import ReduceOp, check_dtype, check_reduction
+from ferrodist.deadline import Deadline
+from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
+from ferrodist.parallel.sharded.layout import FlatLayout
+from ferrodist.parallel.sharded.memory import allot
+from ferrodist.parallel.sharded.parameter import FlatParameters
+from ferrodist.parallel.sharded.unit import Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ferrodist.parallel.sharded.mixed_precision import MixedPrecision
+    from ferrodist.parallel.sharded.policies import UnitPlan
+    from ferrodist.parallel.sharded.strategy import Axes
+
+__all__ = ["build_units", "check_same_plan"]
+
+_ADVICE = "Every rank of the group must make it, at the same place of its program."
+
+
+def check_same_plan(plans: Sequence[UnitPlan], root: torch.nn.Module, axes: Axes, settings: str) -> None:
+    """Compare units, parameters and buffers with those of rank 0; every rank of the group calls this.
+
+    Raises:
+        CollectiveMismatchError: On every rank, naming the first difference. The group stays good.
+        UnsupportedOpError, ValueError: On every rank, naming what can't be divided. The group stays good.
+    """
+    group = axes.whole
+    deadline = Deadline(group.timeout)
+    mine = [f"settings {settings}", *_describe(plans, root)]
+    refusal = _refusal(plans, root)
+    with explain_errors(lambda: f"Rank {group.rank} was making an FSDP of {type(root).__name__}.", _ADVICE):
+        expected = broadcast_object(mine, group=group, timeout=deadline.remaining())
+        difference = next(
+            (
+                f"rank {group.rank} has {own} where rank 0 has {other}"
+                for own, other in zip_longest(mine, expected, fillvalue="nothing more")
+                if own != other
+            ),
+            None,
+        )
+        sentences = all_gather_object([difference, refusal], group=group, timeout=deadline.remaining())
+    refused = {rank: sentence[1] for rank, sentence in enumerate(sentences) if sentence[1] is not None}
+    if refused:
+        rank = next(iter(refused))
+        raise UnsupportedOpError(f"FSDP can't take the module of rank {rank}: {refused[rank]}", ranks=tuple(refused))
+    differing = {rank: sentence[0] for rank, sentence in enumerate(sentences) if sentence[0] is not None}
+    if differing:
+        raise CollectiveMismatchError(
+            f"the ranks of group {group.name!r} gave FSDP different modules: {next(iter(differing.values()))}. Build"
+            " the same module, with the same settings, on every rank.",
+            ranks=tuple(differing),
+        )
+
+
+def _describe(plans: Sequence[UnitPlan], root: torch.nn.Module) -> list[str]:
+    lines: list[str] = []
+    for plan in plans:
+        lines.append(f"unit {plan.name!r}")
+        lines += [
+            f"{'' if parameter.requires_grad else 'frozen '}parameter {_form(name, parameter)}"
+            for name, parameter in plan.parameters.items()
+        ]
+    return lines + [f"buffer {_form(name, buffer)}" for name, buffer in root.named_buffers()]
+
+
+def _form(name: str, tensor: torch.Tensor) -> str:
+    return f"{name!r}" if is_lazy(tensor) else f"{name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}"
+
+
+def _refusal(plans: Sequence[UnitPlan], root: torch.nn.Module) -> str | None:
+    """Why a parameter or buffer can't be divided or sent, or None."""
+    for plan in plans:
+        for name, parameter in plan.parameters.items():
+            if bool(is_lazy(parameter)):  # as a condition it would promise that parameters are never lazy
+                return f"parameter {name!r} is lazy and has no shape yet: run the module once before FSDP"
+            if parameter.grad is not None:
+                return f"parameter {name!r} has a gradient, which would be lost: call zero_grad() before FSDP"
+            if parameter.is_inference():
+                return f"parameter {name!r} was made under inference_mode and can't be written to: make it a clone()"
+            if reason := _tensor_refusal(parameter):
+                return f"parameter {name!r}: {reason}"
+    for name, buffer in root.named_buffers():
+        if reason := _tensor_refusal(buffer):
+            return f"buffer {name!r}: {reason}"
+    return None
+
+
+def _tensor_refusal(tensor: torch.Tensor) -> str | None:
+    try:
+        if tensor.device.type == "meta":
+            check_dtype(tensor.dtype)
+        else:
+            check_tensor(tensor)
+        if tensor.requires_grad:
+            check_reduction(tensor.dtype, ReduceOp.MEAN)
+    except (TypeError, NotImplementedError) as error:
+        return str(error)
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """Parameters of a unit that lie in one flat tensor: of one dtype, all trainable or all frozen."""
+
+    unit: int
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    layout: FlatLayout
+    dtypes: tuple[torch.dtype, torch.dtype]
+
+
+@torch.no_grad()
+def build_units(
+    plans: Sequence[UnitPlan], axes: Axes, precision: MixedPrecision, init: Callable[[torch.nn.Module], object] | None
+) -> list[Unit]:
+    """Divide a model's parameters over the ranks, with the values of rank 0; every rank of the group calls this.
+
+    Beside the shards it needs the memory of one unit, twice.
+
+    Args:
+        plans: The units to be.
+        axes: Who divides.
+        precision: Which dtypes travel.
+        init: Gives a module's parameters values where they were on the meta device.
+    """
+    kinds = [kind for number, plan in enumerate(plans) for kind in _kinds(number, plan, axes, precision)]
+    memories = allot([(kind.layout.shard_size, kind.dtype, kind.dtypes[0]) for kind in kinds], axes.shard)
+    units = []
+    for number, plan in enumerate(plans):
+        _materialise(plan, init)
+        flats = []
+        for kind, memory in zip(kinds, memories, strict=True):
+            if kind.unit != number:
+                continue
+            flat = FlatParameters(
+                kind.names,
+                [plan.parameters[name] for name in kind.names],
+                [plan.places[name] for name in kind.names],
+                layout=kind.layout,
+                axes=axes,
+                dtypes=kind.dtypes,
+                memory=memory,
+            )
+            with explain_errors(lambda: f"Rank 0 was giving the values of unit {plan.name!r}.", _ADVICE):  # noqa: B023
+                flat.take_values(flat.parameters)
+            flat.adopt_pieces()
+            flats.append(flat)
+        units.append(Unit(number, plan.name, plan.module, flats, axes.whole))
+    return units
+
+
+def _kinds(number: int, plan: UnitPlan, axes: Axes, precision: MixedPrecision) -> list[_Kind]:
+    names: dict[tuple[torch.dtype, bool], list[str]] = {}
+    for name, parameter in plan.parameters.items():
+        names.setdefault((parameter.dtype, parameter.requires_grad), []).append(name)
+    found = []
+    for (dtype, _), members in names.items():
+        shapes = [plan.parameters[name].shape for name in members]
+        computed, reduced = precision.computed(dtype), precision.reduced(dtype)
+        layout = FlatLayout(shapes, axes.num_shards, axes.whole, kept=dtype, gathered=computed, reduced=reduced)
+        found.append(_Kind(unit=number, names=tuple(members), dtype=dtype, layout=layout, dtypes=(computed, reduced)))
+    return found
+
+
+def _materialise(plan: UnitPlan, init: Callable[[torch.nn.Module], object] | None) -> None:
+    """Give the unit's parameters and buffers that are on the meta device memory and values."""
+    owners = dict.fromkeys(module for places in plan.places.values() for module, _ in places)
+    for name, module in plan.module.named_modules():
+        has_meta_buffer = any(
+            buffer is not None and buffer.is_meta
+            for buffer in module._buffers.values()  # noqa: SLF001 - named_buffers() goes by value
+        )
+        if module in owners or (has_meta_buffer and not module._parameters):  # noqa: SLF001
+            _materialise_module(f"{plan.name}.{name}".strip("."), module, init)
+    for name, places in plan.places.items():
+        module, attribute = places[0]
+        real = module._parameters[attribute]  # noqa: SLF001
+        assert real is not None
+        plan.parameters[name] = real
+        for other, other_attribute in places[1:]:
+            setattr(other, other_attribute, real)
+
+
+def _materialise_module(name: str, module: torch.nn.Module, init: Callable[[torch.nn.Module], object] | None) -> None:
+    tensors = {**module._parameters, **module._buffers}  # noqa: SLF001
+    if not any(tensor is not None and tensor.is_meta for tensor in tensors.values()):
+        return
+    give = init if init is not None else getattr(type(module), "reset_parameters", None)
+    if give is None:
+        raise UnsupportedOpError(
+            f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters(): pass"
+            " init=, a function that gives such a module's parameters and buffers their values"
+        )
+    kept = {key: tensor.clone() for key, tensor in tensors.items() if tensor is not None and not tensor.is_meta}
+    for key, tensor in tensors.items():
+        if tensor is None or not tensor.is_meta:
+            continue
+        real = torch.empty_like(tensor, device="cpu")
+        if isinstance(tensor, torch.nn.Parameter):
+            setattr(module, key, torch.nn.Parameter(real, requires_grad=tensor.requires_grad))
+        else:
+            module._buffers[key] = real  # noqa: SLF001
+    give(module)
+    for key, values in kept.items():
+        getattr(module, key).copy_(values)

@@ -1,0 +1,385 @@
+"""Fully sharded data parallelism: each rank holds a part of the model, and the whole only of what it computes with.
+
+After S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020
+(https://arxiv.org/abs/1910.02054), and Y. Zhao et al., "PyTorch FSDP", VLDB 2023 (https://arxiv.org/abs/2304.11277).
+For a model of n elements on p ranks a step of FULL_SHARD sends 3 n (p - 1) / p elements from each rank: two all_gathers
+and one reduce_scatter a unit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from ferrodist.collectives.reductions import broadcast
+from ferrodist.parallel.sharded.building import build_units, check_same_plan
+from ferrodist.parallel.sharded.clipping import clip_gradients, unscale_gradients
+from ferrodist.parallel.sharded.hooks import install_hooks, outside_of_compiler
+from ferrodist.parallel.sharded.memory import RowBuffer
+from ferrodist.parallel.sharded.mixed_precision import MixedPrecision
+from ferrodist.parallel.sharded.model_state import ModelState
+from ferrodist.parallel.sharded.optimizer_state import OptimizerState
+from ferrodist.parallel.sharded.policies import plan_units
+from ferrodist.parallel.sharded.schedule import Schedule
+from ferrodist.parallel.sharded.strategy import Axes, ShardingStrategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.parallel.sharded.unit import Unit
+
+__all__ = ["FSDP"]
+
+_wrapped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Modules that belong to an FSDP: their parameters are pieces."""
+
+
+class FSDP(torch.nn.Module):
+    """Train one module on several ranks, each of which holds a part of it; a drop-in for the module.
+
+    Making it is a collective: every rank of the group gives the same module, whose parameters take rank 0's values. The
+    module's `Parameter` objects become this rank's *pieces*: parts of as many dims, but other shapes, some of them
+    empty. Optimizers step on these, made before or after. Inside forward and backward the module has its parameters
+    whole, unit by unit. Buffers are each rank's own; batch norm over all ranks' batches is `convert_sync_batchnorm`.
+
+    When ``backward()`` returns, each piece has its part of the mean of all ranks' gradients. When each rank's loss is
+    the mean over a batch of equal size, a step is that of one process with all ranks' batches joined. A parameter that
+    has no gradient on this rank counts as zeros; one that has none on any rank keeps None. Gradients of several
+    backwards add up; inside `no_sync` they stay with the rank, whole, until a backward outside of it averages them.
+    What was a gradient before `zero_grad` is overwritten by the next backward.
+
+    All ranks call the same units in the same order, else they get `CollectiveMismatchError`. When something fails
+    between the ranks all of them raise; the shards are whole then, and `sharded_state_dict` still works.
+
+    Args:
+        module: It is changed in place. Parameters may be on the meta device: then no rank ever holds more than its
+            shards and one unit.
+        group: All ranks; None is the default group. Or (group that shards, group that replicates), of one group:
+            the ranks that divide a copy of the model with this one, and those that have its part of other copies.
+        strategy: What is divided.
+        wrap: What is gathered together: a module class, several of them, or a function of a module's name and the
+            module, such as `by_size` makes. The rest is one unit; None puts all into it.
+        mixed_precision: Dtypes of computing and sending; the shards keep the parameters' own.
+        cpu_offload: Keep shards, gradients and optimizer state on the CPU, where those of CPU modules are anyway.
+        forward_prefetch: How many units to gather before forward needs them, from the second forward on.
+        backward_prefetch: How many units to gather before backward needs them.
+        reshard_after_forward: False keeps units whole from forward to backward, as SHARD_GRAD_OP does.
+        init: ``init(module)`` gives a module's own parameters and buffers their values where they were on the meta
+            device; None calls ``module.reset_parameters()``. Every rank calls it; rank 0's values count.
+
+    Raises:
+        CollectiveMismatchError: On every rank, when the ranks' modules or settings differ, naming the first difference.
+        UnsupportedOpError: On every rank: a parameter or buffer is of a kind that collectives can't carry; it is named.
+        DistributedTimeoutError: Some rank did not come.
+        TypeError, ValueError: An argument is wrong.
+    """
+
+    module: torch.nn.Module
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        group: Backend | Sequence[Backend] | None = None,
+        *,
+        strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        wrap: object = None,
+        mixed_precision: MixedPrecision | None = None,
+        cpu_offload: bool = False,
+        forward_prefetch: int = 1,
+        backward_prefetch: int = 1,
+        reshard_after_forward: bool = True,
+        init: Callable[[torch.nn.Module], object] | None = None,
+    ) -> None:
+        super().__init__()
+        _check_arguments(module, strategy, mixed_precision, init)
+        for name, count in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise ValueError(f"{name} must be a number of units from 0, not {count!r}")
+        for name, switch in (("cpu_offload", cpu_offload), ("reshard_after_forward", reshard_after_forward)):
+            if not isinstance(switch, bool):
+                raise TypeError(f"{name} must be True or False, not {type(switch).__name__}")
+        self.strategy = strategy
+        """What is divided over the ranks."""
+        self._precision = mixed_precision or MixedPrecision()
+        self._axes = Axes.of(group, strategy)
+        if any(each in _wrapped for each in module.modules()):
+            raise ValueError("the module belongs to an FSDP already, and its parameters are pieces: build it anew")
+        plans = plan_units(module, wrap)
+        reshards = strategy.reshards_after_forward and reshard_after_forward
+        settings = f"{strategy.name}, {self._precision}, {forward_prefetch}, {backward_prefetch}, {reshards}"
+        check_same_plan(plans, module, self._axes, settings)
+        self.module = module
+        _wrapped.update(module.modules())
+        self._units = build_units(plans, self._axes, self._precision, init)
+        self._precision.convert_buffers(module)
+        self._give_buffers()
+        self._schedule = Schedule(
+            self._units,
+            self._axes,
+            RowBuffer(_row_bytes(self._units), self._axes.shard or self._axes.replicate),
+            prefetch=(forward_prefetch, backward_prefetch),
+            reshards_after_forward=reshards,
+        )
+        self._model_state = ModelState(module, self._units, self._axes)
+        self._optimizer_state = OptimizerState(self._units, self._axes)
+        for unit in self._units:
+            install_hooks(unit, self._schedule)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; every rank must."""
+        root = self._units[0]
+        args, kwargs = self._precision.cast((args, kwargs))
+        outside_of_compiler(self._schedule.before_call)(root)
+        output, succeeded = None, False
+        try:
+            output = self.module(*args, **kwargs)
+            succeeded = True
+        finally:
+            outside_of_compiler(self._schedule.after_call)(root, output, succeeded=succeeded)
+        return output
+
+    # Gradients.
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backwards inside the block leave their gradients with this rank; all ranks alike.
+
+        The next backward outside, or `sync_gradients`, averages them with its own. Until then ranks hold them whole.
+        """
+        before, self._schedule.is_syncing = self._schedule.is_syncing, False
+        try:
+            yield
+        finally:
+            self._schedule.is_syncing = before
+
+    def sync_gradients(self) -> None:
+        """Average the gradients that backwards inside `no_sync` left on the ranks; every rank must call.
+
+        Backwards outside of it have averaged theirs by themselves; when no rank has others, nothing is sent.
+
+        Raises:
+            DistributedError: What failed between the ranks. The group has failed.
+        """
+        if self._schedule.has_unsynced:
+            self._schedule.reduce_all()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that the norm of the whole model's is at most ``max_norm``; every rank must call.
+
+        Args:
+            max_norm: The limit.
+            norm_type: Which p-norm; ``math.inf`` for the largest element.
+            error_if_nonfinite: Raise RuntimeError, on all ranks, when the norm is not finite, and change nothing.
+
+        Returns:
+            The norm before, the same on all ranks: that of `torch.nn.utils.clip_grad_norm_` on the whole model.
+        """
+        return clip_gradients(
+            list(self.parameters()), self._axes, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """``scaler.unscale_(optimizer)`` for gradients that are divided; every rank must call, before ``scaler.step``.
+
+        A gradient may be infinite in one rank's piece only. Without this the other ranks would step all the same.
+        """
+        unscale_gradients(scaler, optimizer, self._axes)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Drop all gradients, also those that `no_sync` left with this rank; all ranks alike."""
+        super().zero_grad(set_to_none)
+        self._schedule.drop_unsynced()
+
+    # Parameters.
+
+    def prefetch_forward_params(self) -> None:
+        """Begin to gather what the next forward needs first, as while a batch is loaded; every rank must call.
+
+        After ``optimizer.step()``, not before: forward raises when the shards have changed since.
+        """
+        self._schedule.prefetch_forward()
+
+    @property
+    def has_pending_prefetch(self) -> bool:
+        """Whether units are being gathered that nobody waits for yet."""
+        return self._schedule.has_pending_prefetch
+
+    @torch.no_grad()
+    def broadcast_updated_params(self) -> None:
+        """Give all copies of the model the values of the first; every rank must call.
+
+        Ranks that divide the only copy send nothing: forward gathers what optimizers have updated. Copies stay equal by
+        themselves as long as their optimizers do the same.
+        """
+        self._schedule.recover()
+        for unit in self._units:
+            for flat in unit.flats:
+                flat.share_with_copies()
+
+    @torch.no_grad()
+    def update_shards(self, pieces: Sequence[torch.Tensor]) -> None:
+        """Overwrite this rank's pieces, in the order of ``parameters()``.
+
+        Args:
+            pieces: One for each parameter, with as many elements and the dtype of this rank's piece.
+
+        Raises:
+            ValueError, TypeError: One doesn't fit; nothing was written.
+        """
+        own = list(self.named_parameters())
+        values = list(pieces)
+        if len(values) != len(own):
+            raise ValueError(f"this model has {len(own)} parameters, and update_shards got {len(values)} pieces")
+        for (name, parameter), value in zip(own, values, strict=True):
+            if not isinstance(value, torch.Tensor) or value.dtype is not parameter.dtype:
+                raise TypeError(f"the piece of {name!r} must be a tensor of {parameter.dtype}")
+            if value.numel() != parameter.numel():
+                raise ValueError(
+                    f"rank {self._axes.whole.rank}'s piece of {name!r} has {parameter.numel()} elements, not"
+                    f" {value.numel()}"
+                )
+        self._schedule.recover()
+        for (_, parameter), value in zip(own, values, strict=True):
+            parameter.copy_(value.reshape(parameter.shape))
+
+    @contextlib.contextmanager
+    def summon_full_params(self, *, writeback: bool = True) -> Iterator[None]:
+        """Have all parameters whole inside the block, on every rank; every rank must enter.
+
+        Args:
+            writeback: Take each rank's pieces from what is in the parameters at the end; ranks that change them make
+                the same changes. Not when the block raises. False drops changes.
+
+        Raises:
+            RuntimeError: This is inside of a forward or backward.
+        """
+        self._schedule.recover()
+        self._schedule.is_summoned = True
+        keeps = False
+        try:
+            for unit in self._units:
+                unit.begin_summon()
+            yield
+            keeps = writeback
+        finally:
+            self._schedule.is_summoned = False
+            for unit in self._units:
+                unit.end_summon(keeps=keeps)
+
+    # States.
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """The module's state dict with whole parameters, as one process has it; every rank must call.
+
+        Args:
+            rank0_only: Other ranks get an empty dict, and need the memory of one unit only.
+        """
+        self._schedule.recover()
+        return self._model_state.full(rank0_only=rank0_only)
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor] | None) -> None:
+        """Take parameters and buffers from a state dict with whole parameters; every rank must call.
+
+        Args:
+            state: The same on all ranks, or on rank 0, and None on all others.
+
+        Raises:
+            ValueError: On every rank: names or shapes differ from the module's. Nothing was written.
+        """
+        self._schedule.recover()
+        self._model_state.load_full(state)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, without a message to any other rank; also after the group has failed.
+
+        Returns:
+            ``parameters``: for each name its ``piece`` (flat), where it starts (``start``) and the whole ``shape``;
+            ``buffers``; ``rank`` and ``world_size``. All tensors are copies.
+        """
+        return self._model_state.sharded()
+
+    def load_sharded_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's part of the state, of a model divided in the same way.
+
+        Raises:
+            ValueError: It is of another rank, division or module. Nothing was written.
+        """
+        self._schedule.recover()
+        self._model_state.load_sharded(state)
+
+    def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """An optimizer's state with whole tensors, by parameter names; every rank must call."""
+        return self._optimizer_state.full(optimizer)
+
+    def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Take an optimizer's state from what `full_optimizer_state_dict` gave, for any number of ranks.
+
+        Raises:
+            ValueError: It is of other parameters. Nothing was written.
+        """
+        self._optimizer_state.load_full(optimizer, state)
+
+    def sharded_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """This rank's part of an optimizer's state, by parameter names, without a message to any other rank."""
+        return self._optimizer_state.sharded(optimizer)
+
+    def load_sharded_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Take what `sharded_optimizer_state_dict` gave on this rank.
+
+        Raises:
+            ValueError: It is of another rank, division or parameters. Nothing was written.
+        """
+        self._optimizer_state.load_sharded(optimizer, state)
+
+    def state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Refused: say whether you want the whole or this rank's part."""
+        raise TypeError(
+            "each rank of an FSDP has a part of the state: call full_state_dict() on every rank, or"
+            " sharded_state_dict()"
+        )
+
+    def load_state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Refused: say whether it is the whole or this rank's part."""
+        raise TypeError(
+            "each rank of an FSDP has a part of the state: call load_full_state_dict() on every rank, or"
+            " load_sharded_state_dict()"
+        )
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "an FSDP belongs to its group and can't be copied or pickled: save full_state_dict() or"
+            " sharded_state_dict()"
+        )
+
+    @torch.no_grad()
+    def _give_buffers(self) -> None:
+        if self._axes.whole.world_size > 1:
+            for buffer in self.module.buffers():
+                broadcast(buffer, 0, group=self._axes.whole, out=buffer)
+
+
+def _check_arguments(module: object, strategy: object, mixed_precision: object, init: object) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"FSDP wraps a torch.nn.Module, not {type(module).__name__}")
+    if any(isinstance(each, FSDP) for each in module.modules()):
+        raise ValueError("the module has an FSDP inside: wrap once, from outside, and let wrap= say what the units are")
+    if not isinstance(strategy, ShardingStrategy):
+        raise TypeError(f"strategy must be a ShardingStrategy, not {type(strategy).__name__}")
+    if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
+        raise TypeError(f"mixed_precision must be a MixedPrecision or None, not {type(mixed_precision).__name__}")
+    if init is not None and not callable(init):
+        raise TypeError(f"init must be a function of a module or None, not {type(init).__name__}")
+
+
+def _row_bytes(units: Sequence[Unit]) -> int:
+    """What the rows of the largest unit take."""
+    return max(
+        (flat.gradients.size_bytes for unit in units for flat in unit.flats if flat.num_trainable),
+        default=0,
+    )

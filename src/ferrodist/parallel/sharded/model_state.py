@@ -1,0 +1,174 @@
+"""A model's state, whole or as this rank's part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.collectives.explain import explain_errors
+from ferrodist.collectives.objects import all_gather_object
+from ferrodist.collectives.reductions import broadcast
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ferrodist.parallel.sharded.strategy import Axes
+    from ferrodist.parallel.sharded.unit import Unit
+
+__all__ = ["ModelState", "check_owner"]
+
+
+class ModelState:
+    """Gives and takes the state of a model's units; see `FSDP` for each method.
+
+    Args:
+        module: The model.
+        units: Its units.
+        axes: Who divides it.
+    """
+
+    def __init__(self, module: torch.nn.Module, units: Sequence[Unit], axes: Axes) -> None:
+        self._module = module
+        self._flats = [flat for unit in units for flat in unit.flats]
+        self._axes = axes
+        names: dict[torch.Tensor, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        # Kept, for a backward that failed leaves other parameters in the module than the pieces.
+        self._names = names
+
+    @torch.no_grad()
+    def full(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
+        """See `FSDP.full_state_dict`."""
+        is_wanted = not rank0_only or self._axes.whole.rank == 0
+        values: dict[torch.nn.Parameter, torch.Tensor] = {}
+        with explain_errors(
+            lambda: f"Rank {self._axes.whole.rank} was collecting full_state_dict().", "Every rank must call it."
+        ):
+            for flat in self._flats:
+                whole = flat.gather_values()
+                if is_wanted:
+                    values.update((piece, value.clone()) for piece, value in zip(flat.parameters, whole, strict=True))
+        if not is_wanted:
+            return {}
+        template = self._module.state_dict(keep_vars=True)
+        return {
+            name: entry if not _is_tensor(entry) else values[entry] if entry in values else entry.detach().clone()
+            for name, entry in template.items()
+        }
+
+    @torch.no_grad()
+    def load_full(self, state: Mapping[str, torch.Tensor] | None) -> None:
+        """See `FSDP.load_full_state_dict`."""
+        group = self._axes.whole
+        names = self._names
+        problem = None if state is None else self._problem(state)
+        with explain_errors(lambda: f"Rank {group.rank} was in load_full_state_dict().", "Every rank must call it."):
+            answers = all_gather_object([state is not None, problem], group=group)
+        for rank, (_, found) in enumerate(answers):
+            if found is not None:
+                raise ValueError(f"the state dict of rank {rank} does not fit the module: {found}. Nothing was loaded.")
+        have = [rank for rank, (has_state, _) in enumerate(answers) if has_state]
+        if have not in ([0], list(range(group.world_size))):
+            raise ValueError(
+                f"load_full_state_dict takes the state on all ranks or on rank 0, but it came on ranks {have}"
+            )
+        for flat in self._flats:
+            wanted = [] if state is None else [state[names[piece][0]] for piece in flat.parameters]
+            if len(have) == group.world_size:
+                for place, value in enumerate(wanted):
+                    flat.load(place, value)
+            else:
+                flat.take_values(None if state is None else wanted)
+        for name, buffer in self._buffers().items():
+            if state is not None:
+                buffer.copy_(state[name])
+            if len(have) < group.world_size:
+                broadcast(buffer, 0, group=group, out=buffer)
+
+    @torch.no_grad()
+    def sharded(self) -> dict[str, Any]:
+        """See `FSDP.sharded_state_dict`."""
+        names = self._names
+        parameters = {}
+        for flat in self._flats:
+            for place, parameter in enumerate(flat.parameters):
+                piece = flat.layout.piece(place, self._axes.shard_rank)
+                parameters[names[parameter][0]] = {
+                    "piece": parameter.detach().reshape(-1).clone(),
+                    "start": piece.start,
+                    "shape": list(flat.layout.shapes[place]),
+                }
+        return {
+            "rank": self._axes.whole.rank,
+            "world_size": self._axes.whole.world_size,
+            "parameters": parameters,
+            "buffers": {name: buffer.detach().clone() for name, buffer in self._buffers().items()},
+        }
+
+    @torch.no_grad()
+    def load_sharded(self, state: Mapping[str, Any]) -> None:
+        """See `FSDP.load_sharded_state_dict`."""
+        check_owner(state, self._axes, "model")
+        mine = self.sharded()
+        for part in ("parameters", "buffers"):
+            if set(mine[part]) != set(state[part]):
+                odd = sorted(set(mine[part]) ^ set(state[part]))
+                raise ValueError(f"the state has other {part} than the module, as {odd[0]!r}. Nothing was loaded.")
+        for name, own in mine["parameters"].items():
+            other = state["parameters"][name]
+            same = own["start"] == other["start"] and list(own["shape"]) == list(other["shape"])
+            if not same or own["piece"].numel() != other["piece"].numel():
+                raise ValueError(
+                    f"{name!r} is divided in another way, or has another shape, than in the state: build the model with"
+                    " the same units and strategy, or save full_state_dict(). Nothing was loaded."
+                )
+        for name, own in mine["buffers"].items():
+            if own.shape != state["buffers"][name].shape:
+                raise ValueError(f"buffer {name!r} has another shape than in the state. Nothing was loaded.")
+        names = self._names
+        for flat in self._flats:
+            for parameter in flat.parameters:
+                parameter.copy_(state["parameters"][names[parameter][0]]["piece"].view(parameter.shape))
+        for name, buffer in self._buffers().items():
+            buffer.copy_(state["buffers"][name])
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that belong to the state, by name."""
+        template = self._module.state_dict(keep_vars=True)
+        parameters = {name for names in self._names.values() for name in names}
+        return {name: entry for name, entry in template.items() if _is_tensor(entry) and name not in parameters}
+
+    def _problem(self, state: Mapping[str, torch.Tensor]) -> str | None:
+        """Why a full state dict does not fit, or None."""
+        shapes = {name: buffer.shape for name, buffer in self._buffers().items()}
+        for flat in self._flats:
+            for place, piece in enumerate(flat.parameters):
+                shapes.update(dict.fromkeys(self._names[piece], flat.layout.shapes[place]))
+        if missing := sorted(set(shapes) - set(state)):
+            return f"it lacks {missing[0]!r} and {len(missing) - 1} more"
+        if unknown := sorted(set(state) - set(self._module.state_dict(keep_vars=True))):
+            return f"it has {unknown[0]!r}, which the module has not, and {len(unknown) - 1} more"
+        for name, shape in shapes.items():
+            if not _is_tensor(state[name]):
+                return f"{name!r} is no tensor"
+            if state[name].shape != shape:
+                return f"{name!r} has shape {tuple(state[name].shape)} where the module has {tuple(shape)}"
+        return None
+
+
+def check_owner(state: Mapping[str, Any], axes: Axes, what: str) -> None:
+    """Raise ValueError unless a sharded state is this rank's."""
+    if not isinstance(state, dict) or not {"rank", "world_size"} <= set(state):
+        raise ValueError(f"this is no sharded {what} state: it lacks rank and world_size")
+    mine = (axes.whole.rank, axes.whole.world_size)
+    if (state["rank"], state["world_size"]) != mine:
+        raise ValueError(
+            f"this is the {what} state of rank {state['rank']} of {state['world_size']}, and this is rank {mine[0]} of"
+            f" {mine[1]}: sharded states fit the rank that saved them, full ones any number. Nothing was loaded."
+        )
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)

@@ -1,0 +1,276 @@
+"""Parameters of one dtype, kept as shards and used whole: one parameter's way through FSDP.
+
+    shard --gather--> full ==forward, backward==> full.grad --fill rows, average--> grad of the piece --> optimizer
+
+[Note: two parameters for one]
+The module's own `Parameter` objects live on as the pieces: their data becomes a part of this rank's shard, and what an
+optimizer holds stays right, also one that was made before. While a unit is gathered, the module has other `Parameter`
+objects in their places, the *full* ones, which share one flat memory. Autograd may keep them, and views of them, from
+forward to backward. So the full ones are made once and keep their storage. There are three kinds of it:
+- *copied*: it is emptied when the unit is freed, and filled again with the same values when it is gathered again.
+  Filling goes through a tensor with a version counter of its own, for nothing that autograd saved has changed;
+- *joined*: a view of all ranks' shards, side by side, in memory that the ranks share; nothing moves. See [Note: joined
+  shards] in `schedule.py`;
+- *alias*: the shard itself, for nobody else divides the unit.
+
+If a full one's counter moves, but for an alias's, somebody has changed what is thrown away, and that is an error.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ferrodist.collectives.gathering import all_gather, async_all_gather
+from ferrodist.collectives.reductions import broadcast
+from ferrodist.collectives.scattering import scatter
+from ferrodist.parallel.sharded.gradients import FlatGradients
+from ferrodist.parallel.sharded.memory import same_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ferrodist.collectives.pending import PendingCollective
+    from ferrodist.parallel.sharded.layout import FlatLayout
+    from ferrodist.parallel.sharded.memory import FlatMemory
+    from ferrodist.parallel.sharded.strategy import Axes
+
+__all__ = ["FlatParameters"]
+
+
+class FlatParameters:
+    """Some parameters of a unit, of one dtype; see [Note: two parameters for one] and [Note: flat units].
+
+    Args:
+        names: The parameters' names in the model.
+        parameters: The module's own; they become this rank's pieces.
+        places: Where each is registered: (module, attribute).
+        layout: Where their elements lie.
+        axes: Who divides and who averages.
+        dtypes: In which they are gathered, and their gradients averaged.
+        memory: Zeros for the shard, and what goes with it.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        places: Sequence[Sequence[tuple[torch.nn.Module, str]]],
+        *,
+        layout: FlatLayout,
+        axes: Axes,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        memory: FlatMemory,
+    ) -> None:
+        self.names = tuple(names)
+        self.parameters = list(parameters)
+        self.places = [list(each) for each in places]
+        self.layout = layout
+        self._axes = axes
+        self._computed = dtypes[0]
+        self.shard, self._traveller, self._joined = memory.shard, memory.traveller, memory.joined
+        self._is_alias = layout.num_shards == 1 and self._computed is self.shard.dtype
+        self._is_copied = not self._is_alias and self._joined is None
+        self._full = self._make_memory()
+        self._token = torch.empty(layout.number + 1, dtype=torch.uint8, device="cpu")
+        self._tokens = torch.empty(layout.num_shards * (layout.number + 1), dtype=torch.uint8, device="cpu")
+        self.fulls = [self._make_full(place) for place in range(len(self.parameters))]
+        self._versions: list[int] = []
+        self._hooked: set[int] = set()
+        self._summoned: list[torch.nn.Parameter] = []
+        self._on_gradient: Callable[[], None] | None = None
+        self._gathering: PendingCollective[torch.Tensor] | None = None
+        self.gradients = FlatGradients(self.names, self.fulls, self.parameters, layout, axes=axes, dtype=dtypes[1])
+        self._empty()
+
+    # Gathering.
+
+    @torch.inference_mode(mode=False)
+    def start_gather(self) -> None:
+        """Begin to fill the full parameters, where they don't lie in the shards."""
+        if not self._is_copied:
+            return
+        self._full.untyped_storage().resize_(self._full.numel() * self._full.itemsize)
+        source = self.shard
+        if self._traveller is not None:
+            source = self._traveller.copy_(self.shard)
+        if self._axes.shard is None:
+            self._full.copy_(source)
+        else:
+            dim = self.layout.dim
+            along = [1] * dim + [-1]
+            out = same_memory(self._full).view(along)
+            self._gathering = async_all_gather(source.view(along), dim, group=self._axes.shard, out=out)
+
+    @torch.inference_mode(mode=False)
+    def finish_gather(self) -> None:
+        """Wait until the full parameters are there, and give them to the module."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+        if self._joined is not None:
+            all_gather(self._token, group=self._axes.shard, out=self._tokens)
+        self.install_full()
+
+    def install_full(self) -> None:
+        """Put the full parameters where the module looks for them."""
+        for place, (full, piece) in enumerate(zip(self.fulls, self.parameters, strict=True)):
+            if full.requires_grad != piece.requires_grad:
+                full.requires_grad_(piece.requires_grad)
+            if full.requires_grad and self._on_gradient is not None and place not in self._hooked:
+                self._hooked.add(place)
+                _watch(full, self._on_gradient)
+        self._versions = [full._version for full in self.fulls]  # noqa: SLF001 - torch documents it so
+        self._install(self.fulls)
+
+    def free(self) -> list[str]:
+        """Give the module its pieces again and empty the full parameters.
+
+        Returns:
+            Names of parameters that were changed since they were gathered; those changes are lost.
+        """
+        if self._gathering is not None:  # started, and not wanted in the end
+            self._gathering.wait()
+            self._gathering = None
+        self._install(self.parameters)
+        versions, self._versions = self._versions, []
+        if self._is_alias:
+            return []
+        self._empty()
+        after = [full._version for full in self.fulls]  # noqa: SLF001
+        changed = [name for name, old, new in zip(self.names, versions, after, strict=False) if old != new]
+        if changed and self._joined is not None:
+            self._joined.restore()
+        return changed
+
+    def abandon(self) -> None:
+        """After a failure of the group: the pieces come back, and what was under way is left alone."""
+        was_gathering, self._gathering = self._gathering is not None, None
+        self._install(self.parameters)
+        self.gradients.abandon()
+        if not was_gathering:  # else the engine may still have its address
+            self._empty()
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether other ranks compute with this rank's shard as it lies, and may not find it changed meanwhile."""
+        return self._joined is not None
+
+    @property
+    def num_trainable(self) -> int:
+        """How many of the parameters require grad."""
+        return sum(parameter.requires_grad for parameter in self.parameters)
+
+    def watch(self, on_gradient: Callable[[], None]) -> None:
+        """Have ``on_gradient()`` called for each full parameter's gradient, as autograd accumulates it."""
+        self._on_gradient = on_gradient
+
+    # Values.
+
+    def gather_values(self) -> list[torch.Tensor]:
+        """Copies of the whole parameters, in the dtype of the shards; every rank that divides them calls this."""
+        joined = self.shard.clone() if self._axes.shard is None else all_gather(self.shard, group=self._axes.shard)
+        layout = self.layout
+        return [
+            joined[offset : offset + numel].view(shape)
+            for offset, numel, shape in zip(layout.offsets, layout.numels, layout.shapes, strict=True)
+        ]
+
+    def take_values(self, values: Sequence[torch.Tensor] | None) -> None:
+        """Fill the shards of all ranks from rank 0's whole parameters; every rank calls this.
+
+        Args:
+            values: The parameters; read on the first rank of each row, and of those only rank 0's count.
+        """
+        axes = self._axes
+        if axes.shard is None:
+            if values is not None:
+                self.shard.copy_(self._pack(values))
+        else:
+            packed = self._pack(values or []) if axes.shard.rank == 0 else None
+            scatter(packed, 0, group=axes.shard, out=self.shard)
+        self.share_with_copies()
+
+    def share_with_copies(self) -> None:
+        """Give all copies of the model the shards of the first; every rank calls this."""
+        if self._axes.replicate is not None:
+            broadcast(self.shard, 0, group=self._axes.replicate, out=self.shard)
+
+    def _pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Lay whole parameters out as they are when gathered, in the dtype of the shard."""
+        flat = torch.zeros(self.layout.total_size, dtype=self.shard.dtype, device="cpu")
+        for place, value in enumerate(values):
+            offset = self.layout.offsets[place]
+            flat[offset : offset + value.numel()].copy_(value.detach().reshape(-1))
+        return flat
+
+    def adopt_pieces(self) -> None:
+        """Make the module's own parameters this rank's pieces."""
+        with torch.no_grad():
+            for place, parameter in enumerate(self.parameters):
+                part = self.piece_of_shard(place)
+                if parameter.device.type == "meta":
+                    replacement = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
+                    self.parameters[place] = replacement
+                else:
+                    parameter.data = part
+        self._install(self.parameters)
+
+    def piece_of_shard(self, place: int) -> torch.Tensor:
+        """The memory of this rank's piece of a parameter, in the shape that optimizers see."""
+        piece = self.layout.piece(place, self._axes.shard_rank)
+        shape = self.layout.piece_shape(place, piece)
+        return self.shard[piece.offset :][: piece.size].view(shape).data
+
+    @torch.no_grad()
+    def load(self, place: int, value: torch.Tensor) -> None:
+        """Take this rank's piece from a whole parameter."""
+        piece = self.layout.piece(place, self._axes.shard_rank)
+        part = value.detach().reshape(-1)[piece.start :][: piece.size]
+        self.parameters[place].copy_(part.view(self.parameters[place].shape))
+
+    def begin_summon(self) -> None:
+        """Give the module whole parameters that may be changed, which are not those that forward uses."""
+        self._summoned = [
+            torch.nn.Parameter(value, requires_grad=piece.requires_grad)
+            for value, piece in zip(self.gather_values(), self.parameters, strict=True)
+        ]
+        self._install(self._summoned)
+
+    def end_summon(self, *, keeps: bool) -> None:
+        """Give the module its pieces again; with ``keeps``, of what the whole parameters have become."""
+        summoned, self._summoned = self._summoned, []
+        self._install(self.parameters)
+        if keeps:
+            for place, value in enumerate(summoned):
+                self.load(place, value)
+
+    def _make_full(self, place: int) -> torch.nn.Parameter:
+        offset, numel = self.layout.offsets[place], self.layout.numels[place]
+        view = self._full[offset : offset + numel].view(self.layout.shapes[place])
+        return torch.nn.Parameter(view.data, requires_grad=self.parameters[place].requires_grad)
+
+    def _make_memory(self) -> torch.Tensor:
+        """Where the full parameters lie."""
+        if self._is_alias:
+            return self.shard.data
+        if self._joined is not None:
+            return self._joined.tensor.view(self._computed)
+        return torch.empty(self.layout.total_size, dtype=self._computed, device="cpu")
+
+    def _empty(self) -> None:
+        if self._is_copied:
+            self._full.untyped_storage().resize_(0)
+
+    def _install(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        for parameter, places in zip(parameters, self.places, strict=True):
+            for module, attribute in places:
+                if type(module).__setattr__ is torch.nn.Module.__setattr__:
+                    module._parameters[attribute] = parameter  # noqa: SLF001 - setattr takes ten times as long
+                else:  # recurrent layers keep lists of their own
+                    setattr(module, attribute, parameter)
+
+
+def _watch(full: torch.nn.Parameter, on_gradient: Callable[[], None]) -> None:
+    full.register_post_accumulate_grad_hook(lambda _: on_gradient())  # type: ignore[no-untyped-call]

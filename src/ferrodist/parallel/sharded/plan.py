@@ -1,0 +1,104 @@
+"""What a backward does, as data: a pure function of what the forward did.
+
+[Note: plan]
+A forward is recorded as a *trace*: which unit's call began and ended, in order. The backward goes through the trace
+from its end. Where a call ended, its unit is needed (USE); where a unit's first call began, all its gradients are there
+(REDUCE), and it is freed (FREE). Gathering (GATHER) is moved forward by the number of units to prefetch.
+
+Every rank runs the steps in the plan's order, whatever the order in which autograd reaches the units there and whether
+it reaches them all: a rank that leaves a unit out still gathers and reduces it with the others. Events only say how far
+a rank may go. When autograd comes to a call, all steps up to its USE are due, for the engine of one thread takes the
+operations that forward recorded last first: whatever was recorded after that call and is needed has run. REDUCE may
+come sooner, when all gradients of the unit are there; FREE may not, for a frozen layer's weight can be needed after
+them.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+__all__ = ["Action", "Event", "Step", "plan_backward"]
+
+
+class Action(enum.Enum):
+    """What a step does to a unit."""
+
+    GATHER = "gather"
+    """Begin to gather it."""
+    USE = "use"
+    """Have it gathered."""
+    REDUCE = "reduce"
+    """Begin to average its gradients, those that there are."""
+    FREE = "free"
+    """Give up all but the shards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A call of a unit in a forward.
+
+    Args:
+        unit: The unit's number.
+        call: The call's number in its trace.
+        begins: Whether the call begins here, or ends.
+    """
+
+    unit: int
+    call: int
+    begins: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of a backward.
+
+    Args:
+        action: What it does.
+        unit: The unit's number.
+        call: For USE: the call's number in the trace; else -1.
+    """
+
+    action: Action
+    unit: int
+    call: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.action.value} {self.unit}"
+
+
+def plan_backward(trace: Sequence[Event], prefetch: int, trainable: Collection[int]) -> list[Step]:
+    """The steps of the backward of a forward.
+
+    Args:
+        trace: The forward; calls that did not end, for they raised, are left out.
+        prefetch: How many units to gather before they are needed.
+        trainable: The units that have gradients.
+    """
+    ended = {event.call for event in trace if not event.begins}
+    events = [event for event in trace if event.call in ended]
+    first_calls: dict[int, int] = {}
+    for event in events:
+        first_calls.setdefault(event.unit, event.call)
+    uses = [event.unit for event in reversed(events) if not event.begins]
+    steps: list[Step] = []
+    num_gathered = num_used = 0
+    for event in reversed(events):
+        if event.begins:
+            if first_calls[event.unit] == event.call and event.unit in trainable:
+                steps.append(Step(action=Action.REDUCE, unit=event.unit))
+            steps.append(Step(action=Action.FREE, unit=event.unit))
+            continue
+        num_used += 1
+        if num_gathered < num_used:
+            steps.append(Step(action=Action.GATHER, unit=event.unit))
+            num_gathered = num_used
+        steps.append(Step(action=Action.USE, unit=event.unit, call=event.call))
+        while num_gathered < min(num_used + prefetch, len(uses)):
+            steps.append(Step(action=Action.GATHER, unit=uses[num_gathered]))
+            num_gathered += 1
+    return steps

@@ -1,0 +1,155 @@
+"""FSDP's pure parts: where elements lie, which modules are units, what a backward does in which order."""
+
+import pytest
+import torch
+
+from ferrodist import SimulatedBackend, by_class, by_size
+from ferrodist.parallel.sharded.layout import FlatLayout
+from ferrodist.parallel.sharded.plan import Event, plan_backward
+from ferrodist.parallel.sharded.policies import plan_units
+
+
+def layout_of(shapes, num_shards, group=None):
+    if group is None:
+        (group,) = SimulatedBackend.create_group(1)
+    dtypes = dict.fromkeys(("kept", "gathered", "reduced"), torch.float32)
+    return FlatLayout([torch.Size(shape) for shape in shapes], num_shards, group, **dtypes)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
+@pytest.mark.parametrize("shapes", [[(5,)], [()], [(0, 3)], [(3, 7), (1,), (0,), (), (64, 65)]])
+def test_pieces_cover_each_parameter_once(shapes, num_shards):
+    """The pieces of all ranks are the parameter, in order, and lie inside of the shards."""
+    layout = layout_of(shapes, num_shards)
+    for parameter, numel in enumerate(layout.numels):
+        pieces = [layout.piece(parameter, rank) for rank in range(num_shards)]
+        covered = [element for piece in pieces for element in range(piece.start, piece.start + piece.size)]
+        assert covered == list(range(numel))
+        for piece in pieces:
+            assert 0 <= piece.offset <= piece.offset + piece.size <= layout.shard_size
+            if piece.size:
+                where = piece.rank * layout.shard_size + piece.offset
+                assert where == layout.offsets[parameter] + piece.start
+
+
+def test_pieces_keep_the_number_of_dims():
+    """Rules that go by a parameter's dims, as for weight decay, decide about pieces as about the whole."""
+    layout = layout_of([(8, 9), (9,), (2, 3, 4)], 2)
+    assert [len(layout.piece_shape(place, layout.piece(place, 0))) for place in range(3)] == [2, 1, 3]
+
+
+def test_flats_of_one_size_are_told_apart():
+    """Ranks that gather or reduce different ones pass other dims or counts; where elements lie is always the same."""
+    (group,) = SimulatedBackend.create_group(1)
+    layouts = [layout_of([(5,), (300, 300)], 2, group) for _ in range(20)]
+    assert len({layout.shard_size for layout in layouts}) == 1
+    assert len({layout.dim for layout in layouts}) == 20
+    assert len({layout.number for layout in layouts}) == 20
+    assert len({layout.row_size for layout in layouts}) == 20
+
+
+def test_large_shards_are_whole_pages():
+    """So that they can be mapped one behind the other; small ones waste nothing."""
+    assert layout_of([(300, 300)], 2).shard_size * 4 % 4096 == 0
+    assert layout_of([(30, 30)], 2).shard_size * 4 < 900 * 2 + 4 * 32
+
+
+class Tied(torch.nn.Module):
+    """A weight that two units share, inside a nested model."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(5, 4)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)) for _ in range(2)
+        )
+        self.head = torch.nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def units_of(module, wrap):
+    return {plan.name: sorted(plan.parameters) for plan in plan_units(module, wrap)}
+
+
+def test_units_by_class():
+    """Modules of the class are units; the rest belongs to the outermost."""
+    units = units_of(Tied(), torch.nn.Sequential)
+    assert list(units) == ["", "blocks.0", "blocks.1"]
+    assert units[""] == ["embedding.weight"]
+    assert units["blocks.1"] == [f"blocks.1.{layer}.{part}" for layer in (0, 1) for part in ("bias", "weight")]
+
+
+def test_a_shared_parameter_belongs_to_the_unit_around_both():
+    """Else it would be a piece when the other module is called."""
+    units = units_of(Tied(), by_class(torch.nn.Embedding, torch.nn.Linear))
+    assert units[""] == ["embedding.weight"]
+    assert "head" not in units
+
+
+def test_nested_units_divide_their_parameters():
+    """A unit inside a unit takes its own parameters, and the outer one the rest."""
+    module = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.PReLU()))
+    units = units_of(module, (torch.nn.Sequential, torch.nn.Linear))
+    assert units == {"": [], "0": ["0.1.weight"], "0.0": ["0.0.bias", "0.0.weight"]}
+
+
+def test_units_by_size_and_by_function():
+    """The smallest modules that are large enough; lists of modules are never units, for nobody calls them."""
+    assert list(units_of(Tied(), by_size(40))) == ["", "blocks.0", "blocks.1"]
+    layers = ["", "blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1"]
+    assert list(units_of(Tied(), lambda name, _: name.startswith("blocks"))) == layers
+
+
+def test_wrong_policies_are_refused():
+    """A policy that is none says what it may be."""
+    with pytest.raises(TypeError, match="wrap must be"):
+        plan_units(Tied(), 3)
+    with pytest.raises(TypeError, match=r"subclass of torch\.nn\.Module"):
+        plan_units(Tied(), (int,))
+    with pytest.raises(TypeError, match="True or False"):
+        plan_units(Tied(), lambda name, module: None)
+    with pytest.raises(ValueError, match="min_numel"):
+        by_size(0)
+
+
+def chain(num_units):
+    """The trace of a root, unit 0, whose forward calls the others one after the other."""
+    trace = [Event(unit=0, call=0, begins=True)]
+    for unit in range(1, num_units + 1):
+        trace += [Event(unit=unit, call=unit, begins=True), Event(unit=unit, call=unit, begins=False)]
+    return [*trace, Event(unit=0, call=0, begins=False)]
+
+
+def text(steps):
+    return ", ".join(map(str, steps))
+
+
+def test_plan_prefetches_and_reduces_in_the_order_of_use():
+    """The next unit is gathered before the one in use is reduced, and freed before the one after is gathered."""
+    assert text(plan_backward(chain(2), 1, {0, 1, 2})) == (
+        "gather 0, use 0, gather 2, use 2, gather 1, reduce 2, free 2, use 1, reduce 1, free 1, reduce 0, free 0"
+    )
+
+
+def test_plan_without_prefetch():
+    """Each unit is gathered when it is needed."""
+    assert text(plan_backward(chain(2), 0, {0, 2})) == (
+        "gather 0, use 0, gather 2, use 2, reduce 2, free 2, gather 1, use 1, free 1, reduce 0, free 0"
+    )
+
+
+def test_plan_reduces_a_unit_that_was_called_twice_once():
+    """Its gradients are whole only when its first call's backward is done."""
+    trace = [
+        Event(unit=unit, call=call, begins=begins)
+        for unit, call, begins in [(0, 0, 1), (1, 1, 1), (1, 1, 0), (1, 2, 1), (1, 2, 0), (0, 0, 0)]
+    ]
+    assert text(plan_backward(trace, 0, {1})) == (
+        "gather 0, use 0, gather 1, use 1, free 1, gather 1, use 1, reduce 1, free 1, free 0"
+    )
+
+
+def test_plan_leaves_out_calls_that_failed():
+    """A call that raised, and was caught by the program, has no backward."""
+    trace = [event for event in chain(2) if event.begins or event.unit != 1]
+    assert "1" not in text(plan_backward(trace, 1, {0, 1, 2}))

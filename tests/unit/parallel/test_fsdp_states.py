@@ -1,0 +1,272 @@
+"""FSDP's states: whole ones are those of one process, parts come back, and what doesn't fit changes nothing."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch.nn import functional
+
+from ferrodist import FSDP, ShardingStrategy
+from ferrodist.testing import run_ranks
+
+STRATEGIES = {
+    "full": ShardingStrategy.FULL_SHARD,
+    "none": ShardingStrategy.NO_SHARD,
+    "hybrid": ShardingStrategy.hybrid(2),
+}
+
+
+class Tied(torch.nn.Module):
+    """Tied weights, batch norm buffers, a scalar and a parameter without elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(6, 5)
+        self.norm = torch.nn.BatchNorm1d(5)
+        self.second = torch.nn.Linear(5, 6, bias=False)
+        self.last = torch.nn.Linear(5, 6)
+        self.last.weight = self.second.weight
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.nothing = torch.nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, inputs):
+        hidden = self.norm(self.first(inputs))
+        return self.last(hidden) * self.scale + self.second(hidden) + self.nothing.sum()
+
+
+def seeded():
+    torch.manual_seed(1)
+    return Tied()
+
+
+def step(model, optimizer):
+    inputs = torch.rand(8, 6, generator=torch.Generator().manual_seed(3))
+    optimizer.zero_grad()
+    functional.mse_loss(model(inputs), inputs).backward()
+    optimizer.step()
+
+
+def through_file(state):
+    """The state as it comes back from a file, without unpickling."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_full_state_is_that_of_one_process(run, strategy):
+    """Names, shapes and values of the module's own state dict, tied names too."""
+    model = seeded()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, strategy=STRATEGIES[strategy], wrap=torch.nn.Linear)
+        return fsdp.full_state_dict(), fsdp.full_state_dict(rank0_only=True)
+
+    for rank, (state, only_first) in enumerate(run(program, 4)):
+        assert same(state, expected)
+        assert same(only_first, expected if rank == 0 else {})
+
+
+@pytest.mark.parametrize("has_all", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_full_state_comes_back(run, strategy, has_all):
+    """On all ranks, whether all of them have it or only rank 0; strict about what it lacks, and then unchanged."""
+    model, other = seeded(), seeded()
+    with torch.no_grad():
+        for value in other.state_dict().values():
+            value.add_(1)
+    expected = other.state_dict()
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, strategy=STRATEGIES[strategy], wrap=torch.nn.Linear)
+        before = fsdp.full_state_dict()
+        for wrong, message in [
+            ({name: value for name, value in expected.items() if name != "scale"}, "lacks 'scale'"),
+            ({**expected, "more": torch.ones(1)}, "has 'more'"),
+            ({**expected, "scale": torch.ones(3)}, "'scale' has shape"),
+        ]:
+            with pytest.raises(ValueError, match=f"rank 0.*{message}.*Nothing was loaded"):
+                fsdp.load_full_state_dict(wrong if group.rank == 0 else expected)
+        assert same(fsdp.full_state_dict(), before)
+        fsdp.load_full_state_dict(expected if has_all or group.rank == 0 else None)
+        return fsdp.full_state_dict()
+
+    for state in run(program, 4):
+        assert same(state, expected)
+
+
+def test_sharded_states_come_back(run):
+    """Model and optimizer go on as if nothing had happened, from this rank's part alone."""
+    model = seeded()
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear)
+        optimizer = adam(fsdp)
+        step(fsdp, optimizer)
+        states = through_file([fsdp.sharded_state_dict(), fsdp.sharded_optimizer_state_dict(optimizer)])
+        step(fsdp, optimizer)
+        expected = fsdp.full_state_dict()
+        fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear)
+        optimizer = adam(fsdp)
+        fsdp.load_sharded_state_dict(states[0])
+        fsdp.load_sharded_optimizer_state_dict(optimizer, states[1])
+        step(fsdp, optimizer)
+        assert same(fsdp.full_state_dict(), expected)
+
+    run(program, 3)
+
+
+def test_sharded_states_of_others_are_refused():
+    """Of another rank, and of a model divided into other units."""
+    model = seeded()
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear)
+        optimizer = adam(fsdp)
+        step(fsdp, optimizer)
+        states = fsdp.sharded_state_dict(), fsdp.sharded_optimizer_state_dict(optimizer)
+        for wrong in ({**states[0], "rank": 7}, {**states[0], "world_size": 7}, {}):
+            with pytest.raises(ValueError, match=r"of rank 7|of 7|no sharded"):
+                fsdp.load_sharded_state_dict(wrong)
+        with pytest.raises(ValueError, match="of rank 7"):
+            fsdp.load_sharded_optimizer_state_dict(optimizer, {**states[1], "rank": 7})
+        with pytest.raises(ValueError, match="not of this FSDP"):
+            fsdp.sharded_optimizer_state_dict(adam(torch.nn.Linear(1, 1)))
+        whole = FSDP(copy.deepcopy(model), group)
+        with pytest.raises(ValueError, match="divided in another way"):
+            whole.load_sharded_state_dict(states[0])
+        with pytest.raises(ValueError, match="divided in another way"):
+            whole.load_sharded_optimizer_state_dict(adam(whole), states[1])
+
+    run_ranks(program, 3)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_full_optimizer_state_fits_any_number_of_ranks(strategy):
+    """Saved by four ranks, it continues on one, and back on three."""
+    model = seeded()
+
+    def save(group):
+        fsdp = FSDP(copy.deepcopy(model), group, strategy=STRATEGIES[strategy], wrap=torch.nn.Linear)
+        optimizer = adam(fsdp)
+        step(fsdp, optimizer)
+        states = fsdp.full_state_dict(), fsdp.full_optimizer_state_dict(optimizer)
+        step(fsdp, optimizer)
+        return states, fsdp.full_state_dict()
+
+    def load(group, states):
+        fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear)
+        optimizer = adam(fsdp)
+        fsdp.load_full_state_dict(states[0])
+        fsdp.load_full_optimizer_state_dict(optimizer, states[1])
+        step(fsdp, optimizer)
+        return fsdp.full_state_dict()
+
+    states, expected = run_ranks(save, 4)[0]
+    states = through_file(states)
+    assert states[1]["state"]["first.weight"]["exp_avg"].shape == (5, 6)
+    for world_size in (1, 3):
+        for state in run_ranks(load, world_size, states):
+            for name in expected:
+                assert torch.allclose(state[name], expected[name], atol=1e-6)
+
+
+def change_and_fail(fsdp):
+    with fsdp.summon_full_params():
+        fsdp.module.first.weight.add_(1)
+        raise KeyError
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_summoned_parameters(run, strategy):
+    """Whole inside the block; changes stay, unless they are not wanted or the block raises."""
+    model = seeded()
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, strategy=STRATEGIES[strategy], wrap=torch.nn.Linear)
+        before = fsdp.full_state_dict()
+        with torch.no_grad():
+            with fsdp.summon_full_params(writeback=False):
+                assert fsdp.module.first.weight.shape == (5, 6)
+                fsdp.module.first.weight.add_(1)
+            assert same(fsdp.full_state_dict(), before)
+            with pytest.raises(KeyError):
+                change_and_fail(fsdp)
+            assert same(fsdp.full_state_dict(), before)
+            with fsdp.summon_full_params():
+                fsdp.module.first.weight.add_(1)
+                fsdp.eval()
+                fsdp(torch.ones(2, 6))
+        after = fsdp.full_state_dict()
+        assert torch.equal(after["first.weight"], before["first.weight"] + 1)
+        assert torch.equal(after["second.weight"], before["second.weight"])
+
+    run(program, 4)
+
+
+def test_pieces_are_updated_together_or_not_at_all(run):
+    """update_shards takes one piece a parameter; what doesn't fit changes none."""
+
+    model = seeded()
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear)
+        before = [piece.detach().clone() for piece in fsdp.parameters()]
+        with pytest.raises(ValueError, match="elements"):
+            fsdp.update_shards([*(piece + 1 for piece in before[:-1]), torch.ones(99)])
+        with pytest.raises(ValueError, match="got 1 pieces"):
+            fsdp.update_shards(before[:1])
+        with pytest.raises(TypeError, match=r"tensor of torch\.float32"):
+            fsdp.update_shards([piece.double() for piece in before])
+        assert all(torch.equal(piece, old) for piece, old in zip(fsdp.parameters(), before, strict=True))
+        fsdp.update_shards([piece + 1 for piece in before])
+        return fsdp.full_state_dict()["first.weight"]
+
+    expected = run_ranks(lambda group: FSDP(copy.deepcopy(model), group).full_state_dict(), 1)[0]["first.weight"] + 1
+    for value in run(program, 2):
+        assert torch.equal(value, expected)
+
+
+def test_copies_of_the_model_take_the_values_of_the_first(run):
+    """broadcast_updated_params makes ranks equal whose optimizers went apart."""
+
+    model = seeded()
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, strategy=ShardingStrategy.NO_SHARD)
+        with torch.no_grad():
+            for piece in fsdp.parameters():
+                piece.add_(group.rank)
+        fsdp.broadcast_updated_params()
+        return fsdp.full_state_dict()
+
+    first, second = run(program, 2)
+    assert same(first, second)
+
+
+def test_plain_state_dicts_are_refused():
+    """A part of the model is not silently saved as the model."""
+
+    model = seeded()
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group)
+        with pytest.raises(TypeError, match="full_state_dict"):
+            fsdp.state_dict()
+        with pytest.raises(TypeError, match="load_full_state_dict"):
+            fsdp.load_state_dict({})
+        with pytest.raises(TypeError, match="copied or pickled"):
+            copy.deepcopy(fsdp)
+
+    run_ranks(program, 1)
