@@ -50,7 +50,6 @@ class FSDP(torch.nn.Module):
     the mean over a batch of equal size, a step is that of one process with all ranks' batches joined. A parameter that
     has no gradient on this rank counts as zeros; one that has none on any rank keeps None. Gradients of several
     backwards add up; inside `no_sync` they stay with the rank, whole, until a backward outside of it averages them.
-    What was a gradient before `zero_grad` is overwritten by the next backward.
 
     All ranks call the same units in the same order, else they get `CollectiveMismatchError`. When something fails
     between the ranks all of them raise; the shards are whole then, and `sharded_state_dict` still works.
