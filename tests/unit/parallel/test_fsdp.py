@@ -432,6 +432,28 @@ def test_units_are_reduced_while_backward_goes_on(monkeypatch):
     assert names == [4, "reduce_scatter", "all_gather", 2, "reduce_scatter", 0, "reduce_scatter"]
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_units_are_gathered_while_forward_goes_on(run, prefetch):
+    """From the second forward on, as many of the next units are under way as asked for, and those behind are free."""
+    model = seeded(mlp)
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear, forward_prefetch=prefetch, backward_prefetch=0)
+        seen = []
+        for unit in fsdp._units[1:]:
+            unit.module.register_forward_hook(lambda *_: seen.append([each.state.value for each in fsdp._units[1:]]))
+        with torch.no_grad():
+            for _ in range(2):
+                seen.clear()
+                fsdp(torch.ones(1, 6))
+        return seen
+
+    coming = ["gathering"] * prefetch + ["sharded"] * 2
+    for seen in run(program, 2):
+        for place, states in enumerate(seen):
+            assert states == ["sharded"] * (place + 1) + coming[: 2 - place]
+
+
 def test_the_same_bits_on_every_backend_and_for_every_division(monkeypatch):
     """Means fold in rank order: whether all ranks or none divide, over whatever connection, bits are the same."""
     model, steps = seeded(Gpt), batches(5)
