@@ -432,25 +432,26 @@ def test_units_are_reduced_while_backward_goes_on(monkeypatch):
     assert names == [4, "reduce_scatter", "all_gather", 2, "reduce_scatter", 0, "reduce_scatter"]
 
 
-def test_gradients_take_the_same_memory_in_each_step(run):
-    """A step allocates none for them; one that adds to a gradient doesn't write over it."""
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_units_are_gathered_while_forward_goes_on(run, prefetch):
+    """From the second forward on, as many of the next units are under way as asked for, and those behind are free."""
     model = seeded(mlp)
 
     def program(group):
-        fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear)
-        pieces = [piece for piece in fsdp.parameters() if piece.numel()]
-        inputs = torch.ones(1, 6)
-        fsdp(inputs).sum().backward()
-        memory = [piece.grad.data_ptr() for piece in pieces]
-        once = [piece.grad.clone() for piece in pieces]
-        fsdp(inputs).sum().backward()
-        assert all(torch.equal(piece.grad, 2 * grad) for piece, grad in zip(pieces, once, strict=True))
-        fsdp.zero_grad()
-        fsdp(inputs).sum().backward()
-        assert [piece.grad.data_ptr() for piece in pieces] == memory
-        assert all(torch.equal(piece.grad, grad) for piece, grad in zip(pieces, once, strict=True))
+        fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear, forward_prefetch=prefetch, backward_prefetch=0)
+        seen = []
+        for unit in fsdp._units[1:]:
+            unit.module.register_forward_hook(lambda *_: seen.append([each.state.value for each in fsdp._units[1:]]))
+        with torch.no_grad():
+            for _ in range(2):
+                seen.clear()
+                fsdp(torch.ones(1, 6))
+        return seen
 
-    run(program, 2)
+    coming = ["gathering"] * prefetch + ["sharded"] * 2
+    for seen in run(program, 2):
+        for place, states in enumerate(seen):
+            assert states == ["sharded"] * (place + 1) + coming[: 2 - place]
 
 
 def test_the_same_bits_on_every_backend_and_for_every_division(monkeypatch):

@@ -44,7 +44,7 @@ class JoinedView:
         # The tensor's storage keeps what it was made from, and what autograd saves keeps the storage.
         weakref.finalize(memory, _libc().munmap, self._address, self._size_bytes).atexit = False
         for place, offset in enumerate(offsets):
-            flags = mmap.MAP_PRIVATE | _MAP_FIXED
+            flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE  # hardly a page will ever be copied
             access = mmap.PROT_READ | mmap.PROT_WRITE
             _map(self._address + place * part_bytes, part_bytes, access, flags, descriptor, offset)
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)

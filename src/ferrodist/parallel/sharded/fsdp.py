@@ -3,7 +3,7 @@
 After S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020
 (https://arxiv.org/abs/1910.02054), and Y. Zhao et al., "PyTorch FSDP", VLDB 2023 (https://arxiv.org/abs/2304.11277).
 For a model of n elements on p ranks a step of FULL_SHARD sends 3 n (p - 1) / p elements from each rank: two all_gathers
-and one reduce_scatter a unit.
+and one reduce_scatter a unit. On one host only gradients move: ranks compute with each other's shards where they lie.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class FSDP(torch.nn.Module):
     the mean over a batch of equal size, a step is that of one process with all ranks' batches joined. A parameter that
     has no gradient on this rank counts as zeros; one that has none on any rank keeps None. Gradients of several
     backwards add up; inside `no_sync` they stay with the rank, whole, until a backward outside of it averages them.
-    What was a gradient before `zero_grad` is overwritten by the next backward.
 
     All ranks call the same units in the same order, else they get `CollectiveMismatchError`. When something fails
     between the ranks all of them raise; the shards are whole then, and `sharded_state_dict` still works.

@@ -58,7 +58,6 @@ class FlatGradients:
         self._from_buffer: PendingCollective[torch.Tensor] | None = None
         self._over_copies: PendingCollective[torch.Tensor] | None = None
         self._row: torch.Tensor | None = None
-        self._kept_row: torch.Tensor | None = None  # in which the pieces' gradients lie, from step to step
 
     @property
     def size_bytes(self) -> int:
@@ -87,7 +86,7 @@ class FlatGradients:
         axes, layout = self._axes, self._layout
         rows = buffer.take(layout.num_shards * layout.row_size, self.dtype, self.settle)
         self._fill(rows)
-        self._row = self._take_row()
+        self._row = torch.empty(layout.row_size, dtype=self.dtype, device="cpu")
         if axes.shard is not None:
             self._from_buffer = async_reduce_scatter(rows, ReduceOp.MEAN, group=axes.shard, out=self._row)
         elif axes.replicate is not None:
@@ -126,16 +125,6 @@ class FlatGradients:
                 parameter.grad = part
             else:
                 parameter.grad.add_(part)
-
-    def _take_row(self) -> torch.Tensor:
-        """Where this rank's row goes: what the last step's gradients lay in, unless there are gradients to add to."""
-        has_gradients = any(piece.grad is not None for piece in self._pieces)
-        if not has_gradients and self._kept_row is not None:
-            return self._kept_row
-        row = torch.empty(self._layout.row_size, dtype=self.dtype, device="cpu")
-        if not has_gradients and all(piece.dtype is self.dtype for piece in self._pieces):
-            self._kept_row = row
-        return row
 
     def _check_layouts(self) -> None:
         for name, full in zip(self._names, self._fulls, strict=True):

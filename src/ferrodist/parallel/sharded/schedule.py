@@ -181,7 +181,7 @@ class Schedule:
             trace.events.append(Event(unit=unit.number, call=call, begins=False))
         will_return = succeeded and self._watch_outputs(output, trace, call)
         is_open = any(number == unit.number for number, _ in self._open_calls)
-        stays = will_return and (not self._reshards or (not unit.number or unit.number in self._last_ended))
+        stays = will_return and (not self._reshards or unit.number in {0, *self._last_ended})
         if not unit.number:
             self._trace = None
         if not stays and not is_open:
@@ -219,8 +219,6 @@ class Schedule:
                 alive.before_backward(trace, call)
 
         return watch_outputs(output, notice)
-
-    # A forward inside of backward.
 
     def _recomputed_call(self, unit: Unit, run: Run) -> int:
         return run.recomputed_call(unit.number, is_gathered=unit.state is UnitState.GATHERED)
