@@ -849,7 +849,6 @@ def test_a_module_may_be_wrapped_again():
         ddp = DDP(module, group)
         ddp(torch.ones(1, 2)).sum().backward()
         copy.deepcopy(ddp.module)(torch.ones(1, 2)).sum().backward()
-        assert len(module.weight._post_accumulate_grad_hooks) == 1
         return len(group.collectives.sizes)
 
     assert run_ranks(count, 2, backend=CountingBackend.create_group) == [1, 1]

@@ -59,7 +59,8 @@ class DDP(torch.nn.Module):
     optimizers, ``parameter.data``) nor drops the gradient: then the ranks' models drift apart.
 
     A group may have several models. Every rank makes them in the same order, and runs their backwards in the same
-    order, as often as the others: else backward raises on every rank, and says which rank was in which model.
+    order, as often as the others: else backward raises on every rank, and says which rank was in which model. They have
+    no parameters in common: the one that was made last has them, and an older one refuses to train.
 
     Copies and pickles belong to no group until their first forward in training mode, which every rank calls: a copy
     then joins the group of the original, and what was pickled the default group.
@@ -142,17 +143,17 @@ class DDP(torch.nn.Module):
         reducer = self._prepare_forward()
         result = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._watch(result, reducer)
+            self._watch_outputs(result, reducer)
         return result
 
     # Compilers are kept out of both, by what torch's optimizers use: torch.compiler.disable loads the compiler at once.
 
     @_disable_dynamo
-    def _watch(self, result: object, reducer: Reducer) -> None:
+    def _watch_outputs(self, result: object, reducer: Reducer) -> None:
         """Have the outputs say when their gradients begin to flow."""
         outputs = find_outputs(result)
         looks = self._options.find_unused_parameters and not self._is_skipping and self._group.world_size > 1
-        reducer.watch(outputs, find_unreached(outputs, reducer.parameters) if looks else frozenset())
+        reducer.watch_outputs(outputs, find_unreached(outputs, reducer.parameters) if looks else frozenset())
 
     @_disable_dynamo
     def _prepare_forward(self) -> Reducer:
@@ -164,8 +165,9 @@ class DDP(torch.nn.Module):
         return reducer
 
     def _broadcast_buffers(self, root: int) -> None:
-        # `.data` leaves autograd's version counters alone, so that several forwards may come before one backward: a
-        # broadcast changes a buffer only where a forward has changed it, and that was counted.
+        # `.data` leaves autograd's version counters alone, so that several forwards may come before one backward: batch
+        # norm's running statistics are kept for it, and not used. Nor is a buffer noticed that backward does use, and
+        # that differs from rank 0's when a second forward begins.
         with explain_errors(
             lambda: f"Before forward {self._title()} gives all ranks the buffers of rank {root}.",
             "In training mode every rank must call forward as often as the others (see join()).",
@@ -178,9 +180,8 @@ class DDP(torch.nn.Module):
 
         The first backward after the block averages all that was accumulated.
         """
-        reducer = self._attached()
-        before = self._is_skipping, reducer.is_syncing
-        self._is_skipping, reducer.is_syncing = True, False
+        before = self._is_skipping, self._follow_changes().is_syncing
+        self._is_skipping, self._attached().is_syncing = True, False
         try:
             yield
         finally:
@@ -205,8 +206,9 @@ class DDP(torch.nn.Module):
         the block ends, all ranks have the parameters and buffers of the ranks that were last; a rank's optimizer has
         made as many steps as the rank had batches.
 
-        The module must not call collectives itself (`SyncBatchNorm2d`), and other models of the group must not train
-        inside the block. An exception inside the block ends the group, for the others may count on this rank.
+        Gradients of a rank that is done have no meaning. The module must not call collectives itself
+        (`SyncBatchNorm2d`), and other models of the group must not train inside the block. An exception inside the
+        block ends the group, for the others may count on this rank.
 
         Args:
             divide_by_initial_world_size: Divide by the number of all ranks, also of those without a batch, so that
@@ -223,19 +225,19 @@ class DDP(torch.nn.Module):
         ):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, not {type(value).__name__}")
-        reducer = self._attached()
+        self._follow_changes()
         if self._join is not None:
             raise RuntimeError("join() blocks of one DDP can't be nested: one around the training loop is enough")
         self._join = Join(
             self._group,
             self._title(),
             share_buffers=self._broadcast_buffers,
-            help_round=lambda: self._attached().reduce(is_idle=True),
+            help_round=lambda: self._follow_changes().reduce(is_idle=True),
             share_model=self.broadcast_parameters,
             divides_by_all=divide_by_initial_world_size,
             throws=throw_on_early_termination,
         )
-        reducer.before_round = self._join.begin_round
+        self._attached().before_round = self._join.begin_round
         try:
             with self._join:
                 yield
@@ -333,9 +335,10 @@ class DDP(torch.nn.Module):
         self._members.check_same(self._title())
         if not self._options.overlap_comm:
             self._check_averaged(reducer)
+        reducer.check_owns_parameters()
         if self._members.change_trainable() or not reducer.fits():
             fresh = self._make_reducer()
-            fresh.is_syncing, fresh.before_round = reducer.is_syncing, reducer.before_round
+            fresh.continue_from(reducer)
             self._reducer = reducer = fresh
         return reducer
 

@@ -7,6 +7,10 @@ average where the engine wrote it. A gradient that accumulates is added in place
 
 Gradients come from autograd as tensors of their own after ``zero_grad()``. They are copied as they come, while they are
 in the processor's cache, and freed at once, so that the next layer's takes the same memory.
+
+What parameters get as their gradients are views made for that. Others may give such a tensor other memory, another
+dtype or shape (``module.double()``, ``grad.data = ...``): then it is a gradient like any, which is copied, and a new
+view takes its place.
 """
 
 from __future__ import annotations
@@ -76,6 +80,7 @@ class GradientBucket:
         """Names of the parameters that this rank had no gradient for when the bucket started."""
         self._memory = memory
         self._as_views = as_views
+        self._lent: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._addresses = tuple(gradient.data_ptr() for gradient in self.gradients)
         self._trailer = memory[sum(sizes) :]
         marks = [0.0] * (group.world_size * MARK_SIZE)
@@ -83,6 +88,7 @@ class GradientBucket:
         count = len(sizes)
         self._full = torch.tensor([1.0] * count + [0.0] * count + marks, dtype=memory.dtype)
         self._pending: list[PendingCollective[torch.Tensor]] = []
+        self._timeout: float | None = None
         self._shares: list[complex] = []
 
     def fits(self) -> bool:
@@ -109,13 +115,22 @@ class GradientBucket:
             self._take(place, gradient)
 
     def _take(self, place: int, gradient: torch.Tensor) -> None:
-        view = self.gradients[place]
-        # By address too: `Module.to` and `double` give the gradients that they find other memory.
-        if gradient is view and view.data_ptr() == self._addresses[place]:
+        if self._lies_here(place, gradient):
             return
-        view.copy_(gradient)
+        self.gradients[place].copy_(gradient)
         if self._as_views:
-            self.parameters[place].grad = view
+            self._lend(place)
+
+    def _lies_here(self, place: int, gradient: torch.Tensor | None) -> bool:
+        """Whether a gradient is what `_lend` gave, with the memory that it had."""
+        return gradient is not None and gradient is self._lent[place] and gradient.data_ptr() == self._addresses[place]
+
+    def _lend(self, place: int) -> None:
+        """Make the memory the parameter's gradient."""
+        lent = self._lent[place]
+        if lent is None or not self._lies_here(place, lent):
+            lent = self._lent[place] = self.gradients[place].detach()
+        self.parameters[place].grad = lent
 
     @torch.no_grad()
     def start(self, hook: CommHook | None, *, is_idle: bool, timeout: float | None = None) -> None:
@@ -124,8 +139,9 @@ class GradientBucket:
         Args:
             hook: Reduces the gradients in place of an allreduce.
             is_idle: This rank has no batch, and gives zeros.
-            timeout: Seconds for the allreduce; None takes the group's.
+            timeout: Seconds for each collective, also the hook's; None takes the group's.
         """
+        self._timeout = timeout
         self._trailer.copy_(self._full)
         self.absent.clear()
         if is_idle:
@@ -160,8 +176,10 @@ class GradientBucket:
         """Wait for the averages, and check that the ranks averaged the same; see [Note: marks]."""
         assert self._pending
         pending, self._pending = self._pending, []
-        result = pending[0].wait()
-        if len(pending) > 1:
+        if len(pending) == 1:
+            pending[0].wait()
+        else:
+            result = pending[0].wait(self._timeout)  # of the hook's, which was not told
             pending[1].wait()
             self._keep(result)
         numbers: list[complex] = self._trailer.tolist()
@@ -195,7 +213,7 @@ class GradientBucket:
 
         Args:
             scale: What averages are multiplied by.
-            is_idle: This rank has no batch, and its parameters' gradients stay as they are.
+            is_idle: This rank has no batch: its parameters keep their gradients, though views are the others' averages.
         """
         if scale != 1.0:
             self.tensor.mul_(scale)
@@ -203,10 +221,10 @@ class GradientBucket:
             return
         for place, (parameter, view) in enumerate(zip(self.parameters, self.gradients, strict=True)):
             gradient = parameter.grad
-            if gradient is view or (gradient is None and not abs(self._shares[place])):
+            if self._lies_here(place, gradient) or (gradient is None and not abs(self._shares[place])):
                 continue
             if self._as_views:
-                parameter.grad = view
+                self._lend(place)
             elif gradient is not None and _is_writable(gradient):
                 gradient.copy_(view)
             else:

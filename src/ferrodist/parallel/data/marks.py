@@ -12,7 +12,7 @@ carries two elements more for each rank, its *mark*: the number of the model wit
 within the model. Each rank fills in its own mark and leaves the others 0, so that the mean over the ranks has all of
 them, divided by the number of ranks. Every rank compares them before it looks at a gradient, and all come to the same
 verdict; no message is added. Numbers go from 1 to 127 and then start again, for bfloat16 has 8 bits to tell their
-quotients apart.
+quotients apart: models 127 apart are not told apart.
 """
 
 from __future__ import annotations

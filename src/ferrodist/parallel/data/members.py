@@ -36,28 +36,31 @@ class Members:
         Raises:
             UnsupportedOpError: Naming the first of them.
         """
-        for parameters, old, modules, old_modules in self._places:
-            if not (_are_same(parameters, old) and _are_same(modules, old_modules)):
-                self._refuse(title)
-                self._places = _find_places(self._module)  # sub-modules without parameters came or went
-                return
+        if all(
+            _are_same(parameters, old) and _are_same(modules, old_modules)
+            for parameters, old, modules, old_modules in self._places
+        ):
+            return
+        if change := self._find_change():
+            name, what = change
+            raise UnsupportedOpError(
+                f"parameter {name!r} of {title} {what} after that was made, and it averages those that it was made"
+                " with. Change the module first, and then make a new DDP of it (or what this was), on all ranks; to"
+                " change values, write to the parameter in place (copy_, load_state_dict without assign=True)."
+            )
+        self._places = _find_places(self._module)  # sub-modules without parameters came or went
 
-    def _refuse(self, title: str) -> None:
+    def _find_change(self) -> tuple[str, str] | None:
+        """The name of a parameter, and what has happened to it."""
         now = dict(self._module.named_parameters(remove_duplicate=False))
         for name in [*now, *self._names]:
             if name not in self._names:
-                what = "was added"
-            elif name not in now:
-                what = "was removed"
-            elif now[name] is not self._names[name]:
-                what = "was replaced by another"
-            else:
-                continue
-            raise UnsupportedOpError(
-                f"parameter {name!r} of {title} {what} after DDP was made, and DDP averages those that it was made"
-                " with. Change the module first, and then make a new DDP of it, on all ranks; to change values, write"
-                " to the parameter in place (copy_, load_state_dict without assign=True)."
-            )
+                return name, "was added"
+            if name not in now:
+                return name, "was removed"
+            if now[name] is not self._names[name]:
+                return name, "was replaced by another"
+        return None
 
     def change_trainable(self) -> bool:
         """Whether other parameters require grad than when this was last asked."""

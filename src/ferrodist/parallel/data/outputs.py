@@ -18,10 +18,10 @@ _CHECKPOINT = "CheckpointFunctionBackward"
 
 def find_outputs(result: object) -> list[torch.Tensor]:
     """The tensors that require grad in tensors, tuples, lists, sets, mappings and dataclasses, to any depth."""
-    return [tensor for tensor in _tensors_in(result) if tensor.requires_grad]
+    return [tensor for tensor in _tensors_in(result, set()) if tensor.requires_grad]
 
 
-def _tensors_in(result: object) -> Iterator[torch.Tensor]:
+def _tensors_in(result: object, above: set[int]) -> Iterator[torch.Tensor]:
     parts: Iterable[object]
     if isinstance(result, torch.Tensor):
         yield result
@@ -31,11 +31,13 @@ def _tensors_in(result: object) -> Iterator[torch.Tensor]:
     elif isinstance(result, (tuple, list, set, frozenset)):
         parts = result
     elif is_dataclass(result) and not isinstance(result, type):
-        parts = (getattr(result, field.name) for field in fields(result))
+        parts = [getattr(result, field.name, None) for field in fields(result)]
     else:
         return
+    if id(result) in above:  # it contains itself
+        return
     for part in parts:
-        yield from _tensors_in(part)
+        yield from _tensors_in(part, above | {id(result)})
 
 
 def find_unreached(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> frozenset[int]:

@@ -10,20 +10,25 @@ An optimizer that steps in a hook, once a parameter's gradient is there, takes t
 comes later: the ranks' models would drift apart. So a round remembers the version counters of all parameters from
 when it opened, and the group ends with an error where one has changed by the end, or where a gradient that came is gone
 again. Not seen are changes that go around the counters (fused optimizers, ``parameter.data``) and leave the gradient,
-and those of the first parameter by a hook that is older than DDP's.
+and those of the first parameter where no output was found, for then its gradient opens the round.
+
+[Note: numbers]
+A *key* is a parameter's number when the reducer was made, a *place* its number in the present plan, a *home* the number
+of its bucket, and a *spot* its number there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 import torch
 
 from ferrodist.collectives.explain import explain_errors
+from ferrodist.collectives.gathering import all_gather
 from ferrodist.collectives.objects import all_gather_object
-from ferrodist.collectives.reductions import broadcast
 from ferrodist.errors import (
     CollectiveMismatchError,
     DistributedError,
@@ -35,17 +40,18 @@ from ferrodist.errors import (
 from ferrodist.parallel.data.buckets import plan_buckets
 from ferrodist.parallel.data.gradient_bucket import make_buckets
 from ferrodist.parallel.data.marks import model_title
+from ferrodist.parallel.data.parameter_hooks import ParameterHooks
 from ferrodist.parallel.data.rounds import Round, current_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from torch.utils.hooks import RemovableHandle
-
     from ferrodist.backends.base import Backend
     from ferrodist.parallel.data.options import Options
 
 __all__ = ["Reducer"]
+
+P = ParamSpec("P")
 
 _FIRST_BYTES = 1 << 20
 """Of the first bucket, whose messages start soonest."""
@@ -88,10 +94,13 @@ class Reducer:
         # Gradients come roughly in the reverse order of the parameters.
         self._owners = dict(reversed(list(parameters.items()))) if group.world_size > 1 else {}
         self._build(is_symmetric=False)
-        keys = {id(parameter): key for key, parameter in enumerate(self._owners.values())}
-        self._place_of = list(range(len(keys)))  # of the parameters as they were watched, in the present plan
-        handles = [_watch(self, parameter, keys[id(parameter)]) for parameter in self._owners.values()]
-        weakref.finalize(self, _remove, handles).atexit = False
+        self._place_of = list(range(len(self._backwards)))  # by key
+        self._hooks = ParameterHooks(
+            self._backwards,
+            _weakly(self, Reducer.on_arrival),
+            _weakly(self, Reducer.on_gradient),
+            title=model_title(group, model),
+        )
 
     def _build(self, *, is_symmetric: bool) -> None:
         backwards = self._backwards = tuple(self._owners.values())
@@ -123,6 +132,7 @@ class Reducer:
             CollectiveMismatchError: Some ranks have a gradient that others have not. The group stays good.
             DistributedError: A bucket's reduction failed, and so the group; gradients may be partly averaged.
         """
+        self._count_lost()
         with self._failing_together():
             for bucket in self.buckets[self._num_started :]:
                 bucket.check_layouts()
@@ -145,7 +155,27 @@ class Reducer:
         if not self._is_rebuilt:
             self._rebuild(arrived)
 
-    def watch(self, outputs: Sequence[torch.Tensor], unreached: frozenset[int]) -> None:
+    def continue_from(self, other: Reducer) -> None:
+        """Take over what another reducer of the same model was told."""
+        self.is_syncing, self.before_round = other.is_syncing, other.before_round
+        self.has_own_gradients = other.has_own_gradients
+
+    def check_owns_parameters(self) -> None:
+        """Raise if another DDP was made of one of the parameters.
+
+        Raises:
+            UnsupportedOpError: It is named.
+        """
+        taken = self._hooks.find_taken()
+        if taken is not None:
+            key, holder = taken
+            raise UnsupportedOpError(
+                f"{self._title_of(self._place_of[key])} belongs to {holder.title} since that was made: two DDPs can't"
+                " average one gradient. Put modules that share parameters into one, and wrap that once; to go on with"
+                " this DDP, drop the other."
+            )
+
+    def watch_outputs(self, outputs: Sequence[torch.Tensor], unreached: frozenset[int]) -> None:
         """Take note of a forward's outputs, so that the round opens where their gradients begin to flow.
 
         Args:
@@ -166,7 +196,8 @@ class Reducer:
                 alive.enter_round()
 
         for output in outputs:
-            output.register_hook(notice)  # type: ignore[no-untyped-call]
+            if output.grad_fn is not None:  # a leaf lives on, and would keep the hooks of all forwards
+                output.register_hook(notice)  # type: ignore[no-untyped-call]
 
     def fits(self) -> bool:
         """Whether the parameters still have the dtypes, devices and shapes that the buckets were made for."""
@@ -188,25 +219,29 @@ class Reducer:
         if self._backwards and self._round.enter(self._on_backward_end):
             self._round.versions = self._count_changes()
 
-    def on_gradient(self, key: int) -> None:
-        """Take note that a gradient is there, and start the buckets that are now complete; called by autograd."""
+    def on_arrival(self) -> None:
+        """Take note that a gradient has come, which hooks on the parameter may still change; called by autograd."""
         if torch.is_grad_enabled():
             raise UnsupportedOpError(
                 f"backward(create_graph=True) through {model_title(self._group, self._model)}: averaged gradients have"
                 " no graph, for it would have to cross the ranks. Take the inner derivative with"
                 " torch.autograd.grad(..., create_graph=True), and call backward() once, on a loss made of it."
             )
-        place = self._place_of[key]
-        number, spot = self._spots[place]
         self.has_own_gradients = True
+        if self.is_syncing:
+            self.enter_round()
+
+    def on_gradient(self, key: int) -> None:
+        """Take note that a gradient is there, and start the buckets that are now complete; called by autograd."""
+        place = self._place_of[key]
+        home, spot = self._spots[place]
         if not self.is_syncing:
-            self.buckets[number].take_early(spot)
+            self.buckets[home].take_early(spot)
             return
-        self.enter_round()
-        if number < self._num_started:
+        if home < self._num_started:
             self._refuse_late(place)
         self._round.arrive(place)
-        self.buckets[number].take_early(spot)
+        self.buckets[home].take_early(spot)
         end = self._round.count_complete(self._num_started)
         if end > self._num_started:
             with self._failing_together():
@@ -242,23 +277,35 @@ class Reducer:
         self._is_rebuilt = True
         if not self._backwards:
             return
-        rest = sorted(set(range(len(self._backwards))) - set(arrived))
-        order = torch.tensor([*arrived, *rest])
+        names, owners, old = self._names, self._backwards, self._round
+        digest = int.from_bytes(hashlib.sha256("\n".join(sorted(names)).encode()).digest()[:8], "little", signed=True)
+        rest = sorted(set(range(len(owners))) - set(arrived))
         with explain_errors(
             lambda: f"After its first step {model_title(self._group, self._model)} agrees on the order of gradients.",
             _ADVICE,
         ):
-            broadcast(order, self._root, group=self._group, out=order)
-            places, old = order.tolist(), self._round
-            names, owners = self._names, self._backwards
+            everyone = all_gather(torch.tensor([[digest, *arrived, *rest]]), group=self._group).tolist()
+            self._check_same_names([theirs[0] for theirs in everyone])
+            places = everyone[self._root][1:]
             self._owners = {names[place]: owners[place] for place in places}
             self._build(is_symmetric=True)
         self._round.learn_like(old, places)
-        homes = {place: number for number, place in enumerate(places)}
-        self._place_of = [homes[place] for place in self._place_of]
+        now = {place: number for number, place in enumerate(places)}
+        self._place_of = [now[place] for place in self._place_of]
         with torch.no_grad():
-            for number, spot in self._spots:
-                self.buckets[number].take_early(spot)
+            for home, spot in self._spots:
+                self.buckets[home].take_early(spot)
+
+    def _check_same_names(self, digests: list[int]) -> None:
+        """Raise, on all ranks, unless all have averaged the gradients of the same parameters."""
+        differing = tuple(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        if differing:
+            raise CollectiveMismatchError(
+                f"{ranks_text(differing)} of group {self._group.name!r} averaged gradients of other parameters of"
+                f" {model_title(self._group, self._model)} than rank 0: which parameters require grad must change on"
+                " all ranks alike.",
+                ranks=differing,
+            )
 
     def _find_uneven(self) -> list[str]:
         """Parameters that some ranks have a gradient for and others have not; see [Note: presence] in `marks.py`."""
@@ -293,7 +340,8 @@ class Reducer:
         raise UnsupportedOpError(
             f"{self._title_of(place)} {what} during backward on"
             f" rank {self._group.rank} of group {self._group.name!r}, before its gradient was averaged: an optimizer"
-            " that steps in a hook makes the ranks' models drift apart. Step when backward() has returned.",
+            " that steps in a hook makes the ranks' models drift apart, and so does a module that changes its weights"
+            " when a checkpoint computes it again. Step when backward() has returned.",
             ranks=(self._group.rank,),
         )
 
@@ -309,14 +357,15 @@ class Reducer:
 
     def _refuse_late(self, place: int) -> None:
         """Raise for a gradient that came when its bucket had started."""
-        why = (
-            "a graph that changes can't have static_graph=True"
-            if self._options.static_graph
-            else "with re-entrant checkpointing pass static_graph=True to DDP, or use_reentrant=False to checkpoint()"
-        )
+        if self._options.static_graph:
+            why = "a graph that changes can't have static_graph=True"
+        elif self._round.counts.get(place, 0) == 0:
+            why = "it is used outside of what forward returns: compute all of the loss that uses it inside of forward"
+        else:
+            why = "with re-entrant checkpointing pass static_graph=True to DDP, or use_reentrant=False to checkpoint()"
         error = UnsupportedOpError(
-            f"{self._title_of(place)} got another gradient on rank {self._group.rank} when the one before was being"
-            f" averaged: {why}.",
+            f"{self._title_of(place)} got a gradient on rank {self._group.rank} when its bucket was being averaged"
+            f" already: {why}.",
             ranks=(self._group.rank,),
         )
         with self._failing_together():
@@ -333,7 +382,13 @@ class Reducer:
             f" rank {self._group.rank} was averaging: {names[0]!r}{more}."
         )
 
+    def _count_lost(self) -> None:
+        """Count the gradients that came without `on_gradient`."""
+        for key in self._hooks.find_lost():
+            self._round.arrive(self._place_of[key])
+
     def _on_backward_end(self) -> None:
+        self._count_lost()
         if self._round.counts:
             self.reduce()
         else:  # torch.autograd.grad, which leaves the parameters' gradients alone
@@ -355,22 +410,17 @@ class Reducer:
     def _forget_round(self, *, is_complete: bool) -> None:
         self._num_started = 0
         self._has_forwards = False
+        self._hooks.forget_pending()
         self._round.close(is_complete=is_complete)
 
 
-def _watch(reducer: Reducer, parameter: torch.nn.Parameter, key: int) -> RemovableHandle:
-    # A weak reference, or the parameter would keep the reducer, which keeps the parameter.
+def _weakly(reducer: Reducer, method: Callable[Concatenate[Reducer, P], None]) -> Callable[P, None]:
+    """A method that does not keep the reducer, which keeps what is hooked."""
     reference = weakref.ref(reducer)
 
-    def notice(_: torch.Tensor) -> None:
+    def call(*arguments: P.args, **keywords: P.kwargs) -> None:
         alive = reference()
         if alive is not None:
-            alive.on_gradient(key)
+            method(alive, *arguments, **keywords)
 
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(notice)  # type: ignore[no-untyped-call]
-    return handle
-
-
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+    return call
