@@ -753,7 +753,7 @@ def test_a_rank_that_does_not_make_the_model():
     error, _ = run_ranks(make, 2, backend=partial(SimulatedBackend.create_group, timeout=0.05))
     assert type(error) is DistributedTimeoutError
     assert error.ranks == (1,)
-    assert "Rank 0 was making a DDP of Linear. Every rank of the group must make it" in str(error)
+    assert "Rank 0 was giving a Linear to DDP. Every rank of the group must make it" in str(error)
 
 
 def test_a_failed_backward_before_any_bucket_may_be_repeated():

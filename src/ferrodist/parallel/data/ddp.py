@@ -19,14 +19,14 @@ from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.prepare import check_root
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError
+from ferrodist.parallel.autograd import current_backward, find_outputs
 from ferrodist.parallel.data.join import Event, Join
 from ferrodist.parallel.data.marks import model_title, number_model
 from ferrodist.parallel.data.members import Members
 from ferrodist.parallel.data.options import Options
-from ferrodist.parallel.data.outputs import find_outputs, find_unreached
 from ferrodist.parallel.data.reducer import Reducer
 from ferrodist.parallel.data.replication import broadcast_tensors, check_same_form, check_supported
-from ferrodist.parallel.data.rounds import current_backward
+from ferrodist.parallel.data.unreached import find_unreached
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -37,11 +37,12 @@ from ferrodist.errors import (
     describe_error,
     ranks_text,
 )
+from ferrodist.parallel.autograd import current_backward, hook_gradients
 from ferrodist.parallel.data.buckets import plan_buckets
 from ferrodist.parallel.data.gradient_bucket import make_buckets
 from ferrodist.parallel.data.marks import model_title
 from ferrodist.parallel.data.parameter_hooks import ParameterHooks
-from ferrodist.parallel.data.rounds import Round, current_backward
+from ferrodist.parallel.data.rounds import Round
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -195,9 +196,7 @@ class Reducer:
             if alive is not None and alive.is_syncing:
                 alive.enter_round()
 
-        for output in outputs:
-            if output.grad_fn is not None:  # a leaf lives on, and would keep the hooks of all forwards
-                output.register_hook(notice)  # type: ignore[no-untyped-call]
+        hook_gradients([output for output in outputs if not output.is_leaf], notice)
 
     def fits(self) -> bool:
         """Whether the parameters still have the dtypes, devices and shapes that the buckets were made for."""

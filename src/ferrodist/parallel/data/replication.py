@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from ferrodist.collectives.coalescing import coalesce
-from ferrodist.collectives.explain import explain_errors
-from ferrodist.collectives.objects import all_gather_object, broadcast_object
 from ferrodist.collectives.prepare import check_tensor
 from ferrodist.collectives.reduce_op import ReduceOp, check_reduction
 from ferrodist.collectives.reductions import async_broadcast
 from ferrodist.collectives.views import elements_overlap
-from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
+from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.data.buckets import plan_buckets
+from ferrodist.parallel.same_form import compare_forms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,34 +27,22 @@ if TYPE_CHECKING:
 __all__ = ["broadcast_tensors", "check_same_form", "check_supported"]
 
 
-def check_same_form(module: torch.nn.Module, options: Options | None, group: Backend, deadline: Deadline) -> None:
+def check_same_form(
+    module: torch.nn.Module, options: Options | None, group: Backend, deadline: Deadline, *, maker: str = "DDP"
+) -> None:
     """Compare the module's parameters and buffers with those of rank 0; every rank of the group calls this.
 
-    Compared are their number, names, shapes, dtypes, memory and places, which parameters require grad, and DDP's
-    options. Each rank receives rank 0's list and then one sentence from each rank, so that lists don't travel from
-    everyone to everyone.
+    Compared are their number, names, shapes, dtypes, memory and places, which parameters require grad, and the
+    maker's options.
 
     Raises:
         CollectiveMismatchError: On every rank, naming the first parameter or buffer that differs. The group stays good.
         UnsupportedOpError, ValueError: On every rank, naming a parameter or buffer that collectives can't carry, or one
             that is lazy and has no shape yet. The group stays good.
     """
-    mine = [f"the option {line}" for line in (options.describe() if options else ())] + _describe(module)
-    with explain_errors(
-        lambda: f"Rank {group.rank} was making a DDP of {type(module).__name__}.",
-        "Every rank of the group must make it, at the same place of its program.",
-    ):
-        expected = broadcast_object(mine, group=group, timeout=deadline.remaining())
-        sentences = all_gather_object(
-            _first_difference(mine, expected, group.rank), group=group, timeout=deadline.remaining()
-        )
-    differing = {rank: sentence for rank, sentence in enumerate(sentences) if sentence is not None}
-    if differing:
-        raise CollectiveMismatchError(
-            f"the ranks of group {group.name!r} gave DDP different modules:"
-            f" {next(iter(differing.values()))}. Build the same module, with the same options, on every rank.",
-            ranks=tuple(differing),
-        )
+    options_lines = [f"the option {line}" for line in (options.describe() if options else ())]
+    lines = [*options_lines, *_describe(module)]
+    compare_forms(lines, group, deadline, maker=maker, module=type(module).__name__)
     check_supported(module, group)
 
 
@@ -115,13 +101,6 @@ def check_supported(module: torch.nn.Module, group: Backend) -> None:
                 f"DDP can't give every rank {title} of {type(module).__name__}: it {obstacle}, so nothing can be"
                 " written to it. Make it a clone()."
             )
-
-
-def _first_difference(mine: Sequence[str], expected: Sequence[str], rank: int) -> str | None:
-    for own, other in zip_longest(mine, expected, fillvalue="nothing more"):
-        if own != other:
-            return f"rank {rank} has {own} where rank 0 has {other}"
-    return None
 
 
 def broadcast_tensors(

@@ -24,18 +24,14 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-import torch
 from torch.autograd import Variable
+
+from ferrodist.parallel.autograd import current_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Round", "current_backward"]
-
-
-def current_backward() -> int:
-    """The engine's number of the backward that this thread is in, or -1."""
-    return int(torch._C._current_graph_task_id())  # noqa: SLF001 - no public name; torch's own FSDP asks the same
+__all__ = ["Round"]
 
 
 class Round:

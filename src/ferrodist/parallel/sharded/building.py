@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from ferrodist.collectives.explain import explain_errors
-from ferrodist.collectives.objects import all_gather_object, broadcast_object
 from ferrodist.collectives.prepare import check_tensor
 from ferrodist.collectives.reduce_op import ReduceOp, check_dtype, check_reduction
 from ferrodist.deadline import Deadline
-from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
+from ferrodist.errors import UnsupportedOpError
+from ferrodist.parallel.same_form import compare_forms
 from ferrodist.parallel.sharded.layout import FlatLayout
 from ferrodist.parallel.sharded.memory import allot
 from ferrodist.parallel.sharded.parameter import FlatParameters
@@ -40,31 +39,10 @@ def check_same_plan(plans: Sequence[UnitPlan], root: torch.nn.Module, axes: Axes
         UnsupportedOpError, ValueError: On every rank, naming what can't be divided. The group stays good.
     """
     group = axes.whole
-    deadline = Deadline(group.timeout)
-    mine = [f"settings {settings}", *_describe(plans, root)]
+    lines = [f"settings {settings}", *_describe(plans, root)]
     refusal = _refusal(plans, root)
-    with explain_errors(lambda: f"Rank {group.rank} was making an FSDP of {type(root).__name__}.", _ADVICE):
-        expected = broadcast_object(mine, group=group, timeout=deadline.remaining())
-        difference = next(
-            (
-                f"rank {group.rank} has {own} where rank 0 has {other}"
-                for own, other in zip_longest(mine, expected, fillvalue="nothing more")
-                if own != other
-            ),
-            None,
-        )
-        sentences = all_gather_object([difference, refusal], group=group, timeout=deadline.remaining())
-    refused = {rank: sentence[1] for rank, sentence in enumerate(sentences) if sentence[1] is not None}
-    if refused:
-        rank = next(iter(refused))
-        raise UnsupportedOpError(f"FSDP can't take the module of rank {rank}: {refused[rank]}", ranks=tuple(refused))
-    differing = {rank: sentence[0] for rank, sentence in enumerate(sentences) if sentence[0] is not None}
-    if differing:
-        raise CollectiveMismatchError(
-            f"the ranks of group {group.name!r} gave FSDP different modules: {next(iter(differing.values()))}. Build"
-            " the same module, with the same settings, on every rank.",
-            ranks=tuple(differing),
-        )
+    deadline = Deadline(group.timeout)
+    compare_forms(lines, group, deadline, maker="FSDP", module=type(root).__name__, refusal=refusal)
 
 
 def _describe(plans: Sequence[UnitPlan], root: torch.nn.Module) -> list[str]:

@@ -1,18 +1,16 @@
-"""One backward under way, and how a schedule learns of it."""
+"""A forward as it was, and the backward of it that is under way."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch.utils._pytree import tree_flatten
-
+from ferrodist.parallel.autograd import current_backward
 from ferrodist.parallel.sharded.plan import Action, Event, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-__all__ = ["Run", "Trace", "current_backward", "watch_outputs"]
+__all__ = ["Run", "Trace"]
 
 
 class Trace:
@@ -72,30 +70,3 @@ class Run:
             return coming[0]
         done = [step.call for step, uses_it in zip(self.steps[: self.num_done], uses, strict=False) if uses_it]
         return done[-1] if done else coming[0] if coming else -1
-
-
-def current_backward() -> int:
-    """The engine's number of the backward that this is inside of, or -1."""
-    return int(torch._C._current_graph_task_id())  # noqa: SLF001 - no public name; torch's own FSDP asks the same
-
-
-def watch_outputs(output: Any, notice: Callable[[torch.Tensor], None]) -> bool:
-    """Have ``notice`` called when a gradient reaches a tensor in what a module returned; whether one can.
-
-    Of a view also its base is watched: an operation in place gives the view another history, without the hook.
-    """
-    found = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
-    bases = [tensor._base for tensor in found if tensor._base is not None]  # noqa: SLF001 - torch has no other name
-    for tensor in [*found, *(base for base in bases if base.requires_grad)]:
-        tensor.register_hook(notice)  # type: ignore[no-untyped-call]
-    return bool(found)
-
-
-def _tensors_in(output: Any) -> list[torch.Tensor]:
-    """The tensors in what a module returned, also in objects whose attributes are tensors."""
-    leaves, _ = tree_flatten(output)
-    found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor) and hasattr(leaf, "__dict__") and not isinstance(leaf, type):
-            found += [value for value in tree_flatten(vars(leaf))[0] if isinstance(value, torch.Tensor)]
-    return found

@@ -32,8 +32,9 @@ from torch.autograd import Variable
 from ferrodist.collectives.exchange import barrier
 from ferrodist.collectives.explain import explain_errors
 from ferrodist.errors import DistributedError, GroupAbortedError, describe_error
+from ferrodist.parallel.autograd import current_backward, find_outputs, hook_gradients
 from ferrodist.parallel.sharded.plan import Action, Event, Step, plan_backward
-from ferrodist.parallel.sharded.run import Run, Trace, current_backward, watch_outputs
+from ferrodist.parallel.sharded.run import Run, Trace
 from ferrodist.parallel.sharded.unit import ADVICE, Unit, UnitState
 
 if TYPE_CHECKING:
@@ -218,7 +219,9 @@ class Schedule:
             if alive is not None:
                 alive.before_backward(trace, call)
 
-        return watch_outputs(output, notice)
+        outputs = find_outputs(output)
+        hook_gradients(outputs, notice)
+        return bool(outputs)
 
     def _recomputed_call(self, unit: Unit, run: Run) -> int:
         return run.recomputed_call(unit.number, is_gathered=unit.state is UnitState.GATHERED)

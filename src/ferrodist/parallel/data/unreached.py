@@ -1,43 +1,17 @@
-"""What a forward returned: the tensors in it, and the parameters that they depend on."""
+"""Which parameters a forward's outputs depend on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
 
-__all__ = ["find_outputs", "find_unreached"]
+    import torch
+
+__all__ = ["find_unreached"]
 
 _CHECKPOINT = "CheckpointFunctionBackward"
-
-
-def find_outputs(result: object) -> list[torch.Tensor]:
-    """The tensors that require grad in tensors, tuples, lists, sets, mappings and dataclasses, to any depth."""
-    return [tensor for tensor in _tensors_in(result, set()) if tensor.requires_grad]
-
-
-def _tensors_in(result: object, above: set[int]) -> Iterator[torch.Tensor]:
-    parts: Iterable[object]
-    if isinstance(result, torch.Tensor):
-        yield result
-        return
-    if isinstance(result, Mapping):
-        parts = result.values()
-    elif isinstance(result, (tuple, list, set, frozenset)):
-        parts = result
-    elif is_dataclass(result) and not isinstance(result, type):
-        parts = [getattr(result, field.name, None) for field in fields(result)]
-    else:
-        return
-    if id(result) in above:  # it contains itself
-        return
-    for part in parts:
-        yield from _tensors_in(part, above | {id(result)})
 
 
 def find_unreached(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> frozenset[int]:

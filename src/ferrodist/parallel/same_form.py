@@ -1,0 +1,65 @@
+"""Whether all ranks make the same thing of the same module."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from ferrodist.collectives.explain import explain_errors
+from ferrodist.collectives.objects import all_gather_object, broadcast_object
+from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.deadline import Deadline
+
+__all__ = ["compare_forms"]
+
+
+def compare_forms(
+    lines: Sequence[str], group: Backend, deadline: Deadline, *, maker: str, module: str, refusal: str | None = None
+) -> None:
+    """Compare what ranks say about their modules with what rank 0 says; every rank of the group calls this.
+
+    Each rank receives rank 0's list and then a sentence from each rank, so that lists don't travel from everyone to
+    everyone.
+
+    Args:
+        lines: What this rank has, one thing a line, as "parameter 'weight' of shape ...".
+        group: The group.
+        deadline: For all of it.
+        maker: What is made of the module, as "DDP".
+        module: The module's class.
+        refusal: Why it can't be made of this rank's module.
+
+    Raises:
+        CollectiveMismatchError: On every rank, naming the first difference. The group stays good.
+        UnsupportedOpError: On every rank, with the first rank's refusal. The group stays good.
+    """
+    with explain_errors(
+        lambda: f"Rank {group.rank} was giving a {module} to {maker}.",
+        "Every rank of the group must make it, at the same place of its program.",
+    ):
+        expected = broadcast_object(list(lines), group=group, timeout=deadline.remaining())
+        answer = [_first_difference(lines, expected, group.rank), refusal]
+        answers = all_gather_object(answer, group=group, timeout=deadline.remaining())
+    refused = {rank: reason for rank, (_, reason) in enumerate(answers) if reason is not None}
+    if refused:
+        rank, reason = next(iter(refused.items()))
+        raise UnsupportedOpError(f"{maker} can't take the module of rank {rank}: {reason}", ranks=tuple(refused))
+    differing = {rank: difference for rank, (difference, _) in enumerate(answers) if difference is not None}
+    if differing:
+        raise CollectiveMismatchError(
+            f"the ranks of group {group.name!r} gave {maker} different modules: {next(iter(differing.values()))}. Build"
+            " the same module, with the same options, on every rank.",
+            ranks=tuple(differing),
+        )
+
+
+def _first_difference(mine: Sequence[str], expected: Sequence[str], rank: int) -> str | None:
+    for own, other in zip_longest(mine, expected, fillvalue="nothing more"):
+        if own != other:
+            return f"rank {rank} has {own} where rank 0 has {other}"
+    return None
