@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ferrodist import FSDP, MixedPrecision, ReduceOp, ShardingStrategy, SubBackend, allreduce, convert_sync_batchnorm
+from ferrodist import FSDP, DeviceMesh, MixedPrecision, ReduceOp, ShardingStrategy, allreduce, convert_sync_batchnorm
 from ferrodist.parallel.sharded import gradients, layout, memory, parameter, schedule
 from ferrodist.testing import run_ranks
 
@@ -481,40 +481,50 @@ def test_one_rank_computes_the_bits_of_a_module():
     assert torch.equal(losses, expected_losses)
 
 
-def test_a_pair_of_groups(run):
-    """One divides, the other has copies: as hybrid(2) of the group that both were made from."""
+def test_a_mesh_of_two_axes(run):
+    """Along the first are copies, along the second the ranks that divide one: as hybrid(2) of the group."""
     model, steps = seeded(mlp), batches(3)
     expected, _ = alone(model, OPTIMIZERS["momentum"], steps)
 
-    def program(group, is_shuffled):
-        rows = [[0, 2], [1, 3]] if is_shuffled else [[0, 1], [2, 3]]
-        row = next(row for row in rows if group.rank in row)
-        column = [each[row.index(group.rank)] for each in rows]
-        pair = (SubBackend(group, row), SubBackend(group, column))
-        fsdp = FSDP(copy.deepcopy(model), pair, wrap=torch.nn.Linear)
+    def program(group, ranks):
+        mesh = DeviceMesh(group, (2, 2), ("replicate", "shard"), ranks=ranks)
+        fsdp = FSDP(copy.deepcopy(model), mesh, wrap=torch.nn.Linear)
         train(fsdp, steps, OPTIMIZERS["momentum"](fsdp.parameters()), group)
         assert fsdp._axes.num_shards == 2
         return fsdp.full_state_dict()
 
-    for is_shuffled in (False, True):
-        for state in run(program, 4, is_shuffled):
+    for ranks in (None, (0, 2, 1, 3)):
+        for state in run(program, 4, ranks):
             assert distance(state, expected) < LIMIT
 
 
-def test_a_pair_of_groups_of_which_one_has_one_rank():
+@pytest.mark.parametrize(("shape", "num_shards"), [((2,), 2), ((1, 2), 2), ((2, 1), 1)])
+def test_meshes_of_which_one_axis_has_one_rank(shape, num_shards):
     """It divides over all, or has copies only."""
     model, steps = seeded(mlp), batches(2)
     expected, _ = alone(model, OPTIMIZERS["momentum"], steps)
 
     def program(group):
-        own = SubBackend(group, [group.rank])
-        for pair, num_shards in (((group, own), 2), ((own, group), 1)):
-            fsdp = FSDP(copy.deepcopy(model), pair, wrap=torch.nn.Linear)
-            train(fsdp, steps, OPTIMIZERS["momentum"](fsdp.parameters()), group)
-            assert fsdp._axes.num_shards == num_shards
-            assert distance(fsdp.full_state_dict(), expected) < LIMIT
+        fsdp = FSDP(copy.deepcopy(model), DeviceMesh(group, shape), wrap=torch.nn.Linear)
+        train(fsdp, steps, OPTIMIZERS["momentum"](fsdp.parameters()), group)
+        assert fsdp._axes.num_shards == num_shards
+        assert distance(fsdp.full_state_dict(), expected) < LIMIT
 
     run_ranks(program, 2)
+
+
+def test_a_slice_of_a_mesh():
+    """Two models, each divided over the ranks of one slice."""
+    model, steps = seeded(mlp), batches(2)
+    expected, _ = alone(model, OPTIMIZERS["momentum"], steps)
+
+    def program(group):
+        mesh = DeviceMesh(group, (2, 2), ("model", "shard"))["shard"]
+        fsdp = FSDP(copy.deepcopy(model), mesh, wrap=torch.nn.Linear)
+        train(fsdp, steps, OPTIMIZERS["momentum"](fsdp.parameters()), mesh.group)
+        assert distance(fsdp.full_state_dict(), expected) < LIMIT
+
+    run_ranks(program, 4)
 
 
 def test_mixed_precision(run):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from ferrodist import FSDP, MixedPrecision, ShardingStrategy
+from ferrodist import FSDP, DeviceMesh, InvalidRankError, MixedPrecision, ShardingStrategy
 from ferrodist.errors import (
     CollectiveMismatchError,
     DistributedError,
@@ -220,14 +220,14 @@ def test_wrong_arguments():
                 FSDP(layer, group, **keywords)
         with pytest.raises(TypeError, match=r"wraps a torch\.nn\.Module"):
             FSDP(3, group)
-        with pytest.raises(TypeError, match="pair of groups"):
+        with pytest.raises(TypeError, match="a DeviceMesh or None, not int"):
             FSDP(layer, 3)
-        with pytest.raises(TypeError, match="as a pair"):
-            FSDP(layer, (group, 3))
-        with pytest.raises(ValueError, match="sub-groups of one group"):
-            FSDP(layer, (group, group))
-        with pytest.raises(ValueError, match="two groups say by themselves"):
-            FSDP(layer, (group, group), strategy=ShardingStrategy.NO_SHARD)
+        with pytest.raises(ValueError, match="can't take a mesh of 3 axes"):
+            FSDP(layer, DeviceMesh(group, (1, 1, 2)))
+        with pytest.raises(ValueError, match="NO_SHARD can't take a mesh of 2 axes"):
+            FSDP(layer, DeviceMesh(group, (1, 2)), strategy=ShardingStrategy.NO_SHARD)
+        with pytest.raises(InvalidRankError):
+            FSDP(layer, DeviceMesh(group, (1,), ranks=[1 - group.rank]))
         inner = FSDP(torch.nn.Linear(2, 2), group)
         with pytest.raises(ValueError, match="FSDP inside"):
             FSDP(torch.nn.Sequential(inner), group)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
+    from ferrodist.mesh import DeviceMesh
     from ferrodist.parallel.sharded.unit import Unit
 
 __all__ = ["FSDP"]
@@ -57,8 +58,8 @@ class FSDP(torch.nn.Module):
     Args:
         module: It is changed in place. Parameters may be on the meta device: then no rank ever holds more than its
             shards and one unit.
-        group: All ranks; None is the default group. Or (group that shards, group that replicates), of one group:
-            the ranks that divide a copy of the model with this one, and those that have its part of other copies.
+        group: All ranks; None is the default group. Or a `DeviceMesh` of one axis; or of two: along the first are
+            copies of the model, along the second the ranks that divide each.
         strategy: What is divided.
         wrap: What is gathered together: a module class, several of them, or a function of a module's name and the
             module, such as `by_size` makes. The rest is one unit; None puts all into it.
@@ -82,7 +83,7 @@ class FSDP(torch.nn.Module):
     def __init__(
         self,
         module: torch.nn.Module,
-        group: Backend | Sequence[Backend] | None = None,
+        group: Backend | DeviceMesh | None = None,
         *,
         strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
         wrap: object = None,

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ferrodist.backends.base import Backend
-from ferrodist.backends.process_group import resolve_group
-from ferrodist.backends.sub import SubBackend
-from ferrodist.collectives.objects import all_gather_object
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from ferrodist.mesh import DeviceMesh
 
 __all__ = ["Axes", "ShardingStrategy"]
 
@@ -85,72 +80,47 @@ class Axes:
         return 0 if self.shard is None else self.shard.rank
 
     @staticmethod
-    def of(group: Backend | Sequence[Backend] | None, strategy: ShardingStrategy) -> Axes:
-        """The grid that a strategy makes of a group, or that two groups are.
+    def of(group: Backend | DeviceMesh | None, strategy: ShardingStrategy) -> Axes:
+        """The grid that a strategy makes of a group, or that a mesh is.
 
         Args:
-            group: All ranks; None is the default group. Or a pair of groups: the ranks that divide a copy with this
-                one, and those that hold the same part of other copies; made from one group. Then all ranks call this.
-            strategy: With a pair of groups one that divides.
+            group: All ranks; None is the default group. Or a mesh of one axis, or of two: the first holds copies, the
+                second divides one.
+            strategy: With a mesh of two axes one that divides, and leaves it to the mesh by how many.
 
         Raises:
             ValueError, TypeError: They don't go together.
         """
-        if isinstance(group, (tuple, list)):
-            return _axes_of_pair(group, strategy)
-        if group is not None and not isinstance(group, Backend):
-            raise TypeError(f"group must be a group, a pair of groups or None, not {type(group).__name__}")
-        whole = resolve_group(group)
-        world_size = whole.world_size
-        if world_size == 1:
-            return Axes(whole=whole, shard=None, replicate=None)
-        if not strategy.is_sharded:
-            return Axes(whole=whole, shard=None, replicate=whole)
-        size = world_size if strategy.shard_size is None else strategy.shard_size
-        if world_size % size:
+        if not isinstance(group, DeviceMesh):
+            if group is not None and not isinstance(group, Backend):
+                raise TypeError(f"FSDP takes a group, a DeviceMesh or None, not {type(group).__name__}")
+            group = DeviceMesh(group, (-1,))
+        if group.ndim == 1:
+            mesh = DeviceMesh(group.group, _grid(group.group, strategy))
+        elif group.ndim == 2 and strategy.is_sharded and strategy.shard_size is None:
+            mesh = group
+        else:
             raise ValueError(
-                f"{strategy.name} divides {world_size} ranks into rows of {size}, which does not come out even: pass"
-                " a size that divides the world size"
+                f"FSDP with {strategy.name} can't take a mesh of {group.ndim} axes {group.axis_names}: pass a slice of"
+                " one axis, or one of two (copies, and the ranks that divide each) with FULL_SHARD or SHARD_GRAD_OP"
             )
-        row, column = divmod(whole.rank, size)
-        neighbours = list(range(row * size, (row + 1) * size))
-        copies = list(range(column, world_size, size))
+        copies, parts = (mesh[name] for name in mesh.axis_names)
         return Axes(
-            whole=whole,
-            shard=None if size == 1 else whole if size == world_size else SubBackend(whole, neighbours),
-            replicate=None if size == world_size else whole if size == 1 else SubBackend(whole, copies),
+            whole=mesh.group,
+            shard=parts.group if parts.size > 1 else None,
+            replicate=copies.group if copies.size > 1 else None,
         )
 
 
-def _axes_of_pair(groups: Sequence[object], strategy: ShardingStrategy) -> Axes:
-    if len(groups) != 2 or not all(isinstance(group, Backend) for group in groups):
-        raise TypeError("as a pair, group must be (group that shards, group that replicates)")
-    if not strategy.is_sharded or strategy.shard_size is not None:
-        raise ValueError(f"two groups say by themselves what is divided: pass FULL_SHARD, not {strategy.name}")
-    shard, replicate = groups
-    assert isinstance(shard, Backend)
-    assert isinstance(replicate, Backend)
-    return Axes(
-        whole=_whole_of(shard, replicate),
-        shard=shard if shard.world_size > 1 else None,
-        replicate=replicate if replicate.world_size > 1 else None,
-    )
-
-
-def _whole_of(shard: Backend, replicate: Backend) -> Backend:
-    """The group of all ranks of a grid, row by row; every rank of the grid calls this."""
-    if shard.world_size == 1 or replicate.world_size == 1:
-        return shard if shard.world_size > 1 else replicate
-    parents = [group.parent if isinstance(group, SubBackend) else None for group in (shard, replicate)]
-    if parents[0] is None or parents[0] is not parents[1]:
+def _grid(group: Backend, strategy: ShardingStrategy) -> tuple[int, int]:
+    """Number of copies, and of the ranks that divide each."""
+    world_size = group.world_size
+    size = world_size if strategy.shard_size is None else strategy.shard_size
+    if not strategy.is_sharded:
+        size = 1
+    if world_size % size:
         raise ValueError(
-            "FSDP must reach all ranks at once, to compare their modules: make both groups as sub-groups of one group,"
-            " or pass the group of all ranks and ShardingStrategy.hybrid(ranks a copy)"
+            f"{strategy.name} divides {world_size} ranks into rows of {size}, which does not come out even: pass"
+            " a size that divides the world size"
         )
-    parent = parents[0]
-    assert isinstance(shard, SubBackend)
-    rows: list[list[int]] = all_gather_object(list(shard.members), group=replicate)
-    members = [rank for row in rows for rank in row]
-    if len(members) != shard.world_size * replicate.world_size or len(set(members)) != len(members):
-        raise ValueError(f"the two groups make no grid: the rows are {rows}, of ranks of group {parent.name!r}")
-    return parent if members == list(range(parent.world_size)) else SubBackend(parent, members)
+    return world_size // size, size
