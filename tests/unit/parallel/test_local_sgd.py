@@ -2,12 +2,13 @@
 
 import contextlib
 import copy
+import pickle
 
 import pytest
 import torch
 from ddp_ranks import assert_same_bits, caught, mlp, seeded
 
-from ferrodist import DDP, CollectiveMismatchError, DiLoCo, LocalSGD, SimulatedBackend
+from ferrodist import DDP, CollectiveMismatchError, DiLoCo, LocalSGD, SimulatedBackend, UnsupportedOpError
 from ferrodist.testing import run_ranks
 
 
@@ -125,6 +126,226 @@ def test_ranks_start_from_rank_0():
     for total, error in run_ranks(make, 2):
         assert total == 0.0
         assert type(error) is CollectiveMismatchError
+        assert "gave DiLoCo different modules" in str(error)
+        assert "DDP" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda model, rank: LocalSGD(model, period=2 + 2 * rank), "LocalSGD(period=4, start_step=0) in step 0"),
+        (lambda model, rank: LocalSGD(model, period=2, start_step=rank), "LocalSGD(period=2, start_step=1)"),
+        (lambda model, rank: (DiLoCo if rank else LocalSGD)(model, period=2), "DiLoCo(period=2, start_step=0)"),
+    ],
+)
+def test_settings_are_compared(make, text):
+    """Ranks that would average at different times are told when they make it."""
+    errors = run_ranks(lambda group: caught(lambda: make(torch.nn.Linear(1, 1), group.rank)), 2)
+    for error in errors:
+        assert type(error) is CollectiveMismatchError
+        assert f"rank 1 has {text}" in str(error)
+        assert error.ranks == (1,)
+
+
+def two_weights(first=0.0, second=0.0):
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
+    fill(model, first, second)
+    return model
+
+
+def fill(model, *values):
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            parameter.fill_(value)
+
+
+def values_of(model):
+    return [parameter.item() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+def test_replaced_parameters_are_refused(kind):
+    """Parameters that were loaded in place of the old ones, or changed their dtype, would never be averaged right."""
+
+    def attempt(group):
+        model = torch.nn.Linear(2, 1)
+        averaging = kind(model, group, period=1)
+        averaging.step()
+        model.double()
+        changed = caught(averaging.step)
+        model.float().load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+        return changed, caught(averaging.step), caught(averaging.reset)
+
+    for changed, *replaced in run_ranks(attempt, 2):
+        assert type(changed) is UnsupportedOpError
+        assert "parameter 'weight' is torch.float64" in str(changed)
+        for error in replaced:
+            assert type(error) is UnsupportedOpError
+            assert "parameter 'weight' of Linear was replaced by another" in str(error)
+            assert f"make a new {kind.__name__}" in str(error)
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+def test_unfrozen_parameters_are_averaged(kind):
+    """A parameter that is unfrozen takes the mean at first, and then takes part as the others."""
+
+    def train(group):
+        model = two_weights()
+        model[0].requires_grad_(False)
+        averaging = kind(model, group, period=1)
+        fill(model, 0.0, 0.0)
+        averaging.step()
+        model[0].requires_grad_(True)
+        fill(model, 1.0 + group.rank, 0.0)
+        averaging.step()
+        first = values_of(model)
+        fill(model, 2.0 + group.rank, 0.0)
+        averaging.step()
+        return first, values_of(model)
+
+    # DiLoCo's first outer step is 0.7 * 1.9 of the change, which is 1.
+    then = 2.5 if kind is LocalSGD else 1.5 + 0.7 * 1.9
+    for first, second in run_ranks(train, 2):
+        assert first == [1.5, 0.0]
+        assert second == pytest.approx([then, 0.0])
+
+
+def test_frozen_parameters_rest():
+    """A parameter that is frozen after ranks trained it is averaged once; outer momentum does not move it."""
+
+    def train(group):
+        model = two_weights()
+        averaging = DiLoCo(model, group, period=1)
+        fill(model, 1.0, 1.0)
+        averaging.step()
+        moved = values_of(model)
+        fill(model, group.rank, moved[1])
+        model[0].requires_grad_(False)
+        found = []
+        for _ in range(3):
+            averaging.step()
+            found.append(model[0].weight.item())
+        outer = averaging.outer_optimizer.param_groups[0]["params"]
+        return moved, found, [parameter.grad for parameter in outer]
+
+    for moved, found, gradients in run_ranks(train, 2):
+        assert moved[0] > 1.0
+        assert found == [0.5] * 3
+        assert gradients == [None, None]
+
+
+def test_ranks_that_freeze_differently_are_named():
+    """Equal shapes don't hide that ranks average different parameters."""
+
+    def attempt(group):
+        model = two_weights()
+        averaging = LocalSGD(model, group, period=1)
+        model[group.rank].requires_grad_(False)
+        return caught(averaging.step)
+
+    for error in run_ranks(attempt, 2):
+        assert type(error) is CollectiveMismatchError
+        assert "rank 1 has parameter '0.weight'" in str(error)
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+def test_models_do_not_mix(kind):
+    """Ranks that step two models in another order raise, and keep their own parameters."""
+
+    def attempt(group):
+        models = [two_weights(), two_weights()]
+        both = [kind(model, group, period=1) for model in models]
+        fill(models[0], 1.0, 1.0)
+        error = caught(both[group.rank].step)
+        return error, values_of(models[0])
+
+    for error, values in run_ranks(attempt, 2):
+        assert type(error) is CollectiveMismatchError
+        assert f"model 0 ({kind.__name__} of Sequential)" in str(error)
+        assert f"model 1 ({kind.__name__} of Sequential)" in str(error)
+        assert values == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+def test_reset_takes_new_values(kind):
+    """Loaded values are where the ranks go on from, those of rank 0, once they were told of."""
+
+    def train(group):
+        model = two_weights()
+        averaging = kind(model, group, period=1)
+        fill(model, 100.0 + group.rank, 5.0)
+        averaging.reset()
+        start = values_of(model)
+        averaging.step()
+        return start, values_of(model)
+
+    assert run_ranks(train, 2) == [([100.0, 5.0], [100.0, 5.0])] * 2
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+def test_states_load(kind):
+    """Training goes on from a file as if it had not ended, also in the middle of a period."""
+    start = seeded(mlp)
+
+    def train(group, stop):
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        averaging = kind(model, group, period=3)
+        for step in range(9):
+            if step == stop:
+                own, state = copy.deepcopy((model.state_dict(), averaging.state_dict()))
+                model = mlp().double()
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+                averaging = kind(model, group, period=3)
+                model.load_state_dict(own)
+                averaging.load_state_dict(state)
+            local_step(model, optimizer, group.rank, step)
+            averaging.step()
+        return model.state_dict()
+
+    whole = run_ranks(train, 2, None)
+    assert_same_bits([*whole, *run_ranks(train, 2, 5), *run_ranks(train, 2, 6)])
+
+
+def test_a_state_of_fewer_parameters_loads():
+    """A parameter that was frozen when the state was saved takes the mean at first."""
+
+    def train(group):
+        model = two_weights()
+        model[0].requires_grad_(False)
+        state = DiLoCo(model, group, period=1).state_dict()
+        model[0].requires_grad_(True)
+        averaging = DiLoCo(model, group, period=1)
+        averaging.load_state_dict(state)
+        fill(model, 1.0 + group.rank, 0.0)
+        averaging.step()
+        return values_of(model)
+
+    assert run_ranks(train, 2) == [[1.5, 0.0]] * 2
+
+
+def test_wrong_states_are_refused():
+    """A state of another module, or of other steps on one rank, is named."""
+
+    def attempt(group):
+        averaging = DiLoCo(torch.nn.Linear(2, 2), group, period=2)
+        other = DiLoCo(torch.nn.Linear(2, 3), group, period=2).state_dict()
+        own = {**averaging.state_dict(), "num_steps": group.rank}
+        return caught(lambda: averaging.load_state_dict(other)), caught(lambda: averaging.load_state_dict(own))
+
+    for foreign, uneven in run_ranks(attempt, 2):
+        assert type(foreign) is ValueError
+        assert "parameter 'weight' of shape (3, 2), which Linear has not" in str(foreign)
+        assert type(uneven) is CollectiveMismatchError
+        assert "in step 1 where rank 0 has DiLoCo(period=2, start_step=0) in step 0" in str(uneven)
+
+
+@pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(act):
+    """A copy would average another module, or one module twice."""
+    averaging = LocalSGD(torch.nn.Linear(1, 1), SimulatedBackend.create_group(1)[0], period=1)
+    with pytest.raises(TypeError, match=r"LocalSGD can't be copied or pickled.*state_dict\(\)"):
+        act(averaging)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +354,13 @@ def test_ranks_start_from_rank_0():
         (LocalSGD, {"period": 0}, ValueError, "period must be at least 1, not 0"),
         (LocalSGD, {"period": 2, "start_step": -1}, ValueError, "start_step must be at least 0"),
         (DiLoCo, {"period": 2.5}, TypeError, "period must be an integer, not float"),
+        (DiLoCo, {"outer_optimizer": lambda _: None}, TypeError, "returns a torch.optim.Optimizer, not NoneType"),
+        (
+            DiLoCo,
+            {"outer_optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])},
+            TypeError,
+            "must be a function that makes an optimizer .* not SGD",
+        ),
     ],
 )
 def test_wrong_arguments(kind, options, error, text):

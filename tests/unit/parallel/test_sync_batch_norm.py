@@ -40,12 +40,14 @@ def train(layer, batches, weights):
     return outputs, gradients
 
 
-def compare(sizes, num_dims=2, dtype=torch.float64, *, offset=0.0, backend="simulated", atol=None, **options):
+def compare(
+    sizes, num_dims=2, dtype=torch.float64, *, offset=0.0, backend="simulated", atol=None, layer_dtype=None, **options
+):
     """Two steps on parts of batches beside two steps of torch's layer on whole batches."""
     steps = [inputs_of(sizes, num_dims, dtype, offset=offset), inputs_of(sizes, num_dims, dtype, offset=offset + 1.0)]
     factors = [inputs_of(sizes, num_dims, dtype), inputs_of(sizes[::-1], num_dims, dtype)]
     factors[1] = [torch.ones_like(batch) * 0.5 for batch in steps[1]]
-    parameter_dtype = dtype if dtype == torch.float64 else torch.float32
+    parameter_dtype = layer_dtype or (dtype if dtype == torch.float64 else torch.float32)
     torch.manual_seed(3)
     plain = PLAIN[num_dims](NUM_CHANNELS, dtype=parameter_dtype, **options)
     if plain.affine:
@@ -100,6 +102,45 @@ def test_every_form_of_the_layer(options):
 def test_narrow_inputs(dtype, atol):
     """Half inputs are summed up in float32."""
     compare((3, 2), dtype=dtype, atol=atol)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float16, 1e-2), (torch.bfloat16, 1e-1)], ids=str)
+def test_narrow_layers(dtype, atol):
+    """A layer whose own tensors are half precision trains as torch's does."""
+    compare((3, 2), dtype=dtype, layer_dtype=dtype, atol=atol)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("missing", [["running_mean", "running_var"], ["num_batches_tracked"]], ids=str)
+def test_buffers_that_a_user_removed(missing, momentum):
+    """They stay None, and the others go on, as in torch."""
+    plain = torch.nn.BatchNorm1d(2, momentum=momentum)
+    for name in missing:
+        setattr(plain, name, None)
+    batches = [torch.randn(3, 2, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+
+    def program(group):
+        layer = convert_sync_batchnorm(copy.deepcopy(plain), group)
+        return layer(batches[group.rank]), layer.state_dict()
+
+    results = run_ranks(program, 2)
+    torch.testing.assert_close(torch.cat([output for output, _ in results]), plain(torch.cat(batches)))
+    for _, state in results:
+        assert state.keys() == plain.state_dict().keys()
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value)
+
+
+def test_no_channels():
+    """An input without channels gives one, and its gradient."""
+
+    def program(group):
+        batch = torch.ones(2, 0, requires_grad=True)
+        output = SyncBatchNorm1d(0, group=group)(batch)
+        output.sum().backward()
+        return output.shape, batch.grad.shape
+
+    assert run_ranks(program, 2) == [((2, 0), (2, 0))] * 2
 
 
 def test_values_far_from_zero():
@@ -178,18 +219,64 @@ def test_convert_keeps_the_module():
     assert type(model[1]) is SyncBatchNorm1d
 
 
+def test_convert_reaches_a_layer_under_each_of_its_names():
+    """One layer that a module has twice is replaced twice, by one layer."""
+    layer = torch.nn.BatchNorm1d(3)
+    model = convert_sync_batchnorm(torch.nn.Sequential(layer, torch.nn.ReLU(), layer))
+    assert type(model[0]) is SyncBatchNorm1d
+    assert model[2] is model[0]
+
+
+class Widened(torch.nn.BatchNorm2d):
+    """A batch norm with code of its own."""
+
+
+def test_convert_refuses_other_subclasses():
+    """A subclass that stayed as it is would not be synchronised, and nobody would know; the model is left alone."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), Widened(3))
+    with pytest.raises(TypeError, match=r"1 is a Widened, a subclass of a batch norm"):
+        convert_sync_batchnorm(model)
+    assert type(model[0]) is torch.nn.BatchNorm1d
+    kept = torch.nn.Sequential(torch.nn.InstanceNorm1d(3), torch.nn.LazyInstanceNorm1d(), SyncBatchNorm1d(3))
+    before = list(kept)
+    assert all(new is old for new, old in zip(convert_sync_batchnorm(kept), before, strict=True))
+
+
 def test_a_layer_pickles_without_its_group():
-    """A file or copy of a layer has no group, and uses the default one."""
+    """A file of a layer has no group, and uses the default one."""
 
     def program(group):
         layer = SyncBatchNorm1d(2, group=group)
         loaded = pickle.loads(pickle.dumps(layer))
         batch = torch.arange(6.0).view(3, 2) * (group.rank + 1)
-        return layer(batch), loaded(batch), copy.deepcopy(layer)(batch)
+        return layer(batch), loaded(batch)
 
     for results in run_ranks(program, 2):
-        assert torch.equal(results[0], results[1])
-        assert torch.equal(results[0], results[2])
+        assert torch.equal(*results)
+
+
+def test_a_layer_that_knows_itself_is_copied():
+    """A deep copy knows its copy."""
+    layer = SyncBatchNorm1d(2)
+    layer.parts = [layer]
+    twin = copy.deepcopy(layer)
+    assert twin.parts[0] is twin
+
+
+@pytest.mark.parametrize("act", [copy.copy, copy.deepcopy])
+def test_a_copy_keeps_its_group(act):
+    """A copy of a layer in a part of the ranks shares statistics with that part."""
+
+    def program(group):
+        half = fd.new_group([[0, 1], [2, 3]][group.rank // 2], group=group)
+        model = torch.nn.Sequential(SyncBatchNorm1d(2, group=half))
+        batch = torch.randn(3, 2, generator=torch.Generator().manual_seed(group.rank))
+        twin = act(model[0])
+        return model(batch), twin(batch), copy.deepcopy(model)(batch), twin is model[0]
+
+    for output, *others, is_same in run_ranks(program, 4):
+        assert not is_same
+        assert all(torch.equal(output, other) for other in others)
 
 
 def test_in_ddp_equals_one_process():
@@ -245,6 +332,8 @@ def test_wrong_inputs():
             SyncBatchNorm1d(3, group=group)(torch.zeros(2, 2))
         with pytest.raises(ValueError, match="more than one value a channel"):
             SyncBatchNorm1d(3, group=group)(torch.zeros(1 - group.rank, 3))
+        with pytest.raises(ValueError, match="together, not 0"):
+            SyncBatchNorm1d(3, group=group)(torch.zeros(0, 3))
 
     run_ranks(program, 2)
 

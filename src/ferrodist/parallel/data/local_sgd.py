@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import re
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.explain import explain_errors
+from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.reductions import allreduce
 from ferrodist.collectives.symmetric import empty_symmetric
 from ferrodist.deadline import Deadline
-from ferrodist.errors import BackendUnavailable
+from ferrodist.errors import BackendUnavailable, CollectiveMismatchError, DistributedError, UnsupportedOpError
 from ferrodist.parallel.data.buckets import plan_buckets
+from ferrodist.parallel.data.marks import MARK_SIZE, check_marks, make_mark, number_model
+from ferrodist.parallel.data.members import Members
 from ferrodist.parallel.data.replication import broadcast_tensors, check_same_form
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
 
@@ -42,16 +47,23 @@ class LocalSGD:
             averaging.step()
 
     Without a start step the bare module will do. Making it is a collective: every rank's parameters and buffers take
-    rank 0's values. Parameters that don't require grad, and buffers, stay each rank's own afterwards.
+    rank 0's values. Parameters that don't require grad, and buffers, stay each rank's own afterwards. Which parameters
+    require grad may change between two steps, on all ranks alike; one that was frozen since the last average takes part
+    in the next, so that it is equal on all ranks from there. Parameters can't be added or replaced, nor change their
+    dtype.
+
+    A group may have several; every rank makes them, and calls their `step`, in the same order. To go on from a file,
+    save the module and `state_dict` when `step` has averaged; load the module, make this, and then load its state.
 
     Args:
         module: The module; of one form on all ranks, which is compared.
         group: The group, on all of whose ranks this is called; None is the default group.
-        period: Steps between two averages.
-        start_step: Steps before the first local one, in which gradients are averaged by other means.
+        period: Steps between two averages, equal on all ranks.
+        start_step: Steps before the first local one, in which gradients are averaged by other means; equal on all
+            ranks.
 
     Raises:
-        CollectiveMismatchError: On every rank, when the modules differ.
+        CollectiveMismatchError: On every rank, when the modules, periods or start steps differ.
         TypeError, ValueError: An argument is wrong.
     """
 
@@ -69,13 +81,20 @@ class LocalSGD:
         self.start_step = start_step
         self.num_steps = 0
         """How often `step` was called."""
+        self._module = module
         self._group = resolve_group(group)
-        deadline = Deadline(self._group.timeout)
-        check_same_form(module, None, self._group, deadline)
-        tensors = [*module.parameters(), *module.buffers()]
-        broadcast_tensors(tensors, 0, self._group, max_bytes=_MAX_BYTES, deadline=deadline)
-        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._means = _Means(self._parameters, self._group)
+        self._compare_settings()
+        self._number = number_model(self._group, f"{type(self).__name__} of {type(module).__name__}")
+        self._members = Members(module)
+        self._parameters = dict(module.named_parameters())
+        self._means: _Means | None = None
+        self.reset()
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} can't be copied or pickled, for it belongs to a group and a module: save its"
+            " state_dict(), or make another one of a copy of the module"
+        )
 
     @property
     def is_local(self) -> bool:
@@ -87,23 +106,118 @@ class LocalSGD:
 
         Returns:
             Whether it averaged.
+
+        Raises:
+            UnsupportedOpError: A parameter was added, replaced or removed, or has another dtype or shape.
+            CollectiveMismatchError: On every rank, when ranks average different models, or have frozen different
+                parameters.
         """
         self.num_steps += 1
         num_local = self.num_steps - self.start_step
         if num_local <= 0 or num_local % self.period:
             return False
+        self._check_parameters()
         with explain_errors(
             lambda: f"In step {self.num_steps} {type(self).__name__} averages parameters.",
-            "Every rank must call step() as often as the others.",
+            "Every rank must call step() as often as the others, and those of several models in the same order.",
         ):
             self._agree()
         return True
 
+    def reset(self) -> None:
+        """Go on, on all ranks, from rank 0's parameters and buffers as they are now; every rank calls it.
+
+        For values that were changed otherwise than by training, as by loading them. ``num_steps`` stays.
+        """
+        self._check_parameters()
+        deadline = Deadline(self._group.timeout)
+        with self._naming_this():
+            check_same_form(self._module, None, self._group, deadline)
+            tensors = [*self._module.parameters(), *self._module.buffers()]
+            broadcast_tensors(tensors, 0, self._group, max_bytes=_MAX_BYTES, deadline=deadline)
+        self._trained = self._find_trained()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes; the module's parameters and buffers are not in it."""
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another one was; every rank calls it, with the same state.
+
+        Raises:
+            CollectiveMismatchError: On every rank, when the ranks' numbers of steps differ.
+            KeyError, ValueError: It is no such state, or of another module.
+        """
+        self.num_steps = int(state["num_steps"])
+        self._compare_settings()
+
+    def _compare_settings(self) -> None:
+        mine = f"{type(self).__name__}(period={self.period}, start_step={self.start_step}) in step {self.num_steps}"
+        with explain_errors(
+            lambda: f"Rank {self._group.rank} was making or loading a {type(self).__name__}.",
+            "Every rank of the group must do so, at the same place of its program.",
+        ):
+            everyone = all_gather_object(mine, group=self._group)
+        differing = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+        if differing:
+            raise CollectiveMismatchError(
+                f"the ranks of group {self._group.name!r} would average at different times: rank {differing[0]} has"
+                f" {everyone[differing[0]]} where rank 0 has {everyone[0]}. Give all ranks the same.",
+                ranks=tuple(differing),
+            )
+
+    def _check_parameters(self) -> None:
+        with self._naming_this():
+            self._members.check_same(type(self._module).__name__)
+        for name, was in self._means.tensors.items() if self._means else ():
+            parameter = self._parameters[name]
+            if parameter.dtype is not was.dtype or parameter.shape != was.shape:
+                raise UnsupportedOpError(
+                    f"parameter {name!r} is {parameter.dtype} of shape {tuple(parameter.shape)} and was {was.dtype} of"
+                    f" shape {tuple(was.shape)} before: make a new {type(self).__name__}, on all ranks"
+                )
+
+    def _find_trained(self) -> tuple[str, ...]:
+        return tuple(name for name, parameter in self._parameters.items() if parameter.requires_grad)
+
+    def _take_means(self) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+        """Average the parameters that are trained now or were when the ranks last agreed.
+
+        Returns:
+            The means, and the names of those that are trained now and were then.
+        """
+        before, self._trained = self._trained, self._find_trained()
+        if self._trained != before:
+            with self._naming_this():
+                check_same_form(self._module, None, self._group, Deadline(self._group.timeout))
+        both = {*before, *self._trained}
+        if self._means is None or self._means.parameters.keys() != both:
+            chosen = {name: parameter for name, parameter in self._parameters.items() if name in both}
+            self._means = _Means(chosen, self._group, self._number)
+        self._means.take()
+        return self._means.tensors, frozenset(before).intersection(self._trained)
+
+    @torch.no_grad()
     def _agree(self) -> None:
-        self._means.take(self._parameters)
-        with torch.no_grad():
-            for parameter, mean in zip(self._parameters, self._means.tensors, strict=True):
-                parameter.copy_(mean)
+        for name, mean in self._take_means()[0].items():
+            self._parameters[name].copy_(mean)
+
+    @contextlib.contextmanager
+    def _naming_this(self) -> Iterator[None]:
+        """Have errors of what DDP checks too say who checks."""
+
+        def translate(message: str) -> str:
+            return re.sub(r"\bDDP\b", type(self).__name__, message)
+
+        try:
+            yield
+        except DistributedError as error:
+            told = error.fresh()
+            told.message = translate(error.message)
+            told.args = (told.message,)
+            raise told from error.__cause__
+        except ValueError as error:
+            raise ValueError(translate(str(error))) from None
 
 
 class DiLoCo(LocalSGD):
@@ -114,12 +228,16 @@ class DiLoCo(LocalSGD):
     less the mean of where they are now; SGD with Nesterov momentum takes the step, and all ranks go on from there. The
     ranks' own optimizers keep their state.
 
+    Where the ranks were equal is remembered. So call `reset` after loading other values into the module: nothing tells
+    them from training. A parameter that was frozen or unfrozen since takes the plain mean once.
+
     Args:
         module: As for `LocalSGD`.
         group: As for `LocalSGD`.
         period: As for `LocalSGD`; the paper's is 500.
         outer_optimizer: Makes the outer optimizer of the parameters that it is given, equal on all ranks; None is SGD
-            with learning rate 0.7 and Nesterov momentum 0.9, the paper's.
+            with learning rate 0.7 and Nesterov momentum 0.9, the paper's. Frozen parameters are among them; they have
+            no gradient.
     """
 
     def __init__(
@@ -130,47 +248,103 @@ class DiLoCo(LocalSGD):
         period: int = 500,
         outer_optimizer: Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
     ) -> None:
-        super().__init__(module, group, period=period)
-        self._outer = [torch.nn.Parameter(parameter.detach().clone()) for parameter in self._parameters]
         make = outer_optimizer or (lambda outer: torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=True))
-        self.outer_optimizer = make(self._outer)
-        """The outer optimizer, for its state to be saved."""
+        if not callable(make):
+            raise TypeError(
+                "outer_optimizer must be a function that makes an optimizer of the parameters that it is given, not"
+                f" {type(make).__name__}"
+            )
+        self._outer: dict[str, torch.nn.Parameter] = {}
+        super().__init__(module, group, period=period)
+        self.outer_optimizer = make(list(self._outer.values()))
+        """The outer optimizer."""
+        if not isinstance(self.outer_optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                "outer_optimizer must be a function that returns a torch.optim.Optimizer, not"
+                f" {type(self.outer_optimizer).__name__}"
+            )
 
+    def reset(self) -> None:
+        """Go on, on all ranks, from rank 0's parameters and buffers as they are now; every rank calls it.
+
+        For values that were changed otherwise than by training, as by loading them. ``num_steps`` and the outer
+        optimizer's state stay.
+        """
+        super().reset()
+        for name, parameter in self._parameters.items():
+            if parameter.is_floating_point() or parameter.is_complex():
+                # A frozen one is not copied: it has no outer steps before it is trained, and then takes other memory.
+                place = parameter.detach().clone() if parameter.requires_grad else parameter.detach()
+                self._outer.setdefault(name, torch.nn.Parameter(place)).data = place
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes: where all ranks were equal, too, and the outer optimizer's state.
+
+        Its tensors are this one's own, and change in later steps.
+        """
+        outer = {name: self._outer[name].detach() for name in self._trained}
+        return {**super().state_dict(), "outer": outer, "outer_optimizer": self.outer_optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `LocalSGD.load_state_dict`."""
+        places: Mapping[str, torch.Tensor] = state["outer"]
+        for name, place in places.items():
+            if name not in self._outer or self._outer[name].shape != place.shape:
+                raise ValueError(
+                    f"the state has parameter {name!r} of shape {tuple(place.shape)}, which"
+                    f" {type(self._module).__name__} has not: load it into a DiLoCo of the same module"
+                )
+        super().load_state_dict(state)
+        self.outer_optimizer.load_state_dict(state["outer_optimizer"])
+        for name, place in places.items():
+            self._outer[name].data = place.to(self._outer[name].dtype, copy=True)
+        self._trained = tuple(name for name in self._parameters if name in places)
+
+    @torch.no_grad()
     def _agree(self) -> None:
-        self._means.take(self._parameters)
-        with torch.no_grad():
-            for outer, mean in zip(self._outer, self._means.tensors, strict=True):
+        means, kept = self._take_means()
+        for name, mean in means.items():
+            outer = self._outer[name]
+            if name in kept:
                 outer.grad = torch.sub(outer, mean, out=mean)
+            else:
+                outer.data = mean.clone()
         self.outer_optimizer.step()
-        with torch.no_grad():
-            for parameter, outer in zip(self._parameters, self._outer, strict=True):
-                outer.grad = None
-                parameter.copy_(outer)
+        for name in means:
+            self._outer[name].grad = None
+            self._parameters[name].copy_(self._outer[name])
 
 
 class _Means:
-    """Flat memory for the mean of some tensors over the ranks, made once."""
+    """Flat memory for the mean of some parameters over the ranks, made once; see [Note: marks] in `marks.py`."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], group: Backend) -> None:
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], group: Backend, number: int) -> None:
+        self.parameters = parameters
         self._group = group
+        self._number = number
         self._flats: list[torch.Tensor] = []
+        names, owners = list(parameters), list(parameters.values())
         places: dict[int, torch.Tensor] = {}
-        for bucket in plan_buckets(tensors, _MAX_BYTES):
-            sizes = [tensors[place].numel() for place in bucket.members]
-            flat = _make(sum(sizes), bucket.dtype, group)
+        for bucket in plan_buckets(owners, _MAX_BYTES):
+            sizes = [owners[place].numel() for place in bucket.members]
+            flat = _make(sum(sizes) + group.world_size * MARK_SIZE, bucket.dtype, group)
             self._flats.append(flat)
-            parts = torch.split(flat, sizes)
+            parts = torch.split(flat[: sum(sizes)], sizes)
             places.update(zip(bucket.members, parts, strict=True))
-        self.tensors = [places[place].view(tensor.shape) for place, tensor in enumerate(tensors)]
-        """The means, after `take`."""
+        self.tensors = {name: places[place].view(owners[place].shape) for place, name in enumerate(names)}
+        """The means, by name, after `take`."""
 
     @torch.no_grad()
-    def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Set `tensors` to the means of these."""
-        for mean, tensor in zip(self.tensors, tensors, strict=True):
-            mean.copy_(tensor)
-        for flat in self._flats:
+    def take(self) -> None:
+        """Set `tensors` to the means of the parameters as they are now."""
+        for name, parameter in self.parameters.items():
+            self.tensors[name].copy_(parameter)
+        for index, flat in enumerate(self._flats):
+            marks = flat[-self._group.world_size * MARK_SIZE :]
+            own = marks.zero_()[self._group.rank * MARK_SIZE :][:MARK_SIZE]
+            own.copy_(torch.tensor(make_mark(self._number, index)))
             allreduce(flat, ReduceOp.MEAN, group=self._group, out=flat)
+            check_marks(marks.tolist(), self._group)
 
 
 def _make(count: int, dtype: torch.dtype, group: Backend) -> torch.Tensor:

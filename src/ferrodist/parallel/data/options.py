@@ -60,11 +60,12 @@ class Options:
         return self.find_unused_parameters or self.static_graph
 
     def describe(self) -> list[str]:
-        """A line for each option, for ranks to compare."""
+        """A line for each option, for ranks to compare; a hook that has a ``describe()`` is compared by that."""
         lines = []
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "comm_hook" and value is not None:
-                value = getattr(value, "__qualname__", type(value).__qualname__)
+                name = getattr(value, "__qualname__", type(value).__qualname__)
+                value = value.describe() if callable(getattr(value, "describe", None)) else name
             lines.append(f"{field.name}={float(value) if field.name == 'bucket_size_mb' else value}")
         return lines

@@ -10,6 +10,8 @@ channels.
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -44,6 +46,8 @@ _DETAILS = """
 
     In evaluation nothing is sent, and a rank may call it by itself: the running statistics are used, or without any
     those of the rank's own batch.
+
+    A copy has the group of its original; what was pickled has none, and uses the default group.
 
     Args:
         num_features: Number of channels C; inputs are (N, C) or (N, C, L), (N, C, H, W), (N, C, D, H, W).
@@ -82,8 +86,20 @@ class _SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - t
         self._group = group
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the group, which belongs to this process: what is loaded or copied uses the default group."""
+        """What pickles: all but the group, which belongs to this process."""
         return {**self.__dict__, "_group": None}
+
+    def __copy__(self) -> _SyncBatchNorm:
+        twin = type(self).__new__(type(self))
+        twin.__setstate__(self.__dict__)  # type: ignore[no-untyped-call]
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SyncBatchNorm:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
+        twin._group = self._group  # noqa: SLF001
+        return twin
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         """Normalise; in training every rank of the group calls it."""
@@ -106,31 +122,33 @@ class _SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - t
     def _share_statistics(self, batch: torch.Tensor, group: Backend) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Mean and variance of each channel, in float64, and the number of values, over all ranks."""
         own = torch.zeros(2 * self.num_features + 1, dtype=torch.float64, device=batch.device)
-        num_values = batch.numel() // self.num_features
-        if num_values:
+        num_values = batch.shape[0] * math.prod(batch.shape[2:])
+        if batch.numel():
             values = batch.detach().to(_accumulated(batch.dtype))
             variance, mean = torch.var_mean(values, dim=_all_but_channels(batch), correction=0)
             own[: self.num_features] = mean
             own[self.num_features : -1] = variance
-            own[-1] = num_values
+        own[-1] = num_values
         with explain_errors(lambda: f"A {type(self).__name__} was sharing a batch's statistics.", _ADVICE):
             parts = all_gather(own[None], group=group)
         counts = parts[:, -1:]
-        total = counts.sum().clamp(min=1)
+        total = counts.sum()
         means, variances = parts[:, : self.num_features], parts[:, self.num_features : -1]
         mean = (means * counts).sum(0) / total
         variance = ((variances + (means - mean) ** 2) * counts).sum(0) / total
-        return mean, variance, int(counts.sum())
+        return mean, variance, int(total)
 
     def _update_running(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        assert self.num_batches_tracked is not None
-        assert self.running_mean is not None
-        assert self.running_var is not None
+        """Let the running statistics that there are follow, as torch does when a user has set some to None."""
+        momentum = self.momentum or 0.0
         with torch.no_grad():
-            self.num_batches_tracked.add_(1)
-            momentum = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-            self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+                if self.momentum is None:
+                    momentum = 1 / int(self.num_batches_tracked)
+            for running, batch in ((self.running_mean, mean), (self.running_var, variance)):
+                if running is not None:
+                    running.copy_(running.to(batch.dtype).lerp(batch, momentum))
 
 
 class SyncBatchNorm1d(_SyncBatchNorm, torch.nn.BatchNorm1d):
@@ -170,21 +188,24 @@ def convert_sync_batchnorm(module: _Module, group: Backend | None = None) -> _Mo
         The module, or what replaces it. Layers that appear twice are replaced by one that does.
 
     Raises:
-        ValueError: A layer is lazy and has no form yet, or has hooks, which would be lost.
-        TypeError: ``module`` is no module, or has a `torch.nn.SyncBatchNorm`, whose number of dims is not known.
+        ValueError: A layer is lazy and has no form yet, or has hooks, which would be lost. Nothing is changed.
+        TypeError: ``module`` is no module, or has a `torch.nn.SyncBatchNorm`, whose number of dims is not known, or
+            another subclass of a batch norm, whose own code would be lost. Nothing is changed.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"convert_sync_batchnorm takes a torch.nn.Module, not {type(module).__name__}")
     layers = {each: _sibling(each, name, group) for name, each in module.named_modules()}
     for parent in list(layers):
-        for name, child in parent.named_children():
-            if layers.get(child) is not None:
+        for name, child in list(parent._modules.items()):  # noqa: SLF001 - named_children has each child once
+            if child is not None and layers.get(child) is not None:
                 setattr(parent, name, layers[child])
     return layers[module] or module  # type: ignore[return-value]
 
 
 def _sibling(layer: torch.nn.Module, name: str, group: Backend | None) -> _SyncBatchNorm | None:
     """What replaces a layer, or None where it stays."""
+    if not isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) or isinstance(layer, _SyncBatchNorm):  # noqa: SLF001
+        return None
     if isinstance(layer, torch.nn.SyncBatchNorm):
         raise TypeError(f"{name or 'the module'} is a torch.nn.SyncBatchNorm: make it a BatchNorm1d, 2d or 3d first")
     if isinstance(layer, torch.nn.modules.batchnorm._LazyNormBase):  # noqa: SLF001 - it has no public name
@@ -193,8 +214,10 @@ def _sibling(layer: torch.nn.Module, name: str, group: Backend | None) -> _SyncB
         )
     kind = _SIBLINGS.get(type(layer))
     if kind is None:
-        return None
-    assert isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)  # noqa: SLF001
+        raise TypeError(
+            f"{name or 'the module'} is a {type(layer).__name__}, a subclass of a batch norm, whose own code would be"
+            " lost: derive it from SyncBatchNorm1d, 2d or 3d, or replace it first"
+        )
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:  # noqa: SLF001
         raise ValueError(f"{name or 'the module'} has hooks, which would be lost: convert first, then register them")
     new = kind(
@@ -235,6 +258,10 @@ class _Normalise(torch.autograd.Function):
         mean, variance = mean.to(accumulated), variance.to(accumulated)
         if not batch.numel():
             return torch.empty_like(batch)
+        if weight is not None and weight.dtype is batch.dtype:
+            weight = weight.to(accumulated)
+        if bias is not None and bias.dtype is batch.dtype:
+            bias = bias.to(accumulated)
         return functional.batch_norm(batch, mean, variance, weight, bias, training=False, eps=eps)
 
     @staticmethod

@@ -6,10 +6,12 @@
     power_sgd.py     PowerSGD      low-rank matrices, with error feedback
     top_k.py         TopK          the largest elements, with error feedback
     continued.py     Continued     what more is to be done when a collective has ended
+    residuals.py     Residuals     what PowerSGD and TopK have not sent so far
 
 A hook of one's own starts one or more collectives on ``bucket.tensor`` (all gradients, flat), ``bucket.gradients`` (one
 tensor for each parameter) or copies of them, with ``group=bucket.group``, and returns a `PendingCollective` whose
 ``wait()`` gives the average of each element, flat. It is called in the same order on all ranks, and so are the waits.
+Ranks compare hooks when a DDP is made: by name, or by what their method ``describe()`` gives, where they have one.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.reductions import async_allreduce
 from ferrodist.parallel.data.comm_hooks.compression import allreduce
 from ferrodist.parallel.data.comm_hooks.continued import Continued
+from ferrodist.parallel.data.comm_hooks.residuals import Residuals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,8 @@ class _Matrix(NamedTuple):
     """A gradient that is sent as P @ Q.T."""
 
     gradient: torch.Tensor  # a view of the bucket, (rows, columns)
-    error: torch.Tensor  # what was not sent so far, (rows, columns)
+    residual: torch.Tensor  # what was not sent so far, (rows, columns)
+    is_present: bool  # whether this rank has a gradient
     left: torch.Tensor  # P, (rows, rank)
     right: torch.Tensor  # Q, (columns, rank)
 
@@ -38,8 +40,13 @@ class PowerSGD:
     """A communication hook that sends each matrix as two thin ones, whose product is near it.
 
     What a step leaves out is added to the next step's gradient (error feedback). A gradient of shape (n, a, b, ...) is
-    a matrix of n rows. For n x m elements (n + m) * rank are sent; vectors, and matrices that would not shrink, are
-    averaged as they are, and so is everything until ``start_step``. Each bucket takes three messages.
+    a matrix of n rows, where that dim is the outermost in memory. For n x m elements (n + m) * rank are sent. Vectors,
+    matrices that would not shrink, half-precision and complex gradients are averaged as they are, and so is everything
+    until ``start_step``. Each bucket with a matrix takes three messages.
+
+    What was not sent waits while its parameter has no gradient on this rank. In a step whose average is not finite
+    nothing is added to it, and it is halved, as a gradient scaler halves its scale then. Otherwise it stays in units of
+    the scale at its time: when a scaler doubles its scale, what waits counts half.
 
     The ranks compute the averages' product from equal bits. Processors of several kinds may round it differently: where
     hosts differ, call ``broadcast_parameters`` now and then.
@@ -53,6 +60,7 @@ class PowerSGD:
 
     Raises:
         TypeError, ValueError: An argument is wrong.
+        ValueError: By backward, when the object serves another DDP already.
     """
 
     def __init__(self, rank: int = 4, *, start_step: int = 10, seed: int = 0) -> None:
@@ -65,67 +73,60 @@ class PowerSGD:
         self.start_step = start_step
         self.seed = seed
         self._num_steps: dict[int, int] = {}  # of each bucket
-        self._errors: dict[str, torch.Tensor] = {}
         self._rights: dict[str, torch.Tensor] = {}
+        self._residuals = Residuals(self.describe())
+
+    def describe(self) -> str:
+        """What ranks compare."""
+        return f"PowerSGD(rank={self.rank}, start_step={self.start_step}, seed={self.seed})"
 
     def __call__(self, bucket: GradientBucket) -> PendingCollective[torch.Tensor]:
         """Start the reduction of a bucket."""
+        self._residuals.bind(bucket)
         step = self._num_steps.get(bucket.index, 0)
         self._num_steps[bucket.index] = step + 1
-        if step < self.start_step or not bucket.tensor.is_floating_point():
+        if step < self.start_step:
             return allreduce(bucket)
         with torch.no_grad():
             matrices, vectors = self._divide(bucket)
+            if not matrices:
+                return allreduce(bucket)
             lefts = [matrix.left for matrix in matrices]
             for matrix in matrices:
-                matrix.error.add_(matrix.gradient)  # from here on what is to be sent
-                torch.mm(matrix.error, matrix.right, out=matrix.left)
-            sent = _join([*lefts, *vectors], bucket.tensor)
+                if matrix.is_present:
+                    matrix.gradient.add_(matrix.residual)  # from here on what is to be sent
+                torch.mm(matrix.gradient, matrix.right, out=matrix.left)
+            sent = _join([*lefts, *vectors])
         first = async_allreduce(sent, ReduceOp.MEAN, group=bucket.group, out=sent)
 
         def finish(average: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
                 _part(average, [*lefts, *vectors])
-                return self._finish(bucket, matrices)
+                _finish(bucket, matrices)
+            return bucket.tensor
 
         return Continued(first, finish)
-
-    def _finish(self, bucket: GradientBucket, matrices: Sequence[_Matrix]) -> torch.Tensor:
-        """Second half of the algorithm: Q, the product, and what it leaves out."""
-        rights = [matrix.right for matrix in matrices]
-        for matrix in matrices:
-            matrix.left.copy_(torch.linalg.qr(matrix.left).Q)
-            torch.mm(matrix.error.t(), matrix.left, out=matrix.right)
-        if rights:
-            sent = _join(rights, bucket.tensor)
-            _part(async_allreduce(sent, ReduceOp.MEAN, group=bucket.group, out=sent).wait(), rights)
-        for matrix in matrices:
-            torch.mm(matrix.left, matrix.right.t(), out=matrix.gradient)
-            matrix.error.sub_(matrix.gradient)
-        return bucket.tensor
 
     def _divide(self, bucket: GradientBucket) -> tuple[list[_Matrix], list[torch.Tensor]]:
         """The bucket's gradients that shrink, and the others."""
         matrices: list[_Matrix] = []
         others: list[torch.Tensor] = []
         for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
-            rows = gradient.shape[0] if gradient.dim() > 1 else 1
-            columns = gradient.numel() // rows if rows else 0
-            fits = gradient.is_contiguous() and bucket.tensor.dtype in (torch.float32, torch.float64)
-            if fits and (rows + columns) * self.rank < rows * columns:
-                flat = gradient.view(rows, columns)
+            flat = _as_matrix(gradient)
+            rows, columns = flat.shape
+            if flat.dtype in (torch.float32, torch.float64) and (rows + columns) * self.rank < rows * columns:
                 matrices.append(
-                    _Matrix(flat, self._error(name, flat), flat.new_empty(rows, self.rank), self._right(name, flat))
+                    _Matrix(
+                        flat,
+                        self._residuals.find(name, flat),
+                        name not in bucket.absent,
+                        flat.new_empty(rows, self.rank),
+                        self._right(name, flat),
+                    )
                 )
             else:
                 others.append(gradient)
         return matrices, others
-
-    def _error(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        found = self._errors.get(name)
-        if found is None or found.shape != gradient.shape or found.dtype is not gradient.dtype:
-            found = self._errors[name] = torch.zeros_like(gradient)
-        return found
 
     def _right(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         found = self._rights.get(name)
@@ -136,9 +137,37 @@ class PowerSGD:
         return found
 
 
-def _join(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def _finish(bucket: GradientBucket, matrices: Sequence[_Matrix]) -> None:
+    """Second half of the algorithm: Q, the product, and what it leaves out."""
+    for matrix in matrices:
+        matrix.left.copy_(torch.linalg.qr(matrix.left).Q)
+    rights = [torch.mm(matrix.gradient.t(), matrix.left) for matrix in matrices]
+    sent = _join(rights)
+    _part(async_allreduce(sent, ReduceOp.MEAN, group=bucket.group, out=sent).wait(), rights)
+    for matrix, right in zip(matrices, rights, strict=True):
+        product = torch.mm(matrix.left, right.t())
+        if product.isfinite().all():
+            if matrix.is_present:
+                matrix.residual.copy_(matrix.gradient)
+            matrix.residual.sub_(product)
+        else:
+            matrix.residual.mul_(0.5)
+        if right.isfinite().all() and right.any():  # zeros would be no start for the next step
+            # Of size 1, or a product with it would be of the size of gradients squared.
+            matrix.right.copy_(right / right.abs().amax())
+        matrix.gradient.copy_(product)
+
+
+def _as_matrix(gradient: torch.Tensor) -> torch.Tensor:
+    """A view whose elements are in the order of memory: rows of the outermost dim, (0, 0) or one row if it has none."""
+    order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
+    rows = gradient.shape[order[0]] if len(order) > 1 else 1
+    return gradient.permute(order).view(rows, gradient.numel() // rows if rows else 0)
+
+
+def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Their elements, one after the other."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else like.new_empty(0)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _part(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ import torch
 from ferrodist.collectives.gathering import async_all_gather
 from ferrodist.parallel.data.comm_hooks.compression import allreduce
 from ferrodist.parallel.data.comm_hooks.continued import Continued
+from ferrodist.parallel.data.comm_hooks.residuals import Residuals
 
 if TYPE_CHECKING:
     from ferrodist.collectives.pending import PendingCollective
@@ -32,6 +33,10 @@ class TopK:
     all: with p ranks a rank receives p * ratio * (size of an element + 4 bytes) for each element. They are added up in
     rank order, and divided by p. Half-precision and complex gradients are averaged as they are.
 
+    What was not sent waits while its parameter has no gradient on this rank. In a step whose average is not finite
+    nothing is added to it, and it is halved, as a gradient scaler halves its scale then. Otherwise it stays in units of
+    the scale at its time: when a scaler doubles its scale, what waits counts half.
+
     One object serves one DDP; it keeps as many elements again as there are gradients.
 
     Args:
@@ -39,6 +44,7 @@ class TopK:
 
     Raises:
         TypeError, ValueError: The ratio is none.
+        ValueError: By backward, when the object serves another DDP already.
     """
 
     def __init__(self, ratio: float = 0.01) -> None:
@@ -47,41 +53,47 @@ class TopK:
         if not 0 < ratio <= 1:
             raise ValueError(f"ratio must be above 0 and at most 1, not {ratio}")
         self.ratio = ratio
-        self._errors: dict[str, torch.Tensor] = {}
+        self._residuals = Residuals(self.describe())
+
+    def describe(self) -> str:
+        """What ranks compare."""
+        return f"TopK(ratio={float(self.ratio)})"
 
     def __call__(self, bucket: GradientBucket) -> PendingCollective[torch.Tensor]:
         """Start the reduction of a bucket."""
+        self._residuals.bind(bucket)
         flat = bucket.tensor
         if flat.dtype not in (torch.float32, torch.float64) or not 0 < flat.numel() < _MAX_ELEMENTS:
             return allreduce(bucket)
         count = max(1, math.ceil(self.ratio * flat.numel()))
+        waiting = [
+            (gradient, self._residuals.find(name, gradient))
+            for name, gradient in zip(bucket.names, bucket.gradients, strict=True)
+            if name not in bucket.absent
+        ]
         with torch.no_grad():
-            errors = [
-                self._error(name, gradient) for name, gradient in zip(bucket.names, bucket.gradients, strict=True)
-            ]
-            for gradient, error in zip(bucket.gradients, errors, strict=True):
-                gradient.add_(error)
+            for gradient, residual in waiting:
+                gradient.add_(residual)
             places = flat.abs().topk(count, sorted=False).indices
             values = flat[places]
-            flat[places] = 0
-            for gradient, error in zip(bucket.gradients, errors, strict=True):
-                error.copy_(gradient)
+            flat[places] = 0  # from here on what is not sent
             sent = torch.cat([values.view(torch.uint8), places.to(torch.int32).view(torch.uint8)])
         size = values.numel() * values.element_size()
 
         def finish(gathered: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
-                flat.zero_()
+                average = torch.zeros_like(flat)
                 for part in gathered.view(bucket.group.world_size, -1):
                     # Cloned, for a view as another dtype begins where that dtype may.
                     chosen = part[size:].clone().view(torch.int32), part[:size].clone().view(flat.dtype)
-                    flat.index_add_(0, *chosen)
-                return flat.div_(bucket.group.world_size)
+                    average.index_add_(0, *chosen)
+                average.div_(bucket.group.world_size)
+                is_finite = average.isfinite().all()
+                for gradient, residual in waiting:
+                    if is_finite:
+                        residual.copy_(gradient)
+                    else:
+                        residual.mul_(0.5)
+                return average
 
         return Continued(async_all_gather(sent, group=bucket.group), finish)
-
-    def _error(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        found = self._errors.get(name)
-        if found is None or found.shape != gradient.shape or found.dtype is not gradient.dtype:
-            found = self._errors[name] = torch.zeros_like(gradient)
-        return found
