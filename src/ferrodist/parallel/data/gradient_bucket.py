@@ -145,6 +145,7 @@ class GradientBucket:
         self._trailer.copy_(self._full)
         self.absent.clear()
         if is_idle:
+            self.absent += self.names
             self._memory[: len(self._memory) - len(self._full) + 2 * len(self.parameters)].zero_()
         else:
             self._take_all()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -11,24 +9,19 @@ import torch
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.objects import all_gather_object
-from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.collectives.reductions import allreduce
-from ferrodist.collectives.symmetric import empty_symmetric
 from ferrodist.deadline import Deadline
-from ferrodist.errors import BackendUnavailable, CollectiveMismatchError, DistributedError, UnsupportedOpError
-from ferrodist.parallel.data.buckets import plan_buckets
-from ferrodist.parallel.data.marks import MARK_SIZE, check_marks, make_mark, number_model
+from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
+from ferrodist.parallel.data.marks import number_model
+from ferrodist.parallel.data.means import MAX_BYTES, Means
 from ferrodist.parallel.data.members import Members
 from ferrodist.parallel.data.replication import broadcast_tensors, check_same_form
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
 
 __all__ = ["DiLoCo", "LocalSGD"]
-
-_MAX_BYTES = 25 << 20
 
 
 class LocalSGD:
@@ -87,7 +80,7 @@ class LocalSGD:
         self._number = number_model(self._group, f"{type(self).__name__} of {type(module).__name__}")
         self._members = Members(module)
         self._parameters = dict(module.named_parameters())
-        self._means: _Means | None = None
+        self._means: Means | None = None
         self.reset()
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
@@ -131,10 +124,9 @@ class LocalSGD:
         """
         self._check_parameters()
         deadline = Deadline(self._group.timeout)
-        with self._naming_this():
-            check_same_form(self._module, None, self._group, deadline)
-            tensors = [*self._module.parameters(), *self._module.buffers()]
-            broadcast_tensors(tensors, 0, self._group, max_bytes=_MAX_BYTES, deadline=deadline)
+        check_same_form(self._module, None, self._group, deadline, maker=type(self).__name__)
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        broadcast_tensors(tensors, 0, self._group, max_bytes=MAX_BYTES, deadline=deadline)
         self._trained = self._find_trained()
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,8 +159,7 @@ class LocalSGD:
             )
 
     def _check_parameters(self) -> None:
-        with self._naming_this():
-            self._members.check_same(type(self._module).__name__)
+        self._members.check_same(type(self._module).__name__, maker=type(self).__name__)
         for name, was in self._means.tensors.items() if self._means else ():
             parameter = self._parameters[name]
             if parameter.dtype is not was.dtype or parameter.shape != was.shape:
@@ -188,12 +179,12 @@ class LocalSGD:
         """
         before, self._trained = self._trained, self._find_trained()
         if self._trained != before:
-            with self._naming_this():
-                check_same_form(self._module, None, self._group, Deadline(self._group.timeout))
+            deadline = Deadline(self._group.timeout)
+            check_same_form(self._module, None, self._group, deadline, maker=type(self).__name__)
         both = {*before, *self._trained}
         if self._means is None or self._means.parameters.keys() != both:
             chosen = {name: parameter for name, parameter in self._parameters.items() if name in both}
-            self._means = _Means(chosen, self._group, self._number)
+            self._means = Means(chosen, self._group, self._number)
         self._means.take()
         return self._means.tensors, frozenset(before).intersection(self._trained)
 
@@ -201,23 +192,6 @@ class LocalSGD:
     def _agree(self) -> None:
         for name, mean in self._take_means()[0].items():
             self._parameters[name].copy_(mean)
-
-    @contextlib.contextmanager
-    def _naming_this(self) -> Iterator[None]:
-        """Have errors of what DDP checks too say who checks."""
-
-        def translate(message: str) -> str:
-            return re.sub(r"\bDDP\b", type(self).__name__, message)
-
-        try:
-            yield
-        except DistributedError as error:
-            told = error.fresh()
-            told.message = translate(error.message)
-            told.args = (told.message,)
-            raise told from error.__cause__
-        except ValueError as error:
-            raise ValueError(translate(str(error))) from None
 
 
 class DiLoCo(LocalSGD):
@@ -313,42 +287,3 @@ class DiLoCo(LocalSGD):
         for name in means:
             self._outer[name].grad = None
             self._parameters[name].copy_(self._outer[name])
-
-
-class _Means:
-    """Flat memory for the mean of some parameters over the ranks, made once; see [Note: marks] in `marks.py`."""
-
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], group: Backend, number: int) -> None:
-        self.parameters = parameters
-        self._group = group
-        self._number = number
-        self._flats: list[torch.Tensor] = []
-        names, owners = list(parameters), list(parameters.values())
-        places: dict[int, torch.Tensor] = {}
-        for bucket in plan_buckets(owners, _MAX_BYTES):
-            sizes = [owners[place].numel() for place in bucket.members]
-            flat = _make(sum(sizes) + group.world_size * MARK_SIZE, bucket.dtype, group)
-            self._flats.append(flat)
-            parts = torch.split(flat[: sum(sizes)], sizes)
-            places.update(zip(bucket.members, parts, strict=True))
-        self.tensors = {name: places[place].view(owners[place].shape) for place, name in enumerate(names)}
-        """The means, by name, after `take`."""
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Set `tensors` to the means of the parameters as they are now."""
-        for name, parameter in self.parameters.items():
-            self.tensors[name].copy_(parameter)
-        for index, flat in enumerate(self._flats):
-            marks = flat[-self._group.world_size * MARK_SIZE :]
-            own = marks.zero_()[self._group.rank * MARK_SIZE :][:MARK_SIZE]
-            own.copy_(torch.tensor(make_mark(self._number, index)))
-            allreduce(flat, ReduceOp.MEAN, group=self._group, out=flat)
-            check_marks(marks.tolist(), self._group)
-
-
-def _make(count: int, dtype: torch.dtype, group: Backend) -> torch.Tensor:
-    try:
-        return empty_symmetric((count,), dtype, group=group)
-    except BackendUnavailable:  # on all ranks
-        return torch.empty(count, dtype=dtype)

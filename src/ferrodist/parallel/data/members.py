@@ -30,7 +30,7 @@ class Members:
         self._trainable = self._find_trainable()
         self._versions: tuple[int, ...] = ()
 
-    def check_same(self, title: str) -> None:
+    def check_same(self, title: str, *, maker: str = "DDP") -> None:
         """Raise if parameters were added, replaced or removed.
 
         Raises:
@@ -45,8 +45,8 @@ class Members:
             name, what = change
             raise UnsupportedOpError(
                 f"parameter {name!r} of {title} {what} after that was made, and it averages those that it was made"
-                " with. Change the module first, and then make a new DDP of it (or what this was), on all ranks; to"
-                " change values, write to the parameter in place (copy_, load_state_dict without assign=True)."
+                f" with. Change the module first, and then make a new {maker} of it, on all ranks; to change"
+                " values, write to the parameter in place (copy_, load_state_dict without assign=True)."
             )
         self._places = _find_places(self._module)  # sub-modules without parameters came or went
 

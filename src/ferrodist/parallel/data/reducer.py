@@ -152,7 +152,7 @@ class Reducer:
         arrived = list(self._round.counts)
         self._forget_round(is_complete=True)
         if uneven:
-            self._refuse_uneven(uneven)
+            self._refuse_uneven(uneven, is_idle=is_idle)
         if not self._is_rebuilt:
             self._rebuild(arrived)
 
@@ -310,9 +310,9 @@ class Reducer:
         """Parameters that some ranks have a gradient for and others have not; see [Note: presence] in `marks.py`."""
         return [name for bucket in self.buckets for name in bucket.find_uneven()]
 
-    def _refuse_uneven(self, names: list[str]) -> None:
+    def _refuse_uneven(self, names: list[str], *, is_idle: bool) -> None:
         """Raise, on all ranks, for parameters that some ranks have a gradient for and others have not."""
-        lacking = [name for bucket in self.buckets for name in bucket.absent if name in names]
+        lacking = [name for bucket in self.buckets for name in bucket.absent if name in names and not is_idle]
         everyone = all_gather_object(lacking, group=self._group)
         first = names[0]
         ranks = tuple(rank for rank, theirs in enumerate(everyone) if first in theirs)

@@ -43,7 +43,7 @@ def check_same_form(
     options_lines = [f"the option {line}" for line in (options.describe() if options else ())]
     lines = [*options_lines, *_describe(module)]
     compare_forms(lines, group, deadline, maker=maker, module=type(module).__name__)
-    check_supported(module, group)
+    check_supported(module, group, maker=maker)
 
 
 def _describe(module: torch.nn.Module) -> list[str]:
@@ -74,8 +74,8 @@ def _obstacle(tensor: torch.Tensor) -> str:
     return ""
 
 
-def check_supported(module: torch.nn.Module, group: Backend) -> None:
-    """Raise for a parameter or buffer that DDP can't carry; all ranks do, where their modules have one form.
+def check_supported(module: torch.nn.Module, group: Backend, *, maker: str = "DDP") -> None:
+    """Raise for a parameter or buffer that can't be carried; all ranks do, where their modules have one form.
 
     Raises:
         UnsupportedOpError: The first such, named.
@@ -87,7 +87,7 @@ def check_supported(module: torch.nn.Module, group: Backend) -> None:
     tensors += [(f"buffer {name!r}", buffer) for name, buffer in module.named_buffers()]
     for title, tensor in tensors:
         if is_lazy(tensor):
-            raise ValueError(f"{title} is lazy and has no shape yet: run the module once before DDP")
+            raise ValueError(f"{title} is lazy and has no shape yet: run the module once before {maker}")
         if group.world_size == 1:
             continue
         try:
@@ -95,10 +95,12 @@ def check_supported(module: torch.nn.Module, group: Backend) -> None:
             if tensor.requires_grad:
                 check_reduction(tensor.dtype, ReduceOp.MEAN)
         except TypeError as error:
-            raise UnsupportedOpError(f"DDP can't give every rank {title} of {type(module).__name__}: {error}") from None
+            raise UnsupportedOpError(
+                f"{maker} can't give every rank {title} of {type(module).__name__}: {error}"
+            ) from None
         if obstacle := _obstacle(tensor):
             raise UnsupportedOpError(
-                f"DDP can't give every rank {title} of {type(module).__name__}: it {obstacle}, so nothing can be"
+                f"{maker} can't give every rank {title} of {type(module).__name__}: it {obstacle}, so nothing can be"
                 " written to it. Make it a clone()."
             )
 
