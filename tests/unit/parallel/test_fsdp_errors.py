@@ -264,3 +264,22 @@ def test_meta_modules_without_a_way_to_get_values():
 
     for value in run_ranks(program, 2):
         assert torch.equal(value, torch.ones(3))
+
+
+@pytest.mark.parametrize("wrap", [None, torch.nn.Linear])
+@pytest.mark.parametrize("how", ["replaced", "deleted"])
+def test_parameters_that_the_program_replaces(how, wrap):
+    """Nothing would divide the new one: the next forward names it, on all ranks."""
+
+    def program(group):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+        fsdp = FSDP(model, group, wrap=wrap)
+        fsdp(torch.ones(1, 3)).sum().backward()
+        if how == "replaced":
+            model[1].weight = torch.nn.Parameter(torch.ones(2, 3))
+        else:
+            del model[1].weight
+        with pytest.raises(UnsupportedOpError, match=r"parameter '1.weight' was replaced by another"):
+            fsdp(torch.ones(1, 3))
+
+    run_ranks(program, 2)

@@ -25,6 +25,7 @@ import torch
 from ferrodist.collectives.gathering import all_gather, async_all_gather
 from ferrodist.collectives.reductions import broadcast
 from ferrodist.collectives.scattering import scatter
+from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.sharded.gradients import FlatGradients
 from ferrodist.parallel.sharded.memory import same_memory
 
@@ -88,7 +89,12 @@ class FlatParameters:
 
     @torch.inference_mode(mode=False)
     def start_gather(self) -> None:
-        """Begin to fill the full parameters, where they don't lie in the shards."""
+        """Begin to fill the full parameters, where they don't lie in the shards.
+
+        Raises:
+            UnsupportedOpError: The program has put another parameter in the place of one.
+        """
+        self._check_installed()
         if not self._is_copied:
             return
         self._full.untyped_storage().resize_(self._full.numel() * self._full.itemsize)
@@ -262,6 +268,16 @@ class FlatParameters:
     def _empty(self) -> None:
         if self._is_copied:
             self._full.untyped_storage().resize_(0)
+
+    def _check_installed(self) -> None:
+        for name, parameter, places in zip(self.names, self.parameters, self.places, strict=True):
+            for module, attribute in places:
+                if module._parameters.get(attribute) is not parameter:  # noqa: SLF001
+                    raise UnsupportedOpError(
+                        f"parameter {name!r} was replaced by another after FSDP was made, which divides those that it"
+                        " was made with: to change values, use summon_full_params() or load_full_state_dict() (and not"
+                        " load_state_dict with assign=True); to change the module, do it before"
+                    )
 
     def _install(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         for parameter, places in zip(parameters, self.places, strict=True):
