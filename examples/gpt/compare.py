@@ -43,7 +43,7 @@ def draw(histories: dict[str, dict[str, object]], num_ranks: int, path: Path) ->
         loss_axes.plot(steps, history["losses"], color=color, linewidth=line_width, label=label)
         if name != "one process":
             difference = np.abs(np.array(history["losses"]) - alone) / alone
-            difference_axes.plot(steps, difference, ".", color=color, markersize=4, label=label)
+            difference_axes.plot(steps, difference, ".", color=color, markersize=4 * line_width, label=label)
     loss_axes.set(title="Training loss", xlabel="step", ylabel="nats a byte")
     difference_axes.set_yscale("symlog", linthresh=1e-8)
     difference_axes.set(title="Relative difference to one process", xlabel="step", ylim=(0, None))
