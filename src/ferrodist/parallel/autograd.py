@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["current_backward", "find_outputs", "hook_gradients"]
+__all__ = ["current_backward", "find_outputs", "find_tensors", "hook_gradients"]
 
 
 def current_backward() -> int:
@@ -20,11 +20,16 @@ def current_backward() -> int:
 
 
 def find_outputs(result: object) -> list[torch.Tensor]:
-    """The tensors that require grad in what a module returned.
+    """The tensors that require grad in what a module returned; see `find_tensors`."""
+    return [tensor for tensor in find_tensors(result) if tensor.requires_grad]
+
+
+def find_tensors(result: object) -> list[torch.Tensor]:
+    """The tensors in what a module returned.
 
     They are found in tuples, lists, sets, mappings and dataclasses, to any depth, and in attributes of other objects.
     """
-    return [tensor for tensor in _tensors_in(result, frozenset()) if tensor.requires_grad]
+    return list(_tensors_in(result, frozenset()))
 
 
 def _tensors_in(result: object, above: frozenset[int]) -> Iterator[torch.Tensor]:

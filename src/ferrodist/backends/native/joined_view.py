@@ -6,8 +6,10 @@ import ctypes
 import mmap
 import os
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["JoinedView"]
 
 _NO_ACCESS, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000  # of Linux, and not in Python's mmap
+_ENTRY = np.dtype(np.uint64)  # of proc_pid_pagemap(5), as are its bits: present or swapped, and of a file
+_IN_USE, _OF_FILE = np.uint64(0b11 << 62), np.uint64(1 << 61)
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -49,6 +53,17 @@ class JoinedView:
             _map(self._address + place * part_bytes, part_bytes, access, flags, descriptor, offset)
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         """All parts, as bytes."""
+
+    @property
+    def has_own_pages(self) -> bool:
+        """Whether something was written here; False where the system doesn't tell."""
+        try:
+            with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
+                pages.seek(self._address // mmap.PAGESIZE * _ENTRY.itemsize)
+                entries = np.frombuffer(pages.read(self._size_bytes // mmap.PAGESIZE * _ENTRY.itemsize), _ENTRY)
+        except OSError:
+            return False
+        return bool(((entries & _IN_USE != 0) & (entries & _OF_FILE == 0)).any())
 
     def restore(self) -> None:
         """Show what is in the file again, in place of what was written here."""

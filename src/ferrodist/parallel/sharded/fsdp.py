@@ -25,6 +25,7 @@ from ferrodist.parallel.sharded.optimizer_state import OptimizerState
 from ferrodist.parallel.sharded.policies import plan_units
 from ferrodist.parallel.sharded.schedule import Schedule
 from ferrodist.parallel.sharded.strategy import Axes, ShardingStrategy
+from ferrodist.parallel.sharded.structure import Structure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,6 +52,9 @@ class FSDP(torch.nn.Module):
     the mean over a batch of equal size, a step is that of one process with all ranks' batches joined. A parameter that
     has no gradient on this rank counts as zeros; one that has none on any rank keeps None. Gradients of several
     backwards add up; inside `no_sync` they stay with the rank, whole, until a backward outside of it averages them.
+
+    Optimizers must work on elements: those that need whole matrices or all parameters at once (Muon, Shampoo, LBFGS,
+    Adafactor) don't on pieces. Hooks on the module's parameters don't run: use hooks on modules.
 
     All ranks call the same units in the same order, else they get `CollectiveMismatchError`. When something fails
     between the ranks all of them raise; the shards are whole then, and `sharded_state_dict` still works.
@@ -128,10 +132,12 @@ class FSDP(torch.nn.Module):
         self._optimizer_state = OptimizerState(self._units, self._axes)
         for unit in self._units:
             install_hooks(unit, self._schedule)
+        self._structure = Structure(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; every rank must."""
         root = self._units[0]
+        self._structure.check()
         args, kwargs = self._precision.cast((args, kwargs))
         outside_of_compiler(self._schedule.before_call)(root)
         output, succeeded = None, False
@@ -148,7 +154,8 @@ class FSDP(torch.nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Let backwards inside the block leave their gradients with this rank; all ranks alike.
 
-        The next backward outside, or `sync_gradients`, averages them with its own. Until then ranks hold them whole.
+        The next backward outside, or `sync_gradients`, averages them with its own. Until then ranks hold them whole,
+        and the optimizer's ``zero_grad()`` doesn't know them: `zero_grad` of the FSDP drops them.
         """
         before, self._schedule.is_syncing = self._schedule.is_syncing, False
         try:
@@ -201,7 +208,8 @@ class FSDP(torch.nn.Module):
     def prefetch_forward_params(self) -> None:
         """Begin to gather what the next forward needs first, as while a batch is loaded; every rank must call.
 
-        After ``optimizer.step()``, not before: forward raises when the shards have changed since.
+        After ``optimizer.step()``, not before: forward raises when the shards have changed since, but for the steps of
+        fused optimizers, which torch's version counters don't see.
         """
         self._schedule.prefetch_forward()
 
@@ -269,8 +277,12 @@ class FSDP(torch.nn.Module):
             keeps = writeback
         finally:
             self._schedule.is_summoned = False
-            for unit in self._units:
-                unit.end_summon(keeps=keeps)
+            changed = [unit for unit in self._units if unit.end_summon(keeps=keeps)]
+        if changed:
+            raise RuntimeError(
+                f"this rank's pieces of {changed[0].title} were changed inside summon_full_params(), as by an"
+                " optimizer's step: step outside of the block. Its whole parameters were not written back."
+            )
 
     # States.
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ferrodist.parallel.sharded.unit import UnitState
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -31,7 +29,7 @@ def install_hooks(unit: Unit, schedule: Schedule) -> None:
         schedule.after_call(unit, output, succeeded=output is not None or sys.exc_info()[0] is None)
 
     def check(module: torch.nn.Module, _args: object) -> None:
-        if unit.state is not UnitState.GATHERED:
+        if not unit.is_shown:
             raise RuntimeError(
                 f"a {type(module).__name__} of {unit.title} was called where its parameters are not gathered: call the"
                 " FSDP, or use summon_full_params()"

@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ferrodist.collectives.gathering import all_gather, async_all_gather
 from ferrodist.collectives.reductions import broadcast
@@ -80,6 +81,7 @@ class FlatParameters:
         self._versions: list[int] = []
         self._hooked: set[int] = set()
         self._summoned: list[torch.nn.Parameter] = []
+        self._addresses: list[int] = []  # of the pieces
         self._on_gradient: Callable[[], None] | None = None
         self._gathering: PendingCollective[torch.Tensor] | None = None
         self.gradients = FlatGradients(self.names, self.fulls, self.parameters, layout, axes=axes, dtype=dtypes[1])
@@ -120,15 +122,20 @@ class FlatParameters:
         self.install_full()
 
     def install_full(self) -> None:
-        """Put the full parameters where the module looks for them."""
+        """Put the full parameters where the module looks for them, with the pieces' ``requires_grad``."""
         for place, (full, piece) in enumerate(zip(self.fulls, self.parameters, strict=True)):
             if full.requires_grad != piece.requires_grad:
                 full.requires_grad_(piece.requires_grad)
             if full.requires_grad and self._on_gradient is not None and place not in self._hooked:
                 self._hooked.add(place)
                 _watch(full, self._on_gradient)
-        self._versions = [full._version for full in self.fulls]  # noqa: SLF001 - torch documents it so
+        if not self._versions:
+            self._versions = [full._version for full in self.fulls]  # noqa: SLF001 - torch documents it so
         self._install(self.fulls)
+
+    def install_pieces(self) -> None:
+        """Give the module its pieces, though the full parameters are there."""
+        self._install(self.parameters)
 
     def free(self) -> list[str]:
         """Give the module its pieces again and empty the full parameters.
@@ -145,10 +152,9 @@ class FlatParameters:
             return []
         self._empty()
         after = [full._version for full in self.fulls]  # noqa: SLF001
-        changed = [name for name, old, new in zip(self.names, versions, after, strict=False) if old != new]
-        if changed and self._joined is not None:
+        if self._joined is not None and self._joined.has_own_pages:  # also of changes that no counter sees
             self._joined.restore()
-        return changed
+        return [name for name, old, new in zip(self.names, versions, after, strict=False) if old != new]
 
     def abandon(self) -> None:
         """After a failure of the group: the pieces come back, and what was under way is left alone."""
@@ -162,6 +168,10 @@ class FlatParameters:
     def is_joined(self) -> bool:
         """Whether other ranks compute with this rank's shard as it lies, and may not find it changed meanwhile."""
         return self._joined is not None
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the memory of the full parameters."""
+        return tensor.untyped_storage().data_ptr() == self._full.untyped_storage().data_ptr()
 
     @property
     def num_trainable(self) -> int:
@@ -200,6 +210,7 @@ class FlatParameters:
 
     def share_with_copies(self) -> None:
         """Give all copies of the model the shards of the first; every rank calls this."""
+        increment_version(self.parameters)  # of the shards' memory, which is written without them
         if self._axes.replicate is not None:
             broadcast(self.shard, 0, group=self._axes.replicate, out=self.shard)
 
@@ -221,6 +232,7 @@ class FlatParameters:
                     self.parameters[place] = replacement
                 else:
                     parameter.data = part
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         self._install(self.parameters)
 
     def piece_of_shard(self, place: int) -> torch.Tensor:
@@ -242,6 +254,9 @@ class FlatParameters:
             torch.nn.Parameter(value, requires_grad=piece.requires_grad)
             for value, piece in zip(self.gather_values(), self.parameters, strict=True)
         ]
+        for each in self._summoned:
+            if each.requires_grad:
+                each.register_post_accumulate_grad_hook(_refuse_backward)  # type: ignore[no-untyped-call]
         self._install(self._summoned)
 
     def end_summon(self, *, keeps: bool) -> None:
@@ -279,6 +294,13 @@ class FlatParameters:
                         " load_state_dict with assign=True); to change the module, do it before"
                     )
 
+        for name, parameter, address in zip(self.names, self.parameters, self._addresses, strict=True):
+            if parameter.dtype is not self.shard.dtype or (parameter.numel() and parameter.data_ptr() != address):
+                raise UnsupportedOpError(
+                    f"this rank's piece of {name!r} was given other memory, as by module.to(dtype) or parameter.data ="
+                    " ..., and what FSDP gathers is not there: change the module before FSDP, and values in place"
+                )
+
     def _install(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         for parameter, places in zip(parameters, self.places, strict=True):
             for module, attribute in places:
@@ -286,6 +308,10 @@ class FlatParameters:
                     module._parameters[attribute] = parameter  # noqa: SLF001 - setattr takes ten times as long
                 else:  # recurrent layers keep lists of their own
                     setattr(module, attribute, parameter)
+
+
+def _refuse_backward(_: torch.Tensor) -> None:
+    raise RuntimeError("a backward inside summon_full_params() makes gradients of parameters that end with the block")
 
 
 def _watch(full: torch.nn.Parameter, on_gradient: Callable[[], None]) -> None:

@@ -18,18 +18,21 @@ class Trace:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.order: list[int] = []
+        """The units, as their calls began."""
         self.versions: dict[int, tuple[int, ...]] = {}
         """Version counters of each unit's pieces, by the unit's number."""
 
-    @property
-    def num_calls(self) -> int:
-        """Calls that have begun."""
-        return sum(event.begins for event in self.events)
+    def begin_call(self, unit: int) -> int:
+        """Note that a unit's call begins; returns the call's number."""
+        call = len(self.order)
+        self.order.append(unit)
+        self.events.append(Event(unit=unit, call=call, begins=True))
+        return call
 
-    @property
-    def order(self) -> list[int]:
-        """The units, as their calls began."""
-        return [event.unit for event in self.events if event.begins]
+    def end_call(self, unit: int, call: int) -> None:
+        """Note that it has ended well."""
+        self.events.append(Event(unit=unit, call=call, begins=False))
 
     def last_ended(self, count: int) -> set[int]:
         """The ``count`` units, but for the outermost, whose calls ended last."""
@@ -50,15 +53,23 @@ class Run:
         self.steps = steps
         self.num_done = 0
         self.backward = current_backward()
+        self._used: set[int] = set()
 
     @property
     def next_step(self) -> Step | None:
         """What is to do next; None when all is done."""
         return self.steps[self.num_done] if self.num_done < len(self.steps) else None
 
+    def take_step(self) -> Step:
+        """The next step, which counts as done."""
+        step = self.steps[self.num_done]
+        self.num_done += 1
+        self._used.add(step.call)
+        return step
+
     def is_past(self, call: int) -> bool:
         """Whether the use of a call was done."""
-        return any(step.call == call for step in self.steps[: self.num_done])
+        return call in self._used
 
     def recomputed_call(self, unit: int, *, is_gathered: bool) -> int:
         """Which call of a unit is computed again: the last that backward has not left; -1 if there is none."""

@@ -27,20 +27,19 @@ import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.autograd import Variable
 
 from ferrodist.collectives.exchange import barrier
 from ferrodist.collectives.explain import explain_errors
-from ferrodist.errors import DistributedError, GroupAbortedError, describe_error
-from ferrodist.parallel.autograd import current_backward, find_outputs, hook_gradients
-from ferrodist.parallel.sharded.plan import Action, Event, Step, plan_backward
+from ferrodist.errors import DistributedError, GroupAbortedError, UnsupportedOpError, describe_error
+from ferrodist.parallel.autograd import current_backward, find_outputs, find_tensors, hook_gradients
+from ferrodist.parallel.sharded.plan import Action, Step, plan_backward
 from ferrodist.parallel.sharded.run import Run, Trace
 from ferrodist.parallel.sharded.unit import ADVICE, Unit, UnitState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    import torch
 
     from ferrodist.parallel.sharded.memory import RowBuffer
     from ferrodist.parallel.sharded.strategy import Axes
@@ -93,7 +92,7 @@ class Schedule:
 
     def prefetch_forward(self) -> None:
         """Begin to gather what the next forward needs first."""
-        self.recover()
+        self.recover(keeps_prefetched=True)
         with self._failing_together():
             for number in (self._order or [0])[: self._num_forward + 1]:
                 self.units[number].start_gather()
@@ -104,8 +103,11 @@ class Schedule:
         """Whether a unit is being gathered that nobody waits for yet."""
         return any(unit.state is UnitState.GATHERING for unit in self.units)
 
-    def recover(self) -> None:
+    def recover(self, *, keeps_prefetched: bool = False) -> None:
         """Free what an earlier forward left, and end the group if a backward was cut short.
+
+        Args:
+            keeps_prefetched: Don't free what `prefetch_forward` has begun to gather.
 
         Raises:
             RuntimeError: This is inside of a forward or backward, or of summon_full_params().
@@ -119,14 +121,14 @@ class Schedule:
         if self._run is not None:
             self._end_cut_run(self._run)
         for unit in self.units:
-            if unit.state is UnitState.GATHERED or unit.number not in self._prefetched:
+            if not keeps_prefetched or unit.state is UnitState.GATHERED or unit.number not in self._prefetched:
                 unit.free()
 
     def _end_cut_run(self, run: Run) -> None:
         """A backward has failed in the program, while the other ranks count on the rest of it."""
         self._run = None
         if self._group.world_size == 1:
-            self._reducing.clear()
+            self._forget_all()
             return
         error = GroupAbortedError(
             f"an earlier backward of FSDP on rank {self._group.rank} of group {self._group.name!r} ended in an error"
@@ -151,12 +153,11 @@ class Schedule:
                     f"{unit.title} was called outside of its model's forward, where its parameters are not gathered:"
                     " call the FSDP, or use summon_full_params()"
                 )
-            self.recover()
+            self.recover(keeps_prefetched=True)
             self._trace = Trace()
         trace = self._trace
-        call = trace.num_calls
+        call = trace.begin_call(unit.number)
         position = call if call < len(self._order) and self._order[call] == unit.number else len(self._order)
-        trace.events.append(Event(unit=unit.number, call=call, begins=True))
         trace.versions.setdefault(unit.number, unit.count_changes())
         self._open_calls.append((unit.number, call))
         with self._failing_together():
@@ -179,7 +180,8 @@ class Schedule:
         if call is None:
             return
         if succeeded:
-            trace.events.append(Event(unit=unit.number, call=call, begins=False))
+            trace.end_call(unit.number, call)
+            self._check_outputs(unit, output)
         will_return = succeeded and self._watch_outputs(output, trace, call)
         is_open = any(number == unit.number for number, _ in self._open_calls)
         stays = will_return and (not self._reshards or unit.number in {0, *self._last_ended})
@@ -207,6 +209,7 @@ class Schedule:
         for unit in self.units:
             if not will_return or unit.number not in used:
                 self._free(unit)
+            unit.show(is_whole=False)  # between forward and backward programs look for gradients and optimizers
         if succeeded:
             self._await_readers()
 
@@ -223,6 +226,16 @@ class Schedule:
         hook_gradients(outputs, notice)
         return bool(outputs)
 
+    def _check_outputs(self, unit: Unit, output: Any) -> None:
+        """Raise for a parameter among a unit's outputs: it is given up when the call, or the backward, has ended."""
+        if any(unit.owns_memory_of(tensor) for tensor in find_tensors(output)):
+            error = UnsupportedOpError(
+                f"{unit.title} returned one of its parameters, or a view of one, which are there during its call only:"
+                " return a copy (parameter.clone())"
+            )
+            with self._failing_together():
+                raise error
+
     def _recomputed_call(self, unit: Unit, run: Run) -> int:
         return run.recomputed_call(unit.number, is_gathered=unit.state is UnitState.GATHERED)
 
@@ -230,6 +243,13 @@ class Schedule:
 
     def before_backward(self, trace: Trace, call: int) -> None:
         """Have a unit gathered, for autograd has come to the end of its call."""
+        if torch.is_grad_enabled():
+            error = UnsupportedOpError(
+                "backward or autograd.grad with create_graph=True through an FSDP model: a second backward would need"
+                " parameters that were given up after the first. Use DDP where gradients need gradients."
+            )
+            with self._failing_together():
+                raise error
         if self._run is not None and self._run.trace is not trace and self._run.backward != current_backward():
             self._end_cut_run(self._run)
         if self._run is None or self._run.trace is not trace:
@@ -249,7 +269,14 @@ class Schedule:
     def on_gradient(self, unit: Unit) -> None:
         """Take note that a parameter's gradient is there, and reduce what is complete and next."""
         run = self._run
-        if not unit.note_gradient() or run is None:
+        if run is None:
+            error = UnsupportedOpError(
+                f"a gradient reached parameters of {unit.title} by a way that is not through what forward returned:"
+                " return all losses, and tensors that lead to one, from forward"
+            )
+            with self._failing_together():
+                raise error
+        if not unit.note_gradient():
             return
         with self._failing_together():
             while (step := run.next_step) is not None and step.action is Action.REDUCE:
@@ -284,6 +311,8 @@ class Schedule:
             unit.forget_gradients()
         trainable = [unit.number for unit in self.units if unit.is_trainable]
         self._run = Run(trace, plan_backward(trace.events, self._num_backward, trainable))
+        for unit in self.units:
+            unit.show(is_whole=True)  # for what checkpoints compute again
         Variable._execution_engine.queue_callback(self._on_backward_end)  # noqa: SLF001 - as torch's own FSDP
 
     def _on_backward_end(self) -> None:
@@ -300,7 +329,7 @@ class Schedule:
             if self.is_syncing:
                 # Several backwards inside this one may bring a gradient after its unit was reduced: averages add up.
                 for unit in reversed(self.units):
-                    if unit.has_gradients:
+                    if unit.number in self._unsynced or unit.has_gradients:
                         self._reduce(unit)
             self._finish_reductions()
             for unit in self.units:
@@ -317,7 +346,7 @@ class Schedule:
         return f"Rank {self._group.rank} was at the end of a forward or backward of an FSDP model."
 
     def _do(self, run: Run, step: Step) -> None:
-        run.num_done += 1
+        run.take_step()
         unit = self.units[step.unit]
         if step.action is Action.GATHER:
             unit.start_gather()
@@ -366,6 +395,10 @@ class Schedule:
         for group in (self._group, self._axes.shard, self._axes.replicate):
             if group is not None and group.failure is None:
                 group.abort(error if isinstance(error, DistributedError) else here)
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        """Nothing is under way any more, and ranks hold shards only."""
         self._trace = self._run = None
         self._open_calls.clear()
         self._reducing.clear()
@@ -376,12 +409,13 @@ class Schedule:
 
 
 def _watch_gradients(schedule: Schedule, unit: Unit) -> None:
-    reference = weakref.ref(schedule)
+    # Hooks on whole parameters are kept by torch, where Python's collector sees no cycle.
+    references = weakref.ref(schedule), weakref.ref(unit)
 
     def notice() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.on_gradient(unit)
+        alive, its_unit = references[0](), references[1]()
+        if alive is not None and its_unit is not None:
+            alive.on_gradient(its_unit)
 
     for flat in unit.flats:
         flat.watch(notice)

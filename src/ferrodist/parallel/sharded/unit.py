@@ -64,6 +64,8 @@ class Unit:
         self._num_gradients = 0
         self._versions: tuple[int, ...] = ()  # of the pieces, when the gathering started
         self.is_reducing = False
+        self.is_shown = False
+        """Whether the module has its parameters whole; else its pieces."""
 
     @property
     def title(self) -> str:
@@ -110,6 +112,7 @@ class Unit:
             for flat in self.flats:
                 flat.finish_gather()
         self.state = UnitState.GATHERED
+        self.is_shown = True
         if self._versions != self.count_changes():
             self.free()
             raise UnsupportedOpError(
@@ -117,6 +120,20 @@ class Unit:
                 " after they were prefetched: call prefetch_forward_params() after optimizer.step(), not before",
                 ranks=(self._group.rank,),
             )
+
+    def show(self, *, is_whole: bool) -> None:
+        """Give the module, while the unit is gathered, its whole parameters or its pieces."""
+        if self.state is UnitState.GATHERED:
+            self.is_shown = is_whole
+            for flat in self.flats:
+                if is_whole:
+                    flat.install_full()
+                else:
+                    flat.install_pieces()
+
+    def owns_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the unit's whole parameters."""
+        return any(flat.holds(tensor) for flat in self.flats)
 
     def free(self) -> None:
         """Give up all but this rank's shard.
@@ -129,6 +146,7 @@ class Unit:
         with explain_errors(lambda: self._doing("freeing"), ADVICE):
             changed = [name for flat in self.flats for name in flat.free()]
         self.state = UnitState.SHARDED
+        self.is_shown = False
         if changed:
             raise UnsupportedOpError(
                 f"parameter {changed[0]!r} was changed on rank {self._group.rank} of group {self._group.name!r} while"
@@ -155,14 +173,24 @@ class Unit:
         with explain_errors(lambda: self._doing("summoning"), ADVICE):
             for flat in self.flats:
                 flat.begin_summon()
+        self._versions = self.count_changes()
         self.state = UnitState.GATHERED
+        self.is_shown = True
 
-    def end_summon(self, *, keeps: bool) -> None:
-        """Take them away; with ``keeps`` the pieces become what they have become."""
-        if self.state is UnitState.GATHERED:
-            self.state = UnitState.SHARDED
-            for flat in self.flats:
-                flat.end_summon(keeps=keeps)
+    def end_summon(self, *, keeps: bool) -> bool:
+        """Take them away; with ``keeps`` the pieces become what they have become.
+
+        Returns:
+            Whether somebody has changed the pieces meanwhile; these changes are kept.
+        """
+        if self.state is not UnitState.GATHERED:
+            return False
+        self.state = UnitState.SHARDED
+        self.is_shown = False
+        has_changed = self._versions != self.count_changes()
+        for flat in self.flats:
+            flat.end_summon(keeps=keeps and not has_changed)
+        return has_changed
 
     def note_gradient(self) -> bool:
         """Count a gradient that autograd has accumulated; whether it was the last one."""
@@ -202,6 +230,7 @@ class Unit:
         for flat in self.flats:
             flat.abandon()
         self.state = UnitState.SHARDED
+        self.is_shown = False
         self.is_reducing = False
 
     def _doing(self, what: str) -> str:
