@@ -214,6 +214,7 @@ def test_a_loss_that_forward_did_not_return_is_refused():
     def program(group):
         fsdp = FSDP(Hidden(), group, strategy=ShardingStrategy.NO_SHARD)
         fsdp(INPUTS)
+        group.barrier()
         with pytest.raises(UnsupportedOpError, match="not through what forward returned"):
             fsdp.module.loss.backward()
 

@@ -46,7 +46,7 @@ class FSDP(torch.nn.Module):
     Making it is a collective: every rank of the group gives the same module, whose parameters take rank 0's values. The
     module's `Parameter` objects become this rank's *pieces*: parts of as many dims, but other shapes, some of them
     empty. Optimizers step on these, made before or after. Inside forward and backward the module has its parameters
-    whole, unit by unit. Buffers are each rank's own; batch norm over all ranks' batches is `convert_sync_batchnorm`.
+    whole, unit by unit; what is written to them there is lost, and an error where torch counts it. Buffers are each rank's own; batch norm over all ranks' batches is `convert_sync_batchnorm`.
 
     When ``backward()`` returns, each piece has its part of the mean of all ranks' gradients. When each rank's loss is
     the mean over a batch of equal size, a step is that of one process with all ranks' batches joined. A parameter that
