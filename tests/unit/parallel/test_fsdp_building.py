@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from ferrodist import DDP, FSDP, CollectiveMismatchError, DiLoCo, LocalSGD, UnsupportedOpError
-from ferrodist.parallel.sharded.layout import FlatLayout
 from ferrodist.testing import run_ranks
 
 
@@ -67,7 +66,7 @@ def test_hooks_on_parameters_are_refused(register):
 
 @pytest.mark.parametrize(
     "wrap",
-    [DDP, lambda module, group: LocalSGD(module, group, period=2), lambda module, group: DiLoCo(module, group)],
+    [DDP, lambda module, group: LocalSGD(module, group, period=2), DiLoCo],
     ids=["DDP", "LocalSGD", "DiLoCo"],
 )
 def test_data_parallel_wrappers_refuse_an_fsdp(wrap, run):
@@ -94,7 +93,7 @@ def test_fsdp_refuses_a_ddp_until_it_is_gone():
         module = torch.nn.Linear(6, 6)
         ddp = DDP(module, group)
         for wrapped in (ddp, module):
-            with pytest.raises(UnsupportedOpError, match="weight' has hooks.*DDP"):
+            with pytest.raises(UnsupportedOpError, match=r"weight' has hooks.*DDP"):
                 FSDP(wrapped, group)
         assert is_untouched(module, [(6, 6), (6,)])
         del ddp, wrapped
@@ -121,3 +120,66 @@ def test_parameters_of_another_fsdp_are_refused():
         assert fsdp is None
 
     run_ranks(program, 2)
+
+
+class Experts(torch.nn.Module):
+    """Layers of one size, of which each call uses one."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6, bias=False) for _ in range(number))
+
+    def forward(self, inputs, which):
+        return self.layers[which](inputs)
+
+
+@pytest.mark.parametrize("others", [31, 32, 38, 39])
+@pytest.mark.parametrize("one", [0, 30, 35])
+def test_many_units_of_one_size_are_told_apart(run, one, others):
+    """Ranks that evaluate different ones raise, however many there are."""
+
+    def program(group):
+        model = FSDP(Experts(40), group, wrap=torch.nn.Linear, forward_prefetch=0)
+        with torch.no_grad():
+            for which in (0, 31, 39):
+                model(torch.rand(2, 6), which)
+            with pytest.raises(CollectiveMismatchError, match="same order"):
+                model(torch.rand(2, 6), (one, others)[group.rank])
+
+    run(program, 2)
+
+
+def sizes(group):
+    """What a model's rows and tokens take, after many models that are gone."""
+    found = []
+    for _ in range(5):
+        model = FSDP(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)), group, wrap=torch.nn.Linear)
+        layouts = [flat.layout for unit in model._units for flat in unit.flats]
+        found.append([(layout.row_size, layout.number, layout.dim) for layout in layouts])
+        del model, layouts
+        gc.collect()
+    return found
+
+
+def test_names_of_models_that_are_gone_are_free_again():
+    """So that the last of many is as small as the first."""
+    for found in run_ranks(sizes, 2):
+        assert all(each == found[0] for each in found)
+
+
+def test_names_stay_while_a_rank_has_the_model():
+    """Ranks give back what all have given back, so that they agree on who is who."""
+
+    def program(group):
+        kept = []
+        for _ in range(3):
+            model = FSDP(torch.nn.Linear(6, 6), group)
+            if group.rank == 0:
+                kept.append(model)
+            (flat,) = model._units[0].flats
+            number = flat.layout.number
+            del model, flat
+            gc.collect()
+        return number
+
+    assert run_ranks(program, 2) == [2, 2]

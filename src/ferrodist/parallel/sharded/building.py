@@ -9,13 +9,14 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ferrodist.collectives.explain import explain_errors
+from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.prepare import check_tensor
 from ferrodist.collectives.reduce_op import ReduceOp, check_dtype, check_reduction
 from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.owners import claim_parameters, describe_owner
 from ferrodist.parallel.same_form import compare_forms, write_obstacle
-from ferrodist.parallel.sharded.layout import FlatLayout
+from ferrodist.parallel.sharded.layout import FlatLayout, find_gone, release_names
 from ferrodist.parallel.sharded.memory import allot
 from ferrodist.parallel.sharded.parameter import FlatParameters
 from ferrodist.parallel.sharded.unit import Unit
@@ -35,6 +36,8 @@ _ADVICE = "Every rank of the group must make it, at the same place of its progra
 def check_same_plan(plans: Sequence[UnitPlan], root: torch.nn.Module, axes: Axes, settings: str) -> None:
     """Compare units, parameters and buffers with those of rank 0; every rank of the group calls this.
 
+    Names that models had which are gone on all ranks are free again; see [Note: names] in `layout.py`.
+
     Raises:
         CollectiveMismatchError: On every rank, naming the first difference. The group stays good.
         UnsupportedOpError, ValueError: On every rank, naming what can't be divided. The group stays good.
@@ -44,6 +47,8 @@ def check_same_plan(plans: Sequence[UnitPlan], root: torch.nn.Module, axes: Axes
     refusal = _refusal(plans, root)
     deadline = Deadline(group.timeout)
     compare_forms(lines, group, deadline, maker="FSDP", module=type(root).__name__, refusal=refusal)
+    gone = [set(places) for places in all_gather_object(find_gone(group), group=group, timeout=deadline.remaining())]
+    release_names(group, set.intersection(*gone))
 
 
 def _describe(plans: Sequence[UnitPlan], root: torch.nn.Module) -> list[str]:
