@@ -25,6 +25,6 @@ def claim_parameters(parameters: Iterable[torch.Tensor], owner: str) -> None:
 def describe_owner(parameters: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     """A sentence about the first of these named parameters that was claimed; None when none was."""
     for name, parameter in parameters:
-        if (owner := _owners.get(parameter)) is not None:
-            return f"parameter {name!r} belongs to {owner}"
+        if parameter in _owners:
+            return f"parameter {name!r} belongs to {_owners[parameter]}"
     return None

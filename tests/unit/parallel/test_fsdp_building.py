@@ -1,12 +1,22 @@
 """What FSDP makes of a module, and which modules it leaves alone."""
 
+import copy
 import gc
 import weakref
 
 import pytest
 import torch
 
-from ferrodist import DDP, FSDP, CollectiveMismatchError, DiLoCo, LocalSGD, UnsupportedOpError
+from ferrodist import (
+    DDP,
+    FSDP,
+    CollectiveMismatchError,
+    DiLoCo,
+    LocalSGD,
+    ShardingStrategy,
+    UnsupportedOpError,
+    by_size,
+)
 from ferrodist.testing import run_ranks
 
 
@@ -30,6 +40,12 @@ class Masked(torch.nn.Linear):
     def __init__(self):
         super().__init__(6, 6)
         self.register_buffer("mask", torch.ones(1).expand(4))
+
+
+def wait_until_gone(reference):
+    """Collect until it is; while one thread collects, another's request is ignored."""
+    while reference() is not None:
+        gc.collect()
 
 
 def is_untouched(module, shapes):
@@ -96,8 +112,9 @@ def test_fsdp_refuses_a_ddp_until_it_is_gone():
             with pytest.raises(UnsupportedOpError, match=r"weight' has hooks.*DDP"):
                 FSDP(wrapped, group)
         assert is_untouched(module, [(6, 6), (6,)])
+        gone = weakref.ref(ddp)
         del ddp, wrapped
-        gc.collect()
+        wait_until_gone(gone)
         FSDP(module, group)
 
     run_ranks(program, 2)
@@ -110,14 +127,13 @@ def test_parameters_of_another_fsdp_are_refused():
         one, other = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
         other.weight = one.weight
         fsdp = FSDP(one, group)
+        with pytest.raises(UnsupportedOpError, match=r"'weight' belongs to an FSDP.*anew"):
+            FSDP(other, group)
         gone = weakref.ref(fsdp)
-        for _ in range(2):
-            with pytest.raises(UnsupportedOpError, match=r"'weight' belongs to an FSDP.*anew"):
-                FSDP(other, group)
-            fsdp = None
-            gc.collect()
-        assert gone() is None
-        assert fsdp is None
+        del fsdp
+        wait_until_gone(gone)
+        with pytest.raises(UnsupportedOpError, match=r"'weight' belongs to an FSDP.*anew"):
+            FSDP(other, group)
 
     run_ranks(program, 2)
 
@@ -156,8 +172,9 @@ def sizes(group):
         model = FSDP(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)), group, wrap=torch.nn.Linear)
         layouts = [flat.layout for unit in model._units for flat in unit.flats]
         found.append([(layout.row_size, layout.number, layout.dim) for layout in layouts])
+        gone = weakref.ref(layouts[0])
         del model, layouts
-        gc.collect()
+        wait_until_gone(gone)
     return found
 
 
@@ -177,9 +194,61 @@ def test_names_stay_while_a_rank_has_the_model():
             if group.rank == 0:
                 kept.append(model)
             (flat,) = model._units[0].flats
-            number = flat.layout.number
+            number, gone = flat.layout.number, weakref.ref(flat.layout)
             del model, flat
-            gc.collect()
+            if group.rank:
+                wait_until_gone(gone)
         return number
 
     assert run_ranks(program, 2) == [2, 2]
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD], ids=["full", "none"])
+@pytest.mark.parametrize("wrap", [torch.nn.Linear, by_size(20)], ids=["class", "size"])
+def test_the_last_layer_of_attention_is_no_unit(run, wrap, strategy):
+    """Attention uses its weight without calling it; gradients are the mean over the ranks all the same."""
+    model = torch.nn.MultiheadAttention(6, 2)
+    batches = torch.rand(2, 3, 4, 6)
+
+    def gradients(module, each):
+        module(each, each, each)[0].pow(2).mean().backward()
+
+    own = copy.deepcopy(model)
+    for each in batches:
+        gradients(own, each)
+    step = torch.optim.SGD(own.parameters(), lr=0.5)
+    step.step()
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, wrap=wrap, strategy=strategy)
+        gradients(fsdp, batches[group.rank])
+        torch.optim.SGD(fsdp.parameters(), lr=1.0).step()
+        return fsdp.full_state_dict()
+
+    for state in run(program, 2):
+        for name, value in own.state_dict().items():
+            assert torch.allclose(state[name], value, atol=1e-6), name
+
+
+def test_many_units_of_one_size_train(run):
+    """As one process does, with units gathered ahead."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(36)])
+    inputs = torch.rand(4, 6)
+
+    def train(module):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            module(inputs).pow(2).mean().backward()
+            optimizer.step()
+        return module
+
+    expected = train(copy.deepcopy(model)).state_dict()
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear, forward_prefetch=3, backward_prefetch=3)
+        return train(fsdp).full_state_dict()
+
+    for state in run(program, 2):
+        assert all(torch.allclose(state[name], expected[name], atol=1e-6) for name in expected)

@@ -68,29 +68,34 @@ def _form(name: str, tensor: torch.Tensor) -> str:
 
 def _refusal(plans: Sequence[UnitPlan], root: torch.nn.Module) -> str | None:
     """Why a parameter or buffer can't be divided or sent, or None."""
-    for plan in plans:
-        if reason := describe_owner(plan.parameters.items()):
-            return f"{reason}: build the module anew"
-        for name, parameter in plan.parameters.items():
-            if bool(is_lazy(parameter)):  # as a condition it would promise that parameters are never lazy
-                return f"parameter {name!r} is lazy and has no shape yet: run the module once before FSDP"
-            if parameter.grad is not None:
-                return f"parameter {name!r} has a gradient, which would be lost: call zero_grad() before FSDP"
-            if parameter.is_inference():
-                return f"parameter {name!r} was made under inference_mode and can't be written to: make it a clone()"
-            if _has_hooks(parameter):
-                return (
-                    f"parameter {name!r} has hooks (register_hook, register_post_accumulate_grad_hook, or those of a"
-                    " DDP), which would never be called, for backward sees other parameters: remove them before FSDP"
-                )
-            if reason := _tensor_refusal(parameter):
-                return f"parameter {name!r}: {reason}"
+    parameters = {name: parameter for plan in plans for name, parameter in plan.parameters.items()}
+    if reason := describe_owner(parameters.items()):
+        return f"{reason}: build the module anew"
+    for name, parameter in parameters.items():
+        if reason := _parameter_refusal(parameter):
+            return f"parameter {name!r} {reason}"
     for name, buffer in root.named_buffers():
         if reason := _tensor_refusal(buffer):
             return f"buffer {name!r}: {reason}"
         if obstacle := write_obstacle(buffer):
             return f"buffer {name!r} {obstacle}, so nothing can be written to it: make it a clone()"
     return None
+
+
+def _parameter_refusal(parameter: torch.nn.Parameter) -> str | None:
+    if bool(is_lazy(parameter)):  # as a condition it would promise that parameters are never lazy
+        return "is lazy and has no shape yet: run the module once before FSDP"
+    if parameter.grad is not None:
+        return "has a gradient, which would be lost: call zero_grad() before FSDP"
+    if parameter.is_inference():
+        return "was made under inference_mode and can't be written to: make it a clone()"
+    if _has_hooks(parameter):
+        return (
+            "has hooks (register_hook, register_post_accumulate_grad_hook, or those of a DDP), which would never be"
+            " called, for backward sees other parameters: remove them before FSDP"
+        )
+    reason = _tensor_refusal(parameter)
+    return reason and f"can't be divided: {reason}"
 
 
 def _has_hooks(parameter: torch.Tensor) -> bool:
