@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+import torch
+
 from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.objects import all_gather_object, broadcast_object
+from ferrodist.collectives.views import elements_overlap
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
 
 if TYPE_CHECKING:
@@ -15,7 +19,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.deadline import Deadline
 
-__all__ = ["compare_forms"]
+__all__ = ["compare_forms", "write_obstacle"]
 
 
 def compare_forms(
@@ -63,3 +67,14 @@ def _first_difference(mine: Sequence[str], expected: Sequence[str], rank: int) -
         if own != other:
             return f"rank {rank} has {own} where rank 0 has {other}"
     return None
+
+
+def write_obstacle(tensor: torch.Tensor) -> str:
+    """Why nothing can be written to a tensor; empty when it can."""
+    if tensor.is_inference():
+        return "was made under inference_mode"
+    if tensor.layout is torch.strided and tensor.device.type == "cpu":
+        with contextlib.suppress(RuntimeError):  # without memory of its own, as a DTensor: check_tensor refuses it
+            if elements_overlap(tensor):
+                return "has elements that share memory (expand, as_strided)"
+    return ""

@@ -270,3 +270,167 @@ def test_plain_state_dicts_are_refused():
             copy.deepcopy(fsdp)
 
     run_ranks(program, 1)
+
+
+class Scaled(torch.nn.Module):
+    """A layer and a parameter without dims, which may be all that is trained."""
+
+    def __init__(self, *, freezes=False):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 6)
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+        self.layer.requires_grad_(not freezes)
+
+    def forward(self, inputs):
+        return self.layer(inputs) * self.scale
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize("kind", ["NAdam", "ASGD", "Adam", "Rprop", "Adagrad", "Adamax", "RAdam"])
+def test_optimizer_state_of_parameters_without_dims(kind, freezes):
+    """Momenta are divided and numbers are not, between any numbers of ranks, though both may have no dims."""
+    model = Scaled(freezes=freezes)
+
+    def make(module):
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        return getattr(torch.optim, kind)(trained)
+
+    def save(group):
+        fsdp = FSDP(copy.deepcopy(model), group)
+        optimizer = make(fsdp)
+        step(fsdp, optimizer)
+        step(fsdp, optimizer)
+        return fsdp.full_state_dict(), fsdp.full_optimizer_state_dict(optimizer)
+
+    def load(group, states):
+        fsdp = FSDP(copy.deepcopy(model), group)
+        optimizer = make(fsdp)
+        fsdp.load_full_state_dict(states[0])
+        fsdp.load_full_optimizer_state_dict(optimizer, states[1])
+        step(fsdp, optimizer)
+        return fsdp.full_state_dict()
+
+    own = copy.deepcopy(model)
+    optimizer = make(own)
+    for _ in range(3):
+        step(own, optimizer)
+    for before, after in [(1, 2), (2, 1), (3, 2)]:
+        states = run_ranks(save, before)[0]
+        for state in run_ranks(load, after, states):
+            for name, value in own.state_dict().items():
+                assert torch.allclose(state[name], value, atol=1e-5), (name, before, after)
+
+
+def test_full_optimizer_states_that_do_not_fit_are_refused():
+    """On every rank, though one alone has it, and nothing is loaded."""
+
+    def program(group):
+        fsdp = FSDP(torch.nn.Linear(6, 6), group)
+        optimizer = adam(fsdp)
+        step(fsdp, optimizer)
+        state = fsdp.full_optimizer_state_dict(optimizer)
+        large = {
+            name: {key: torch.ones(8, 8) if key == "exp_avg" else value for key, value in entries.items()}
+            for name, entries in state["state"].items()
+        }
+        none = {name: {**entries, "exp_avg": None} for name, entries in state["state"].items()}
+        for wrong, message in [
+            ({**state, "state": large}, r"'exp_avg' of 'weight' has shape \(8, 8\) where the parameter has \(6, 6\)"),
+            ({**state, "state": none}, "'exp_avg' of 'weight' is no tensor"),
+            ({**state, "state": {**state["state"], "other": {}}}, "state of 'other'"),
+            ({**state, "state": {"weight": 3}}, "'weight' is no dict"),
+            ({**state, "divided": {}}, "divided of 'weight'"),
+            ({**state, "param_groups": []}, "0 groups"),
+            ({"state": {}, "param_groups": state["param_groups"]}, "lacks what is divided"),
+            ({}, "lacks state"),
+            ([], "lacks state"),
+        ]:
+            with pytest.raises(ValueError, match=f"rank 1.*{message}.*Nothing was loaded"):
+                fsdp.load_full_optimizer_state_dict(optimizer, wrong if group.rank == 1 else state)
+        after = fsdp.full_optimizer_state_dict(optimizer)
+        assert all(same(after["state"][name], state["state"][name]) for name in state["state"])
+
+    run_ranks(program, 2)
+
+
+def test_broken_sharded_states_are_refused():
+    """With what is wrong in them; nothing is loaded."""
+
+    def program(group):
+        fsdp = FSDP(seeded(), group)
+        optimizer = adam(fsdp)
+        step(fsdp, optimizer)
+        model, state = fsdp.sharded_state_dict(), fsdp.sharded_optimizer_state_dict(optimizer)
+        owner = {"rank": group.rank, "world_size": 2}
+        without = {name: {**entry, "piece": None} for name, entry in model["parameters"].items()}
+        for wrong, message in [
+            (owner, "lacks parameters"),
+            ([], "no sharded model state"),
+            ({**model, "buffers": 3}, "lacks buffers"),
+            ({**model, "parameters": dict.fromkeys(model["parameters"])}, "lacks piece, start or shape"),
+            ({**model, "parameters": without}, "has a piece in the state that is no tensor"),
+            ({**model, "buffers": dict.fromkeys(model["buffers"])}, "no tensor of its shape"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                fsdp.load_sharded_state_dict(wrong)
+        for wrong, message in [(owner, "lacks state"), ({**state, "param_groups": None}, "lacks param_groups")]:
+            with pytest.raises(ValueError, match=message):
+                fsdp.load_sharded_optimizer_state_dict(optimizer, wrong)
+
+    run_ranks(program, 2)
+
+
+class Counting(torch.nn.Linear):
+    """State of another kind than parameters and buffers."""
+
+    def __init__(self, count):
+        super().__init__(6, 6)
+        self.count = count
+
+    def get_extra_state(self):
+        return self.count
+
+    def set_extra_state(self, state):
+        self.count = state
+
+
+@pytest.mark.parametrize("has_all", [True, False])
+@pytest.mark.parametrize("count", [7, torch.tensor(7)], ids=["number", "tensor"])
+def test_extra_state_comes_back(run, count, has_all):
+    """On all ranks, whether all have the state or rank 0 alone; from sharded states too."""
+
+    def program(group):
+        saved = FSDP(torch.nn.Sequential(Counting(count)), group)
+        fsdp = FSDP(torch.nn.Sequential(Counting(0)), group)
+        state = saved.full_state_dict()
+        with pytest.raises(ValueError, match=r"lacks '0\._extra_state'"):
+            fsdp.load_full_state_dict({name: value for name, value in state.items() if "extra" not in name})
+        fsdp.load_full_state_dict(state if has_all or group.rank == 0 else None)
+        other = FSDP(torch.nn.Sequential(Counting(0)), group)
+        other.load_sharded_state_dict(saved.sharded_state_dict())
+        return fsdp.module[0].count, other.module[0].count
+
+    assert run(program, 2) == [(7, 7)] * 2
+
+
+class Opaque(Counting):
+    """State that is read by running code."""
+
+    def get_extra_state(self):
+        return Scaled()
+
+
+def test_extra_state_that_cannot_be_sent_is_refused():
+    """On all ranks, before anything is loaded; where all have the state it is loaded."""
+
+    def program(group):
+        fsdp = FSDP(Opaque(0), group)
+        state = {name: value if "extra" in name else value + 1 for name, value in fsdp.full_state_dict().items()}
+        with pytest.raises(ValueError, match="pass the state on all ranks"):
+            fsdp.load_full_state_dict(state if group.rank == 0 else None)
+        assert not torch.equal(fsdp.full_state_dict()["weight"], state["weight"])
+        fsdp.load_full_state_dict(state)
+        assert torch.equal(fsdp.full_state_dict()["weight"], state["weight"])
+        assert fsdp.module.count is state["_extra_state"]
+
+    run_ranks(program, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,10 +11,10 @@ from ferrodist.collectives.coalescing import coalesce
 from ferrodist.collectives.prepare import check_tensor
 from ferrodist.collectives.reduce_op import ReduceOp, check_reduction
 from ferrodist.collectives.reductions import async_broadcast
-from ferrodist.collectives.views import elements_overlap
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.data.buckets import plan_buckets
-from ferrodist.parallel.same_form import compare_forms
+from ferrodist.parallel.owners import describe_owner
+from ferrodist.parallel.same_form import compare_forms, write_obstacle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,12 +36,19 @@ def check_same_form(
 
     Raises:
         CollectiveMismatchError: On every rank, naming the first parameter or buffer that differs. The group stays good.
-        UnsupportedOpError, ValueError: On every rank, naming a parameter or buffer that collectives can't carry, or one
-            that is lazy and has no shape yet. The group stays good.
+        UnsupportedOpError, ValueError: On every rank, naming a parameter or buffer that collectives can't carry, one
+            that is lazy and has no shape yet, or one that an FSDP has. The group stays good.
     """
     options_lines = [f"the option {line}" for line in (options.describe() if options else ())]
     lines = [*options_lines, *_describe(module)]
-    compare_forms(lines, group, deadline, maker=maker, module=type(module).__name__)
+    compare_forms(
+        lines,
+        group,
+        deadline,
+        maker=maker,
+        module=type(module).__name__,
+        refusal=describe_owner(module.named_parameters()),
+    )
     check_supported(module, group, maker=maker)
 
 
@@ -59,19 +65,8 @@ def _form(name: str, tensor: torch.Tensor) -> str:
         return f"{name!r} (lazy)"
     layout = "" if tensor.layout is torch.strided else f" and {tensor.layout}"
     place = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
-    fixed = _obstacle(tensor)
+    fixed = write_obstacle(tensor)
     return f"{name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}{layout}{place}{fixed and ' that ' + fixed}"
-
-
-def _obstacle(tensor: torch.Tensor) -> str:
-    """Why nothing can be written to a tensor; empty when it can."""
-    if tensor.is_inference():
-        return "was made under inference_mode"
-    if tensor.layout is torch.strided and tensor.device.type == "cpu":
-        with contextlib.suppress(RuntimeError):  # without memory of its own, as a DTensor: check_tensor refuses it
-            if elements_overlap(tensor):
-                return "has elements that share memory (expand, as_strided)"
-    return ""
 
 
 def check_supported(module: torch.nn.Module, group: Backend, *, maker: str = "DDP") -> None:
@@ -98,7 +93,7 @@ def check_supported(module: torch.nn.Module, group: Backend, *, maker: str = "DD
             raise UnsupportedOpError(
                 f"{maker} can't give every rank {title} of {type(module).__name__}: {error}"
             ) from None
-        if obstacle := _obstacle(tensor):
+        if obstacle := write_obstacle(tensor):
             raise UnsupportedOpError(
                 f"{maker} can't give every rank {title} of {type(module).__name__}: it {obstacle}, so nothing can be"
                 " written to it. Make it a clone()."

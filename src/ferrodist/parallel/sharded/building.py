@@ -9,12 +9,14 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ferrodist.collectives.explain import explain_errors
+from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.prepare import check_tensor
 from ferrodist.collectives.reduce_op import ReduceOp, check_dtype, check_reduction
 from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.parallel.same_form import compare_forms
-from ferrodist.parallel.sharded.layout import FlatLayout
+from ferrodist.parallel.owners import claim_parameters, describe_owner
+from ferrodist.parallel.same_form import compare_forms, write_obstacle
+from ferrodist.parallel.sharded.layout import FlatLayout, find_gone, release_names
 from ferrodist.parallel.sharded.memory import allot
 from ferrodist.parallel.sharded.parameter import FlatParameters
 from ferrodist.parallel.sharded.unit import Unit
@@ -34,6 +36,8 @@ _ADVICE = "Every rank of the group must make it, at the same place of its progra
 def check_same_plan(plans: Sequence[UnitPlan], root: torch.nn.Module, axes: Axes, settings: str) -> None:
     """Compare units, parameters and buffers with those of rank 0; every rank of the group calls this.
 
+    Names that models had which are gone on all ranks are free again; see [Note: names] in `layout.py`.
+
     Raises:
         CollectiveMismatchError: On every rank, naming the first difference. The group stays good.
         UnsupportedOpError, ValueError: On every rank, naming what can't be divided. The group stays good.
@@ -43,6 +47,8 @@ def check_same_plan(plans: Sequence[UnitPlan], root: torch.nn.Module, axes: Axes
     refusal = _refusal(plans, root)
     deadline = Deadline(group.timeout)
     compare_forms(lines, group, deadline, maker="FSDP", module=type(root).__name__, refusal=refusal)
+    gone = [set(places) for places in all_gather_object(find_gone(group), group=group, timeout=deadline.remaining())]
+    release_names(group, set.intersection(*gone))
 
 
 def _describe(plans: Sequence[UnitPlan], root: torch.nn.Module) -> list[str]:
@@ -62,20 +68,38 @@ def _form(name: str, tensor: torch.Tensor) -> str:
 
 def _refusal(plans: Sequence[UnitPlan], root: torch.nn.Module) -> str | None:
     """Why a parameter or buffer can't be divided or sent, or None."""
-    for plan in plans:
-        for name, parameter in plan.parameters.items():
-            if bool(is_lazy(parameter)):  # as a condition it would promise that parameters are never lazy
-                return f"parameter {name!r} is lazy and has no shape yet: run the module once before FSDP"
-            if parameter.grad is not None:
-                return f"parameter {name!r} has a gradient, which would be lost: call zero_grad() before FSDP"
-            if parameter.is_inference():
-                return f"parameter {name!r} was made under inference_mode and can't be written to: make it a clone()"
-            if reason := _tensor_refusal(parameter):
-                return f"parameter {name!r}: {reason}"
+    parameters = {name: parameter for plan in plans for name, parameter in plan.parameters.items()}
+    if reason := describe_owner(parameters.items()):
+        return f"{reason}: build the module anew"
+    for name, parameter in parameters.items():
+        if reason := _parameter_refusal(parameter):
+            return f"parameter {name!r} {reason}"
     for name, buffer in root.named_buffers():
         if reason := _tensor_refusal(buffer):
             return f"buffer {name!r}: {reason}"
+        if obstacle := write_obstacle(buffer):
+            return f"buffer {name!r} {obstacle}, so nothing can be written to it: make it a clone()"
     return None
+
+
+def _parameter_refusal(parameter: torch.nn.Parameter) -> str | None:
+    if bool(is_lazy(parameter)):  # as a condition it would promise that parameters are never lazy
+        return "is lazy and has no shape yet: run the module once before FSDP"
+    if parameter.grad is not None:
+        return "has a gradient, which would be lost: call zero_grad() before FSDP"
+    if parameter.is_inference():
+        return "was made under inference_mode and can't be written to: make it a clone()"
+    if _has_hooks(parameter):
+        return (
+            "has hooks (register_hook, register_post_accumulate_grad_hook, or those of a DDP), which would never be"
+            " called, for backward sees other parameters: remove them before FSDP"
+        )
+    reason = _tensor_refusal(parameter)
+    return reason and f"can't be divided: {reason}"
+
+
+def _has_hooks(parameter: torch.Tensor) -> bool:
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)  # noqa: SLF001
 
 
 def _tensor_refusal(tensor: torch.Tensor) -> str | None:
@@ -137,6 +161,7 @@ def build_units(
             with explain_errors(lambda: f"Rank 0 was giving the values of unit {plan.name!r}.", _ADVICE):  # noqa: B023
                 flat.take_values(flat.parameters)
             flat.adopt_pieces()
+            claim_parameters([*flat.parameters, *flat.fulls], "an FSDP, which has divided it over the ranks")
             flats.append(flat)
         units.append(Unit(number, plan.name, plan.module, flats, axes.whole))
     return units
@@ -163,7 +188,7 @@ def _materialise(plan: UnitPlan, init: Callable[[torch.nn.Module], object] | Non
             buffer is not None and buffer.is_meta
             for buffer in module._buffers.values()  # noqa: SLF001 - named_buffers() goes by value
         )
-        if module in owners or (has_meta_buffer and not module._parameters):  # noqa: SLF001
+        if module in owners or (has_meta_buffer and not any(True for _ in module.parameters(recurse=False))):
             _materialise_module(f"{plan.name}.{name}".strip("."), module, init)
     for name, places in plan.places.items():
         module, attribute = places[0]

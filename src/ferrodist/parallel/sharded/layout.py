@@ -14,12 +14,18 @@ one process, and optimizers skip it.
 Ranks whose forwards took different ways must not compute with each other's parameters. Each collective compares its
 count of elements and the dim that it joins along, always; both serve as names here, and no message is added. Flats of
 one size are joined along different dims, of which all but the last of a flat have size 1, so that the elements lie as
-they do along dim 0. Rows have sizes of their own, made by padding. A shard's size depends on nothing but the unit's
-shapes and the number of ranks, so that a state that was saved fits a model that is made later.
+they do along dim 0. From the 32nd on they have the same dim, and each gathering is followed by a token of the flat's
+own size, as that of shards that are used where they lie. Rows have sizes of their own, made by padding. A shard's size
+depends on nothing but the unit's shapes and the number of ranks, so that a state that was saved fits a model that is
+made later.
+
+Names are given back when all ranks have found their layouts gone, which they ask each other when they make the next
+FSDP: the garbage collector comes to each rank at another time.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -27,13 +33,13 @@ from typing import TYPE_CHECKING
 from ferrodist.collectives.sharding import offsets_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     import torch
 
     from ferrodist.backends.base import Backend
 
-__all__ = ["FlatLayout", "Piece", "claim_size", "count_up"]
+__all__ = ["FlatLayout", "Piece", "find_gone", "release_names"]
 
 _ALIGNMENT = 16
 """Elements: parameters begin at multiples of 64 bytes or more, if float32, as they would in memory of their own."""
@@ -42,7 +48,7 @@ _PAGE_BYTES, _SMALL_BYTES = 4096, 65536
 """Shards that are not small are whole pages, so that they can be mapped one behind the other."""
 
 _NUM_DIMS = 32
-"""Half of what torch allows. Of flats of one size every 32nd has the same dim."""
+"""Half of what torch allows."""
 
 _KEY = "parallel.sharded.names"
 
@@ -93,11 +99,16 @@ class FlatLayout:
         needed = max(1, -(-sum(_align(numel) for numel in self.numels) // num_shards))
         is_small = needed * kept.itemsize < _SMALL_BYTES
         self.shard_size = _align(needed, _ALIGNMENT if is_small else _PAGE_BYTES // kept.itemsize)
-        self.dim = count_up(group, f"{gathered}[{self.shard_size}]") % _NUM_DIMS
+        claims = _claims_of(group)
+        names = claims.begin(self)
+        place = names.claim(f"{gathered}[{self.shard_size}]", 0)
+        self.dim = min(place, _NUM_DIMS - 1)
         """Along which it is joined."""
-        self.number = count_up(group, "flats")
+        self.shares_dim = place >= _NUM_DIMS - 1
+        """Whether others of its size may be joined along this dim."""
+        self.number = names.claim("flats", 0)
         """Among all of the group."""
-        self.row_size = claim_size(group, f"rows of {reduced}", self.shard_size + len(shapes))
+        self.row_size = names.claim(f"rows of {reduced}", _align(self.shard_size + len(shapes)), step=_ALIGNMENT)
 
     @property
     def total_size(self) -> int:
@@ -125,19 +136,69 @@ class FlatLayout:
         return (piece.size, *[1] * (len(shape) - 1))
 
 
-def count_up(group: Backend, what: str) -> int:
-    """How often the group has counted this before; ranks count in one order."""
-    counts: dict[str, int] = group.attachments.setdefault(_KEY, {})
-    counts[what] = counts.get(what, -1) + 1
-    return counts[what]
+class _Names:
+    """What one layout has claimed; ranks claim in one order.
+
+    Args:
+        taken: What all layouts of the group have, by kind.
+        owner: The layout.
+    """
+
+    def __init__(self, taken: dict[str, set[int]], owner: FlatLayout) -> None:
+        self._taken = taken
+        self._own: list[tuple[str, int]] = []
+        self._owner = weakref.ref(owner)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether this rank has the layout no more."""
+        return self._owner() is None
+
+    def claim(self, kind: str, first: int, *, step: int = 1) -> int:
+        """The smallest of ``first``, ``first + step``, ... that nobody has."""
+        taken = self._taken.setdefault(kind, set())
+        number = first
+        while number in taken:
+            number += step
+        taken.add(number)
+        self._own.append((kind, number))
+        return number
+
+    def release(self) -> None:
+        """Give all back."""
+        for kind, number in self._own:
+            self._taken[kind].discard(number)
 
 
-def claim_size(group: Backend, what: str, minimum: int) -> int:
-    """The smallest aligned size from ``minimum`` that the group has not claimed; ranks claim in one order."""
-    size = _align(minimum)
-    while count_up(group, f"{what}: {size}"):
-        size += _ALIGNMENT
-    return size
+class _Claims:
+    """The names that a group's layouts have, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, set[int]] = {}
+        self.all: list[_Names] = []
+
+    def begin(self, layout: FlatLayout) -> _Names:
+        """Names for another layout."""
+        self.all.append(_Names(self._taken, layout))
+        return self.all[-1]
+
+
+def find_gone(group: Backend) -> list[int]:
+    """Which of the group's layouts this rank has no more, by their places among those that have names."""
+    return [place for place, names in enumerate(_claims_of(group).all) if names.is_gone]
+
+
+def release_names(group: Backend, places: Collection[int]) -> None:
+    """Give back the names of layouts that no rank has any more; all ranks give back the same."""
+    claims = _claims_of(group)
+    for place in places:
+        claims.all[place].release()
+    claims.all = [names for place, names in enumerate(claims.all) if place not in places]
+
+
+def _claims_of(group: Backend) -> _Claims:
+    claims: _Claims = group.attachments.setdefault(_KEY, _Claims())
+    return claims
 
 
 def _align(size: int, alignment: int = _ALIGNMENT) -> int:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ferrodist.collectives.explain import explain_errors
-from ferrodist.collectives.objects import all_gather_object
+from ferrodist.collectives.objects import all_gather_object, broadcast_object
 from ferrodist.collectives.reductions import broadcast
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from ferrodist.parallel.sharded.strategy import Axes
     from ferrodist.parallel.sharded.unit import Unit
 
 __all__ = ["ModelState", "check_owner"]
+
+_EXTRA = "_extra_state"
+"""How torch calls what `get_extra_state` gives, behind the module's name."""
 
 
 class ModelState:
@@ -37,6 +43,11 @@ class ModelState:
             names.setdefault(parameter, []).append(name)
         # Kept, for a backward that failed leaves other parameters in the module than the pieces.
         self._names = names
+        self._extras = {
+            f"{prefix}.{_EXTRA}" if prefix else _EXTRA: each
+            for prefix, each in module.named_modules(remove_duplicate=False)
+            if type(each).get_extra_state is not torch.nn.Module.get_extra_state
+        }
 
     @torch.no_grad()
     def full(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
@@ -63,6 +74,27 @@ class ModelState:
         """See `FSDP.load_full_state_dict`."""
         group = self._axes.whole
         names = self._names
+        is_sent = self._is_only_on_rank_0(state)
+        extras: Mapping[str, Any] | None = None if state is None else {name: state[name] for name in self._extras}
+        if is_sent and self._extras:
+            extras = self._send_extras(extras)
+        for flat in self._flats:
+            wanted = [] if state is None else [state[names[piece][0]] for piece in flat.parameters]
+            if is_sent:
+                flat.take_values(None if state is None else wanted)
+            else:
+                for place, value in enumerate(wanted):
+                    flat.load(place, value)
+        for name, buffer in self._buffers().items():
+            if state is not None:
+                buffer.copy_(state[name])
+            if is_sent:
+                broadcast(buffer, 0, group=group, out=buffer)
+        self._set_extras(extras or {})
+
+    def _is_only_on_rank_0(self, state: Mapping[str, torch.Tensor] | None) -> bool:
+        """Compare what ranks have; False when all have the state."""
+        group = self._axes.whole
         problem = None if state is None else self._problem(state)
         with explain_errors(lambda: f"Rank {group.rank} was in load_full_state_dict().", "Every rank must call it."):
             answers = all_gather_object([state is not None, problem], group=group)
@@ -74,18 +106,20 @@ class ModelState:
             raise ValueError(
                 f"load_full_state_dict takes the state on all ranks or on rank 0, but it came on ranks {have}"
             )
-        for flat in self._flats:
-            wanted = [] if state is None else [state[names[piece][0]] for piece in flat.parameters]
-            if len(have) == group.world_size:
-                for place, value in enumerate(wanted):
-                    flat.load(place, value)
-            else:
-                flat.take_values(None if state is None else wanted)
-        for name, buffer in self._buffers().items():
-            if state is not None:
-                buffer.copy_(state[name])
-            if len(have) < group.world_size:
-                broadcast(buffer, 0, group=group, out=buffer)
+        return len(have) < group.world_size
+
+    def _send_extras(self, extras: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """Rank 0's extra states, on every rank; as a file that torch reads without running code."""
+        group = self._axes.whole
+        sent = None if extras is None else _as_file(extras)
+        sent = broadcast_object(sent, group=group)
+        if sent is None:
+            raise ValueError(
+                "load_full_state_dict can't send what get_extra_state() gave, for it is not of kinds that torch.load"
+                " takes with weights_only=True: pass the state on all ranks. Nothing was loaded."
+            )
+        received: dict[str, Any] = torch.load(io.BytesIO(sent), weights_only=True)
+        return received if extras is None else extras
 
     @torch.no_grad()
     def sharded(self) -> dict[str, Any]:
@@ -105,48 +139,44 @@ class ModelState:
             "world_size": self._axes.whole.world_size,
             "parameters": parameters,
             "buffers": {name: buffer.detach().clone() for name, buffer in self._buffers().items()},
+            "extra_state": {name: module.get_extra_state() for name, module in self._extras.items()},
         }
 
     @torch.no_grad()
     def load_sharded(self, state: Mapping[str, Any]) -> None:
         """See `FSDP.load_sharded_state_dict`."""
         check_owner(state, self._axes, "model")
+        state = {"extra_state": {}, **state}
         mine = self.sharded()
-        for part in ("parameters", "buffers"):
-            if set(mine[part]) != set(state[part]):
-                odd = sorted(set(mine[part]) ^ set(state[part]))
-                raise ValueError(f"the state has other {part} than the module, as {odd[0]!r}. Nothing was loaded.")
-        for name, own in mine["parameters"].items():
-            other = state["parameters"][name]
-            same = own["start"] == other["start"] and list(own["shape"]) == list(other["shape"])
-            if not same or own["piece"].numel() != other["piece"].numel():
-                raise ValueError(
-                    f"{name!r} is divided in another way, or has another shape, than in the state: build the model with"
-                    " the same units and strategy, or save full_state_dict(). Nothing was loaded."
-                )
-        for name, own in mine["buffers"].items():
-            if own.shape != state["buffers"][name].shape:
-                raise ValueError(f"buffer {name!r} has another shape than in the state. Nothing was loaded.")
+        if problem := _sharded_problem(mine, state):
+            raise ValueError(f"{problem}. Nothing was loaded.")
         names = self._names
         for flat in self._flats:
             for parameter in flat.parameters:
                 parameter.copy_(state["parameters"][names[parameter][0]]["piece"].view(parameter.shape))
         for name, buffer in self._buffers().items():
             buffer.copy_(state["buffers"][name])
+        self._set_extras(state["extra_state"])
+
+    def _set_extras(self, extras: Mapping[str, Any]) -> None:
+        for name, value in extras.items():
+            self._extras[name].set_extra_state(value)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that belong to the state, by name."""
         template = self._module.state_dict(keep_vars=True)
-        parameters = {name for names in self._names.values() for name in names}
-        return {name: entry for name, entry in template.items() if _is_tensor(entry) and name not in parameters}
+        others = {name for names in self._names.values() for name in names} | set(self._extras)
+        return {name: entry for name, entry in template.items() if _is_tensor(entry) and name not in others}
 
-    def _problem(self, state: Mapping[str, torch.Tensor]) -> str | None:
+    def _problem(self, state: object) -> str | None:
         """Why a full state dict does not fit, or None."""
         shapes = {name: buffer.shape for name, buffer in self._buffers().items()}
         for flat in self._flats:
             for place, piece in enumerate(flat.parameters):
                 shapes.update(dict.fromkeys(self._names[piece], flat.layout.shapes[place]))
-        if missing := sorted(set(shapes) - set(state)):
+        if not isinstance(state, Mapping):
+            return "it is no dict"
+        if missing := sorted({*shapes, *self._extras} - set(state)):
             return f"it lacks {missing[0]!r} and {len(missing) - 1} more"
         if unknown := sorted(set(state) - set(self._module.state_dict(keep_vars=True))):
             return f"it has {unknown[0]!r}, which the module has not, and {len(unknown) - 1} more"
@@ -168,6 +198,48 @@ def check_owner(state: Mapping[str, Any], axes: Axes, what: str) -> None:
             f"this is the {what} state of rank {state['rank']} of {state['world_size']}, and this is rank {mine[0]} of"
             f" {mine[1]}: sharded states fit the rank that saved them, full ones any number. Nothing was loaded."
         )
+
+
+def _sharded_problem(mine: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
+    """What is wrong with a sharded state where this one would fit, or None."""
+    for part in ("parameters", "buffers", "extra_state"):
+        if not isinstance(state.get(part), Mapping):
+            return f"this is no sharded model state: it lacks {part}"
+        if odd := sorted(set(mine[part]) ^ set(state[part])):
+            return f"the state has other {part} than the module, as {odd[0]!r}"
+    for name, own in mine["parameters"].items():
+        if problem := _piece_problem(own, state["parameters"][name]):
+            return f"{name!r} {problem}"
+    for name, own in mine["buffers"].items():
+        other = state["buffers"][name]
+        if not _is_tensor(other) or own.shape != other.shape:
+            return f"buffer {name!r} is no tensor of its shape in the state"
+    return None
+
+
+def _piece_problem(own: Mapping[str, Any], other: Any) -> str | None:
+    if not isinstance(other, Mapping) or not {"piece", "start", "shape"} <= set(other):
+        return "lacks piece, start or shape in the state"
+    if not _is_tensor(other["piece"]):
+        return "has a piece in the state that is no tensor"
+    same = own["start"] == other["start"] and own["shape"] == other["shape"]
+    if not same or own["piece"].numel() != other["piece"].numel():
+        return (
+            "is divided in another way, or has another shape, than in the state: build the model with the same units"
+            " and strategy, or save full_state_dict()"
+        )
+    return None
+
+
+def _as_file(value: object) -> bytes | None:
+    """What torch can read again without running code, or None."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except (pickle.PickleError, TypeError, AttributeError):
+        return None
+    return file.getvalue()
 
 
 def _is_tensor(value: object) -> bool:

@@ -1,13 +1,15 @@
 """An optimizer's state, whole or as this rank's part, by parameter names.
 
 A tensor of the shape of its parameter's piece is divided as the parameter is, as momenta are; all else is the same on
-all ranks, as a number of steps. A whole state says which are which (``divided``): those of a parameter of one element
-can't be told apart by their shapes.
+all ranks, as a number of steps. Those of a parameter without dims, which one rank has whole, can't be told apart by
+their shapes: what counts is how the same entry is at the optimizer's other parameters. A whole state says which are
+divided (``divided``), for the ranks that load it.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +21,7 @@ from ferrodist.errors import CollectiveMismatchError
 from ferrodist.parallel.sharded.model_state import check_owner
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from ferrodist.parallel.sharded.parameter import FlatParameters
     from ferrodist.parallel.sharded.strategy import Axes
@@ -49,11 +51,9 @@ class OptimizerState:
         divided: dict[str, list[str]] = {}
         for parameter, (flat, place) in homes.items():
             if parameter in optimizer.state:
-                divided[flat.names[place]] = [
-                    key for key, value in optimizer.state[parameter].items() if _is_divided(key, value, parameter)
-                ]
+                keys = divided[flat.names[place]] = _divided_keys(optimizer, parameter)
                 state[flat.names[place]] = {
-                    key: self._join(value, flat, place) if _is_divided(key, value, parameter) else _copy(value)
+                    key: self._join(value, flat, place) if key in keys else _copy(value)
                     for key, value in optimizer.state[parameter].items()
                 }
         return {"state": state, "divided": divided, "param_groups": _named_groups(optimizer, homes)}
@@ -62,8 +62,16 @@ class OptimizerState:
     def load_full(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """See `FSDP.load_full_optimizer_state_dict`."""
         homes = self._homes(optimizer)
-        if not {"state", "divided", "param_groups"} <= set(state):
-            raise ValueError("this is no state of full_optimizer_state_dict(): it lacks what is divided, by names")
+        group = self._axes.whole
+        with explain_errors(
+            lambda: f"Rank {group.rank} was in load_full_optimizer_state_dict().", "Every rank must call it."
+        ):
+            problems = all_gather_object(_problem(optimizer, homes, state), group=group)
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                raise ValueError(
+                    f"the optimizer state of rank {rank} does not fit the optimizer: {problem}. Nothing was loaded."
+                )
         parts: dict[str, dict[str, Any]] = {}
         for parameter, (flat, place) in homes.items():
             entries = state["state"].get(flat.names[place])
@@ -96,6 +104,8 @@ class OptimizerState:
         """See `FSDP.load_sharded_optimizer_state_dict`."""
         check_owner(state, self._axes, "optimizer")
         homes = self._homes(optimizer)
+        if problem := _form_problem(optimizer, homes, state):
+            raise ValueError(f"the optimizer state does not fit the optimizer: {problem}. Nothing was loaded.")
         for parameter, (flat, place) in homes.items():
             for key, value in state["state"].get(flat.names[place], {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
@@ -124,9 +134,9 @@ class OptimizerState:
     ) -> None:
         """Raise, the same on every rank, unless all ranks have state of the same kinds."""
         kinds = [
-            (flat.names[place], key, _is_divided(key, value, parameter))
+            (flat.names[place], list(optimizer.state[parameter]), _divided_keys(optimizer, parameter))
             for parameter, (flat, place) in homes.items()
-            for key, value in optimizer.state.get(parameter, {}).items()
+            if parameter in optimizer.state
         ]
         digest = hashlib.sha256(repr(kinds).encode()).hexdigest()
         group = self._axes.whole
@@ -150,9 +160,77 @@ class OptimizerState:
         return joined.view(flat.layout.shapes[place])
 
 
-def _is_divided(key: str, value: object, parameter: torch.Tensor) -> bool:
-    # A number of steps has the shape of a whole parameter without dims.
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step"
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""What torch's optimizers (Adam, NAdam, ASGD and others) keep as tensors without dims, whatever the parameter's."""
+
+
+def _divided_keys(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[str]:
+    """The entries of a parameter's state that are divided as it is."""
+    fitting = [
+        key
+        for key, value in optimizer.state[parameter].items()
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    ]
+    return fitting if parameter.dim() else [key for key in fitting if _is_divided_elsewhere(optimizer, key)]
+
+
+def _is_divided_elsewhere(optimizer: torch.optim.Optimizer, key: str) -> bool:
+    """Whether an entry has the shape of its parameter where that has dims; by its name, where there is none."""
+    shapes = [
+        (entries[key].shape, other.shape)
+        for other, entries in optimizer.state.items()
+        if other.dim() and isinstance(entries.get(key), torch.Tensor)
+    ]
+    return any(own == of_parameter for own, of_parameter in shapes) if shapes else key not in _NUMBERS
+
+
+def _problem(
+    optimizer: torch.optim.Optimizer,
+    homes: Mapping[torch.Tensor, tuple[FlatParameters, int]],
+    state: Mapping[str, Any],
+) -> str | None:
+    """Why a whole state does not fit an optimizer, or None."""
+    if problem := _form_problem(optimizer, homes, state):
+        return problem
+    if not isinstance(state.get("divided"), Mapping):
+        return "it lacks what is divided, by names"
+    for flat, place in homes.values():
+        name, shape = flat.names[place], flat.layout.shapes[place]
+        entries = state["state"].get(name)
+        if entries is None:
+            continue
+        if name not in state["divided"]:
+            return f"it lacks what is divided of {name!r}"
+        for key in state["divided"][name]:
+            value = entries.get(key)
+            if not isinstance(value, torch.Tensor):
+                return f"{key!r} of {name!r} is no tensor"
+            if value.shape != shape:
+                return f"{key!r} of {name!r} has shape {tuple(value.shape)} where the parameter has {tuple(shape)}"
+    return None
+
+
+def _form_problem(
+    optimizer: torch.optim.Optimizer,
+    homes: Mapping[torch.Tensor, tuple[FlatParameters, int]],
+    state: Mapping[str, Any],
+) -> str | None:
+    """Why a state can't be one of the optimizer's parameters, or None."""
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        return "it lacks state, by names"
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(each, Mapping) and "params" in each for each in groups):
+        return "it lacks param_groups"
+    own = [sorted(group["params"]) for group in _named_groups(optimizer, homes)]
+    if own != [sorted(group["params"]) for group in groups]:
+        return f"it has {len(groups)} groups of parameters, the optimizer {len(own)}, or they have other parameters"
+    known = {name for names in own for name in names}
+    for name, entries in state["state"].items():
+        if name not in known:
+            return f"it has state of {name!r}, which the optimizer has not"
+        if not isinstance(entries, Mapping):
+            return f"its state of {name!r} is no dict"
+    return None
 
 
 def _copy(value: Any) -> Any:
@@ -176,12 +254,6 @@ def _load(
 ) -> None:
     """Give an optimizer state by parameter names."""
     own = [group["params"] for group in _named_groups(optimizer, homes)]
-    other = [list(group["params"]) for group in state["param_groups"]]
-    if [sorted(names) for names in own] != [sorted(names) for names in other]:
-        raise ValueError(
-            f"the state has {len(other)} groups of parameters, the optimizer {len(own)}, or they have other parameters."
-            " Nothing was loaded."
-        )
     numbers = {name: number for number, name in enumerate(name for names in own for name in names)}
     groups = [
         {**group, "params": [numbers[name] for name in names]}

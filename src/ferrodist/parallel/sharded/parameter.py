@@ -117,7 +117,7 @@ class FlatParameters:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-        if self._joined is not None:
+        if self._joined is not None or (self.layout.shares_dim and self._axes.shard is not None):
             all_gather(self._token, group=self._axes.shard, out=self._tokens)
         self.install_full()
 

@@ -34,7 +34,7 @@ def by_size(min_numel: int) -> WrapPolicy:
             own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
             inside = {child: left(child) for child in module.children()}
             seen[module] = own + sum(
-                size for child, size in inside.items() if size < min_numel or not _has_forward(child)
+                size for child, size in inside.items() if size < min_numel or not _is_called(child)
             )
         return seen[module]
 
@@ -112,12 +112,17 @@ def _applies(policy: WrapPolicy | None, name: str, module: torch.nn.Module) -> b
     answer = policy(name, module)
     if not isinstance(answer, bool):
         raise TypeError(f"the wrap policy must return True or False, not {answer!r} as for {name!r}")
-    return answer and _has_forward(module)
+    return answer and _is_called(module)
 
 
-def _has_forward(module: torch.nn.Module) -> bool:
-    """Whether a module is called: not a ModuleList, which could not say when its parameters are needed."""
-    return type(module).forward is not torch.nn.Module.forward
+def _is_called(module: torch.nn.Module) -> bool:
+    """Whether a module's forward says when its parameters are needed.
+
+    Not that of a ModuleList, which has none, nor of attention's last layer, whose weight the attention itself uses.
+    """
+    return type(module).forward is not torch.nn.Module.forward and not isinstance(
+        module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear
+    )
 
 
 def _paths(root: torch.nn.Module, units: Collection[torch.nn.Module]) -> dict[torch.nn.Module, list[torch.nn.Module]]:
