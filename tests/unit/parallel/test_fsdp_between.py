@@ -149,6 +149,7 @@ def test_a_step_between_forward_and_a_load_is_noticed(run):
         fsdp = wrapped(module, group)
         loss = loss_of(fsdp)
         fsdp.load_full_state_dict(module.state_dict() if group.rank == 0 else None)
+        group.barrier()  # an error ends the group, which the other rank may still be using
         with pytest.raises(UnsupportedOpError, match="between a forward and its backward"):
             loss.backward()
 
@@ -169,6 +170,7 @@ def test_pieces_that_get_other_memory_are_named(how):
         else:
             vector = torch.nn.utils.parameters_to_vector(fsdp.parameters()).detach()
             torch.nn.utils.vector_to_parameters(vector.clone(), fsdp.parameters())
+        group.barrier()  # an error ends the group, which the other rank may still be using
         with pytest.raises(UnsupportedOpError, match="was given other memory"):
             fsdp(INPUTS)
 
@@ -191,6 +193,7 @@ def test_modules_that_change_afterwards_are_named(how):
             fsdp.module[1].scale = torch.nn.Parameter(torch.ones(()))
         else:
             del fsdp.module[1]
+        group.barrier()  # an error ends the group, which the other rank may still be using
         with pytest.raises(UnsupportedOpError, match=r"was (added|removed) after FSDP"):
             fsdp(INPUTS)
 
@@ -227,6 +230,7 @@ def test_double_backward_is_refused(run):
     def program(group):
         fsdp = wrapped(layers(2), group)
         inputs = INPUTS.clone().requires_grad_()
+        group.barrier()  # an error ends the group, which the other rank may still be using
         with pytest.raises(UnsupportedOpError, match="create_graph=True"):
             torch.autograd.grad(fsdp(inputs).sum(), inputs, create_graph=True)
 
@@ -255,6 +259,7 @@ def test_a_unit_that_returns_its_parameter_is_refused(run, view):
 
     def program(group):
         fsdp = FSDP(Model(), group, wrap=(Scale, torch.nn.Linear))
+        group.barrier()  # an error ends the group, which the other rank may still be using
         with pytest.raises(UnsupportedOpError, match=r"unit 'scale' \(Scale\) returned one of its parameters"):
             fsdp(INPUTS)
 

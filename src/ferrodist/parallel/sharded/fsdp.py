@@ -46,15 +46,18 @@ class FSDP(torch.nn.Module):
     Making it is a collective: every rank of the group gives the same module, whose parameters take rank 0's values. The
     module's `Parameter` objects become this rank's *pieces*: parts of as many dims, but other shapes, some of them
     empty. Optimizers step on these, made before or after. Inside forward and backward the module has its parameters
-    whole, unit by unit; what is written to them there is lost, and an error where torch counts it. Buffers are each rank's own; batch norm over all ranks' batches is `convert_sync_batchnorm`.
+    whole, unit by unit; what is written to them there is lost, and an error where torch counts it. Buffers are each
+    rank's own; batch norm over all ranks' batches is `convert_sync_batchnorm`.
 
     When ``backward()`` returns, each piece has its part of the mean of all ranks' gradients. When each rank's loss is
     the mean over a batch of equal size, a step is that of one process with all ranks' batches joined. A parameter that
     has no gradient on this rank counts as zeros; one that has none on any rank keeps None. Gradients of several
     backwards add up; inside `no_sync` they stay with the rank, whole, until a backward outside of it averages them.
 
-    Optimizers must work on elements: those that need whole matrices or all parameters at once (Muon, Shampoo, LBFGS,
-    Adafactor) don't on pieces. Hooks on the module's parameters don't run: use hooks on modules.
+    Optimizers that need whole matrices (Muon, Shampoo, Adafactor) or all parameters at once (LBFGS) don't work on
+    pieces. Hooks on parameters are refused when FSDP is made; those registered on pieces afterwards are never called in
+    backward, for it sees other parameters. A module that uses the parameters of a child without calling it must be in
+    one unit with the child.
 
     All ranks call the same units in the same order, else they get `CollectiveMismatchError`. When something fails
     between the ranks all of them raise; the shards are whole then, and `sharded_state_dict` still works.
@@ -77,7 +80,8 @@ class FSDP(torch.nn.Module):
 
     Raises:
         CollectiveMismatchError: On every rank, when the ranks' modules or settings differ, naming the first difference.
-        UnsupportedOpError: On every rank: a parameter or buffer is of a kind that collectives can't carry; it is named.
+        UnsupportedOpError: On every rank, naming it: a parameter or buffer that collectives can't carry or nobody can
+            write to, or a parameter with hooks or of another FSDP or DDP.
         DistributedTimeoutError: Some rank did not come.
         TypeError, ValueError: An argument is wrong.
     """
@@ -302,7 +306,8 @@ class FSDP(torch.nn.Module):
             state: The same on all ranks, or on rank 0, and None on all others.
 
         Raises:
-            ValueError: On every rank: names or shapes differ from the module's. Nothing was written.
+            ValueError: On every rank: names or shapes differ from the module's, or rank 0 alone has extra state that
+                can't be sent. Nothing was written.
         """
         self._schedule.recover()
         self._model_state.load_full(state)
@@ -312,7 +317,7 @@ class FSDP(torch.nn.Module):
 
         Returns:
             ``parameters``: for each name its ``piece`` (flat), where it starts (``start``) and the whole ``shape``;
-            ``buffers``; ``rank`` and ``world_size``. All tensors are copies.
+            ``buffers``; ``extra_state``; ``rank`` and ``world_size``. All tensors are copies.
         """
         return self._model_state.sharded()
 
@@ -330,10 +335,10 @@ class FSDP(torch.nn.Module):
         return self._optimizer_state.full(optimizer)
 
     def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Take an optimizer's state from what `full_optimizer_state_dict` gave, for any number of ranks.
+        """Take what `full_optimizer_state_dict` gave, for any number of ranks; every rank must call.
 
         Raises:
-            ValueError: It is of other parameters. Nothing was written.
+            ValueError: On every rank: it is of other parameters or shapes. Nothing was loaded.
         """
         self._optimizer_state.load_full(optimizer, state)
 
