@@ -161,3 +161,56 @@ def test_ddp() -> None:
     first, second = run_ranks(on_rank, 2)
     assert first == second
     assert any(first)
+
+
+def _small_model() -> torch.nn.Module:
+    layers = [torch.nn.Linear(2, 6, device="cpu"), torch.nn.Tanh(), torch.nn.Linear(6, 6, device="cpu")]
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for layer in layers[::2]:
+            layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator, device="cpu"))
+            layer.bias.zero_()
+    return torch.nn.Sequential(*layers)
+
+
+def _train(make: Callable[[torch.nn.Module, Backend], object], group: Backend, device: str) -> list[float]:
+    with torch.device(device):
+        made = make(_small_model(), group)
+        module = made if isinstance(made, torch.nn.Module) else made.module  # type: ignore[attr-defined]
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with made.join() if isinstance(made, fd.DDP) else contextlib.nullcontext():
+            for _ in range(3):
+                optimizer.zero_grad()
+                module(_mine(group, 2).view(1, 2)).square().sum().backward()
+                if isinstance(made, fd.FSDP):
+                    made.clip_grad_norm_(1.0)
+                optimizer.step()
+                if isinstance(made, fd.LocalSGD):
+                    made.step()
+    return [parameter.detach().double().sum().item() for parameter in module.parameters()]
+
+
+class _Averaging(fd.LocalSGD):
+    """Knows its module."""
+
+    def __init__(self, module: torch.nn.Module, group: Backend) -> None:
+        super().__init__(module, group, period=2)
+        self.module = module
+
+
+_WRAPPERS: dict[str, Callable[[torch.nn.Module, Backend], object]] = {
+    "ddp": fd.DDP,
+    "power_sgd": lambda module, group: fd.DDP(module, group, comm_hook=fd.comm_hooks.PowerSGD(1, start_step=1)),
+    "top_k": lambda module, group: fd.DDP(module, group, comm_hook=fd.comm_hooks.TopK(0.5)),
+    "local_sgd": _Averaging,
+    "fsdp": fd.FSDP,
+    "fsdp of units": lambda module, group: fd.FSDP(module, group, wrap=torch.nn.Linear),
+}
+
+
+@pytest.mark.parametrize("backend", ["simulated", "native-threads"])
+@pytest.mark.parametrize("name", _WRAPPERS)
+def test_training(name: str, backend: str) -> None:
+    """With another default device training gives the values that it gives without."""
+    expected = run_ranks(lambda group: _train(_WRAPPERS[name], group, "cpu"), 2, backend=backend)
+    assert run_ranks(lambda group: _train(_WRAPPERS[name], group, "meta"), 2, backend=backend) == expected

@@ -86,7 +86,7 @@ class GradientBucket:
         marks = [0.0] * (group.world_size * MARK_SIZE)
         marks[group.rank * MARK_SIZE : (group.rank + 1) * MARK_SIZE] = make_mark(model, index)
         count = len(sizes)
-        self._full = torch.tensor([1.0] * count + [0.0] * count + marks, dtype=memory.dtype)
+        self._full = torch.tensor([1.0] * count + [0.0] * count + marks, dtype=memory.dtype, device=memory.device)
         self._pending: list[PendingCollective[torch.Tensor]] = []
         self._timeout: float | None = None
         self._shares: list[complex] = []
@@ -292,4 +292,4 @@ def _allocate(size_bytes: int, group: Backend | None) -> torch.Tensor:
             return empty_symmetric((size_bytes,), torch.uint8, group=group)
         except BackendUnavailable:  # on all ranks; staging is slower, and the same bits
             pass
-    return torch.empty(size_bytes, dtype=torch.uint8)
+    return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")

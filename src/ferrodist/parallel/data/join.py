@@ -121,7 +121,7 @@ class Join:
 
     def _meet(self, event: Event) -> Event:
         """Exchange events; returns what the ranks with a batch do."""
-        mine = torch.tensor([int(event)])
+        mine = torch.tensor([int(event)], device="cpu")
         with explain_errors(
             lambda: f"In a join() block {self._title} compares what the ranks do next.",
             "Every rank must enter the block, and leave it only when its batches are used up.",

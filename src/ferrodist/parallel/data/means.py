@@ -51,7 +51,7 @@ class Means:
         for index, flat in enumerate(self._flats):
             marks = flat[-self._group.world_size * MARK_SIZE :]
             own = marks.zero_()[self._group.rank * MARK_SIZE :][:MARK_SIZE]
-            own.copy_(torch.tensor(make_mark(self._number, index)))
+            own.copy_(torch.tensor(make_mark(self._number, index), device=flat.device))
             allreduce(flat, ReduceOp.MEAN, group=self._group, out=flat)
             check_marks(marks.tolist(), self._group)
 
@@ -60,4 +60,4 @@ def _make(count: int, dtype: torch.dtype, group: Backend) -> torch.Tensor:
     try:
         return empty_symmetric((count,), dtype, group=group)
     except BackendUnavailable:  # on all ranks
-        return torch.empty(count, dtype=dtype)
+        return torch.empty(count, dtype=dtype, device="cpu")

@@ -283,7 +283,7 @@ class Reducer:
             lambda: f"After its first step {model_title(self._group, self._model)} agrees on the order of gradients.",
             _ADVICE,
         ):
-            everyone = all_gather(torch.tensor([[digest, *arrived, *rest]]), group=self._group).tolist()
+            everyone = all_gather(torch.tensor([[digest, *arrived, *rest]], device="cpu"), group=self._group).tolist()
             self._check_same_names([theirs[0] for theirs in everyone])
             places = everyone[self._root][1:]
             self._owners = {names[place]: owners[place] for place in places}

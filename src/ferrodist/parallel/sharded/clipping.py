@@ -66,7 +66,7 @@ def unscale_gradients(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optim
     if not scaler.is_enabled():
         return
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]  # noqa: SLF001 - as torch's own FSDP
-    flag = found.setdefault(torch.device("cpu"), torch.zeros(1))
+    flag = found.setdefault(torch.device("cpu"), torch.zeros(1, device="cpu"))
     with explain_errors(
         lambda: f"Rank {axes.whole.rank} was looking for infinities in unscale_().", "Every rank must call it."
     ):

@@ -132,7 +132,7 @@ class PowerSGD:
         found = self._rights.get(name)
         if found is None or found.shape != (gradient.shape[1], self.rank) or found.dtype is not gradient.dtype:
             generator = torch.Generator().manual_seed(self.seed)
-            found = torch.randn(gradient.shape[1], self.rank, generator=generator, dtype=gradient.dtype)
+            found = torch.randn(gradient.shape[1], self.rank, generator=generator, dtype=gradient.dtype, device="cpu")
             self._rights[name] = found
         return found
 
