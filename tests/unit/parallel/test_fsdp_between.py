@@ -373,3 +373,27 @@ def test_many_calls_of_a_unit_cost_no_more_each():
         call = run.take_step().call
         assert call == -1 or run.is_past(call)
     assert not run.is_past(3000)
+
+
+def test_a_child_that_is_used_and_not_called():
+    """Where nothing is divided its gradient is averaged like any, though the child is a unit."""
+
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+        def forward(self, inputs):
+            return torch.nn.functional.linear(self.first(inputs), self.second.weight)
+
+    torch.manual_seed(1)
+    module = Tied()
+    expected = expected_gradients(module, loss_of)
+
+    def program(group):
+        fsdp = wrapped(module, group, strategy=ShardingStrategy.NO_SHARD)
+        (2 * group.rank * loss_of(fsdp)).backward()
+        return whole_gradients(fsdp)
+
+    for gradients in run_ranks(program, 2):
+        assert_same(gradients, expected)

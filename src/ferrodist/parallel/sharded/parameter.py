@@ -165,6 +165,11 @@ class FlatParameters:
             self._empty()
 
     @property
+    def is_alias(self) -> bool:
+        """Whether the full parameters lie in the shard itself, for it is all there is."""
+        return self._is_alias
+
+    @property
     def is_joined(self) -> bool:
         """Whether other ranks compute with this rank's shard as it lies, and may not find it changed meanwhile."""
         return self._joined is not None

@@ -84,6 +84,7 @@ class Schedule:
         self._prefetched: set[int] = set()
         self._unsynced: set[int] = set()  # units with gradients that no_sync left
         self._is_joined = any(flat.is_joined for unit in units for flat in unit.flats)
+        self._undivided = dict.fromkeys(unit for unit in self.units if unit.is_undivided)
         self.is_summoned = False
         for unit in self.units:
             _watch_gradients(self, unit)
@@ -155,6 +156,8 @@ class Schedule:
                 )
             self.recover(keeps_prefetched=True)
             self._trace = Trace()
+            for other in self._undivided:  # a parent may use what it does not call
+                other.finish_gather()
         trace = self._trace
         call = trace.begin_call(unit.number)
         position = call if call < len(self._order) and self._order[call] == unit.number else len(self._order)
@@ -185,6 +188,7 @@ class Schedule:
         will_return = succeeded and self._watch_outputs(output, trace, call)
         is_open = any(number == unit.number for number, _ in self._open_calls)
         stays = will_return and (not self._reshards or unit.number in {0, *self._last_ended})
+        stays |= unit in self._undivided and self._trace is not None and unit.number != 0
         if not unit.number:
             self._trace = None
         if not stays and not is_open:
@@ -205,7 +209,7 @@ class Schedule:
             self._last_ended = trace.last_ended(1 + self._num_backward)
         self._open_calls.clear()
         self._prefetched.clear()
-        used = set(trace.versions)
+        used = {*trace.versions, *(unit.number for unit in self._undivided)}
         for unit in self.units:
             if not will_return or unit.number not in used:
                 self._free(unit)
@@ -354,7 +358,8 @@ class Schedule:
             unit.finish_gather()
             unit.check_unchanged(run.trace.versions[step.unit])
         elif step.action is Action.FREE:
-            unit.free()
+            if unit not in self._undivided:
+                unit.free()
         elif self.is_syncing:
             self._reduce(unit)
         else:

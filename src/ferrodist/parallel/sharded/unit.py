@@ -74,6 +74,11 @@ class Unit:
         return f"unit {self.name!r} ({kind})" if self.name else f"the outermost unit ({kind})"
 
     @property
+    def is_undivided(self) -> bool:
+        """Whether this rank has all of it, so that it can be whole from a forward's begin to its end."""
+        return all(flat.is_alias for flat in self.flats)
+
+    @property
     def is_trainable(self) -> bool:
         """Whether it has gradients to average."""
         return any(flat.num_trainable for flat in self.flats)
