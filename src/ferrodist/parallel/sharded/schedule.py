@@ -188,7 +188,7 @@ class Schedule:
         will_return = succeeded and self._watch_outputs(output, trace, call)
         is_open = any(number == unit.number for number, _ in self._open_calls)
         stays = will_return and (not self._reshards or unit.number in {0, *self._last_ended})
-        stays |= unit in self._undivided and self._trace is not None and unit.number != 0
+        stays |= unit.number != 0 and unit in self._undivided
         if not unit.number:
             self._trace = None
         if not stays and not is_open:
