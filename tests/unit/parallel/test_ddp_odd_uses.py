@@ -221,7 +221,8 @@ def test_a_parameter_used_outside_of_forward(bucket_size_mb):
         # Autograd takes first what was computed last.
         if comes_late:
             early = penalty()
-            return str(caught(lambda: (ddp(of_rank(group)).sum() + early).backward()))
+            loss = ddp(of_rank(group)).sum() + early
+            return str(caught(loss.backward))
         (ddp(of_rank(group)).sum() + penalty()).backward()
         return [parameter.grad.flatten().tolist() for parameter in ddp.parameters()]
 
