@@ -10,7 +10,8 @@
                   empty_symmetric
     objects       all_gather_object, broadcast_object, gather_object, scatter_object, send_object, recv_object
     messages      send, recv, recv_into, sendrecv, batch(Send, Recv), ANY_SOURCE
-    training      DDP
+    training      DDP, FSDP, LocalSGD, DiLoCo, SyncBatchNorm1d, ...; comm_hooks
+    tensors       DeviceMesh; DTensor, distribute; Shard, Replicate, Partial; allow_replication
     errors        DistributedError and the tree below it, drawn in ferrodist.errors
 
 Names load when they are first used, so that ``ferrodist run`` starts without torch.
@@ -106,6 +107,12 @@ if TYPE_CHECKING:
     from ferrodist.parallel.sharded import ShardingStrategy as ShardingStrategy
     from ferrodist.parallel.sharded import by_class as by_class
     from ferrodist.parallel.sharded import by_size as by_size
+    from ferrodist.tensor.distribution import distribute as distribute
+    from ferrodist.tensor.dtensor import DTensor as DTensor
+    from ferrodist.tensor.placement import Partial as Partial
+    from ferrodist.tensor.placement import Replicate as Replicate
+    from ferrodist.tensor.placement import Shard as Shard
+    from ferrodist.tensor.replication import allow_replication as allow_replication
 
 __version__ = "0.1.0"
 
@@ -189,6 +196,10 @@ _HOMES = {
         "convert_sync_batchnorm",
     ],
     "parallel.sharded": ["FSDP", "MixedPrecision", "ShardingStrategy", "by_class", "by_size"],
+    "tensor.distribution": ["distribute"],
+    "tensor.dtensor": ["DTensor"],
+    "tensor.placement": ["Partial", "Replicate", "Shard"],
+    "tensor.replication": ["allow_replication"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

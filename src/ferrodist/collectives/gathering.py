@@ -262,9 +262,11 @@ def all_gather_by_sizes(
     return run_now(_all_gather(tensor, dim, group, None, timeout, sizes))
 
 
-def reduce_scatter_by_sizes(tensor: torch.Tensor, sizes: Sequence[int], *, dim: int, group: Backend) -> torch.Tensor:
-    """`reduce_scatter` with SUM that gives rank r ``sizes[r]`` of ``dim``: the gradient of a gathering."""
-    return run_now(_reduce_scatter(tensor, ReduceOp.SUM, dim, group, None, None, sizes))
+def reduce_scatter_by_sizes(
+    tensor: torch.Tensor, sizes: Sequence[int], op: Op = ReduceOp.SUM, *, dim: int, group: Backend
+) -> torch.Tensor:
+    """`reduce_scatter` that gives rank r ``sizes[r]`` of ``dim``: with SUM the gradient of a gathering."""
+    return run_now(_reduce_scatter(tensor, op, dim, group, None, None, sizes))
 
 
 def _reduce_scatter(  # noqa: PLR0917 - the public signature, by position

@@ -15,7 +15,7 @@ from ferrodist.mesh.drawing import draw_grid
 from ferrodist.rendezvous.environment import read_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from typing_extensions import Self
 
@@ -157,6 +157,11 @@ class DeviceMesh:
         """Where this rank is, or None when it is not in the mesh."""
         rank = self.parent.rank
         return self.coords(rank) if rank in self._places else None
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for meshes that are the same grid and have the same groups, as slices of one mesh by one name."""
+        return (id(self._groups), self._shape, self._axis_names, self._ranks)
 
     def axis_index(self, axis: str | int) -> int:
         """The number of an axis, by its name or its number; negative numbers count from the last.

@@ -1,0 +1,76 @@
+"""Of the ways in which an operator can be computed, the one that moves the fewest bytes."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ferrodist.tensor.placement import Partial, Replicate, Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ferrodist.tensor.call import Call, Rule
+    from ferrodist.tensor.layout import Layout
+    from ferrodist.tensor.placement import Placement
+
+__all__ = ["choose"]
+
+_LITTLE = 1e-9
+"""What a byte that is only copied costs, beside one that travels: it decides between ways that send nothing."""
+
+
+def choose(call: Call, rule: Rule, fixed: Sequence[int]) -> bool:
+    """Decide every axis: ``call.chosen``.
+
+    The axes are decided one after the other, each for the fewest bytes given how the inputs lie now.
+
+    Args:
+        call: The call.
+        rule: The operator's rule.
+        fixed: The inputs that are written, so must stay as they lie and be what the first output is.
+
+    Returns:
+        Whether there was a way for each axis.
+    """
+    for axis in range(call.mesh.ndim):
+        best, least = None, math.inf
+        for choice in rule.choices(call, axis):
+            if any(
+                not call.inputs[place].placements[axis] == choice.inputs[place] == choice.outputs[0] for place in fixed
+            ):
+                continue
+            cost = _cost(call.inputs, choice.inputs, axis)
+            if cost < least:
+                best, least = choice, cost
+        if best is None:
+            return False
+        call.chosen.append(best)
+    return True
+
+
+def _cost(inputs: Sequence[Layout], wanted: Sequence[Placement], axis: int) -> float:
+    return sum(_cost_of_one(layout, placement, axis) for layout, placement in zip(inputs, wanted, strict=True))
+
+
+def _cost_of_one(layout: Layout, then: Placement, axis: int) -> float:
+    """Bytes that a rank sends to bring one input there, or infinity where it would have to be cut unevenly."""
+    now = layout.placements[axis]
+    if now == then:
+        return 0.0
+    mesh_shape = layout.mesh.shape
+    num_ranks = mesh_shape[axis]
+    others = [size for at, size in enumerate(mesh_shape) if at != axis and isinstance(layout.placements[at], Shard)]
+    whole = math.prod(layout.shape) * layout.dtype.itemsize / math.prod(others)
+    share = whole * (num_ranks - 1) / num_ranks + _LITTLE
+    if isinstance(then, Shard) and (then.blocks > 1 or layout.shape[then.dim] % num_ranks):
+        # Nobody asked for it, and uneven parts would come out: or it takes more than one step.
+        return math.inf
+    if isinstance(now, Shard) and isinstance(then, Shard):
+        return share / num_ranks if now.dim != then.dim else share
+    if isinstance(now, Shard):
+        return whole * _LITTLE if isinstance(then, Partial) else share
+    if isinstance(now, Partial):
+        return share if isinstance(then, Shard) else 2 * share
+    assert isinstance(now, Replicate), "there are three kinds of placements"
+    return whole * _LITTLE

@@ -1,0 +1,279 @@
+"""From an operator's call to what this rank does: prepared once for each kind of call, then looked up.
+
+What is prepared is a `Recipe`. Its key is the operator, the layouts of the distributed tensors, and the other
+arguments; of floating-point numbers only that they are there, unless the rule asks for their values. `DTensor` looks
+recipes up itself and runs the common ones, for that takes less time than a call would.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.errors import UnsupportedOpError
+from ferrodist.tensor.call import Call, bind_arguments, map_tensors, split_arguments
+from ferrodist.tensor.choosing import choose
+from ferrodist.tensor.layout import Layout
+from ferrodist.tensor.redistribution import redistribute_local
+from ferrodist.tensor.replication import replicate_call
+from ferrodist.tensor.rules.table import DECOMPOSITIONS, RULES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ferrodist.mesh import DeviceMesh
+    from ferrodist.tensor.call import Rule
+
+__all__ = ["Lane", "Recipe", "dispatch", "part_of_key"]
+
+_MAX_RECIPES = 1 << 14
+"""How many a group keeps; programs with new shapes in each step would fill the memory."""
+
+
+class Lane(Enum):
+    """What there is to do around the local computation."""
+
+    RESULT = "one tensor comes out of the local tensors as they are"
+    IN_PLACE = "the first argument is written, given the local tensors as they are"
+    ANY = "anything"
+
+
+class Recipe:
+    """How a kind of call is computed.
+
+    Args:
+        local: What is called with the local tensors: the operator, or what a rule has in its place.
+        layouts: For each distributed tensor among the arguments, in order, the layout it is brought to.
+        outputs: The layouts of the tensors that ``local`` returns, in order.
+        replaced: Arguments that are others on this rank, by name.
+        written: The arguments that are written to, by name.
+    """
+
+    __slots__ = ("lane", "layouts", "local", "output", "outputs", "places", "replaced", "written")
+
+    def __init__(
+        self,
+        local: Callable[..., Any],
+        layouts: Sequence[Layout],
+        outputs: Sequence[Layout],
+        replaced: Mapping[str, Any],
+        written: Sequence[str],
+    ) -> None:
+        self.local = local
+        self.layouts = layouts
+        self.outputs = outputs
+        self.replaced = replaced
+        self.written = written
+        self.lane = Lane.ANY
+        self.output: Layout | None = None
+        """The layout of the result, in `Lane.RESULT`."""
+        self.places: Sequence[tuple[int, Any]] = ()
+        """``replaced`` by position, in the quick lanes."""
+
+
+def part_of_key(value: Any, cls: type) -> Any:
+    """What an argument is in a recipe's key."""
+    kind = type(value)
+    if kind is cls:
+        return value._layout
+    if kind is list or kind is tuple:
+        return tuple([part_of_key(one, cls) for one in value])
+    if kind is float:
+        return float
+    if isinstance(value, torch.Tensor):
+        return (kind, value.dim())
+    if isinstance(value, torch.Generator):
+        return kind
+    return (kind, value)  # True, 1 and 1.0 are equal
+
+
+def dispatch(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any, key: list[Any]
+) -> Any:
+    """Compute a call that no recipe of a quick lane was found for.
+
+    Args:
+        func: The operator.
+        args: Its positional arguments.
+        kwargs: Its other arguments.
+        cls: The class of distributed tensors.
+        key: The operator's identity, and the parts of all arguments.
+
+    Raises:
+        UnsupportedOpError: The operator has no rule, or not for these arguments.
+        ValueError: The tensors are not all on one mesh.
+        TypeError: Some tensors are distributed, and others are not.
+    """
+    tensors: list[Any] = []
+    map_tensors(tensors.append, [*args, *kwargs.values()], cls)
+    recipes = tensors[0]._layout.recipes
+    rule = RULES.get(func)
+    if rule is not None and rule.by_value:
+        key = [*key, *_values([*args, *kwargs.values()])]
+    recipe = recipes.get(tuple(key))
+    if recipe is None:
+        recipe = _prepare(func, args, kwargs, cls)
+        if len(recipes) >= _MAX_RECIPES:
+            recipes.clear()
+        recipes[tuple(key)] = recipe
+    if not isinstance(recipe, Recipe):
+        return recipe(*args, **kwargs)
+    return _run(recipe, func, args, kwargs, cls)
+
+
+def _values(arguments: Sequence[Any]) -> list[float]:
+    found: list[float] = []
+    map_tensors(found.append, arguments, float)
+    return found
+
+
+def _run(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any) -> Any:
+    layouts = iter(recipe.layouts)
+
+    def localize(tensor: Any) -> torch.Tensor:
+        return redistribute_local(tensor._local, tensor._layout, next(layouts))
+
+    whole = bind_arguments(func, args, kwargs)
+    arguments = {name: map_tensors(localize, value, cls) for name, value in whole.items()}
+    arguments.update(recipe.replaced)
+    positional, named = split_arguments(func, arguments)
+    results = recipe.local(*positional, **named)
+    if recipe.written:
+        return whole[recipe.written[0]] if func._schema.returns else None
+    outputs = iter(recipe.outputs)
+    return map_tensors(lambda local: cls._wrap(local, next(outputs)), results, torch.Tensor)
+
+
+def _prepare(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: type
+) -> Recipe | Callable[..., Any]:
+    """Find out how a call is computed: as a recipe, or by another function of the same arguments."""
+    arguments = bind_arguments(func, args, kwargs)
+    rule = RULES.get(func)
+    if rule is None:
+        if func in DECOMPOSITIONS:
+            return DECOMPOSITIONS[func]
+        if func._can_decompose():
+            return func.decompose
+        return replicate_call(func, cls)
+    layouts = {name: map_tensors(lambda one: one._layout, value, cls) for name, value in arguments.items()}
+    mesh = _check(func, layouts)
+    if str(func).startswith(("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")):
+        return _prepare_each(func, layouts, rule, mesh)
+    recipe = _decide(Call(func, layouts, mesh), rule)
+    _find_lane(recipe, func, args, kwargs, cls)
+    return recipe
+
+
+def _check(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> DeviceMesh:
+    """The mesh of all distributed tensors of a call."""
+    found: list[Layout] = []
+    map_tensors(found.append, list(arguments.values()), Layout)
+    mesh = found[0].mesh
+    for layout in found:
+        if layout.mesh.identity != mesh.identity:
+            raise ValueError(
+                f"{func} got tensors of different meshes:\n{mesh}\nand\n{layout.mesh}\nBring them to one mesh, as by"
+                " to_local() and DTensor.from_local(), or make both from slices of one mesh"
+            )
+    plain: list[torch.Tensor] = []
+    map_tensors(plain.append, list(arguments.values()), torch.Tensor)
+    for tensor in plain:
+        if tensor.dim():
+            raise TypeError(
+                f"{func} got distributed tensors and a {type(tensor).__name__} of shape {tuple(tensor.shape)}:"
+                " distribute it too, as by fd.distribute(tensor, mesh, placements), or work on to_local()"
+            )
+    return mesh
+
+
+def _decide(call: Call, rule: Rule) -> Recipe:
+    """The recipe of a call, by the choices of its rule."""
+    func = call.operator
+    written = [argument.name for argument in func._schema.arguments if argument.is_write]
+    fixed = _inputs_of(call, written)
+    if not choose(call, rule, fixed):
+        raise UnsupportedOpError(
+            f"{func} can't write to a tensor that lies as {call.inputs[fixed[0]] if fixed else call.inputs}:"
+            " redistribute() it first, or use the form that makes a new tensor"
+        )
+    layouts = [
+        layout.placed([choice.inputs[place] for choice in call.chosen]) for place, layout in enumerate(call.inputs)
+    ]
+    outputs = [call.inputs[place] for place in fixed]
+    if not written:
+        outputs = [
+            Layout.of(
+                call.mesh, [choice.outputs[place] for choice in call.chosen], meta.shape, meta.dtype, meta.stride()
+            )
+            for place, meta in enumerate(call.results)
+        ]
+    local = None if rule.local is None else rule.local(call, layouts, outputs)
+    replaced = {} if rule.arguments is None else rule.arguments(call, layouts, outputs)
+    return Recipe(local or func, layouts, outputs, replaced, written)
+
+
+def _inputs_of(call: Call, names: Sequence[str]) -> list[int]:
+    """The numbers of the inputs that some arguments have."""
+    found: list[int] = []
+    place = 0
+    for name, value in call.arguments.items():
+        here: list[Layout] = []
+        map_tensors(here.append, value, Layout)
+        if name in names:
+            found += range(place, place + len(here))
+        place += len(here)
+    return found
+
+
+def _find_lane(
+    recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: type
+) -> None:
+    """Find whether calls of this kind can take a quick lane: their form is in the key."""
+    now: list[Layout] = []
+    map_tensors(lambda one: now.append(one._layout), list(args), cls)
+    names = [argument.name for argument in func._schema.arguments]
+    direct = [value for value in args if isinstance(value, cls)]
+    if len(direct) < len(recipe.layouts) or any(
+        one is not other for one, other in zip(now, recipe.layouts, strict=True)
+    ):
+        return
+    if any(name in kwargs or names.index(name) >= len(args) for name in recipe.replaced):
+        return
+    recipe.places = [(names.index(name), value) for name, value in recipe.replaced.items()]
+    returns = func._schema.returns
+    if recipe.written:
+        if recipe.written == names[:1]:
+            recipe.lane = Lane.IN_PLACE
+    elif len(returns) == 1 and isinstance(returns[0].type, torch.TensorType):
+        recipe.lane = Lane.RESULT
+        (recipe.output,) = recipe.outputs
+
+
+def _prepare_each(func: torch._ops.OpOverload, arguments: Mapping[str, Any], rule: Rule, mesh: DeviceMesh) -> Recipe:
+    """The recipe of an operator on lists of tensors: for each place in the lists a call with lists of one."""
+    lists = {name: value for name, value in arguments.items() if isinstance(value, list | tuple)}
+    count = max(map(len, lists.values()))
+    recipes = []
+    for place in range(count):
+        one = {name: [value[place]] if name in lists and value else value for name, value in arguments.items()}
+        recipes.append(_decide(Call(func, one, mesh), rule))
+    # The inputs of all, in the order in which they are found among the arguments.
+    numbers = iter(range(count * len(arguments)))
+    order = {}
+    for name, value in arguments.items():
+        for place in range(len(value) if name in lists else 1):
+            one = value[place] if name in lists else value
+            if isinstance(one, Layout):
+                order[name, place] = next(numbers)
+    layouts: list[Layout] = [None] * len(order)  # type: ignore[list-item] # filled below
+    for place, recipe in enumerate(recipes):
+        mine = iter(recipe.layouts)
+        for name in arguments:
+            at = (name, place if name in lists else 0)
+            if at in order:
+                layouts[order[at]] = next(mine)
+    outputs = [layout for recipe in recipes for layout in recipe.outputs]
+    return Recipe(func, layouts, outputs, {}, recipes[0].written)

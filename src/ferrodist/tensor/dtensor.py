@@ -1,0 +1,295 @@
+"""A tensor that is one to the program and lies in parts over a mesh."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.collectives.operation import collectives_of
+from ferrodist.collectives.reduce_op import DTYPES, ReduceOp
+from ferrodist.errors import CollectiveMismatchError
+from ferrodist.tensor.dispatch import Lane, dispatch, part_of_key
+from ferrodist.tensor.layout import Layout, check_placements, local_sizes
+from ferrodist.tensor.placement import Partial, Replicate, Shard
+from ferrodist.tensor.plan import Plan, make_plan
+from ferrodist.tensor.redistribution import redistribute_local
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ferrodist.mesh import DeviceMesh
+    from ferrodist.tensor.placement import Placement
+
+__all__ = ["DTensor"]
+
+_make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+
+
+class DTensor(torch.Tensor):
+    """A tensor over a mesh, of which each rank has its part.
+
+    Operators take and give whole tensors, as far as the program sees: every rank of the mesh calls them, in the same
+    order, and each computes its part. Where the parts lie otherwise than an operator needs, they are moved. Autograd
+    goes through all of it, and gradients are DTensors too.
+
+    Made by `distribute`, by `DTensor.from_local`, and by operators on others.
+    """
+
+    __slots__ = ("_layout", "_local")
+
+    _layout: Layout
+    _local: torch.Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def _wrap(local: torch.Tensor, layout: Layout) -> DTensor:
+        made: DTensor = _make_wrapper(DTensor, *layout.wrapper_arguments)
+        made._local, made._layout = local, layout
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute an operator on this rank's parts."""
+        key: list[Any] = [id(func)]
+        layout = None
+        for value in args:
+            if type(value) is DTensor:
+                layout = value._layout
+                key.append(layout)
+            else:
+                key.append(part_of_key(value, DTensor))
+        if kwargs:
+            for name, value in kwargs.items():
+                key += (name, part_of_key(value, DTensor))
+        if layout is not None:
+            recipe = layout.recipes.get(tuple(key))
+            if recipe is not None and (lane := getattr(recipe, "lane", Lane.ANY)) is not Lane.ANY:
+                local = [value._local if type(value) is DTensor else value for value in args]
+                for place, value in recipe.places:
+                    local[place] = value
+                result = recipe.local(*local, **kwargs) if kwargs else recipe.local(*local)
+                if lane is Lane.IN_PLACE:
+                    return args[0]
+                output = recipe.output
+                made: DTensor = _make_wrapper(DTensor, *output.wrapper_arguments)
+                made._local, made._layout = result, output
+                return made
+        return dispatch(func, args, kwargs or {}, DTensor, key)
+
+    @staticmethod
+    def from_local(
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: Placement | Sequence[Placement],
+        *,
+        shape: Sequence[int] | None = None,
+    ) -> DTensor:
+        """The tensor of which each rank has a part; every rank of the mesh calls this. Differentiable.
+
+        Args:
+            local: This rank's part, which the result shares memory with.
+            mesh: The mesh.
+            placements: How the parts lie, for each axis of the mesh; one placement for a mesh of one axis.
+            shape: Of the whole tensor. None learns it from the ranks' parts, in one agreement, which also checks that
+                they fit together: that of ranks that divide a dim the first ones have one more where it doesn't divide
+                evenly, and all else agrees. With a shape each rank checks its own part, and nothing is sent.
+
+        Raises:
+            TypeError: ``local`` is no plain tensor, or of a dtype that no collective carries.
+            ValueError, IndexError: ``placements`` don't fit the mesh or the tensor.
+            CollectiveMismatchError: On all ranks: the parts don't make a tensor.
+            InvalidRankError: This rank is not in the mesh.
+        """
+        _check_plain(local, "from_local")
+        if shape is None:
+            checked = check_placements(mesh, placements, local.shape)
+            whole = _agree_on_shape(local, mesh, checked)
+        else:
+            whole = tuple(shape)
+            checked = check_placements(mesh, placements, whole)
+        checked = check_placements(mesh, checked, whole)
+        layout = Layout.of(mesh, checked, whole, local.dtype)
+        if tuple(local.shape) != layout.local_shape:
+            raise ValueError(
+                f"this rank's part of a tensor of shape {whole}, placed as {list(checked)}, has shape"
+                f" {layout.local_shape}, not {tuple(local.shape)}"
+            )
+        made: DTensor = _FromLocal.apply(local, layout)  # type: ignore[no-untyped-call]
+        return made
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh that it lies on."""
+        return self._layout.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """How it lies along each axis of the mesh."""
+        return self._layout.placements
+
+    def to_local(self, *, grad_placements: Placement | Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's part, with which it shares memory. Differentiable.
+
+        Args:
+            grad_placements: How the ranks' gradients of their parts make the gradient of the whole. None is as the
+                parts do; of a partial tensor, that every rank has the whole gradient.
+        """
+        given = _gradient_placements(self._layout, grad_placements)
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            return self._local
+        local: torch.Tensor = _ToLocal.apply(self, given)  # type: ignore[no-untyped-call]
+        return local
+
+    def full_tensor(self, *, grad_placements: Placement | Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor, on every rank of the mesh, all of which call this. Differentiable."""
+        whole = self.redistribute([Replicate()] * self.mesh.ndim)
+        return whole.to_local(grad_placements=grad_placements)
+
+    def redistribute(self, placements: Placement | Sequence[Placement]) -> DTensor:
+        """The same tensor placed otherwise, by the fewest bytes; every rank of the mesh calls this. Differentiable.
+
+        The gradient comes back as this tensor lies, a partial one's whole on every rank.
+
+        Args:
+            placements: The new placements, for each axis of the mesh.
+
+        Returns:
+            A tensor that shares memory with this one where nothing changes.
+        """
+        target = self._layout.placed(check_placements(self.mesh, placements, self.shape))
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            return DTensor._wrap(redistribute_local(self._local, self._layout, target), target)
+        made: DTensor = _Redistribute.apply(self, target)  # type: ignore[no-untyped-call]
+        return made
+
+    def plan(self, placements: Placement | Sequence[Placement]) -> Plan:
+        """What `redistribute` would do; print it to see the collectives and their bytes."""
+        return make_plan(self._layout, self._layout.placed(check_placements(self.mesh, placements, self.shape)))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"DTensor({self._layout}, local={self._local})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled: a part without its mesh is not the tensor."""
+        raise TypeError("a DTensor is not pickled: save its to_local() or full_tensor()")
+
+
+def _check_plain(tensor: torch.Tensor, name: str) -> None:
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
+        raise TypeError(f"{name} takes a plain torch.Tensor, not {type(tensor).__name__}")
+
+
+_MAX_DIMS = 12
+_PART = struct.Struct(f"<BB{_MAX_DIMS}q")  # dtype's place in DTYPES, dims, shape
+
+
+def _agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The shape of the tensor that the ranks' parts make; the same error on all ranks where they make none."""
+    if local.dim() > _MAX_DIMS:
+        raise ValueError(f"from_local takes tensors of at most {_MAX_DIMS} dims without shape=, not {local.dim()}")
+    group = mesh.group
+    engine = collectives_of(group)
+    shape = [*local.shape, *[0] * (_MAX_DIMS - local.dim())]
+    payload = _PART.pack(DTYPES.index(local.dtype), local.dim(), *shape) + repr(list(placements)).encode()
+    payloads = engine.share("from_local", payload, timeout=group.timeout, sequence=engine.reserve())
+    said = [_PART.unpack_from(other) for other in payloads]
+    shapes = [tuple(sizes[:num_dims]) for _, num_dims, *sizes in said]
+    for rank, (other, (dtype, num_dims, *_)) in enumerate(zip(payloads, said, strict=True)):
+        if (dtype, num_dims, other[_PART.size :]) != (*said[0][:2], payloads[0][_PART.size :]):
+            raise CollectiveMismatchError(
+                "the ranks' parts don't make a tensor: "
+                + " and ".join(
+                    f"rank {mesh.ranks[at]} has {DTYPES[said[at][0]]} of shape {shapes[at]},"
+                    f" placed as {payloads[at][_PART.size :].decode()}"
+                    for at in (0, rank)
+                ),
+                ranks=(mesh.ranks[rank],),
+            )
+    whole = []
+    for dim in range(local.dim()):
+        dividers = [isinstance(one, Shard) and one.dim == dim for one in placements]
+        whole.append(
+            sum(
+                shape[dim]
+                for rank, shape in zip(mesh.ranks, shapes, strict=True)
+                if all(divides or not at for divides, at in zip(dividers, mesh.coords(rank), strict=True))
+            )
+        )
+    for rank, mine in zip(mesh.ranks, shapes, strict=True):
+        expected = tuple(local_sizes(whole, placements, mesh.shape, mesh.coords(rank)))
+        if mine != expected:
+            raise CollectiveMismatchError(
+                f"the ranks' parts don't make a tensor: they have {tuple(whole)} together, of which, placed as"
+                f" {list(placements)}, rank {rank} has a part of shape {expected}, not {mine}",
+                ranks=(rank,),
+            )
+    return tuple(whole)
+
+
+def _gradient_placements(layout: Layout, given: Placement | Sequence[Placement] | None) -> tuple[Placement, ...]:
+    if given is None:
+        return _of_gradient(layout)
+    return check_placements(layout.mesh, given, layout.shape)
+
+
+def _of_gradient(layout: Layout) -> tuple[Placement, ...]:
+    """How the gradient of a tensor lies: as the tensor, but whole where that is partial."""
+    return tuple(Replicate() if isinstance(one, Partial) else one for one in layout.placements)
+
+
+class _Redistribute(torch.autograd.Function):
+    """`DTensor.redistribute`, which leaves the values as they are: so does its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, target: Layout) -> DTensor:
+        ctx.placements = _of_gradient(tensor._layout)
+        return DTensor._wrap(redistribute_local(tensor._local, tensor._layout, target), target)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
+        return grads[0].redistribute(ctx.placements), None
+
+
+class _ToLocal(torch.autograd.Function):
+    """`DTensor.to_local`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, grad_placements: tuple[Placement, ...]) -> torch.Tensor:
+        ctx.layout, ctx.grad_placements = tensor._layout, grad_placements
+        return tensor._local.view_as(tensor._local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[DTensor, None]:
+        layout: Layout = ctx.layout
+        return DTensor.from_local(grads[0], layout.mesh, ctx.grad_placements, shape=layout.shape), None
+
+
+class _FromLocal(torch.autograd.Function):
+    """`DTensor.from_local`."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, layout: Layout) -> DTensor:
+        ctx.layout = layout
+        return DTensor._wrap(local.view_as(local), layout)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:
+        layout: Layout = ctx.layout
+        local = grads[0].redistribute(_of_gradient(layout)).to_local()
+        for placement, num_ranks in zip(layout.placements, layout.mesh.shape, strict=True):
+            if isinstance(placement, Partial):
+                if placement.op not in (ReduceOp.SUM, ReduceOp.MEAN):
+                    raise RuntimeError(
+                        f"the parts of {placement} have no gradient: reduce them with fd.allreduce, which has one"
+                    )
+                local = local / num_ranks if placement.op is ReduceOp.MEAN else local
+        return local, None

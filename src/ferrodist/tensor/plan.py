@@ -1,0 +1,254 @@
+"""Which collectives bring a tensor from one layout to another, with the fewest bytes.
+
+A step changes the placement along one axis, or along several at once where one collective over all of them does it.
+The plan is a shortest path over the placements that steps reach, by bytes, then by steps.
+
+Of V bytes that n ranks share (what a rank has where the axis does not divide it), each sends and receives on average:
+all_gather, reduce_scatter V(n-1)/n; allreduce 2V(n-1)/n; all_to_all V(n-1)/n^2; slices and the parts of a sum nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from ferrodist.collectives.reduce_op import ReduceOp
+from ferrodist.tensor.layout import sizes_before
+from ferrodist.tensor.placement import Partial, Replicate, Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.tensor.layout import Layout
+    from ferrodist.tensor.placement import Placement
+
+__all__ = ["Move", "Plan", "Step", "make_plan", "placing_size"]
+
+Placements = tuple["Placement", ...]
+
+
+class Move(Enum):
+    """What a step does."""
+
+    SLICE = "slice"
+    MAKE_PARTIAL = "make partial"
+    ALL_GATHER = "all_gather"
+    ALLREDUCE = "allreduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step: ``before`` and ``after`` are the layouts around it, which differ along ``axes`` only."""
+
+    move: Move
+    axes: tuple[int, ...]
+    before: Layout
+    after: Layout
+    group: Backend
+    """The ranks along the axes."""
+    size_bytes: float
+    """What a rank sends, on average."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Edge:
+    """A step of the search."""
+
+    move: Move
+    axes: tuple[int, ...]
+    before: Placements
+    after: Placements
+    size_bytes: float
+
+
+class Plan:
+    """The steps from one layout to another; ``print(plan)`` shows them with their bytes."""
+
+    def __init__(self, source: Layout, target: Layout, steps: Sequence[Step]) -> None:
+        self.source = source
+        self.target = target
+        self.steps = tuple(steps)
+
+    @property
+    def size_bytes(self) -> float:
+        """What a rank sends in all steps, on average."""
+        return sum(step.size_bytes for step in self.steps)
+
+    def __str__(self) -> str:
+        names = self.source.mesh.axis_names
+        lines = [f"{self.source}: {_listed(self.source.placements)} -> {_listed(self.target.placements)}"]
+        for number, step in enumerate(self.steps, 1):
+            over = ", ".join(names[axis] for axis in step.axes)
+            lines.append(
+                f"  {number}. {step.move.value} over {over}: {_listed(step.before.placements)} ->"
+                f" {_listed(step.after.placements)},"
+                f" {step.size_bytes:,.0f} bytes"
+            )
+        lines.append(f"  together {self.size_bytes:,.0f} bytes from each rank, on average")
+        return "\n".join(lines)
+
+
+def _listed(placements: Sequence[Placement]) -> str:
+    return f"[{', '.join(map(repr, placements))}]"
+
+
+def make_plan(source: Layout, target: Layout) -> Plan:
+    """The plan with the fewest bytes; both layouts are of one tensor on one mesh."""
+    plan: Plan | None = source.plans.get(target)
+    if plan is None:
+        assert source.mesh == target.mesh, "a tensor stays on its mesh"
+        assert source.shape == target.shape, "placements don't change a tensor's shape"
+        steps = [_as_step(source, edge) for edge in _Search(source, target.placements).run()]
+        plan = source.plans[target] = Plan(source, target, steps)
+    return plan
+
+
+def _as_step(source: Layout, edge: _Edge) -> Step:
+    mesh = source.mesh
+    part = mesh if len(edge.axes) == mesh.ndim else mesh[tuple(mesh.axis_names[axis] for axis in edge.axes)]
+    return Step(
+        move=edge.move,
+        axes=edge.axes,
+        before=source.placed(edge.before),
+        after=source.placed(edge.after),
+        group=part.group,
+        size_bytes=edge.size_bytes,
+    )
+
+
+class _Search:
+    """Dijkstra's search over the placements."""
+
+    def __init__(self, source: Layout, target: Placements) -> None:
+        self._start, self._target = source.placements, target
+        self._sizes = source.mesh.shape
+        self._bytes = math.prod(source.shape) * source.dtype.itemsize
+        self._shape = source.shape
+        dims = {one.dim for one in (*self._start, *target) if isinstance(one, Shard)}
+        self._wanted = [self._choices(axis, dims) for axis in range(len(self._sizes))]
+
+    def _choices(self, axis: int, dims: set[int]) -> list[Placement]:
+        """What an axis may become: what it ends as, whole, or divided along any dim that is divided in the end."""
+        choices: list[Placement] = [self._target[axis], Replicate()]
+        choices += [Shard(dim) for dim in sorted(dims)]
+        choices += [self._start[axis]] if isinstance(self._start[axis], Shard) else []
+        return list(dict.fromkeys(choices))
+
+    def run(self) -> list[_Edge]:
+        """The steps."""
+        tie = itertools.count()
+        heap: list[tuple[float, int, int, Placements]] = [(0.0, 0, next(tie), self._start)]
+        reached: dict[Placements, _Edge | None] = {self._start: None}
+        best: dict[Placements, tuple[float, int]] = {self._start: (0.0, 0)}
+        while heap:
+            size_bytes, num_steps, _, here = heapq.heappop(heap)
+            if here == self._target:
+                return self._trace(reached)
+            if (size_bytes, num_steps) > best[here]:
+                continue
+            for edge in self._steps_from(here):
+                cost = (size_bytes + edge.size_bytes, num_steps + 1)
+                if edge.after not in best or cost < best[edge.after]:
+                    best[edge.after] = cost
+                    reached[edge.after] = edge
+                    heapq.heappush(heap, (*cost, next(tie), edge.after))
+        raise AssertionError(f"no way from {self._start} to {self._target}")
+
+    def _trace(self, reached: dict[Placements, _Edge | None]) -> list[_Edge]:
+        steps: list[_Edge] = []
+        edge = reached[self._target]
+        while edge is not None:
+            steps.append(edge)
+            edge = reached[edge.before]
+        return steps[::-1]
+
+    def _steps_from(self, here: Placements) -> Iterator[_Edge]:
+        for axis, now in enumerate(here):
+            for then in self._wanted[axis]:
+                move = None if then == now else self._move(here, axis, then)
+                if move is not None:
+                    yield self._edge(move, (axis,), here, {axis: then})
+        yield from self._joint_steps(here)
+
+    def _joint_steps(self, here: Placements) -> Iterator[_Edge]:
+        """_Edges over several axes at once, where one collective over all of them does it."""
+        axes = range(len(here))
+        for axes_ in itertools.chain(*[itertools.combinations(axes, count) for count in range(2, len(here) + 1)]):
+            first = here[axes_[0]]
+            if any(here[axis] != first for axis in axes_[1:]) or isinstance(first, Replicate):
+                continue
+            if isinstance(first, Partial):
+                yield self._edge(Move.ALLREDUCE, axes_, here, dict.fromkeys(axes_, Replicate()))
+                for then in self._wanted[axes_[0]]:
+                    if isinstance(then, Shard) and then.blocks == 1 and not _dividers(here, then.dim):
+                        yield self._edge(Move.REDUCE_SCATTER, axes_, here, dict.fromkeys(axes_, then))
+            elif first.blocks == 1 and tuple(_dividers(here, first.dim)) == axes_:
+                yield self._edge(Move.ALL_GATHER, axes_, here, dict.fromkeys(axes_, Replicate()))
+
+    def _edge(self, move: Move, axes: tuple[int, ...], here: Placements, changes: dict[int, Placement]) -> _Edge:
+        after = tuple(changes.get(axis, placement) for axis, placement in enumerate(here))
+        num_ranks = math.prod(self._sizes[axis] for axis in axes)
+        others = [axis for axis, one in enumerate(here) if isinstance(one, Shard) and axis not in axes]
+        whole = self._bytes / math.prod(self._sizes[axis] for axis in others)
+        share = whole * (num_ranks - 1) / num_ranks
+        size_bytes = {
+            Move.SLICE: 0.0,
+            Move.MAKE_PARTIAL: 0.0,
+            Move.ALL_GATHER: share,
+            Move.ALLREDUCE: 2 * share,
+            Move.REDUCE_SCATTER: share,
+            Move.ALL_TO_ALL: share / num_ranks,
+        }[move]
+        return _Edge(move=move, axes=axes, before=here, after=after, size_bytes=size_bytes)
+
+    def _move(self, here: Placements, axis: int, then: Placement) -> Move | None:
+        """What brings one axis there, or None where that takes several steps or is never of use."""
+        now = here[axis]
+        leaves = not isinstance(now, Shard) or placing_size(here, axis, now, self._sizes) is not None
+        others = (*here[:axis], Replicate(), *here[axis + 1 :])
+        enters = not isinstance(then, Shard) or placing_size(others, axis, then, self._sizes) is not None
+        if not leaves or not enters or not self._divides(others, axis, then):
+            return None
+        if isinstance(then, Shard):
+            if isinstance(now, Shard):
+                return Move.ALL_TO_ALL if now.dim != then.dim else None
+            return Move.REDUCE_SCATTER if isinstance(now, Partial) else Move.SLICE
+        if isinstance(then, Partial):
+            # The parts of a mean, times the number of ranks, would not come back the same.
+            in_parts = isinstance(now, Shard) and then.op is ReduceOp.MEAN
+            return None if in_parts or isinstance(now, Partial) else Move.MAKE_PARTIAL
+        return Move.ALLREDUCE if isinstance(now, Partial) else Move.ALL_GATHER
+
+    def _divides(self, others: Placements, axis: int, then: Placement) -> bool:
+        """Whether the blocks of a placement are equal, given what axes before divide."""
+        if not isinstance(then, Shard) or then.blocks == 1:
+            return True
+        sizes = sizes_before(self._shape, others, self._sizes, axis, then.dim)
+        return all(size % then.blocks == 0 for size in sizes)
+
+
+def _dividers(placements: Placements, dim: int) -> list[int]:
+    """The axes that divide a dim."""
+    return [axis for axis, one in enumerate(placements) if isinstance(one, Shard) and one.dim == dim]
+
+
+def placing_size(placements: Placements, axis: int, placement: Shard, mesh_shape: Sequence[int]) -> int | None:
+    """How many blocks of a rank's own part an axis divides last, so that its parts can be joined or cut; else None.
+
+    [Note: the innermost axis]
+    An axis can come or go by itself when no other divides further what it divided: then the parts of its ranks joined
+    are what a rank without it has. That is so for the last of the axes that divide a dim, in blocks or not. And for one
+    whose blocks are what the later axes divide: then each rank's part lies in one block, and is a plain part of it.
+    """
+    later = [at for at in _dividers(placements, placement.dim) if at > axis]
+    if not later:
+        return placement.blocks
+    plain = all(placements[at] == Shard(placement.dim) for at in later)
+    return 1 if plain and placement.blocks == math.prod(mesh_shape[at] for at in later) else None

@@ -1,0 +1,153 @@
+"""Operators that compute each element by itself, after broadcasting, in place too, and on lists of tensors."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from ferrodist.collectives.reduce_op import ReduceOp
+from ferrodist.tensor.call import Rule
+from ferrodist.tensor.patterns import Pattern, choices_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ferrodist.tensor.call import Call, Choice
+
+__all__ = ["RULES", "broadcast_letters", "overloads"]
+
+_aten = torch.ops.aten
+
+
+def overloads(names: Sequence[str]) -> Iterator[torch._ops.OpOverload]:
+    """All overloads of operators of these names that return what they compute, or write it to their first argument."""
+    for name in names:
+        packet = getattr(_aten, name)
+        for overload in packet.overloads():
+            found = getattr(packet, overload)
+            written = [argument.name for argument in found._schema.arguments if argument.is_write]
+            if not written or written[0] == found._schema.arguments[0].name:
+                yield found
+
+
+def broadcast_letters(shapes: Sequence[Sequence[int]], ndim: int) -> list[list[int | None]]:
+    """The dims of inputs as letters: those of the result, but none where one element is used for all."""
+    sizes = [
+        max((shape[len(shape) - place] for shape in shapes if len(shape) >= place), default=1)
+        for place in range(ndim, 0, -1)
+    ]
+    return [
+        [
+            ndim - place if shape[len(shape) - place] == sizes[ndim - place] else None
+            for place in range(len(shape), 0, -1)
+        ]
+        for shape in shapes
+    ]
+
+
+def _choices(
+    linear: Callable[[Call], Sequence[Sequence[int]]], keeps: Sequence[ReduceOp], call: Call, axis: int
+) -> list[Choice]:
+    shapes = [layout.shape for layout in call.inputs]
+    ndim = max(map(len, shapes))
+    letters = broadcast_letters(shapes, ndim)
+    pattern = Pattern(
+        inputs=letters, outputs=[range(ndim)], linear=linear(call), keeps=keeps if len(shapes) == 1 else ()
+    )
+    return choices_of(pattern, call, axis)
+
+
+def _rule(linear: Callable[[Call], Sequence[Sequence[int]]], keeps: Sequence[ReduceOp] = ()) -> Rule:
+    return Rule(choices=partial(_choices, linear, keeps))
+
+
+def _in_nothing(call: Call) -> Sequence[Sequence[int]]:
+    del call
+    return ()
+
+
+def _in_first(call: Call) -> Sequence[Sequence[int]]:
+    del call
+    return ((0,),)
+
+
+def _in_each(call: Call) -> Sequence[Sequence[int]]:
+    return tuple((place,) for place in range(len(call.inputs)))
+
+
+def _in_all(call: Call) -> Sequence[Sequence[int]]:
+    """As sums are, of tensors: a number or a whole tensor beside them would be added on every rank."""
+    others = [value for name, value in call.arguments.items() if name in ("other", "src", "end", "tensor1")]
+    if len(call.inputs) < 1 + len(others):
+        return ()
+    return (tuple(range(len(call.inputs))),)
+
+
+def _in_branches(call: Call) -> Sequence[Sequence[int]]:
+    return ((1, 2),) if len(call.inputs) == 3 else ()
+
+
+def _in_cast(call: Call) -> Sequence[Sequence[int]]:
+    """Parts are cast before they are added only where that loses nothing."""
+    (layout,) = call.inputs
+    (result,) = call.results
+    is_wider = result.dtype.is_floating_point and result.dtype.itemsize >= layout.dtype.itemsize
+    return ((0,),) if is_wider or result.dtype is layout.dtype else ()
+
+
+_ALL_FOLDS = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
+
+_NAMES: list[tuple[Rule, str]] = [
+    (_rule(_in_first, _ALL_FOLDS), "alias clone detach lift_fresh detach_ positive"),
+    (_rule(_in_cast), "_to_copy"),
+    (_rule(_in_first), "neg neg_ zero_ zeros_like real imag _conj conj_physical resolve_conj resolve_neg"),
+    (_rule(_in_all), "add add_ sub sub_ rsub copy_ lerp lerp_ copy"),
+    (_rule(_in_each), "mul mul_"),
+    (_rule(_in_first), "div div_"),
+    (_rule(_in_branches), "where"),
+    (
+        _rule(_in_first),
+        """
+        threshold_backward gelu_backward silu_backward sigmoid_backward tanh_backward hardtanh_backward
+        leaky_relu_backward elu_backward softplus_backward hardswish_backward hardsigmoid_backward mish_backward
+        logit_backward log_sigmoid_backward
+        """,
+    ),
+    (
+        _rule(_in_nothing),
+        """
+        abs abs_ acos acos_ acosh acosh_ addcdiv addcdiv_ addcmul addcmul_ angle asin asin_ asinh asinh_ atan atan_
+        atan2 atan2_ atanh atanh_ bitwise_and bitwise_and_ bitwise_left_shift bitwise_not bitwise_not_ bitwise_or
+        bitwise_or_ bitwise_right_shift bitwise_xor bitwise_xor_ ceil ceil_ celu celu_ clamp clamp_ clamp_max clamp_max_
+        clamp_min clamp_min_ copysign copysign_ cos cos_ cosh cosh_ digamma elu elu_ eq eq_ erf erf_ erfc erfc_ erfinv
+        exp exp_ exp2 exp2_ expm1 expm1_ fill fill_ floor floor_ floor_divide floor_divide_ fmax fmin fmod fmod_ frac
+        ge ge_ gelu gelu_ gt gt_ hardsigmoid hardsigmoid_ hardswish hardswish_ hardtanh hardtanh_ heaviside hypot
+        i0 isinf isnan isneginf isposinf le le_ leaky_relu leaky_relu_ lgamma log log_ log10 log10_ log1p log1p_
+        log2 log2_ log_sigmoid_forward logaddexp logaddexp2 logical_and logical_and_ logical_not logical_not_ logical_or
+        logical_or_ logical_xor logical_xor_ logit lt lt_ masked_fill masked_fill_ maximum minimum mish mish_ nan_to_num
+        nan_to_num_ ne ne_ nextafter ones_like pow pow_ reciprocal reciprocal_ relu relu_ relu6 remainder remainder_
+        round round_ rsqrt rsqrt_ sgn sgn_ sigmoid sigmoid_ sign sign_ signbit silu silu_ sin sin_ sinc sinh sinh_
+        softplus sqrt sqrt_ square square_ tan tan_ tanh tanh_ threshold threshold_ trunc trunc_ xlogy xlogy_
+        empty_like full_like isfinite
+        """,
+    ),
+    (_rule(_in_all), "_foreach_add _foreach_add_ _foreach_sub _foreach_sub_ _foreach_copy_ _foreach_lerp_"),
+    (_rule(_in_first), "_foreach_neg _foreach_neg_ _foreach_zero_ _foreach_div _foreach_div_"),
+    (_rule(_in_each), "_foreach_mul _foreach_mul_"),
+    (
+        _rule(_in_nothing),
+        """
+        _foreach_abs _foreach_abs_ _foreach_addcdiv _foreach_addcdiv_ _foreach_addcmul _foreach_addcmul_
+        _foreach_clamp_max _foreach_clamp_max_ _foreach_clamp_min _foreach_clamp_min_ _foreach_exp _foreach_exp_
+        _foreach_lerp _foreach_maximum _foreach_maximum_ _foreach_minimum _foreach_minimum_ _foreach_pow _foreach_pow_
+        _foreach_reciprocal _foreach_reciprocal_ _foreach_round _foreach_rsqrt_ _foreach_sign _foreach_sign_
+        _foreach_sqrt _foreach_sqrt_ _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_
+        """,
+    ),
+]
+
+RULES: dict[torch._ops.OpOverload, Rule] = {
+    overload: rule for rule, names in _NAMES for overload in overloads(names.split())
+}
