@@ -48,8 +48,7 @@ class OverlappedLinear:
             tensor.to_local(),
             weight.to_local(),
             None if bias is None else bias.to_local(),  # type: ignore[attr-defined]
-            tensor.mesh.group,
-            self._chunks,
+            (tensor.mesh.group, self._chunks),
         )
         shape = (*tensor.shape[:-1], weight.shape[0])
         (columns,) = weight.placements
@@ -62,14 +61,13 @@ class _GatherAndMultiply(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Backend, chunks: int
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, way: tuple[Backend, int]
     ) -> torch.Tensor:
         dim = x.dim() - 2
+        group, chunks = way
         ctx.group, ctx.chunks, ctx.has_bias = group, chunks, bias is not None
         ctx.save_for_backward(x, weight)
-        pieces = []
-        for piece in _gather_pieces(x, group, chunks):
-            pieces.append(functional.linear(piece, weight, bias))
+        pieces = [functional.linear(piece, weight, bias) for piece in _gather_pieces(x, group, chunks)]
         return _join(pieces, group.world_size).movedim(0, dim)
 
     @staticmethod
@@ -87,7 +85,7 @@ class _GatherAndMultiply(torch.autograd.Function):
             grad_weight.addmm_(mine.reshape(-1, mine.shape[-1]).t(), piece.reshape(-1, piece.shape[-1]))
         grad_x = torch.cat([pending.wait() for pending in sent]).movedim(0, -2)
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias else None
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None
 
 
 def _gather_pieces(x: torch.Tensor, group: Backend, chunks: int) -> Iterator[torch.Tensor]:

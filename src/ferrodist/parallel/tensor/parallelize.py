@@ -148,7 +148,8 @@ def _place(module: nn.Module, styles: Mapping[str, Style]) -> dict[nn.Parameter,
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, DTensor):
+    is_distributed = isinstance(parameter, DTensor)
+    if is_distributed:
         raise ValueError(f"parameter {name!r} is distributed already: parallelize a module once")
     if parameter.grad is not None:
         raise ValueError(f"parameter {name!r} has a gradient, which would be lost: call zero_grad() first")
