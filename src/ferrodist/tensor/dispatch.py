@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Lane", "Recipe", "dispatch", "part_of_key"]
 
+_BY_VALUE = object()
+"""In the place of a recipe: it is found under a key with the values of numbers too."""
+
 _MAX_RECIPES = 1 << 14
 """How many a group keeps; programs with new shapes in each step would fill the memory."""
 
@@ -37,6 +40,7 @@ class Lane(Enum):
 
     RESULT = "one tensor comes out of the local tensors as they are"
     IN_PLACE = "the first argument is written, given the local tensors as they are"
+    LISTS = "lists of tensors are written, given the local tensors as they are, and nothing comes out"
     ANY = "anything"
 
 
@@ -106,21 +110,46 @@ def dispatch(
         ValueError: The tensors are not all on one mesh.
         TypeError: Some tensors are distributed, and others are not.
     """
-    tensors: list[Any] = []
-    map_tensors(tensors.append, [*args, *kwargs.values()], cls)
-    recipes = tensors[0]._layout.recipes
-    rule = RULES.get(func)
-    if rule is not None and rule.by_value:
-        key = [*key, *_values([*args, *kwargs.values()])]
+    recipes = _recipes_of(args, kwargs, cls)
     recipe = recipes.get(tuple(key))
+    if recipe is _BY_VALUE:
+        key = [*key, *_values([*args, *kwargs.values()])]
+        recipe = recipes.get(tuple(key))
     if recipe is None:
-        recipe = _prepare(func, args, kwargs, cls)
+        rule = RULES.get(func)
         if len(recipes) >= _MAX_RECIPES:
             recipes.clear()
-        recipes[tuple(key)] = recipe
+        if rule is not None and rule.by_value:
+            recipes[tuple(key)] = _BY_VALUE
+            key = [*key, *_values([*args, *kwargs.values()])]
+        recipe = recipes[tuple(key)] = _prepare(func, args, kwargs, cls)
     if not isinstance(recipe, Recipe):
         return recipe(*args, **kwargs)
+    if recipe.lane is Lane.LISTS:
+        recipe.local(*[_local(value, cls) for value in args], **kwargs)
+        return None
     return _run(recipe, func, args, kwargs, cls)
+
+
+def _local(value: Any, cls: Any) -> Any:
+    kind = type(value)
+    if kind is cls:
+        return value._local
+    if kind is list or kind is tuple:
+        return [one._local if type(one) is cls else one for one in value]
+    return value
+
+
+def _recipes_of(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> dict[Any, Any]:
+    """The recipes of the group whose tensors are among the arguments."""
+    for value in args:
+        first = value[0] if isinstance(value, list | tuple) and value else value
+        if isinstance(first, cls):
+            return first._layout.recipes  # type: ignore[attr-defined, no-any-return]
+    tensors: list[Any] = []
+    map_tensors(tensors.append, [*args, *kwargs.values()], cls)
+    found: dict[Any, Any] = tensors[0]._layout.recipes
+    return found
 
 
 def _values(arguments: Sequence[Any]) -> list[float]:
@@ -161,7 +190,9 @@ def _prepare(
     layouts = {name: map_tensors(lambda one: one._layout, value, cls) for name, value in arguments.items()}
     mesh = _check(func, layouts)
     if str(func).startswith(("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")):
-        return _prepare_each(func, layouts, rule, mesh)
+        recipe = _prepare_each(func, layouts, rule, mesh)
+        _find_lists_lane(recipe, func, args, kwargs, cls)
+        return recipe
     recipe = _decide(Call(func, layouts, mesh), rule)
     _find_lane(recipe, func, args, kwargs, cls)
     return recipe
@@ -250,6 +281,19 @@ def _find_lane(
     elif len(returns) == 1 and isinstance(returns[0].type, torch.TensorType):
         recipe.lane = Lane.RESULT
         (recipe.output,) = recipe.outputs
+
+
+def _find_lists_lane(
+    recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: type
+) -> None:
+    now: list[Layout] = []
+    map_tensors(lambda one: now.append(one._layout), [*args, *kwargs.values()], cls)
+    if not func._schema.returns and now == recipe.layouts and not any(map(_is_list, kwargs.values())):
+        recipe.lane = Lane.LISTS
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _prepare_each(func: torch._ops.OpOverload, arguments: Mapping[str, Any], rule: Rule, mesh: DeviceMesh) -> Recipe:
