@@ -11,7 +11,8 @@
     objects       all_gather_object, broadcast_object, gather_object, scatter_object, send_object, recv_object
     messages      send, recv, recv_into, sendrecv, batch(Send, Recv), ANY_SOURCE
     training      DDP, FSDP, LocalSGD, DiLoCo, SyncBatchNorm1d, ...; comm_hooks; parallelize and the styles of its plans
-    tensors       DeviceMesh; DTensor, distribute; Shard, Replicate, Partial; allow_replication
+    tensors       DeviceMesh; DTensor, distribute; Shard, Replicate, Partial; allow_replication,
+                  record_redistributions
     errors        DistributedError and the tree below it, drawn in ferrodist.errors
 
 Names load when they are first used, so that ``ferrodist run`` starts without torch.
@@ -122,6 +123,7 @@ if TYPE_CHECKING:
     from ferrodist.tensor.placement import Partial as Partial
     from ferrodist.tensor.placement import Replicate as Replicate
     from ferrodist.tensor.placement import Shard as Shard
+    from ferrodist.tensor.recording import record_redistributions as record_redistributions
     from ferrodist.tensor.replication import allow_replication as allow_replication
 
 __version__ = "0.1.0"
@@ -221,6 +223,7 @@ _HOMES = {
     "tensor.distribution": ["distribute"],
     "tensor.dtensor": ["DTensor"],
     "tensor.placement": ["Partial", "Replicate", "Shard"],
+    "tensor.recording": ["record_redistributions"],
     "tensor.replication": ["allow_replication"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

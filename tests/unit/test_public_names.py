@@ -100,6 +100,7 @@ PUBLIC = [
     "new_group",
     "parallelize",
     "premultiplied_sum",
+    "record_redistributions",
     "recv",
     "recv_into",
     "recv_object",

@@ -66,6 +66,13 @@ class Step:
     size_bytes: float
     """What a rank sends, on average."""
 
+    def __str__(self) -> str:
+        over = ", ".join(self.before.mesh.axis_names[axis] for axis in self.axes)
+        return (
+            f"{self.move.value} over {over}: {_listed(self.before.placements)} -> {_listed(self.after.placements)},"
+            f" {self.size_bytes:,.0f} bytes"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Edge:
@@ -92,15 +99,8 @@ class Plan:
         return sum(step.size_bytes for step in self.steps)
 
     def __str__(self) -> str:
-        names = self.source.mesh.axis_names
         lines = [f"{self.source}: {_listed(self.source.placements)} -> {_listed(self.target.placements)}"]
-        for number, step in enumerate(self.steps, 1):
-            over = ", ".join(names[axis] for axis in step.axes)
-            lines.append(
-                f"  {number}. {step.move.value} over {over}: {_listed(step.before.placements)} ->"
-                f" {_listed(step.after.placements)},"
-                f" {step.size_bytes:,.0f} bytes"
-            )
+        lines += [f"  {number}. {step}" for number, step in enumerate(self.steps, 1)]
         lines.append(f"  together {self.size_bytes:,.0f} bytes from each rank, on average")
         return "\n".join(lines)
 

@@ -16,6 +16,7 @@ from ferrodist.tensor.exchange import exchange
 from ferrodist.tensor.layout import in_blocks, take_part
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.tensor.plan import Move, make_plan, placing_size
+from ferrodist.tensor.recording import note_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +38,7 @@ def redistribute_local(local: torch.Tensor, source: Layout, target: Layout) -> t
     if source is target:
         return local
     for step in make_plan(source, target).steps:
+        note_step(step)
         local = _DO[step.move](local, step)
     return local
 

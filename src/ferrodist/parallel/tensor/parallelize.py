@@ -111,7 +111,9 @@ def _match(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
             raise TypeError(f"the plan's {pattern!r} must be a style, as ColumnParallel(), not {style!r}")
         found = [name for name in modules if _fits(name, pattern)]
         if not found:
-            raise ValueError(f"the plan's path {pattern!r} is of no module; some are {list(modules)[1:9]}")
+            raise ValueError(
+                f"the plan's path {pattern!r} is of no module; some are {', '.join(map(repr, list(modules)[1:9]))}"
+            )
         for name in found:
             if name in styles and styles[name] != style:
                 raise ValueError(f"module {name!r} has two styles, by {by[name]!r} and by {pattern!r}")
