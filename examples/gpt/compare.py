@@ -1,4 +1,6 @@
-"""Train the GPT of ``train.py`` in one process, with DDP and with FSDP, and draw the losses side by side.
+"""Train the GPT of ``train.py`` in one process, with DDP, with FSDP, and with FSDP and tensor parallelism together.
+
+The losses are drawn side by side.
 
     python examples/gpt/compare.py
 
@@ -19,7 +21,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 TRAIN = Path(__file__).with_name("train.py")
-STYLES = {"one process": ("#9ecae1", 6), "DDP": ("#08519c", 2.5), "FSDP": ("#d94801", 1)}
+STYLES = {"one process": ("#9ecae1", 6), "DDP": ("#08519c", 2.5), "FSDP": ("#d94801", 1), "FSDP x TP": ("#31a354", 0.6)}
 
 
 def run(command: list[str], options: list[str]) -> dict[str, object]:
@@ -39,7 +41,8 @@ def draw(histories: dict[str, dict[str, object]], num_ranks: int, path: Path) ->
     steps = np.arange(1, len(alone) + 1)
     for name, history in histories.items():
         color, line_width = STYLES[name]
-        label = name if name == "one process" else f"{name} on {num_ranks} ranks"
+        ranks = 2 * num_ranks if name == "FSDP x TP" else num_ranks
+        label = name if name == "one process" else f"{name} on {ranks} ranks"
         loss_axes.plot(steps, history["losses"], color=color, linewidth=line_width, label=label)
         if name != "one process":
             difference = np.abs(np.array(history["losses"]) - alone) / alone
@@ -55,16 +58,17 @@ def draw(histories: dict[str, dict[str, object]], num_ranks: int, path: Path) ->
 
 
 def main() -> None:
-    """Run all three."""
+    """Run all of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2, help="of DDP and FSDP (default: 2)")
+    parser.add_argument("--ranks", type=int, default=2, help="of DDP and FSDP; twice as many with TP (default: 2)")
     parser.add_argument("--output", type=Path, default=Path("gpt.png"), help="the plot (default: gpt.png)")
     options, others = parser.parse_known_args()
-    launch = [sys.executable, "-m", "ferrodist", "run", "--nproc-per-node", str(options.ranks), str(TRAIN)]
+    launch = [sys.executable, "-m", "ferrodist", "run", "--nproc-per-node"]
     commands = {
         "one process": [sys.executable, str(TRAIN)],
-        "DDP": [*launch, "--parallel", "ddp"],
-        "FSDP": [*launch, "--parallel", "fsdp"],
+        "DDP": [*launch, str(options.ranks), str(TRAIN), "--parallel", "ddp"],
+        "FSDP": [*launch, str(options.ranks), str(TRAIN), "--parallel", "fsdp"],
+        "FSDP x TP": [*launch, str(2 * options.ranks), str(TRAIN), "--parallel", "fsdp", "--tensor-parallel", "2"],
     }
     histories = {}
     for name, command in commands.items():

@@ -2,10 +2,11 @@
 
     ferrodist run --nproc-per-node 2 examples/gpt/train.py --parallel fsdp
     ferrodist run --nproc-per-node 2 examples/gpt/train.py --parallel ddp
+    ferrodist run --nproc-per-node 4 examples/gpt/train.py --parallel fsdp --tensor-parallel 2
     python examples/gpt/train.py
 
 The last form is one process and needs no launcher. All see the same batches, so they have the same losses but for
-rounding: ``compare.py`` runs all three and draws them.
+rounding: ``compare.py`` runs all of them and draws them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,16 @@ from torch.nn import functional
 import ferrodist as fd
 
 VOCABULARY = 256  # a token is a byte
+
+# How the ranks that share each layer divide it. Queries, keys and values are one layer: each is divided by heads.
+PLAN = {
+    "tokens": fd.VocabularyParallel(),
+    "blocks.*.queries_keys_values": fd.ColumnParallel(blocks=3),
+    "blocks.*.projection": fd.RowParallel(),
+    "blocks.*.hidden": fd.ColumnParallel(),
+    "blocks.*.output": fd.RowParallel(),
+    "head": fd.ColumnParallel(),
+}
 
 
 class Block(nn.Module):
@@ -79,6 +90,13 @@ def parse_arguments() -> argparse.Namespace:
     """What to train, and how."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp", help="how ranks share the model")
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="RANKS",
+        help="neighbouring ranks that divide each layer, with fsdp over the others; heads must divide (default: 1)",
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=8, help="pieces of text over all ranks (default: 8)")
     parser.add_argument("--length", type=int, default=128, help="bytes of a piece (default: 128)")
@@ -92,15 +110,20 @@ def main() -> None:
     """Train as one rank of the job, or alone when no launcher has given this process a rank."""
     options = parse_arguments()
     group = fd.init_process_group() if "RANK" in os.environ else fd.SimulatedBackend.create_group(1)[0]
-    if options.batch_size % group.world_size:
-        raise SystemExit(f"--batch-size {options.batch_size} must be a multiple of the {group.world_size} ranks")
+    # Ranks along "data" have other batches, ranks along "tensor" parts of each layer.
+    mesh = fd.DeviceMesh(group, (-1, options.tensor_parallel), ("data", "tensor"))
+    data = mesh["data"].group
+    if options.batch_size % data.world_size:
+        raise SystemExit(f"--batch-size {options.batch_size} must be a multiple of {data.world_size} ranks")
 
     text = load_text()
     torch.manual_seed(0)
     model: nn.Module = Gpt(options.width, options.layers, options.length)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if options.tensor_parallel > 1:
+        fd.parallelize(model, mesh["tensor"], PLAN)
     # With DDP every rank has the whole model, and gradients are averaged; with FSDP it keeps a part of each block.
-    model = fd.DDP(model, group) if options.parallel == "ddp" else fd.FSDP(model, group, wrap=Block)
+    model = fd.DDP(model, data) if options.parallel == "ddp" else fd.FSDP(model, data, wrap=Block)
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=6e-4, total_steps=options.steps + 1)
     if group.rank == 0:
@@ -111,7 +134,7 @@ def main() -> None:
     began = time.perf_counter()
     for step in range(1, options.steps + 1):
         starts = torch.randint(len(text) - options.length - 1, (options.batch_size,), generator=draw)
-        mine = starts[group.rank :: group.world_size]  # this rank's part of the batch
+        mine = starts[data.rank :: data.world_size]  # this rank's part of the batch
         pieces = torch.stack([text[start : start + options.length + 1] for start in mine.tolist()]).long()
         optimizer.zero_grad()
         scores = model(pieces[:, :-1])
@@ -119,7 +142,7 @@ def main() -> None:
         loss.backward()  # when it returns, gradients are the mean over the ranks
         optimizer.step()
         schedule.step()
-        losses.append(fd.allreduce(loss.detach(), fd.ReduceOp.MEAN, group=group).item())
+        losses.append(fd.allreduce(loss.detach(), fd.ReduceOp.MEAN, group=data).item())
         if group.rank == 0 and (step % 10 == 0 or step == options.steps):
             print(f"step {step:4} of {options.steps}: loss {losses[-1]:.4f} nats a byte", flush=True)
     seconds = (time.perf_counter() - began) / options.steps

@@ -1,0 +1,327 @@
+"""What a distributed tensor is, how it comes to be, and what it refuses."""
+
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from operator_checks import make, spread
+
+import ferrodist as fd
+from ferrodist import (
+    CollectiveMismatchError,
+    DeviceMesh,
+    DTensor,
+    InvalidRankError,
+    Partial,
+    ReduceOp,
+    Replicate,
+    Shard,
+    UnsupportedOpError,
+)
+from ferrodist.testing import run_ranks
+
+
+def alone(shape=(1,), names=None):
+    return DeviceMesh(fd.SimulatedBackend.create_group(1)[0], shape, names)
+
+
+def test_it_knows_what_it_is():
+    """Shape, dtype and stride are the whole tensor's; the layout says how it lies."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2, 2), ("dp", "tp"))
+        tensor = fd.distribute(torch.zeros(5, 6, dtype=torch.float64), mesh, [Shard(0), Partial()], src=None)
+        assert (tensor.shape, tensor.stride(), tensor.dtype, tensor.numel()) == ((5, 6), (6, 1), torch.float64, 30)
+        assert tensor.placements == (Shard(0), Partial())
+        assert tensor.mesh is mesh
+        assert tensor.device.type == "cpu"
+        assert repr(tensor).startswith("DTensor(float64[5, 6] over {dp: Shard(0), tp: Partial()}, local=tensor(")
+        return tuple(tensor.to_local().shape)
+
+    assert run_ranks(program, 4) == [(3, 6), (3, 6), (2, 6), (2, 6)]
+
+
+@pytest.mark.parametrize("src", [0, 2, 3])
+def test_distribute_takes_the_values_of_one_rank(src):
+    """Along each axis in turn, whatever the placements; the others' values don't count."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2, 2))
+        whole = torch.arange(35.0).view(5, 7)
+        own = whole.clone() if group.rank == src else torch.full((5, 7), -1.0)
+        for placements in (
+            [Shard(0), Shard(1)],
+            [Shard(1), Shard(1)],
+            [Replicate(), Shard(0)],
+            [Partial(), Replicate()],
+        ):
+            tensor = fd.distribute(own, mesh, placements, src=src)
+            assert tensor.placements == tuple(placements)
+            assert torch.equal(tensor.full_tensor(), whole)
+        strided = fd.distribute(own[:4], mesh, [Shard(0, blocks=2), Shard(0)], src=src)
+        assert torch.equal(strided.full_tensor(), whole[:4])
+
+    run_ranks(program, 4)
+
+
+def test_distribute_without_a_source_sends_nothing():
+    """Each rank takes its part of its own tensor, in memory of its own."""
+    group = fd.SimulatedBackend.create_group(4)[2]  # the others never come
+    mesh = DeviceMesh(group, (2, 2))
+    whole = torch.arange(12.0).view(4, 3)
+    tensor = fd.distribute(whole, mesh, [Shard(0), Replicate()], src=None)
+    assert torch.equal(tensor.to_local(), whole[2:])
+    tensor.to_local().zero_()
+    replica = fd.distribute(whole, mesh, [Replicate(), Replicate()], src=None)
+    replica.to_local().zero_()
+    assert whole.sum() == 66
+
+
+def test_distribute_gives_leaves():
+    """A parameter becomes a leaf that requires grad; what has a history is refused, for it would be lost."""
+    mesh = alone()
+    source = torch.ones(2, requires_grad=True)
+    tensor = fd.distribute(source, mesh, Replicate())
+    assert tensor.is_leaf
+    assert tensor.requires_grad
+    with pytest.raises(RuntimeError, match="distribute takes leaves"):
+        fd.distribute(source * 2, mesh, Replicate())
+    with pytest.raises(TypeError, match="distributed already: use its redistribute"):
+        fd.distribute(tensor, mesh, Replicate())
+
+
+def test_distribute_compares_forms():
+    """Other shapes and dtypes raise the same on all ranks."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2,))
+        with pytest.raises(
+            CollectiveMismatchError, match=r"rank 0 has torch.float32 of shape \(2,\), rank 1"
+        ) as caught:
+            fd.distribute(torch.zeros(2 + group.rank), mesh, Shard(0))
+        assert caught.value.ranks == (1,)
+        assert fd.allreduce(torch.ones(1), group=group) == 2  # the group goes on
+
+    run_ranks(program, 2)
+
+
+def test_from_local_learns_the_shape():
+    """From what the ranks have: uneven parts, several axes, axes that divide one dim."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2, 2))
+        rows, columns = mesh.coordinate
+        tensor = DTensor.from_local(torch.ones(3 - rows, 2 - columns), mesh, [Shard(0), Shard(1)])
+        assert tensor.shape == (5, 3)
+        nested = DTensor.from_local(torch.ones([2, 1, 1, 1][group.rank]), mesh, [Shard(0), Shard(0)])
+        assert nested.shape == (5,)
+        assert DTensor.from_local(torch.ones(()), mesh, [Replicate(), Partial()]).full_tensor() == 2
+
+    run_ranks(program, 4)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "placement", "message"),
+    [
+        (
+            [(3, 2), (1, 2)],
+            Shard(0),
+            r"they have \(4, 2\) together, .* rank 0 has a part of shape \(2, 2\), not \(3, 2\)",
+        ),
+        ([(2, 2), (2, 3)], Shard(0), r"rank 1 has a part of shape \(2, 2\), not \(2, 3\)"),
+        ([(2, 2), (3, 2)], Replicate(), r"rank 1 has a part of shape \(2, 2\), not \(3, 2\)"),
+        ([(2, 2), (2,)], Replicate(), r"rank 0 has torch.float32 of shape \(2, 2\).* and rank 1 has"),
+    ],
+)
+def test_parts_that_make_no_tensor(shapes, placement, message):
+    """All ranks raise the same, and the group goes on."""
+
+    def program(group):
+        with pytest.raises(CollectiveMismatchError, match=message):
+            DTensor.from_local(torch.zeros(shapes[group.rank]), DeviceMesh(group, (2,)), placement)
+        return fd.allreduce(torch.ones(1), group=group).item()
+
+    assert run_ranks(program, 2) == [2, 2]
+
+
+def test_ranks_that_disagree_about_placements():
+    def program(group):
+        with pytest.raises(CollectiveMismatchError, match=r"placed as \[Shard\(0\)\] and rank 1 .* \[Replicate\(\)\]"):
+            DTensor.from_local(torch.zeros(2), DeviceMesh(group, (2,)), [Shard(0), Replicate()][group.rank])
+
+    run_ranks(program, 2)
+
+
+def test_from_local_with_a_shape_sends_nothing():
+    """Each rank checks its own part."""
+    mesh = DeviceMesh(fd.SimulatedBackend.create_group(2)[1], (2,))
+    assert DTensor.from_local(torch.zeros(2, 4), mesh, Shard(0), shape=(5, 4)).shape == (5, 4)
+    with pytest.raises(ValueError, match=r"this rank's part .* has shape \(2, 4\), not \(3, 4\)"):
+        DTensor.from_local(torch.zeros(3, 4), mesh, Shard(0), shape=(5, 4))
+
+
+@pytest.mark.parametrize(
+    ("placements", "error", "message"),
+    [
+        ([Shard(0)], ValueError, "a mesh of axes 'a', 'b' needs 2 placements, one for each, not 1"),
+        ([Shard(2), Replicate()], IndexError, r"Shard\(2\) along axis 'a': a tensor of shape \(4, 6\) has no such dim"),
+        (["row", Replicate()], TypeError, "a placement is .*, not 'row'"),
+        ([Shard(0), Shard(0, blocks=4)], ValueError, "dim 0 of 2 is not 4 equal blocks"),
+        ([Partial(), Partial(ReduceOp.MAX)], ValueError, "folds by max and sum, whose result depends on which comes"),
+        (Replicate(), ValueError, "needs 2 placements"),
+    ],
+)
+def test_placements_that_do_not_fit(placements, error, message):
+    mesh = DeviceMesh(fd.SimulatedBackend.create_group(4)[0], (2, 2), ("a", "b"))
+    with pytest.raises(error, match=message):
+        fd.distribute(torch.zeros(4, 6), mesh, placements, src=None)
+
+
+def test_placements_that_can_not_be():
+    with pytest.raises(TypeError, match="the number of a dim"):
+        Shard(1.0)
+    with pytest.raises(ValueError, match="at least one block"):
+        Shard(0, blocks=0)
+    with pytest.raises(TypeError, match="Partial takes one of"):
+        Partial(ReduceOp.BAND)
+    with pytest.raises(TypeError, match="Partial takes one of"):
+        Partial("sum")
+    assert repr([Shard(-1), Shard(0, blocks=2), Replicate(), Partial(), Partial(ReduceOp.MAX)]) == (
+        "[Shard(-1), Shard(0, blocks=2), Replicate(), Partial(), Partial(max)]"
+    )
+
+
+def test_a_rank_outside_of_the_mesh():
+    mesh = DeviceMesh(fd.SimulatedBackend.create_group(3)[2], (2,), ranks=[0, 1])
+    with pytest.raises(InvalidRankError):
+        fd.distribute(torch.zeros(4), mesh, Shard(0))
+
+
+def test_what_from_local_does_not_take():
+    mesh = alone()
+    with pytest.raises(TypeError, match="from_local takes a plain torch.Tensor, not DTensor"):
+        DTensor.from_local(fd.distribute(torch.zeros(2), mesh, Shard(0)), mesh, Shard(0))
+    with pytest.raises(TypeError, match="not list"):
+        DTensor.from_local([1.0], mesh, Shard(0))
+
+
+def test_plain_and_distributed_tensors_do_not_mix():
+    """But for numbers, as optimizers have them."""
+    tensor = fd.distribute(torch.ones(2, 3), alone(), Shard(0))
+    with pytest.raises(TypeError, match=r"aten.add.Tensor got distributed tensors and a Tensor of shape \(3,\): distr"):
+        _ = tensor + torch.ones(3)
+    with pytest.raises(TypeError, match="to_local"):
+        tensor.copy_(torch.ones(2, 3))
+    assert (tensor * torch.tensor(2.0)).sum().full_tensor() == 12
+
+
+def test_tensors_of_different_meshes_do_not_mix():
+    group = fd.SimulatedBackend.create_group(1)[0]
+    one, other = (
+        fd.distribute(torch.ones(2), DeviceMesh(group, (1,), (name,)), Shard(0), src=None) for name in ("dp", "tp")
+    )
+    with pytest.raises(ValueError, match="got tensors of different meshes"):
+        _ = one + other
+    mesh = DeviceMesh(group, (1, 1), ("dp", "tp"))
+    first, second = (fd.distribute(torch.ones(2), mesh["tp"], Shard(0), src=None) for _ in range(2))
+    assert (first + second).sum().full_tensor() == 4  # slices of one mesh are one mesh
+
+
+def test_an_operator_without_a_rule():
+    """An error that says what to do; or whole tensors and a warning, where the program allows it."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2,))
+        whole = make(4, 4)
+        tensor = spread(whole, mesh, Shard(0))
+        with pytest.raises(UnsupportedOpError, match=r"no rule for aten\._linalg_slogdet.*allow_replication"):
+            torch.linalg.slogdet(tensor)
+        with fd.allow_replication(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            got = torch.linalg.slogdet(tensor)
+        assert [str(one.message) for one in caught if "has no rule: its inputs are gathered" in str(one.message)]
+        torch.testing.assert_close(got.logabsdet.full_tensor(), torch.linalg.slogdet(whole).logabsdet)
+        assert got.logabsdet.placements == (Replicate(),)
+        with pytest.raises(UnsupportedOpError):
+            torch.linalg.slogdet(tensor)  # outside of the block it is refused again
+
+    run_ranks(program, 1, backend="simulated")
+
+
+def test_gradients_of_parts():
+    """from_local and to_local: a part of a sum gets the gradient of the whole, one of a mean its share."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2,))
+        weights = torch.tensor([1.0, 2.0, 3.0])
+        for op, expected in ((ReduceOp.SUM, weights), (ReduceOp.MEAN, weights / 2)):
+            local = torch.ones(3, requires_grad=True)
+            (DTensor.from_local(local, mesh, Partial(op)).full_tensor() * weights).sum().backward()
+            assert torch.equal(local.grad, expected)
+        local = torch.ones(3, requires_grad=True)
+        largest = DTensor.from_local(local, mesh, Partial(ReduceOp.MAX)).full_tensor()
+        with pytest.raises(RuntimeError, match=r"the parts of Partial\(max\) have no gradient"):
+            largest.sum().backward()
+        tensor = fd.distribute(torch.ones(3), mesh, Replicate(), src=None).requires_grad_()
+        (tensor.to_local(grad_placements=Partial()) * (group.rank + 1)).sum().backward()
+        return tensor.grad.full_tensor().tolist()
+
+    assert run_ranks(program, 2) == [[3.0, 3.0, 3.0]] * 2
+
+
+def test_a_dtensor_is_not_pickled():
+    tensor = fd.distribute(torch.ones(3), alone(), Replicate())
+    with pytest.raises(TypeError, match=r"save its to_local\(\) or full_tensor\(\)"):
+        torch.save(tensor, "nowhere")
+
+
+def test_layouts_are_one_object_each():
+    """So they compare by identity; and what a group has found out goes with it."""
+    mesh = alone((1, 1), ("a", "b"))
+    one, other = (fd.distribute(torch.ones(2, 3), mesh, [Shard(0), Replicate()]) for _ in range(2))
+    assert one._layout is other._layout
+    assert (one + other)._layout is one._layout
+    gone = weakref.ref(mesh.parent)
+    del mesh, one, other
+    gc.collect()
+    assert gone() is None
+
+
+def test_recipes_are_bounded(monkeypatch):
+    """A program with new shapes in each step keeps the last ones only."""
+    monkeypatch.setattr(fd.tensor.dispatch, "_MAX_RECIPES", 8)
+    mesh = alone()
+    for size in range(1, 30):
+        tensor = fd.distribute(torch.ones(size), mesh, Shard(0), src=None)
+        assert (tensor + tensor).sum().full_tensor() == 2 * size
+    assert len(tensor._layout.recipes) <= 8
+
+
+def test_numbers_of_other_kinds_are_other_calls():
+    """1, 1.0 and True are equal, and give other dtypes."""
+    tensor = fd.distribute(torch.ones(2, dtype=torch.int64), alone(), Shard(0))
+    assert [(tensor * factor).dtype for factor in (1, 1.0, True, 1j)] == [
+        torch.int64,
+        torch.float32,
+        torch.int64,
+        torch.complex64,
+    ]
+
+
+def test_redistributions_are_recorded():
+    """Also those that operators ask for, in blocks within blocks."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2,), ("tp",))
+        tensor = fd.distribute(torch.ones(4, 4), mesh, Shard(1), src=None)
+        with fd.record_redistributions() as outer:
+            tensor.redistribute(Replicate())
+            with fd.record_redistributions() as inner:
+                _ = tensor @ tensor
+        assert len(outer) == 2
+        assert inner == outer[1:]
+        return str(outer[0])
+
+    assert run_ranks(program, 2)[0] == "all_gather over tp: [Shard(1)] -> [Replicate()], 32 bytes"
