@@ -37,6 +37,7 @@ class Lane(Enum):
 
     RESULT = "one tensor comes out of the local tensors as they are"
     IN_PLACE = "the first argument is written, given the local tensors as they are"
+    VIEW = "one tensor that shares memory with the first argument comes out of the local tensors as they are"
     ANY = "anything"
 
 
@@ -51,7 +52,18 @@ class Recipe:
         written: The arguments that are written to, by name.
     """
 
-    __slots__ = ("lane", "layouts", "local", "output", "outputs", "places", "replaced", "written")
+    __slots__ = (
+        "lane",
+        "layouts",
+        "local",
+        "may_copy",
+        "offsets",
+        "output",
+        "outputs",
+        "places",
+        "replaced",
+        "written",
+    )
 
     def __init__(
         self,
@@ -71,6 +83,10 @@ class Recipe:
         """The layout of the result, in `Lane.RESULT`."""
         self.places: Sequence[tuple[int, Any]] = ()
         """``replaced`` by position, in the quick lanes."""
+        self.offsets: Sequence[int] | None = None
+        """Of views, where in the memory of the whole tensor they start; None where the results are no views."""
+        self.may_copy = False
+        """Of views, whether a local result may have memory of its own."""
 
 
 def part_of_key(value: Any, cls: type) -> Any:
@@ -136,6 +152,7 @@ def _run(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwarg
         return redistribute_local(tensor._local, tensor._layout, next(layouts))
 
     whole = bind_arguments(func, args, kwargs)
+    check_writable(recipe, func, whole)
     arguments = {name: map_tensors(localize, value, cls) for name, value in whole.items()}
     arguments.update(recipe.replaced)
     positional, named = split_arguments(func, arguments)
@@ -143,7 +160,31 @@ def _run(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwarg
     if recipe.written:
         return whole[recipe.written[0]] if func._schema.returns else None
     outputs = iter(recipe.outputs)
+    if recipe.offsets is not None:
+        base, offsets = args[0], iter(recipe.offsets)
+        return map_tensors(lambda local: cls._wrap_view(local, next(outputs), base, next(offsets)), results, torch.Tensor)
     return map_tensors(lambda local: cls._wrap(local, next(outputs)), results, torch.Tensor)
+
+
+# [Note: views]
+# A view of a distributed tensor has a part that is a view of the tensor's part, so that what is written to one is seen
+# in the other; autograd knows from the wrappers which is a view of which, and where in the whole tensor's memory it
+# starts. Where the parts had to be moved or copied first, the view's part is a copy: reading it is right, but what is
+# written to it would not reach the tensor. Such views are marked, and can't be written. Views that backward formulas
+# take are not marked: they are of tensors that nobody else has.
+
+
+def check_writable(recipe: Recipe, func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> None:
+    """Raise if one of the written arguments is a view whose part is a copy; see [Note: views]."""
+    for name in recipe.written:
+        value = arguments[name]
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if getattr(tensor, "_is_copy", False):
+                raise UnsupportedOpError(
+                    f"{func} would write to a view whose parts had to be moved, {tensor._layout}, so that the tensor"
+                    " that it is a view of would not change: redistribute() that tensor first, so that what the view"
+                    " cuts or joins is whole, or write to a clone() of the view"
+                )
 
 
 def _prepare(
@@ -162,7 +203,11 @@ def _prepare(
     mesh = _check(func, layouts)
     if str(func).startswith(("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")):
         return _prepare_each(func, layouts, rule, mesh)
-    recipe = _decide(Call(func, layouts, mesh), rule)
+    call = Call(func, layouts, mesh)
+    recipe = _decide(call, rule)
+    if func.is_view and not recipe.written:
+        recipe.offsets = [meta.storage_offset() for meta in call.results]
+        recipe.may_copy = recipe.local is not func
     _find_lane(recipe, func, args, kwargs, cls)
     return recipe
 
@@ -248,7 +293,7 @@ def _find_lane(
         if recipe.written == names[:1]:
             recipe.lane = Lane.IN_PLACE
     elif len(returns) == 1 and isinstance(returns[0].type, torch.TensorType):
-        recipe.lane = Lane.RESULT
+        recipe.lane = Lane.RESULT if recipe.offsets is None else Lane.VIEW
         (recipe.output,) = recipe.outputs
 
 

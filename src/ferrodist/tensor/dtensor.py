@@ -41,6 +41,8 @@ class DTensor(torch.Tensor):
 
     _layout: Layout
     _local: torch.Tensor
+    _is_copy = False
+    """Whether this is a view whose part has memory of its own, as `dispatch` says in [Note: views]."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -48,6 +50,21 @@ class DTensor(torch.Tensor):
     def _wrap(local: torch.Tensor, layout: Layout) -> DTensor:
         made: DTensor = _make_wrapper(DTensor, *layout.wrapper_arguments)
         made._local, made._layout = local, layout
+        return made
+
+    @staticmethod
+    def _wrap_view(local: torch.Tensor, layout: Layout, base: DTensor, offset: int) -> DTensor:
+        """A view of another, that starts ``offset`` elements further in the memory of the whole tensor."""
+        offset += base.storage_offset()
+        if offset:
+            shape, stride, _, *rest = layout.wrapper_arguments
+            made: DTensor = _make_wrapper(DTensor, shape, stride, offset, *rest)
+        else:
+            made = _make_wrapper(DTensor, *layout.wrapper_arguments)
+        made._local, made._layout = local, layout
+        is_copy = base._is_copy or local.untyped_storage()._cdata != base._local.untyped_storage()._cdata
+        if is_copy and torch._C._current_graph_task_id() == -1:
+            made._is_copy = True
         return made
 
     @classmethod
@@ -72,7 +89,11 @@ class DTensor(torch.Tensor):
                 key += (name, part_of_key(value, DTensor))
         if layout is not None:
             recipe = layout.recipes.get(tuple(key))
-            if recipe is not None and (lane := getattr(recipe, "lane", Lane.ANY)) is not Lane.ANY:
+            if (
+                recipe is not None
+                and (lane := getattr(recipe, "lane", Lane.ANY)) is not Lane.ANY
+                and not (lane is Lane.IN_PLACE and args[0]._is_copy)
+            ):
                 local = [value._local if type(value) is DTensor else value for value in args]
                 for place, value in recipe.places:
                     local[place] = value
@@ -80,6 +101,8 @@ class DTensor(torch.Tensor):
                 if lane is Lane.IN_PLACE:
                     return args[0]
                 output = recipe.output
+                if lane is Lane.VIEW:
+                    return DTensor._wrap_view(result, output, args[0], recipe.offsets[0])
                 made: DTensor = _make_wrapper(DTensor, *output.wrapper_arguments)
                 made._local, made._layout = result, output
                 return made
