@@ -16,6 +16,7 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.call import Call, bind_arguments, map_tensors, split_arguments
 from ferrodist.tensor.choosing import choose
 from ferrodist.tensor.layout import Layout
+from ferrodist.tensor.plain import adopt_plain, find_plain
 from ferrodist.tensor.redistribution import redistribute_local
 from ferrodist.tensor.replication import replicate_call
 from ferrodist.tensor.rules.table import DECOMPOSITIONS, RULES
@@ -201,6 +202,8 @@ def _prepare(
         return replicate_call(func, cls)
     layouts = {name: map_tensors(lambda one: one._layout, value, cls) for name, value in arguments.items()}
     mesh = _check(func, layouts)
+    if find_plain(list(layouts.values())):
+        return adopt_plain(func, cls, mesh)
     if str(func).startswith(("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")):
         return _prepare_each(func, layouts, rule, mesh)
     call = Call(func, layouts, mesh)
@@ -222,14 +225,6 @@ def _check(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> DeviceM
             raise ValueError(
                 f"{func} got tensors of different meshes:\n{mesh}\nand\n{layout.mesh}\nBring them to one mesh, as by"
                 " to_local() and DTensor.from_local(), or make both from slices of one mesh"
-            )
-    plain: list[torch.Tensor] = []
-    map_tensors(plain.append, list(arguments.values()), torch.Tensor)
-    for tensor in plain:
-        if tensor.dim():
-            raise TypeError(
-                f"{func} got distributed tensors and a {type(tensor).__name__} of shape {tuple(tensor.shape)}:"
-                " distribute it too, as by fd.distribute(tensor, mesh, placements), or work on to_local()"
             )
     return mesh
 
