@@ -10,7 +10,7 @@
                   empty_symmetric
     objects       all_gather_object, broadcast_object, gather_object, scatter_object, send_object, recv_object
     messages      send, recv, recv_into, sendrecv, batch(Send, Recv), ANY_SOURCE
-    training      DDP, FSDP, LocalSGD, DiLoCo, SyncBatchNorm1d, ...; comm_hooks
+    training      DDP, FSDP, LocalSGD, DiLoCo, SyncBatchNorm1d, ...; comm_hooks; parallelize and the styles of its plans
     tensors       DeviceMesh; DTensor, distribute; Shard, Replicate, Partial; allow_replication
     errors        DistributedError and the tree below it, drawn in ferrodist.errors
 
@@ -107,6 +107,16 @@ if TYPE_CHECKING:
     from ferrodist.parallel.sharded import ShardingStrategy as ShardingStrategy
     from ferrodist.parallel.sharded import by_class as by_class
     from ferrodist.parallel.sharded import by_size as by_size
+    from ferrodist.parallel.tensor import ColumnParallel as ColumnParallel
+    from ferrodist.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
+    from ferrodist.parallel.tensor import ParallelAttention as ParallelAttention
+    from ferrodist.parallel.tensor import ParallelEmbedding as ParallelEmbedding
+    from ferrodist.parallel.tensor import RowParallel as RowParallel
+    from ferrodist.parallel.tensor import RowParallelLinear as RowParallelLinear
+    from ferrodist.parallel.tensor import SequenceParallel as SequenceParallel
+    from ferrodist.parallel.tensor import Style as Style
+    from ferrodist.parallel.tensor import VocabularyParallel as VocabularyParallel
+    from ferrodist.parallel.tensor import parallelize as parallelize
     from ferrodist.tensor.distribution import distribute as distribute
     from ferrodist.tensor.dtensor import DTensor as DTensor
     from ferrodist.tensor.placement import Partial as Partial
@@ -196,6 +206,18 @@ _HOMES = {
         "convert_sync_batchnorm",
     ],
     "parallel.sharded": ["FSDP", "MixedPrecision", "ShardingStrategy", "by_class", "by_size"],
+    "parallel.tensor": [
+        "ColumnParallel",
+        "ColumnParallelLinear",
+        "ParallelAttention",
+        "ParallelEmbedding",
+        "RowParallel",
+        "RowParallelLinear",
+        "SequenceParallel",
+        "Style",
+        "VocabularyParallel",
+        "parallelize",
+    ],
     "tensor.distribution": ["distribute"],
     "tensor.dtensor": ["DTensor"],
     "tensor.placement": ["Partial", "Replicate", "Shard"],

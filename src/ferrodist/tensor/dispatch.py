@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Lane", "Recipe", "dispatch", "part_of_key"]
 
+_BY_VALUE = object()
+"""In the place of a recipe: it is found under a key with the values of numbers too."""
+
 _MAX_RECIPES = 1 << 14
 """How many a group keeps; programs with new shapes in each step would fill the memory."""
 
@@ -39,6 +42,7 @@ class Lane(Enum):
     RESULT = "one tensor comes out of the local tensors as they are"
     IN_PLACE = "the first argument is written, given the local tensors as they are"
     VIEW = "one tensor that shares memory with the first argument comes out of the local tensors as they are"
+    LISTS = "lists of tensors are written, given the local tensors as they are, and nothing comes out"
     ANY = "anything"
 
 
@@ -57,7 +61,6 @@ class Recipe:
         "lane",
         "layouts",
         "local",
-        "may_copy",
         "offsets",
         "output",
         "outputs",
@@ -86,8 +89,6 @@ class Recipe:
         """``replaced`` by position, in the quick lanes."""
         self.offsets: Sequence[int] | None = None
         """Of views, where in the memory of the whole tensor they start; None where the results are no views."""
-        self.may_copy = False
-        """Of views, whether a local result may have memory of its own."""
 
 
 def part_of_key(value: Any, cls: type) -> Any:
@@ -123,21 +124,48 @@ def dispatch(
         ValueError: The tensors are not all on one mesh.
         TypeError: Some tensors are distributed, and others are not.
     """
-    tensors: list[Any] = []
-    map_tensors(tensors.append, [*args, *kwargs.values()], cls)
-    recipes = tensors[0]._layout.recipes
-    rule = RULES.get(func)
-    if rule is not None and rule.by_value:
-        key = [*key, *_values([*args, *kwargs.values()])]
+    if func._schema.is_mutable:
+        _check_writable(func, args, kwargs)
+    recipes = _recipes_of(args, kwargs, cls)
     recipe = recipes.get(tuple(key))
+    if recipe is _BY_VALUE:
+        key = [*key, *_values([*args, *kwargs.values()])]
+        recipe = recipes.get(tuple(key))
     if recipe is None:
-        recipe = _prepare(func, args, kwargs, cls)
+        rule = RULES.get(func)
         if len(recipes) >= _MAX_RECIPES:
             recipes.clear()
-        recipes[tuple(key)] = recipe
+        if rule is not None and rule.by_value:
+            recipes[tuple(key)] = _BY_VALUE
+            key = [*key, *_values([*args, *kwargs.values()])]
+        recipe = recipes[tuple(key)] = _prepare(func, args, kwargs, cls)
     if not isinstance(recipe, Recipe):
         return recipe(*args, **kwargs)
+    if recipe.lane is Lane.LISTS:
+        recipe.local(*[_local(value, cls) for value in args], **kwargs)
+        return None
     return _run(recipe, func, args, kwargs, cls)
+
+
+def _local(value: Any, cls: Any) -> Any:
+    kind = type(value)
+    if kind is cls:
+        return value._local
+    if kind is list or kind is tuple:
+        return [one._local if type(one) is cls else one for one in value]
+    return value
+
+
+def _recipes_of(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> dict[Any, Any]:
+    """The recipes of the group whose tensors are among the arguments."""
+    for value in args:
+        first = value[0] if isinstance(value, list | tuple) and value else value
+        if isinstance(first, cls):
+            return first._layout.recipes  # type: ignore[attr-defined, no-any-return]
+    tensors: list[Any] = []
+    map_tensors(tensors.append, [*args, *kwargs.values()], cls)
+    found: dict[Any, Any] = tensors[0]._layout.recipes
+    return found
 
 
 def _values(arguments: Sequence[Any]) -> list[float]:
@@ -153,7 +181,6 @@ def _run(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwarg
         return redistribute_local(tensor._local, tensor._layout, next(layouts))
 
     whole = bind_arguments(func, args, kwargs)
-    check_writable(recipe, func, whole)
     arguments = {name: map_tensors(localize, value, cls) for name, value in whole.items()}
     arguments.update(recipe.replaced)
     positional, named = split_arguments(func, arguments)
@@ -175,17 +202,18 @@ def _run(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwarg
 # take are not marked: they are of tensors that nobody else has.
 
 
-def check_writable(recipe: Recipe, func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> None:
+def _check_writable(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise if one of the written arguments is a view whose part is a copy; see [Note: views]."""
-    for name in recipe.written:
-        value = arguments[name]
-        for tensor in value if isinstance(value, list | tuple) else (value,):
-            if getattr(tensor, "_is_copy", False):
-                raise UnsupportedOpError(
-                    f"{func} would write to a view whose parts had to be moved, {tensor._layout}, so that the tensor"
-                    " that it is a view of would not change: redistribute() that tensor first, so that what the view"
-                    " cuts or joins is whole, or write to a clone() of the view"
-                )
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if getattr(tensor, "_is_copy", False):
+                    raise UnsupportedOpError(
+                        f"{func} would write to a view whose parts had to be moved, {tensor._layout}, so that the"
+                        " tensor that it is a view of would not change: redistribute() that tensor first, so that what"
+                        " the view cuts or joins is whole, or write to a clone() of the view"
+                    )
 
 
 def _prepare(
@@ -205,12 +233,13 @@ def _prepare(
     if find_plain(list(layouts.values())):
         return adopt_plain(func, cls, mesh)
     if str(func).startswith(("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")):
-        return _prepare_each(func, layouts, rule, mesh)
+        recipe = _prepare_each(func, layouts, rule, mesh)
+        _find_lists_lane(recipe, func, args, kwargs, cls)
+        return recipe
     call = Call(func, layouts, mesh)
     recipe = _decide(call, rule)
     if func.is_view and not recipe.written:
         recipe.offsets = [meta.storage_offset() for meta in call.results]
-        recipe.may_copy = recipe.local is not func
     _find_lane(recipe, func, args, kwargs, cls)
     return recipe
 
@@ -290,6 +319,19 @@ def _find_lane(
     elif len(returns) == 1 and isinstance(returns[0].type, torch.TensorType):
         recipe.lane = Lane.RESULT if recipe.offsets is None else Lane.VIEW
         (recipe.output,) = recipe.outputs
+
+
+def _find_lists_lane(
+    recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: type
+) -> None:
+    now: list[Layout] = []
+    map_tensors(lambda one: now.append(one._layout), [*args, *kwargs.values()], cls)
+    if not func._schema.returns and now == recipe.layouts and not any(map(_is_list, kwargs.values())):
+        recipe.lane = Lane.LISTS
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _prepare_each(func: torch._ops.OpOverload, arguments: Mapping[str, Any], rule: Rule, mesh: DeviceMesh) -> Recipe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -215,6 +216,11 @@ _MAX_DIMS = 12
 _PART = struct.Struct(f"<BB{_MAX_DIMS}q")  # dtype's place in DTYPES, dims, shape
 
 
+def _digest(placements: Sequence[Placement]) -> bytes:
+    """What tells placements apart, in the few bytes that are left of an agreement."""
+    return hashlib.blake2b(repr(list(placements)).encode(), digest_size=8).digest()
+
+
 def _agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
     """The shape of the tensor that the ranks' parts make; the same error on all ranks where they make none."""
     if local.dim() > _MAX_DIMS:
@@ -222,7 +228,7 @@ def _agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
     group = mesh.group
     engine = collectives_of(group)
     shape = [*local.shape, *[0] * (_MAX_DIMS - local.dim())]
-    payload = _PART.pack(DTYPES.index(local.dtype), local.dim(), *shape) + repr(list(placements)).encode()
+    payload = _PART.pack(DTYPES.index(local.dtype), local.dim(), *shape) + _digest(placements)
     payloads = engine.share("from_local", payload, timeout=group.timeout, sequence=engine.reserve())
     said = [_PART.unpack_from(other) for other in payloads]
     shapes = [tuple(sizes[:num_dims]) for _, num_dims, *sizes in said]
@@ -231,10 +237,11 @@ def _agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
             raise CollectiveMismatchError(
                 "the ranks' parts don't make a tensor: "
                 + " and ".join(
-                    f"rank {mesh.ranks[at]} has {DTYPES[said[at][0]]} of shape {shapes[at]},"
-                    f" placed as {payloads[at][_PART.size :].decode()}"
+                    f"rank {mesh.ranks[at]} has {DTYPES[said[at][0]]} of shape {shapes[at]}"
                     for at in (0, rank)
-                ),
+                )
+                + ("" if other[_PART.size :] == payloads[0][_PART.size :] else ", placed otherwise")
+                + f"; this rank's is placed as {list(placements)}",
                 ranks=(mesh.ranks[rank],),
             )
     whole = []

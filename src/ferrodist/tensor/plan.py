@@ -5,6 +5,8 @@ The plan is a shortest path over the placements that steps reach, by bytes, then
 
 Of V bytes that n ranks share (what a rank has where the axis does not divide it), each sends and receives on average:
 all_gather, reduce_scatter V(n-1)/n; allreduce 2V(n-1)/n; all_to_all V(n-1)/n^2; slices and the parts of a sum nothing.
+Where such steps would send the same bytes twice, as when the first of two axes that divide a dim shall leave, an
+exchange between all ranks sends what each lacks.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from ferrodist.collectives.reduce_op import ReduceOp
+from ferrodist.tensor.exchange import Exchange
 from ferrodist.tensor.layout import sizes_before
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 
@@ -31,6 +34,12 @@ __all__ = ["Move", "Plan", "Step", "make_plan", "placing_size"]
 
 Placements = tuple["Placement", ...]
 
+_STEPS_OF_EXCHANGE = 4
+"""As how many steps an exchange counts: of plans with equal bytes the one of plainer collectives is taken."""
+
+_MAX_EXCHANGE_RANKS = 64
+"""Between more ranks what an exchange sends is not worked out, which takes time with the square of them."""
+
 
 class Move(Enum):
     """What a step does."""
@@ -41,6 +50,7 @@ class Move(Enum):
     ALLREDUCE = "allreduce"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
+    EXCHANGE = "exchange"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +164,8 @@ class _Search:
             if (size_bytes, num_steps) > best[here]:
                 continue
             for edge in self._steps_from(here):
-                cost = (size_bytes + edge.size_bytes, num_steps + 1)
+                steps = _STEPS_OF_EXCHANGE if edge.move is Move.EXCHANGE else 1
+                cost = (round(size_bytes + edge.size_bytes, 3), num_steps + steps)
                 if edge.after not in best or cost < best[edge.after]:
                     best[edge.after] = cost
                     reached[edge.after] = edge
@@ -176,9 +187,10 @@ class _Search:
                 if move is not None:
                     yield self._edge(move, (axis,), here, {axis: then})
         yield from self._joint_steps(here)
+        yield from self._exchange(here)
 
     def _joint_steps(self, here: Placements) -> Iterator[_Edge]:
-        """_Edges over several axes at once, where one collective over all of them does it."""
+        """Steps over several axes at once, where one collective over all of them does it."""
         axes = range(len(here))
         for axes_ in itertools.chain(*[itertools.combinations(axes, count) for count in range(2, len(here) + 1)]):
             first = here[axes_[0]]
@@ -191,6 +203,18 @@ class _Search:
                         yield self._edge(Move.REDUCE_SCATTER, axes_, here, dict.fromkeys(axes_, then))
             elif first.blocks == 1 and tuple(_dividers(here, first.dim)) == axes_:
                 yield self._edge(Move.ALL_GATHER, axes_, here, dict.fromkeys(axes_, Replicate()))
+
+    def _exchange(self, here: Placements) -> Iterator[_Edge]:
+        """The step that divides the tensor as in the end, from where nothing is partial."""
+        then = tuple(Replicate() if isinstance(one, Partial) else one for one in self._target)
+        if here == then or any(isinstance(one, Partial) for one in here):
+            return
+        if any(isinstance(one, Shard) and one.blocks > 1 for one in (*here, *then)):
+            return
+        way = Exchange(self._shape, here, then, self._sizes)
+        if math.prod(self._sizes[axis] for axis in way.axes) <= _MAX_EXCHANGE_RANKS:
+            size_bytes = way.count_sent() * self._bytes / max(math.prod(self._shape), 1)
+            yield _Edge(move=Move.EXCHANGE, axes=way.axes, before=here, after=then, size_bytes=size_bytes)
 
     def _edge(self, move: Move, axes: tuple[int, ...], here: Placements, changes: dict[int, Placement]) -> _Edge:
         after = tuple(changes.get(axis, placement) for axis, placement in enumerate(here))

@@ -12,6 +12,7 @@ from ferrodist.collectives.gathering import all_gather_by_sizes, reduce_scatter_
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.reductions import allreduce
 from ferrodist.collectives.sharding import compute_shard_sizes
+from ferrodist.tensor.exchange import exchange
 from ferrodist.tensor.layout import in_blocks, take_part
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.tensor.plan import Move, make_plan, placing_size
@@ -171,6 +172,10 @@ def _all_to_all(local: torch.Tensor, step: Step) -> torch.Tensor:
     return torch.cat(joined, dim=old.dim + 1).flatten(old.dim, old.dim + 1)
 
 
+def _exchange(local: torch.Tensor, step: Step) -> torch.Tensor:
+    return exchange(local, step.before, step.after, step.group)
+
+
 _DO: dict[Move, Callable[[torch.Tensor, Step], torch.Tensor]] = {
     Move.SLICE: _slice,
     Move.MAKE_PARTIAL: _make_partial,
@@ -178,4 +183,5 @@ _DO: dict[Move, Callable[[torch.Tensor, Step], torch.Tensor]] = {
     Move.ALLREDUCE: _allreduce,
     Move.REDUCE_SCATTER: _reduce_scatter,
     Move.ALL_TO_ALL: _all_to_all,
+    Move.EXCHANGE: _exchange,
 }

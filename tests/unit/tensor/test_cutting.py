@@ -94,7 +94,10 @@ def test_cat_of_empty_and_of_other_dtypes():
         mesh = DeviceMesh(group, (2,))
         for one in (Shard(0), Shard(1), Replicate(), Partial()):
             for other in (Shard(0), Replicate()):
-                check_operator(mesh, lambda x, y: torch.cat([y, x]), [make(4, 6), make(0)], [[one], [other]])
+                empty = make(0).bfloat16()
+                check_operator(
+                    mesh, lambda x, y: torch.cat([y, x]), [make(4, 6), empty], [[one], [other]], backward=False
+                )
             check_operator(mesh, lambda x, y: torch.cat([x, y], 1), [make(4, 0), make(4, 3)], [[one], [one]])
             floats, halves = make(4, 2), make(4, 3, dtype=torch.bfloat16)
             check_operator(mesh, lambda x, y: torch.cat([x, y], 1), [floats, halves], [[one], [one]], backward=False)

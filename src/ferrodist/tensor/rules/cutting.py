@@ -11,7 +11,7 @@ import torch
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.call import Choice, Rule
 from ferrodist.tensor.patterns import Pattern, choices_of
-from ferrodist.tensor.placement import Shard
+from ferrodist.tensor.placement import Partial, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ferrodist.tensor.call import Call
     from ferrodist.tensor.layout import Layout
 
-__all__ = ["RULES", "renamed"]
+__all__ = ["RULES", "renamed", "without_unasked_sums"]
 
 _aten = torch.ops.aten
 _OTHER_FOLDS = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
@@ -37,7 +37,28 @@ def renamed(order: Callable[[Call], Sequence[int | None]], call: Call, axis: int
         linear=((0,),),
         keeps=_OTHER_FOLDS,
     )
-    return choices_of(pattern, call, axis)
+    return without_unasked_sums(choices_of(pattern, call, axis), call, axis)
+
+
+def without_unasked_sums(choices: Sequence[Choice], call: Call, axis: int) -> list[Choice]:
+    """Leave out ways that make a divided tensor the parts of a sum, if these are not much fewer bytes in the end.
+
+    A divided dim that is cut may be gathered, once; or each rank may take zeros for what others have, and each result
+    is a sum that costs twice its bytes when it is read. That is for results that are a small part of the tensor.
+    """
+    divided = [layout for layout in call.inputs if isinstance(layout.placements[axis], Shard)]
+    results = sum(result.numel() for result in call.results)
+    small = 2 * results <= sum(math.prod(layout.shape) for layout in divided)
+    if small and not any(layout.dtype is torch.bool for layout in divided):
+        return list(choices)
+    return [
+        choice
+        for choice in choices
+        if not any(
+            isinstance(layout.placements[axis], Shard) and isinstance(placement, Partial)
+            for layout, placement in zip(call.inputs, choice.inputs, strict=True)
+        )
+    ]
 
 
 def _dims(call: Call, *cut: int) -> Order:
@@ -165,7 +186,7 @@ def _joined(call: Call, axis: int) -> list[Choice]:
     dim = call["dim"] % max(ndim, 1)
     letters: Order = [None if place == dim else place for place in range(ndim)]
     inputs = [letters if len(shape) == ndim and shape != (0,) else [None] * len(shape) for shape in shapes]
-    choices = choices_of(_all_together(call, inputs, letters), call, axis)
+    choices = without_unasked_sums(choices_of(_all_together(call, inputs, letters), call, axis), call, axis)
     now = call.inputs[0].placements[axis]
     if isinstance(now, Shard) and now.dim == dim:
         alike = all(layout.shape == shapes[0] and layout.placements[axis] == now for layout in call.inputs)
@@ -178,7 +199,7 @@ def _stacked(call: Call, axis: int) -> list[Choice]:
     order: Order = list(range(call.inputs[0].ndim))
     inputs = [list(order)] * len(call.inputs)
     order.insert(call["dim"] % (len(order) + 1), None)
-    return choices_of(_all_together(call, inputs, order), call, axis)
+    return without_unasked_sums(choices_of(_all_together(call, inputs, order), call, axis), call, axis)
 
 
 def _all_together(call: Call, inputs: Sequence[Order], output: Order) -> Pattern:

@@ -12,6 +12,7 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.call import Rule
 from ferrodist.tensor.layout import Layout
 from ferrodist.tensor.patterns import Pattern, choices_of
+from ferrodist.tensor.rules.cutting import without_unasked_sums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ def _index_select(call: Call, axis: int) -> list[Choice]:
     index = [_INDEX] * call.inputs[1].ndim
     output = _except(call, dim, _INDEX if index else None)
     pattern = Pattern(inputs=[_except(call, dim, None), index], outputs=[output], linear=((0,),))
-    return choices_of(pattern, call, axis)
+    return without_unasked_sums(choices_of(pattern, call, axis), call, axis)
 
 
 def _index_add(call: Call, axis: int) -> list[Choice]:
@@ -76,7 +77,7 @@ def _gathered(call: Call, axis: int) -> list[Choice]:
     pattern = Pattern(
         inputs=[[None if one == _INDEX else one for one in letters], letters], outputs=[letters], linear=((0,),)
     )
-    return choices_of(pattern, call, axis)
+    return without_unasked_sums(choices_of(pattern, call, axis), call, axis)
 
 
 def _shared(call: Call, *shapes: Sequence[int]) -> list[Any]:
@@ -167,7 +168,7 @@ def _mask_letters(
 def _indexed(call: Call, axis: int) -> list[Choice]:
     whole, letters, picked = _index_letters(call, None)
     pattern = Pattern(inputs=[whole, *letters], outputs=[picked], linear=((0,),))
-    return choices_of(pattern, call, axis)
+    return without_unasked_sums(choices_of(pattern, call, axis), call, axis)
 
 
 def _index_put(call: Call, axis: int) -> list[Choice]:

@@ -1,0 +1,138 @@
+"""A module's forward with inputs and outputs that lie as declared.
+
+[Note: plain tensors]
+A module gives what it gets. Of distributed tensors it makes distributed ones. Plain tensors are this rank's parts, as
+declared; then what comes out is plain too, this rank's part of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.tensor.dtensor import DTensor
+from ferrodist.tensor.placement import Partial, Placement, Replicate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrodist.mesh import DeviceMesh
+    from ferrodist.parallel.tensor.styles import Preparation
+
+__all__ = ["PreparedForward", "WholeForward", "find_distributed", "map_tensors"]
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """``value`` with each tensor replaced by what ``function`` makes of it; in tuples, lists and mappings too."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[map_tensors(function, one) for one in value])
+    if isinstance(value, list | tuple):
+        return type(value)([map_tensors(function, one) for one in value])
+    if isinstance(value, Mapping):
+        return type(value)({key: map_tensors(function, one) for key, one in value.items()})  # type: ignore[call-arg]
+    return value
+
+
+def find_distributed(value: Any) -> list[DTensor]:
+    """The distributed tensors in a value."""
+    found: list[DTensor] = []
+    map_tensors(lambda tensor: found.append(tensor) if isinstance(tensor, DTensor) else None, value)
+    return found
+
+
+class PreparedForward:
+    """A forward around which inputs and outputs lie as a style says; see [Note: plain tensors].
+
+    Args:
+        forward: The module's own.
+        mesh: Over which its parameters lie; of one axis.
+        preparation: How tensors lie.
+    """
+
+    def __init__(self, forward: Callable[..., Any], mesh: DeviceMesh, preparation: Preparation) -> None:
+        functools.update_wrapper(self, forward)
+        self._forward, self._mesh, self._preparation = forward, mesh, preparation
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module."""
+        is_plain = not find_distributed([args, kwargs])
+        wanted = self._preparation.wanted
+        by_name = wanted if isinstance(wanted, Mapping) else {}
+        args = tuple(self._prepare(value, self._wanted(place)) for place, value in enumerate(args))
+        every = wanted if isinstance(wanted, Placement) else None
+        kwargs = {name: self._prepare(value, by_name.get(name, every)) for name, value in kwargs.items()}
+        result = self._forward(*args, **kwargs)
+        return self._finish(result, is_plain=is_plain)
+
+    def _wanted(self, place: int) -> Placement | None:
+        wanted = self._preparation.wanted
+        if wanted is None or isinstance(wanted, Placement | Mapping):
+            return wanted if isinstance(wanted, Placement) else None
+        return wanted[place] if place < len(wanted) else None
+
+    def _prepare(self, value: Any, wanted: Placement | None) -> Any:
+        given = self._preparation.given
+
+        def prepare(tensor: torch.Tensor) -> DTensor:
+            if not isinstance(tensor, DTensor):
+                shape = tensor.shape if isinstance(given, Replicate | Partial) else None
+                tensor = DTensor.from_local(tensor, self._mesh, given, shape=shape)
+            # Also where nothing moves: then gradients, which may be partial, are brought to lie as the input here.
+            return tensor if wanted is None else tensor.redistribute(wanted)
+
+        return map_tensors(prepare, value)
+
+    def _finish(self, result: Any, *, is_plain: bool) -> Any:
+        outputs = self._preparation.outputs
+
+        def finish(tensor: torch.Tensor, placement: Placement | None) -> torch.Tensor:
+            if not isinstance(tensor, DTensor):
+                return tensor
+            placed = tensor if placement is None else tensor.redistribute(placement)
+            return placed.to_local() if is_plain else placed
+
+        if outputs is None or isinstance(outputs, Placement):
+            return map_tensors(lambda tensor: finish(tensor, outputs), result)
+        parts = [
+            map_tensors(functools.partial(finish, placement=placement), one)
+            for one, placement in zip(result, outputs, strict=True)
+        ]
+        return type(result)(parts)
+
+
+class WholeForward:
+    """The forward of a module that is parallel inside and looks undivided from outside.
+
+    Plain tensors are whole, the same on all ranks, and so are the results, unless some inputs are distributed.
+
+    Args:
+        forward: The module's own.
+        mesh: Over which its parameters lie.
+        gathers: Whether results become plain.
+    """
+
+    def __init__(self, forward: Callable[..., Any], mesh: DeviceMesh, *, gathers: bool) -> None:
+        functools.update_wrapper(self, forward)
+        self._forward, self._mesh, self._gathers = forward, mesh, gathers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module."""
+        gathers = self._gathers and not find_distributed([args, kwargs])
+        args, kwargs = map_tensors(self._spread, args), map_tensors(self._spread, kwargs)
+        result = self._forward(*args, **kwargs)
+        return map_tensors(_gather, result) if gathers else result
+
+    def _spread(self, tensor: torch.Tensor) -> DTensor:
+        if isinstance(tensor, DTensor):
+            return tensor
+        whole = [Replicate()] * self._mesh.ndim
+        return DTensor.from_local(tensor, self._mesh, whole, shape=tensor.shape)
+
+
+def _gather(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

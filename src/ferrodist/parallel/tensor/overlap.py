@@ -1,0 +1,106 @@
+"""A linear layer on a sequence that is gathered in pieces, each while the product of the one before is computed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ferrodist.collectives.gathering import async_all_gather, async_reduce_scatter
+from ferrodist.tensor.dtensor import DTensor
+from ferrodist.tensor.placement import Replicate, Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.collectives.pending import PendingCollective
+
+__all__ = ["OverlappedLinear"]
+
+
+class OverlappedLinear:
+    """The forward of a column-parallel layer whose input is divided along its next to last dim, the sequence.
+
+    Forward gathers piece after piece of the ranks' parts, and multiplies each as it comes; backward gathers the input
+    again in the same way, for the weight's gradient, and sends the input's gradient in pieces too. Inputs that lie
+    otherwise, or that ranks can't cut into as many equal pieces, are gathered first.
+
+    Args:
+        linear: The layer, whose weight is divided along dim 0.
+        chunks: The number of pieces.
+    """
+
+    def __init__(self, linear: nn.Linear, chunks: int) -> None:
+        self._linear, self._chunks = linear, chunks
+
+    def __call__(self, tensor: DTensor) -> torch.Tensor:
+        """Compute the layer: (..., T/p, C) on each rank becomes (..., T, O/p)."""
+        weight, bias = self._linear.weight, self._linear.bias
+        dim = tensor.dim() - 2
+        (placement,), (num_ranks,) = tensor.placements, tensor.mesh.shape
+        if placement != Shard(dim) or tensor.shape[dim] % (num_ranks * self._chunks):
+            return functional.linear(tensor.redistribute(Replicate()), weight, bias)
+        assert isinstance(weight, DTensor), "it is divided"
+        local: torch.Tensor = _GatherAndMultiply.apply(  # type: ignore[no-untyped-call]
+            tensor.to_local(),
+            weight.to_local(),
+            None if bias is None else bias.to_local(),  # type: ignore[attr-defined]
+            (tensor.mesh.group, self._chunks),
+        )
+        shape = (*tensor.shape[:-1], weight.shape[0])
+        (columns,) = weight.placements
+        assert isinstance(columns, Shard), "it is divided"
+        return DTensor.from_local(local, tensor.mesh, Shard(dim + 1, columns.blocks), shape=shape)
+
+
+class _GatherAndMultiply(torch.autograd.Function):
+    """On this rank's parts. Sequences are first: x (t, ..., C), of p ranks in c pieces (c, t/c, ..., C)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, way: tuple[Backend, int]
+    ) -> torch.Tensor:
+        dim = x.dim() - 2
+        group, chunks = way
+        ctx.group, ctx.chunks, ctx.has_bias = group, chunks, bias is not None
+        ctx.save_for_backward(x, weight)
+        pieces = [functional.linear(piece, weight, bias) for piece in _gather_pieces(x, group, chunks)]
+        return _join(pieces, group.world_size).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        group, chunks, p = ctx.group, ctx.chunks, ctx.group.world_size
+        grad = grads[0].movedim(-2, 0)
+        t = grad.shape[0] // p // chunks
+        parts = grad.reshape(p, chunks, t, *grad.shape[1:])
+        sent: list[PendingCollective[torch.Tensor]] = []
+        grad_weight = torch.zeros_like(weight)
+        for place, piece in enumerate(_gather_pieces(x, group, chunks)):
+            mine = parts[:, place].reshape(p * t, *grad.shape[1:])
+            sent.append(async_reduce_scatter(mine @ weight, group=group))
+            grad_weight.addmm_(mine.reshape(-1, mine.shape[-1]).t(), piece.reshape(-1, piece.shape[-1]))
+        grad_x = torch.cat([pending.wait() for pending in sent]).movedim(0, -2)
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias else None
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _gather_pieces(x: torch.Tensor, group: Backend, chunks: int) -> Iterator[torch.Tensor]:
+    """The pieces of all ranks' parts, each (p * t/c, ..., C), the next one already under way."""
+    first = x.movedim(-2, 0)
+    pieces = [piece.contiguous() for piece in first.chunk(chunks)]
+    pending = async_all_gather(pieces[0], group=group)
+    for place in range(chunks):
+        piece = pending.wait()
+        if place + 1 < chunks:
+            pending = async_all_gather(pieces[place + 1], group=group)
+        yield piece
+
+
+def _join(pieces: list[torch.Tensor], p: int) -> torch.Tensor:
+    """Pieces (p * t/c, ...) as the sequence (p * t, ...): each rank's pieces one after the other."""
+    parts = [piece.view(p, piece.shape[0] // p, *piece.shape[1:]) for piece in pieces]
+    return torch.cat(parts, dim=1).flatten(0, 1)

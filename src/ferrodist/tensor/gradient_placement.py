@@ -1,0 +1,34 @@
+"""Gradients of distributed parameters, brought to lie as the parameters do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ferrodist.tensor.dtensor import DTensor
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["keep_gradients_placed", "places_gradients"]
+
+
+def keep_gradients_placed(parameter: torch.Tensor) -> None:
+    """Have each backward's gradient of a parameter lie as the parameter does.
+
+    A gradient is right however it lies; but one that is partial would be folded anew by each operator that reads it.
+    """
+    assert isinstance(parameter, DTensor), "others have nothing to place"
+    parameter.register_hook(_Place(parameter))  # type: ignore[no-untyped-call]
+
+
+def places_gradients(hook: object) -> bool:
+    """Whether a hook of a parameter is one that `keep_gradients_placed` made."""
+    return isinstance(hook, _Place)
+
+
+class _Place:
+    def __init__(self, parameter: DTensor) -> None:
+        self._placements = parameter.placements
+
+    def __call__(self, grad: Any) -> Any:
+        return grad if grad.placements == self._placements else grad.redistribute(self._placements)

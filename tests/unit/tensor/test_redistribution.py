@@ -1,0 +1,206 @@
+"""A tensor brought from each layout to each other one, by the fewest bytes."""
+
+import itertools
+import random
+from functools import partial
+
+import pytest
+import torch
+from operator_checks import NUM_RANKS, make, placements_of, spread
+
+import ferrodist as fd
+from ferrodist import DeviceMesh, DTensor, Partial, ReduceOp, Replicate, Shard
+from ferrodist.tensor.layout import Layout, check_placements
+from ferrodist.tensor.plan import Move, make_plan
+from ferrodist.testing import run_ranks
+
+R, P = Replicate(), Partial()
+
+
+def check_pairs(group, shape, tensor, pairs):
+    mesh = DeviceMesh(group, shape)
+    for before, after in pairs:
+        got = spread(tensor, mesh, before).redistribute(after)
+        assert got.placements == after
+        assert tuple(got.to_local().shape) == got._layout.local_shape
+        torch.testing.assert_close(got.full_tensor(), tensor, msg=partial("{} -> {}: {}".format, before, after))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_pair_on_one_axis(size):
+    """Also uneven parts, empty ones, blocks, and each fold."""
+    places = [R, *[Shard(dim) for dim in range(3)], Shard(0, blocks=2), Shard(2, blocks=3)]
+    places += [Partial(op) for op in (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)]
+    pairs = [((one,), (other,)) for one, other in itertools.product(places, repeat=2)]
+    run_ranks(check_pairs, size, (size,), make(4, 3, 6), pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.bfloat16, torch.complex64])
+def test_pairs_of_other_dtypes(dtype):
+    """What has no order has no minimum, and what is whole has no mean."""
+    tensor = (make(5, 3) * 4).round().to(dtype)
+    folds = {
+        torch.int32: "SUM MIN MAX PRODUCT",
+        torch.bool: "MIN MAX",
+        torch.bfloat16: "MIN MAX",
+        torch.complex64: "SUM",
+    }
+    places = [R, Shard(0), Shard(1), *[Partial(ReduceOp[name]) for name in folds[dtype].split()]]
+    pairs = [((one,), (other,)) for one, other in itertools.product(places, repeat=2)]
+    run_ranks(check_pairs, 2, (2,), tensor, pairs)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 3)])
+def test_every_pair_on_two_axes(shape):
+    """Of two dims, one of which no axis divides evenly."""
+    places = placements_of(2, 2)
+    run_ranks(check_pairs, NUM_RANKS.get(shape, 3), shape, make(6, 5), list(itertools.product(places, repeat=2)))
+
+
+def test_pairs_on_two_axes_in_blocks():
+    """An axis divides what a later one has divided, or what is left of joined dims."""
+    places = [(Shard(0, blocks=2), Shard(0)), (Shard(0, blocks=2), R), (R, Shard(0, blocks=3)), (Shard(0), Shard(0))]
+    places += [(Shard(0, blocks=3), Shard(1)), (P, Shard(0, blocks=2)), (R, R), (Shard(1), Shard(0)), (R, Shard(0))]
+    run_ranks(check_pairs, 4, (2, 2), make(12, 4), list(itertools.product(places, repeat=2)))
+
+
+def test_pairs_on_three_axes():
+    """A sample: there are 4096 with two dims."""
+    places = placements_of(2, 3)
+    pairs = random.Random(3).sample(list(itertools.product(places, repeat=2)), 80)
+    run_ranks(check_pairs, 8, (2, 2, 2), make(7, 5), pairs)
+
+
+@pytest.mark.parametrize("backend", ["tcp-threads", "native-threads"])
+def test_pairs_on_other_backends(backend):
+    """The steps are collectives like any other."""
+    places = placements_of(2, 1)
+    run_ranks(check_pairs, 3, (3,), make(4, 5), list(itertools.product(places, repeat=2)), backend=backend)
+
+
+def plan(shape, before, after, sizes=(8, 16), dtype=torch.float32):
+    mesh = DeviceMesh(fd.SimulatedBackend.create_group(NUM_RANKS[shape])[0], shape)
+    layout = Layout.of(mesh, check_placements(mesh, before, sizes), sizes, dtype)
+    return make_plan(layout, layout.placed(after))
+
+
+def moves(*arguments, **options):
+    return [(step.move, step.axes, step.size_bytes) for step in plan(*arguments, **options).steps]
+
+
+WHOLE = 8 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ([R], [Shard(0)], [(Move.SLICE, 0)]),
+        ([R], [P], [(Move.MAKE_PARTIAL, 0)]),
+        ([Shard(0)], [P], [(Move.MAKE_PARTIAL, 0)]),
+        ([Shard(1)], [R], [(Move.ALL_GATHER, 3 / 4)]),
+        ([Shard(0)], [Shard(1)], [(Move.ALL_TO_ALL, 3 / 16)]),
+        ([P], [Shard(1)], [(Move.REDUCE_SCATTER, 3 / 4)]),
+        ([P], [R], [(Move.ALLREDUCE, 6 / 4)]),
+    ],
+)
+def test_one_axis_takes_one_collective(before, after, expected):
+    found = moves((4,), before, tuple(after))
+    assert found == [(move, (0,), pytest.approx(part * WHOLE)) for move, part in expected]
+
+
+def test_one_collective_over_several_axes():
+    """Each byte goes once where one collective over all axes does what one after the other would do dearer."""
+    assert moves((2, 2), [P, P], (R, R)) == [(Move.ALLREDUCE, (0, 1), 6 / 4 * WHOLE)]
+    assert moves((2, 2), [Shard(0), Shard(0)], (R, R)) == [(Move.ALL_GATHER, (0, 1), 3 / 4 * WHOLE)]
+    assert moves((2, 2), [P, P], (Shard(1), Shard(1))) == [(Move.REDUCE_SCATTER, (0, 1), 3 / 4 * WHOLE)]
+
+
+def test_slices_come_before_what_travels():
+    """A dim that another axis will divide is cut first, so that less is gathered."""
+    steps = moves((2, 2), [Shard(0), R], (R, Shard(1)))
+    assert [move for move, _, _ in steps] == [Move.SLICE, Move.ALL_GATHER]
+    assert sum(size for _, _, size in steps) == WHOLE / 4
+
+
+def test_an_outer_axis_goes_without_gathering_all():
+    """The first of two axes that divide a dim leaves: two ranks lack one quarter of the tensor, two lack two."""
+    assert moves((2, 2), [Shard(0), Shard(0)], (R, Shard(0))) == [(Move.EXCHANGE, (0, 1), 6 / 16 * WHOLE)]
+
+
+def test_no_plan_sends_less_than_ranks_lack():
+    """Where nothing is folded, what is sent is what ranks don't have and shall have: counted element by element."""
+    places = placements_of(2, 2, partial=False)
+    sizes = (8, 4)
+    for before, after in itertools.product(places, repeat=2):
+        had, wanted = ([part_of(place, at, sizes) for at in GRID] for place in (before, after))
+        lacking = sum(len(mine - its) for mine, its in zip(wanted, had, strict=True)) / 4 * 8
+        found = plan((2, 2), before, after, sizes, torch.float64).size_bytes
+        assert found == pytest.approx(lacking), (before, after)
+
+
+GRID = list(itertools.product(range(2), repeat=2))
+
+
+def part_of(placements, coordinate, sizes):
+    """The elements that a rank of a mesh of 2 by 2 has, as pairs of indices."""
+    whole = torch.arange(sizes[0] * sizes[1]).view(sizes)
+    for placement, at in zip(placements, coordinate, strict=True):
+        if isinstance(placement, Shard):
+            whole = whole.tensor_split([(whole.shape[placement.dim] + 1) // 2], placement.dim)[at]
+    return set(whole.reshape(-1).tolist())
+
+
+def test_no_plan_sends_more_than_through_replicate():
+    """A plan is never dearer than gathering everything and cutting anew."""
+    places = placements_of(2, 2)
+    for before, after in itertools.product(places, repeat=2):
+        direct = plan((2, 2), before, after).size_bytes
+        there, back = plan((2, 2), before, (R, R)).size_bytes, plan((2, 2), (R, R), after).size_bytes
+        assert direct <= there + back + 1e-9, (before, after)
+
+
+def test_a_plan_is_printed_with_its_bytes():
+    """Steps, axes by name, placements and bytes."""
+    mesh = DeviceMesh(fd.SimulatedBackend.create_group(4)[0], (2, 2), ("dp", "tp"))
+    tensor = fd.distribute(torch.zeros(8, 16), mesh, [Shard(0), P], src=None)
+    assert str(tensor.plan([R, Shard(1)])).splitlines() == [
+        "float32[8, 16] over {dp: Shard(0), tp: Partial()}: [Shard(0), Partial()] -> [Replicate(), Shard(1)]",
+        "  1. reduce_scatter over tp: [Shard(0), Partial()] -> [Shard(0), Shard(1)], 128 bytes",
+        "  2. all_gather over dp: [Shard(0), Shard(1)] -> [Replicate(), Shard(1)], 128 bytes",
+        "  together 256 bytes from each rank, on average",
+    ]
+    assert str(tensor.plan([Shard(0), P])).splitlines()[1:] == ["  together 0 bytes from each rank, on average"]
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+def test_gradients_come_back_as_the_tensor_lies(shape):
+    """The gradient of redistribute is the gradient, placed as the input; a partial input's is whole."""
+
+    def differentiate(group):
+        mesh = DeviceMesh(group, shape)
+        whole, grad = make(4, 6), make(4, 6, seed=1)
+        places = placements_of(2, len(shape))
+        for before, after, its in zip(places, reversed(places), places[3:] + places[:3], strict=True):
+            source = spread(whole, mesh, before).requires_grad_()
+            result = source.redistribute(after)
+            result.backward(spread(grad, mesh, its))
+            assert source.grad.placements == tuple(R if one == P else one for one in before)
+            torch.testing.assert_close(source.grad.full_tensor(), grad)
+
+    run_ranks(differentiate, NUM_RANKS[shape])
+
+
+def test_second_derivatives_go_through():
+    """Gradients of gradients of redistribute, to_local and from_local."""
+
+    def differentiate(group):
+        mesh = DeviceMesh(group, (2,))
+        local = make(3, 4, seed=group.rank).requires_grad_()
+        whole = DTensor.from_local(local, mesh, Shard(0)).redistribute(Shard(1)).redistribute(R)
+        total = whole.to_local().pow(3).sum()
+        (first,) = torch.autograd.grad(total, local, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), local)
+        torch.testing.assert_close(first, 3 * local.square())
+        torch.testing.assert_close(second, 6 * local)
+
+    run_ranks(differentiate, 2)
