@@ -50,11 +50,18 @@ def choose(call: Call, rule: Rule, fixed: Sequence[int]) -> bool:
 
 
 def _cost(inputs: Sequence[Layout], wanted: Sequence[Placement], axis: int) -> float:
-    return sum(_cost_of_one(layout, placement, axis) for layout, placement in zip(inputs, wanted, strict=True))
+    # A division that an input has already was asked for, even if it is uneven.
+    asked = any(
+        isinstance(placement, Shard) and layout.placements[axis] == placement
+        for layout, placement in zip(inputs, wanted, strict=True)
+    )
+    return sum(
+        _cost_of_one(layout, placement, axis, asked=asked) for layout, placement in zip(inputs, wanted, strict=True)
+    )
 
 
-def _cost_of_one(layout: Layout, then: Placement, axis: int) -> float:
-    """Bytes that a rank sends to bring one input there, or infinity where it would have to be cut unevenly."""
+def _cost_of_one(layout: Layout, then: Placement, axis: int, *, asked: bool) -> float:
+    """Bytes that a rank sends to bring one input there, or infinity where it would be cut unevenly unasked."""
     now = layout.placements[axis]
     if now == then:
         return 0.0
@@ -63,8 +70,8 @@ def _cost_of_one(layout: Layout, then: Placement, axis: int) -> float:
     others = [size for at, size in enumerate(mesh_shape) if at != axis and isinstance(layout.placements[at], Shard)]
     whole = math.prod(layout.shape) * layout.dtype.itemsize / math.prod(others)
     share = whole * (num_ranks - 1) / num_ranks + _LITTLE
-    if isinstance(then, Shard) and (then.blocks > 1 or layout.shape[then.dim] % num_ranks):
-        # Nobody asked for it, and uneven parts would come out: or it takes more than one step.
+    if not asked and isinstance(then, Shard) and (then.blocks > 1 or layout.shape[then.dim] % num_ranks):
+        # Uneven parts would come out, or it takes more than one step.
         return math.inf
     if isinstance(now, Shard) and isinstance(then, Shard):
         return share / num_ranks if now.dim != then.dim else share

@@ -16,6 +16,7 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.call import Call, bind_arguments, map_tensors, split_arguments
 from ferrodist.tensor.choosing import choose
 from ferrodist.tensor.layout import Layout
+from ferrodist.tensor.plain import adopt_plain, find_plain
 from ferrodist.tensor.redistribution import redistribute_local
 from ferrodist.tensor.replication import replicate_call
 from ferrodist.tensor.rules.table import DECOMPOSITIONS, RULES
@@ -40,6 +41,7 @@ class Lane(Enum):
 
     RESULT = "one tensor comes out of the local tensors as they are"
     IN_PLACE = "the first argument is written, given the local tensors as they are"
+    VIEW = "one tensor that shares memory with the first argument comes out of the local tensors as they are"
     LISTS = "lists of tensors are written, given the local tensors as they are, and nothing comes out"
     ANY = "anything"
 
@@ -55,7 +57,17 @@ class Recipe:
         written: The arguments that are written to, by name.
     """
 
-    __slots__ = ("lane", "layouts", "local", "output", "outputs", "places", "replaced", "written")
+    __slots__ = (
+        "lane",
+        "layouts",
+        "local",
+        "offsets",
+        "output",
+        "outputs",
+        "places",
+        "replaced",
+        "written",
+    )
 
     def __init__(
         self,
@@ -75,6 +87,8 @@ class Recipe:
         """The layout of the result, in `Lane.RESULT`."""
         self.places: Sequence[tuple[int, Any]] = ()
         """``replaced`` by position, in the quick lanes."""
+        self.offsets: Sequence[int] | None = None
+        """Of views, where in the memory of the whole tensor they start; None where the results are no views."""
 
 
 def part_of_key(value: Any, cls: type) -> Any:
@@ -110,6 +124,8 @@ def dispatch(
         ValueError: The tensors are not all on one mesh.
         TypeError: Some tensors are distributed, and others are not.
     """
+    if func._schema.is_mutable:
+        _check_writable(func, args, kwargs)
     recipes = _recipes_of(args, kwargs, cls)
     recipe = recipes.get(tuple(key))
     if recipe is _BY_VALUE:
@@ -172,7 +188,32 @@ def _run(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwarg
     if recipe.written:
         return whole[recipe.written[0]] if func._schema.returns else None
     outputs = iter(recipe.outputs)
+    if recipe.offsets is not None:
+        base, offsets = args[0], iter(recipe.offsets)
+        return map_tensors(lambda local: cls._wrap_view(local, next(outputs), base, next(offsets)), results, torch.Tensor)
     return map_tensors(lambda local: cls._wrap(local, next(outputs)), results, torch.Tensor)
+
+
+# [Note: views]
+# A view of a distributed tensor has a part that is a view of the tensor's part, so that what is written to one is seen
+# in the other; autograd knows from the wrappers which is a view of which, and where in the whole tensor's memory it
+# starts. Where the parts had to be moved or copied first, the view's part is a copy: reading it is right, but what is
+# written to it would not reach the tensor. Such views are marked, and can't be written. Views that backward formulas
+# take are not marked: they are of tensors that nobody else has.
+
+
+def _check_writable(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise if one of the written arguments is a view whose part is a copy; see [Note: views]."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if getattr(tensor, "_is_copy", False):
+                    raise UnsupportedOpError(
+                        f"{func} would write to a view whose parts had to be moved, {tensor._layout}, so that the"
+                        " tensor that it is a view of would not change: redistribute() that tensor first, so that what"
+                        " the view cuts or joins is whole, or write to a clone() of the view"
+                    )
 
 
 def _prepare(
@@ -189,11 +230,16 @@ def _prepare(
         return replicate_call(func, cls)
     layouts = {name: map_tensors(lambda one: one._layout, value, cls) for name, value in arguments.items()}
     mesh = _check(func, layouts)
+    if find_plain(list(layouts.values())):
+        return adopt_plain(func, cls, mesh)
     if str(func).startswith(("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")):
         recipe = _prepare_each(func, layouts, rule, mesh)
         _find_lists_lane(recipe, func, args, kwargs, cls)
         return recipe
-    recipe = _decide(Call(func, layouts, mesh), rule)
+    call = Call(func, layouts, mesh)
+    recipe = _decide(call, rule)
+    if func.is_view and not recipe.written:
+        recipe.offsets = [meta.storage_offset() for meta in call.results]
     _find_lane(recipe, func, args, kwargs, cls)
     return recipe
 
@@ -208,14 +254,6 @@ def _check(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> DeviceM
             raise ValueError(
                 f"{func} got tensors of different meshes:\n{mesh}\nand\n{layout.mesh}\nBring them to one mesh, as by"
                 " to_local() and DTensor.from_local(), or make both from slices of one mesh"
-            )
-    plain: list[torch.Tensor] = []
-    map_tensors(plain.append, list(arguments.values()), torch.Tensor)
-    for tensor in plain:
-        if tensor.dim():
-            raise TypeError(
-                f"{func} got distributed tensors and a {type(tensor).__name__} of shape {tuple(tensor.shape)}:"
-                " distribute it too, as by fd.distribute(tensor, mesh, placements), or work on to_local()"
             )
     return mesh
 
@@ -279,7 +317,7 @@ def _find_lane(
         if recipe.written == names[:1]:
             recipe.lane = Lane.IN_PLACE
     elif len(returns) == 1 and isinstance(returns[0].type, torch.TensorType):
-        recipe.lane = Lane.RESULT
+        recipe.lane = Lane.RESULT if recipe.offsets is None else Lane.VIEW
         (recipe.output,) = recipe.outputs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ class DTensor(torch.Tensor):
 
     _layout: Layout
     _local: torch.Tensor
+    _is_copy = False
+    """Whether this is a view whose part has memory of its own, as `dispatch` says in [Note: views]."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -48,6 +51,21 @@ class DTensor(torch.Tensor):
     def _wrap(local: torch.Tensor, layout: Layout) -> DTensor:
         made: DTensor = _make_wrapper(DTensor, *layout.wrapper_arguments)
         made._local, made._layout = local, layout
+        return made
+
+    @staticmethod
+    def _wrap_view(local: torch.Tensor, layout: Layout, base: DTensor, offset: int) -> DTensor:
+        """A view of another, that starts ``offset`` elements further in the memory of the whole tensor."""
+        offset += base.storage_offset()
+        if offset:
+            shape, stride, _, *rest = layout.wrapper_arguments
+            made: DTensor = _make_wrapper(DTensor, shape, stride, offset, *rest)
+        else:
+            made = _make_wrapper(DTensor, *layout.wrapper_arguments)
+        made._local, made._layout = local, layout
+        is_copy = base._is_copy or local.untyped_storage()._cdata != base._local.untyped_storage()._cdata
+        if is_copy and torch._C._current_graph_task_id() == -1:
+            made._is_copy = True
         return made
 
     @classmethod
@@ -72,7 +90,11 @@ class DTensor(torch.Tensor):
                 key += (name, part_of_key(value, DTensor))
         if layout is not None:
             recipe = layout.recipes.get(tuple(key))
-            if recipe is not None and (lane := getattr(recipe, "lane", Lane.ANY)) is not Lane.ANY:
+            if (
+                recipe is not None
+                and (lane := getattr(recipe, "lane", Lane.ANY)) is not Lane.ANY
+                and not (lane is Lane.IN_PLACE and args[0]._is_copy)
+            ):
                 local = [value._local if type(value) is DTensor else value for value in args]
                 for place, value in recipe.places:
                     local[place] = value
@@ -80,6 +102,8 @@ class DTensor(torch.Tensor):
                 if lane is Lane.IN_PLACE:
                     return args[0]
                 output = recipe.output
+                if lane is Lane.VIEW:
+                    return DTensor._wrap_view(result, output, args[0], recipe.offsets[0])
                 made: DTensor = _make_wrapper(DTensor, *output.wrapper_arguments)
                 made._local, made._layout = result, output
                 return made
@@ -192,6 +216,11 @@ _MAX_DIMS = 12
 _PART = struct.Struct(f"<BB{_MAX_DIMS}q")  # dtype's place in DTYPES, dims, shape
 
 
+def _digest(placements: Sequence[Placement]) -> bytes:
+    """What tells placements apart, in the few bytes that are left of an agreement."""
+    return hashlib.blake2b(repr(list(placements)).encode(), digest_size=8).digest()
+
+
 def _agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
     """The shape of the tensor that the ranks' parts make; the same error on all ranks where they make none."""
     if local.dim() > _MAX_DIMS:
@@ -199,7 +228,7 @@ def _agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
     group = mesh.group
     engine = collectives_of(group)
     shape = [*local.shape, *[0] * (_MAX_DIMS - local.dim())]
-    payload = _PART.pack(DTYPES.index(local.dtype), local.dim(), *shape) + repr(list(placements)).encode()
+    payload = _PART.pack(DTYPES.index(local.dtype), local.dim(), *shape) + _digest(placements)
     payloads = engine.share("from_local", payload, timeout=group.timeout, sequence=engine.reserve())
     said = [_PART.unpack_from(other) for other in payloads]
     shapes = [tuple(sizes[:num_dims]) for _, num_dims, *sizes in said]
@@ -208,10 +237,11 @@ def _agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
             raise CollectiveMismatchError(
                 "the ranks' parts don't make a tensor: "
                 + " and ".join(
-                    f"rank {mesh.ranks[at]} has {DTYPES[said[at][0]]} of shape {shapes[at]},"
-                    f" placed as {payloads[at][_PART.size :].decode()}"
+                    f"rank {mesh.ranks[at]} has {DTYPES[said[at][0]]} of shape {shapes[at]}"
                     for at in (0, rank)
-                ),
+                )
+                + ("" if other[_PART.size :] == payloads[0][_PART.size :] else ", placed otherwise")
+                + f"; this rank's is placed as {list(placements)}",
                 ranks=(mesh.ranks[rank],),
             )
     whole = []

@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.placement import Placement
 
-__all__ = ["Layout", "check_placements", "contiguous_stride", "in_blocks", "local_sizes", "sizes_before", "take_part"]
+__all__ = [
+    "Layout",
+    "check_placements",
+    "compute_range",
+    "contiguous_stride",
+    "in_blocks",
+    "local_sizes",
+    "sizes_before",
+    "take_part",
+]
 
 _RECIPES = "tensor.recipes"
 """What a group keeps under this name: `Layout.recipes` of the layouts on its meshes."""
@@ -147,6 +156,19 @@ def local_sizes(
             block = sizes[placement.dim] // placement.blocks
             sizes[placement.dim] = placement.blocks * compute_shard_sizes(block, num_ranks)[at]
     return sizes
+
+
+def compute_range(layout: Layout, dim: int) -> tuple[int, int]:
+    """Where this rank's part of a dim starts and ends; the dim is divided in no blocks."""
+    start, size = 0, layout.shape[dim]
+    for placement, num_ranks, at in zip(
+        layout.placements, layout.mesh.shape, _coordinate(layout.mesh), strict=True
+    ):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            assert placement.blocks == 1, "parts of blocks don't lie together"
+            sizes = compute_shard_sizes(size, num_ranks)
+            start, size = start + sum(sizes[:at]), sizes[at]
+    return start, start + size
 
 
 def take_part(tensor: torch.Tensor, placement: Shard, num_ranks: int, at: int) -> torch.Tensor:

@@ -102,7 +102,7 @@ _ALL_FOLDS = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
 _NAMES: list[tuple[Rule, str]] = [
     (_rule(_in_first, _ALL_FOLDS), "alias clone detach lift_fresh detach_ positive"),
     (_rule(_in_cast), "_to_copy"),
-    (_rule(_in_first), "neg neg_ zero_ zeros_like real imag _conj conj_physical resolve_conj resolve_neg"),
+    (_rule(_in_first), "neg neg_ zero_ real imag _conj conj_physical resolve_conj resolve_neg"),
     (_rule(_in_all), "add add_ sub sub_ rsub copy_ lerp lerp_ copy"),
     (_rule(_in_each), "mul mul_"),
     (_rule(_in_first), "div div_"),
@@ -121,16 +121,16 @@ _NAMES: list[tuple[Rule, str]] = [
         abs abs_ acos acos_ acosh acosh_ addcdiv addcdiv_ addcmul addcmul_ angle asin asin_ asinh asinh_ atan atan_
         atan2 atan2_ atanh atanh_ bitwise_and bitwise_and_ bitwise_left_shift bitwise_not bitwise_not_ bitwise_or
         bitwise_or_ bitwise_right_shift bitwise_xor bitwise_xor_ ceil ceil_ celu celu_ clamp clamp_ clamp_max clamp_max_
-        clamp_min clamp_min_ copysign copysign_ cos cos_ cosh cosh_ digamma elu elu_ eq eq_ erf erf_ erfc erfc_ erfinv
+        clamp_min clamp_min_ copysign copysign_ cos cos_ cosh cosh_ digamma elu elu_ eq eq_ erf erf_ erfc erfc_ erfinv erfinv_
         exp exp_ exp2 exp2_ expm1 expm1_ fill fill_ floor floor_ floor_divide floor_divide_ fmax fmin fmod fmod_ frac
         ge ge_ gelu gelu_ gt gt_ hardsigmoid hardsigmoid_ hardswish hardswish_ hardtanh hardtanh_ heaviside hypot
         i0 isinf isnan isneginf isposinf le le_ leaky_relu leaky_relu_ lgamma log log_ log10 log10_ log1p log1p_
         log2 log2_ log_sigmoid_forward logaddexp logaddexp2 logical_and logical_and_ logical_not logical_not_ logical_or
         logical_or_ logical_xor logical_xor_ logit lt lt_ masked_fill masked_fill_ maximum minimum mish mish_ nan_to_num
-        nan_to_num_ ne ne_ nextafter ones_like pow pow_ reciprocal reciprocal_ relu relu_ relu6 remainder remainder_
+        nan_to_num_ ne ne_ nextafter pow pow_ reciprocal reciprocal_ relu relu_ relu6 remainder remainder_
         round round_ rsqrt rsqrt_ sgn sgn_ sigmoid sigmoid_ sign sign_ signbit silu silu_ sin sin_ sinc sinh sinh_
         softplus sqrt sqrt_ square square_ tan tan_ tanh tanh_ threshold threshold_ trunc trunc_ xlogy xlogy_
-        empty_like full_like isfinite
+        isfinite
         """,
     ),
     (_rule(_in_all), "_foreach_add _foreach_add_ _foreach_sub _foreach_sub_ _foreach_copy_ _foreach_lerp_"),

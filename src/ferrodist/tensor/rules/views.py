@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.call import Choice, Rule
-from ferrodist.tensor.patterns import Pattern, choices_of
 from ferrodist.tensor.placement import PARTIAL_OPS, Partial, Replicate, Shard
+from ferrodist.tensor.rules.cutting import renamed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["RULES"]
 
 _aten = torch.ops.aten
-_OTHER_FOLDS = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
-
-
-def _renamed(order: Callable[[Call], Sequence[int | None]], call: Call, axis: int) -> list[Choice]:
-    """Of views of which each dim is one of the input's, or none of them."""
-    pattern = Pattern(inputs=[range(call.inputs[0].ndim)], outputs=[order(call)], linear=((0,),), keeps=_OTHER_FOLDS)
-    return choices_of(pattern, call, axis)
 
 
 def _transposed(call: Call) -> list[int | None]:
@@ -72,9 +64,17 @@ def _squeeze_choices(call: Call, axis: int) -> list[Choice]:
     order = _squeezed(call)
     return [
         choice
-        for choice in _renamed(_squeezed, call, axis)
+        for choice in renamed(_squeezed, call, axis)
         if not isinstance(choice.inputs[0], Shard) or choice.inputs[0].dim in order
     ]
+
+
+def _squeeze(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any]:
+    """Squeeze the dims that go; a part may have others of one element."""
+    del inputs, outputs
+    order = _squeezed(call)
+    dims = [dim for dim in range(call.inputs[0].ndim) if dim not in order]
+    return lambda local, *_: _aten.squeeze.dims(local, dims)
 
 
 def _local_size(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Mapping[str, Any]:
@@ -169,9 +169,9 @@ def _overload(name: str) -> torch._ops.OpOverload:
 _reshape_rule = Rule(choices=_reshaped, arguments=_local_size, local=_reshape)
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
-    **{_overload(name): Rule(choices=partial(_renamed, order)) for names, order in _RENAMED for name in names.split()},
-    **{_overload(name): Rule(choices=_squeeze_choices) for name in ("squeeze.default", "squeeze.dim", "squeeze.dims")},
-    _aten.expand.default: Rule(choices=partial(_renamed, _expanded), arguments=_local_size),
+    **{_overload(name): Rule(choices=partial(renamed, order)) for names, order in _RENAMED for name in names.split()},
+    **{_overload(name): Rule(choices=_squeeze_choices, local=_squeeze) for name in ("squeeze.default", "squeeze.dim", "squeeze.dims")},
+    _aten.expand.default: Rule(choices=partial(renamed, _expanded), arguments=_local_size),
     _aten.view.default: _reshape_rule,
     _aten._unsafe_view.default: _reshape_rule,
 }
