@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.tensor.rules import matmul, pointwise, reductions, views
+from ferrodist.tensor.rules import extremes, matmul, moments, pointwise, reductions, views
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DECOMPOSITIONS", "RULES"]
 
-_FAMILIES = (pointwise, matmul, reductions, views)
+_FAMILIES = (pointwise, matmul, reductions, moments, extremes, views)
 
 RULES: dict[torch._ops.OpOverload, Rule] = {}
 """What operators do with divided tensors."""
