@@ -50,18 +50,20 @@ def choose(call: Call, rule: Rule, fixed: Sequence[int]) -> bool:
 
 
 def _cost(inputs: Sequence[Layout], wanted: Sequence[Placement], axis: int) -> float:
-    # A division that an input has already was asked for, even if it is uneven.
-    asked = any(
-        isinstance(placement, Shard) and layout.placements[axis] == placement
-        for layout, placement in zip(inputs, wanted, strict=True)
-    )
-    return sum(
-        _cost_of_one(layout, placement, axis, asked=asked) for layout, placement in zip(inputs, wanted, strict=True)
-    )
+    pairs = list(zip(inputs, wanted, strict=True))
+    asked = {
+        (layout.shape[then.dim], then.blocks)
+        for layout, then in pairs
+        if isinstance(then, Shard) and layout.placements[axis] == then
+    }
+    return sum(_cost_of_one(layout, then, axis, asked) for layout, then in pairs)
 
 
-def _cost_of_one(layout: Layout, then: Placement, axis: int, *, asked: bool) -> float:
-    """Bytes that a rank sends to bring one input there, or infinity where it would be cut unevenly unasked."""
+def _cost_of_one(layout: Layout, then: Placement, axis: int, asked: set[tuple[int, int]]) -> float:
+    """Bytes that a rank sends to bring one input there, or infinity where it would be cut as nobody asked for.
+
+    ``asked`` are the sizes, and the blocks, of what other inputs have divided already as they shall be.
+    """
     now = layout.placements[axis]
     if now == then:
         return 0.0
@@ -70,8 +72,9 @@ def _cost_of_one(layout: Layout, then: Placement, axis: int, *, asked: bool) -> 
     others = [size for at, size in enumerate(mesh_shape) if at != axis and isinstance(layout.placements[at], Shard)]
     whole = math.prod(layout.shape) * layout.dtype.itemsize / math.prod(others)
     share = whole * (num_ranks - 1) / num_ranks + _LITTLE
-    if not asked and isinstance(then, Shard) and (then.blocks > 1 or layout.shape[then.dim] % num_ranks):
-        # Uneven parts would come out, or it takes more than one step.
+    is_awkward = isinstance(then, Shard) and (then.blocks > 1 or layout.shape[then.dim] % num_ranks)
+    if is_awkward and (layout.shape[then.dim], then.blocks) not in asked:
+        # Uneven parts come out, or it takes more than one step: only for the sake of an input that lies so already.
         return math.inf
     if isinstance(now, Shard) and isinstance(then, Shard):
         return share / num_ranks if now.dim != then.dim else share

@@ -190,7 +190,9 @@ def _run(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwarg
     outputs = iter(recipe.outputs)
     if recipe.offsets is not None:
         base, offsets = args[0], iter(recipe.offsets)
-        return map_tensors(lambda local: cls._wrap_view(local, next(outputs), base, next(offsets)), results, torch.Tensor)
+        return map_tensors(
+            lambda local: cls._wrap_view(local, next(outputs), base, next(offsets)), results, torch.Tensor
+        )
     return map_tensors(lambda local: cls._wrap(local, next(outputs)), results, torch.Tensor)
 
 

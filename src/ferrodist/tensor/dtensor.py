@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.backends.call import MAX_PAYLOAD
 from ferrodist.collectives.operation import collectives_of
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp
 from ferrodist.errors import CollectiveMismatchError
@@ -213,12 +214,7 @@ def _check_plain(tensor: torch.Tensor, name: str) -> None:
 
 
 _MAX_DIMS = 12
-_PART = struct.Struct(f"<BB{_MAX_DIMS}q")  # dtype's place in DTYPES, dims, shape
-
-
-def _digest(placements: Sequence[Placement]) -> bytes:
-    """What tells placements apart, in the few bytes that are left of an agreement."""
-    return hashlib.blake2b(repr(list(placements)).encode(), digest_size=8).digest()
+_PART = struct.Struct(f"<BB{_MAX_DIMS}q8s")  # dtype's place in DTYPES, dims, shape, digest of the placements
 
 
 def _agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
@@ -228,20 +224,23 @@ def _agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
     group = mesh.group
     engine = collectives_of(group)
     shape = [*local.shape, *[0] * (_MAX_DIMS - local.dim())]
-    payload = _PART.pack(DTYPES.index(local.dtype), local.dim(), *shape) + _digest(placements)
+    # The text is for messages, as far as there is room for it.
+    text = repr(list(placements)).encode()
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    head = _PART.pack(DTYPES.index(local.dtype), local.dim(), *shape, digest)
+    payload = head + text[: MAX_PAYLOAD - len(head)]
     payloads = engine.share("from_local", payload, timeout=group.timeout, sequence=engine.reserve())
     said = [_PART.unpack_from(other) for other in payloads]
-    shapes = [tuple(sizes[:num_dims]) for _, num_dims, *sizes in said]
-    for rank, (other, (dtype, num_dims, *_)) in enumerate(zip(payloads, said, strict=True)):
-        if (dtype, num_dims, other[_PART.size :]) != (*said[0][:2], payloads[0][_PART.size :]):
+    shapes = [tuple(sizes[:num_dims]) for _, num_dims, *sizes, _ in said]
+    for rank, (dtype, num_dims, *_, kind) in enumerate(said):
+        if (dtype, num_dims, kind) != (*said[0][:2], said[0][-1]):
             raise CollectiveMismatchError(
                 "the ranks' parts don't make a tensor: "
                 + " and ".join(
-                    f"rank {mesh.ranks[at]} has {DTYPES[said[at][0]]} of shape {shapes[at]}"
+                    f"rank {mesh.ranks[at]} has {DTYPES[said[at][0]]} of shape {shapes[at]},"
+                    f" placed as {payloads[at][_PART.size :].decode()}"
                     for at in (0, rank)
-                )
-                + ("" if other[_PART.size :] == payloads[0][_PART.size :] else ", placed otherwise")
-                + f"; this rank's is placed as {list(placements)}",
+                ),
                 ranks=(mesh.ranks[rank],),
             )
     whole = []

@@ -29,6 +29,7 @@ class Pattern:
         inputs: The letters of each input's dims.
         outputs: The letters of each output's dims.
         folds: Letters that may be divided though an output lacks them, and how this output's parts then become one.
+        settled: Other such letters: what computes the local outputs folds over the ranks, so they are whole.
         linear: Groups of inputs in which the operator is linear: when all of a group are partial sums (or means) and
             all others whole, so are the outputs.
         added: Inputs that are added to the result, and so are partial sums where a letter is folded.
@@ -38,6 +39,7 @@ class Pattern:
     inputs: Sequence[Letters]
     outputs: Sequence[Letters]
     folds: Mapping[Hashable, ReduceOp] = field(default_factory=dict)
+    settled: Sequence[Hashable] = ()
     linear: Sequence[Sequence[int]] = ()
     added: Sequence[int] = ()
     keeps: Sequence[ReduceOp] = ()
@@ -49,13 +51,13 @@ def choices_of(pattern: Pattern, call: Call, axis: int) -> list[Choice]:
     choices = [Choice((Replicate(),) * num_inputs, (Replicate(),) * num_outputs)]
     letters = dict.fromkeys(letter for dims in pattern.inputs for letter in dims if letter is not None)
     for letter in letters:
-        folded = pattern.folds.get(letter)
-        if folded is None and any(letter not in dims for dims in pattern.outputs):
+        folded = letter in pattern.folds or letter in pattern.settled
+        if not folded and any(letter not in dims for dims in pattern.outputs):
             continue
+        lacking = Partial(pattern.folds[letter]) if letter in pattern.folds else Replicate()
         for blocks in _blocks(pattern, call, axis, letter):
             outputs = tuple(
-                Shard(dims.index(letter), blocks) if letter in dims else Partial(folded or ReduceOp.SUM)
-                for dims in pattern.outputs
+                Shard(dims.index(letter), blocks) if letter in dims else lacking for dims in pattern.outputs
             )
             choices.append(Choice(_inputs(pattern, letter, blocks), outputs))
     ops = [ReduceOp.SUM]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ferrodist.tensor.layout import Layout
     from ferrodist.tensor.plan import Step
 
-__all__ = ["redistribute_local"]
+__all__ = ["extreme", "redistribute_local"]
 
 
 def redistribute_local(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
@@ -76,7 +76,7 @@ def _make_partial(local: torch.Tensor, step: Step) -> torch.Tensor:
             return local.clone()
         return torch.full_like(local, neutral)
     if neutral is None:
-        neutral = _extreme(placement.op, local.dtype)
+        neutral = extreme(placement.op, local.dtype)
     whole = local.new_full(step.after.local_shape, neutral)
     take_into(whole, local, _innermost(step.before, axis), num_ranks, at)
     return whole
@@ -96,7 +96,7 @@ def _neutral(op: ReduceOp) -> float | None:
     return {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1}.get(op)
 
 
-def _extreme(op: ReduceOp, dtype: torch.dtype) -> float:
+def extreme(op: ReduceOp, dtype: torch.dtype) -> float:
     """The value that every other one of the dtype wins against."""
     low, high = (False, True) if dtype is torch.bool else _range(dtype)
     return low if op is ReduceOp.MAX else high

@@ -14,7 +14,7 @@ NUM_RANKS = {(1,): 1, (2,): 2, (3,): 3, (4,): 4, (2, 2): 4, (1, 2): 2, (2, 1, 2)
 def make(*shape, dtype=torch.float64, seed=0, low=-2.0, high=2.0):
     """A tensor of random elements, the same wherever it is made; integers and bools for such dtypes."""
     generator = torch.Generator().manual_seed(seed + 1000 * len(shape) + sum(shape))
-    values = torch.rand(*shape, generator=generator, dtype=torch.float64) * (high - low) + low
+    values = torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low
     return values > 0 if dtype is torch.bool else values.to(dtype)
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.call import Rule
 from ferrodist.tensor.patterns import Pattern, choices_of
+from ferrodist.tensor.placement import Partial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ferrodist.tensor.call import Call, Choice
+    from ferrodist.tensor.layout import Layout
 
 __all__ = ["RULES", "broadcast_letters", "overloads"]
 
@@ -89,6 +91,11 @@ def _in_branches(call: Call) -> Sequence[Sequence[int]]:
     return ((1, 2),) if len(call.inputs) == 3 else ()
 
 
+def _in_masked(call: Call) -> Sequence[Sequence[int]]:
+    """Zeros in each part are zeros in their sum."""
+    return ((0,),) if call.arguments["value"] == 0 else ()
+
+
 def _in_cast(call: Call) -> Sequence[Sequence[int]]:
     """Parts are cast before they are added only where that loses nothing."""
     (layout,) = call.inputs
@@ -148,6 +155,35 @@ _NAMES: list[tuple[Rule, str]] = [
     ),
 ]
 
+
+def _in_sum_or_first(call: Call) -> Sequence[Sequence[int]]:
+    """Parts of a sum that a number is added to stay what they are, where they are written to."""
+    return _in_first(call) if len(call.inputs) == 1 else _in_all(call)
+
+
+def _add_number(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    """A number is added to one part of a sum only."""
+    del outputs
+    layout = inputs[0]
+    if len(call.inputs) > 1:
+        return None
+    coordinate = layout.mesh.coordinate
+    assert coordinate is not None, "only ranks of a mesh have tensors on it"
+    parts = [at for at, placement in zip(coordinate, layout.placements, strict=True) if placement == Partial()]
+    return _leave if any(parts) else None
+
+
+def _leave(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+    del given, named
+    return tensor
+
+
+_add_in_place_rule = Rule(choices=partial(_choices, _in_sum_or_first, ()), local=_add_number)
+_masked_rule = Rule(choices=partial(_choices, _in_masked, ()), by_value=True)
+
 RULES: dict[torch._ops.OpOverload, Rule] = {
-    overload: rule for rule, names in _NAMES for overload in overloads(names.split())
+    **{overload: rule for rule, names in _NAMES for overload in overloads(names.split())},
+    **dict.fromkeys((_aten.add_.Scalar, _aten.add_.Tensor, _aten.sub_.Scalar, _aten.sub_.Tensor), _add_in_place_rule),
+    _aten.masked_fill.Scalar: _masked_rule,
+    _aten.masked_fill_.Scalar: _masked_rule,
 }

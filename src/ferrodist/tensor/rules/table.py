@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.tensor.rules import creation, cutting, embedding, indexing, matmul, pointwise, random, reductions, views
+from ferrodist.tensor.rules import (
+    creation,
+    cutting,
+    embedding,
+    extremes,
+    indexing,
+    matmul,
+    moments,
+    pointwise,
+    random,
+    reductions,
+    views,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,7 +27,19 @@ if TYPE_CHECKING:
 
 __all__ = ["DECOMPOSITIONS", "RULES"]
 
-_FAMILIES = (pointwise, matmul, reductions, views, cutting, indexing, embedding, creation, random)
+_FAMILIES = (
+    pointwise,
+    matmul,
+    reductions,
+    moments,
+    extremes,
+    views,
+    cutting,
+    indexing,
+    embedding,
+    creation,
+    random,
+)
 
 RULES: dict[torch._ops.OpOverload, Rule] = {}
 """What operators do with divided tensors."""

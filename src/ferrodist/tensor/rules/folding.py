@@ -1,0 +1,56 @@
+"""What rules that fold over the ranks themselves are made of: which ranks have parts of a dim, and where these lie."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ferrodist.collectives.reductions import allreduce
+from ferrodist.tensor.layout import take_part
+from ferrodist.tensor.placement import Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from ferrodist.collectives.reduce_op import ReduceOp
+    from ferrodist.tensor.layout import Layout
+
+__all__ = ["dividers", "fold_over", "positions"]
+
+
+def dividers(layout: Layout, dims: Collection[int]) -> tuple[int, ...]:
+    """The axes that divide any of some dims."""
+    return tuple(
+        axis
+        for axis, placement in enumerate(layout.placements)
+        if isinstance(placement, Shard) and placement.dim in dims
+    )
+
+
+def fold_over(layout: Layout, axes: tuple[int, ...]) -> Callable[[torch.Tensor, ReduceOp], torch.Tensor]:
+    """What folds a tensor over the ranks along some axes of a layout's mesh, so that all of them have the result."""
+    if not axes:
+        return _same
+    mesh = layout.mesh
+    part = mesh if len(axes) == mesh.ndim else mesh[tuple(mesh.axis_names[axis] for axis in axes)]
+    group = part.group
+    return lambda tensor, op: allreduce(tensor, op, group=group)
+
+
+def _same(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    del op
+    return tensor
+
+
+def positions(layout: Layout, dim: int) -> torch.Tensor:
+    """Where in the whole dim the indices of this rank's part lie, in ascending order."""
+    mesh = layout.mesh
+    coordinate = mesh.coordinate
+    assert coordinate is not None, "only ranks of a mesh have tensors on it"
+    found = torch.arange(layout.shape[dim])
+    for axis in dividers(layout, (dim,)):
+        placement = layout.placements[axis]
+        assert isinstance(placement, Shard), "it divides the dim"
+        found = take_part(found, Shard(0, placement.blocks), mesh.shape[axis], coordinate[axis])
+    return found
