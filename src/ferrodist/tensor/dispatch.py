@@ -121,8 +121,7 @@ def dispatch(
 
     Raises:
         UnsupportedOpError: The operator has no rule, or not for these arguments.
-        ValueError: The tensors are not all on one mesh.
-        TypeError: Some tensors are distributed, and others are not.
+        ValueError: The tensors are not all on one mesh, or some are distributed and others are not.
     """
     if func._schema.is_mutable:
         _check_writable(func, args, kwargs)

@@ -213,7 +213,7 @@ def _check_plain(tensor: torch.Tensor, name: str) -> None:
         raise TypeError(f"{name} takes a plain torch.Tensor, not {type(tensor).__name__}")
 
 
-_MAX_DIMS = 12
+_MAX_DIMS = 8
 _PART = struct.Struct(f"<BB{_MAX_DIMS}q8s")  # dtype's place in DTYPES, dims, shape, digest of the placements
 
 

@@ -40,7 +40,7 @@ def _call(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *args: Any
         if not tensor.dim() or isinstance(tensor, cls):
             return tensor
         if not _is_the_same_everywhere(func, tensor):
-            raise TypeError(
+            raise ValueError(  # no TypeError, of which operators as + make one of their own
                 f"{func} got distributed tensors and a {type(tensor).__name__} of shape {tuple(tensor.shape)}:"
                 " distribute it too, as by fd.distribute(tensor, mesh, placements), or work on to_local()"
             )

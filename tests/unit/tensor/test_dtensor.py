@@ -97,9 +97,7 @@ def test_distribute_compares_forms():
 
     def program(group):
         mesh = DeviceMesh(group, (2,))
-        with pytest.raises(
-            CollectiveMismatchError, match=r"rank 0 has torch.float32 of shape \(2,\), rank 1"
-        ) as caught:
+        with pytest.raises(CollectiveMismatchError, match=r"rank 0 has torch.float32 of shape \[2\], rank 1") as caught:
             fd.distribute(torch.zeros(2 + group.rank), mesh, Shard(0))
         assert caught.value.ranks == (1,)
         assert fd.allreduce(torch.ones(1), group=group) == 2  # the group goes on
@@ -201,7 +199,7 @@ def test_a_rank_outside_of_the_mesh():
 
 def test_what_from_local_does_not_take():
     mesh = alone()
-    with pytest.raises(TypeError, match="from_local takes a plain torch.Tensor, not DTensor"):
+    with pytest.raises(TypeError, match="not DTensor"):
         DTensor.from_local(fd.distribute(torch.zeros(2), mesh, Shard(0)), mesh, Shard(0))
     with pytest.raises(TypeError, match="not list"):
         DTensor.from_local([1.0], mesh, Shard(0))
@@ -210,9 +208,11 @@ def test_what_from_local_does_not_take():
 def test_plain_and_distributed_tensors_do_not_mix():
     """But for numbers, as optimizers have them."""
     tensor = fd.distribute(torch.ones(2, 3), alone(), Shard(0))
-    with pytest.raises(TypeError, match=r"aten.add.Tensor got distributed tensors and a Tensor of shape \(3,\): distr"):
+    with pytest.raises(
+        ValueError, match=r"aten.add.Tensor got distributed tensors and a Tensor of shape \(3,\): distr"
+    ):
         _ = tensor + torch.ones(3)
-    with pytest.raises(TypeError, match="to_local"):
+    with pytest.raises(ValueError, match="to_local"):
         tensor.copy_(torch.ones(2, 3))
     assert (tensor * torch.tensor(2.0)).sum().full_tensor() == 12
 
@@ -247,7 +247,7 @@ def test_an_operator_without_a_rule():
         with pytest.raises(UnsupportedOpError):
             torch.linalg.slogdet(tensor)  # outside of the block it is refused again
 
-    run_ranks(program, 1, backend="simulated")
+    run_ranks(program, 2)
 
 
 def test_gradients_of_parts():
