@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.tensor.rules import extremes, matmul, moments, pointwise, reductions, views
+from ferrodist.tensor.rules import (
+    attention,
+    convolution,
+    extremes,
+    likelihood,
+    losses,
+    matmul,
+    moments,
+    normalization,
+    pointwise,
+    reductions,
+    softmax,
+    views,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,7 +28,20 @@ if TYPE_CHECKING:
 
 __all__ = ["DECOMPOSITIONS", "RULES"]
 
-_FAMILIES = (pointwise, matmul, reductions, moments, extremes, views)
+_FAMILIES = (
+    pointwise,
+    matmul,
+    reductions,
+    moments,
+    extremes,
+    softmax,
+    likelihood,
+    losses,
+    normalization,
+    attention,
+    convolution,
+    views,
+)
 
 RULES: dict[torch._ops.OpOverload, Rule] = {}
 """What operators do with divided tensors."""
