@@ -72,10 +72,11 @@ def _cost_of_one(layout: Layout, then: Placement, axis: int, asked: set[tuple[in
     others = [size for at, size in enumerate(mesh_shape) if at != axis and isinstance(layout.placements[at], Shard)]
     whole = math.prod(layout.shape) * layout.dtype.itemsize / math.prod(others)
     share = whole * (num_ranks - 1) / num_ranks + _LITTLE
-    is_awkward = isinstance(then, Shard) and (then.blocks > 1 or layout.shape[then.dim] % num_ranks)
-    if is_awkward and (layout.shape[then.dim], then.blocks) not in asked:
-        # Uneven parts come out, or it takes more than one step: only for the sake of an input that lies so already.
-        return math.inf
+    if isinstance(then, Shard):
+        size = layout.shape[then.dim]
+        if (then.blocks > 1 or size % num_ranks) and (size, then.blocks) not in asked:
+            # Uneven parts come out, or it takes more than one step: only for the sake of an input that lies so already.
+            return math.inf
     if isinstance(now, Shard) and isinstance(then, Shard):
         return share / num_ranks if now.dim != then.dim else share
     if isinstance(now, Shard):

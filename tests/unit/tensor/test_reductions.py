@@ -8,6 +8,7 @@ from operator_checks import NUM_RANKS, check_operator, make, spread
 
 from ferrodist import DeviceMesh, DTensor, Partial, ReduceOp, Replicate, Shard
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.tensor.rules.table import RULES
 from ferrodist.testing import run_ranks
 
 DIFFERENTIABLE = {
@@ -188,6 +189,31 @@ def test_norms_of_lists_are_each_tensors_own():
 
     for found in run_ranks(norms, 2):
         torch.testing.assert_close(found, [torch.linalg.vector_norm(one, 3) for one in (first, second)])
+
+
+@pytest.mark.skipif(torch.ops.aten.stack.default not in RULES, reason="the norms are stacked, which has no rule")
+@pytest.mark.parametrize("foreach", [True, False, None])
+def test_gradients_are_clipped_by_their_norm_as_in_torch(foreach):
+    values = [make(5, 4), make(3, seed=1), make(2, 2, seed=2)]
+    plain = [torch.nn.Parameter(value.clone()) for value in values]
+    for parameter in plain:
+        parameter.grad = parameter.detach() * 3
+    expected = torch.nn.utils.clip_grad_norm_(plain, 1.5, foreach=foreach)
+
+    def clip(group):
+        mesh = DeviceMesh(group, (2,))
+        parameters = [
+            torch.nn.Parameter(spread(value, mesh, [placement]))
+            for value, placement in zip(values, (Shard(0), Replicate(), Shard(1)), strict=True)
+        ]
+        for parameter, placement in zip(parameters, (Shard(0), Partial(), Shard(1)), strict=True):
+            parameter.grad = (parameter.detach() * 3).redistribute([placement])
+        total = torch.nn.utils.clip_grad_norm_(parameters, 1.5, foreach=foreach)
+        return total.full_tensor(), [parameter.grad.full_tensor() for parameter in parameters]
+
+    for total, grads in run_ranks(clip, 2):
+        torch.testing.assert_close(total, expected)
+        torch.testing.assert_close(grads, [parameter.grad for parameter in plain])
 
 
 def test_an_uneven_part_brings_others_to_itself():

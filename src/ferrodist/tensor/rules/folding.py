@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,9 +49,17 @@ def positions(layout: Layout, dim: int) -> torch.Tensor:
     mesh = layout.mesh
     coordinate = mesh.coordinate
     assert coordinate is not None, "only ranks of a mesh have tensors on it"
-    found = torch.arange(layout.shape[dim])
-    for axis in dividers(layout, (dim,)):
-        placement = layout.placements[axis]
-        assert isinstance(placement, Shard), "it divides the dim"
-        found = take_part(found, Shard(0, placement.blocks), mesh.shape[axis], coordinate[axis])
+    axes = dividers(layout, (dim,))
+    placements = [layout.placements[axis] for axis in axes]
+    blocks = [placement.blocks for placement in placements if isinstance(placement, Shard)]
+    cuts = zip(blocks, [mesh.shape[axis] for axis in axes], [coordinate[axis] for axis in axes], strict=True)
+    return _positions(layout.shape[dim], tuple(cuts))
+
+
+@functools.lru_cache(maxsize=256)
+def _positions(size: int, cuts: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
+    """One tensor for all calls that divide a dim alike, as a vocabulary: recipes keep it."""
+    found = torch.arange(size)
+    for blocks, num_ranks, at in cuts:
+        found = take_part(found, Shard(0, blocks), num_ranks, at)
     return found

@@ -5,16 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.tensor.rules import (
+    attention,
+    convolution,
     creation,
     cutting,
     embedding,
     extremes,
     indexing,
+    likelihood,
+    losses,
     matmul,
     moments,
+    normalization,
     pointwise,
     random,
     reductions,
+    softmax,
     views,
 )
 
@@ -39,6 +45,12 @@ _FAMILIES = (
     embedding,
     creation,
     random,
+    softmax,
+    likelihood,
+    losses,
+    normalization,
+    attention,
+    convolution,
 )
 
 RULES: dict[torch._ops.OpOverload, Rule] = {}
