@@ -26,7 +26,8 @@ _aten = torch.ops.aten
 # A table that is Shard(0) is not gathered: each rank looks up the rows that it has and takes zeros for the others, so
 # that the results add up to the rows. Its gradient is made in the same division. The backward operator does not see the
 # table, and a gradient that is whole on all ranks would be right too, but as large as all of the table. So the forward
-# operator leaves a remark in the recipes of the group, under the table's shape, of which axes divide the vocabulary.
+# operator leaves a remark in the recipes of the group, under the table's shape, of which axes divide the vocabulary;
+# of tables of one shape that lie otherwise, one's gradient may then have to be moved.
 
 
 def _remark(call: Call, shape: tuple[int, int], axis: int) -> tuple[object, ...]:

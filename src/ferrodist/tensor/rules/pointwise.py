@@ -112,7 +112,7 @@ _NAMES: list[tuple[Rule, str]] = [
         """
         threshold_backward gelu_backward silu_backward sigmoid_backward tanh_backward hardtanh_backward
         leaky_relu_backward elu_backward softplus_backward hardswish_backward hardsigmoid_backward mish_backward
-        logit_backward log_sigmoid_backward
+        logit_backward log_sigmoid_backward native_dropout_backward
         """,
     ),
     (

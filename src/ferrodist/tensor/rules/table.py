@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.tensor.rules import creation, cutting, embedding, indexing, matmul, pointwise, random, reductions, views
+from ferrodist.tensor.rules import creation, cutting, embedding, indexing, matmul, numbers, pointwise, random, reductions, views
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DECOMPOSITIONS", "RULES"]
 
-_FAMILIES = (pointwise, matmul, reductions, views, cutting, indexing, embedding, creation, random)
+_FAMILIES = (pointwise, matmul, reductions, views, cutting, indexing, embedding, creation, random, numbers)
 
 RULES: dict[torch._ops.OpOverload, Rule] = {}
 """What operators do with divided tensors."""
