@@ -8,6 +8,7 @@ recipes up itself and runs the common ones, for that takes less time than a call
 from __future__ import annotations
 
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -227,6 +228,9 @@ def _prepare(
             return DECOMPOSITIONS[func]
         if func._can_decompose():
             return func.decompose
+        functional = _without_out(func)
+        if functional is not None:
+            return partial(_compute_into, functional)
         return replicate_call(func, cls)
     layouts = {name: map_tensors(lambda one: one._layout, value, cls) for name, value in arguments.items()}
     mesh = _check(func, layouts)
@@ -242,6 +246,28 @@ def _prepare(
         recipe.offsets = [meta.storage_offset() for meta in call.results]
     _find_lane(recipe, func, args, kwargs, cls)
     return recipe
+
+
+def _without_out(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The operator that returns what this one writes to ``out``, if that has a rule."""
+    if [argument.name for argument in func._schema.arguments if argument.is_write] != ["out"]:
+        return None
+    wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments if argument.name != "out"]
+    for name in func.overloadpacket.overloads():
+        found = getattr(func.overloadpacket, name)
+        if found in RULES and wanted == [(argument.name, str(argument.type)) for argument in found._schema.arguments]:
+            return found
+    return None
+
+
+def _compute_into(functional: torch._ops.OpOverload, /, *args: Any, out: Any, **kwargs: Any) -> Any:
+    result = functional(*args, **kwargs)
+    if result.shape != out.shape:
+        raise UnsupportedOpError(
+            f"{functional} gives a tensor of shape {tuple(result.shape)}, and out has {tuple(out.shape)}: a distributed"
+            " tensor keeps its shape"
+        )
+    return out.copy_(result)
 
 
 def _check(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> DeviceMesh:
@@ -261,7 +287,12 @@ def _check(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> DeviceM
 def _decide(call: Call, rule: Rule) -> Recipe:
     """The recipe of a call, by the choices of its rule."""
     func = call.operator
-    written = [argument.name for argument in func._schema.arguments if argument.is_write]
+    written = [
+        argument.name
+        for argument in func._schema.arguments
+        # Fused steps of optimizers write to gradients when they undo a scale only.
+        if argument.is_write and (argument.name != "grads" or call.arguments.get("grad_scale") is not None)
+    ]
     fixed = _inputs_of(call, written)
     if not choose(call, rule, fixed):
         raise UnsupportedOpError(
