@@ -8,7 +8,6 @@ recipes up itself and runs the common ones, for that takes less time than a call
 from __future__ import annotations
 
 from enum import Enum
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +18,8 @@ from ferrodist.tensor.choosing import choose
 from ferrodist.tensor.layout import Layout
 from ferrodist.tensor.plain import adopt_plain, find_plain
 from ferrodist.tensor.redistribution import redistribute_local
-from ferrodist.tensor.replication import replicate_call
-from ferrodist.tensor.rules.table import DECOMPOSITIONS, RULES
+from ferrodist.tensor.rules.table import RULES
+from ferrodist.tensor.substitutes import find_substitute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -190,8 +189,10 @@ def _run(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwarg
         return whole[recipe.written[0]] if func._schema.returns else None
     outputs = iter(recipe.outputs)
     if recipe.offsets is not None:
-        base, offsets = args[0], iter(recipe.offsets)
-        return map_tensors(lambda local: cls._wrap_view(local, next(outputs), base, next(offsets)), results, torch.Tensor)
+        base, offsets = next(iter(whole.values())), iter(recipe.offsets)
+        return map_tensors(
+            lambda local: cls._wrap_view(local, next(outputs), base, next(offsets)), results, torch.Tensor
+        )
     return map_tensors(lambda local: cls._wrap(local, next(outputs)), results, torch.Tensor)
 
 
@@ -224,14 +225,7 @@ def _prepare(
     arguments = bind_arguments(func, args, kwargs)
     rule = RULES.get(func)
     if rule is None:
-        if func in DECOMPOSITIONS:
-            return DECOMPOSITIONS[func]
-        if func._can_decompose():
-            return func.decompose
-        functional = _without_out(func)
-        if functional is not None:
-            return partial(_compute_into, functional)
-        return replicate_call(func, cls)
+        return find_substitute(func, cls)
     layouts = {name: map_tensors(lambda one: one._layout, value, cls) for name, value in arguments.items()}
     mesh = _check(func, layouts)
     if find_plain(list(layouts.values())):
@@ -243,31 +237,9 @@ def _prepare(
     call = Call(func, layouts, mesh)
     recipe = _decide(call, rule)
     if func.is_view and not recipe.written:
-        recipe.offsets = [meta.storage_offset() for meta in call.results]
+        recipe.offsets = [int(meta.storage_offset()) for meta in call.results]
     _find_lane(recipe, func, args, kwargs, cls)
     return recipe
-
-
-def _without_out(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The operator that returns what this one writes to ``out``, if that has a rule."""
-    if [argument.name for argument in func._schema.arguments if argument.is_write] != ["out"]:
-        return None
-    wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments if argument.name != "out"]
-    for name in func.overloadpacket.overloads():
-        found = getattr(func.overloadpacket, name)
-        if found in RULES and wanted == [(argument.name, str(argument.type)) for argument in found._schema.arguments]:
-            return found
-    return None
-
-
-def _compute_into(functional: torch._ops.OpOverload, /, *args: Any, out: Any, **kwargs: Any) -> Any:
-    result = functional(*args, **kwargs)
-    if result.shape != out.shape:
-        raise UnsupportedOpError(
-            f"{functional} gives a tensor of shape {tuple(result.shape)}, and out has {tuple(out.shape)}: a distributed"
-            " tensor keeps its shape"
-        )
-    return out.copy_(result)
 
 
 def _check(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> DeviceMesh:

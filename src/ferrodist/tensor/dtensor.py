@@ -58,7 +58,7 @@ class DTensor(torch.Tensor):
     @staticmethod
     def _wrap_view(local: torch.Tensor, layout: Layout, base: DTensor, offset: int) -> DTensor:
         """A view of another, that starts ``offset`` elements further in the memory of the whole tensor."""
-        offset += base.storage_offset()
+        offset += int(base.storage_offset())
         if offset:
             shape, stride, _, *rest = layout.wrapper_arguments
             made: DTensor = _make_wrapper(DTensor, shape, stride, offset, *rest)
@@ -95,7 +95,7 @@ class DTensor(torch.Tensor):
             if (
                 recipe is not None
                 and (lane := getattr(recipe, "lane", Lane.ANY)) is not Lane.ANY
-                and not (lane is Lane.IN_PLACE and args[0]._is_copy)
+                and not (lane is Lane.IN_PLACE and getattr(args[0], "_is_copy", False))
             ):
                 local = [value._local if type(value) is DTensor else value for value in args]
                 for place, value in recipe.places:
@@ -210,7 +210,7 @@ class DTensor(torch.Tensor):
         return made
 
     @data.setter
-    def data(self, value: torch.Tensor) -> None:  # type: ignore[override] # a Tensor has it as an attribute
+    def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, DTensor):
             raise TypeError(
                 f"the data of a DTensor is a DTensor, not a {type(value).__name__}: distribute it first, as by"
@@ -292,8 +292,7 @@ def _agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
             raise CollectiveMismatchError(
                 "the ranks' parts don't make a tensor: "
                 + " and ".join(
-                    f"rank {mesh.ranks[at]} has {DTYPES[said[at][0]]} of shape {shapes[at]}"
-                    for at in (0, rank)
+                    f"rank {mesh.ranks[at]} has {DTYPES[said[at][0]]} of shape {shapes[at]}" for at in (0, rank)
                 )
                 + ("" if other[_PART.size :] == payloads[0][_PART.size :] else ", placed otherwise")
                 + f"; this rank's is placed as {list(placements)}",

@@ -161,9 +161,7 @@ def local_sizes(
 def compute_range(layout: Layout, dim: int) -> tuple[int, int]:
     """Where this rank's part of a dim starts and ends; the dim is divided in no blocks."""
     start, size = 0, layout.shape[dim]
-    for placement, num_ranks, at in zip(
-        layout.placements, layout.mesh.shape, _coordinate(layout.mesh), strict=True
-    ):
+    for placement, num_ranks, at in zip(layout.placements, layout.mesh.shape, _coordinate(layout.mesh), strict=True):
         if isinstance(placement, Shard) and placement.dim == dim:
             assert placement.blocks == 1, "parts of blocks don't lie together"
             sizes = compute_shard_sizes(size, num_ranks)

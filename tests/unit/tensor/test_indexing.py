@@ -108,7 +108,7 @@ def test_results_of_unknown_shape_are_refused():
         for function in (
             lambda: x[x > 0],
             lambda: torch.masked_select(x, x > 0),
-            lambda: x.nonzero(),
+            x.nonzero,
             lambda: torch.unique(x),
             lambda: x.index_put((x > 0,), x[0]),
         ):

@@ -57,7 +57,7 @@ def train(kind, options, parameters, gradients_of):
     return parameters
 
 
-@pytest.mark.parametrize(("name", "way"), WAYS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "way"), WAYS, ids=str)
 def test_steps(name, way):
     """Parameters end with the same elements, where their gradients lie as they do, otherwise, or are parts of sums."""
     kind, options = OPTIMIZERS[name]

@@ -39,7 +39,13 @@ def test_views_of_two_dims(function):
 
 @pytest.mark.parametrize(
     "function",
-    [torch.squeeze, lambda x: x.squeeze(0), lambda x: x.squeeze(1), lambda x: x.squeeze((0, 1)), lambda x: x.squeeze(2)],
+    [
+        torch.squeeze,
+        lambda x: x.squeeze(0),
+        lambda x: x.squeeze(1),
+        lambda x: x.squeeze((0, 1)),
+        lambda x: x.squeeze(2),
+    ],
     ids=str,
 )
 def test_squeeze(function):

@@ -7,7 +7,8 @@ import torch
 from operator_checks import assert_same, make, placements_of, spread
 
 import ferrodist as fd
-from ferrodist import DeviceMesh, DTensor, Partial, Replicate, Shard
+from ferrodist import DeviceMesh, DTensor, Partial, ReduceOp, Replicate, Shard
+from ferrodist.errors import CollectiveMismatchError
 from ferrodist.testing import run_ranks
 
 
@@ -34,7 +35,7 @@ def test_deepcopy():
         assert other.grad.placements == (Replicate(),)
         both = copy.deepcopy([parameter, parameter])
         assert both[0] is both[1]
-        with pytest.raises(RuntimeError, match="leaves|leaf|graph"):
+        with pytest.raises(RuntimeError, match="only leaves"):
             copy.deepcopy(parameter * 2)
 
     on_two(check)
@@ -55,9 +56,9 @@ def test_modules_of_other_dtypes():
         module = layer(mesh, Shard(0), Shard(0))
         weight = module.weight
         for convert, dtype in (
-            (lambda: module.double(), torch.float64),
+            (module.double, torch.float64),
             (lambda: module.to(torch.bfloat16), torch.bfloat16),
-            (lambda: module.float(), torch.float32),
+            (module.float, torch.float32),
         ):
             convert()
             assert module.weight is weight
@@ -169,3 +170,31 @@ def test_sequences():
         assert "float64[3, 2] over {0: Shard(1)}" in f"{x}"
 
     on_two(check)
+
+
+def test_running_sums():
+    """A plain number may be added to."""
+
+    def check(mesh):
+        for placement in (Replicate(), Partial()):
+            loss, total = spread(torch.tensor(1.5), mesh, [placement]), torch.tensor(0.0)
+            for _ in range(3):
+                total += loss
+            assert type(total) is torch.Tensor
+            assert total == 4.5
+
+    on_two(check)
+
+
+def test_parts_of_any_placement_are_put_together():
+    """Without a shape given, and on three axes; other placements on some ranks are an error on all."""
+
+    def check(group):
+        mesh = DeviceMesh(group, (1, 2, 1))
+        placements = [Replicate(), Partial(ReduceOp.MAX), Partial(ReduceOp.MAX)]
+        local = torch.full((2, 3), float(group.rank))
+        assert_same(DTensor.from_local(local, mesh, placements), torch.ones(2, 3), "a maximum")
+        with pytest.raises(CollectiveMismatchError, match="placed otherwise"):
+            DTensor.from_local(local, mesh, [Replicate(), Shard(group.rank), Replicate()])
+
+    run_ranks(check, 2)

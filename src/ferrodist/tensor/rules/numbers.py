@@ -48,8 +48,7 @@ def _compare(compare: Callable[..., bool], one: Any, other: Any, *tolerance: Any
         here = here.placed([Replicate() if isinstance(one, Partial) else one for one in here.placements])
         there = there.placed(here.placements)
     parts = [
-        redistribute_local(tensor._local, tensor._layout, layout)
-        for tensor, layout in ((one, here), (other, there))
+        redistribute_local(tensor._local, tensor._layout, layout) for tensor, layout in ((one, here), (other, there))
     ]
     alike = compare(*parts, *tolerance, **named)
     return bool(allreduce(torch.tensor([alike], dtype=torch.uint8), ReduceOp.MIN, group=here.mesh.group).item())

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.tensor.rules import creation, cutting, embedding, indexing, matmul, numbers, pointwise, random, reductions, views
+from ferrodist.tensor.rules import (
+    creation,
+    cutting,
+    embedding,
+    indexing,
+    matmul,
+    numbers,
+    pointwise,
+    random,
+    reductions,
+    views,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -170,7 +170,10 @@ _reshape_rule = Rule(choices=_reshaped, arguments=_local_size, local=_reshape)
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
     **{_overload(name): Rule(choices=partial(renamed, order)) for names, order in _RENAMED for name in names.split()},
-    **{_overload(name): Rule(choices=_squeeze_choices, local=_squeeze) for name in ("squeeze.default", "squeeze.dim", "squeeze.dims")},
+    **{
+        _overload(name): Rule(choices=_squeeze_choices, local=_squeeze)
+        for name in ("squeeze.default", "squeeze.dim", "squeeze.dims")
+    },
     _aten.expand.default: Rule(choices=partial(renamed, _expanded), arguments=_local_size),
     _aten.view.default: _reshape_rule,
     _aten._unsafe_view.default: _reshape_rule,
