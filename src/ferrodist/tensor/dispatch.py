@@ -18,8 +18,8 @@ from ferrodist.tensor.choosing import choose
 from ferrodist.tensor.layout import Layout
 from ferrodist.tensor.plain import adopt_plain, find_plain
 from ferrodist.tensor.redistribution import redistribute_local
-from ferrodist.tensor.replication import replicate_call
-from ferrodist.tensor.rules.table import DECOMPOSITIONS, RULES
+from ferrodist.tensor.rules.table import RULES
+from ferrodist.tensor.substitutes import find_substitute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -188,7 +188,7 @@ def _run(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwarg
         return whole[recipe.written[0]] if func._schema.returns else None
     outputs = iter(recipe.outputs)
     if recipe.offsets is not None:
-        base, offsets = args[0], iter(recipe.offsets)
+        base, offsets = next(iter(whole.values())), iter(recipe.offsets)
         return map_tensors(
             lambda local: cls._wrap_view(local, next(outputs), base, next(offsets)), results, torch.Tensor
         )
@@ -224,11 +224,7 @@ def _prepare(
     arguments = bind_arguments(func, args, kwargs)
     rule = RULES.get(func)
     if rule is None:
-        if func in DECOMPOSITIONS:
-            return DECOMPOSITIONS[func]
-        if func._can_decompose():
-            return func.decompose
-        return replicate_call(func, cls)
+        return find_substitute(func, cls)
     layouts = {name: map_tensors(lambda one: one._layout, value, cls) for name, value in arguments.items()}
     mesh = _check(func, layouts)
     if find_plain(list(layouts.values())):
@@ -240,7 +236,7 @@ def _prepare(
     call = Call(func, layouts, mesh)
     recipe = _decide(call, rule)
     if func.is_view and not recipe.written:
-        recipe.offsets = [meta.storage_offset() for meta in call.results]
+        recipe.offsets = [int(meta.storage_offset()) for meta in call.results]
     _find_lane(recipe, func, args, kwargs, cls)
     return recipe
 
@@ -262,7 +258,12 @@ def _check(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> DeviceM
 def _decide(call: Call, rule: Rule) -> Recipe:
     """The recipe of a call, by the choices of its rule."""
     func = call.operator
-    written = [argument.name for argument in func._schema.arguments if argument.is_write]
+    written = [
+        argument.name
+        for argument in func._schema.arguments
+        # Fused steps of optimizers write to gradients when they undo a scale only.
+        if argument.is_write and (argument.name != "grads" or call.arguments.get("grad_scale") is not None)
+    ]
     fixed = _inputs_of(call, written)
     if not choose(call, rule, fixed):
         raise UnsupportedOpError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import struct
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["DTensor"]
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+_tensor_data: Any = torch.Tensor.__dict__.get("data", torch._C.TensorBase.data)
 
 
 class DTensor(torch.Tensor):
@@ -57,7 +59,7 @@ class DTensor(torch.Tensor):
     @staticmethod
     def _wrap_view(local: torch.Tensor, layout: Layout, base: DTensor, offset: int) -> DTensor:
         """A view of another, that starts ``offset`` elements further in the memory of the whole tensor."""
-        offset += base.storage_offset()
+        offset += int(base.storage_offset())
         if offset:
             shape, stride, _, *rest = layout.wrapper_arguments
             made: DTensor = _make_wrapper(DTensor, shape, stride, offset, *rest)
@@ -94,7 +96,7 @@ class DTensor(torch.Tensor):
             if (
                 recipe is not None
                 and (lane := getattr(recipe, "lane", Lane.ANY)) is not Lane.ANY
-                and not (lane is Lane.IN_PLACE and args[0]._is_copy)
+                and not (lane is Lane.IN_PLACE and getattr(args[0], "_is_copy", False))
             ):
                 local = [value._local if type(value) is DTensor else value for value in args]
                 for place, value in recipe.places:
@@ -200,12 +202,65 @@ class DTensor(torch.Tensor):
         """What `redistribute` would do; print it to see the collectives and their bytes."""
         return make_plan(self._layout, self._layout.placed(check_placements(self.mesh, placements, self.shape)))
 
+    @property
+    def data(self) -> DTensor:
+        """The tensor without its history, which shares memory with it; it can be set to another DTensor."""
+        made = DTensor._wrap(self._local, self._layout)
+        if self._is_copy:
+            made._is_copy = True
+        return made
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, DTensor):
+            raise TypeError(
+                f"the data of a DTensor is a DTensor, not a {type(value).__name__}: distribute it first, as by"
+                " fd.distribute(tensor, mesh, placements)"
+            )
+        _tensor_data.__set__(self, value)
+        self._local, self._layout, self._is_copy = value._local, value._layout, value._is_copy
+
+    def tolist(self) -> Any:
+        """Refuse: each rank has a part."""
+        raise _no_plain_data("tolist")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refuse: each rank has a part."""
+        del force
+        raise _no_plain_data("numpy")
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise _no_plain_data("numpy")
+
+    def __format__(self, spec: str) -> str:
+        """Format the number of a tensor without dims, on every rank of the mesh; without a spec nothing is sent."""
+        return format(self.item(), spec) if spec and not self.dim() else format(repr(self), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """A tensor of the same layout with elements of its own."""
+        if id(self) in memo:
+            found: DTensor = memo[id(self)]
+            return found
+        if not self.is_leaf:
+            raise RuntimeError("only leaves of the graph are copied deeply: use detach() or clone()")
+        made = DTensor._wrap(self._local.detach().clone(), self._layout)
+        memo[id(self)] = made
+        made.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "_is_copy"}, memo))
+        return made
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"DTensor({self._layout}, local={self._local})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled: a part without its mesh is not the tensor."""
         raise TypeError("a DTensor is not pickled: save its to_local() or full_tensor()")
+
+
+def _no_plain_data(name: str) -> TypeError:
+    return TypeError(f"{name}() of a DTensor, of which each rank has a part: call it on full_tensor() or to_local()")
 
 
 def _check_plain(tensor: torch.Tensor, name: str) -> None:

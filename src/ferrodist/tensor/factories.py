@@ -158,4 +158,6 @@ def _drawn(whole: torch.Tensor, target: Layout, requires_grad: bool) -> DTensor:
 
 
 def _leaf(local: torch.Tensor, layout: Layout, *, requires_grad: bool) -> DTensor:
-    return DTensor._wrap(local, layout).requires_grad_(requires_grad)
+    made = DTensor._wrap(local, layout)
+    made.requires_grad_(requires_grad)
+    return made

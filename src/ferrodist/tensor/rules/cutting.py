@@ -185,7 +185,7 @@ def _joined(call: Call, axis: int) -> list[Choice]:
     ndim = call.results[0].ndim
     dim = call["dim"] % max(ndim, 1)
     letters: Order = [None if place == dim else place for place in range(ndim)]
-    inputs = [letters if len(shape) == ndim and shape != (0,) else [None] * len(shape) for shape in shapes]
+    inputs: list[Order] = [letters if len(shape) == ndim and shape != (0,) else [None] * len(shape) for shape in shapes]
     choices = without_unasked_sums(choices_of(_all_together(call, inputs, letters), call, axis), call, axis)
     now = call.inputs[0].placements[axis]
     if isinstance(now, Shard) and now.dim == dim:

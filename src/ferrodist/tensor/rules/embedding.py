@@ -13,7 +13,7 @@ from ferrodist.tensor.patterns import Pattern, choices_of
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from ferrodist.tensor.call import Call
     from ferrodist.tensor.layout import Layout
@@ -26,7 +26,8 @@ _aten = torch.ops.aten
 # A table that is Shard(0) is not gathered: each rank looks up the rows that it has and takes zeros for the others, so
 # that the results add up to the rows. Its gradient is made in the same division. The backward operator does not see the
 # table, and a gradient that is whole on all ranks would be right too, but as large as all of the table. So the forward
-# operator leaves a remark in the recipes of the group, under the table's shape, of which axes divide the vocabulary.
+# operator leaves a remark in the recipes of the group, under the table's shape, of which axes divide the vocabulary;
+# of tables of one shape that lie otherwise, one's gradient may then have to be moved.
 
 
 def _remark(call: Call, shape: tuple[int, int], axis: int) -> tuple[object, ...]:
@@ -59,7 +60,7 @@ def _look_up(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) ->
         if start == end:
             return weight.new_zeros((*indices.shape, weight.shape[1]))
         missing = (indices < start) | (indices >= end)
-        rows = call.operator(weight, (indices - start).masked_fill_(missing, 0))
+        rows: torch.Tensor = call.operator(weight, (indices - start).masked_fill_(missing, 0))
         return rows.masked_fill_(missing.unsqueeze(-1), 0)
 
     return look_up
@@ -69,7 +70,7 @@ def _backward_choices(call: Call, axis: int) -> list[Choice]:
     grad, indices = call.inputs
     places = [("i", dim) for dim in range(indices.ndim)]
     # By how often a number is there its gradient is scaled: all of them must be known.
-    folds = {} if call["scale_grad_by_freq"] else dict.fromkeys(places, ReduceOp.SUM)
+    folds: dict[Hashable, ReduceOp] = {} if call["scale_grad_by_freq"] else dict.fromkeys(places, ReduceOp.SUM)
     pattern = Pattern(inputs=[[*places, "d"], places], outputs=[[None, "d"]], folds=folds, linear=((0,),))
     choices = choices_of(pattern, call, axis)
     divided = Choice((Replicate(), Replicate()), (Shard(0),))

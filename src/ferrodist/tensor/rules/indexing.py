@@ -65,7 +65,7 @@ def _index_copy(call: Call, axis: int) -> list[Choice]:
 
 def _index_fill(call: Call, axis: int) -> list[Choice]:
     whole = _except(call, call["dim"], None)
-    more = [[] for _ in call.inputs[2:]]
+    more: list[Letters] = [[] for _ in call.inputs[2:]]
     pattern = Pattern(inputs=[whole, [None] * call.inputs[1].ndim, *more], outputs=[whole])
     return choices_of(pattern, call, axis)
 
@@ -160,7 +160,7 @@ def _mask_letters(
             " full_tensor()"
         )
     first = list(given).index(masks[0])
-    letters = [[first + dim for dim in range(masks[0].ndim)]] if isinstance(masks[0], Layout) else []
+    letters: list[Letters] = [[first + dim for dim in range(masks[0].ndim)]] if isinstance(masks[0], Layout) else []
     whole: list[Any] = list(range(layout.ndim))
     return whole, letters, []
 

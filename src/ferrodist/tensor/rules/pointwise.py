@@ -119,7 +119,7 @@ _NAMES: list[tuple[Rule, str]] = [
         """
         threshold_backward gelu_backward silu_backward sigmoid_backward tanh_backward hardtanh_backward
         leaky_relu_backward elu_backward softplus_backward hardswish_backward hardsigmoid_backward mish_backward
-        logit_backward log_sigmoid_backward
+        logit_backward log_sigmoid_backward native_dropout_backward
         """,
     ),
     (
@@ -128,9 +128,9 @@ _NAMES: list[tuple[Rule, str]] = [
         abs abs_ acos acos_ acosh acosh_ addcdiv addcdiv_ addcmul addcmul_ angle asin asin_ asinh asinh_ atan atan_
         atan2 atan2_ atanh atanh_ bitwise_and bitwise_and_ bitwise_left_shift bitwise_not bitwise_not_ bitwise_or
         bitwise_or_ bitwise_right_shift bitwise_xor bitwise_xor_ ceil ceil_ celu celu_ clamp clamp_ clamp_max clamp_max_
-        clamp_min clamp_min_ copysign copysign_ cos cos_ cosh cosh_ digamma elu elu_ eq eq_ erf erf_ erfc erfc_ erfinv erfinv_
-        exp exp_ exp2 exp2_ expm1 expm1_ fill fill_ floor floor_ floor_divide floor_divide_ fmax fmin fmod fmod_ frac
-        ge ge_ gelu gelu_ gt gt_ hardsigmoid hardsigmoid_ hardswish hardswish_ hardtanh hardtanh_ heaviside hypot
+        clamp_min clamp_min_ copysign copysign_ cos cos_ cosh cosh_ digamma elu elu_ eq eq_ erf erf_ erfc erfc_ erfinv
+        erfinv_ exp exp_ exp2 exp2_ expm1 expm1_ fill fill_ floor floor_ floor_divide floor_divide_ fmax fmin fmod fmod_
+        frac ge ge_ gelu gelu_ gt gt_ hardsigmoid hardsigmoid_ hardswish hardswish_ hardtanh hardtanh_ heaviside hypot
         i0 isinf isnan isneginf isposinf le le_ leaky_relu leaky_relu_ lgamma log log_ log10 log10_ log1p log1p_
         log2 log2_ log_sigmoid_forward logaddexp logaddexp2 logical_and logical_and_ logical_not logical_not_ logical_or
         logical_or_ logical_xor logical_xor_ logit lt lt_ masked_fill masked_fill_ maximum minimum mish mish_ nan_to_num

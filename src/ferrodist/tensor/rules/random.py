@@ -67,12 +67,12 @@ def _all_whole(call: Call, axis: int) -> list[Choice]:
 
 def _draw_from_whole(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any]:
     del outputs
-    mesh, operator = inputs[0].mesh, call.operator
+    layout, operator = inputs[0], call.operator
 
-    def draw(*others: Any, **named: Any) -> Any:
+    def draw(local: torch.Tensor, *others: Any, **named: Any) -> Any:
         generators = [one for one in (*others, *named.values()) if isinstance(one, torch.Generator)]
-        check_generators(mesh, generators[0] if generators else None, str(operator))
-        return operator(*others, **named)
+        check_generators(layout.mesh, generators[0] if generators else None, str(operator))
+        return operator(_whole(layout).copy_(local), *others, **named)
 
     return draw
 
