@@ -178,3 +178,21 @@ def test_one_hot():
             assert one_hot.placements == (placement,)
 
     run_ranks(check, 2)
+
+
+def test_values_that_are_broadcast_and_dims_that_are_not_indexed():
+    """On two axes, in some placements of each."""
+    inputs = [make(3, 4, 5), ROWS, make(3, 6, 1, seed=1)]
+
+    def check(group):
+        mesh = DeviceMesh(group, (2, 2))
+        for placements in (
+            [[Shard(0), Shard(2)], [Replicate(), Replicate()], [Shard(0), Replicate()]],
+            [[Partial(), Shard(0)], [Shard(0), Replicate()], [Shard(1), Shard(0)]],
+            [[Shard(1), Replicate()], [Shard(0), Shard(0)], [Replicate(), Partial()]],
+        ):
+            check_operator(
+                mesh, lambda x, i, y: torch.ops.aten.index_put(x, [None, i], y, accumulate=True), inputs, placements
+            )
+
+    run_ranks(check, 4)
