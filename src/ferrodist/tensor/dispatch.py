@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Lane", "Recipe", "dispatch", "part_of_key"]
 
-_BY_VALUE = object()
+_BY_VALUE: Any = object()
 """In the place of a recipe: it is found under a key with the values of numbers too."""
 
 _MAX_RECIPES = 1 << 14
@@ -127,17 +127,17 @@ def dispatch(
         _check_writable(func, args, kwargs)
     recipes = _recipes_of(args, kwargs, cls)
     recipe = recipes.get(tuple(key))
-    if recipe is _BY_VALUE:
-        key = [*key, *_values([*args, *kwargs.values()])]
-        recipe = recipes.get(tuple(key))
     if recipe is None:
-        rule = RULES.get(func)
         if len(recipes) >= _MAX_RECIPES:
             recipes.clear()
-        if rule is not None and rule.by_value:
-            recipes[tuple(key)] = _BY_VALUE
-            key = [*key, *_values([*args, *kwargs.values()])]
-        recipe = recipes[tuple(key)] = _prepare(func, args, kwargs, cls)
+        rule = RULES.get(func)
+        is_by_value = rule is not None and rule.by_value
+        recipe = recipes[tuple(key)] = _BY_VALUE if is_by_value else _prepare(func, args, kwargs, cls)
+    if recipe is _BY_VALUE:
+        exact = (*key, _BY_VALUE, *_values([*args, *kwargs.values()]))
+        recipe = recipes.get(exact)
+        if recipe is None:
+            recipe = recipes[exact] = _prepare(func, args, kwargs, cls)
     if not isinstance(recipe, Recipe):
         return recipe(*args, **kwargs)
     if recipe.lane is Lane.LISTS:

@@ -131,7 +131,7 @@ def test_what_would_have_to_move_is_refused():
     def check(group):
         mesh = DeviceMesh(group, (2,))
         y = spread(make(5, 3, seed=1), mesh, [Shard(0)])
-        for function in (lambda x: x.exp_(), lambda x: x.add_(1), lambda x: x.fill_(1)):
+        for function in (lambda x: x.exp_(), lambda x: x.clamp_(0, 1), lambda x: x.fill_(1)):
             x = spread(make(5, 3), mesh, [Partial()])
             with pytest.raises(UnsupportedOpError, match=r"redistribute\(\) it first"):
                 function(x)

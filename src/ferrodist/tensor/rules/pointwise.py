@@ -9,6 +9,7 @@ import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.call import Rule
+from ferrodist.tensor.layout import Layout
 from ferrodist.tensor.patterns import Pattern, choices_of
 from ferrodist.tensor.placement import Partial
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ferrodist.tensor.call import Call, Choice
-    from ferrodist.tensor.layout import Layout
 
 __all__ = ["RULES", "broadcast_letters", "overloads"]
 
@@ -24,13 +24,19 @@ _aten = torch.ops.aten
 
 
 def overloads(names: Sequence[str]) -> Iterator[torch._ops.OpOverload]:
-    """All overloads of operators of these names that return what they compute, or write it to their first argument."""
-    for name in names:
+    """The overloads of operators that return what they compute, or write it to their first argument.
+
+    Args:
+        names: Of operators, all of whose overloads are meant, or of single overloads: ``"where.self"``.
+    """
+    for name, _, only in (name.partition(".") for name in names):
         packet = getattr(_aten, name)
-        for overload in packet.overloads():
+        for overload in [only] if only else packet.overloads():
             found = getattr(packet, overload)
-            written = [argument.name for argument in found._schema.arguments if argument.is_write]
-            if not written or written[0] == found._schema.arguments[0].name:
+            arguments = found._schema.arguments
+            written = [argument.name for argument in arguments if argument.is_write]
+            takes_tensors = any("Tensor" in str(argument.type) for argument in arguments)
+            if takes_tensors and (not written or written[0] == arguments[0].name):
                 yield found
 
 
@@ -55,8 +61,12 @@ def _choices(
     shapes = [layout.shape for layout in call.inputs]
     ndim = max(map(len, shapes))
     letters = broadcast_letters(shapes, ndim)
+    num_outputs = max(1, len(call.operator._schema.returns))
     pattern = Pattern(
-        inputs=letters, outputs=[range(ndim)], linear=linear(call), keeps=keeps if len(shapes) == 1 else ()
+        inputs=letters,
+        outputs=[range(ndim)] * num_outputs,
+        linear=linear(call),
+        keeps=keeps if len(shapes) == 1 else (),
     )
     return choices_of(pattern, call, axis)
 
@@ -79,12 +89,25 @@ def _in_each(call: Call) -> Sequence[Sequence[int]]:
     return tuple((place,) for place in range(len(call.inputs)))
 
 
+_SUMMANDS = ("self", "other", "src", "end", "tensors1")
+_FACTORS = ("alpha", "weight", "non_blocking")
+
+
 def _in_all(call: Call) -> Sequence[Sequence[int]]:
-    """As sums are, of tensors: a number or a whole tensor beside them would be added on every rank."""
-    others = [value for name, value in call.arguments.items() if name in ("other", "src", "end", "tensor1")]
-    if len(call.inputs) < 1 + len(others):
-        return ()
-    return (tuple(range(len(call.inputs))),)
+    """As sums are, of tensors: numbers beside them would be added on every rank, and a tensor of weights multiplies."""
+    tensors = 0
+    for name, value in call.arguments.items():
+        (operand,) = value if isinstance(value, list | tuple) and value else (value,)
+        if isinstance(operand, Layout) and name in _SUMMANDS:
+            tensors += 1
+        elif name not in _FACTORS or isinstance(operand, Layout | torch.Tensor):
+            return ()
+    return (tuple(range(tensors)),)
+
+
+def _in_dividend(call: Call) -> Sequence[Sequence[int]]:
+    """Unless quotients are rounded."""
+    return ((0,),) if call.arguments.get("rounding_mode") is None else ()
 
 
 def _in_branches(call: Call) -> Sequence[Sequence[int]]:
@@ -112,8 +135,8 @@ _NAMES: list[tuple[Rule, str]] = [
     (_rule(_in_first), "neg neg_ zero_ real imag _conj conj_physical resolve_conj resolve_neg"),
     (_rule(_in_all), "add add_ sub sub_ rsub copy_ lerp lerp_ copy"),
     (_rule(_in_each), "mul mul_"),
-    (_rule(_in_first), "div div_"),
-    (_rule(_in_branches), "where"),
+    (_rule(_in_dividend), "div div_"),
+    (_rule(_in_branches), "where.self where.ScalarSelf where.ScalarOther where.Scalar"),
     (
         _rule(_in_first),
         """
@@ -158,7 +181,8 @@ _NAMES: list[tuple[Rule, str]] = [
 
 def _in_sum_or_first(call: Call) -> Sequence[Sequence[int]]:
     """Parts of a sum that a number is added to stay what they are, where they are written to."""
-    return _in_first(call) if len(call.inputs) == 1 else _in_all(call)
+    is_written = isinstance(call.arguments["self"], Layout)
+    return _in_first(call) if is_written and len(call.inputs) == 1 else _in_all(call)
 
 
 def _add_number(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:

@@ -1,0 +1,138 @@
+"""Operators on each element, of whole tensors and of parts of sums."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operator_checks import assert_same, check_everywhere, check_operator, make, placements_of, spread
+
+from ferrodist import DeviceMesh, Partial, ReduceOp, Replicate, Shard
+from ferrodist.tensor.rules import pointwise
+from ferrodist.testing import run_ranks
+
+# What may be done to parts before they are folded, and what looks as if it could.
+ON_PARTS = {
+    "add": lambda x, y: x + y,
+    "add a number": lambda x, y: x + 2 + y * 0,
+    "subtract from a number": lambda x, y: 2 - x + y,
+    "add with a factor": lambda x, y: torch.add(x, y, alpha=3),
+    "multiply": lambda x, y: x * y,
+    "square": lambda x, y: x * x + y,
+    "divide": lambda x, y: x / (y.abs() + 1),
+    "divide and round": lambda x, y: torch.div(x, y.abs() + 1, rounding_mode="floor") + y,
+    "interpolate": lambda x, y: torch.lerp(x, y, 0.25),
+    "interpolate by weights": lambda x, y: torch.lerp(x, y, x * y),
+    "choose": lambda x, y: torch.where(x > y, x, y),
+    "fill in zeros": lambda x, y: x.masked_fill(y > 0, 0.0) + y,
+    "fill in ones": lambda x, y: x.masked_fill(y > 0, 1.0) + y,
+    "maximum": torch.maximum,
+    "negate": lambda x, y: -x - y,
+    "power": lambda x, y: x.abs() ** 1.5 + y,
+    "relu": lambda x, y: torch.relu(x) * torch.sigmoid(y),
+    "add and multiply": lambda x, y: torch.addcmul(x, x, y, value=2),
+    "list": lambda x, y: torch._foreach_add([x, y], [y, x], alpha=2)[0],
+    "list and a number": lambda x, y: torch._foreach_add([x, y], 2)[0] + y,
+    "list and numbers": lambda x, y: torch._foreach_add([x, y], [1, 2])[1] + x,
+    "list by weights": lambda x, y: torch._foreach_lerp([x], [y], [x * y])[0],
+}
+
+
+@pytest.mark.parametrize("name", ON_PARTS)
+def test_placements_of_both_inputs(name):
+    backward = "list" not in name
+    check_everywhere(ON_PARTS[name], [make(4, 3), make(4, 3, seed=1)], meshes=[(2,)], backward=backward)
+
+
+@pytest.mark.parametrize("op", [ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX])
+def test_other_folds(op):
+    """What parts give that are folded otherwise than by sums."""
+
+    def check(group):
+        mesh = DeviceMesh(group, (2,))
+        for name, one, other in itertools.product(ON_PARTS, [Partial(op)], [Partial(op), Replicate(), Partial()]):
+            operands = [make(4, 3), make(4, 3, seed=1)]
+            check_operator(mesh, ON_PARTS[name], operands, [[one], [other]], backward="list" not in name)
+
+    run_ranks(check, 2)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_broadcasting(data):
+    """Any shapes that fit, any placements, on one axis or two."""
+    shape = data.draw(st.lists(st.integers(0, 4), max_size=3))
+    shapes = [
+        [data.draw(st.sampled_from([size, 1])) for size in shape[data.draw(st.integers(0, len(shape))) :]]
+        for _ in range(2)
+    ]
+    mesh_shape = data.draw(st.sampled_from([(2,), (3,), (2, 2)]))
+    placements = [data.draw(st.sampled_from(placements_of(len(one), len(mesh_shape)))) for one in shapes]
+    inputs = [make(*one, seed=seed) for seed, one in enumerate(shapes)]
+    function = data.draw(st.sampled_from([torch.add, torch.mul, torch.maximum]))
+
+    def check(group):
+        check_operator(DeviceMesh(group, mesh_shape), function, inputs, placements)
+
+    run_ranks(check, torch.Size(mesh_shape).numel())
+
+
+def sample(overload, tensors):
+    """Arguments of an operator by its schema: tensors, and 1 or 1.0 for numbers."""
+    arguments = []
+    for argument in overload._schema.arguments:
+        kind = str(argument.type)
+        if argument.kwarg_only or argument.default_value is not None:
+            break
+        if kind == "Tensor":
+            arguments.append(next(tensors))
+        elif kind in ("number", "float"):
+            arguments.append(1.0)
+        elif kind == "int":
+            arguments.append(1)
+        elif kind == "bool":
+            arguments.append(False)
+        elif kind.startswith("Optional"):
+            arguments.append(None)
+        else:
+            return None
+    return arguments
+
+
+NAMES = sorted(
+    {
+        overload
+        for overload in pointwise.RULES
+        if not overload._schema.is_mutable and not overload.name().startswith(("aten::_foreach", "aten::_fused"))
+    },
+    key=str,
+)
+
+
+def test_every_operator_gives_what_the_plain_one_does():
+    """Each in turn, on inputs of several dtypes until one fits: divided, whole and partial."""
+    tried = []
+
+    def check(group):
+        mesh = DeviceMesh(group, (2,))
+        for overload in NAMES:
+            for dtype, placement in itertools.product((torch.float64, torch.int64, torch.bool), (Shard(0), Partial())):
+                if placement == Partial() and dtype is torch.bool:
+                    continue
+                tensors = [make(5, 3, dtype=dtype, seed=seed, low=0.1, high=0.9) for seed in range(4)]
+                arguments = sample(overload, iter(tensors))
+                if arguments is None:
+                    break
+                try:
+                    expected = overload(*arguments)
+                except (RuntimeError, TypeError, NotImplementedError):
+                    continue  # not of this dtype
+                divided = [
+                    spread(one, mesh, [placement]) if isinstance(one, torch.Tensor) else one for one in arguments
+                ]
+                assert_same(overload(*divided), expected, f"{overload} of {dtype} as {placement}")
+                tried.append(overload)
+
+    run_ranks(check, 2)
+    assert len(set(tried)) > 0.85 * len(NAMES), sorted(map(str, set(NAMES) - set(tried)))
