@@ -66,7 +66,7 @@ PLANS = {
         "down": RowParallel(outputs=Shard(1)),
     },
     "nothing": {},
-    "gathered": {"up": ColumnParallel(outputs=Replicate()), "*own": RowParallel(given=Replicate())},
+    "gathered": {"up": ColumnParallel(outputs=Replicate()), "*own": RowParallel()},
 }
 
 

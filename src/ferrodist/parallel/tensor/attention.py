@@ -81,9 +81,8 @@ class ParallelAttention(nn.Module):
         shared = ColumnParallel() if self._sharing == 1 else Style()
         for layer, style in ((self.queries, ColumnParallel()), (self.keys, shared), (self.values, shared)):
             divide(layer, mesh, {"": style})
-        apply_style(self.output, mesh, RowParallel(outputs=given))
-        preparation = Preparation(given=given, wanted=Replicate())
-        self.forward = PreparedForward(self.forward, mesh, preparation)  # type: ignore[method-assign]
+        apply_style(self.output, mesh, RowParallel(outputs=given), Shard(-1))
+        self.forward = PreparedForward(self.forward, mesh, Preparation(wanted=Replicate()), given)  # type: ignore[method-assign]
 
     def _check(self, embed_dim: int, mesh: DeviceMesh) -> None:
         if embed_dim % self.num_heads:

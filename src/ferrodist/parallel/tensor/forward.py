@@ -1,8 +1,9 @@
 """A module's forward with inputs and outputs that lie as declared.
 
 [Note: plain tensors]
-A module gives what it gets. Of distributed tensors it makes distributed ones. Plain tensors are this rank's parts, as
-declared; then what comes out is plain too, this rank's part of it.
+A layer by itself gives what it gets: of distributed tensors it makes distributed ones. Plain tensors are this rank's
+parts, and then what comes out is plain too, this rank's part of it. Inside of a module that is parallel as a whole
+(`WholeForward`) all is distributed, and plain tensors are those that the module's code has made: whole on every rank.
 """
 
 from __future__ import annotations
@@ -52,15 +53,18 @@ class PreparedForward:
         forward: The module's own.
         mesh: Over which its parameters lie; of one axis.
         preparation: How tensors lie.
+        given: How a plain input lies, for a layer by itself; None inside of a module that is parallel as a whole.
     """
 
-    def __init__(self, forward: Callable[..., Any], mesh: DeviceMesh, preparation: Preparation) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], mesh: DeviceMesh, preparation: Preparation, given: Placement | None = None
+    ) -> None:
         functools.update_wrapper(self, forward)
-        self._forward, self._mesh, self._preparation = forward, mesh, preparation
+        self._forward, self._mesh, self._preparation, self._given = forward, mesh, preparation, given
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module."""
-        is_plain = not find_distributed([args, kwargs])
+        is_plain = self._given is not None and not find_distributed([args, kwargs])
         wanted = self._preparation.wanted
         by_name = wanted if isinstance(wanted, Mapping) else {}
         args = tuple(self._prepare(value, self._wanted(place)) for place, value in enumerate(args))
@@ -76,7 +80,7 @@ class PreparedForward:
         return wanted[place] if place < len(wanted) else None
 
     def _prepare(self, value: Any, wanted: Placement | None) -> Any:
-        given = self._preparation.given
+        given = self._given or Replicate()
 
         def prepare(tensor: torch.Tensor) -> DTensor:
             if not isinstance(tensor, DTensor):

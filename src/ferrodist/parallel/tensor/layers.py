@@ -49,7 +49,7 @@ class ColumnParallelLinear(nn.Linear):
         super().__init__(in_features, out_features, bias, device="cpu", dtype=dtype)
         given = Replicate() if sequence_dim is None else Shard(sequence_dim)
         outputs = Replicate() if gather_output else Shard(-1)
-        apply_style(self, mesh, ColumnParallel(given=given, outputs=outputs, blocks=blocks, chunks=chunks))
+        apply_style(self, mesh, ColumnParallel(outputs=outputs, blocks=blocks, chunks=chunks), given)
 
 
 class RowParallelLinear(nn.Linear):
@@ -79,7 +79,7 @@ class RowParallelLinear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device="cpu", dtype=dtype)
         outputs = Replicate() if sequence_dim is None else Shard(sequence_dim)
-        apply_style(self, mesh, RowParallel(outputs=outputs))
+        apply_style(self, mesh, RowParallel(outputs=outputs), Shard(-1))
 
 
 class ParallelEmbedding(nn.Embedding):
@@ -109,4 +109,4 @@ class ParallelEmbedding(nn.Embedding):
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **options)
         outputs = Replicate() if sequence_dim is None else Shard(sequence_dim)
-        apply_style(self, mesh, VocabularyParallel(outputs=outputs))
+        apply_style(self, mesh, VocabularyParallel(outputs=outputs), Replicate())

@@ -63,8 +63,14 @@ def parallelize(
     return module
 
 
-def apply_style(module: nn.Module, mesh: DeviceMesh, style: Style) -> None:
-    """Divide one module, and prepare its forward; every rank of the mesh calls this.
+def apply_style(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placement) -> None:
+    """Make one module a layer by itself, divided and with its forward prepared; every rank of the mesh calls this.
+
+    Args:
+        module: The module, which is changed in place.
+        mesh: The ranks, along one axis.
+        style: How.
+        given: How an input lies that comes as a plain tensor, this rank's part.
 
     Raises:
         TypeError, ValueError: As for `parallelize`.
@@ -72,7 +78,7 @@ def apply_style(module: nn.Module, mesh: DeviceMesh, style: Style) -> None:
     _check_mesh(mesh)
     style.check(type(module).__name__, module)
     divide(module, mesh, {"": style})
-    _prepare(module, mesh, style)
+    _prepare(module, mesh, style, given)
 
 
 def divide(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style]) -> None:
@@ -174,9 +180,9 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, placements: Mapping[nn.Para
                 owner._buffers[key] = distribute(buffer, mesh, Replicate())  # noqa: SLF001
 
 
-def _prepare(module: nn.Module, mesh: DeviceMesh, style: Style) -> None:
+def _prepare(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placement | None = None) -> None:
     forward = module.forward
     if isinstance(style, ColumnParallel) and style.chunks > 1:
         assert isinstance(module, nn.Linear), "the style has checked it"
         forward = OverlappedLinear(module, style.chunks)
-    module.forward = PreparedForward(forward, mesh, style.preparation())
+    module.forward = PreparedForward(forward, mesh, style.preparation(), given)

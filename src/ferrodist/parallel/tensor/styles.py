@@ -27,13 +27,11 @@ class Preparation:
     """How a module's tensors lie around its forward.
 
     Args:
-        given: How an input lies that comes as a plain tensor, this rank's part.
         wanted: How inputs shall lie in the forward: one placement for all, one for each positional argument, or by the
             names of arguments; None leaves them.
         outputs: How outputs shall lie: one placement for all, or one for each; None leaves them.
     """
 
-    given: Placement = Replicate()
     wanted: Placement | Sequence[Placement | None] | Mapping[str, Placement] | None = None
     outputs: Placement | Sequence[Placement | None] | None = None
 
@@ -44,13 +42,11 @@ class Style:
 
     Args:
         parameters: How the module's own parameters lie, by name; those not named are whole on every rank.
-        given: How an input lies that comes as a plain tensor.
         wanted: How inputs shall lie in the forward; see `Preparation`.
         outputs: How outputs shall lie.
     """
 
     parameters: Mapping[str, Placement] = field(default_factory=dict)
-    given: Placement = Replicate()
     wanted: Placement | Sequence[Placement | None] | Mapping[str, Placement] | None = None
     outputs: Placement | Sequence[Placement | None] | None = None
 
@@ -67,7 +63,7 @@ class Style:
 
     def preparation(self) -> Preparation:
         """How its tensors lie."""
-        return Preparation(given=self.given, wanted=self.wanted, outputs=self.outputs)
+        return Preparation(wanted=self.wanted, outputs=self.outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +103,7 @@ class ColumnParallel(_OfLinear):
     def preparation(self) -> Preparation:
         """How its tensors lie."""
         outputs = Shard(-1, blocks=self.blocks) if self.outputs == Shard(-1) else self.outputs
-        return Preparation(given=self.given, wanted=self.wanted if self.chunks == 1 else None, outputs=outputs)
+        return Preparation(wanted=self.wanted if self.chunks == 1 else None, outputs=outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +114,9 @@ class RowParallel(_OfLinear):
     or gathers. The bias is added once.
 
     Args:
-        given: ``Shard(-1)``: a plain tensor is this rank's part of the input.
         outputs: `Replicate`, or ``Shard(dim)`` for a sequence that is divided between layers.
     """
 
-    given: Placement = Shard(-1)
     outputs: Placement | Sequence[Placement | None] | None = Replicate()
 
     def placement_of(self, name: str, parameter: torch.Tensor) -> Placement:
@@ -132,7 +126,7 @@ class RowParallel(_OfLinear):
 
     def preparation(self) -> Preparation:
         """How its tensors lie."""
-        return Preparation(given=self.given, wanted=Shard(-1), outputs=self.outputs)
+        return Preparation(wanted=Shard(-1), outputs=self.outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +154,7 @@ class VocabularyParallel(Style):
 
     def preparation(self) -> Preparation:
         """How its tensors lie."""
-        return Preparation(given=self.given, wanted=Replicate(), outputs=self.outputs)
+        return Preparation(wanted=Replicate(), outputs=self.outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,4 +171,4 @@ class SequenceParallel(Style):
 
     def preparation(self) -> Preparation:
         """How its tensors lie."""
-        return Preparation(given=Shard(self.dim), wanted=Shard(self.dim), outputs=Shard(self.dim))
+        return Preparation(wanted=Shard(self.dim), outputs=Shard(self.dim))
