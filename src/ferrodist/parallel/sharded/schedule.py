@@ -397,7 +397,7 @@ class Schedule:
     def _fail(self, error: BaseException) -> None:
         """This rank is out of step: end the group, and leave the shards."""
         here = f"FSDP failed with {describe_error(error)}"
-        for group in (self._group, self._axes.shard, self._axes.replicate):
+        for group in (self._group, self._axes.shard, self._axes.replicate, *self._axes.others):
             if group is not None and group.failure is None:
                 group.abort(error if isinstance(error, DistributedError) else here)
         self._forget_all()
