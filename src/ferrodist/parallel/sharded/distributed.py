@@ -34,6 +34,7 @@ __all__ = [
     "find_groups",
     "join_parts",
     "layout_of",
+    "lie_alike",
     "part_of",
     "wrap_part",
 ]
@@ -42,6 +43,12 @@ __all__ = [
 def layout_of(tensor: torch.Tensor) -> Layout | None:
     """How a distributed tensor lies; None for a plain one."""
     return tensor._layout if isinstance(tensor, DTensor) else None  # noqa: SLF001 - to look at one is no operator
+
+
+def lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have the same parts on each rank."""
+    first, second = layout_of(one), layout_of(other)
+    return first is second or (first is not None and second is not None and first.placements == second.placements)
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -61,11 +61,11 @@ class FSDP(torch.nn.Module):
     backward, for it sees other parameters. A module that uses the parameters of a child without calling it must be in
     one unit with the child.
 
-    Parameters may be DTensors, as `parallelize` makes them: over another axis of the mesh than that of FSDP, whose ranks
+    Parameters may be DTensors, as `parallelize` makes them, over another axis of a mesh than that of FSDP, whose ranks
     all have the same parts. These are what FSDP divides; inside forward and backward the module has DTensors. Pieces
     are plain tensors, and other `Parameter` objects than the module had: make optimizers after FSDP, as for parameters
-    on the meta device. Norms for clipping and whole states are those of the undivided model; every rank of the mesh
-    calls what collects them::
+    on the meta device. Norms for clipping and whole states are those of the undivided model; every rank of the whole
+    mesh calls what collects them, and each group's rank 0 gives what is loaded on rank 0 alone::
 
         mesh = fd.DeviceMesh(None, (2, 4), ("data", "tensor"))
         fd.parallelize(model, mesh["tensor"], plan)

@@ -216,6 +216,10 @@ class Schedule:
             unit.show(is_whole=False)  # between forward and backward programs look for gradients and optimizers
         if succeeded:
             self._await_readers()
+            return
+        failure = next((group.failure for group in self._axes.others if group.failure is not None), None)
+        if failure is not None:  # in the module's own collectives, after which no rank of the mesh can go on
+            self._fail(failure)
 
     def _watch_outputs(self, output: Any, trace: Trace, call: int) -> bool:
         """Have `before_backward` called when a gradient reaches an output; whether one can."""
