@@ -87,7 +87,8 @@ class DDP(torch.nn.Module):
             buffer or option.
         DistributedTimeoutError: Some rank did not come.
         UnsupportedOpError: A parameter or buffer is of a kind that collectives can't carry, or can't be written to
-            (expanded, made under ``inference_mode``); it is named.
+            (expanded, made under ``inference_mode``), or a DTensor, for which there is `FSDP` with NO_SHARD; it is
+            named.
         TypeError, ValueError: An argument is wrong.
     """
 

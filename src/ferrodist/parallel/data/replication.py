@@ -15,6 +15,7 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.data.buckets import plan_buckets
 from ferrodist.parallel.owners import describe_owner
 from ferrodist.parallel.same_form import compare_forms, write_obstacle
+from ferrodist.tensor.dtensor import DTensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +38,7 @@ def check_same_form(
     Raises:
         CollectiveMismatchError: On every rank, naming the first parameter or buffer that differs. The group stays good.
         UnsupportedOpError, ValueError: On every rank, naming a parameter or buffer that collectives can't carry, one
-            that is lazy and has no shape yet, or one that an FSDP has. The group stays good.
+            that is lazy and has no shape yet, one that an FSDP has, or a distributed one. The group stays good.
     """
     options_lines = [f"the option {line}" for line in (options.describe() if options else ())]
     lines = [*options_lines, *_describe(module)]
@@ -47,9 +48,20 @@ def check_same_form(
         deadline,
         maker=maker,
         module=type(module).__name__,
-        refusal=describe_owner(module.named_parameters()),
+        refusal=describe_owner(module.named_parameters()) or _find_distributed(module, maker),
     )
     check_supported(module, group, maker=maker)
+
+
+def _find_distributed(module: torch.nn.Module, maker: str) -> str | None:
+    """A sentence about the first parameter or buffer that lies over a mesh; None when none does."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if isinstance(tensor, DTensor):
+            return (
+                f"{name!r} is a DTensor, of which this rank has a part, as parallelize() makes them, and {maker} takes"
+                " plain tensors: use FSDP with strategy=ShardingStrategy.NO_SHARD over another axis of the mesh"
+            )
+    return None
 
 
 def _describe(module: torch.nn.Module) -> list[str]:

@@ -16,17 +16,22 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.owners import claim_parameters, describe_owner
 from ferrodist.parallel.same_form import compare_forms, write_obstacle
+from ferrodist.parallel.sharded.distributed import layout_of, part_of
 from ferrodist.parallel.sharded.layout import FlatLayout, find_gone, release_names
 from ferrodist.parallel.sharded.memory import allot
 from ferrodist.parallel.sharded.parameter import FlatParameters
 from ferrodist.parallel.sharded.unit import Unit
+from ferrodist.tensor.gradient_placement import places_gradients
+from ferrodist.tensor.placement import Partial
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from ferrodist.backends.base import Backend
     from ferrodist.parallel.sharded.mixed_precision import MixedPrecision
     from ferrodist.parallel.sharded.policies import UnitPlan
     from ferrodist.parallel.sharded.strategy import Axes
+    from ferrodist.tensor.layout import Layout
 
 __all__ = ["build_units", "check_same_plan"]
 
@@ -41,14 +46,36 @@ def check_same_plan(plans: Sequence[UnitPlan], root: torch.nn.Module, axes: Axes
     Raises:
         CollectiveMismatchError: On every rank, naming the first difference. The group stays good.
         UnsupportedOpError, ValueError: On every rank, naming what can't be divided. The group stays good.
+        ValueError: On every rank: they have different parts of a distributed parameter. The group stays good.
     """
     group = axes.whole
     lines = [f"settings {settings}", *_describe(plans, root)]
     refusal = _refusal(plans, root)
     deadline = Deadline(group.timeout)
     compare_forms(lines, group, deadline, maker="FSDP", module=type(root).__name__, refusal=refusal)
-    gone = [set(places) for places in all_gather_object(find_gone(group), group=group, timeout=deadline.remaining())]
-    release_names(group, set.intersection(*gone))
+    said = (find_gone(group), _find_places(plans))
+    answers = all_gather_object(said, group=group, timeout=deadline.remaining())
+    release_names(group, set.intersection(*(set(gone) for gone, _ in answers)))
+    _check_same_parts(plans, [places for _, places in answers], group)
+
+
+def _find_places(plans: Sequence[UnitPlan]) -> list[tuple[int, ...] | None]:
+    """Where this rank is in the mesh of each parameter; None for plain ones."""
+    layouts = [layout_of(parameter) for plan in plans for parameter in plan.parameters.values()]
+    return [None if layout is None else layout.mesh.coordinate for layout in layouts]
+
+
+def _check_same_parts(plans: Sequence[UnitPlan], places: Sequence[Sequence[object]], group: Backend) -> None:
+    """Raise unless all ranks have the same parts, for FSDP makes equal what they have."""
+    names = [name for plan in plans for name in plan.parameters]
+    for rank, theirs in enumerate(places):
+        for name, first, other in zip(names, places[0], theirs, strict=True):
+            if first != other:
+                raise ValueError(
+                    f"ranks 0 and {rank} of group {group.name!r} have different parts of parameter {name!r}, at"
+                    f" {first} and {other} of its mesh: give FSDP the ranks that have the same part, along another axis"
+                    " than the parameter's, as mesh['data'] of a DeviceMesh where mesh['tensor'] divides the module"
+                )
 
 
 def _describe(plans: Sequence[UnitPlan], root: torch.nn.Module) -> list[str]:
@@ -63,7 +90,11 @@ def _describe(plans: Sequence[UnitPlan], root: torch.nn.Module) -> list[str]:
 
 
 def _form(name: str, tensor: torch.Tensor) -> str:
-    return f"{name!r}" if is_lazy(tensor) else f"{name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}"
+    if is_lazy(tensor):
+        return f"{name!r}"
+    layout = layout_of(tensor)
+    over = "" if layout is None else f", distributed as {layout} of {layout.mesh.shape} ranks"
+    return f"{name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}{over}"
 
 
 def _refusal(plans: Sequence[UnitPlan], root: torch.nn.Module) -> str | None:
@@ -77,7 +108,7 @@ def _refusal(plans: Sequence[UnitPlan], root: torch.nn.Module) -> str | None:
     for name, buffer in root.named_buffers():
         if reason := _tensor_refusal(buffer):
             return f"buffer {name!r}: {reason}"
-        if obstacle := write_obstacle(buffer):
+        if obstacle := write_obstacle(part_of(buffer)):
             return f"buffer {name!r} {obstacle}, so nothing can be written to it: make it a clone()"
     return None
 
@@ -94,12 +125,18 @@ def _parameter_refusal(parameter: torch.nn.Parameter) -> str | None:
             "has hooks (register_hook, register_post_accumulate_grad_hook, or those of a DDP), which would never be"
             " called, for backward sees other parameters: remove them before FSDP"
         )
+    layout = layout_of(parameter)
+    if layout is not None and any(isinstance(placement, Partial) for placement in layout.placements):
+        return "is a distributed one of partial sums, which ranks can't train: redistribute() it first"
     reason = _tensor_refusal(parameter)
     return reason and f"can't be divided: {reason}"
 
 
 def _has_hooks(parameter: torch.Tensor) -> bool:
-    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)  # noqa: SLF001
+    hooks = parameter._backward_hooks or {}  # noqa: SLF001 - torch has no other name
+    return any(not places_gradients(hook) for hook in hooks.values()) or bool(
+        parameter._post_accumulate_grad_hooks  # noqa: SLF001
+    )
 
 
 def _tensor_refusal(tensor: torch.Tensor) -> str | None:
@@ -107,7 +144,7 @@ def _tensor_refusal(tensor: torch.Tensor) -> str | None:
         if tensor.device.type == "meta":
             check_dtype(tensor.dtype)
         else:
-            check_tensor(tensor)
+            check_tensor(part_of(tensor))
         if tensor.requires_grad:
             check_reduction(tensor.dtype, ReduceOp.MEAN)
     except (TypeError, NotImplementedError) as error:
@@ -128,7 +165,12 @@ class _Kind:
 
 @torch.no_grad()
 def build_units(
-    plans: Sequence[UnitPlan], axes: Axes, precision: MixedPrecision, init: Callable[[torch.nn.Module], object] | None
+    plans: Sequence[UnitPlan],
+    axes: Axes,
+    precision: MixedPrecision,
+    init: Callable[[torch.nn.Module], object] | None,
+    *,
+    layouts: Mapping[str, Layout],
 ) -> list[Unit]:
     """Divide a model's parameters over the ranks, with the values of rank 0; every rank of the group calls this.
 
@@ -139,6 +181,7 @@ def build_units(
         axes: Who divides.
         precision: Which dtypes travel.
         init: Gives a module's parameters values where they were on the meta device.
+        layouts: How the tensors lie of which parameters are parts, by the parameters' names.
     """
     kinds = [kind for number, plan in enumerate(plans) for kind in _kinds(number, plan, axes, precision)]
     memories = allot([(kind.layout.shard_size, kind.dtype, kind.dtypes[0]) for kind in kinds], axes.shard)
@@ -157,6 +200,7 @@ def build_units(
                 axes=axes,
                 dtypes=kind.dtypes,
                 memory=memory,
+                distributed=[layouts.get(name) for name in kind.names],
             )
             with explain_errors(lambda: f"Rank 0 was giving the values of unit {plan.name!r}.", _ADVICE):  # noqa: B023
                 flat.take_values(flat.parameters)

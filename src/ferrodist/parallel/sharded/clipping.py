@@ -10,10 +10,13 @@ import torch
 from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.reductions import allreduce
+from ferrodist.parallel.sharded.distributed import count_copies
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ferrodist.backends.base import Backend
+    from ferrodist.parallel.sharded.parameter import FlatParameters
     from ferrodist.parallel.sharded.strategy import Axes
 
 __all__ = ["clip_gradients", "unscale_gradients"]
@@ -21,7 +24,7 @@ __all__ = ["clip_gradients", "unscale_gradients"]
 
 @torch.no_grad()
 def clip_gradients(
-    pieces: Sequence[torch.nn.Parameter],
+    flats: Sequence[FlatParameters],
     axes: Axes,
     max_norm: float,
     norm_type: float,
@@ -31,25 +34,21 @@ def clip_gradients(
     """Scale the gradients of pieces so that the norm of all ranks' together is at most ``max_norm``.
 
     Each rank adds the powers of its elements in float64; one allreduce of 8 bytes adds those of the ranks, in rank
-    order, so that all scale by the same factor. See `FSDP.clip_grad_norm_`.
+    order, so that all scale by the same factor. Where parameters are distributed, one more over the group of their mesh
+    comes before it, in which elements that several of its ranks have count as parts of one. See `FSDP.clip_grad_norm_`.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be a number from 0, not {max_norm}")
     if not norm_type > 0:
         raise ValueError(f"norm_type must be above 0, not {norm_type}")
-    gradients = [piece.grad for piece in pieces if piece.grad is not None]
+    gradients = [piece.grad for flat in flats for piece in flat.parameters if piece.grad is not None]
     is_largest = math.isinf(norm_type)
-    own = torch.zeros((), dtype=torch.float64, device="cpu")
-    for gradient in gradients:
-        if gradient.numel():
-            norm = torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient.dtype)).double()
-            own = torch.maximum(own, norm) if is_largest else own + norm**norm_type
-    if axes.shard is not None:
-        with explain_errors(
-            lambda: f"Rank {axes.whole.rank} was adding up norms in clip_grad_norm_().", "Every rank must call it."
-        ):
-            own = allreduce(own, ReduceOp.MAX if is_largest else ReduceOp.SUM, group=axes.shard)
-    total = own if is_largest else own ** (1 / norm_type)
+    with explain_errors(
+        lambda: f"Rank {axes.whole.rank} was adding up norms in clip_grad_norm_().", "Every rank must call it."
+    ):
+        total = _add_powers(flats, axes, norm_type)
+    if not is_largest:
+        total = total ** (1 / norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"the norm of the gradients is {float(total)}, so they can't be clipped")
     factor = min(1.0, max_norm / (float(total) + 1e-6)) if bool(torch.isfinite(total)) else max_norm / float(total)
@@ -57,6 +56,36 @@ def clip_gradients(
         for gradient in gradients:
             gradient.mul_(factor)
     return total.to(_narrow(gradients))
+
+
+def _add_powers(flats: Sequence[FlatParameters], axes: Axes, norm_type: float) -> torch.Tensor:
+    """The sum of the powers of all gradients' elements, or the largest, on every rank."""
+    is_largest = math.isinf(norm_type)
+    op = ReduceOp.MAX if is_largest else ReduceOp.SUM
+    # Plain parameters are equal on all ranks of another mesh: counted there, they give all of them the same bits.
+    default = axes.others[0] if axes.others else None
+    powers: dict[Backend | None, torch.Tensor] = {
+        group: torch.zeros((), dtype=torch.float64, device="cpu") for group in axes.others or (None,)
+    }
+    for flat in flats:
+        for piece, layout in zip(flat.parameters, flat.distributed, strict=True):
+            if piece.grad is None or not piece.grad.numel():
+                continue
+            norm = torch.linalg.vector_norm(piece.grad, norm_type, dtype=_wide(piece.grad.dtype)).double()
+            if layout is None or layout.mesh.size == 1:
+                group, num_copies = default, 1 if default is None else default.world_size
+            else:
+                group, num_copies = layout.mesh.group, count_copies(layout)
+            power = norm if is_largest else norm**norm_type / num_copies
+            powers[group] = _fold(powers[group], power, is_largest=is_largest)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
+    for group, own in powers.items():
+        total = _fold(total, own if group is None else allreduce(own, op, group=group), is_largest=is_largest)
+    return total if axes.shard is None else allreduce(total, op, group=axes.shard)
+
+
+def _fold(one: torch.Tensor, other: torch.Tensor, *, is_largest: bool) -> torch.Tensor:
+    return torch.maximum(one, other) if is_largest else one + other
 
 
 @torch.no_grad()
@@ -70,7 +99,8 @@ def unscale_gradients(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optim
     with explain_errors(
         lambda: f"Rank {axes.whole.rank} was looking for infinities in unscale_().", "Every rank must call it."
     ):
-        allreduce(flag, ReduceOp.MAX, group=axes.whole, out=flag)
+        for group in (axes.whole, *axes.others):
+            allreduce(flag, ReduceOp.MAX, group=group, out=flag)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from ferrodist.collectives.reductions import broadcast
 from ferrodist.parallel.sharded.building import build_units, check_same_plan
 from ferrodist.parallel.sharded.clipping import clip_gradients, unscale_gradients
+from ferrodist.parallel.sharded.distributed import as_parts, find_groups, part_of
 from ferrodist.parallel.sharded.hooks import install_hooks, outside_of_compiler
 from ferrodist.parallel.sharded.memory import RowBuffer
 from ferrodist.parallel.sharded.mixed_precision import MixedPrecision
@@ -59,6 +61,16 @@ class FSDP(torch.nn.Module):
     backward, for it sees other parameters. A module that uses the parameters of a child without calling it must be in
     one unit with the child.
 
+    Parameters may be DTensors, as `parallelize` makes them, over another axis of a mesh than that of FSDP, whose ranks
+    all have the same parts. These are what FSDP divides; inside forward and backward the module has DTensors. Pieces
+    are plain tensors, and other `Parameter` objects than the module had: make optimizers after FSDP, as for parameters
+    on the meta device. Norms for clipping and whole states are those of the undivided model; every rank of the whole
+    mesh calls what collects them, and each group's rank 0 gives what is loaded on rank 0 alone::
+
+        mesh = fd.DeviceMesh(None, (2, 4), ("data", "tensor"))
+        fd.parallelize(model, mesh["tensor"], plan)
+        fsdp = fd.FSDP(model, mesh["data"], wrap=Block)
+
     All ranks call the same units in the same order, else they get `CollectiveMismatchError`. When something fails
     between the ranks all of them raise; the shards are whole then, and `sharded_state_dict` still works.
 
@@ -83,7 +95,7 @@ class FSDP(torch.nn.Module):
         UnsupportedOpError: On every rank, naming it: a parameter or buffer that collectives can't carry or nobody can
             write to, or a parameter with hooks or of another FSDP or DDP.
         DistributedTimeoutError: Some rank did not come.
-        TypeError, ValueError: An argument is wrong.
+        TypeError, ValueError: An argument is wrong; on every rank, when they have different parts of a DTensor.
     """
 
     module: torch.nn.Module
@@ -121,17 +133,19 @@ class FSDP(torch.nn.Module):
         settings = f"{strategy.name}, {self._precision}, {forward_prefetch}, {backward_prefetch}, {reshards}"
         check_same_plan(plans, module, self._axes, settings)
         self.module = module
+        with as_parts(plans) as layouts:
+            self._axes = replace(self._axes, others=find_groups(layouts.values()))
+            self._units = build_units(plans, self._axes, self._precision, init, layouts=layouts)
+            self._precision.convert_buffers(module)
+            self._give_buffers()
+            self._schedule = Schedule(
+                self._units,
+                self._axes,
+                RowBuffer(_row_bytes(self._units), self._axes.shard or self._axes.replicate),
+                prefetch=(forward_prefetch, backward_prefetch),
+                reshards_after_forward=reshards,
+            )
         _wrapped.update(module.modules())
-        self._units = build_units(plans, self._axes, self._precision, init)
-        self._precision.convert_buffers(module)
-        self._give_buffers()
-        self._schedule = Schedule(
-            self._units,
-            self._axes,
-            RowBuffer(_row_bytes(self._units), self._axes.shard or self._axes.replicate),
-            prefetch=(forward_prefetch, backward_prefetch),
-            reshards_after_forward=reshards,
-        )
         self._model_state = ModelState(module, self._units, self._axes)
         self._optimizer_state = OptimizerState(self._units, self._axes)
         for unit in self._units:
@@ -191,9 +205,8 @@ class FSDP(torch.nn.Module):
         Returns:
             The norm before, the same on all ranks: that of `torch.nn.utils.clip_grad_norm_` on the whole model.
         """
-        return clip_gradients(
-            list(self.parameters()), self._axes, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-        )
+        flats = [flat for unit in self._units for flat in unit.flats]
+        return clip_gradients(flats, self._axes, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.unscale_(optimizer)`` for gradients that are divided; every rank must call, before ``scaler.step``.
@@ -294,7 +307,7 @@ class FSDP(torch.nn.Module):
         """The module's state dict with whole parameters, as one process has it; every rank must call.
 
         Args:
-            rank0_only: Other ranks get an empty dict, and need the memory of one unit only.
+            rank0_only: Other ranks of the group get an empty dict, and need the memory of one unit only.
         """
         self._schedule.recover()
         return self._model_state.full(rank0_only=rank0_only)
@@ -317,7 +330,8 @@ class FSDP(torch.nn.Module):
 
         Returns:
             ``parameters``: for each name its ``piece`` (flat), where it starts (``start``) and the whole ``shape``;
-            ``buffers``; ``extra_state``; ``rank`` and ``world_size``. All tensors are copies.
+            ``buffers``; ``extra_state``; ``rank`` and ``world_size``; of DTensors ``parts``, a text for each that says
+            which part this is, and as ``shape`` that of the part. All tensors are copies.
         """
         return self._model_state.sharded()
 
@@ -377,7 +391,7 @@ class FSDP(torch.nn.Module):
     @torch.no_grad()
     def _give_buffers(self) -> None:
         if self._axes.whole.world_size > 1:
-            for buffer in self.module.buffers():
+            for buffer in map(part_of, self.module.buffers()):
                 broadcast(buffer, 0, group=self._axes.whole, out=buffer)
 
 

@@ -15,6 +15,7 @@ from ferrodist.collectives.gathering import async_reduce_scatter
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.reductions import async_allreduce
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.parallel.sharded.distributed import lie_alike, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -146,7 +147,8 @@ class FlatGradients:
             if gradient is None:
                 presence[:, place] = 0
             else:
-                gradient = gradient.reshape(-1)
+                assert lie_alike(gradient, full), "keep_gradients_placed sees to it"
+                gradient = part_of(gradient).reshape(-1)
             for piece in layout.pieces(place):
                 start = piece.rank * layout.row_size + piece.offset
                 target = rows[start : start + piece.size]

@@ -12,14 +12,16 @@ import torch
 from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.objects import all_gather_object, broadcast_object
 from ferrodist.collectives.reductions import broadcast
+from ferrodist.parallel.sharded.distributed import cut_part, describe_part, join_parts, layout_of, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ferrodist.parallel.sharded.parameter import FlatParameters
     from ferrodist.parallel.sharded.strategy import Axes
     from ferrodist.parallel.sharded.unit import Unit
 
-__all__ = ["ModelState", "check_owner"]
+__all__ = ["ModelState", "check_owner", "owner_of"]
 
 _EXTRA = "_extra_state"
 """How torch calls what `get_extra_state` gives, behind the module's name."""
@@ -59,15 +61,17 @@ class ModelState:
         ):
             for flat in self._flats:
                 whole = flat.gather_values()
-                if is_wanted:
-                    values.update((piece, value.clone()) for piece, value in zip(flat.parameters, whole, strict=True))
-        if not is_wanted:
-            return {}
-        template = self._module.state_dict(keep_vars=True)
-        return {
-            name: entry if not _is_tensor(entry) else values[entry] if entry in values else entry.detach().clone()
-            for name, entry in template.items()
-        }
+                if not is_wanted:
+                    continue
+                for piece, value, layout in zip(flat.parameters, whole, flat.distributed, strict=True):
+                    values[piece] = join_parts(value, layout).clone()
+            if not is_wanted:
+                return {}
+            template = self._module.state_dict(keep_vars=True)
+            return {
+                name: entry if not _is_tensor(entry) else values[entry] if entry in values else _copy_whole(entry)
+                for name, entry in template.items()
+            }
 
     @torch.no_grad()
     def load_full(self, state: Mapping[str, torch.Tensor] | None) -> None:
@@ -79,17 +83,19 @@ class ModelState:
         if is_sent and self._extras:
             extras = self._send_extras(extras)
         for flat in self._flats:
-            wanted = [] if state is None else [state[names[piece][0]] for piece in flat.parameters]
+            whole = [] if state is None else [state[names[piece][0]] for piece in flat.parameters]
+            wanted = [flat.cut(place, value) for place, value in enumerate(whole)]
             if is_sent:
                 flat.take_values(None if state is None else wanted)
             else:
                 for place, value in enumerate(wanted):
                     flat.load(place, value)
         for name, buffer in self._buffers().items():
+            part = part_of(buffer)
             if state is not None:
-                buffer.copy_(state[name])
+                part.copy_(cut_part(state[name], layout_of(buffer)))
             if is_sent:
-                broadcast(buffer, 0, group=group, out=buffer)
+                broadcast(part, 0, group=group, out=part)
         self._set_extras(extras or {})
 
     def _is_only_on_rank_0(self, state: Mapping[str, torch.Tensor] | None) -> bool:
@@ -135,17 +141,16 @@ class ModelState:
                     "shape": list(flat.layout.shapes[place]),
                 }
         return {
-            "rank": self._axes.whole.rank,
-            "world_size": self._axes.whole.world_size,
+            **owner_of(self._axes, self._flats),
             "parameters": parameters,
-            "buffers": {name: buffer.detach().clone() for name, buffer in self._buffers().items()},
+            "buffers": {name: part_of(buffer).detach().clone() for name, buffer in self._buffers().items()},
             "extra_state": {name: module.get_extra_state() for name, module in self._extras.items()},
         }
 
     @torch.no_grad()
     def load_sharded(self, state: Mapping[str, Any]) -> None:
         """See `FSDP.load_sharded_state_dict`."""
-        check_owner(state, self._axes, "model")
+        check_owner(state, owner_of(self._axes, self._flats), "model")
         state = {"extra_state": {}, **state}
         mine = self.sharded()
         if problem := _sharded_problem(mine, state):
@@ -155,7 +160,7 @@ class ModelState:
             for parameter in flat.parameters:
                 parameter.copy_(state["parameters"][names[parameter][0]]["piece"].view(parameter.shape))
         for name, buffer in self._buffers().items():
-            buffer.copy_(state["buffers"][name])
+            part_of(buffer).copy_(state["buffers"][name])
         self._set_extras(state["extra_state"])
 
     def _set_extras(self, extras: Mapping[str, Any]) -> None:
@@ -173,7 +178,7 @@ class ModelState:
         shapes = {name: buffer.shape for name, buffer in self._buffers().items()}
         for flat in self._flats:
             for place, piece in enumerate(flat.parameters):
-                shapes.update(dict.fromkeys(self._names[piece], flat.layout.shapes[place]))
+                shapes.update(dict.fromkeys(self._names[piece], torch.Size(flat.whole_shape(place))))
         if not isinstance(state, Mapping):
             return "it is no dict"
         if missing := sorted({*shapes, *self._extras} - set(state)):
@@ -188,16 +193,35 @@ class ModelState:
         return None
 
 
-def check_owner(state: Mapping[str, Any], axes: Axes, what: str) -> None:
-    """Raise ValueError unless a sharded state is this rank's."""
+def owner_of(axes: Axes, flats: Sequence[FlatParameters]) -> dict[str, Any]:
+    """What a sharded state says of the rank that saves it; ``parts`` where parameters are parts of distributed ones."""
+    parts = {
+        name: describe_part(layout)
+        for flat in flats
+        for name, layout in zip(flat.names, flat.distributed, strict=True)
+        if layout is not None
+    }
+    return {"rank": axes.whole.rank, "world_size": axes.whole.world_size, **({"parts": parts} if parts else {})}
+
+
+def check_owner(state: Mapping[str, Any], owner: Mapping[str, Any], what: str) -> None:
+    """Raise ValueError unless a sharded state is this rank's, which `owner_of` has described."""
     if not isinstance(state, dict) or not {"rank", "world_size"} <= set(state):
         raise ValueError(f"this is no sharded {what} state: it lacks rank and world_size")
-    mine = (axes.whole.rank, axes.whole.world_size)
+    mine = (owner["rank"], owner["world_size"])
     if (state["rank"], state["world_size"]) != mine:
         raise ValueError(
             f"this is the {what} state of rank {state['rank']} of {state['world_size']}, and this is rank {mine[0]} of"
             f" {mine[1]}: sharded states fit the rank that saved them, full ones any number. Nothing was loaded."
         )
+    own, theirs = owner.get("parts", {}), state.get("parts", {})
+    for name in sorted({*own, *theirs}):
+        if own.get(name) != theirs.get(name):
+            raise ValueError(
+                f"this is the {what} state of another part of {name!r}: of {theirs.get(name, 'all of it')}, where this"
+                f" rank has {own.get(name, 'all of it')}: sharded states fit the rank that saved them, full ones any"
+                " division. Nothing was loaded."
+            )
 
 
 def _sharded_problem(mine: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
@@ -240,6 +264,10 @@ def _as_file(value: object) -> bytes | None:
     except (pickle.PickleError, TypeError, AttributeError):
         return None
     return file.getvalue()
+
+
+def _copy_whole(buffer: torch.Tensor) -> torch.Tensor:
+    return join_parts(part_of(buffer), layout_of(buffer)).detach().clone()
 
 
 def _is_tensor(value: object) -> bool:

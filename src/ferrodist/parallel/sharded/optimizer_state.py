@@ -18,7 +18,8 @@ from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.gathering import all_gather_by_sizes
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.errors import CollectiveMismatchError
-from ferrodist.parallel.sharded.model_state import check_owner
+from ferrodist.parallel.sharded.distributed import join_parts
+from ferrodist.parallel.sharded.model_state import check_owner, owner_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +81,9 @@ class OptimizerState:
             divided = state["divided"][flat.names[place]]
             piece = flat.layout.piece(place, self._axes.shard_rank)
             parts[flat.names[place]] = {
-                key: value.reshape(-1)[piece.start :][: piece.size].view(parameter.shape) if key in divided else value
+                key: flat.cut(place, value).reshape(-1)[piece.start :][: piece.size].view(parameter.shape)
+                if key in divided
+                else value
                 for key, value in entries.items()
             }
         _load(optimizer, homes, {"state": parts, "param_groups": state["param_groups"]})
@@ -90,8 +93,7 @@ class OptimizerState:
         """See `FSDP.sharded_optimizer_state_dict`."""
         homes = self._homes(optimizer)
         return {
-            "rank": self._axes.whole.rank,
-            "world_size": self._axes.whole.world_size,
+            **owner_of(self._axes, self._flats),
             "state": {
                 flat.names[place]: {key: _copy(value) for key, value in optimizer.state[parameter].items()}
                 for parameter, (flat, place) in homes.items()
@@ -102,7 +104,7 @@ class OptimizerState:
 
     def load_sharded(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """See `FSDP.load_sharded_optimizer_state_dict`."""
-        check_owner(state, self._axes, "optimizer")
+        check_owner(state, owner_of(self._axes, self._flats), "optimizer")
         homes = self._homes(optimizer)
         if problem := _form_problem(optimizer, homes, state):
             raise ValueError(f"the optimizer state does not fit the optimizer: {problem}. Nothing was loaded.")
@@ -154,10 +156,11 @@ class OptimizerState:
 
     def _join(self, value: torch.Tensor, flat: FlatParameters, place: int) -> torch.Tensor:
         if self._axes.shard is None:
-            return value.clone()
-        sizes = [flat.layout.piece(place, rank).size for rank in range(flat.layout.num_shards)]
-        joined = all_gather_by_sizes(value.reshape(-1), sizes, dim=0, group=self._axes.shard)
-        return joined.view(flat.layout.shapes[place])
+            joined = value.clone()
+        else:
+            sizes = [flat.layout.piece(place, rank).size for rank in range(flat.layout.num_shards)]
+            joined = all_gather_by_sizes(value.reshape(-1), sizes, dim=0, group=self._axes.shard)
+        return join_parts(joined.view(flat.layout.shapes[place]), flat.distributed[place])
 
 
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -195,7 +198,7 @@ def _problem(
     if not isinstance(state.get("divided"), Mapping):
         return "it lacks what is divided, by names"
     for flat, place in homes.values():
-        name, shape = flat.names[place], flat.layout.shapes[place]
+        name, shape = flat.names[place], flat.whole_shape(place)
         entries = state["state"].get(name)
         if entries is None:
             continue

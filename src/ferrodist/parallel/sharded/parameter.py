@@ -14,6 +14,9 @@ forward to backward. So the full ones are made once and keep their storage. Ther
 - *alias*: the shard itself, for nobody else divides the unit.
 
 If a full one's counter moves, but for an alias's, somebody has changed what is thrown away, and that is an error.
+
+Where parameters are this rank's parts of distributed ones, the full ones are distributed: see [Note: parts] in
+`distributed.py`.
 """
 
 from __future__ import annotations
@@ -27,8 +30,10 @@ from ferrodist.collectives.gathering import all_gather, async_all_gather
 from ferrodist.collectives.reductions import broadcast
 from ferrodist.collectives.scattering import scatter
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.parallel.sharded.distributed import cut_part, part_of, wrap_part
 from ferrodist.parallel.sharded.gradients import FlatGradients
 from ferrodist.parallel.sharded.memory import same_memory
+from ferrodist.tensor.gradient_placement import keep_gradients_placed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,6 +42,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.sharded.layout import FlatLayout
     from ferrodist.parallel.sharded.memory import FlatMemory
     from ferrodist.parallel.sharded.strategy import Axes
+    from ferrodist.tensor.layout import Layout
 
 __all__ = ["FlatParameters"]
 
@@ -52,6 +58,7 @@ class FlatParameters:
         axes: Who divides and who averages.
         dtypes: In which they are gathered, and their gradients averaged.
         memory: Zeros for the shard, and what goes with it.
+        distributed: How the tensors lie of which the parameters are this rank's parts; None for other parameters.
     """
 
     def __init__(
@@ -64,11 +71,13 @@ class FlatParameters:
         axes: Axes,
         dtypes: tuple[torch.dtype, torch.dtype],
         memory: FlatMemory,
+        distributed: Sequence[Layout | None],
     ) -> None:
         self.names = tuple(names)
         self.parameters = list(parameters)
         self.places = [list(each) for each in places]
         self.layout = layout
+        self.distributed = tuple(distributed)
         self._axes = axes
         self._computed = dtypes[0]
         self.shard, self._traveller, self._joined = memory.shard, memory.traveller, memory.joined
@@ -78,6 +87,10 @@ class FlatParameters:
         self._token = torch.empty(layout.number + 1, dtype=torch.uint8, device="cpu")
         self._tokens = torch.empty(layout.num_shards * (layout.number + 1), dtype=torch.uint8, device="cpu")
         self.fulls = [self._make_full(place) for place in range(len(self.parameters))]
+        # What is written to a distributed tensor's part, as to_local() gives it, moves the part's counter.
+        parts = [(name, part_of(full)) for name, full in zip(self.names, self.fulls, strict=True)]
+        lying = [part for part, layout in zip(parts, self.distributed, strict=True) if layout is not None]
+        self._counted = [*zip(self.names, self.fulls, strict=True), *lying]
         self._versions: list[int] = []
         self._hooked: set[int] = set()
         self._summoned: list[torch.nn.Parameter] = []
@@ -128,9 +141,11 @@ class FlatParameters:
                 full.requires_grad_(piece.requires_grad)
             if full.requires_grad and self._on_gradient is not None and place not in self._hooked:
                 self._hooked.add(place)
+                if self.distributed[place] is not None:
+                    keep_gradients_placed(full)
                 _watch(full, self._on_gradient)
         if not self._versions:
-            self._versions = [full._version for full in self.fulls]  # noqa: SLF001 - torch documents it so
+            self._versions = [full._version for _, full in self._counted]  # noqa: SLF001 - torch documents it so
         self._install(self.fulls)
 
     def install_pieces(self) -> None:
@@ -151,10 +166,11 @@ class FlatParameters:
         if self._is_alias:
             return []
         self._empty()
-        after = [full._version for full in self.fulls]  # noqa: SLF001
+        after = [full._version for _, full in self._counted]  # noqa: SLF001
         if self._joined is not None and self._joined.has_own_pages:  # also of changes that no counter sees
             self._joined.restore()
-        return [name for name, old, new in zip(self.names, versions, after, strict=False) if old != new]
+        names = [name for name, _ in self._counted]
+        return [name for name, old, new in zip(names, versions, after, strict=False) if old != new]
 
     def abandon(self) -> None:
         """After a failure of the group: the pieces come back, and what was under way is left alone."""
@@ -176,7 +192,7 @@ class FlatParameters:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of the full parameters."""
-        return tensor.untyped_storage().data_ptr() == self._full.untyped_storage().data_ptr()
+        return part_of(tensor).untyped_storage().data_ptr() == self._full.untyped_storage().data_ptr()
 
     @property
     def num_trainable(self) -> int:
@@ -189,8 +205,20 @@ class FlatParameters:
 
     # Values.
 
+    def whole_shape(self, place: int) -> tuple[int, ...]:
+        """A parameter's shape; of a distributed one, of which this rank has a part, that of the whole tensor."""
+        layout = self.distributed[place]
+        return tuple(self.layout.shapes[place]) if layout is None else layout.shape
+
+    def cut(self, place: int, value: torch.Tensor) -> torch.Tensor:
+        """What of a tensor of `whole_shape` this rank and those that divide it with this one have together."""
+        return cut_part(value, self.distributed[place])
+
     def gather_values(self) -> list[torch.Tensor]:
-        """Copies of the whole parameters, in the dtype of the shards; every rank that divides them calls this."""
+        """Copies of the parameters, of which ranks have pieces, in the dtype of the shards.
+
+        Every rank that divides them calls this. Of distributed parameters they are this rank's parts.
+        """
         joined = self.shard.clone() if self._axes.shard is None else all_gather(self.shard, group=self._axes.shard)
         layout = self.layout
         return [
@@ -255,10 +283,7 @@ class FlatParameters:
 
     def begin_summon(self) -> None:
         """Give the module whole parameters that may be changed, which are not those that forward uses."""
-        self._summoned = [
-            torch.nn.Parameter(value, requires_grad=piece.requires_grad)
-            for value, piece in zip(self.gather_values(), self.parameters, strict=True)
-        ]
+        self._summoned = [self._as_parameter(place, value) for place, value in enumerate(self.gather_values())]
         for each in self._summoned:
             if each.requires_grad:
                 each.register_post_accumulate_grad_hook(_refuse_backward)  # type: ignore[no-untyped-call]
@@ -270,12 +295,18 @@ class FlatParameters:
         self._install(self.parameters)
         if keeps:
             for place, value in enumerate(summoned):
-                self.load(place, value)
+                self.load(place, part_of(value))
 
     def _make_full(self, place: int) -> torch.nn.Parameter:
         offset, numel = self.layout.offsets[place], self.layout.numels[place]
         view = self._full[offset : offset + numel].view(self.layout.shapes[place])
-        return torch.nn.Parameter(view.data, requires_grad=self.parameters[place].requires_grad)
+        return self._as_parameter(place, view.data)
+
+    def _as_parameter(self, place: int, value: torch.Tensor) -> torch.nn.Parameter:
+        """A parameter as the module knows it, of memory that holds this rank's part of it."""
+        layout = self.distributed[place]
+        made = value if layout is None else wrap_part(value, layout)
+        return torch.nn.Parameter(made, requires_grad=self.parameters[place].requires_grad)
 
     def _make_memory(self) -> torch.Tensor:
         """Where the full parameters lie."""

@@ -216,6 +216,10 @@ class Schedule:
             unit.show(is_whole=False)  # between forward and backward programs look for gradients and optimizers
         if succeeded:
             self._await_readers()
+            return
+        failure = next((group.failure for group in self._axes.others if group.failure is not None), None)
+        if failure is not None:  # in the module's own collectives, after which no rank of the mesh can go on
+            self._fail(failure)
 
     def _watch_outputs(self, output: Any, trace: Trace, call: int) -> bool:
         """Have `before_backward` called when a gradient reaches an output; whether one can."""
@@ -397,7 +401,7 @@ class Schedule:
     def _fail(self, error: BaseException) -> None:
         """This rank is out of step: end the group, and leave the shards."""
         here = f"FSDP failed with {describe_error(error)}"
-        for group in (self._group, self._axes.shard, self._axes.replicate):
+        for group in (self._group, self._axes.shard, self._axes.replicate, *self._axes.others):
             if group is not None and group.failure is None:
                 group.abort(error if isinstance(error, DistributedError) else here)
         self._forget_all()

@@ -63,11 +63,14 @@ class Axes:
         whole: All of them.
         shard: This rank's row; None where it has one rank.
         replicate: This rank's column; None where it has one rank.
+        others: Groups over which parameters lie beside: each rank of them is in another grid. See [Note: parts] in
+            `distributed.py`.
     """
 
     whole: Backend
     shard: Backend | None
     replicate: Backend | None
+    others: tuple[Backend, ...] = ()
 
     @property
     def num_shards(self) -> int:
