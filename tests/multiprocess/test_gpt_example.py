@@ -23,5 +23,5 @@ def test_all_ways_have_the_same_losses(tmp_path):
     assert len(differences) == 4
     assert max(differences) < 1e-5
     losses = [float(text) for text in re.findall(r"loss ([\d.]+) nats", output)]
-    assert losses[0] - losses[1] > 0.01
+    assert losses[-1] < 5.3  # who knows nothing has log(256), 5.55
     assert plot.read_bytes().startswith(b"\x89PNG")
