@@ -101,7 +101,7 @@ def part_of_key(value: Any, cls: type) -> Any:
     if kind is float:
         return float
     if isinstance(value, torch.Tensor):
-        return (kind, value.dim())
+        return (kind, value.dim(), value.dtype)  # of a number too: it may decide the dtype of the result
     if isinstance(value, torch.Generator):
         return kind
     return (kind, value)  # True, 1 and 1.0 are equal

@@ -1,6 +1,7 @@
 """What a distributed tensor is, how it comes to be, and what it refuses."""
 
 import gc
+import io
 import warnings
 import weakref
 
@@ -274,7 +275,7 @@ def test_gradients_of_parts():
 def test_a_dtensor_is_not_pickled():
     tensor = fd.distribute(torch.ones(3), alone(), Replicate())
     with pytest.raises(TypeError, match=r"save its to_local\(\) or full_tensor\(\)"):
-        torch.save(tensor, "nowhere")
+        torch.save(tensor, io.BytesIO())
 
 
 def test_layouts_are_one_object_each():
@@ -300,14 +301,13 @@ def test_recipes_are_bounded(monkeypatch):
 
 
 def test_numbers_of_other_kinds_are_other_calls():
-    """1, 1.0 and True are equal, and give other dtypes."""
+    """1, 1.0 and True are equal, and give other dtypes; so do tensors of one number."""
     tensor = fd.distribute(torch.ones(2, dtype=torch.int64), alone(), Shard(0))
-    assert [(tensor * factor).dtype for factor in (1, 1.0, True, 1j)] == [
-        torch.int64,
-        torch.float32,
-        torch.int64,
-        torch.complex64,
-    ]
+    expected = [torch.int64, torch.float32, torch.int64, torch.complex64]
+    for factors in ((1, 1.0, True, 1j), map(torch.tensor, (1, 1.0, True, 1j))):
+        results = [tensor * factor for factor in factors]
+        assert [result.dtype for result in results] == expected
+        assert [result.to_local().dtype for result in results] == expected
 
 
 def test_redistributions_are_recorded():
