@@ -22,6 +22,7 @@ ON_PARTS = {
     "square": lambda x, y: x * x + y,
     "divide": lambda x, y: x / (y.abs() + 1),
     "divide and round": lambda x, y: torch.div(x, y.abs() + 1, rounding_mode="floor") + y,
+    "divide a number": lambda x, y: torch.div(torch.tensor(2.0), x) + y,
     "interpolate": lambda x, y: torch.lerp(x, y, 0.25),
     "interpolate by weights": lambda x, y: torch.lerp(x, y, x * y),
     "choose": lambda x, y: torch.where(x > y, x, y),

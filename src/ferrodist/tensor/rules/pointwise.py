@@ -106,8 +106,9 @@ def _in_all(call: Call) -> Sequence[Sequence[int]]:
 
 
 def _in_dividend(call: Call) -> Sequence[Sequence[int]]:
-    """Unless quotients are rounded."""
-    return ((0,),) if call.arguments.get("rounding_mode") is None else ()
+    """Unless quotients are rounded, or a number is divided by the only distributed tensor."""
+    is_tensor = isinstance(call["self"], Layout)
+    return ((0,),) if is_tensor and call.arguments.get("rounding_mode") is None else ()
 
 
 def _in_branches(call: Call) -> Sequence[Sequence[int]]:
