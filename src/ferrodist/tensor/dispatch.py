@@ -326,6 +326,8 @@ def _find_lane(
 def _find_lists_lane(
     recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: type
 ) -> None:
+    if any(isinstance(value, cls) for value in args):
+        return  # `DTensor` takes calls with such for those of the other lanes
     now: list[Layout] = []
     map_tensors(lambda one: now.append(one._layout), [*args, *kwargs.values()], cls)
     if not func._schema.returns and now == recipe.layouts and not any(map(_is_list, kwargs.values())):
