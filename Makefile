@@ -55,6 +55,7 @@ format: $(INSTALLED)
 
 support: $(INSTALLED)
 	$(BIN)/python -m ferrodist.testing.support_table --write docs/support.md
+	$(BIN)/python -m ferrodist.testing.operator_table --write docs/dtensor-operators.md
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

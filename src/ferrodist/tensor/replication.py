@@ -45,8 +45,9 @@ def replicate_call(func: torch._ops.OpOverload, cls: Any) -> Callable[..., Any]:
 def _call(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
     if not _allowed.get():
         raise UnsupportedOpError(
-            f"DTensor has no rule for {func}: write it with operators that docs/dtensor.md lists, compute it on"
-            " to_local() or full_tensor(), or put it inside of `with fd.allow_replication():`, which gathers its inputs"
+            f"DTensor has no rule for {func}: write it with operators that docs/dtensor-operators.md lists, compute it"
+            " on to_local() or full_tensor(), or put it inside of `with fd.allow_replication():`, which gathers its"
+            " inputs"
         )
     warnings.warn(f"{func} has no rule: its inputs are gathered, and every rank computes all of it", stacklevel=4)
     arguments = bind_arguments(func, args, kwargs)

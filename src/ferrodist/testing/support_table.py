@@ -8,17 +8,15 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 import ferrodist as fd
 from ferrodist.collectives.reduce_op import DTYPES, Op, PremultipliedSum, ReduceOp, check_reduction
+from ferrodist.testing.pages import format_table, write_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -129,7 +127,7 @@ def _reductions_table() -> str:
             cells.append(YES if reason is None else str(reasons.index(reason) + 1))
         rows.append([str(dtype).removeprefix("torch."), *cells])
     notes = "".join(f"{number}. {reason}.\n" for number, reason in enumerate(reasons, 1))
-    return f"{_table(['', *OPERATIONS], rows)}\n{notes}"
+    return f"{format_table(['', *OPERATIONS], rows)}\n{notes}"
 
 
 def _collectives_table(group: Backend) -> str:
@@ -145,7 +143,7 @@ def _collectives_table(group: Backend) -> str:
             _cell(is_so=started is not None and _are_joined(started, group)),
         ]
         rows.append([f"`{name}`", row.result, row.uneven, *cells])
-    return _table(["", "result", "sizes that differ", "grad", "out", "dim", "async", "joined"], rows)
+    return format_table(["", "result", "sizes that differ", "grad", "out", "dim", "async", "joined"], rows)
 
 
 def _cell(*, is_so: bool) -> str:
@@ -174,24 +172,9 @@ def _num_places(started: str, count: int, group: Backend) -> int:
     return group.agreement.reserve() - first
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = [head, ["-" * width for width in widths], *rows]
-    return "".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |\n"
-        for line in lines
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page."""
-    parser = argparse.ArgumentParser(prog="python -m ferrodist.testing.support_table", description=main.__doc__)
-    parser.add_argument("--write", type=Path, metavar="PATH", help="a file; default: standard output")
-    path: Path | None = parser.parse_args(arguments).write
-    if path is None:
-        sys.stdout.write(render())
-    else:
-        path.write_text(render(), encoding="utf-8")
+    write_page("ferrodist.testing.support_table", render, arguments)
 
 
 if __name__ == "__main__":

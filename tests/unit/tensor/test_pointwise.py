@@ -11,6 +11,7 @@ from operator_checks import assert_same, check_everywhere, check_operator, make,
 from ferrodist import DeviceMesh, Partial, ReduceOp, Replicate, Shard
 from ferrodist.tensor.rules import pointwise
 from ferrodist.testing import run_ranks
+from ferrodist.testing.operator_samples import bind_sample
 
 # What may be done to parts before they are folded, and what looks as if it could.
 ON_PARTS = {
@@ -79,26 +80,19 @@ def test_broadcasting(data):
     run_ranks(check, torch.Size(mesh_shape).numel())
 
 
-def sample(overload, tensors):
-    """Arguments of an operator by its schema: tensors, and 1 or 1.0 for numbers."""
-    arguments = []
-    for argument in overload._schema.arguments:
-        kind = str(argument.type)
-        if argument.kwarg_only or argument.default_value is not None:
-            break
-        if kind == "Tensor":
-            arguments.append(next(tensors))
-        elif kind in ("number", "float"):
-            arguments.append(1.0)
-        elif kind == "int":
-            arguments.append(1)
-        elif kind == "bool":
-            arguments.append(False)
-        elif kind.startswith("Optional"):
-            arguments.append(None)
-        else:
-            return None
-    return arguments
+def test_lists_and_a_tensor_of_one_number():
+    """As clipping multiplies all gradients; again too, when there is a recipe."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2,))
+        tensors = [spread(make(4, 3), mesh, Shard(0)), spread(make(5), mesh, Shard(0))]
+        factor = spread(torch.tensor(2.0, dtype=torch.float64), mesh, Replicate())
+        for _ in range(2):
+            torch._foreach_mul_(tensors, factor)
+        assert_same(tensors, [make(4, 3) * 4, make(5) * 4], "twice times 2")
+        assert_same(torch._foreach_mul(tensors, factor), [make(4, 3) * 8, make(5) * 8], "another time")
+
+    run_ranks(program, 2)
 
 
 NAMES = sorted(
@@ -122,17 +116,18 @@ def test_every_operator_gives_what_the_plain_one_does():
                 if placement == Partial() and dtype is torch.bool:
                     continue
                 tensors = [make(5, 3, dtype=dtype, seed=seed, low=0.1, high=0.9) for seed in range(4)]
-                arguments = sample(overload, iter(tensors))
-                if arguments is None:
+                bound = bind_sample(overload, iter(tensors))
+                if bound is None:
                     break
+                arguments, named = bound
                 try:
-                    expected = overload(*arguments)
+                    expected = overload(*arguments, **named)
                 except (RuntimeError, TypeError, NotImplementedError):
                     continue  # not of this dtype
                 divided = [
                     spread(one, mesh, [placement]) if isinstance(one, torch.Tensor) else one for one in arguments
                 ]
-                assert_same(overload(*divided), expected, f"{overload} of {dtype} as {placement}")
+                assert_same(overload(*divided, **named), expected, f"{overload} of {dtype} as {placement}")
                 tried.append(overload)
 
     run_ranks(check, 2)

@@ -239,6 +239,8 @@ def _rule(order: Callable[[Call], Order], **more: Any) -> Rule:
     return Rule(choices=partial(renamed, order), **more)
 
 
+_triangle_rule = _rule(lambda call: _dims(call, -2, -1))
+
 RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.slice.Tensor: _rule(_sliced, arguments=_whole_slice),
     _aten.slice_backward.default: _rule(_sliced, arguments=_whole_slice),
@@ -256,10 +258,10 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.flip.default: _rule(lambda call: _dims(call, *call["dims"])),
     _aten.roll.default: _rule(_rolled),
     _aten.repeat.default: _rule(_repeated),
-    _aten.tril.default: _rule(lambda call: _dims(call, -2, -1)),
-    _aten.triu.default: _rule(lambda call: _dims(call, -2, -1)),
-    _aten.tril_.default: _rule(lambda call: _dims(call, -2, -1)),
-    _aten.triu_.default: _rule(lambda call: _dims(call, -2, -1)),
+    _aten.tril.default: _triangle_rule,
+    _aten.triu.default: _triangle_rule,
+    _aten.tril_.default: _triangle_rule,
+    _aten.triu_.default: _triangle_rule,
     _aten.slice_scatter.default: Rule(
         choices=partial(_scattered, _order_of_slice_scatter), arguments=_slice_of_scatter
     ),

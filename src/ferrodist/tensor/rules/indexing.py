@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ferrodist.tensor.call import Call, Choice
     from ferrodist.tensor.patterns import Letters
 
-__all__ = ["DECOMPOSITIONS", "RULES"]
+__all__ = ["DECOMPOSITIONS", "REFUSED", "RULES"]
 
 _aten = torch.ops.aten
 _INDEX = "i"
@@ -91,7 +91,7 @@ def _shared(call: Call, *shapes: Sequence[int]) -> list[Any]:
     ]
 
 
-def _scattered(folds: bool, linear: bool, call: Call, axis: int) -> list[Choice]:  # noqa: FBT001 - given by partial
+def _scattered(call: Call, axis: int, *, folds: bool = False, linear: bool = False) -> list[Choice]:
     """``folds`` says whether what is placed is added to what is there, ``linear`` whether parts of sums stay such."""
     layout, index, *source = call.inputs
     letters = _shared(call, layout.shape, index.shape, *[one.shape for one in source if one.ndim])
@@ -222,38 +222,50 @@ def _refuse(name: str, instead: str) -> Callable[..., NoReturn]:
 
 _WHERE = "use torch.where(mask, x, other), x.masked_fill(mask, value) or x * mask"
 
-RULES: dict[torch._ops.OpOverload, Rule] = {
-    _aten.index_select.default: Rule(choices=_index_select),
-    _aten.index_add.default: Rule(choices=_index_add),
-    _aten.index_add_.default: Rule(choices=_index_add),
-    _aten.index_copy.default: Rule(choices=_index_copy),
-    _aten.index_copy_.default: Rule(choices=_index_copy),
-    _aten.gather.default: Rule(choices=_gathered),
-    _aten.index.Tensor: Rule(choices=_indexed),
-    _aten._unsafe_index.Tensor: Rule(choices=_indexed),
-    **{
-        operator: Rule(choices=_index_fill)
-        for packet in (_aten.index_fill, _aten.index_fill_)
-        for operator in (packet.int_Scalar, packet.int_Tensor)
-    },
-    **{operator: Rule(choices=_index_put) for operator in (_aten.index_put.default, _aten.index_put_.default)},
-    **{
-        operator: Rule(choices=partial(_scattered, folds, linear))
-        for folds, linear, operators in (
-            (True, True, (_aten.scatter_add.default, _aten.scatter_add_.default)),
-            (False, True, (_aten.scatter.src, _aten.scatter_.src)),
-            (False, False, (_aten.scatter.value, _aten.scatter_.value)),
-            (False, False, (_aten.scatter.reduce, _aten.scatter_.reduce)),
-            (False, False, (_aten.scatter.value_reduce, _aten.scatter_.value_reduce)),
-            (False, False, (_aten.scatter_reduce.two, _aten.scatter_reduce_.two)),
-        )
-        for operator in operators
-    },
+_REDUCING = ("value", "reduce", "value_reduce")
+
+_TABLE: list[tuple[Rule, Sequence[torch._ops.OpOverload]]] = [
+    (Rule(choices=_index_select), (_aten.index_select.default,)),
+    (Rule(choices=_index_add), (_aten.index_add.default, _aten.index_add_.default)),
+    (Rule(choices=_index_copy), (_aten.index_copy.default, _aten.index_copy_.default)),
+    (Rule(choices=_gathered), (_aten.gather.default,)),
+    (Rule(choices=_indexed), (_aten.index.Tensor, _aten._unsafe_index.Tensor)),
+    (
+        Rule(choices=_index_fill),
+        [
+            getattr(packet, kind)
+            for packet in (_aten.index_fill, _aten.index_fill_)
+            for kind in ("int_Scalar", "int_Tensor")
+        ],
+    ),
+    (Rule(choices=_index_put), (_aten.index_put.default, _aten.index_put_.default)),
+    (
+        Rule(choices=partial(_scattered, folds=True, linear=True)),
+        (_aten.scatter_add.default, _aten.scatter_add_.default),
+    ),
+    (
+        Rule(choices=partial(_scattered, linear=True)),
+        (_aten.scatter.src, _aten.scatter_.src),
+    ),
+    (
+        Rule(choices=_scattered),
+        (
+            *(getattr(packet, kind) for packet in (_aten.scatter, _aten.scatter_) for kind in _REDUCING),
+            *(_aten.scatter_reduce.two, _aten.scatter_reduce_.two),
+        ),
+    ),
+]
+
+RULES: dict[torch._ops.OpOverload, Rule] = {operator: rule for rule, operators in _TABLE for operator in operators}
+
+REFUSED: dict[torch._ops.OpOverload, tuple[str, str]] = {
+    _aten.masked_select.default: ("torch.masked_select", _WHERE),
+    _aten.nonzero.default: ("torch.nonzero", "work with the mask itself"),
+    _aten._unique2.default: ("torch.unique", "count with torch.bincount of a full_tensor()"),
+    _aten.unique_dim.default: ("torch.unique", "count with torch.bincount of a full_tensor()"),
 }
+"""Operators that raise: how users call them, and what to do instead."""
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    _aten.masked_select.default: _refuse("torch.masked_select", _WHERE),
-    _aten.nonzero.default: _refuse("torch.nonzero", "work with the mask itself"),
-    _aten._unique2.default: _refuse("torch.unique", "count with torch.bincount of a full_tensor()"),
-    _aten.unique_dim.default: _refuse("torch.unique", "count with torch.bincount of a full_tensor()"),
+    operator: _refuse(name, instead) for operator, (name, instead) in REFUSED.items()
 }

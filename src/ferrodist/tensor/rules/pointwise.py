@@ -36,7 +36,8 @@ def overloads(names: Sequence[str]) -> Iterator[torch._ops.OpOverload]:
             arguments = found._schema.arguments
             written = [argument.name for argument in arguments if argument.is_write]
             takes_tensors = any("Tensor" in str(argument.type) for argument in arguments)
-            if takes_tensors and (not written or written[0] == arguments[0].name):
+            gives_tensors = all(str(one.type) in ("Tensor", "List[Tensor]") for one in found._schema.returns)
+            if takes_tensors and gives_tensors and (not written or written[0] == arguments[0].name):
                 yield found
 
 

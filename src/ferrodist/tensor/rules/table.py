@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from ferrodist.tensor.call import Rule
 
-__all__ = ["DECOMPOSITIONS", "RULES"]
+__all__ = ["DECOMPOSITIONS", "FAMILIES", "RULES"]
 
-_FAMILIES = (
+FAMILIES = (
     pointwise,
     matmul,
     reductions,
@@ -54,6 +54,7 @@ _FAMILIES = (
     attention,
     convolution,
 )
+"""The modules of rules, in the order in which documents list them."""
 
 RULES: dict[torch._ops.OpOverload, Rule] = {}
 """What operators do with divided tensors."""
@@ -61,6 +62,6 @@ RULES: dict[torch._ops.OpOverload, Rule] = {}
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 """Operators that are computed by others, on distributed tensors."""
 
-for _family in _FAMILIES:
+for _family in FAMILIES:
     RULES.update(_family.RULES)
     DECOMPOSITIONS.update(getattr(_family, "DECOMPOSITIONS", {}))

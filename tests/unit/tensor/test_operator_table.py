@@ -1,0 +1,32 @@
+"""The page docs/dtensor-operators.md says what the rules do: it is made from them."""
+
+from pathlib import Path
+
+from ferrodist.tensor.rules.table import RULES
+from ferrodist.testing.operator_table import main
+
+PAGE = Path(__file__).parents[3] / "docs" / "dtensor-operators.md"
+
+
+def test_the_page_is_made_from_the_code(tmp_path):
+    """Making it again changes nothing: else run make support."""
+    made = tmp_path / "page.md"
+    main(["--write", str(made)])
+    assert made.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_names_every_operator_that_has_a_rule():
+    text = PAGE.read_text(encoding="utf-8")
+    missing = [
+        operator
+        for operator in RULES
+        if f"`{operator.overloadpacket.__name__}`" not in text
+        and f"`{operator.overloadpacket.__name__}.{operator._overloadname}`" not in text
+    ]
+    assert not missing
+
+
+def test_the_page_shows_the_ways_of_a_product():
+    """As one knows them by heart."""
+    ways = "(4,6) (6,8): R, R -> R; S(0), R -> S(0); S(1), S(0) -> P; R, S(1) -> S(1); P, R -> P; R, P -> P |"
+    assert any(line.startswith("| `mm` ") and line.endswith(ways) for line in PAGE.read_text("utf-8").splitlines())
