@@ -11,7 +11,7 @@
     objects       all_gather_object, broadcast_object, gather_object, scatter_object, send_object, recv_object
     messages      send, recv, recv_into, sendrecv, batch(Send, Recv), ANY_SOURCE
     training      DDP, FSDP, LocalSGD, DiLoCo, SyncBatchNorm1d, ...; comm_hooks; parallelize and the styles of its plans
-    tensors       DeviceMesh; DTensor, distribute; Shard, Replicate, Partial; allow_replication,
+    tensors       DeviceMesh; DTensor, distribute, factories; Shard, Replicate, Partial; allow_replication,
                   record_redistributions
     errors        DistributedError and the tree below it, drawn in ferrodist.errors
 
@@ -118,6 +118,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.tensor import Style as Style
     from ferrodist.parallel.tensor import VocabularyParallel as VocabularyParallel
     from ferrodist.parallel.tensor import parallelize as parallelize
+    from ferrodist.tensor import factories as factories
     from ferrodist.tensor.distribution import distribute as distribute
     from ferrodist.tensor.dtensor import DTensor as DTensor
     from ferrodist.tensor.placement import Partial as Partial
@@ -220,6 +221,7 @@ _HOMES = {
         "VocabularyParallel",
         "parallelize",
     ],
+    "tensor": ["factories"],
     "tensor.distribution": ["distribute"],
     "tensor.dtensor": ["DTensor"],
     "tensor.placement": ["Partial", "Replicate", "Shard"],

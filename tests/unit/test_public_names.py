@@ -90,6 +90,7 @@ PUBLIC = [
     "destroy_process_group",
     "distribute",
     "empty_symmetric",
+    "factories",
     "gather",
     "gather_object",
     "init_process_group",

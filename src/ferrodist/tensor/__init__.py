@@ -1,1 +1,7 @@
 """DTensor: tensors that are one to the program and lie in parts over a mesh."""
+
+from __future__ import annotations
+
+from ferrodist.tensor import factories
+
+__all__ = ["factories"]

@@ -64,10 +64,10 @@ class Exchange:
 
     def piece(self, sender: Sequence[int], receiver: Sequence[int]) -> _Box:
         """What one rank sends to another, which may be itself; without elements where that is nothing."""
-        had, wanted = self.box(sender, self._before), self.box(receiver, self._after)
+        had = self.box(sender, self._before)
         if any(sender[axis] != receiver[axis] for axis in self._whole):
             return [(0, 0)] * len(had)
-        return [(max(a, c), max(min(b, d), a, c)) for (a, b), (c, d) in zip(had, wanted, strict=True)]
+        return _meet(had, self.box(receiver))
 
     def box(self, coordinate: Sequence[int], placements: Sequence[Placement] | None = None) -> _Box:
         """What the rank at a coordinate has in the end, or under other placements."""
@@ -83,8 +83,21 @@ class Exchange:
     def count_sent(self) -> float:
         """How many elements a rank sends to others, on average."""
         ranks = self.coordinates([0] * len(self._mesh_shape))
-        pairs = itertools.permutations(ranks, 2)
-        return sum(_numel(self.piece(sender, receiver)) for sender, receiver in pairs) / len(ranks)
+        had = [self.box(rank, self._before) for rank in ranks]
+        kinds = [tuple(rank[axis] for axis in self._whole) for rank in ranks]
+        sent = 0
+        for receiver, rank in enumerate(ranks):
+            wanted = self.box(rank)
+            sent += sum(
+                _numel(_meet(box, wanted))
+                for sender, box in enumerate(had)
+                if sender != receiver and kinds[sender] == kinds[receiver]
+            )
+        return sent / len(ranks)
+
+
+def _meet(one: _Box, other: _Box) -> _Box:
+    return [(max(a, c), max(min(b, d), a, c)) for (a, b), (c, d) in zip(one, other, strict=True)]
 
 
 def exchange(local: torch.Tensor, before: Layout, after: Layout, group: Backend) -> torch.Tensor:

@@ -205,9 +205,14 @@ class _Search:
                 yield self._edge(Move.ALL_GATHER, axes_, here, dict.fromkeys(axes_, Replicate()))
 
     def _exchange(self, here: Placements) -> Iterator[_Edge]:
-        """The step that divides the tensor as in the end, from where nothing is partial."""
+        """The step that divides the tensor as in the end, once nothing is partial any more.
+
+        Before it other steps are of no use: what they bring the exchange would bring, and what they cut it may lack.
+        """
         then = tuple(Replicate() if isinstance(one, Partial) else one for one in self._target)
         if here == then or any(isinstance(one, Partial) for one in here):
+            return
+        if any(one != first for one, first in zip(here, self._start, strict=True) if not isinstance(first, Partial)):
             return
         if any(isinstance(one, Shard) and one.blocks > 1 for one in (*here, *then)):
             return

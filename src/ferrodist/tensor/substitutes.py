@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.replication import replicate_call
 from ferrodist.tensor.rules.table import DECOMPOSITIONS, RULES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
 __all__ = ["find_substitute"]
 
@@ -24,6 +24,8 @@ def find_substitute(func: torch._ops.OpOverload, cls: type) -> Callable[..., Any
     if func._can_decompose():
         decomposed: Callable[..., Any] = func.decompose
         return decomposed
+    if torch.Tag.inplace_view in func.tags:
+        return partial(_view_in_place, func)
     functional = _without_out(func)
     return replicate_call(func, cls) if functional is None else partial(_compute_into, functional)
 
@@ -39,6 +41,16 @@ def _without_out(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
             functional: torch._ops.OpOverload = found
             return functional
     return None
+
+
+def _view_in_place(func: torch._ops.OpOverload, /, tensor: Any, *args: Any) -> Any:
+    """Give a tensor another shape, as ``squeeze_`` does, which products with vectors end with."""
+    functional = getattr(torch.ops.aten, func._schema.name.partition("::")[2].removesuffix("_"))
+    view = functional(tensor, *args)
+    with torch._C._DisableTorchDispatch():
+        func(tensor, *args)  # the wrapper's own shape and stride
+    tensor._local, tensor._layout, tensor._is_copy = view._local, view._layout, view._is_copy
+    return tensor
 
 
 def _compute_into(functional: torch._ops.OpOverload, /, *args: Any, out: Any, **kwargs: Any) -> Any:
