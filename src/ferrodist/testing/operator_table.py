@@ -47,7 +47,7 @@ the two.
 
 Operators are those of `torch.ops.aten`, to which torch's functions, modules and gradients come down. Each gives what it
 gives of plain tensors, however its inputs lie: a *way* is one in which they are computed in parts. `(4,6) (6,8): S(0),
-R -> S(0)` says that of a call with inputs of these shapes the first may be `Shard(0)` where the second is `Replicate()`:
+R -> S(0)` says that with inputs of these shapes the first may be `Shard(0)` where the second is `Replicate()`;
 the result is `Shard(0)` then. Inputs that lie in none of the ways are brought to lie in that which takes the fewest
 bytes. A mesh of several axes takes a way for each of them.
 
