@@ -15,7 +15,7 @@ from ferrodist.collectives.sharding import compute_shard_sizes
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.layout import Layout, check_placements, take_part
-from ferrodist.tensor.placement import Partial, Replicate, Shard
+from ferrodist.tensor.placement import Shard
 from ferrodist.tensor.redistribution import redistribute_local
 
 if TYPE_CHECKING:
@@ -65,16 +65,15 @@ def distribute(
     group = mesh.group
     whole = tensor.detach()
     # Parts of a sum are made of whole tensors, without anything sent.
-    first = tuple(Replicate() if isinstance(one, Partial) else one for one in checked)
-    layout = Layout.of(mesh, first, tensor.shape, tensor.dtype)
+    target = Layout.of(mesh, checked, tensor.shape, tensor.dtype)
+    layout = target.folded
     if src is None:
-        local = redistribute_local(whole, layout.placed([Replicate()] * mesh.ndim), layout)
+        local = redistribute_local(whole, layout.whole, layout)
         local = local.clone() if local is whole else local
     else:
         root = mesh.coords(mesh.ranks[check_rank(group, src, f"src={src!r}")])
         _agree(tensor, mesh)
         local = _send(whole, layout, root)
-    target = layout.placed(checked)
     made = DTensor._wrap(redistribute_local(local, layout, target), target)
     made.requires_grad_(tensor.requires_grad)
     return made
@@ -94,8 +93,7 @@ def _agree(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
 def _send(tensor: torch.Tensor, layout: Layout, root: Sequence[int]) -> torch.Tensor:
     """This rank's part, from the rank at ``root``: along each axis in turn, from those that have theirs already."""
     mesh = layout.mesh
-    here = mesh.coordinate
-    assert here is not None, "only ranks of a mesh have tensors on it"
+    here = layout.coordinate
     for axis, (placement, num_ranks) in enumerate(zip(layout.placements, mesh.shape, strict=True)):
         if tuple(here[axis + 1 :]) != tuple(root[axis + 1 :]):
             part = _empty_part(tensor, placement, num_ranks, here[axis])

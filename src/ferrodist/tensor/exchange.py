@@ -109,10 +109,8 @@ def exchange(local: torch.Tensor, before: Layout, after: Layout, group: Backend)
         after: How it shall lie.
         group: The ranks along `Exchange.axes`.
     """
-    mesh = before.mesh
-    here = mesh.coordinate
-    assert here is not None, "only ranks of a mesh have tensors on it"
-    way = Exchange(before.shape, before.placements, after.placements, mesh.shape)
+    here = before.coordinate
+    way = Exchange(before.shape, before.placements, after.placements, before.mesh.shape)
     ranks = way.coordinates(here)
     mine = way.box(here, before.placements)
     sent = [_cut(local, mine, way.piece(here, rank)).reshape(-1) for rank in ranks]
@@ -129,7 +127,7 @@ def exchange(local: torch.Tensor, before: Layout, after: Layout, group: Backend)
 
 
 def _cut(part: torch.Tensor, box: _Box, piece: _Box) -> torch.Tensor:
-    """The piece of a part that is the box."""
+    """A piece of the part that is the box, as a view; both are places in the whole tensor."""
     for dim, ((begin, _), (start, stop)) in enumerate(zip(box, piece, strict=True)):
         part = part.narrow(dim, start - begin if stop > start else 0, stop - start)
     return part

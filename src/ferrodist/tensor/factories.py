@@ -9,7 +9,6 @@ import torch
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.generators import check_generators, part_of_whole
 from ferrodist.tensor.layout import Layout, check_placements
-from ferrodist.tensor.placement import Partial, Replicate
 from ferrodist.tensor.redistribution import redistribute_local
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def full(
     """A tensor of which every element is ``value``, whose type decides where ``dtype`` is None; else as `empty`."""
     target = _layout(shape, mesh, placements, torch.full((), value).dtype if dtype is None else dtype)
     # Parts of a sum are made of whole tensors.
-    first = target.placed([Replicate() if isinstance(one, Partial) else one for one in target.placements])
+    first = target.folded
     local = torch.full(first.local_shape, value, dtype=target.dtype)
     return _leaf(redistribute_local(local, first, target), target, requires_grad=requires_grad)
 

@@ -14,7 +14,6 @@ import torch
 
 from ferrodist.collectives.operation import collectives_of
 from ferrodist.errors import CollectiveMismatchError
-from ferrodist.tensor.placement import Replicate
 from ferrodist.tensor.redistribution import redistribute_local
 
 if TYPE_CHECKING:
@@ -55,4 +54,4 @@ def check_generators(mesh: DeviceMesh, generator: torch.Generator | None, name: 
 
 def part_of_whole(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
     """This rank's part of a tensor that every rank has all of; it may share memory with that."""
-    return redistribute_local(whole, layout.placed([Replicate()] * layout.mesh.ndim), layout)
+    return redistribute_local(whole, layout.whole, layout)

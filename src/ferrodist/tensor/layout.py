@@ -16,6 +16,7 @@ from ferrodist.tensor.placement import Partial, Replicate, Shard
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ferrodist.backends.base import Backend
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.placement import Placement
 
@@ -93,6 +94,29 @@ class Layout:
         return Layout.of(self.mesh, placements, self.shape, self.dtype, self.stride)
 
     @property
+    def whole(self) -> Layout:
+        """The same tensor, all of it on every rank."""
+        return self.placed([Replicate()] * self.mesh.ndim)
+
+    @property
+    def folded(self) -> Layout:
+        """The same tensor, whole along the axes along which it is partial."""
+        return self.placed([Replicate() if isinstance(one, Partial) else one for one in self.placements])
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """Where this rank is in the mesh."""
+        coordinate = self.mesh.coordinate
+        assert coordinate is not None, "only ranks of a mesh have tensors on it"
+        return coordinate
+
+    def group_along(self, axes: Sequence[int]) -> Backend:
+        """The group of the ranks that differ from this one along some axes only."""
+        mesh = self.mesh
+        part = mesh if len(axes) == mesh.ndim else mesh[tuple(mesh.axis_names[axis] for axis in axes)]
+        return part.group
+
+    @property
     def ndim(self) -> int:
         """The number of dims."""
         return len(self.shape)
@@ -100,7 +124,7 @@ class Layout:
     def sizes_along(self, axes: Sequence[int], dim: int) -> list[int]:
         """The size of a dim on each rank that differs from this one along some axes, in row-major order of these."""
         mesh = self.mesh
-        here = list(_coordinate(mesh))
+        here = list(self.coordinate)
         found = []
         for coordinates in itertools.product(*[range(mesh.shape[axis]) for axis in axes]):
             for axis, at in zip(axes, coordinates, strict=True):
@@ -124,17 +148,11 @@ def _make(
 ) -> Layout:
     made = Layout()
     made.mesh, made.placements, made.shape, made.stride, made.dtype = mesh, placements, shape, stride, dtype
-    made.local_shape = tuple(local_sizes(shape, placements, mesh.shape, _coordinate(mesh)))
+    made.local_shape = tuple(local_sizes(shape, placements, mesh.shape, made.coordinate))
     made.plans = {}
     made.recipes = mesh.parent.attachments.setdefault(_RECIPES, {})
     made.wrapper_arguments = (shape, stride, None, None, dtype, torch.strided, torch.device("cpu"))
     return made
-
-
-def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
-    coordinate = mesh.coordinate
-    assert coordinate is not None, "only ranks of a mesh have tensors on it"
-    return coordinate
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -161,7 +179,7 @@ def local_sizes(
 def compute_range(layout: Layout, dim: int) -> tuple[int, int]:
     """Where this rank's part of a dim starts and ends; the dim is divided in no blocks."""
     start, size = 0, layout.shape[dim]
-    for placement, num_ranks, at in zip(layout.placements, layout.mesh.shape, _coordinate(layout.mesh), strict=True):
+    for placement, num_ranks, at in zip(layout.placements, layout.mesh.shape, layout.coordinate, strict=True):
         if isinstance(placement, Shard) and placement.dim == dim:
             assert placement.blocks == 1, "parts of blocks don't lie together"
             sizes = compute_shard_sizes(size, num_ranks)

@@ -33,7 +33,7 @@ class Pattern:
         linear: Groups of inputs in which the operator is linear: when all of a group are partial sums (or means) and
             all others whole, so are the outputs.
         added: Inputs that are added to the result, and so are partial sums where a letter is folded.
-        keeps: Other reductions that may be done after the operator as well as before it, of its only input.
+        keeps: Other reductions that may be done after the operator as well as before it, of all its inputs.
     """
 
     inputs: Sequence[Letters]

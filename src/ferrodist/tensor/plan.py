@@ -121,14 +121,12 @@ def make_plan(source: Layout, target: Layout) -> Plan:
 
 
 def _as_step(source: Layout, edge: _Edge) -> Step:
-    mesh = source.mesh
-    part = mesh if len(edge.axes) == mesh.ndim else mesh[tuple(mesh.axis_names[axis] for axis in edge.axes)]
     return Step(
         move=edge.move,
         axes=edge.axes,
         before=source.placed(edge.before),
         after=source.placed(edge.after),
-        group=part.group,
+        group=source.group_along(edge.axes),
         size_bytes=edge.size_bytes,
     )
 

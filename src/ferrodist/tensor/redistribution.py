@@ -54,9 +54,7 @@ def _innermost(layout: Layout, axis: int) -> Shard:
 
 def _at(layout: Layout, axis: int) -> tuple[int, int]:
     """The ranks of an axis, and this one's place among them."""
-    coordinate = layout.mesh.coordinate
-    assert coordinate is not None, "only ranks of a mesh have tensors on it"
-    return layout.mesh.shape[axis], coordinate[axis]
+    return layout.mesh.shape[axis], layout.coordinate[axis]
 
 
 def _slice(local: torch.Tensor, step: Step) -> torch.Tensor:

@@ -54,7 +54,7 @@ def _call(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -
 
     def gather(tensor: Any) -> torch.Tensor:
         layout = tensor._layout
-        whole = redistribute_local(tensor._local, layout, _whole(layout))
+        whole = redistribute_local(tensor._local, layout, layout.whole)
         return whole.clone() if whole is tensor._local else whole
 
     tensors: list[Any] = []
@@ -67,7 +67,7 @@ def _call(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -
     for name in written:
         for tensor, whole in zip(_listed(arguments[name]), _listed(wholes[name]), strict=True):
             layout = tensor._layout
-            tensor._local.copy_(redistribute_local(whole, _whole(layout), layout))
+            tensor._local.copy_(redistribute_local(whole, layout.whole, layout))
     if written:
         return arguments[written[0]]
 
@@ -76,10 +76,6 @@ def _call(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -
         return cls._wrap(result, layout)
 
     return map_tensors(wrap, results, torch.Tensor)
-
-
-def _whole(layout: Layout) -> Layout:
-    return layout.placed([Replicate()] * layout.mesh.ndim)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -71,7 +71,7 @@ def cut_part(whole: torch.Tensor, layout: Layout | None) -> torch.Tensor:
     """This rank's part of a whole tensor that all ranks have; nothing is sent."""
     if layout is None:
         return whole
-    return redistribute_local(whole.detach(), layout.placed([Replicate()] * layout.mesh.ndim), layout)
+    return redistribute_local(whole.detach(), layout.whole, layout)
 
 
 def describe_part(layout: Layout) -> str:

@@ -24,9 +24,8 @@ class ParallelAttention(nn.Module):
     """Self-attention of several heads, of which each rank computes some; also grouped-query attention.
 
     Queries, keys and values come from column-parallel layers, the output from a row-parallel one: forward takes one
-    allreduce, and so does backward. J. Ainslie et al., "GQA", 2023, is where fewer heads of keys and values than of
-    queries come from; where ranks
-    can't divide these, each computes all of them.
+    allreduce, and so does backward. Fewer heads of keys and values than of queries are as in J. Ainslie et al., "GQA",
+    2023; where ranks can't divide these, each computes all of them.
 
     It gives what it gets: of a DTensor a DTensor, of a plain tensor a plain one.
 

@@ -215,11 +215,9 @@ def _all_together(call: Call, inputs: Sequence[Order], output: Order) -> Pattern
 
 def _scattered(order: Callable[[Call], Order], call: Call, axis: int) -> list[Choice]:
     """A tensor with what a slice, select or diagonal takes replaced by another."""
-    place = [None] * call.inputs[0].ndim
-    cut = order(call)
-    kept = [dim for dim in range(call.inputs[0].ndim) if dim in cut]
-    letters = [dim if dim in kept else place[dim] for dim in range(call.inputs[0].ndim)]
-    pattern = Pattern(inputs=[letters, cut], outputs=[letters], linear=((0, 1),))
+    taken = order(call)
+    letters = [dim if dim in taken else None for dim in range(call.inputs[0].ndim)]
+    pattern = Pattern(inputs=[letters, taken], outputs=[letters], linear=((0, 1),))
     return choices_of(pattern, call, axis)
 
 

@@ -33,9 +33,7 @@ def fold_over(layout: Layout, axes: tuple[int, ...]) -> Callable[[torch.Tensor, 
     """What folds a tensor over the ranks along some axes of a layout's mesh, so that all of them have the result."""
     if not axes:
         return _same
-    mesh = layout.mesh
-    part = mesh if len(axes) == mesh.ndim else mesh[tuple(mesh.axis_names[axis] for axis in axes)]
-    group = part.group
+    group = layout.group_along(axes)
     return lambda tensor, op: allreduce(tensor, op, group=group)
 
 
@@ -46,13 +44,11 @@ def _same(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 
 def positions(layout: Layout, dim: int) -> torch.Tensor:
     """Where in the whole dim the indices of this rank's part lie, in ascending order."""
-    mesh = layout.mesh
-    coordinate = mesh.coordinate
-    assert coordinate is not None, "only ranks of a mesh have tensors on it"
+    num_ranks, coordinate = layout.mesh.shape, layout.coordinate
     axes = dividers(layout, (dim,))
     placements = [layout.placements[axis] for axis in axes]
     blocks = [placement.blocks for placement in placements if isinstance(placement, Shard)]
-    cuts = zip(blocks, [mesh.shape[axis] for axis in axes], [coordinate[axis] for axis in axes], strict=True)
+    cuts = zip(blocks, [num_ranks[axis] for axis in axes], [coordinate[axis] for axis in axes], strict=True)
     return _positions(layout.shape[dim], tuple(cuts))
 
 

@@ -29,9 +29,7 @@ def _product(inputs: Sequence[str], output: str, call: Call, axis: int) -> list[
 
 def _product_and_sum(inputs: Sequence[str], output: str, call: Call, axis: int) -> list[Choice]:
     """The first input is added to the product, with broadcasting."""
-    added = call.inputs[0].shape
-    sizes = [call.results[0].shape]
-    (letters, _) = broadcast_letters([added, *sizes], len(output))
+    letters, _ = broadcast_letters([call.inputs[0].shape, call.results[0].shape], len(output))
     addend = [None if place is None else output[place] for place in letters]
     pattern = Pattern(
         inputs=[addend, *inputs],

@@ -9,7 +9,6 @@ import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.reductions import allreduce
-from ferrodist.tensor.placement import Partial, Replicate
 from ferrodist.tensor.redistribution import redistribute_local
 
 if TYPE_CHECKING:
@@ -25,8 +24,7 @@ _aten = torch.ops.aten
 def _number(tensor: Any) -> Any:
     """The element of a tensor that has one."""
     layout: Layout = tensor._layout
-    whole = layout.placed([Replicate()] * layout.mesh.ndim)
-    return _aten._local_scalar_dense(redistribute_local(tensor._local, layout, whole))
+    return _aten._local_scalar_dense(redistribute_local(tensor._local, layout, layout.whole))
 
 
 def _compare(compare: Callable[..., bool], one: Any, other: Any, *tolerance: Any, **named: Any) -> bool:
@@ -43,9 +41,9 @@ def _compare(compare: Callable[..., bool], one: Any, other: Any, *tolerance: Any
         raise ValueError(f"tensors of different meshes are compared:\n{here.mesh}\nand\n{there.mesh}")
     if here.shape != there.shape:
         # Both are whole, and compared as any two are.
-        here, there = (layout.placed([Replicate()] * layout.mesh.ndim) for layout in (here, there))
+        here, there = here.whole, there.whole
     else:
-        here = here.placed([Replicate() if isinstance(one, Partial) else one for one in here.placements])
+        here = here.folded
         there = there.placed(here.placements)
     parts = [
         redistribute_local(tensor._local, tensor._layout, layout) for tensor, layout in ((one, here), (other, there))

@@ -193,9 +193,7 @@ def _add_number(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout])
     layout = inputs[0]
     if len(call.inputs) > 1:
         return None
-    coordinate = layout.mesh.coordinate
-    assert coordinate is not None, "only ranks of a mesh have tensors on it"
-    parts = [at for at, placement in zip(coordinate, layout.placements, strict=True) if placement == Partial()]
+    parts = [at for at, placement in zip(layout.coordinate, layout.placements, strict=True) if placement == Partial()]
     return _leave if any(parts) else None
 
 
