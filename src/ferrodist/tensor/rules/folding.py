@@ -9,7 +9,8 @@ import torch
 
 from ferrodist.collectives.reductions import allreduce
 from ferrodist.tensor.layout import take_part
-from ferrodist.tensor.placement import Shard
+from ferrodist.tensor.placement import Partial, Replicate, Shard
+from ferrodist.tensor.recording import note_move
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -36,7 +37,12 @@ def fold_over(layout: Layout, axes: tuple[int, ...]) -> Callable[[torch.Tensor, 
     mesh = layout.mesh
     part = mesh if len(axes) == mesh.ndim else mesh[tuple(mesh.axis_names[axis] for axis in axes)]
     group = part.group
-    return lambda tensor, op: allreduce(tensor, op, group=group)
+
+    def fold(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        note_move(tensor, part, Partial(op), Replicate())
+        return allreduce(tensor, op, group=group)
+
+    return fold
 
 
 def _same(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
