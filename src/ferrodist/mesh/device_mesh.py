@@ -253,6 +253,10 @@ class DeviceMesh:
     def __hash__(self) -> int:
         return hash(self._key())
 
+    def __deepcopy__(self, memo: object) -> Self:
+        """The same mesh: copies of what lies over it, as modules, talk over its groups."""
+        return self
+
     def __repr__(self) -> str:
         """The grid, with this rank in brackets."""
         return draw_grid(self._shape, self._axis_names, self._ranks, self.parent.rank, self.parent.name)

@@ -249,6 +249,9 @@ class DTensor(torch.Tensor):
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
         made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "_is_copy"}, memo))
+        for hook in (self._backward_hooks or {}).values():
+            if getattr(hook, "is_of_layout", False):
+                made.register_hook(hook)  # type: ignore[no-untyped-call]
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]

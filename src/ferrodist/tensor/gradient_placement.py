@@ -27,6 +27,9 @@ def places_gradients(hook: object) -> bool:
 
 
 class _Place:
+    is_of_layout = True
+    """Copies of the parameter have it too, though torch copies no hooks: they lie as the parameter does."""
+
     def __init__(self, parameter: DTensor) -> None:
         self._placements = parameter.placements
 

@@ -16,7 +16,6 @@ from ferrodist.tensor.placement import Partial, Replicate, Shard
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ferrodist.backends.base import Backend
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.placement import Placement
 
@@ -110,11 +109,10 @@ class Layout:
         assert coordinate is not None, "only ranks of a mesh have tensors on it"
         return coordinate
 
-    def group_along(self, axes: Sequence[int]) -> Backend:
-        """The group of the ranks that differ from this one along some axes only."""
+    def mesh_along(self, axes: Sequence[int]) -> DeviceMesh:
+        """The mesh of the ranks that differ from this one along some axes only."""
         mesh = self.mesh
-        part = mesh if len(axes) == mesh.ndim else mesh[tuple(mesh.axis_names[axis] for axis in axes)]
-        return part.group
+        return mesh if len(axes) == mesh.ndim else mesh[tuple(mesh.axis_names[axis] for axis in axes)]
 
     @property
     def ndim(self) -> int:

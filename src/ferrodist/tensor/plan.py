@@ -126,7 +126,7 @@ def _as_step(source: Layout, edge: _Edge) -> Step:
         axes=edge.axes,
         before=source.placed(edge.before),
         after=source.placed(edge.after),
-        group=source.group_along(edge.axes),
+        group=source.mesh_along(edge.axes).group,
         size_bytes=edge.size_bytes,
     )
 

@@ -6,22 +6,9 @@ import torch
 
 import ferrodist as fd
 from ferrodist import DeviceMesh, DTensor, Partial, ReduceOp, Replicate, Shard
-from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.testing import run_ranks
 
 NUM_RANKS = {(1,): 1, (2,): 2, (3,): 3, (4,): 4, (2, 2): 4, (1, 2): 2, (2, 1, 2): 4, (2, 2, 2): 8}
-
-
-class ByteCounter(SimulatedBackend):
-    """Counts the bytes that this rank sends, by whatever group of it: ``num_bytes``."""
-
-    def __init__(self, *args, **named):
-        super().__init__(*args, **named)
-        self.num_bytes = 0
-
-    def _start_send(self, send):
-        self.num_bytes += len(send.data)
-        super()._start_send(send)
 
 
 def make(*shape, dtype=torch.float64, seed=0, low=-2.0, high=2.0):

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from byte_counter import ByteCounter
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operator_checks import NUM_RANKS, ByteCounter, check_operator, make, spread
+from operator_checks import NUM_RANKS, check_operator, make, spread
 
 from ferrodist import DeviceMesh, Partial, Replicate, Shard
 from ferrodist.testing import run_ranks

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from ferrodist.parallel.tensor.forward import PreparedForward
-from ferrodist.parallel.tensor.parallelize import apply_style, divide
+from ferrodist.parallel.tensor.parallelize import apply_style, check_mesh, divide
 from ferrodist.parallel.tensor.styles import ColumnParallel, Preparation, RowParallel, Style
 from ferrodist.tensor.placement import Replicate, Shard
 
@@ -44,7 +44,7 @@ class ParallelAttention(nn.Module):
         (B, T, embed_dim) to the same.
 
     Raises:
-        ValueError: Sizes don't divide.
+        ValueError: Sizes don't divide, or the mesh has several axes.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class ParallelAttention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_dim = embed_dim // num_heads
         self.is_causal = is_causal
         self.dropout = dropout
         self._check(embed_dim, mesh)
+        self.head_dim = embed_dim // num_heads
         # How often heads of keys and values are repeated, so that ranks can divide them as they divide the queries.
         self._sharing = mesh.size // math.gcd(mesh.size, self.num_kv_heads)
         width = self.num_kv_heads * self.head_dim
@@ -84,6 +84,11 @@ class ParallelAttention(nn.Module):
         self.forward = PreparedForward(self.forward, mesh, Preparation(wanted=Replicate()), given)  # type: ignore[method-assign]
 
     def _check(self, embed_dim: int, mesh: DeviceMesh) -> None:
+        check_mesh(mesh)
+        if self.num_heads < 1 or self.num_kv_heads < 1:
+            raise ValueError(
+                f"there is at least one head: num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+            )
         if embed_dim % self.num_heads:
             raise ValueError(f"embed_dim={embed_dim} is not a multiple of num_heads={self.num_heads}")
         if self.num_heads % self.num_kv_heads:

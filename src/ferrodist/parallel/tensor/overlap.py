@@ -10,13 +10,14 @@ from torch.nn import functional
 
 from ferrodist.collectives.gathering import async_all_gather, async_reduce_scatter
 from ferrodist.tensor.dtensor import DTensor
-from ferrodist.tensor.placement import Replicate, Shard
+from ferrodist.tensor.placement import Partial, Replicate, Shard
+from ferrodist.tensor.recording import note_move
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ferrodist.backends.base import Backend
     from ferrodist.collectives.pending import PendingCollective
+    from ferrodist.mesh import DeviceMesh
 
 __all__ = ["OverlappedLinear"]
 
@@ -48,7 +49,7 @@ class OverlappedLinear:
             tensor.to_local(),
             weight.to_local(),
             None if bias is None else bias.to_local(),  # type: ignore[attr-defined]
-            (tensor.mesh.group, self._chunks),
+            (tensor.mesh, self._chunks),
         )
         shape = (*tensor.shape[:-1], weight.shape[0])
         (columns,) = weight.placements
@@ -61,42 +62,46 @@ class _GatherAndMultiply(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, way: tuple[Backend, int]
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, way: tuple[DeviceMesh, int]
     ) -> torch.Tensor:
         dim = x.dim() - 2
-        group, chunks = way
-        ctx.group, ctx.chunks, ctx.has_bias = group, chunks, bias is not None
+        mesh, chunks = way
+        ctx.mesh, ctx.chunks, ctx.has_bias = mesh, chunks, bias is not None
         ctx.save_for_backward(x, weight)
-        pieces = [functional.linear(piece, weight, bias) for piece in _gather_pieces(x, group, chunks)]
-        return _join(pieces, group.world_size).movedim(0, dim)
+        pieces = [functional.linear(piece, weight, bias) for piece in _gather_pieces(x, mesh, chunks)]
+        return _join(pieces, mesh.size).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        group, chunks, p = ctx.group, ctx.chunks, ctx.group.world_size
+        mesh, chunks, p = ctx.mesh, ctx.chunks, ctx.mesh.size
         grad = grads[0].movedim(-2, 0)
         t = grad.shape[0] // p // chunks
         parts = grad.reshape(p, chunks, t, *grad.shape[1:])
         sent: list[PendingCollective[torch.Tensor]] = []
         grad_weight = torch.zeros_like(weight)
-        for place, piece in enumerate(_gather_pieces(x, group, chunks)):
+        for place, piece in enumerate(_gather_pieces(x, mesh, chunks)):
             mine = parts[:, place].reshape(p * t, *grad.shape[1:])
-            sent.append(async_reduce_scatter(mine @ weight, group=group))
+            grad_piece = mine @ weight
+            note_move(grad_piece, mesh, Partial(), Shard(0))
+            sent.append(async_reduce_scatter(grad_piece, group=mesh.group))
             grad_weight.addmm_(mine.reshape(-1, mine.shape[-1]).t(), piece.reshape(-1, piece.shape[-1]))
         grad_x = torch.cat([pending.wait() for pending in sent]).movedim(0, -2)
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias else None
         return grad_x, grad_weight, grad_bias, None
 
 
-def _gather_pieces(x: torch.Tensor, group: Backend, chunks: int) -> Iterator[torch.Tensor]:
+def _gather_pieces(x: torch.Tensor, mesh: DeviceMesh, chunks: int) -> Iterator[torch.Tensor]:
     """The pieces of all ranks' parts, each (p * t/c, ..., C), the next one already under way."""
     first = x.movedim(-2, 0)
     pieces = [piece.contiguous() for piece in first.chunk(chunks)]
-    pending = async_all_gather(pieces[0], group=group)
+    for piece in pieces:
+        note_move(piece, mesh, Shard(0), Replicate())
+    pending = async_all_gather(pieces[0], group=mesh.group)
     for place in range(chunks):
         piece = pending.wait()
         if place + 1 < chunks:
-            pending = async_all_gather(pieces[place + 1], group=group)
+            pending = async_all_gather(pieces[place + 1], group=mesh.group)
         yield piece
 
 

@@ -16,7 +16,7 @@ from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.gradient_placement import keep_gradients_placed
 from ferrodist.tensor.placement import Placement, Replicate
 
-__all__ = ["apply_style", "divide", "parallelize"]
+__all__ = ["apply_style", "check_mesh", "divide", "parallelize"]
 
 
 def parallelize(
@@ -48,7 +48,7 @@ def parallelize(
             share, gets different styles; a parameter is distributed already, or has a gradient. Nothing was changed.
         CollectiveMismatchError: Parameters differ in shape or dtype between ranks.
     """
-    _check_mesh(mesh)
+    check_mesh(mesh)
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize takes a torch.nn.Module, not {type(module).__name__}")
     styles = _match(module, plan)
@@ -75,7 +75,7 @@ def apply_style(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placem
     Raises:
         TypeError, ValueError: As for `parallelize`.
     """
-    _check_mesh(mesh)
+    check_mesh(mesh)
     style.check(type(module).__name__, module)
     divide(module, mesh, {"": style})
     _prepare(module, mesh, style, given)
@@ -95,7 +95,8 @@ def divide(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style]) -> 
     _distribute(module, mesh, _place(module, styles))
 
 
-def _check_mesh(mesh: DeviceMesh) -> None:
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raise unless it is a mesh of one axis."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"the ranks are given as a DeviceMesh of one axis, not as {type(mesh).__name__}")
     if mesh.ndim != 1:

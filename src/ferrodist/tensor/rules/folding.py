@@ -9,7 +9,8 @@ import torch
 
 from ferrodist.collectives.reductions import allreduce
 from ferrodist.tensor.layout import take_part
-from ferrodist.tensor.placement import Shard
+from ferrodist.tensor.placement import Partial, Replicate, Shard
+from ferrodist.tensor.recording import note_move
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -33,8 +34,14 @@ def fold_over(layout: Layout, axes: tuple[int, ...]) -> Callable[[torch.Tensor, 
     """What folds a tensor over the ranks along some axes of a layout's mesh, so that all of them have the result."""
     if not axes:
         return _same
-    group = layout.group_along(axes)
-    return lambda tensor, op: allreduce(tensor, op, group=group)
+    part = layout.mesh_along(axes)
+    group = part.group
+
+    def fold(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        note_move(tensor, part, Partial(op), Replicate())
+        return allreduce(tensor, op, group=group)
+
+    return fold
 
 
 def _same(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.collectives.reductions import allreduce
 from ferrodist.tensor.redistribution import redistribute_local
+from ferrodist.tensor.rules.folding import fold_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +49,8 @@ def _compare(compare: Callable[..., bool], one: Any, other: Any, *tolerance: Any
         redistribute_local(tensor._local, tensor._layout, layout) for tensor, layout in ((one, here), (other, there))
     ]
     alike = compare(*parts, *tolerance, **named)
-    return bool(allreduce(torch.tensor([alike], dtype=torch.uint8), ReduceOp.MIN, group=here.mesh.group).item())
+    fold = fold_over(here, tuple(range(here.mesh.ndim)))
+    return bool(fold(torch.tensor([alike], dtype=torch.uint8), ReduceOp.MIN).item())
 
 
 RULES: dict[torch._ops.OpOverload, Any] = {}
