@@ -166,6 +166,26 @@ def test_a_divided_vocabulary_stays_divided():
     run_ranks(check, 2)
 
 
+def test_a_table_is_divided_after_a_whole_one_of_its_shape():
+    """The whole one's gradient was prepared first; the divided one's is not made whole for that."""
+
+    def gradient(mesh, placement):
+        rows = fd.distribute(torch.tensor([3, 0]), mesh, Replicate(), src=None)
+        table = fd.distribute(make(4, 6), mesh, placement, src=None).requires_grad_()
+        torch.nn.functional.embedding(rows, table).redistribute(Replicate()).sum().backward()
+        return table.grad
+
+    def check(group):
+        mesh = DeviceMesh(group, (2,))
+        whole, divided, again = (gradient(mesh, placement) for placement in (Replicate(), Shard(0), Replicate()))
+        assert whole.placements == (Replicate(),)
+        assert divided.placements == (Shard(0),)
+        assert torch.equal(whole.full_tensor(), divided.full_tensor())
+        assert torch.equal(whole.full_tensor(), again.full_tensor())
+
+    run_ranks(check, 2)
+
+
 def test_one_hot():
     """With the number of classes given."""
 

@@ -26,12 +26,22 @@ _aten = torch.ops.aten
 # A table that is Shard(0) is not gathered: each rank looks up the rows that it has and takes zeros for the others, so
 # that the results add up to the rows. Its gradient is made in the same division. The backward operator does not see the
 # table, and a gradient that is whole on all ranks would be right too, but as large as all of the table. So the forward
-# operator leaves a remark in the recipes of the group, under the table's shape, of which axes divide the vocabulary;
-# of tables of one shape that lie otherwise, one's gradient may then have to be moved.
+# operator leaves a remark in the recipes of the group, under the table's shape, of which axes divide the vocabulary.
+# The remark decides how a gradient lies, never what it is: where a whole table has the shape of a divided one, its
+# gradient comes divided too, and is gathered where it is used.
 
 
-def _remark(call: Call, shape: tuple[int, int], axis: int) -> tuple[object, ...]:
+def _remark(call: Call, shape: tuple[int, ...], axis: int) -> tuple[object, ...]:
     return ("vocabulary", call.mesh.identity, shape, axis)
+
+
+def _leave_remark(recipes: dict[Any, Any], remark: tuple[object, ...]) -> None:
+    """Leave a remark, and forget recipes of gradients that were made without it."""
+    if remark not in recipes:
+        backward = id(_aten.embedding_dense_backward.default)
+        for key in [key for key in recipes if key[0] == backward]:
+            del recipes[key]
+        recipes[remark] = True
 
 
 def _choices(call: Call, axis: int) -> list[Choice]:
@@ -39,9 +49,9 @@ def _choices(call: Call, axis: int) -> list[Choice]:
     places = [("i", dim) for dim in range(indices.ndim)]
     pattern = Pattern(inputs=[[None, "d"], places], outputs=[[*places, "d"]], linear=((0,),))
     divided = weight.placements[axis] == Shard(0)
-    weight.recipes[_remark(call, weight.shape, axis)] = divided  # type: ignore[arg-type] # a table has two dims
     choices = choices_of(pattern, call, axis)
     if divided:
+        _leave_remark(weight.recipes, _remark(call, weight.shape, axis))
         choices.append(Choice((Shard(0), Replicate()), (Partial(),)))
     return choices
 
@@ -74,7 +84,7 @@ def _backward_choices(call: Call, axis: int) -> list[Choice]:
     pattern = Pattern(inputs=[[*places, "d"], places], outputs=[[None, "d"]], folds=folds, linear=((0,),))
     choices = choices_of(pattern, call, axis)
     divided = Choice((Replicate(), Replicate()), (Shard(0),))
-    if grad.recipes.get(_remark(call, (call["num_weights"], grad.shape[-1]), axis)):
+    if _remark(call, (call["num_weights"], grad.shape[-1]), axis) in grad.recipes:
         choices.insert(0, divided)
     return choices
 
