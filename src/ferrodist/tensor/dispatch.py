@@ -237,7 +237,7 @@ def _prepare(
     recipe = _decide(call, rule)
     if func.is_view and not recipe.written:
         recipe.offsets = [int(meta.storage_offset()) for meta in call.results]
-    _find_lane(recipe, func, args, kwargs, cls)
+    _find_lane(recipe, func, args, cls)
     return recipe
 
 
@@ -299,9 +299,7 @@ def _inputs_of(call: Call, names: Sequence[str]) -> list[int]:
     return found
 
 
-def _find_lane(
-    recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: type
-) -> None:
+def _find_lane(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], cls: type) -> None:
     """Find whether calls of this kind can take a quick lane: their form is in the key."""
     now: list[Layout] = []
     map_tensors(lambda one: now.append(one._layout), list(args), cls)
@@ -311,7 +309,7 @@ def _find_lane(
         one is not other for one, other in zip(now, recipe.layouts, strict=True)
     ):
         return
-    if any(name in kwargs or names.index(name) >= len(args) for name in recipe.replaced):
+    if any(names.index(name) >= len(args) for name in recipe.replaced):
         return
     recipe.places = [(names.index(name), value) for name, value in recipe.replaced.items()]
     returns = func._schema.returns

@@ -178,6 +178,13 @@ def test_placements_that_do_not_fit(placements, error, message):
         fd.distribute(torch.zeros(4, 6), mesh, placements, src=None)
 
 
+def test_blocks_of_an_uneven_part():
+    """Of 5 rows the first rank has 3, which are not two equal blocks, and the other 2."""
+    mesh = DeviceMesh(fd.SimulatedBackend.create_group(4)[0], (2, 2))
+    with pytest.raises(ValueError, match="dim 0 of 3 is not 2 equal blocks"):
+        fd.distribute(torch.zeros(5), mesh, [Shard(0), Shard(0, blocks=2)], src=None)
+
+
 def test_placements_that_can_not_be():
     with pytest.raises(TypeError, match="the number of a dim"):
         Shard(1.0)
