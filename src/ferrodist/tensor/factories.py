@@ -111,7 +111,7 @@ def rand(
     """
     target = _layout(shape, mesh, placements, dtype)
     check_generators(mesh, generator, "rand")
-    return _drawn(torch.rand(target.shape, dtype=target.dtype, generator=generator), target, requires_grad)
+    return _part(torch.rand(target.shape, dtype=target.dtype, generator=generator), target, requires_grad=requires_grad)
 
 
 def randn(
@@ -126,7 +126,9 @@ def randn(
     """A tensor of normally distributed numbers, those that ``torch.randn(shape)`` draws in one process; as `rand`."""
     target = _layout(shape, mesh, placements, dtype)
     check_generators(mesh, generator, "randn")
-    return _drawn(torch.randn(target.shape, dtype=target.dtype, generator=generator), target, requires_grad)
+    return _part(
+        torch.randn(target.shape, dtype=target.dtype, generator=generator), target, requires_grad=requires_grad
+    )
 
 
 def arange(
@@ -143,7 +145,8 @@ def arange(
     if end is None:
         start, end = 0, start
     whole = torch.arange(start, end, step, dtype=dtype)
-    return _drawn(whole, _layout(whole.shape, mesh, placements, whole.dtype), requires_grad)
+    target = _layout(whole.shape, mesh, placements, whole.dtype)
+    return _part(whole, target, requires_grad=requires_grad)
 
 
 def _layout(shape: Sequence[int], mesh: DeviceMesh, placements: Placements, dtype: torch.dtype | None) -> Layout:
@@ -151,9 +154,8 @@ def _layout(shape: Sequence[int], mesh: DeviceMesh, placements: Placements, dtyp
     return Layout.of(mesh, check_placements(mesh, placements, shape), shape, kind)
 
 
-def _drawn(whole: torch.Tensor, target: Layout, requires_grad: bool) -> DTensor:  # noqa: FBT001 - private
-    part = part_of_whole(whole, target)
-    return _leaf(part, target, requires_grad=requires_grad)
+def _part(whole: torch.Tensor, target: Layout, *, requires_grad: bool) -> DTensor:
+    return _leaf(part_of_whole(whole, target), target, requires_grad=requires_grad)
 
 
 def _leaf(local: torch.Tensor, layout: Layout, *, requires_grad: bool) -> DTensor:

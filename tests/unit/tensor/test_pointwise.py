@@ -80,6 +80,21 @@ def test_broadcasting(data):
     run_ranks(check, torch.Size(mesh_shape).numel())
 
 
+def test_a_plain_gradient_of_one_number():
+    """What it is multiplied with is no linear function of parts."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2,))
+        x = spread(torch.tensor(0.7), mesh, Partial()).requires_grad_()
+        torch.nn.functional.gelu(x).backward(torch.tensor(2.0))
+        return x.grad.full_tensor()
+
+    plain = torch.tensor(0.7, requires_grad=True)
+    torch.nn.functional.gelu(plain).backward(torch.tensor(2.0))
+    for grad in run_ranks(program, 2):
+        torch.testing.assert_close(grad, plain.grad)
+
+
 def test_lists_and_a_tensor_of_one_number():
     """As clipping multiplies all gradients; again too, when there is a recipe."""
 

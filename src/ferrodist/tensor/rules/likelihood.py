@@ -18,6 +18,7 @@ from ferrodist.tensor.call import Choice, Rule
 from ferrodist.tensor.patterns import Letters, Pattern, choices_of
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.tensor.rules.folding import dividers, fold_over, positions
+from ferrodist.tensor.rules.losses import Reduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["RULES"]
 
 _aten = torch.ops.aten
-_NONE, _MEAN, _SUM = 0, 1, 2
-"""The reductions, as operators number them."""
 
 
 def _class_dim(layout: Layout) -> int:
@@ -49,7 +48,7 @@ def _forward_choices(call: Call, axis: int) -> list[Choice]:
     dims, batch, weights = _letters(call, 0)
     pattern = Pattern(
         inputs=[dims, batch, *weights],
-        outputs=[batch if call["reduction"] == _NONE else (), ()],
+        outputs=[batch if call["reduction"] == Reduction.NONE else (), ()],
         folds=dict.fromkeys(dims, ReduceOp.SUM),
         linear=((0,),),
     )
@@ -57,17 +56,17 @@ def _forward_choices(call: Call, axis: int) -> list[Choice]:
     choices = []
     for choice in choices_of(pattern, call, axis):
         first = choice.inputs[0]
-        in_parts = call["reduction"] == _SUM and isinstance(first, Shard) and first.dim != along
+        in_parts = call["reduction"] == Reduction.SUM and isinstance(first, Shard) and first.dim != along
         choices.append(Choice(choice.inputs, (choice.outputs[0], Partial() if in_parts else Replicate())))
     return choices
 
 
 def _backward_choices(call: Call, axis: int) -> list[Choice]:
     dims, batch, weights = _letters(call, 1)
-    grad: Letters = batch if call["reduction"] == _NONE else ()
+    grad: Letters = batch if call["reduction"] == Reduction.NONE else ()
     pattern = Pattern(inputs=[grad, dims, batch, *weights, ()], outputs=[dims], linear=((0,),))
     choices = choices_of(pattern, call, axis)
-    if call["reduction"] == _MEAN:
+    if call["reduction"] == Reduction.MEAN:
         return choices
     # The total weight is not used, and may stay in parts.
     now = call.inputs[-1].placements[axis]
@@ -129,10 +128,10 @@ def _forward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) ->
             picked = torch.zeros(target.shape, dtype=wide)
         weights = _weights(weight, target, counts, picked)
         losses = torch.where(here, -picked * weights, 0.0)
-        if reduction == _NONE:
+        if reduction == Reduction.NONE:
             return losses.to(result), torch.zeros((), dtype=result)
         total = weights.sum()
-        if reduction == _MEAN:
+        if reduction == Reduction.MEAN:
             total = fold(total, ReduceOp.SUM)
             return (losses.sum() / total).to(result), total.to(result)
         return losses.sum().to(result), total.to(result)
@@ -155,7 +154,7 @@ def _backward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -
         if not tensor.shape[terms.dim]:
             return found
         values = -_weights(weight, target, counts, tensor) * grad
-        if reduction == _MEAN:
+        if reduction == Reduction.MEAN:
             values = values / total_weight
         values = torch.where(here, values, 0.0).to(tensor.dtype)
         if tensor.dim() == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,18 +21,24 @@ if TYPE_CHECKING:
     from ferrodist.tensor.call import Call, Choice
     from ferrodist.tensor.layout import Layout
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "Reduction"]
 
 _aten = torch.ops.aten
-_NONE, _MEAN, _SUM = 0, 1, 2
-"""The reductions, as operators number them."""
+
+
+class Reduction(IntEnum):
+    """What becomes of the elements' losses, as operators number it."""
+
+    NONE = 0
+    MEAN = 1
+    SUM = 2
 
 
 def _folded_choices(call: Call, axis: int) -> list[Choice]:
     """Of a loss: the inputs are broadcast, and folded unless each element's loss is asked for."""
     shapes = [layout.shape for layout in call.inputs]
     ndim = max(map(len, shapes))
-    keeps = call["reduction"] == _NONE
+    keeps = call["reduction"] == Reduction.NONE
     pattern = Pattern(
         inputs=broadcast_letters(shapes, ndim),
         outputs=[range(ndim) if keeps else ()],
@@ -54,13 +61,15 @@ def _broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 def _is_divided_mean(call: Call, layouts: Sequence[Layout]) -> bool:
     """Whether a mean is asked for of which this rank has a part: that is then divided by the size of the whole."""
-    return call["reduction"] == _MEAN and any(isinstance(one, Shard) for layout in layouts for one in layout.placements)
+    return call["reduction"] == Reduction.MEAN and any(
+        isinstance(one, Shard) for layout in layouts for one in layout.placements
+    )
 
 
 def _mean_as_sum(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Mapping[str, Any]:
     """Small floats are added up in float32, as the sum may be too large for them."""
     small = accumulation_dtype(outputs[0].dtype) != outputs[0].dtype and outputs[0].ndim == 0
-    return {"reduction": _NONE if small else _SUM} if _is_divided_mean(call, inputs) else {}
+    return {"reduction": int(Reduction.NONE if small else Reduction.SUM)} if _is_divided_mean(call, inputs) else {}
 
 
 def _mean_loss(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:

@@ -11,7 +11,7 @@ from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.call import Rule
 from ferrodist.tensor.layout import Layout
 from ferrodist.tensor.patterns import Pattern, choices_of
-from ferrodist.tensor.placement import Partial
+from ferrodist.tensor.placement import Partial, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -63,10 +63,12 @@ def _choices(
     ndim = max(map(len, shapes))
     letters = broadcast_letters(shapes, ndim)
     num_outputs = max(1, len(call.operator._schema.returns))
+    # Divided tensors become the parts of a sum for nothing, but all of them have to be sent when it is read.
+    are_divided = all(isinstance(layout.placements[axis], Shard) for layout in call.inputs)
     pattern = Pattern(
         inputs=letters,
         outputs=[range(ndim)] * num_outputs,
-        linear=linear(call),
+        linear=() if are_divided else linear(call),
         keeps=keeps if len(shapes) == 1 else (),
     )
     return choices_of(pattern, call, axis)
@@ -82,8 +84,9 @@ def _in_nothing(call: Call) -> Sequence[Sequence[int]]:
 
 
 def _in_first(call: Call) -> Sequence[Sequence[int]]:
-    del call
-    return ((0,),)
+    """Unless that is a plain number, and the first distributed tensor another argument."""
+    first = next(iter(call.arguments.values()))
+    return () if isinstance(first, torch.Tensor) else ((0,),)
 
 
 def _in_each(call: Call) -> Sequence[Sequence[int]]:
@@ -107,9 +110,8 @@ def _in_all(call: Call) -> Sequence[Sequence[int]]:
 
 
 def _in_dividend(call: Call) -> Sequence[Sequence[int]]:
-    """Unless quotients are rounded, or a number is divided by the only distributed tensor."""
-    is_tensor = isinstance(call["self"], Layout)
-    return ((0,),) if is_tensor and call.arguments.get("rounding_mode") is None else ()
+    """Unless quotients are rounded."""
+    return _in_first(call) if call.arguments.get("rounding_mode") is None else ()
 
 
 def _in_branches(call: Call) -> Sequence[Sequence[int]]:
