@@ -1,5 +1,7 @@
 """Operators that cut and join dims, on distributed tensors."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -243,7 +245,11 @@ def test_what_would_be_written_to_a_copy_is_refused():
                 function(x)
             assert_same(x, make(4, 6), "what could not be written")
         x[1:].clone().zero_()
+        copy.deepcopy(x[1:]).zero_()
+        # Nor where a view of the same layout has been written, which is no copy.
         x.redistribute(Replicate())[1:].zero_()
+        with pytest.raises(UnsupportedOpError):
+            x[1:].zero_()
 
     run_ranks(check, 2)
 
