@@ -20,6 +20,7 @@ from ferrodist import (
     SequenceParallel,
     Shard,
     Style,
+    VocabularyParallel,
 )
 from ferrodist.tensor.plan import Move
 from ferrodist.testing import run_ranks
@@ -230,6 +231,20 @@ def test_a_wrong_plan_changes_nothing(plan, error, message):
         fd.parallelize(model, mesh, plan)
     assert message in str(caught.value)
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("style", "options"),
+    [
+        (ColumnParallel, {"parameters": {"weight": Shard(1)}}),
+        (RowParallel, {"wanted": Replicate()}),
+        (VocabularyParallel, {"wanted": Shard(0)}),
+        (SequenceParallel, {"outputs": Replicate()}),
+    ],
+)
+def test_a_style_takes_nothing_that_it_would_ignore(style, options):
+    with pytest.raises(TypeError, match=f"{style.__name__} decides by itself what {next(iter(options))} are"):
+        style(**options)
 
 
 def test_a_mesh_has_one_axis():

@@ -7,7 +7,7 @@ Transformer Models", 2022 (sequence).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -51,7 +51,16 @@ class Style:
     outputs: Placement | Sequence[Placement | None] | None = None
 
     def check(self, name: str, module: nn.Module) -> None:
-        """Raise unless the style fits a module."""
+        """Return if the style fits a module.
+
+        Args:
+            name: The module's path, for the error.
+            module: The module.
+
+        Raises:
+            TypeError: It is of another class than the style is for.
+            ValueError: It has no such parameter.
+        """
         own = {key for key, _ in module.named_parameters(recurse=False)}
         if unknown := sorted(set(self.parameters) - own):
             raise ValueError(f"module {name!r} has no parameter {unknown[0]!r}: it has {sorted(own)}")
@@ -64,6 +73,14 @@ class Style:
     def preparation(self) -> Preparation:
         """How its tensors lie."""
         return Preparation(wanted=self.wanted, outputs=self.outputs)
+
+
+def _refuse(style: Style, *names: str) -> None:
+    """Raise if one of the fields is given that a style decides by itself."""
+    defaults = {one.name: one.default for one in fields(style)} | {"parameters": {}}
+    for name in names:
+        if getattr(style, name) != defaults[name]:
+            raise TypeError(f"{type(style).__name__} decides by itself what {name} are: use Style for other ways")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +112,9 @@ class ColumnParallel(_OfLinear):
     blocks: int = 1
     chunks: int = 1
 
+    def __post_init__(self) -> None:
+        _refuse(self, "parameters")
+
     def placement_of(self, name: str, parameter: torch.Tensor) -> Placement:
         """How weight and bias lie."""
         del name, parameter
@@ -119,6 +139,9 @@ class RowParallel(_OfLinear):
 
     outputs: Placement | Sequence[Placement | None] | None = Replicate()
 
+    def __post_init__(self) -> None:
+        _refuse(self, "parameters", "wanted")
+
     def placement_of(self, name: str, parameter: torch.Tensor) -> Placement:
         """How weight and bias lie."""
         del parameter
@@ -141,6 +164,9 @@ class VocabularyParallel(Style):
     """
 
     outputs: Placement | Sequence[Placement | None] | None = Replicate()
+
+    def __post_init__(self) -> None:
+        _refuse(self, "parameters", "wanted")
 
     def check(self, name: str, module: nn.Module) -> None:
         """Raise unless it is an embedding."""
@@ -168,6 +194,9 @@ class SequenceParallel(Style):
     """
 
     dim: int = 1
+
+    def __post_init__(self) -> None:
+        _refuse(self, "wanted", "outputs")
 
     def preparation(self) -> Preparation:
         """How its tensors lie."""
