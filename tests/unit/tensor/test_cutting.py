@@ -262,12 +262,15 @@ def test_gradients_through_what_was_written_to_a_view():
         z[:, 1:3] = y
         z[:, 4].mul_(3)
         z.t()[0] = y[:, 0]
+        z[:, 2:][:, 3].mul_(y[:, 1])
         return z * x
 
     def check(group):
         mesh = DeviceMesh(group, (2,))
         for placements in ([[Replicate()], [Shard(0)]], [[Shard(0)], [Shard(0)]], [[Shard(0)], [Replicate()]]):
             check_operator(mesh, write, [make(5, 6), make(5, 2)], placements)
+        view = fd.distribute(make(5, 6), mesh, Shard(0))[:, 2:][:, 3]
+        assert view.storage_offset() == make(5, 6)[:, 2:][:, 3].storage_offset()
 
     run_ranks(check, 2)
 

@@ -127,6 +127,13 @@ def test_an_outer_axis_goes_without_gathering_all():
     assert moves((2, 2), [Shard(0), Shard(0)], (R, Shard(0))) == [(Move.EXCHANGE, (0, 1), 6 / 16 * WHOLE)]
 
 
+def test_an_axis_that_divided_last_goes_by_itself():
+    """The first one in blocks that the second divides: each pair of ranks joins its parts."""
+    inner = Shard(0, blocks=2)
+    assert moves((2, 2), [inner, Shard(0)], (R, Shard(0))) == [(Move.ALL_GATHER, (0,), WHOLE / 4)]
+    assert moves((2, 2), [R, Shard(0)], (inner, Shard(0))) == [(Move.SLICE, (0,), 0)]
+
+
 def test_no_plan_sends_less_than_ranks_lack():
     """Where nothing is folded, what is sent is what ranks don't have and shall have: counted element by element."""
     places = placements_of(2, 2, partial=False)
