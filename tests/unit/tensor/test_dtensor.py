@@ -225,6 +225,26 @@ def test_plain_and_distributed_tensors_do_not_mix():
     assert (tensor * torch.tensor(2.0)).sum().full_tensor() == 12
 
 
+def test_plain_tensors_in_backward_are_zeros():
+    """As formulas of gradients make them; others may differ between ranks."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor, factor):
+            ctx.factor = factor
+            return tensor.clone()
+
+        @staticmethod
+        def backward(ctx, *grads):
+            return grads[0] * ctx.factor, None
+
+    tensor = fd.distribute(torch.ones(3), alone(), Shard(0)).requires_grad_()
+    Scaled.apply(tensor, torch.zeros(3)).sum().backward()
+    assert not tensor.grad.full_tensor().any()
+    with pytest.raises(ValueError, match="distribute it too"):
+        Scaled.apply(tensor, torch.tensor([0.0, 0.0, 1.0])).sum().backward()
+
+
 def test_tensors_of_different_meshes_do_not_mix():
     group = fd.SimulatedBackend.create_group(1)[0]
     one, other = (
