@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.call import Call, Choice
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
@@ -63,11 +65,19 @@ def choices_of(pattern: Pattern, call: Call, axis: int) -> list[Choice]:
     ops = [ReduceOp.SUM]
     if any(layout.placements[axis] == Partial(ReduceOp.MEAN) for layout in call.inputs):
         ops.append(ReduceOp.MEAN)
-    for group, op in itertools.product(pattern.linear, ops):
+    for group, op in itertools.product([group for group in pattern.linear if _adds_alike(call, group)], ops):
         inputs = tuple(Partial(op) if place in group else Replicate() for place in range(num_inputs))
         choices.append(Choice(inputs, (Partial(op),) * num_outputs))
     choices += [Choice((Partial(op),) * num_inputs, (Partial(op),) * num_outputs) for op in pattern.keeps]
     return choices
+
+
+def _adds_alike(call: Call, group: Sequence[int]) -> bool:
+    """Whether inputs and outputs are added alike: of bools a sum is whether any is true, of numbers it is not."""
+    are_bool = {call.inputs[place].dtype is torch.bool for place in group}
+    if True in are_bool and not call.operator._schema.is_mutable:
+        are_bool |= {result.dtype is torch.bool for result in call.results}
+    return len(are_bool) == 1
 
 
 def _inputs(pattern: Pattern, letter: Hashable, blocks: int) -> tuple[Placement, ...]:

@@ -15,7 +15,7 @@ from ferrodist.tensor.patterns import Pattern, choices_of
 from ferrodist.tensor.redistribution import extreme
 from ferrodist.tensor.rules.folding import dividers, fold_over, positions
 from ferrodist.tensor.rules.moments import settled_choices
-from ferrodist.tensor.rules.reductions import kept_letters, reduced_dims
+from ferrodist.tensor.rules.reductions import is_cut_off, kept_letters, reduced_dims
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,7 +69,9 @@ def _along(linear: Sequence[Sequence[int]], call: Call, axis: int) -> list[Choic
     ndim = call.inputs[0].ndim
     dim = call["dim"] % max(ndim, 1)
     letters = [None if place == dim else place for place in range(ndim)]
-    pattern = Pattern(inputs=[letters], outputs=[letters] * len(call.results), linear=linear)
+    pattern = Pattern(
+        inputs=[letters], outputs=[letters] * len(call.results), linear=() if is_cut_off(call) else linear
+    )
     return choices_of(pattern, call, axis)
 
 

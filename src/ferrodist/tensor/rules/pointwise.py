@@ -18,9 +18,14 @@ if TYPE_CHECKING:
 
     from ferrodist.tensor.call import Call, Choice
 
-__all__ = ["RULES", "broadcast_letters", "overloads"]
+__all__ = ["RULES", "broadcast_letters", "keeps_parts", "overloads"]
 
 _aten = torch.ops.aten
+
+
+def keeps_parts(dtype: torch.dtype, result: torch.dtype) -> bool:
+    """Whether parts of a sum that are cast are still parts of it: not of fractions that are cut off, nor rounded."""
+    return result is dtype or (result.is_floating_point and result.itemsize >= dtype.itemsize)
 
 
 def overloads(names: Sequence[str]) -> Iterator[torch._ops.OpOverload]:
@@ -125,10 +130,13 @@ def _in_masked(call: Call) -> Sequence[Sequence[int]]:
 
 def _in_cast(call: Call) -> Sequence[Sequence[int]]:
     """Parts are cast before they are added only where that loses nothing."""
-    (layout,) = call.inputs
-    (result,) = call.results
-    is_wider = result.dtype.is_floating_point and result.dtype.itemsize >= layout.dtype.itemsize
-    return ((0,),) if is_wider or result.dtype is layout.dtype else ()
+    return ((0,),) if keeps_parts(call.inputs[0].dtype, call.results[0].dtype) else ()
+
+
+def _in_copied(call: Call) -> Sequence[Sequence[int]]:
+    """Unless what is copied is cast to whole numbers, which cuts fractions off."""
+    to, of = (layout.dtype for layout in call.inputs) if len(call.inputs) == 2 else (None, None)
+    return _in_all(call) if to is of or (to is not None and (to.is_floating_point or to.is_complex)) else ()
 
 
 _ALL_FOLDS = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
@@ -136,8 +144,9 @@ _ALL_FOLDS = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
 _NAMES: list[tuple[Rule, str]] = [
     (_rule(_in_first, _ALL_FOLDS), "alias clone detach lift_fresh detach_ positive"),
     (_rule(_in_cast), "_to_copy"),
+    (_rule(_in_copied), "copy copy_ _foreach_copy_"),
     (_rule(_in_first), "neg neg_ zero_ real imag _conj conj_physical resolve_conj resolve_neg"),
-    (_rule(_in_all), "add add_ sub sub_ rsub copy_ lerp lerp_ copy"),
+    (_rule(_in_all), "add add_ sub sub_ rsub lerp lerp_"),
     (_rule(_in_each), "mul mul_"),
     (_rule(_in_dividend), "div div_"),
     (_rule(_in_branches), "where.self where.ScalarSelf where.ScalarOther where.Scalar"),
@@ -167,7 +176,7 @@ _NAMES: list[tuple[Rule, str]] = [
         isfinite
         """,
     ),
-    (_rule(_in_all), "_foreach_add _foreach_add_ _foreach_sub _foreach_sub_ _foreach_copy_ _foreach_lerp_"),
+    (_rule(_in_all), "_foreach_add _foreach_add_ _foreach_sub _foreach_sub_ _foreach_lerp_"),
     (_rule(_in_first), "_foreach_neg _foreach_neg_ _foreach_zero_ _foreach_div _foreach_div_"),
     (_rule(_in_each), "_foreach_mul _foreach_mul_"),
     (

@@ -18,6 +18,7 @@ from ferrodist.tensor.call import Rule
 from ferrodist.tensor.patterns import Pattern, choices_of
 from ferrodist.tensor.redistribution import extreme
 from ferrodist.tensor.rules.folding import dividers
+from ferrodist.tensor.rules.pointwise import keeps_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ferrodist.tensor.call import Call, Choice
     from ferrodist.tensor.layout import Layout
 
-__all__ = ["DECOMPOSITIONS", "RULES", "kept_letters", "reduced_dims"]
+__all__ = ["DECOMPOSITIONS", "RULES", "is_cut_off", "kept_letters", "reduced_dims"]
 
 _aten = torch.ops.aten
 
@@ -49,15 +50,22 @@ def kept_letters(call: Call) -> list[int | None]:
     return [None if dim in gone else dim for dim in range(call.inputs[0].ndim) if keepdim or dim not in gone]
 
 
+def is_cut_off(call: Call) -> bool:
+    """Whether elements are cast before they are folded to a dtype in which parts of them are no parts any more."""
+    dtype = call.arguments.get("dtype")
+    return dtype is not None and not keeps_parts(call.inputs[0].dtype, dtype)
+
+
 def _folded(
     op: ReduceOp, linear: Sequence[Sequence[int]], keeps: Sequence[ReduceOp], call: Call, axis: int
 ) -> list[Choice]:
+    is_cut = is_cut_off(call)
     pattern = Pattern(
         inputs=[range(call.inputs[0].ndim)],
         outputs=[kept_letters(call)],
         folds=dict.fromkeys(reduced_dims(call), op),
-        linear=linear,
-        keeps=keeps,
+        linear=() if is_cut else linear,
+        keeps=() if is_cut else keeps,
     )
     return choices_of(pattern, call, axis)
 
