@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ferrodist.tensor.placement import Partial, Replicate, Shard
+from ferrodist.tensor.layout import sizes_before
+from ferrodist.tensor.placement import Partial, Replicate, Shard, fold_alike
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ferrodist.tensor.call import Call, Rule
+    from ferrodist.tensor.call import Call, Choice, Rule
     from ferrodist.tensor.layout import Layout
     from ferrodist.tensor.placement import Placement
 
@@ -41,11 +42,37 @@ def choose(call: Call, rule: Rule, fixed: Sequence[int]) -> bool:
             ):
                 continue
             cost = _cost(call.inputs, choice.inputs, axis)
-            if cost < least:
+            if cost < least and _is_layout(call, choice, axis, writes=bool(fixed)):
                 best, least = choice, cost
         if best is None:
             return False
         call.chosen.append(best)
+    return True
+
+
+def _is_layout(call: Call, choice: Choice, axis: int, *, writes: bool) -> bool:
+    """Whether a choice, with those of the axes before, is a way in which tensors can lie."""
+    has_blocks = any(isinstance(then, Shard) and then.blocks > 1 for then in choice.outputs)
+    shapes = [layout.shape for layout in call.inputs]
+    of_results = [tuple(result.shape) for result in call.results] if has_blocks and not writes else None
+    earlier = call.chosen
+    return all(
+        _fits([one.inputs[place] for one in earlier], then, shapes[place], call, axis)
+        for place, then in enumerate(choice.inputs)
+    ) and all(
+        _fits(
+            [one.outputs[place] for one in earlier], then, None if of_results is None else of_results[place], call, axis
+        )
+        for place, then in enumerate(choice.outputs)
+    )
+
+
+def _fits(before: Sequence[Placement], then: Placement, shape: tuple[int, ...] | None, call: Call, axis: int) -> bool:
+    """Whether axes before leave as many equal blocks of a dim as there shall be, and are folded as this one."""
+    if isinstance(then, Partial):
+        return all(fold_alike(one, then) for one in before if isinstance(one, Partial))
+    if isinstance(then, Shard) and then.blocks > 1 and shape is not None:
+        return all(size % then.blocks == 0 for size in sizes_before(shape, before, call.mesh.shape, axis, then.dim))
     return True
 
 

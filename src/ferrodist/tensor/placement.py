@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ferrodist.collectives.reduce_op import ReduceOp
 
-__all__ = ["PARTIAL_OPS", "Partial", "Placement", "Replicate", "Shard"]
+__all__ = ["PARTIAL_OPS", "Partial", "Placement", "Replicate", "Shard", "fold_alike"]
 
 PARTIAL_OPS = (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
 """What `Partial` may fold by."""
@@ -68,3 +68,8 @@ class Partial:
 
 
 Placement = Shard | Replicate | Partial
+
+
+def fold_alike(one: Partial, other: Partial) -> bool:
+    """Whether two axes along which a tensor is partial may be folded in any order."""
+    return one.op is other.op or {one.op, other.op} == {ReduceOp.SUM, ReduceOp.MEAN}

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.exchange import Exchange
 from ferrodist.tensor.layout import sizes_before
-from ferrodist.tensor.placement import Partial, Replicate, Shard
+from ferrodist.tensor.placement import Partial, Replicate, Shard, fold_alike
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -250,7 +250,9 @@ class _Search:
         if isinstance(then, Partial):
             # The parts of a mean, times the number of ranks, would not come back the same.
             in_parts = isinstance(now, Shard) and then.op is ReduceOp.MEAN
-            return None if in_parts or isinstance(now, Partial) else Move.MAKE_PARTIAL
+            # What loses against every other value does not when other axes add it up first.
+            mixed = any(isinstance(one, Partial) and not fold_alike(one, then) for one in others)
+            return None if in_parts or mixed or isinstance(now, Partial) else Move.MAKE_PARTIAL
         return Move.ALLREDUCE if isinstance(now, Partial) else Move.ALL_GATHER
 
     def _divides(self, others: Placements, axis: int, then: Placement) -> bool:
