@@ -80,6 +80,8 @@ class Call:
             if torch.device(device).type != "cpu":
                 raise UnsupportedOpError(f"{self.operator} to {device}: distributed tensors are on the CPU")
             arguments["device"] = torch.device("meta")
+        if arguments.get("layout", torch.strided) not in (None, torch.strided):
+            raise UnsupportedOpError(f"{self.operator} to {arguments['layout']}: distributed tensors are strided")
         positional, named = split_arguments(self.operator, arguments)
         found: list[torch.Tensor] = []
         map_tensors(found.append, self.operator(*positional, **named), torch.Tensor)

@@ -14,6 +14,7 @@ from ferrodist.collectives.operation import collectives_of
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.tensor.dispatch import Lane, dispatch, part_of_key
+from ferrodist.tensor.gradient_memory import own
 from ferrodist.tensor.layout import Layout, check_placements, local_sizes
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.tensor.plan import Plan, make_plan
@@ -166,6 +167,8 @@ class DTensor(torch.Tensor):
     def to_local(self, *, grad_placements: Placement | Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, with which it shares memory. Differentiable.
 
+        Autograd does not see what is written to the part when the whole is used in backward: write to a clone.
+
         Args:
             grad_placements: How the ranks' gradients of their parts make the gradient of the whole. None is as the
                 parts do; of a partial tensor, that every rank has the whole gradient.
@@ -194,7 +197,7 @@ class DTensor(torch.Tensor):
         """
         target = self._layout.placed(check_placements(self.mesh, placements, self.shape))
         if not (self.requires_grad and torch.is_grad_enabled()):
-            return DTensor._wrap(redistribute_local(self._local, self._layout, target), target)
+            return _redistribute(self, target)
         made: DTensor = _Redistribute.apply(self, target)  # type: ignore[no-untyped-call]
         return made
 
@@ -223,6 +226,22 @@ class DTensor(torch.Tensor):
     def tolist(self) -> Any:
         """Refuse: each rank has a part."""
         raise _no_plain_data("tolist")
+
+    def share_memory_(self) -> DTensor:
+        """Refuse: the memory is that of the parts."""
+        raise _no_plain_data("share_memory_")
+
+    def apply_(self, function: Any) -> DTensor:
+        """Refuse: each rank has a part."""
+        del function
+        raise _no_plain_data("apply_")
+
+    def untyped_storage(self) -> Any:
+        """Refuse: the memory is that of the parts."""
+        raise _no_plain_data("untyped_storage")
+
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        raise _no_plain_data("__dlpack__")
 
     def numpy(self, *, force: bool = False) -> Any:
         """Refuse: each rank has a part."""
@@ -335,17 +354,31 @@ def _of_gradient(layout: Layout) -> tuple[Placement, ...]:
     return tuple(Replicate() if isinstance(one, Partial) else one for one in layout.placements)
 
 
+def _redistribute(tensor: DTensor, target: Layout) -> DTensor:
+    local = redistribute_local(tensor._local, tensor._layout, target)
+    if local is tensor._local:
+        # A view for autograd too, which then knows of what is written to either.
+        made: DTensor = torch.ops.aten.alias.default(tensor)
+        return made
+    return DTensor._wrap(local, target)
+
+
+def _placed(grad: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    """A gradient where it shall lie: itself if it does, so that autograd knows who else has it."""
+    return grad if grad.placements == placements else grad.redistribute(placements)
+
+
 class _Redistribute(torch.autograd.Function):
     """`DTensor.redistribute`, which leaves the values as they are: so does its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, target: Layout) -> DTensor:
         ctx.placements = _of_gradient(tensor._layout)
-        return DTensor._wrap(redistribute_local(tensor._local, tensor._layout, target), target)
+        return _redistribute(tensor, target)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
-        return grads[0].redistribute(ctx.placements), None
+        return _placed(grads[0], ctx.placements), None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -359,7 +392,7 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[DTensor, None]:
         layout: Layout = ctx.layout
-        return DTensor.from_local(grads[0], layout.mesh, ctx.grad_placements, shape=layout.shape), None
+        return DTensor.from_local(own(grads[0]), layout.mesh, ctx.grad_placements, shape=layout.shape), None
 
 
 class _FromLocal(torch.autograd.Function):
@@ -373,7 +406,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:
         layout: Layout = ctx.layout
-        local = grads[0].redistribute(_of_gradient(layout)).to_local()
+        local = _placed(grads[0], _of_gradient(layout)).to_local()
         for placement, num_ranks in zip(layout.placements, layout.mesh.shape, strict=True):
             if isinstance(placement, Partial):
                 if placement.op not in (ReduceOp.SUM, ReduceOp.MEAN):
