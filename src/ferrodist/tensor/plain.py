@@ -29,8 +29,9 @@ def find_plain(arguments: Sequence[Any]) -> list[torch.Tensor]:
 def adopt_plain(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh) -> Callable[..., Any]:
     """What calls an operator that got plain tensors beside distributed ones, or raises.
 
-    Formulas of gradients fill in zeros for what has no gradient, and one_hot compares with the numbers from 0: both are
-    known by their elements, and are whole. Any other tensor may be another one on each rank.
+    Formulas of gradients fill in zeros for what has no gradient, that of a product starts with ones, and one_hot
+    compares with the numbers from 0: all are known by their elements, and are whole. Any other tensor may be another
+    one on each rank.
     """
     return partial(_call, func, cls, mesh)
 
@@ -53,6 +54,6 @@ def _call(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *args: Any
 
 def _is_the_same_everywhere(func: torch._ops.OpOverload, tensor: torch.Tensor) -> bool:
     if torch._C._current_graph_task_id() != -1:
-        return not tensor.any()
+        return not tensor.any() or bool((tensor == 1).all())
     numbers = torch.arange(tensor.numel(), dtype=tensor.dtype) if tensor.dtype is torch.int64 else None
     return func is torch.ops.aten.eq.Tensor and numbers is not None and torch.equal(tensor, numbers)

@@ -57,18 +57,38 @@ def _backward_choices(call: Call, axis: int) -> list[Choice]:
 
 
 def _forward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any]:
-    """In evaluation torch's kernel returns no statistics, and says of meta tensors that it does."""
-    del inputs
+    """In evaluation torch's kernel returns no statistics, and says of meta tensors that it does.
+
+    It takes no tensors without elements, as the part of a rank without channels is.
+    """
     operator = call.operator
+    is_empty = 0 in inputs[0].local_shape and 0 not in inputs[0].shape
     expected = [(output.local_shape, output.dtype) for output in outputs]
 
     def forward(*given: Any) -> list[torch.Tensor]:
+        if is_empty:
+            return [torch.zeros(shape, dtype=dtype) for shape, dtype in expected]
         return [
             one.to(dtype) if one.shape == shape else torch.zeros(shape, dtype=dtype)
             for one, (shape, dtype) in zip(operator(*given), expected, strict=True)
         ]
 
     return forward
+
+
+def _backward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    """Without channels the gradients are empty: torch's kernel divides by the number of elements."""
+    if 0 not in inputs[0].local_shape:
+        return None
+    made = [(output.local_shape, output.dtype) for output in outputs]
+    wanted: Sequence[bool] = call["output_mask"]
+
+    def backward(*given: Any) -> list[torch.Tensor | None]:
+        del given
+        zeros = iter([torch.zeros(shape, dtype=dtype) for shape, dtype in made])
+        return [next(zeros) if want else None for want in wanted]
+
+    return backward
 
 
 def _update(tensor: Any, weight: Any, bias: Any, *given: Any) -> tuple[Any, Any, Any]:
@@ -87,7 +107,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._native_batch_norm_legit_functional.default: _forward_rule,
     _aten._native_batch_norm_legit_no_training.default: _forward_rule,
     _aten._native_batch_norm_legit.no_stats: _forward_rule,
-    _aten.native_batch_norm_backward.default: Rule(choices=_backward_choices),
+    _aten.native_batch_norm_backward.default: Rule(choices=_backward_choices, local=_backward),
 }
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {_aten._native_batch_norm_legit.default: _update}

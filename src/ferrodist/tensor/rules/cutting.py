@@ -64,7 +64,7 @@ def without_unasked_sums(choices: Sequence[Choice], call: Call, axis: int) -> li
 def _dims(call: Call, *cut: int) -> Order:
     """All dims of the input, but None for those that are cut."""
     ndim = call.inputs[0].ndim
-    gone = {dim % ndim for dim in cut}
+    gone = {dim % max(ndim, 1) for dim in cut}
     return [None if dim in gone else dim for dim in range(ndim)]
 
 
@@ -217,6 +217,8 @@ def _scattered(order: Callable[[Call], Order], call: Call, axis: int) -> list[Ch
     """A tensor with what a slice, select or diagonal takes replaced by another."""
     taken = order(call)
     letters = [dim if dim in taken else None for dim in range(call.inputs[0].ndim)]
+    if len(call.inputs) == 1:  # A plain number replaces one element.
+        return choices_of(Pattern(inputs=[letters], outputs=[letters]), call, axis)
     pattern = Pattern(inputs=[letters, taken], outputs=[letters], linear=((0, 1),))
     return choices_of(pattern, call, axis)
 

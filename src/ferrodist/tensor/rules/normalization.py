@@ -98,13 +98,26 @@ def _narrow_statistics(call: Call, inputs: Sequence[Layout], outputs: Sequence[L
     return backward
 
 
+def _contiguous(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any]:
+    """Torch's kernel of group normalisation reads memory in order: its callers see to that by the whole's stride."""
+    del inputs, outputs
+    operator = call.operator
+
+    def compute(*given: Any) -> Any:
+        return operator(*[one.contiguous() if isinstance(one, torch.Tensor) else one for one in given])
+
+    return compute
+
+
 RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.native_layer_norm.default: Rule(choices=partial(_forward_choices, _layer_letters), local=_wide_statistics),
     _aten.native_layer_norm_backward.default: Rule(
         choices=partial(_backward_choices, _layer_letters), local=_narrow_statistics
     ),
-    _aten.native_group_norm.default: Rule(choices=partial(_forward_choices, _group_letters), arguments=_local_batch),
+    _aten.native_group_norm.default: Rule(
+        choices=partial(_forward_choices, _group_letters), arguments=_local_batch, local=_contiguous
+    ),
     _aten.native_group_norm_backward.default: Rule(
-        choices=partial(_backward_choices, _group_letters), arguments=_local_batch
+        choices=partial(_backward_choices, _group_letters), arguments=_local_batch, local=_contiguous
     ),
 }
