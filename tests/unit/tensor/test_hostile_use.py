@@ -1,0 +1,200 @@
+"""What a program may do that once went wrong without a word: casts of parts, blocks within blocks, shared gradients."""
+
+import pytest
+import torch
+from operator_checks import make, spread
+from torch.nn import functional
+
+import ferrodist as fd
+from ferrodist import DeviceMesh, DTensor, Partial, ReduceOp, Replicate, Shard, UnsupportedOpError
+from ferrodist.testing import run_ranks
+
+
+def alone():
+    return DeviceMesh(fd.SimulatedBackend.create_group(1)[0], (1,))
+
+
+def test_parts_are_added_before_their_fractions_are_cut_off():
+    """Two halves are one, whatever casts them to whole numbers: an argument of a sum, or the tensor that is written."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2,))
+        tensor = DTensor.from_local(torch.full((4,), 0.5), mesh, Partial())
+        assert tensor.sum(dtype=torch.int64).full_tensor() == 4
+        assert tensor.cumsum(0, dtype=torch.int64).full_tensor().tolist() == [1, 2, 3, 4]
+        target = fd.distribute(torch.zeros(4, dtype=torch.int64), mesh, Shard(0), src=None)
+        assert target.copy_(tensor).full_tensor().tolist() == [1] * 4
+        with pytest.raises(UnsupportedOpError, match="can't write to a tensor that lies as"):
+            target.redistribute(Partial()).copy_(tensor)
+
+    run_ranks(program, 2)
+
+
+def test_parts_of_bools():
+    """They are folded by "or", and numbers made of them are not."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2,))
+        tensor = DTensor.from_local(torch.tensor([True, False]), mesh, Partial())
+        assert tensor.sum().full_tensor() == 1
+        assert tensor.to(torch.float32).full_tensor().tolist() == [1.0, 0.0]
+        assert (tensor * 2.0).full_tensor().tolist() == [2.0, 0.0]
+        weights = DTensor.from_local(torch.ones(2), mesh, Partial())
+        assert (tensor * weights).full_tensor().tolist() == [2.0, 0.0]
+        assert (tensor + tensor).full_tensor().tolist() == [True, False]
+
+    run_ranks(program, 2)
+
+
+def test_blocks_within_what_other_axes_leave():
+    """One axis must not cut a dim so that the blocks of the next one don't come out even."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2, 2))
+        whole = make(6)
+        blocks = spread(whole, mesh, [Replicate(), Shard(0, blocks=2)])
+        torch.testing.assert_close((blocks + spread(whole, mesh, [Shard(0), Replicate()])).full_tensor(), 2 * whole)
+        whole = make(20)
+        torch.testing.assert_close(
+            spread(whole, mesh, [Partial(), Shard(0, blocks=4)]).sigmoid().full_tensor(), whole.sigmoid()
+        )
+
+    run_ranks(program, 4)
+
+
+@pytest.mark.parametrize(("op", "whole"), [(ReduceOp.MIN, [3, 4]), (ReduceOp.MAX, [-3, -4])])
+def test_what_loses_against_every_number_is_not_added_up(op, whole):
+    """Integers that stand for nothing would overflow if the parts of a sum along another axis were added first."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2, 2))
+        tensor = spread(torch.tensor(whole), mesh, [Partial(), Shard(0, blocks=2)])
+        fold = torch.amin if op is ReduceOp.MIN else torch.amax
+        assert fold(tensor, 0).full_tensor() == fold(torch.tensor(whole), 0)
+        divided = spread(torch.tensor(whole), mesh, [Partial(), Shard(0)])
+        assert divided.redistribute([Partial(op), Partial(op)]).full_tensor().tolist() == whole
+
+    run_ranks(program, 4)
+
+
+def test_parts_of_sums_and_of_maxima_do_not_meet():
+    """A slice of a divided dim may be the part of a sum, but not where another axis has parts of a maximum."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2, 2))
+        whole = make(8, 3)
+        tensor = fd.distribute(whole, mesh, [Partial(ReduceOp.MAX), Shard(0)], src=None)[1:3]
+        torch.testing.assert_close(tensor.redistribute(tensor.placements).full_tensor(), whole[1:3])
+
+    run_ranks(program, 4)
+
+
+def test_gradients_of_local_parts_have_memory_of_their_own():
+    """Also where the caller gave the gradient, or two parts have one, or it is one number for all elements."""
+    mesh = alone()
+    one, other = (fd.distribute(torch.ones(4), mesh, Shard(0)).requires_grad_() for _ in range(2))
+    given = torch.ones(4)
+    for _ in range(3):
+        one.to_local().backward(given)
+    assert one.grad.full_tensor().tolist() == [3.0] * 4
+    assert given.tolist() == [1.0] * 4
+    one.grad = None
+    ((one.to_local() + other.to_local()) * torch.full((4,), 2.0)).sum().backward()
+    one.grad.mul_(5)
+    assert other.grad.full_tensor().tolist() == [2.0] * 4
+    one.grad = None
+    for _ in range(2):
+        one.to_local().sum().backward()
+    assert one.grad.mul_(2).full_tensor().tolist() == [4.0] * 4
+
+
+def test_writes_to_what_redistribute_left_as_it_was():
+    """It shares memory, which autograd knows: it refuses what it would compute wrongly."""
+    mesh = alone()
+    tensor, weight = (fd.distribute(torch.ones(4), mesh, Shard(0)) for _ in range(2))
+    product = (tensor * weight.requires_grad_()).sum()
+    tensor.redistribute(Shard(0)).mul_(5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        (weight * 1).redistribute(Shard(0)).mul_(5)
+
+
+def test_gradient_of_a_product_with_zeros():
+    """Its formula joins tensors with plain ones."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2,))
+        whole = torch.tensor([[2.0, 0.0, 3.0], [1.0, 4.0, 5.0]], requires_grad=True)
+        tensor = spread(whole, mesh, Shard(0))
+        whole.prod(1).sum().backward()
+        tensor.prod(1).sum().backward()
+        torch.testing.assert_close(tensor.grad.full_tensor(), whole.grad)
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("normalise", [functional.batch_norm, functional.instance_norm])
+def test_ranks_without_channels(normalise):
+    """Torch's kernels for batches refuse tensors without elements, or divide by their number."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (3,))
+        whole = make(3, 2, 5).requires_grad_()
+        tensor = spread(whole, mesh, Shard(1))
+        named = {"running_mean": None, "running_var": None}
+        named |= {"training": True} if normalise is functional.batch_norm else {"use_input_stats": True}
+        results = [normalise(one, **named) for one in (whole, tensor)]
+        torch.testing.assert_close(results[1].full_tensor(), results[0])
+        weights = make(3, 2, 5, seed=3)
+        grads = [
+            torch.autograd.grad(result, one, weight)[0]
+            for result, one, weight in zip(
+                results, (whole, tensor), (weights, spread(weights, mesh, Shard(1))), strict=True
+            )
+        ]
+        torch.testing.assert_close(grads[1].full_tensor(), grads[0])
+
+    run_ranks(program, 3)
+
+
+def test_group_norm_of_parts_that_lie_in_another_order():
+    """Torch's kernel reads memory in order, and its callers see to that by the stride of the whole."""
+    mesh = alone()
+    whole = make(4, 4, 4)
+    parts = whole.transpose(0, 2).contiguous().transpose(0, 2)
+    tensor = DTensor.from_local(parts, mesh, Shard(0)).requires_grad_()
+    whole.requires_grad_()
+    for one in (whole, tensor):
+        functional.group_norm(one, 2).square().square().sum().backward()
+    torch.testing.assert_close(tensor.grad.full_tensor(), whole.grad)
+
+
+def test_what_is_no_tensor_in_memory():
+    """It has no memory of its own to give away; asking for it must not end the process."""
+    tensor = fd.distribute(torch.ones(4), alone(), Shard(0))
+    for refused in (
+        tensor.share_memory_,
+        tensor.untyped_storage,
+        tensor.__dlpack__,
+        lambda: tensor.apply_(lambda number: number),
+    ):
+        with pytest.raises(TypeError, match=r"full_tensor\(\) or to_local\(\)"):
+            refused()
+    assert tensor.sum().flip(0).full_tensor() == 4  # of a tensor without dims the first is meant
+    with pytest.raises(UnsupportedOpError, match="strided"):
+        torch.zeros_like(tensor, layout=torch.sparse_coo)
+
+
+def test_a_number_selected_into_a_tensor():
+    """The gradient of select_scatter writes a plain zero."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2,))
+        whole, source = make(5).requires_grad_(), make()
+        tensor = spread(whole, mesh, Shard(0))
+        torch.select_scatter(whole, source, 0, 2).sum().backward()
+        torch.select_scatter(tensor, spread(source, mesh, Replicate()), 0, 2).sum().backward()
+        torch.testing.assert_close(tensor.grad.full_tensor(), whole.grad)
+
+    run_ranks(program, 2)
