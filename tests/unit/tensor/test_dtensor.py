@@ -222,6 +222,10 @@ def test_plain_and_distributed_tensors_do_not_mix():
         _ = tensor + torch.ones(3)
     with pytest.raises(ValueError, match="to_local"):
         tensor.copy_(torch.ones(2, 3))
+    # Only one_hot is known to make these.
+    assert (tensor == torch.arange(3)).full_tensor().tolist() == [[False, True, False]] * 2
+    with pytest.raises(ValueError, match="distribute it too"):
+        _ = tensor + torch.arange(3)
     assert (tensor * torch.tensor(2.0)).sum().full_tensor() == 12
 
 

@@ -80,6 +80,12 @@ def test_broadcasting(data):
     run_ranks(check, torch.Size(mesh_shape).numel())
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.complex128, torch.bool])
+def test_casts(dtype):
+    """Parts of a sum are cast where that loses nothing."""
+    check_everywhere(lambda x: (3 * x).to(dtype), [make(4, 3)], backward=False)
+
+
 def test_a_plain_gradient_of_one_number():
     """What it is multiplied with is no linear function of parts."""
 
@@ -131,7 +137,7 @@ def test_every_operator_gives_what_the_plain_one_does():
                 if placement == Partial() and dtype is torch.bool:
                     continue
                 tensors = [make(5, 3, dtype=dtype, seed=seed, low=0.1, high=0.9) for seed in range(4)]
-                bound = bind_sample(overload, iter(tensors))
+                bound = bind_sample(overload, iter(tensors), 1.0 if dtype.is_floating_point else 1)
                 if bound is None:
                     break
                 arguments, named = bound
@@ -146,4 +152,6 @@ def test_every_operator_gives_what_the_plain_one_does():
                 tried.append(overload)
 
     run_ranks(check, 2)
-    assert len(set(tried)) > 0.85 * len(NAMES), sorted(map(str, set(NAMES) - set(tried)))
+    # These take complex numbers, values without dims, or a limit: what their schemas don't say.
+    others = ["_conj.default", "clamp.Tensor", "clamp.default", "fill.Tensor", "imag.default", "masked_fill.Tensor"]
+    assert {str(one).removeprefix("aten.") for one in set(NAMES) - set(tried)} <= set(others)
