@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.layout import Layout
 
 if TYPE_CHECKING:
@@ -75,6 +76,10 @@ class Call:
     def results(self) -> list[torch.Tensor]:
         """What the operator returns for whole tensors, without their elements: of device meta."""
         arguments = {name: map_tensors(_as_meta, value, Layout) for name, value in self.arguments.items()}
+        if (device := arguments.get("device")) is not None:
+            if torch.device(device).type != "cpu":
+                raise UnsupportedOpError(f"{self.operator} to {device}: distributed tensors are on the CPU")
+            arguments["device"] = torch.device("meta")
         positional, named = split_arguments(self.operator, arguments)
         found: list[torch.Tensor] = []
         map_tensors(found.append, self.operator(*positional, **named), torch.Tensor)

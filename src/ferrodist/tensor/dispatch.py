@@ -248,10 +248,14 @@ def _check(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> DeviceM
     mesh = found[0].mesh
     for layout in found:
         if layout.mesh.identity != mesh.identity:
-            raise ValueError(
-                f"{func} got tensors of different meshes:\n{mesh}\nand\n{layout.mesh}\nBring them to one mesh, as by"
-                " to_local() and DTensor.from_local(), or make both from slices of one mesh"
+            advice = (
+                "Bring them to one mesh, as by to_local() and DTensor.from_local(), or make both from slices of one"
             )
+            if layout.mesh == mesh:
+                advice = (
+                    "They are of the same ranks but have groups of their own: make the mesh once, and use it for both"
+                )
+            raise ValueError(f"{func} got tensors of different meshes:\n{mesh}\nand\n{layout.mesh}\n{advice}")
     return mesh
 
 

@@ -251,7 +251,9 @@ class DTensor(torch.Tensor):
         made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "_is_copy"}, memo))
         for hook in (self._backward_hooks or {}).values():
             if getattr(hook, "is_of_layout", False):
+                made.requires_grad_(True)
                 made.register_hook(hook)  # type: ignore[no-untyped-call]
+                made.requires_grad_(self.requires_grad)
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]

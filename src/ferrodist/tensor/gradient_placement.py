@@ -18,7 +18,12 @@ def keep_gradients_placed(parameter: torch.Tensor) -> None:
     A gradient is right however it lies; but one that is partial would be folded anew by each operator that reads it.
     """
     assert isinstance(parameter, DTensor), "others have nothing to place"
-    parameter.register_hook(_Place(parameter))  # type: ignore[no-untyped-call]
+    if parameter.is_floating_point() or parameter.is_complex():
+        # Those that are frozen now may be trained later, and only such as are take a hook.
+        wanted = parameter.requires_grad
+        parameter.requires_grad_(True)
+        parameter.register_hook(_Place(parameter))  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(wanted)
 
 
 def places_gradients(hook: object) -> bool:

@@ -219,6 +219,7 @@ SAMPLES: Sequence[Callable[[Maker], Any]] = (
     _each_loss,
     lambda new: functional.layer_norm(new(4, 6), (6,), new(6), new(6)),
     lambda new: functional.group_norm(new(4, 6), 2, new(6), new(6)),
+    lambda new: functional.batch_norm(new(4, 6), None, None, new(6), new(6), training=True),
     _attention,
     lambda new: functional.conv2d(new(4, 2, 5, 5), new(3, 2, 3, 3), new(3)),
 )

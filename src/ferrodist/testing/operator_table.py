@@ -156,7 +156,7 @@ def _call_by_schema(operator: Operator, new: Maker, dtype: torch.dtype) -> None:
         # dtypes or numbers than these is listed as one that no sample reached.
         with (
             torch.inference_mode(),
-            contextlib.suppress(UnsupportedOpError, RuntimeError, TypeError, ValueError, IndexError),
+            contextlib.suppress(UnsupportedOpError, RuntimeError, TypeError, ValueError, IndexError, AssertionError),
         ):
             operator(*positional, **named)
 

@@ -1,12 +1,16 @@
 """Modules divided by plans, and layers that are made divided, against the same layers in one process."""
 
 import copy
-from collections import Counter
+import dataclasses
+import warnings
+from collections import Counter, defaultdict
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ferrodist as fd
 from ferrodist import (
@@ -14,6 +18,7 @@ from ferrodist import (
     ColumnParallelLinear,
     DeviceMesh,
     DTensor,
+    Partial,
     Replicate,
     RowParallel,
     RowParallelLinear,
@@ -22,6 +27,7 @@ from ferrodist import (
     Style,
     VocabularyParallel,
 )
+from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
 from ferrodist.tensor.plan import Move
 from ferrodist.testing import run_ranks
 
@@ -225,7 +231,7 @@ def test_values_are_those_of_the_first_rank():
 )
 def test_a_wrong_plan_changes_nothing(plan, error, message):
     """Errors come before anything is sent or changed."""
-    mesh = mesh_of(fd.SimulatedBackend.create_group(2)[0])
+    mesh = mesh_of(fd.SimulatedBackend.create_group(1)[0])
     model = Network()
     with pytest.raises(error) as caught:
         fd.parallelize(model, mesh, plan)
@@ -365,5 +371,419 @@ def test_declared_inputs_and_outputs():
         model = fd.parallelize(Outer(), mesh_of(group), styles, gathers_outputs=False)
         a, shape, b = model(torch.ones(4, 2))
         assert (a.placements, shape, b.placements) == ((Replicate(),), (4, 2), (Shard(1),))
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (lambda rank: {"up": ColumnParallel() if rank else RowParallel()}, "rank 1 has the style ColumnParallel"),
+        (lambda rank: {"up": ColumnParallel(chunks=1 + rank)}, "chunks=2"),
+        (lambda rank: {"up": ColumnParallel()} if rank else {}, "rank 1 has the style ColumnParallel"),
+    ],
+)
+def test_ranks_with_different_plans(plan, message):
+    """All of them say so, and nothing is mixed, though all parts are of the same sizes."""
+
+    def program(group):
+        model = seeded(partial(Network, 12, 12))
+        with pytest.raises(CollectiveMismatchError, match=message):
+            fd.parallelize(model, mesh_of(group), plan(group.rank))
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        with pytest.raises(CollectiveMismatchError, match="gathers_outputs=False"):
+            fd.parallelize(model, mesh_of(group), {}, gathers_outputs=group.rank == 0)
+        with pytest.raises(CollectiveMismatchError, match="chunks=2"):
+            ColumnParallelLinear(4, 4, mesh=mesh_of(group), chunks=1 + group.rank)
+        fd.parallelize(model, mesh_of(group), PLANS["whole"])
+
+    run_ranks(program, 2)
+
+
+def test_ranks_with_different_modules():
+    def program(group):
+        model = nn.Sequential(nn.Linear(4, 4), *[nn.Linear(2, 2)] * group.rank)
+        with pytest.raises(CollectiveMismatchError, match=r"rank 1 has parameter '1.weight' of shape \(2, 2\)"):
+            fd.parallelize(model, mesh_of(group), {"0": ColumnParallel()})
+
+    run_ranks(program, 2)
+
+
+def test_what_is_wrong_on_one_rank_reaches_all():
+    """The rank itself gets its own error."""
+
+    def program(group):
+        kind, text = (
+            (ValueError, "^the plan's path") if group.rank else (UnsupportedOpError, "of rank 1: the plan's path")
+        )
+        with pytest.raises(kind, match=text):
+            fd.parallelize(Network(), mesh_of(group), {"upp" if group.rank else "up": ColumnParallel()})
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "style", "kind", "message"),
+    [
+        (lambda: nn.LazyLinear(4), Style(), ValueError, "parameter 'weight' has no shape yet: call the module once"),
+        (lambda: nn.Linear(4, 5), ColumnParallel(blocks=3), ValueError, "5 is not 3 equal blocks"),
+        (lambda: nn.LayerNorm(4), Style(parameters={"weight": Shard(1)}), ValueError, "it has no such dim"),
+        (lambda: nn.LayerNorm(4), Style(parameters={"weight": Partial()}), ValueError, r"can't be Partial\(\)"),
+        (
+            lambda: nn.ParameterList([nn.Parameter(torch.empty(4, dtype=torch.float8_e8m0fnu))]),
+            Style(),
+            TypeError,
+            "'0' is torch.float8_e8m0fnu, which no collective carries",
+        ),
+    ],
+)
+def test_parameters_that_cannot_be_divided(make, style, kind, message):
+    with pytest.raises(kind, match=message):
+        fd.parallelize(make(), mesh_of(fd.SimulatedBackend.create_group(1)[0]), {"": style})
+
+
+@pytest.mark.parametrize("option", ["blocks", "chunks"])
+def test_numbers_of_pieces(option):
+    for number in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match=f"takes {option} of at least 1, not {number}"):
+            ColumnParallel(**{option: number})
+
+
+def test_wrapped_modules_are_refused():
+    """Wrappers have put their own parameters in, or listen to them: they come last."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2, 1), ("dp", "tp"))
+        for wrap in (fd.DDP, fd.FSDP):
+            with pytest.raises(ValueError, match="parallelize the module first"):
+                fd.parallelize(wrap(nn.Linear(4, 4), mesh["dp"].group), mesh["tp"], {})
+
+    run_ranks(program, 2)
+
+
+def test_modules_in_several_places():
+    """A plan may name any of a module's paths; buffers that modules share stay one."""
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = self.second = nn.Linear(4, 4)
+            self.norms = nn.ModuleList([nn.BatchNorm1d(4), nn.BatchNorm1d(4)])
+            self.norms[1].running_mean = self.norms[0].running_mean
+
+    def program(group):
+        for plan in (
+            {"first": ColumnParallel()},
+            {"second": ColumnParallel()},
+            {"*t": ColumnParallel(), "second": ColumnParallel()},
+        ):
+            model = fd.parallelize(Shared(), mesh_of(group), plan)
+            assert model.first is model.second
+            assert model.first.weight.placements == (Shard(0),)
+            assert model.norms[0].running_mean is model.norms[1].running_mean
+        with pytest.raises(ValueError, match="'first' has two styles"):
+            fd.parallelize(Shared(), mesh_of(group), {"first": ColumnParallel(), "second": RowParallel()})
+
+    run_ranks(program, 2)
+
+
+def test_lists_of_weights_are_renewed():
+    """Modules that keep a list of their parameters have the distributed ones in it."""
+
+    def program(group):
+        model = fd.parallelize(nn.LSTM(4, 4), mesh_of(group), {})
+        assert all(isinstance(weight, DTensor) for weight in model._flat_weights)
+
+    run_ranks(program, 2)
+
+
+class Made(nn.Module):
+    """Layers whose values are drawn layer by layer, tied ones and a buffer among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.up = nn.Linear(4, 5)
+        self.tied = nn.Linear(4, 5)
+        self.tied.weight = self.tokens.weight
+
+
+MADE_PLAN = {"tokens": fd.VocabularyParallel(), "up": ColumnParallel()}
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_modules_on_the_meta_device(given):
+    """Values are those of rank 0's reset_parameters, in the order of the modules, or what ``init`` gives."""
+
+    def init(module):
+        for place, tensor in enumerate((*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            nn.init.constant_(tensor, place + 2)
+
+    def program(group):
+        with torch.device("meta"):
+            model = Made()
+        torch.manual_seed(5 + group.rank)
+        frozen = model.up.bias.requires_grad_(False)
+        fd.parallelize(model, mesh_of(group), MADE_PLAN, init=init if given else None)
+        assert frozen.is_meta
+        assert model.up.weight.to_local().shape == ((3, 4) if group.rank == 0 else (2, 4))
+        assert model.tied.weight is model.tokens.weight
+        assert not model.up.bias.requires_grad
+        torch.manual_seed(5)
+        expected = Made()
+        if given:
+            for one in expected.modules():
+                init(one)
+            nn.init.constant_(expected.tokens.weight, 2)
+        else:
+            torch.manual_seed(5)
+            for one in (expected.tokens, expected.norm, expected.up):
+                one.reset_parameters()
+            weight = expected.tokens.weight.detach().clone()
+            expected.tied.reset_parameters()
+            with torch.no_grad():
+                expected.tokens.weight.copy_(weight)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value.full_tensor(), expected.state_dict()[name]), name
+
+    run_ranks(program, 2, backend="native")
+
+
+def test_modules_that_nothing_gives_values():
+    """They are refused before anything is changed; ranks agree on what is on the meta device."""
+
+    def program(group):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Module())
+        model[1].weight = nn.Parameter(torch.empty(3, device="meta"))
+        with pytest.raises(UnsupportedOpError, match=r"'1' \(Module\) is on the meta device .* pass init="):
+            fd.parallelize(model, mesh_of(group), {})
+        assert type(model[0].weight) is nn.Parameter
+        model = nn.Linear(4, 4, device="meta" if group.rank else "cpu")
+        with pytest.raises(CollectiveMismatchError, match="on the meta device"):
+            fd.parallelize(model, mesh_of(group), {})
+
+    run_ranks(program, 2)
+
+
+def test_frozen_parameters_may_be_trained_later():
+    """Their gradients lie as they do all the same."""
+
+    def program(group):
+        model = fd.parallelize(seeded(Network).requires_grad_(False), mesh_of(group), PLANS["sequence"])
+        x = torch.ones(1, 4, 12, dtype=torch.float64)
+        assert not model(x).requires_grad
+        for one in (model, copy.deepcopy(model)):
+            one.requires_grad_(True)
+            one(x).sum().backward()
+            for parameter in one.parameters():
+                assert parameter.grad.placements == parameter.placements
+
+    run_ranks(program, 2)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """What a module may take and give."""
+
+    values: torch.Tensor
+    name: str | None = None
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Containers(nn.Module):
+    """Takes and gives tensors in containers of any kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, record, *, table):
+        out = self.layer(record.values + table["more"][0])
+        pair = Pair(out, out.sum())
+        return {"record": Record(out, record.name), "none": None, "table": table, "pair": pair, "max": out.max(1)}
+
+
+def test_containers():
+    """Tensors in dataclasses, dicts that are made in ways of their own, named tuples and lists, both ways."""
+
+    def program(group):
+        model = seeded(Containers)
+        x = torch.arange(8, dtype=torch.float64).view(2, 4)
+        table = defaultdict(list, more=[x, "text"])
+        expected = model(Record(x, "it"), table=table)
+        got = fd.parallelize(copy.deepcopy(model), mesh_of(group), {"layer": ColumnParallel()})(
+            Record(x, "it"), table=table
+        )
+        assert list(got) == list(expected)
+        assert (got["record"].name, got["none"]) == ("it", None)
+        torch.testing.assert_close(got["record"].values, expected["record"].values)
+        assert type(got["table"]) is defaultdict
+        assert got["table"]["more"][1] == "text"
+        assert torch.equal(got["table"]["more"][0], x)
+        assert type(got["pair"]) is Pair
+        torch.testing.assert_close(got["pair"].second, expected["pair"].second)
+        assert torch.equal(got["max"].indices, expected["max"].indices)
+        assert table["more"][0] is x
+
+    run_ranks(program, 2)
+
+
+def test_a_cache_is_kept():
+    """What a module puts into a list or a dict of its caller is there for the next call."""
+
+    class Caching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, cache, seen):
+            cache.append(self.layer(x))
+            seen["calls"] = len(cache)
+            return torch.cat(cache)
+
+    def program(group):
+        model = fd.parallelize(Caching(), mesh_of(group), {"layer": ColumnParallel()})
+        cache, seen = [], {}
+        sizes = [model(torch.ones(1, 4), cache, seen).shape[0] for _ in range(3)]
+        assert (sizes, len(cache), seen) == ([1, 2, 3], 3, {"calls": 3})
+
+    run_ranks(program, 2)
+
+
+def test_outputs_that_are_not_as_declared():
+    model = nn.Linear(4, 4)
+    mesh = mesh_of(fd.SimulatedBackend.create_group(1)[0])
+    fd.parallelize(model, mesh, {"": Style(outputs=(Replicate(), Replicate()))})
+    with pytest.raises(ValueError, match=r"declares 2 outputs, .* and the module gave a DTensor"):
+        model(torch.ones(1, 4))
+
+
+def test_autocast():
+    """Dtypes are those of the undivided module, in forward and backward."""
+    torch.manual_seed(0)
+    model = Network()
+    x = torch.randn(2, 3, 12)
+
+    def run(model):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+        out.float().square().mean().backward()
+        return out
+
+    def program(group):
+        got = run(divided := fd.parallelize(copy.deepcopy(model), mesh_of(group), PLANS["whole"]))
+        assert got.dtype is expected.dtype
+        torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+        for parameter, other in zip(divided.parameters(), model.parameters(), strict=True):
+            assert parameter.grad.dtype is torch.float32
+            torch.testing.assert_close(parameter.grad.full_tensor(), other.grad, rtol=0.05, atol=0.05)
+
+    expected = run(model)
+    run_ranks(program, 2)
+
+
+def test_anomalies_are_found():
+    """torch's anomaly mode works on distributed modules, and finds what is not a number on any rank."""
+
+    def program(group):
+        model = fd.parallelize(seeded(Network), mesh_of(group), PLANS["whole"])
+        out = model(torch.ones(1, 1, 12, dtype=torch.float64))
+        out.sum().backward()
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            (model(torch.zeros(1, 1, 12, dtype=torch.float64)) * 0).sqrt().sum().mul(0).backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this is slow, and where forward was
+        with torch.autograd.set_detect_anomaly(mode=True, check_nan=True):
+            run_ranks(program, 2)
+
+
+def test_a_module_in_a_plain_one():
+    """What is around it stays plain, and gradients go through."""
+    inner = seeded(Network)
+    first = nn.Linear(12, 12).double()
+    x = torch.randn(2, 3, 12, dtype=torch.float64)
+    nn.Sequential(first, inner)(x).square().sum().backward()
+    gradient, first.weight.grad = first.weight.grad, None
+
+    def program(group):
+        mine = copy.deepcopy(inner)
+        mine.zero_grad()
+        mine = nn.Sequential(copy.deepcopy(first), fd.parallelize(mine, mesh_of(group), PLANS["whole"]))
+        mine(x).square().sum().backward()
+        torch.testing.assert_close(mine[0].weight.grad, gradient)
+        torch.testing.assert_close(mine[1].up.weight.grad.full_tensor(), inner.up.weight.grad)
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_modules(use_reentrant):
+    """Recomputation in backward, around the whole module and around a part of it, with what a plan divides."""
+
+    class Recomputed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Network()
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=use_reentrant)
+
+    model, x = seeded(Recomputed), torch.randn(2, 4, 12, dtype=torch.float64)
+    mine = x.clone().requires_grad_()
+    model(mine).square().sum().backward()
+    plans = [{f"inner.{name}": style for name, style in PLANS[plan].items()} for plan in ("whole", "overlapped")]
+
+    def program(group):
+        for plan in plans:
+            divided = copy.deepcopy(model)
+            divided.zero_grad()
+            divided = fd.parallelize(divided, mesh_of(group), plan)
+            its = x.clone().requires_grad_()
+            out = divided(its) if use_reentrant else checkpoint(divided, its, use_reentrant=False)
+            out.square().sum().backward()
+            torch.testing.assert_close(its.grad, mine.grad)
+            for own, other in zip(divided.parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(own.grad.full_tensor(), other.grad)
+
+    run_ranks(program, 2)
+
+
+def test_states_come_back():
+    """Of DTensors, copied or assigned; whole ones are refused and leave the module as it was."""
+    model = seeded(Network)
+
+    def program(group):
+        mesh = mesh_of(group)
+        one, other = (fd.parallelize(copy.deepcopy(model), mesh, PLANS["whole"]) for _ in range(2))
+        x = torch.ones(1, 2, 12, dtype=torch.float64)
+        expected = one(x)
+        for assign in (False, True):
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter.zero_()
+            other.load_state_dict(one.state_dict(), assign=assign)
+            assert torch.equal(other(x), expected)
+            other(x).sum().backward()
+        whole = {name: value.full_tensor() for name, value in one.state_dict().items()}
+        for name, value in model.state_dict().items():
+            assert torch.equal(whole[name], value)
+
+    run_ranks(program, 2)
+
+
+def test_meshes_that_are_made_alike():
+    """They have groups of their own, so tensors of both are not mixed, and the error says what to do."""
+
+    def program(group):
+        one, other = (fd.distribute(torch.ones(4), mesh_of(group), Shard(0)) for _ in range(2))
+        with pytest.raises(ValueError, match="make the mesh once, and use it for both"):
+            one + other
 
     run_ranks(program, 2)

@@ -13,7 +13,7 @@ from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.prepare import check_tensor
 from ferrodist.collectives.reduce_op import ReduceOp, check_dtype, check_reduction
 from ferrodist.deadline import Deadline
-from ferrodist.errors import UnsupportedOpError
+from ferrodist.parallel.meta_device import has_meta_tensors, materialise
 from ferrodist.parallel.owners import claim_parameters, describe_owner
 from ferrodist.parallel.same_form import compare_forms, write_obstacle
 from ferrodist.parallel.sharded.distributed import layout_of, part_of
@@ -228,12 +228,8 @@ def _materialise(plan: UnitPlan, init: Callable[[torch.nn.Module], object] | Non
     """Give the unit's parameters and buffers that are on the meta device memory and values."""
     owners = dict.fromkeys(module for places in plan.places.values() for module, _ in places)
     for name, module in plan.module.named_modules():
-        has_meta_buffer = any(
-            buffer is not None and buffer.is_meta
-            for buffer in module._buffers.values()  # noqa: SLF001 - named_buffers() goes by value
-        )
-        if module in owners or (has_meta_buffer and not any(True for _ in module.parameters(recurse=False))):
-            _materialise_module(f"{plan.name}.{name}".strip("."), module, init)
+        if module in owners or (has_meta_tensors(module) and not any(True for _ in module.parameters(recurse=False))):
+            materialise(f"{plan.name}.{name}".strip("."), module, init)
     for name, places in plan.places.items():
         module, attribute = places[0]
         real = module._parameters[attribute]  # noqa: SLF001
@@ -241,27 +237,3 @@ def _materialise(plan: UnitPlan, init: Callable[[torch.nn.Module], object] | Non
         plan.parameters[name] = real
         for other, other_attribute in places[1:]:
             setattr(other, other_attribute, real)
-
-
-def _materialise_module(name: str, module: torch.nn.Module, init: Callable[[torch.nn.Module], object] | None) -> None:
-    tensors = {**module._parameters, **module._buffers}  # noqa: SLF001
-    if not any(tensor is not None and tensor.is_meta for tensor in tensors.values()):
-        return
-    give = init if init is not None else getattr(type(module), "reset_parameters", None)
-    if give is None:
-        raise UnsupportedOpError(
-            f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters(): pass"
-            " init=, a function that gives such a module's parameters and buffers their values"
-        )
-    kept = {key: tensor.clone() for key, tensor in tensors.items() if tensor is not None and not tensor.is_meta}
-    for key, tensor in tensors.items():
-        if tensor is None or not tensor.is_meta:
-            continue
-        real = torch.empty_like(tensor, device="cpu")
-        if isinstance(tensor, torch.nn.Parameter):
-            setattr(module, key, torch.nn.Parameter(real, requires_grad=tensor.requires_grad))
-        else:
-            module._buffers[key] = real  # noqa: SLF001
-    give(module)
-    for key, values in kept.items():
-        getattr(module, key).copy_(values)

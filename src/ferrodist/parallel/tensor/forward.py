@@ -8,8 +8,10 @@ parts, and then what comes out is plain too, this rank's part of it. Inside of a
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +20,7 @@ from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ferrodist.mesh import DeviceMesh
     from ferrodist.parallel.tensor.styles import Preparation
@@ -27,16 +29,41 @@ __all__ = ["PreparedForward", "WholeForward", "find_distributed", "map_tensors"]
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """``value`` with each tensor replaced by what ``function`` makes of it; in tuples, lists and mappings too."""
+    """``value`` with each tensor replaced by what ``function`` makes of it; in containers and dataclasses too.
+
+    Containers in which nothing is replaced are those that were given, so that what a module puts into them, as into a
+    cache, is where its caller looks.
+    """
     if isinstance(value, torch.Tensor):
         return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[map_tensors(function, one) for one in value])
-    if isinstance(value, list | tuple):
-        return type(value)([map_tensors(function, one) for one in value])
     if isinstance(value, Mapping):
-        return type(value)({key: map_tensors(function, one) for key, one in value.items()})  # type: ignore[call-arg]
-    return value
+        return _replaced(value, list(value), [map_tensors(function, one) for one in value.values()])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # Some are made without all of their fields.
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        return _replaced(value, names, [map_tensors(function, getattr(value, name)) for name in names])
+    if not isinstance(value, list | tuple):
+        return value
+    made = [map_tensors(function, one) for one in value]
+    if all(one is other for one, other in zip(made, value, strict=True)):
+        return value
+    return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+
+
+def _replaced(value: Any, names: Sequence[Any], made: Sequence[Any]) -> Any:
+    """A mapping or a dataclass with other values, or itself where they are the same."""
+    before = [value[name] if isinstance(value, Mapping) else getattr(value, name) for name in names]
+    if all(one is other for one, other in zip(made, before, strict=True)):
+        return value
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return type(value)(dict(zip(names, made, strict=True)))  # type: ignore[call-arg]
+    other = copy.copy(value)  # some can't be made of their values alone, as a defaultdict
+    for name, one in zip(names, made, strict=True):
+        if isinstance(value, Mapping):
+            other[name] = one
+        else:
+            object.__setattr__(other, name, one)  # also of frozen ones
+    return other
 
 
 def find_distributed(value: Any) -> list[DTensor]:
@@ -102,11 +129,17 @@ class PreparedForward:
 
         if outputs is None or isinstance(outputs, Placement):
             return map_tensors(lambda tensor: finish(tensor, outputs), result)
+        if not isinstance(result, list | tuple) or len(result) != len(outputs):
+            what = f"{len(result)} outputs" if isinstance(result, list | tuple) else f"a {type(result).__name__}"
+            raise ValueError(
+                f"the style declares {len(outputs)} outputs, {list(outputs)}, and the module gave {what}: declare one"
+                " placement for all, or as many as there are outputs"
+            )
         parts = [
             map_tensors(functools.partial(finish, placement=placement), one)
             for one, placement in zip(result, outputs, strict=True)
         ]
-        return type(result)(parts)
+        return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
 
 
 class WholeForward:

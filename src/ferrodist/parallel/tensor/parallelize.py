@@ -2,42 +2,61 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
+from ferrodist.deadline import Deadline
+from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
+from ferrodist.parallel.meta_device import materialise
+from ferrodist.parallel.same_form import compare_forms
 from ferrodist.parallel.tensor.forward import PreparedForward, WholeForward
 from ferrodist.parallel.tensor.overlap import OverlappedLinear
+from ferrodist.parallel.tensor.placing import check_values, describe_plan, match_plan, place_parameters
 from ferrodist.parallel.tensor.styles import ColumnParallel, Preparation, Style
 from ferrodist.tensor.distribution import distribute
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.gradient_placement import keep_gradients_placed
-from ferrodist.tensor.placement import Placement, Replicate
+from ferrodist.tensor.placement import Replicate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ferrodist.tensor.placement import Placement
 
 __all__ = ["apply_style", "check_mesh", "divide", "parallelize"]
 
 
 def parallelize(
-    module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style], *, gathers_outputs: bool = True
+    module: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, Style],
+    *,
+    gathers_outputs: bool = True,
+    init: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
     """Divide a module over the ranks of a mesh, as a plan says; every rank of the mesh calls this.
 
     Parameters become DTensors, with the values of rank 0 of the mesh: those that the plan names divided, all others,
     and buffers, whole on every rank. The module's own code runs as it is, on DTensors: tensors that it makes itself and
     mixes with them must be distributed too. From outside it looks undivided: plain tensors that come in count as whole,
-    and plain whole tensors come out.
+    and plain whole tensors come out; so do those in tuples, lists, mappings and dataclasses, which are copied where
+    they have tensors.
 
     Make optimizers after this.
 
     Args:
-        module: The module, which is changed in place.
+        module: The module, which is changed in place. Parameters may be on the meta device: then no rank ever holds
+            more than its parts, and all parameters of one module in it.
         mesh: The ranks, along one axis: a slice of a larger mesh by its name.
         plan: Styles by the paths of modules, as ``named_modules`` has them: ``{"blocks.*.up": ColumnParallel()}``. A
             ``*`` stands for any one name of a path, or a part of one. The empty path is the module itself.
         gathers_outputs: Whether the module's outputs become plain whole tensors. False gives DTensors, as scores that
             stay divided by the vocabulary until ``cross_entropy``.
+        init: ``init(module)`` gives a module's own parameters and buffers their values where they were on the meta
+            device; None calls ``module.reset_parameters()``. Every rank calls it; rank 0's values count.
 
     Returns:
         ``module``.
@@ -45,14 +64,17 @@ def parallelize(
     Raises:
         TypeError: An argument is of another kind, or a style is of another module.
         ValueError: The mesh has several axes; a path of the plan is of no module; a module, or a parameter that modules
-            share, gets different styles; a parameter is distributed already, or has a gradient. Nothing was changed.
-        CollectiveMismatchError: Parameters differ in shape or dtype between ranks.
+            share, gets different styles; a parameter is distributed already, has a gradient, or no shape yet. Nothing
+            was changed.
+        UnsupportedOpError: One of the two on another rank; or a module on the meta device has nothing to give it
+            values. Nothing was changed.
+        CollectiveMismatchError: On every rank: modules or plans differ between ranks. Nothing was changed.
     """
     check_mesh(mesh)
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize takes a torch.nn.Module, not {type(module).__name__}")
-    styles = _match(module, plan)
-    divide(module, mesh, styles)
+    settings = f"gathers_outputs={gathers_outputs}"
+    styles = divide(module, mesh, plan, settings=settings, init=init)
     for name, one in module.named_modules():
         if name in styles:
             _prepare(one, mesh, styles[name])
@@ -73,26 +95,57 @@ def apply_style(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placem
         given: How an input lies that comes as a plain tensor, this rank's part.
 
     Raises:
-        TypeError, ValueError: As for `parallelize`.
+        TypeError, ValueError, CollectiveMismatchError: As for `parallelize`.
     """
     check_mesh(mesh)
-    style.check(type(module).__name__, module)
-    divide(module, mesh, {"": style})
+    divide(module, mesh, {"": style}, settings=f"plain inputs {given}")
     _prepare(module, mesh, style, given)
 
 
-def divide(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style]) -> None:
+def divide(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, Style],
+    *,
+    settings: str = "",
+    init: Callable[[nn.Module], object] | None = None,
+) -> dict[str, Style]:
     """Make the parameters and buffers of a module and those in it DTensors, with the values of the mesh's rank 0.
 
     Args:
         module: The module.
         mesh: The ranks; all of them call this.
-        styles: By paths of modules; the parameters of others are whole on every rank.
+        plan: As for `parallelize`; the parameters of modules without a style are whole on every rank.
+        settings: What else must be the same on all ranks.
+        init: As for `parallelize`.
+
+    Returns:
+        The styles by the paths of modules.
 
     Raises:
-        ValueError: As for `parallelize`.
+        TypeError, ValueError, UnsupportedOpError, CollectiveMismatchError: As for `parallelize`.
     """
-    _distribute(module, mesh, _place(module, styles))
+    failure = None
+    styles: dict[str, Style] = {}
+    placements: dict[nn.Parameter, Placement] = {}
+    try:
+        styles = match_plan(module, plan)
+        placements = place_parameters(module, styles)
+        check_values(module, init)
+    except (TypeError, ValueError, UnsupportedOpError) as error:
+        failure = error  # the others hear of it below, or they would wait for this rank
+    lines = [] if failure else [f"the settings {settings!r}", *describe_plan(module, styles, placements)]
+    refusal = None if failure is None else str(failure)
+    deadline = Deadline(mesh.group.timeout)
+    name = type(module).__name__
+    try:
+        compare_forms(lines, mesh.group, deadline, maker="parallelize", module=name, refusal=refusal)
+    except UnsupportedOpError:
+        if failure is not None:
+            raise failure from None
+        raise
+    _distribute(module, mesh, placements, init)
+    return styles
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
@@ -106,79 +159,31 @@ def check_mesh(mesh: DeviceMesh) -> None:
         )
 
 
-def _match(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """The style of each module that has one."""
-    if not isinstance(plan, Mapping):
-        raise TypeError(f"a plan is a mapping from paths to styles, not {type(plan).__name__}")
-    modules = dict(module.named_modules())
-    styles: dict[str, Style] = {}
-    by: dict[str, str] = {}
-    for pattern, style in plan.items():
-        if not isinstance(style, Style):
-            raise TypeError(f"the plan's {pattern!r} must be a style, as ColumnParallel(), not {style!r}")
-        found = [name for name in modules if _fits(name, pattern)]
-        if not found:
-            raise ValueError(
-                f"the plan's path {pattern!r} is of no module; some are {', '.join(map(repr, list(modules)[1:9]))}"
-            )
-        for name in found:
-            if name in styles and styles[name] != style:
-                raise ValueError(f"module {name!r} has two styles, by {by[name]!r} and by {pattern!r}")
-            style.check(name, modules[name])
-            styles[name], by[name] = style, pattern
-    return styles
-
-
-def _fits(name: str, pattern: str) -> bool:
-    names, patterns = name.split("."), pattern.split(".")
-    return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
-
-
-def _place(module: nn.Module, styles: Mapping[str, Style]) -> dict[nn.Parameter, Placement]:
-    """How each parameter shall lie; one that modules share lies as the style of one of them says."""
-    found: dict[nn.Parameter, Placement] = {}
-    by: dict[nn.Parameter, str] = {}
+@torch.no_grad()
+def _distribute(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placements: Mapping[nn.Parameter, Placement],
+    init: Callable[[nn.Module], object] | None,
+) -> None:
+    """Put DTensors in the places of parameters and buffers, module by module."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
     for path, owner in module.named_modules():
-        style = styles.get(path)
-        for key, parameter in owner.named_parameters(recurse=False):
-            name = f"{path}.{key}".strip(".")
-            _check_parameter(name, parameter)
-            if style is None:
-                found.setdefault(parameter, Replicate())
+        parameters, buffers = dict(owner._parameters), dict(owner._buffers)  # noqa: SLF001 - named_... go by value
+        materialise(path, owner, init)
+        for key, own in parameters.items():
+            if own is None:
                 continue
-            placement = style.placement_of(key, parameter)
-            if parameter in by and found[parameter] != placement:
-                raise ValueError(
-                    f"parameter {name!r} is also {by[parameter]!r}, and the plan divides it as {placement} and as"
-                    f" {found[parameter]}: give both modules styles that agree"
-                )
-            found[parameter], by[parameter] = placement, name
-    return found
-
-
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    is_distributed = isinstance(parameter, DTensor)
-    if is_distributed:
-        raise ValueError(f"parameter {name!r} is distributed already: parallelize a module once")
-    if parameter.grad is not None:
-        raise ValueError(f"parameter {name!r} has a gradient, which would be lost: call zero_grad() first")
-
-
-def _distribute(module: nn.Module, mesh: DeviceMesh, placements: Mapping[nn.Parameter, Placement]) -> None:
-    """Put DTensors in the places of parameters and buffers."""
-    made = {}
-    for parameter, placement in placements.items():
-        divided = distribute(parameter.detach(), mesh, placement)
-        made[parameter] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
-        if parameter.requires_grad:
-            keep_gradients_placed(made[parameter])
-    for owner in module.modules():
-        for key, own in list(owner._parameters.items()):  # noqa: SLF001 - setattr would look them up again
-            if own is not None:
-                owner._parameters[key] = made[own]  # noqa: SLF001
-        for key, buffer in list(owner._buffers.items()):  # noqa: SLF001
+            if own not in made:
+                divided = distribute(getattr(owner, key).detach(), mesh, placements[own])
+                made[own] = nn.Parameter(divided, requires_grad=own.requires_grad)
+                keep_gradients_placed(made[own])
+            setattr(owner, key, made[own])  # modules may keep lists of theirs, which they then renew
+        for key, buffer in buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor):
-                owner._buffers[key] = distribute(buffer, mesh, Replicate())  # noqa: SLF001
+                if buffer not in made:
+                    made[buffer] = distribute(owner._buffers[key].detach(), mesh, Replicate())  # noqa: SLF001
+                owner._buffers[key] = made[buffer]  # noqa: SLF001
 
 
 def _prepare(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placement | None = None) -> None:

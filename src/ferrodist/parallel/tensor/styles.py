@@ -114,6 +114,10 @@ class ColumnParallel(_OfLinear):
 
     def __post_init__(self) -> None:
         _refuse(self, "parameters")
+        for name in ("blocks", "chunks"):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"ColumnParallel takes {name} of at least 1, not {number!r}")
 
     def placement_of(self, name: str, parameter: torch.Tensor) -> Placement:
         """How weight and bias lie."""

@@ -134,6 +134,8 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.any.default: _any_rule,
     _aten.any.dim: _any_rule,
     _aten.any.dims: _any_rule,
+    _aten._is_all_true.default: _all_rule,
+    _aten._is_any_true.default: _any_rule,
 }
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {_aten.aminmax.default: _both_extrema}

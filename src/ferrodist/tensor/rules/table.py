@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ferrodist.tensor.rules import (
     attention,
+    batch_norm,
     convolution,
     creation,
     cutting,
@@ -51,6 +52,7 @@ FAMILIES = (
     likelihood,
     losses,
     normalization,
+    batch_norm,
     attention,
     convolution,
 )
