@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.call import Call, Choice
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
@@ -64,10 +66,18 @@ def choices_of(pattern: Pattern, call: Call, axis: int) -> list[Choice]:
     if any(layout.placements[axis] == Partial(ReduceOp.MEAN) for layout in call.inputs):
         ops.append(ReduceOp.MEAN)
     for group, op in itertools.product(pattern.linear, ops):
+        if _counts_bools(call, group):
+            continue
         inputs = tuple(Partial(op) if place in group else Replicate() for place in range(num_inputs))
         choices.append(Choice(inputs, (Partial(op),) * num_outputs))
     choices += [Choice((Partial(op),) * num_inputs, (Partial(op),) * num_outputs) for op in pattern.keeps]
     return choices
+
+
+def _counts_bools(call: Call, group: Sequence[int]) -> bool:
+    """Whether numbers are made of bools: the sum of these is whether any is true, and that of the numbers how many."""
+    has_bools = any(call.inputs[place].dtype is torch.bool for place in group)
+    return has_bools and any(result.dtype is not torch.bool for result in call.results)
 
 
 def _inputs(pattern: Pattern, letter: Hashable, blocks: int) -> tuple[Placement, ...]:

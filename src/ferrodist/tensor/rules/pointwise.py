@@ -127,8 +127,8 @@ def _in_cast(call: Call) -> Sequence[Sequence[int]]:
     """Parts are cast before they are added only where that loses nothing."""
     (layout,) = call.inputs
     (result,) = call.results
-    is_wider = result.dtype.is_floating_point and result.dtype.itemsize >= layout.dtype.itemsize
-    return ((0,),) if is_wider or result.dtype is layout.dtype else ()
+    is_exact = layout.dtype.is_floating_point and torch.promote_types(layout.dtype, result.dtype) is result.dtype
+    return ((0,),) if is_exact or result.dtype is layout.dtype else ()
 
 
 _ALL_FOLDS = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
