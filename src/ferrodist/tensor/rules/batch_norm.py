@@ -64,7 +64,7 @@ def _forward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) ->
 
     def forward(*given: Any) -> list[torch.Tensor]:
         return [
-            one.to(dtype) if one.shape == shape else torch.zeros(shape, dtype=dtype)
+            one.to(dtype) if one.shape == shape else torch.zeros(shape, dtype=dtype, device="cpu")
             for one, (shape, dtype) in zip(operator(*given), expected, strict=True)
         ]
 
