@@ -37,8 +37,9 @@ class OverlappedLinear:
     def __init__(self, linear: nn.Linear, chunks: int) -> None:
         self._linear, self._chunks = linear, chunks
 
-    def __call__(self, tensor: DTensor) -> torch.Tensor:
+    def __call__(self, input: DTensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear's forward has it
         """Compute the layer: (..., T/p, C) on each rank becomes (..., T, O/p)."""
+        tensor = input
         weight, bias = self._linear.weight, self._linear.bias
         dim = tensor.dim() - 2
         (placement,), (num_ranks,) = tensor.placements, tensor.mesh.shape
