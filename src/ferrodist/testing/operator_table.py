@@ -109,8 +109,10 @@ def collect_ways(mesh: DeviceMesh) -> Ways:
             with contextlib.suppress(UnsupportedOpError):
                 _differentiate(sample(Maker(mesh, placement)))
         for operator in sorted(set(RULES) - set(ways), key=str):
-            for dtype, placement in itertools.product((torch.float32, torch.int64, torch.bool), placements):
-                _call_by_schema(operator, Maker(mesh, placement), dtype)
+            for dtype in (torch.float32, torch.int64, torch.bool):
+                if operator not in ways:  # else it has taken another dtype
+                    for placement in placements:
+                        _call_by_schema(operator, Maker(mesh, placement), dtype)
     return ways
 
 
