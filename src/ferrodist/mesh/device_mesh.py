@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.backends.sub import SubBackend
@@ -168,11 +168,14 @@ class DeviceMesh:
 
         Raises:
             ValueError: There is no such axis.
+            TypeError: It is neither.
         """
         if isinstance(axis, str):
             if axis not in self._axis_names:
                 raise ValueError(f"there is no axis {axis!r}: this mesh has {_listed(self._axis_names)}")
             return self._axis_names.index(axis)
+        if isinstance(axis, bool) or not isinstance(axis, int):
+            raise TypeError(f"an axis is given by its name or its number, not by {axis!r}")
         if not -self.ndim <= axis < self.ndim:
             raise ValueError(f"there is no axis {axis}: this mesh has {self.ndim}")
         return axis % self.ndim
@@ -257,6 +260,13 @@ class DeviceMesh:
         """The same mesh: copies of what lies over it, as modules, talk over its groups."""
         return self
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be pickled: its groups are of this process."""
+        raise TypeError("a DeviceMesh is not pickled: make it anew where it is needed, of the same shape and names")
+
+    def __copy__(self) -> Self:
+        return self
+
     def __repr__(self) -> str:
         """The grid, with this rank in brackets."""
         return draw_grid(self._shape, self._axis_names, self._ranks, self.parent.rank, self.parent.name)
@@ -304,7 +314,7 @@ class _Groups:
 
 
 def _check_shape(shape: Sequence[int], num_ranks: int, parent: Backend) -> tuple[int, ...]:
-    sizes = tuple(shape)
+    sizes = () if isinstance(shape, int) else tuple(shape)
     if not sizes or any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
         raise TypeError(f"a mesh's shape is one or more integers, as (2, 4), not {shape!r}")
     if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:

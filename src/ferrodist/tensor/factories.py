@@ -40,7 +40,7 @@ def empty(
         requires_grad: Whether it gets a gradient.
     """
     target = _layout(shape, mesh, placements, dtype)
-    return _leaf(torch.empty(target.local_shape, dtype=target.dtype), target, requires_grad=requires_grad)
+    return _leaf(torch.empty(target.local_shape, dtype=target.dtype, device="cpu"), target, requires_grad=requires_grad)
 
 
 def full(
@@ -53,10 +53,10 @@ def full(
     requires_grad: bool = False,
 ) -> DTensor:
     """A tensor of which every element is ``value``, whose type decides where ``dtype`` is None; else as `empty`."""
-    target = _layout(shape, mesh, placements, torch.full((), value).dtype if dtype is None else dtype)
+    target = _layout(shape, mesh, placements, torch.full((), value, device="cpu").dtype if dtype is None else dtype)
     # Parts of a sum are made of whole tensors.
     first = target.folded
-    local = torch.full(first.local_shape, value, dtype=target.dtype)
+    local = torch.full(first.local_shape, value, dtype=target.dtype, device="cpu")
     return _leaf(redistribute_local(local, first, target), target, requires_grad=requires_grad)
 
 
@@ -111,7 +111,11 @@ def rand(
     """
     target = _layout(shape, mesh, placements, dtype)
     check_generators(mesh, generator, "rand")
-    return _part(torch.rand(target.shape, dtype=target.dtype, generator=generator), target, requires_grad=requires_grad)
+    return _part(
+        torch.rand(target.shape, dtype=target.dtype, generator=generator, device="cpu"),
+        target,
+        requires_grad=requires_grad,
+    )
 
 
 def randn(
@@ -127,7 +131,9 @@ def randn(
     target = _layout(shape, mesh, placements, dtype)
     check_generators(mesh, generator, "randn")
     return _part(
-        torch.randn(target.shape, dtype=target.dtype, generator=generator), target, requires_grad=requires_grad
+        torch.randn(target.shape, dtype=target.dtype, generator=generator, device="cpu"),
+        target,
+        requires_grad=requires_grad,
     )
 
 
@@ -144,7 +150,7 @@ def arange(
     """The numbers that ``torch.arange`` of the same gives, which starts from 0 when there is no ``end``; as `empty`."""
     if end is None:
         start, end = 0, start
-    whole = torch.arange(start, end, step, dtype=dtype)
+    whole = torch.arange(start, end, step, dtype=dtype, device="cpu")
     target = _layout(whole.shape, mesh, placements, whole.dtype)
     return _part(whole, target, requires_grad=requires_grad)
 

@@ -13,12 +13,13 @@ __all__ = ["keep_gradients_placed", "places_gradients"]
 
 
 def keep_gradients_placed(parameter: torch.Tensor) -> None:
-    """Have each backward's gradient of a parameter lie as the parameter does.
+    """Have each backward's gradient of a parameter lie as the parameter does; once is enough.
 
     A gradient is right however it lies; but one that is partial would be folded anew by each operator that reads it.
     """
     assert isinstance(parameter, DTensor), "others have nothing to place"
-    if parameter.is_floating_point() or parameter.is_complex():
+    has_it = any(map(places_gradients, (parameter._backward_hooks or {}).values()))
+    if not has_it and (parameter.is_floating_point() or parameter.is_complex()):
         # Those that are frozen now may be trained later, and only such as are take a hook.
         wanted = parameter.requires_grad
         parameter.requires_grad_(True)

@@ -65,19 +65,21 @@ def choices_of(pattern: Pattern, call: Call, axis: int) -> list[Choice]:
     ops = [ReduceOp.SUM]
     if any(layout.placements[axis] == Partial(ReduceOp.MEAN) for layout in call.inputs):
         ops.append(ReduceOp.MEAN)
-    for group, op in itertools.product([group for group in pattern.linear if _adds_alike(call, group)], ops):
+    for group, op in itertools.product(pattern.linear, ops):
+        if _counts_bools(call, group):
+            continue
         inputs = tuple(Partial(op) if place in group else Replicate() for place in range(num_inputs))
         choices.append(Choice(inputs, (Partial(op),) * num_outputs))
     choices += [Choice((Partial(op),) * num_inputs, (Partial(op),) * num_outputs) for op in pattern.keeps]
     return choices
 
 
-def _adds_alike(call: Call, group: Sequence[int]) -> bool:
-    """Whether inputs and outputs are added alike: of bools a sum is whether any is true, of numbers it is not."""
+def _counts_bools(call: Call, group: Sequence[int]) -> bool:
+    """Whether numbers are made of bools: the sum of these is whether any is true, and that of the numbers how many."""
     are_bool = {call.inputs[place].dtype is torch.bool for place in group}
-    if True in are_bool and not call.operator._schema.is_mutable:
+    if are_bool == {True} and not call.operator._schema.is_mutable:
         are_bool |= {result.dtype is torch.bool for result in call.results}
-    return len(are_bool) == 1
+    return len(are_bool) > 1
 
 
 def _inputs(pattern: Pattern, letter: Hashable, blocks: int) -> tuple[Placement, ...]:

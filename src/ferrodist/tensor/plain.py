@@ -55,5 +55,5 @@ def _call(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *args: Any
 def _is_the_same_everywhere(func: torch._ops.OpOverload, tensor: torch.Tensor) -> bool:
     if torch._C._current_graph_task_id() != -1:
         return not tensor.any() or bool((tensor == 1).all())
-    numbers = torch.arange(tensor.numel(), dtype=tensor.dtype) if tensor.dtype is torch.int64 else None
+    numbers = torch.arange(tensor.numel(), dtype=tensor.dtype, device="cpu") if tensor.dtype is torch.int64 else None
     return func is torch.ops.aten.eq.Tensor and numbers is not None and torch.equal(tensor, numbers)

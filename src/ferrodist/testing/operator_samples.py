@@ -54,12 +54,15 @@ class Maker:
         return distribute(tensor, self._mesh, now if fits else Replicate(), src=None)
 
 
-def bind_sample(operator: torch._ops.OpOverload, tensors: Iterator[Any]) -> tuple[list[Any], dict[str, Any]] | None:
+def bind_sample(
+    operator: torch._ops.OpOverload, tensors: Iterator[Any], number: float = 1.0
+) -> tuple[list[Any], dict[str, Any]] | None:
     """Arguments by an operator's schema: tensors, and 1 for numbers; None for one that takes anything else.
 
     Args:
         operator: The operator.
         tensors: What its tensors are taken from.
+        number: What its numbers of any kind are.
 
     Returns:
         The positional arguments without a default, and the others without one.
@@ -74,6 +77,8 @@ def bind_sample(operator: torch._ops.OpOverload, tensors: Iterator[Any]) -> tupl
             value = next(tensors)
         elif kind == "List[Tensor]":
             value = [next(tensors)]
+        elif kind == "number":
+            value = number
         elif kind in _BY_KIND:
             value = _BY_KIND[kind]
         elif kind.startswith("Optional"):
@@ -88,7 +93,6 @@ def bind_sample(operator: torch._ops.OpOverload, tensors: Iterator[Any]) -> tupl
 
 
 _BY_KIND: dict[str, Any] = {
-    "number": 1.0,
     "float": 1.0,
     "int": 1,
     "bool": False,
@@ -215,6 +219,7 @@ SAMPLES: Sequence[Callable[[Maker], Any]] = (
     _each_loss,
     lambda new: functional.layer_norm(new(4, 6), (6,), new(6), new(6)),
     lambda new: functional.group_norm(new(4, 6), 2, new(6), new(6)),
+    lambda new: functional.batch_norm(new(4, 6), None, None, new(6), new(6), training=True),
     _attention,
     lambda new: functional.conv2d(new(4, 2, 5, 5), new(3, 2, 3, 3), new(3)),
 )

@@ -1,7 +1,9 @@
 """Ranks as a grid, and the groups along its axes."""
 
+import copy
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 
@@ -132,6 +134,7 @@ def test_a_rank_outside():
         ((-1, -1), None, {}, ValueError, "at most one -1"),
         ((), None, {}, TypeError, "one or more integers"),
         ((2.0, 2), None, {}, TypeError, "integers"),
+        (4, None, {}, TypeError, r"as \(2, 4\), not 4"),
         ((2, 2), ("a", "a"), {}, ValueError, "must all be different"),
         ((2, 2), ("a",), {}, ValueError, "as many names, not 1"),
         ((2, 2), "ab", {}, TypeError, "sequence of names"),
@@ -153,12 +156,23 @@ def test_wrong_uses():
         (lambda: mesh["a", "a"], ValueError, "comes twice"),
         (lambda: mesh[0], TypeError, "names of axes"),
         (lambda: mesh.axis_index(2), ValueError, "no axis 2"),
+        (lambda: mesh.axis_index(True), TypeError, "by its name or its number, not by True"),
+        (lambda: mesh.ranks_along_axis(None), TypeError, "by its name or its number, not by None"),
+        (lambda: pickle.dumps(mesh), TypeError, "a DeviceMesh is not pickled"),
         (lambda: mesh.coords(4), InvalidRankError, "rank 4"),
         (lambda: mesh.rank_of((0, 2)), ValueError, r"no place \(0, 2\)"),
         (lambda: mesh.rank_of((0,)), ValueError, "no place"),
     ]:
         with pytest.raises(kind, match=text):
             use()
+
+
+def test_copies_are_the_mesh():
+    """They have its groups, which can't be copied."""
+    mesh = mesh_of(0, 4, (2, 2), ("a", "b"))
+    assert copy.copy(mesh) is mesh
+    assert copy.deepcopy([mesh]) == [mesh]
+    assert copy.deepcopy(mesh).identity == mesh.identity
 
 
 def test_it_draws_itself():

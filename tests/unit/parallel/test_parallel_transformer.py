@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import ferrodist as fd
-from ferrodist import ColumnParallel, DeviceMesh, Replicate, RowParallel, SequenceParallel, Shard, Style
+from ferrodist import ColumnParallel, DeviceMesh, DTensor, Replicate, RowParallel, SequenceParallel, Shard, Style
 from ferrodist.parallel.tensor import overlap
 from ferrodist.tensor.plan import Move
 from ferrodist.testing import run_ranks
@@ -298,6 +298,36 @@ def test_gathering_overlaps_the_product(monkeypatch):
     got = divided(fd.distribute(x, mesh, Shard(1)))
     torch.testing.assert_close(got.to_local(), layer(x), **CLOSE)
     assert ", ".join(log) == ("start 0, wait 0, start 1, multiply, wait 1, start 2, multiply, wait 2, multiply")
+
+
+def test_pieces_under_autocast():
+    """They travel and are multiplied in the small dtype; gradients of parameters are of their own."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(2, 8, 4, generator=generator)
+    layer = nn.Linear(4, 6)
+
+    def run(layer, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = layer(x)
+        whole = out.full_tensor() if isinstance(out, DTensor) else out
+        whole.float().square().sum().backward()
+        return whole.detach()
+
+    expected = run(layer, x)
+
+    def program(group):
+        mesh = mesh_of(group)
+        divided = fd.parallelize(copy.deepcopy(layer), mesh, {"": ColumnParallel(chunks=2)}, gathers_outputs=False)
+        its = fd.distribute(x, mesh, Shard(1), src=None).requires_grad_()
+        with fd.record_redistributions() as steps:
+            got = run(divided, its)
+        assert {step.before.dtype for step in steps} >= {torch.bfloat16}
+        assert (got.dtype, its.grad.dtype) == (torch.bfloat16, torch.float32)
+        torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+        for own, other in zip(divided.parameters(), layer.parameters(), strict=True):
+            torch.testing.assert_close(own.grad.full_tensor(), other.grad, rtol=0.05, atol=0.05)
+
+    run_ranks(program, 2)
 
 
 @pytest.mark.parametrize("blocks", [1, 3])

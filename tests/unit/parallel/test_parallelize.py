@@ -611,8 +611,9 @@ class Containers(nn.Module):
 def test_containers():
     """Tensors in dataclasses, dicts that are made in ways of their own, named tuples and lists, both ways."""
 
+    model = seeded(Containers)
+
     def program(group):
-        model = seeded(Containers)
         x = torch.arange(8, dtype=torch.float64).view(2, 4)
         table = defaultdict(list, more=[x, "text"])
         expected = model(Record(x, "it"), table=table)
@@ -755,27 +756,75 @@ def test_checkpointed_modules(use_reentrant):
     run_ranks(program, 2)
 
 
-def test_states_come_back():
-    """Of DTensors, copied or assigned; whole ones are refused and leave the module as it was."""
+@pytest.mark.parametrize("assign", [False, True])
+def test_states_come_back(assign):
+    """Of DTensors, and whole ones of an undivided module, of which rank 0's values count."""
     model = seeded(Network)
 
     def program(group):
         mesh = mesh_of(group)
-        one, other = (fd.parallelize(copy.deepcopy(model), mesh, PLANS["whole"]) for _ in range(2))
+        one, other = (fd.parallelize(copy.deepcopy(model), mesh, PLANS["sequence"]) for _ in range(2))
         x = torch.ones(1, 2, 12, dtype=torch.float64)
         expected = one(x)
-        for assign in (False, True):
+        whole = {name: value.full_tensor() + group.rank for name, value in one.state_dict().items()}
+        for state in (one.state_dict(), whole):
             with torch.no_grad():
                 for parameter in other.parameters():
                     parameter.zero_()
-            other.load_state_dict(one.state_dict(), assign=assign)
+            other.load_state_dict(state, assign=assign)
+            for name, value in other.state_dict().items():
+                assert torch.equal(value.full_tensor(), model.state_dict()[name])
             assert torch.equal(other(x), expected)
+            other.zero_grad()
             other(x).sum().backward()
-        whole = {name: value.full_tensor() for name, value in one.state_dict().items()}
-        for name, value in model.state_dict().items():
-            assert torch.equal(whole[name], value)
+            assert all(parameter.grad.placements == parameter.placements for parameter in other.parameters())
+        assert all(type(value) is torch.Tensor for value in whole.values())
+        copy.deepcopy(other.up).load_state_dict(nn.Linear(12, 24).double().state_dict())
+        with pytest.raises(RuntimeError, match=r"size mismatch for up\.weight"):
+            other.load_state_dict(Network(12, 20).state_dict())
 
     run_ranks(program, 2)
+
+
+def test_declared_inputs_however_they_are_passed():
+    """Placements by name are of positional arguments too, and those by place of named ones."""
+
+    class Two(nn.Module):
+        def forward(self, a, b):
+            return a, b
+
+    class Outer(nn.Module):
+        def __init__(self, *names):
+            super().__init__()
+            self.two, self.names = Two(), names
+
+        def forward(self, x):
+            named = dict.fromkeys(self.names, x)
+            return self.two(*[x] * (2 - len(named)), **named)
+
+    def program(group):
+        for wanted in ({"b": Shard(1)}, (None, Shard(1))):
+            for names in ((), ("b",), ("a", "b"), ("b", "a")):
+                plan = {"two": Style(wanted=wanted)}
+                model = fd.parallelize(Outer(*names), mesh_of(group), plan, gathers_outputs=False)
+                a, b = model(torch.ones(2, 2))
+                assert (a.placements, b.placements) == ((Replicate(),), (Shard(1),))
+        layer = fd.parallelize(nn.Linear(4, 4), mesh_of(group), {"": ColumnParallel(chunks=2)})
+        assert torch.equal(layer(input=torch.ones(4, 4)), layer(torch.ones(4, 4)))
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"y": Shard(0)}, "module 'Linear' takes no argument 'y': it takes 'input'"),
+        ((Shard(0), None), "how 2 inputs of module 'Linear' lie"),
+    ],
+)
+def test_inputs_that_a_module_does_not_take(wanted, message):
+    with pytest.raises(ValueError, match=message):
+        fd.parallelize(nn.Linear(4, 4), mesh_of(fd.SimulatedBackend.create_group(1)[0]), {"": Style(wanted=wanted)})
 
 
 def test_meshes_that_are_made_alike():

@@ -1,5 +1,6 @@
 """Attention over distributed tensors."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -57,6 +58,20 @@ def test_divided_heads_stay_where_they_are():
         return found
 
     assert run_ranks(attend, 2) == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_groups_of_heads_that_are_divided_in_blocks(blocks):
+    """Queries stay with their keys, whatever parts come in."""
+    inputs = [make(1, 8, 3, 8), make(1, 4, 3, 8, seed=1), make(1, 4, 3, 8, seed=2)]
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    def check(group):
+        check_operator(DeviceMesh(group, (2,)), attend, inputs, [[Shard(1, blocks=blocks)]] * 3)
+
+    run_ranks(check, 2)
 
 
 def test_one_head_of_keys_for_all_has_gradients_in_parts():

@@ -205,6 +205,18 @@ def test_any_shape_on_two_axes(data):
     run_ranks(check, 4)
 
 
+@pytest.mark.parametrize("size", [3, 6, 9, 12])
+def test_pieces_of_a_dim_in_blocks(size):
+    """Also where a rank has nothing of them."""
+
+    def check(group):
+        mesh = DeviceMesh(group, (2,))
+        for function in (lambda x: x.chunk(3), lambda x: x.split([size // 3] * 3), lambda x: torch.cat([x, x])):
+            check_operator(mesh, function, [make(size, 2)], [[Shard(0, blocks=3)]])
+
+    run_ranks(check, 2)
+
+
 def test_what_is_written_to_a_view_is_in_the_tensor():
     """Where the view's part is a view of the tensor's part; also through a view of a view."""
 

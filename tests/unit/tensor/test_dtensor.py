@@ -222,6 +222,10 @@ def test_plain_and_distributed_tensors_do_not_mix():
         _ = tensor + torch.ones(3)
     with pytest.raises(ValueError, match="to_local"):
         tensor.copy_(torch.ones(2, 3))
+    # Only one_hot is known to make these.
+    assert (tensor == torch.arange(3)).full_tensor().tolist() == [[False, True, False]] * 2
+    with pytest.raises(ValueError, match="distribute it too"):
+        _ = tensor + torch.arange(3)
     assert (tensor * torch.tensor(2.0)).sum().full_tensor() == 12
 
 
@@ -352,3 +356,27 @@ def test_redistributions_are_recorded():
         return str(outer[0])
 
     assert run_ranks(program, 2)[0] == "all_gather over tp: [Shard(1)] -> [Replicate()], 32 bytes"
+
+
+def test_another_default_device():
+    """Parts are tensors of the CPU, wherever torch makes tensors when no device is named."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2,))
+        scores = spread(make(4, 5), mesh, Shard(1)).requires_grad_()
+        targets = fd.distribute(make(4, low=0, high=5).long(), mesh, Replicate(), src=None)
+        torch.set_default_device("meta")  # of this thread
+        try:
+            weights = fd.factories.ones((5,), mesh=mesh, placements=Shard(0), dtype=torch.float64)
+            loss = torch.nn.functional.cross_entropy(scores, targets, weight=weights)
+            loss.backward()
+            found = (
+                scores.max(dim=1).indices.sum()
+                + torch.linalg.vector_norm(scores)
+                + fd.factories.arange(3, mesh=mesh, placements=Replicate()).sum()
+            )
+            return [one.full_tensor().isfinite().all().item() for one in (loss.detach(), scores.grad, found.detach())]
+        finally:
+            torch.set_default_device(None)
+
+    assert run_ranks(program, 2) == [[True] * 3] * 2

@@ -1,5 +1,7 @@
 """Reductions of distributed tensors."""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -262,3 +264,18 @@ def test_parts_with_long_placements_make_a_tensor():
         return DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0), Partial(ReduceOp.MEAN), Replicate()]).shape
 
     assert run_ranks(make_one, 2) == [(4, 3)] * 2
+
+
+def test_a_variance_of_fewer_elements_than_it_corrects_for():
+    """Of no degree of freedom it is no number, as in torch, which warns; and never negative."""
+    tensor = make(4, 3)
+
+    def program(group):
+        divided = spread(tensor, DeviceMesh(group, (2,)), [Shard(0)])
+        return [divided.var(0, correction=correction).full_tensor() for correction in (3, 4, 6)]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = [tensor.var(0, correction=correction) for correction in (3, 4, 6)]
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, expected)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
     from ferrodist.parallel.tensor.styles import Preparation
 
-__all__ = ["PreparedForward", "WholeForward", "find_distributed", "map_tensors"]
+__all__ = ["PreparedForward", "WholeForward", "find_arguments", "find_distributed", "map_tensors"]
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -73,6 +74,14 @@ def find_distributed(value: Any) -> list[DTensor]:
     return found
 
 
+def find_arguments(forward: Callable[..., Any]) -> tuple[list[str], bool]:
+    """The names of a forward's arguments, those that are given by position first, and whether it takes others too."""
+    parameters = inspect.signature(forward).parameters.values()
+    others = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind not in others]
+    return names, len(names) < len(parameters)
+
+
 class PreparedForward:
     """A forward around which inputs and outputs lie as a style says; see [Note: plain tensors].
 
@@ -88,22 +97,30 @@ class PreparedForward:
     ) -> None:
         functools.update_wrapper(self, forward)
         self._forward, self._mesh, self._preparation, self._given = forward, mesh, preparation, given
+        self._names, _ = find_arguments(forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module."""
         is_plain = self._given is not None and not find_distributed([args, kwargs])
-        wanted = self._preparation.wanted
-        by_name = wanted if isinstance(wanted, Mapping) else {}
-        args = tuple(self._prepare(value, self._wanted(place)) for place, value in enumerate(args))
-        every = wanted if isinstance(wanted, Placement) else None
-        kwargs = {name: self._prepare(value, by_name.get(name, every)) for name, value in kwargs.items()}
+        names = self._names
+        args = tuple(
+            self._prepare(value, self._wanted(place, names[place] if place < len(names) else ""))
+            for place, value in enumerate(args)
+        )
+        kwargs = {
+            name: self._prepare(value, self._wanted(names.index(name) if name in names else len(names), name))
+            for name, value in kwargs.items()
+        }
         result = self._forward(*args, **kwargs)
         return self._finish(result, is_plain=is_plain)
 
-    def _wanted(self, place: int) -> Placement | None:
+    def _wanted(self, place: int, name: str) -> Placement | None:
+        """How an argument shall lie, however it is passed."""
         wanted = self._preparation.wanted
-        if wanted is None or isinstance(wanted, Placement | Mapping):
-            return wanted if isinstance(wanted, Placement) else None
+        if wanted is None or isinstance(wanted, Placement):
+            return wanted
+        if isinstance(wanted, Mapping):
+            return wanted.get(name)
         return wanted[place] if place < len(wanted) else None
 
     def _prepare(self, value: Any, wanted: Placement | None) -> Any:

@@ -37,9 +37,9 @@ class OverlappedLinear:
     def __init__(self, linear: nn.Linear, chunks: int) -> None:
         self._linear, self._chunks = linear, chunks
 
-    def __call__(self, tensor: DTensor) -> torch.Tensor:
+    def __call__(self, input: DTensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear's forward has it
         """Compute the layer: (..., T/p, C) on each rank becomes (..., T, O/p)."""
-        weight, bias = self._linear.weight, self._linear.bias
+        tensor, weight, bias = self._cast(input)
         dim = tensor.dim() - 2
         (placement,), (num_ranks,) = tensor.placements, tensor.mesh.shape
         if placement != Shard(dim) or tensor.shape[dim] % (num_ranks * self._chunks):
@@ -48,13 +48,22 @@ class OverlappedLinear:
         local: torch.Tensor = _GatherAndMultiply.apply(  # type: ignore[no-untyped-call]
             tensor.to_local(),
             weight.to_local(),
-            None if bias is None else bias.to_local(),  # type: ignore[attr-defined]
+            None if bias is None else bias.to_local(),
             (tensor.mesh, self._chunks),
         )
         shape = (*tensor.shape[:-1], weight.shape[0])
         (columns,) = weight.placements
         assert isinstance(columns, Shard), "it is divided"
         return DTensor.from_local(local, tensor.mesh, Shard(dim + 1, columns.blocks), shape=shape)
+
+    def _cast(self, tensor: DTensor) -> tuple[Any, Any, Any]:
+        """Input, weight and bias, as autocast has them for linear layers: backward then multiplies the same."""
+        given = (tensor, self._linear.weight, self._linear.bias)
+        if not torch.is_autocast_enabled("cpu") or tensor.dtype is torch.float64:
+            return given
+        dtype = torch.get_autocast_dtype("cpu")
+        x, weight, bias = (one if one is None else one.to(dtype) for one in given)
+        return x, weight, bias
 
 
 class _GatherAndMultiply(torch.autograd.Function):

@@ -13,6 +13,7 @@ from ferrodist.mesh import DeviceMesh
 from ferrodist.parallel.meta_device import materialise
 from ferrodist.parallel.same_form import compare_forms
 from ferrodist.parallel.tensor.forward import PreparedForward, WholeForward
+from ferrodist.parallel.tensor.loading import take_whole_states
 from ferrodist.parallel.tensor.overlap import OverlappedLinear
 from ferrodist.parallel.tensor.placing import check_values, describe_plan, match_plan, place_parameters
 from ferrodist.parallel.tensor.styles import ColumnParallel, Preparation, Style
@@ -45,7 +46,8 @@ def parallelize(
     and plain whole tensors come out; so do those in tuples, lists, mappings and dataclasses, which are copied where
     they have tensors.
 
-    Make optimizers after this.
+    Its ``state_dict()`` has DTensors, whose ``full_tensor()`` can be saved; ``load_state_dict`` takes these and plain
+    whole tensors, of which rank 0's count. Make optimizers after this.
 
     Args:
         module: The module, which is changed in place. Parameters may be on the meta device: then no rank ever holds
@@ -145,6 +147,7 @@ def divide(
             raise failure from None
         raise
     _distribute(module, mesh, placements, init)
+    take_whole_states(module)
     return styles
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
 
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.parallel.meta_device import find_initialiser, has_meta_tensors
 from ferrodist.parallel.owners import describe_owner
+from ferrodist.parallel.tensor.forward import find_arguments
 from ferrodist.parallel.tensor.styles import Style
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
@@ -50,6 +51,7 @@ def match_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]
             if name in styles and styles[name] != style:
                 raise ValueError(f"module {name!r} has two styles, by {by[name]!r} and by {pattern!r}")
             style.check(name or type(module).__name__, one)
+            _check_arguments(name or type(module).__name__, one, style.preparation().wanted)
             styles[name], by[name] = style, pattern
     return styles
 
@@ -57,6 +59,20 @@ def match_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]
 def _fits(name: str, pattern: str) -> bool:
     names, patterns = name.split("."), pattern.split(".")
     return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
+
+
+def _check_arguments(name: str, module: nn.Module, wanted: Any) -> None:
+    """Raise unless the module takes the arguments of which a style says how they lie."""
+    names, takes_others = find_arguments(module.forward)
+    if takes_others or wanted is None or isinstance(wanted, Placement):
+        return
+    if isinstance(wanted, Mapping):
+        if unknown := [one for one in wanted if one not in names]:
+            raise ValueError(
+                f"module {name!r} takes no argument {unknown[0]!r}: it takes {', '.join(map(repr, names))}"
+            )
+    elif len(wanted) > len(names):
+        raise ValueError(f"the style says how {len(wanted)} inputs of module {name!r} lie, which takes {names}")
 
 
 def place_parameters(module: nn.Module, styles: Mapping[str, Style]) -> dict[nn.Parameter, Placement]:

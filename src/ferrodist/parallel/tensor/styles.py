@@ -27,8 +27,8 @@ class Preparation:
     """How a module's tensors lie around its forward.
 
     Args:
-        wanted: How inputs shall lie in the forward: one placement for all, one for each positional argument, or by the
-            names of arguments; None leaves them.
+        wanted: How inputs shall lie in the forward: one placement for all, one for each argument in their order, or by
+            the names of arguments, however these are passed; None leaves them.
         outputs: How outputs shall lie: one placement for all, or one for each; None leaves them.
     """
 

@@ -86,7 +86,7 @@ def _of_nothing(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout])
 
     def compute(*given: Any, **named: Any) -> list[torch.Tensor]:
         del given, named
-        return [torch.zeros(shape, dtype=dtype) for shape, dtype in made]
+        return [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in made]
 
     return compute
 

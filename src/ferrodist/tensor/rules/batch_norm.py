@@ -69,7 +69,7 @@ def _forward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) ->
         if is_empty:
             return [torch.zeros(shape, dtype=dtype) for shape, dtype in expected]
         return [
-            one.to(dtype) if one.shape == shape else torch.zeros(shape, dtype=dtype)
+            one.to(dtype) if one.shape == shape else torch.zeros(shape, dtype=dtype, device="cpu")
             for one, (shape, dtype) in zip(operator(*given), expected, strict=True)
         ]
 

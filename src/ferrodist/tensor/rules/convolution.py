@@ -74,12 +74,12 @@ def _of_nothing(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout])
         tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *given: Any, **named: Any
     ) -> torch.Tensor:
         del tensor, weight, given, named
-        zeros = torch.zeros(made[0][0], dtype=made[0][1])
+        zeros = torch.zeros(made[0][0], dtype=made[0][1], device="cpu")
         return zeros if bias is None else zeros + bias.view(-1, *[1] * (zeros.dim() - 2))
 
     def backward(grad: torch.Tensor, *given: Any, **named: Any) -> list[torch.Tensor | None]:
         del given, named
-        zeros = iter([torch.zeros(shape, dtype=dtype) for shape, dtype in made])
+        zeros = iter([torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in made])
         found = [next(zeros) if want else None for want in wanted[:2]]
         return [*found, grad.sum([0, *range(2, grad.dim())]) if wanted[2] else None]
 

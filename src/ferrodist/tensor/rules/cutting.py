@@ -44,7 +44,8 @@ def without_unasked_sums(choices: Sequence[Choice], call: Call, axis: int) -> li
     """Leave out ways that make a divided tensor the parts of a sum, if these are not much fewer bytes in the end.
 
     A divided dim that is cut may be gathered, once; or each rank may take zeros for what others have, and each result
-    is a sum that costs twice its bytes when it is read. That is for results that are a small part of the tensor.
+    is a sum that costs twice its bytes when it is read. That is for results that are a small part of the tensor, and
+    not for bools, as masks are: most operators on them need them whole.
     """
     divided = [layout for layout in call.inputs if isinstance(layout.placements[axis], Shard)]
     results = sum(result.numel() for result in call.results)

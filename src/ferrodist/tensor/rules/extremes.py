@@ -53,7 +53,7 @@ def _find(op: ReduceOp, call: Call, inputs: Sequence[Layout], outputs: Sequence[
             index = torch.stack(steps).sum(0)
         else:
             values = tensor.new_full(shape, extreme(op, tensor.dtype))
-            index = torch.full(shape, _NOWHERE)
+            index = torch.full(shape, _NOWHERE, device="cpu")
         values, index = values.reshape(shape), index.reshape(shape)
         best = fold(values, op)
         # A NaN is the extremum wherever there is one.

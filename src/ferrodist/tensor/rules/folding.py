@@ -62,7 +62,7 @@ def positions(layout: Layout, dim: int) -> torch.Tensor:
 @functools.lru_cache(maxsize=256)
 def _positions(size: int, cuts: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
     """One tensor for all calls that divide a dim alike, as a vocabulary: recipes keep it."""
-    found = torch.arange(size)
+    found = torch.arange(size, device="cpu")
     for blocks, num_ranks, at in cuts:
         found = take_part(found, Shard(0, blocks), num_ranks, at)
     return found

@@ -125,11 +125,11 @@ def _forward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) ->
             place = index.reshape(target.shape if tensor.dim() > 1 else ()).unsqueeze(terms.dim)
             picked = tensor.gather(terms.dim, place).squeeze(terms.dim).reshape(target.shape).to(wide)
         else:
-            picked = torch.zeros(target.shape, dtype=wide)
+            picked = torch.zeros(target.shape, dtype=wide, device="cpu")
         weights = _weights(weight, target, counts, picked)
         losses = torch.where(here, -picked * weights, 0.0)
         if reduction == Reduction.NONE:
-            return losses.to(result), torch.zeros((), dtype=result)
+            return losses.to(result), torch.zeros((), dtype=result, device="cpu")
         total = weights.sum()
         if reduction == Reduction.MEAN:
             total = fold(total, ReduceOp.SUM)

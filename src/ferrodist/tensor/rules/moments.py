@@ -77,7 +77,7 @@ def _norm(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Ca
     def norm(tensor: torch.Tensor, ord: float = 2, *given: Any, **named: Any) -> torch.Tensor:  # noqa: A002 # torch's
         del given, named  # as in the layouts
         if is_empty:
-            own = torch.full(shape, math.inf if ord < 0 else 0.0, dtype=wide)
+            own = torch.full(shape, math.inf if ord < 0 else 0.0, dtype=wide, device="cpu")
         else:
             own = torch.linalg.vector_norm(tensor.to(_same_kind(tensor, wide)), ord, gone).reshape(shape)
         if math.isinf(ord):

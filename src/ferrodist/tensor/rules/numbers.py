@@ -50,7 +50,7 @@ def _compare(compare: Callable[..., bool], one: Any, other: Any, *tolerance: Any
     ]
     alike = compare(*parts, *tolerance, **named)
     fold = fold_over(here, tuple(range(here.mesh.ndim)))
-    return bool(fold(torch.tensor([alike], dtype=torch.uint8), ReduceOp.MIN).item())
+    return bool(fold(torch.tensor([alike], dtype=torch.uint8, device="cpu"), ReduceOp.MIN).item())
 
 
 RULES: dict[torch._ops.OpOverload, Any] = {}

@@ -25,7 +25,8 @@ _aten = torch.ops.aten
 
 def keeps_parts(dtype: torch.dtype, result: torch.dtype) -> bool:
     """Whether parts of a sum that are cast are still parts of it: not of fractions that are cut off, nor rounded."""
-    return result is dtype or (result.is_floating_point and result.itemsize >= dtype.itemsize)
+    is_exact = dtype.is_floating_point and torch.promote_types(dtype, result) is result
+    return result is dtype or is_exact
 
 
 def overloads(names: Sequence[str]) -> Iterator[torch._ops.OpOverload]:
@@ -134,9 +135,10 @@ def _in_cast(call: Call) -> Sequence[Sequence[int]]:
 
 
 def _in_copied(call: Call) -> Sequence[Sequence[int]]:
-    """Unless what is copied is cast to whole numbers, which cuts fractions off."""
+    """Unless what is copied is cast to whole numbers, which cuts fractions off, or is such, which may overflow."""
     to, of = (layout.dtype for layout in call.inputs) if len(call.inputs) == 2 else (None, None)
-    return _in_all(call) if to is of or (to is not None and (to.is_floating_point or to.is_complex)) else ()
+    alike = to is of or all(one is not None and (one.is_floating_point or one.is_complex) for one in (to, of))
+    return _in_all(call) if alike else ()
 
 
 _ALL_FOLDS = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)

@@ -25,7 +25,7 @@ _aten = torch.ops.aten
 
 def _whole(layout: Layout) -> torch.Tensor:
     """Memory for a whole tensor, which lies as the one of one process would: that decides who gets which number."""
-    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="cpu")
 
 
 def _written(call: Call, axis: int) -> list[Choice]:
