@@ -7,6 +7,7 @@ recipes up itself and runs the common ones, for that takes less time than a call
 
 from __future__ import annotations
 
+import functools
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.call import Rule
 
-__all__ = ["Lane", "Recipe", "dispatch", "part_of_key"]
+__all__ = ["Lane", "Recipe", "dispatch", "is_elsewhere", "part_of_key"]
 
 _BY_VALUE: Any = object()
-"""In the place of a recipe: it is found under a key with the values of numbers too."""
+"""In the place of a recipe: it is found under a key with the values of numbers, and torch's default dtype, too."""
 
 _MAX_RECIPES = 1 << 14
 """How many a group keeps; programs with new shapes in each step would fill the memory."""
@@ -41,6 +42,7 @@ class Lane(Enum):
 
     RESULT = "one tensor comes out of the local tensors as they are"
     IN_PLACE = "the first argument is written, given the local tensors as they are"
+    SEVERAL = "several tensors, or None for some, come out of the local tensors as they are"
     VIEW = "one tensor that shares memory with the first argument comes out of the local tensors as they are"
     LISTS = "lists of tensors are written, given the local tensors as they are, and nothing comes out"
     ANY = "anything"
@@ -61,6 +63,8 @@ class Recipe:
         "lane",
         "layouts",
         "local",
+        "may_copy",
+        "offset",
         "offsets",
         "output",
         "outputs",
@@ -89,22 +93,28 @@ class Recipe:
         """``replaced`` by position, in the quick lanes."""
         self.offsets: Sequence[int] | None = None
         """Of views, where in the memory of the whole tensor they start; None where the results are no views."""
+        self.offset = 0
+        """The only one of ``offsets``, in `Lane.VIEW`."""
+        self.may_copy = True
+        """In `Lane.VIEW`, whether parts may have to be copied that don't lie one element after the other."""
 
 
-def part_of_key(value: Any, cls: type) -> Any:
+def part_of_key(value: Any, cls: Any) -> Any:
     """What an argument is in a recipe's key."""
     kind = type(value)
+    if kind is int or value is None:
+        return value
+    if kind is float or kind is bool:
+        return kind if kind is float else (kind, value)  # True, 1 and 1.0 are equal
     if kind is cls:
         return value._layout
     if kind is list or kind is tuple:
-        return tuple([part_of_key(one, cls) for one in value])
-    if kind is float:
-        return float
+        return tuple(
+            [one._layout if type(one) is cls else one if type(one) is int else part_of_key(one, cls) for one in value]
+        )
     if isinstance(value, torch.Tensor):
         return (kind, value.dim(), value.dtype)  # of a number too: it may decide the dtype of the result
-    if isinstance(value, torch.Generator):
-        return kind
-    return (kind, value)  # True, 1 and 1.0 are equal
+    return (kind, None if kind is torch.Generator else value)
 
 
 def dispatch(
@@ -123,8 +133,7 @@ def dispatch(
         UnsupportedOpError: The operator has no rule, or not for these arguments.
         ValueError: The tensors are not all on one mesh, or some are distributed and others are not.
     """
-    if func._schema.is_mutable:
-        _check_writable(func, args, kwargs)
+    _check_writable(func, args, kwargs)
     recipes = _recipes_of(args, kwargs, cls)
     recipe = recipes.get(tuple(key))
     if recipe is None:
@@ -132,9 +141,12 @@ def dispatch(
             recipes.clear()
         rule = RULES.get(func)
         is_by_value = rule is not None and rule.by_value
-        recipe = recipes[tuple(key)] = _BY_VALUE if is_by_value else _prepare(func, args, kwargs, cls)
+        recipe = _BY_VALUE if is_by_value else _prepare(func, args, kwargs, cls)
+        if isinstance(recipe, Recipe) and _makes_floats(recipe, [*args, *kwargs.values()]):
+            recipe = _BY_VALUE
+        recipes[tuple(key)] = recipe
     if recipe is _BY_VALUE:
-        exact = (*key, _BY_VALUE, *_values([*args, *kwargs.values()]))
+        exact = (*key, _BY_VALUE, torch.get_default_dtype(), *_values([*args, *kwargs.values()]))
         recipe = recipes.get(exact)
         if recipe is None:
             recipe = recipes[exact] = _prepare(func, args, kwargs, cls)
@@ -144,6 +156,17 @@ def dispatch(
         recipe.local(*[_local(value, cls) for value in args], **kwargs)
         return None
     return _run(recipe, func, args, kwargs, cls)
+
+
+def _makes_floats(recipe: Recipe, arguments: Sequence[Any]) -> bool:
+    """Whether floats come out of whole numbers, whose dtype is torch's default one unless an argument says it."""
+    if any(isinstance(value, torch.dtype) for value in arguments):
+        return False
+    return any(_is_float(layout) for layout in recipe.outputs) and not any(map(_is_float, recipe.layouts))
+
+
+def _is_float(layout: Layout) -> bool:
+    return layout.dtype.is_floating_point or layout.dtype.is_complex
 
 
 def _local(value: Any, cls: Any) -> Any:
@@ -189,9 +212,12 @@ def _run(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwarg
     outputs = iter(recipe.outputs)
     if recipe.offsets is not None:
         base, offsets = next(iter(whole.values())), iter(recipe.offsets)
-        return map_tensors(
-            lambda local: cls._wrap_view(local, next(outputs), base, next(offsets)), results, torch.Tensor
-        )
+
+        def wrap(local: torch.Tensor) -> Any:
+            is_copy = is_elsewhere(local, base._local)
+            return cls._wrap_view(local, next(outputs), base, next(offsets), is_copy)
+
+        return map_tensors(wrap, results, torch.Tensor)
     return map_tensors(lambda local: cls._wrap(local, next(outputs)), results, torch.Tensor)
 
 
@@ -203,18 +229,29 @@ def _run(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwarg
 # take are not marked: they are of tensors that nobody else has.
 
 
+def is_elsewhere(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have memory of their own."""
+    return bool(one.untyped_storage()._cdata != other.untyped_storage()._cdata)
+
+
 def _check_writable(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise if one of the written arguments is a view whose part is a copy; see [Note: views]."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            for tensor in value if isinstance(value, list | tuple) else (value,):
-                if getattr(tensor, "_is_copy", False):
-                    raise UnsupportedOpError(
-                        f"{func} would write to a view whose parts had to be moved, {tensor._layout}, so that the"
-                        " tensor that it is a view of would not change: redistribute() that tensor first, so that what"
-                        " the view cuts or joins is whole, or write to a clone() of the view"
-                    )
+    for place, name in _written_arguments(func):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if getattr(tensor, "_is_copy", False):
+                raise UnsupportedOpError(
+                    f"{func} would write to a view whose parts had to be moved, {tensor._layout}, so that the"
+                    " tensor that it is a view of would not change: redistribute() that tensor first, so that what"
+                    " the view cuts or joins is whole, or write to a clone() of the view"
+                )
+
+
+@functools.cache
+def _written_arguments(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """The places and names of the arguments that an operator writes to; schemas are slow to read."""
+    arguments = enumerate(func._schema.arguments)
+    return [(place, argument.name) for place, argument in arguments if argument.is_write]
 
 
 def _prepare(
@@ -318,11 +355,15 @@ def _find_lane(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any],
     recipe.places = [(names.index(name), value) for name, value in recipe.replaced.items()]
     returns = func._schema.returns
     if recipe.written:
-        if recipe.written == names[:1]:
+        if recipe.written == names[:1] and isinstance(args[0], cls):
             recipe.lane = Lane.IN_PLACE
     elif len(returns) == 1 and isinstance(returns[0].type, torch.TensorType):
         recipe.lane = Lane.RESULT if recipe.offsets is None else Lane.VIEW
+        recipe.may_copy = recipe.local is not func
         (recipe.output,) = recipe.outputs
+        recipe.offset = recipe.offsets[0] if recipe.offsets else 0
+    elif recipe.offsets is None and all(isinstance(one.type, torch.TensorType) for one in returns):
+        recipe.lane = Lane.SEVERAL
 
 
 def _find_lists_lane(

@@ -13,7 +13,7 @@ from ferrodist.backends.call import MAX_PAYLOAD
 from ferrodist.collectives.operation import collectives_of
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp
 from ferrodist.errors import CollectiveMismatchError
-from ferrodist.tensor.dispatch import Lane, dispatch, part_of_key
+from ferrodist.tensor.dispatch import Lane, Recipe, dispatch, is_elsewhere, part_of_key
 from ferrodist.tensor.gradient_memory import own
 from ferrodist.tensor.layout import Layout, check_placements, local_sizes
 from ferrodist.tensor.placement import Partial, Replicate, Shard
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from ferrodist.tensor.placement import Placement
 
 __all__ = ["DTensor"]
+
+# A member of an enum takes longer to look up than a name.
+_ANY, _IN_PLACE, _RESULT, _VIEW = Lane.ANY, Lane.IN_PLACE, Lane.RESULT, Lane.VIEW
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 _tensor_data: Any = torch.Tensor.__dict__.get("data", torch._C.TensorBase.data)
@@ -58,19 +61,32 @@ class DTensor(torch.Tensor):
         return made
 
     @staticmethod
-    def _wrap_view(local: torch.Tensor, layout: Layout, base: DTensor, offset: int) -> DTensor:
+    def _wrap_view(local: torch.Tensor, layout: Layout, base: DTensor, offset: int, is_copy: bool) -> DTensor:  # noqa: FBT001 - quicker
         """A view of another, that starts ``offset`` elements further in the memory of the whole tensor."""
-        offset += int(base.storage_offset())
+        if torch.is_inference_mode_enabled() and not base.is_inference():
+            # As a plain tensor's, it is one that autograd knows too.
+            with torch.inference_mode(mode=False):
+                return DTensor._wrap_view(local, layout, base, offset, is_copy)
+        offset += base.storage_offset()  # type: ignore[assignment] # torch has it symbolic too
         if offset:
             shape, stride, _, *rest = layout.wrapper_arguments
             made: DTensor = _make_wrapper(DTensor, shape, stride, offset, *rest)
         else:
             made = _make_wrapper(DTensor, *layout.wrapper_arguments)
         made._local, made._layout = local, layout
-        is_copy = base._is_copy or local.untyped_storage()._cdata != base._local.untyped_storage()._cdata
-        if is_copy and torch._C._current_graph_task_id() == -1:
+        if (is_copy or base._is_copy) and torch._C._current_graph_task_id() == -1:
             made._is_copy = True
         return made
+
+    @staticmethod
+    def _wrap_results(recipe: Recipe, result: Any, base: DTensor) -> Any:
+        """What a recipe of `Lane.VIEW` or `Lane.SEVERAL` gives, from what its local computation does."""
+        if recipe.lane is _VIEW:
+            is_copy = recipe.may_copy and not base._local.is_contiguous() and is_elsewhere(result, base._local)
+            output: Any = recipe.output
+            return DTensor._wrap_view(result, output, base, recipe.offset, is_copy)
+        outputs = iter(recipe.outputs)
+        return tuple([None if one is None else DTensor._wrap(one, next(outputs)) for one in result])
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -81,12 +97,16 @@ class DTensor(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Compute an operator on this rank's parts."""
+        # As `part_of_key` has it, without the calls.
         key: list[Any] = [id(func)]
         layout = None
         for value in args:
-            if type(value) is DTensor:
+            kind = type(value)
+            if kind is DTensor:
                 layout = value._layout
                 key.append(layout)
+            elif kind is int or value is None:
+                key.append(value)
             else:
                 key.append(part_of_key(value, DTensor))
         if kwargs:
@@ -95,22 +115,20 @@ class DTensor(torch.Tensor):
         if layout is not None:
             recipe = layout.recipes.get(tuple(key))
             if (
-                recipe is not None
-                and (lane := getattr(recipe, "lane", Lane.ANY)) is not Lane.ANY
-                and not (lane is Lane.IN_PLACE and getattr(args[0], "_is_copy", False))
+                type(recipe) is Recipe
+                and (lane := recipe.lane) is not _ANY
+                and not (lane is _IN_PLACE and args[0]._is_copy)
             ):
                 local = [value._local if type(value) is DTensor else value for value in args]
                 for place, value in recipe.places:
                     local[place] = value
                 result = recipe.local(*local, **kwargs) if kwargs else recipe.local(*local)
-                if lane is Lane.IN_PLACE:
-                    return args[0]
-                output = recipe.output
-                if lane is Lane.VIEW:
-                    return DTensor._wrap_view(result, output, args[0], recipe.offsets[0])
-                made: DTensor = _make_wrapper(DTensor, *output.wrapper_arguments)
-                made._local, made._layout = result, output
-                return made
+                if lane is _RESULT:
+                    output: Any = recipe.output
+                    made: DTensor = _make_wrapper(DTensor, *output.wrapper_arguments)
+                    made._local, made._layout = result, output
+                    return made
+                return args[0] if lane is _IN_PLACE else DTensor._wrap_results(recipe, result, args[0])
         return dispatch(func, args, kwargs or {}, DTensor, key)
 
     @staticmethod

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["allow_replication", "replicate_call"]
 
+_FORWARD_MODE = torch.ops.aten._has_same_storage_numel.default
+"""What forward-mode differentiation asks of a tensor and its tangent before anything else, and nothing else does."""
+
 _allowed: ContextVar[bool] = ContextVar("allowed", default=False)
 
 
@@ -43,6 +46,11 @@ def replicate_call(func: torch._ops.OpOverload, cls: Any) -> Callable[..., Any]:
 
 
 def _call(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if func is _FORWARD_MODE:
+        raise UnsupportedOpError(
+            "distributed tensors are not differentiated forward (torch.func.jvp, jacfwd, forward_ad): use backward(),"
+            " torch.func.vjp or jacrev, or differentiate a function of full_tensor()"
+        )
     if not _allowed.get():
         raise UnsupportedOpError(
             f"DTensor has no rule for {func}: write it with operators that docs/dtensor-operators.md lists, compute it"

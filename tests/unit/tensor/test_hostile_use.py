@@ -3,6 +3,7 @@
 import pytest
 import torch
 from operator_checks import make, spread
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 import ferrodist as fd
@@ -198,3 +199,56 @@ def test_a_number_selected_into_a_tensor():
         torch.testing.assert_close(tensor.grad.full_tensor(), whole.grad)
 
     run_ranks(program, 2)
+
+
+def test_inference_mode():
+    """Views of what was made outside of it, which are no inference tensors, as those of plain ones are none."""
+    mesh = alone()
+    tensor = fd.distribute(make(4, 6), mesh, Shard(0))
+    with torch.inference_mode():
+        inside = fd.distribute(make(4, 6), mesh, Shard(0))
+        for one, is_inference in ((tensor, False), (inside, True)):
+            for view in (one.view(24), one.t(), one[:, :2], one.detach(), one.redistribute(Shard(0))):
+                assert view.is_inference() == is_inference
+            one[:, :2].add_(1)
+        torch.testing.assert_close((inside @ inside.t()).full_tensor(), (tensor @ tensor.t()).full_tensor())
+    assert (tensor.requires_grad_() * 2).sum().requires_grad
+
+
+def test_the_default_dtype_of_floats():
+    """Quotients of whole numbers have it: a call before it was another must not decide."""
+    tensor = fd.distribute(torch.arange(4), alone(), Shard(0))
+    assert (tensor / 2).dtype is (tensor * 1.5).dtype is tensor.sin().dtype is torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        for one in (tensor / 2, tensor * 1.5, tensor.sin()):
+            assert one.dtype is one.to_local().dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # which torch.func.jvp calls
+def test_forward_mode_is_refused():
+    """Redistributing would lose the tangents."""
+    tensor = fd.distribute(make(4), alone(), Shard(0))
+    with fd.allow_replication():
+        with pytest.raises(UnsupportedOpError, match=r"not differentiated forward .*: use backward\(\)"):
+            torch.func.jvp(torch.sin, (tensor,), (tensor,))
+        with forward_ad.dual_level(), pytest.raises(UnsupportedOpError, match="not differentiated forward"):
+            forward_ad.make_dual(tensor, tensor)
+    gradient = torch.func.grad(lambda one: one.sin().sum())(tensor)
+    torch.testing.assert_close(gradient.full_tensor(), make(4).cos())
+    assert torch.is_same_size(tensor, tensor.redistribute(Replicate()))
+
+
+def test_several_results_of_a_quick_call():
+    """Where an output is not asked for there is None in its place, also when the call is known."""
+    mesh = alone()
+    whole, weight = make(3, 4), make(4, seed=1)
+    for _ in range(2):
+        grads = []
+        for one in (whole.clone(), fd.distribute(whole, mesh, Shard(0))):
+            scale = spread(weight, mesh, Replicate()) if isinstance(one, DTensor) else weight.clone()
+            functional.layer_norm(one, (4,), scale.requires_grad_()).square().sum().backward()
+            grads.append(scale.grad)
+        torch.testing.assert_close(grads[1].full_tensor(), grads[0])

@@ -57,6 +57,7 @@ RULES: dict[torch._ops.OpOverload, Any] = {}
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten._local_scalar_dense.default: _number,
+    _aten.is_same_size.default: lambda one, other: one.shape == other.shape,
     _aten.equal.default: partial(_compare, torch.equal),
     _aten.allclose.default: partial(_compare, torch.allclose),
 }
