@@ -17,7 +17,7 @@ demo: $(INSTALLED)
 	$(BIN)/ferrodist demo
 
 # In two halves side by side: one alone waits for threads and processes to wake for half of its time.
-FIRST_HALF := tests/unit/collectives tests/unit/backends tests/unit/rendezvous tests/faults
+FIRST_HALF := tests/unit/collectives tests/unit/backends tests/unit/rendezvous tests/unit/tensor tests/faults
 
 test: $(INSTALLED) native
 	$(MAKE) --no-print-directory --jobs 2 --keep-going test-first-half test-second-half
