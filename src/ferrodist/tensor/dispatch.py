@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.call import Rule
 
-__all__ = ["Lane", "Recipe", "dispatch", "is_elsewhere", "part_of_key"]
+__all__ = ["Lane", "Recipe", "dispatch", "dispatch_lists", "is_elsewhere", "part_of_key"]
 
 _BY_VALUE: Any = object()
 """In the place of a recipe: it is found under a key with the values of numbers, and torch's default dtype, too."""
@@ -52,7 +52,8 @@ class Recipe:
     """How a kind of call is computed.
 
     Args:
-        local: What is called with the local tensors: the operator, or what a rule has in its place.
+        local: What is called with the local tensors: the operator (what it calls itself, which is quicker), or what a
+            rule has in its place.
         layouts: For each distributed tensor among the arguments, in order, the layout it is brought to.
         outputs: The layouts of the tensors that ``local`` returns, in order.
         replaced: Arguments that are others on this rank, by name.
@@ -152,10 +153,23 @@ def dispatch(
             recipe = recipes[exact] = _prepare(func, args, kwargs, cls)
     if not isinstance(recipe, Recipe):
         return recipe(*args, **kwargs)
-    if recipe.lane is Lane.LISTS:
-        recipe.local(*[_local(value, cls) for value in args], **kwargs)
-        return None
     return _run(recipe, func, args, kwargs, cls)
+
+
+def dispatch_lists(
+    recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any
+) -> None:
+    """Compute a call of `Lane.LISTS`."""
+    local, copies = [], False
+    for value in args:
+        if type(value) is list:
+            copies = copies or True in [type(one) is cls and one._is_copy for one in value]
+            local.append([one._local if type(one) is cls else one for one in value])
+        else:
+            local.append(value._local if type(value) is cls else value)
+    if copies:
+        _check_writable(func, args, kwargs)
+    recipe.local(*local, **kwargs)
 
 
 def _makes_floats(recipe: Recipe, arguments: Sequence[Any]) -> bool:
@@ -167,15 +181,6 @@ def _makes_floats(recipe: Recipe, arguments: Sequence[Any]) -> bool:
 
 def _is_float(layout: Layout) -> bool:
     return layout.dtype.is_floating_point or layout.dtype.is_complex
-
-
-def _local(value: Any, cls: Any) -> Any:
-    kind = type(value)
-    if kind is cls:
-        return value._local
-    if kind is list or kind is tuple:
-        return [one._local if type(one) is cls else one for one in value]
-    return value
 
 
 def _recipes_of(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> dict[Any, Any]:
@@ -324,7 +329,7 @@ def _decide(call: Call, rule: Rule) -> Recipe:
         ]
     local = None if rule.local is None else rule.local(call, layouts, outputs)
     replaced = {} if rule.arguments is None else rule.arguments(call, layouts, outputs)
-    return Recipe(local or func, layouts, outputs, replaced, written)
+    return Recipe(local or func._op, layouts, outputs, replaced, written)
 
 
 def _inputs_of(call: Call, names: Sequence[str]) -> list[int]:
@@ -359,7 +364,7 @@ def _find_lane(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any],
             recipe.lane = Lane.IN_PLACE
     elif len(returns) == 1 and isinstance(returns[0].type, torch.TensorType):
         recipe.lane = Lane.RESULT if recipe.offsets is None else Lane.VIEW
-        recipe.may_copy = recipe.local is not func
+        recipe.may_copy = recipe.local is not func._op
         (recipe.output,) = recipe.outputs
         recipe.offset = recipe.offsets[0] if recipe.offsets else 0
     elif recipe.offsets is None and all(isinstance(one.type, torch.TensorType) for one in returns):
@@ -405,4 +410,4 @@ def _prepare_each(func: torch._ops.OpOverload, arguments: Mapping[str, Any], rul
             if at in order:
                 layouts[order[at]] = next(mine)
     outputs = [layout for recipe in recipes for layout in recipe.outputs]
-    return Recipe(func, layouts, outputs, {}, recipes[0].written)
+    return Recipe(func._op, layouts, outputs, {}, recipes[0].written)

@@ -13,7 +13,7 @@ from ferrodist.backends.call import MAX_PAYLOAD
 from ferrodist.collectives.operation import collectives_of
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp
 from ferrodist.errors import CollectiveMismatchError
-from ferrodist.tensor.dispatch import Lane, Recipe, dispatch, is_elsewhere, part_of_key
+from ferrodist.tensor.dispatch import Lane, Recipe, dispatch, dispatch_lists, is_elsewhere, part_of_key
 from ferrodist.tensor.gradient_memory import own
 from ferrodist.tensor.layout import Layout, check_placements, local_sizes
 from ferrodist.tensor.placement import Partial, Replicate, Shard
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["DTensor"]
 
 # A member of an enum takes longer to look up than a name.
-_ANY, _IN_PLACE, _RESULT, _VIEW = Lane.ANY, Lane.IN_PLACE, Lane.RESULT, Lane.VIEW
+_ANY, _IN_PLACE, _LISTS, _RESULT, _VIEW = Lane.ANY, Lane.IN_PLACE, Lane.LISTS, Lane.RESULT, Lane.VIEW
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 _tensor_data: Any = torch.Tensor.__dict__.get("data", torch._C.TensorBase.data)
@@ -89,7 +89,7 @@ class DTensor(torch.Tensor):
         return tuple([None if one is None else DTensor._wrap(one, next(outputs)) for one in result])
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override] # noqa: C901 - calls would take longer than what they do
         cls,
         func: Any,
         types: Any,
@@ -109,6 +109,8 @@ class DTensor(torch.Tensor):
                 key.append(value)
             else:
                 key.append(part_of_key(value, DTensor))
+                if kind is list and value and type(value[0]) is DTensor:
+                    layout = value[0]._layout
         if kwargs:
             for name, value in kwargs.items():
                 key += (name, part_of_key(value, DTensor))
@@ -119,6 +121,8 @@ class DTensor(torch.Tensor):
                 and (lane := recipe.lane) is not _ANY
                 and not (lane is _IN_PLACE and args[0]._is_copy)
             ):
+                if lane is _LISTS:
+                    return dispatch_lists(recipe, func, args, kwargs or {}, DTensor)
                 local = [value._local if type(value) is DTensor else value for value in args]
                 for place, value in recipe.places:
                     local[place] = value

@@ -123,7 +123,7 @@ def test_ranks_are_asked_and_end(monkeypatch, tmp_path):
         ("import sys; sys.exit('no such library')", "ended before it joined: no such library"),
         (HELLO + "sys.exit('broken')", "ended before it joined: broken"),
         (HELLO + "send(failed='ValueError: not here')", "^ValueError: not here$"),
-        (HELLO + "send(rank=0, versions={})", r"the ranks are \[0\], not 0 to 1"),
+        (HELLO + "send(rank=0, versions={}); lines.readline()", r"the ranks are \[0\], not 0 to 1"),
     ],
 )
 def test_a_peer_that_can_not_start(monkeypatch, tmp_path, program, reason):
