@@ -97,7 +97,7 @@ class Recipe:
         self.offset = 0
         """The only one of ``offsets``, in `Lane.VIEW`."""
         self.may_copy = True
-        """In `Lane.VIEW`, whether parts may have to be copied that don't lie one element after the other."""
+        """In `Lane.VIEW`, whether parts may be copies: views by the operator itself never are."""
 
 
 def part_of_key(value: Any, cls: Any) -> Any:

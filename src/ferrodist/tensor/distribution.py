@@ -63,7 +63,7 @@ def distribute(
         )
     checked = check_placements(mesh, placements, tensor.shape)
     group = mesh.group
-    whole = tensor.detach()
+    whole = tensor.detach().resolve_conj().resolve_neg()
     # Parts of a sum are made of whole tensors, without anything sent.
     target = Layout.of(mesh, checked, tensor.shape, tensor.dtype)
     layout = target.folded

@@ -82,7 +82,8 @@ class DTensor(torch.Tensor):
     def _wrap_results(recipe: Recipe, result: Any, base: DTensor) -> Any:
         """What a recipe of `Lane.VIEW` or `Lane.SEVERAL` gives, from what its local computation does."""
         if recipe.lane is _VIEW:
-            is_copy = recipe.may_copy and not base._local.is_contiguous() and is_elsewhere(result, base._local)
+            is_view = not recipe.may_copy or (recipe.local is torch.reshape and base._local.is_contiguous())
+            is_copy = not is_view and is_elsewhere(result, base._local)
             output: Any = recipe.output
             return DTensor._wrap_view(result, output, base, recipe.offset, is_copy)
         outputs = iter(recipe.outputs)
@@ -146,7 +147,7 @@ class DTensor(torch.Tensor):
         """The tensor of which each rank has a part; every rank of the mesh calls this. Differentiable.
 
         Args:
-            local: This rank's part, which the result shares memory with.
+            local: This rank's part, which the result shares memory with, unless it is a conjugate view.
             mesh: The mesh.
             placements: How the parts lie, for each axis of the mesh; one placement for a mesh of one axis.
             shape: Of the whole tensor. None learns it from the ranks' parts, in one agreement, which also checks that
@@ -173,7 +174,8 @@ class DTensor(torch.Tensor):
                 f"this rank's part of a tensor of shape {whole}, placed as {list(checked)}, has shape"
                 f" {layout.local_shape}, not {tuple(local.shape)}"
             )
-        made: DTensor = _FromLocal.apply(local, layout)  # type: ignore[no-untyped-call]
+        # Operators on parts would not heed marks of what is still to be done with the elements.
+        made: DTensor = _FromLocal.apply(local.resolve_conj().resolve_neg(), layout)  # type: ignore[no-untyped-call]
         return made
 
     @property

@@ -252,3 +252,28 @@ def test_several_results_of_a_quick_call():
             functional.layer_norm(one, (4,), scale.requires_grad_()).square().sum().backward()
             grads.append(scale.grad)
         torch.testing.assert_close(grads[1].full_tensor(), grads[0])
+
+
+def test_conjugates():
+    """Of complex numbers, which gradients of products ask for; a part is never marked as one still to be conjugated."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2,))
+        whole, weight = (torch.complex(make(4, seed=seed), make(4, seed=seed + 1)) for seed in (0, 2))
+        tensor, scale = (fd.distribute(one, mesh, Shard(0), src=None) for one in (whole, weight))
+        torch.testing.assert_close((tensor.conj() * scale).full_tensor(), whole.conj() * weight)
+        torch.testing.assert_close(torch.vdot(tensor, scale).full_tensor(), torch.vdot(whole, weight))
+        mine = DTensor.from_local(tensor.to_local().conj(), mesh, Shard(0))
+        assert not mine.to_local().is_conj()
+        torch.testing.assert_close((mine * scale).full_tensor(), whole.conj() * weight)
+        given = fd.distribute(whole.conj(), mesh, Replicate(), src=None)
+        torch.testing.assert_close((given * given).full_tensor(), whole.conj() * whole.conj())
+        with pytest.raises(UnsupportedOpError, match="would write to a view whose parts had to be moved"):
+            tensor.conj().mul_(2)
+        for fold in (torch.var, torch.std, torch.linalg.vector_norm, lambda one: torch.logsumexp(one, 0)):
+            torch.testing.assert_close(fold(tensor).full_tensor(), fold(whole))
+        for one in (whole.requires_grad_(), tensor.requires_grad_()):
+            (one * one).abs().sum().backward()
+        torch.testing.assert_close(tensor.grad.full_tensor(), whole.grad)
+
+    run_ranks(program, 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,11 +13,11 @@ from ferrodist.tensor.patterns import Pattern, choices_of
 from ferrodist.tensor.rules.pointwise import broadcast_letters
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ferrodist.tensor.call import Call, Choice
 
-__all__ = ["RULES"]
+__all__ = ["DECOMPOSITIONS", "RULES"]
 
 _aten = torch.ops.aten
 
@@ -57,4 +57,8 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.addmm.default: _sum_rule("mk kn", "mn"),
     _aten.addmv.default: _sum_rule("mk k", "m"),
     _aten.baddbmm.default: _sum_rule("bmk bkn", "bmn"),
+}
+
+DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    _aten.vdot.default: lambda one, other: torch.dot(one.conj(), other)
 }

@@ -54,7 +54,7 @@ def _moments(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) ->
         wide = tensor.to(accumulation_dtype(tensor.dtype))
         mean = fold(wide.sum(gone, keepdim=True), ReduceOp.SUM) / count
         away = wide - mean
-        squares = fold((away * away.conj()).real.sum(gone), ReduceOp.SUM)
+        squares = fold(away.abs().square().sum(gone), ReduceOp.SUM)
         variance = squares / max(count - (1 if correction is None else correction), 0)
         first = (variance.sqrt() if name.startswith("std") else variance).reshape(shape).to(dtypes[0])
         return (first, mean.reshape(shape).to(dtypes[1])) if name.endswith("mean") else first
@@ -110,7 +110,9 @@ def _logsumexp(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) 
     def logsumexp(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
         del given, named  # as in the layouts
         wide = tensor.to(accumulation_dtype(result))
-        own = wide.new_full(kept, -math.inf) if is_empty else wide.amax(gone, keepdim=True)
+        # Of complex numbers the size of their exponentials is that of the real part's.
+        real = wide.real if wide.is_complex() else wide
+        own = real.new_full(kept, -math.inf) if is_empty else real.amax(gone, keepdim=True)
         largest = fold(own, ReduceOp.MAX)
         # Infinities would give NaN.
         shift = torch.where(largest.isinf(), 0.0, largest)

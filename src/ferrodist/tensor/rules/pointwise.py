@@ -147,7 +147,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_rule(_in_first, _ALL_FOLDS), "alias clone detach lift_fresh detach_ positive"),
     (_rule(_in_cast), "_to_copy"),
     (_rule(_in_copied), "copy copy_ _foreach_copy_"),
-    (_rule(_in_first), "neg neg_ zero_ real imag _conj conj_physical resolve_conj resolve_neg"),
+    (_rule(_in_first), "neg neg_ zero_ real imag conj_physical _conj_physical resolve_conj resolve_neg"),
     (_rule(_in_all), "add add_ sub sub_ rsub lerp lerp_"),
     (_rule(_in_each), "mul mul_"),
     (_rule(_in_dividend), "div div_"),
@@ -215,12 +215,19 @@ def _leave(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
     return tensor
 
 
+def _conjugate(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any]:
+    """In memory: operators on parts, which run below where torch sees to it, would not heed a mark on the tensor."""
+    del call, inputs, outputs
+    return torch.conj_physical
+
+
 _add_in_place_rule = Rule(choices=partial(_choices, _in_sum_or_first, ()), local=_add_number)
 _masked_rule = Rule(choices=partial(_choices, _in_masked, ()), by_value=True)
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
     **{overload: rule for rule, names in _NAMES for overload in overloads(names.split())},
     **dict.fromkeys((_aten.add_.Scalar, _aten.add_.Tensor, _aten.sub_.Scalar, _aten.sub_.Tensor), _add_in_place_rule),
+    _aten._conj.default: Rule(choices=partial(_choices, _in_first, ()), local=_conjugate),
     _aten.masked_fill.Scalar: _masked_rule,
     _aten.masked_fill_.Scalar: _masked_rule,
 }
