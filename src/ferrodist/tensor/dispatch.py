@@ -91,7 +91,7 @@ class Recipe:
         self.output: Layout | None = None
         """The layout of the result, in `Lane.RESULT`."""
         self.places: Sequence[tuple[int, Any]] = ()
-        """``replaced`` by position, in the quick lanes."""
+        """``replaced`` by position, in the quick lanes; in `Lane.LISTS` the positions of what is written."""
         self.offsets: Sequence[int] | None = None
         """Of views, where in the memory of the whole tensor they start; None where the results are no views."""
         self.offset = 0
@@ -160,15 +160,12 @@ def dispatch_lists(
     recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any
 ) -> None:
     """Compute a call of `Lane.LISTS`."""
-    local, copies = [], False
-    for value in args:
-        if type(value) is list:
-            copies = copies or True in [type(one) is cls and one._is_copy for one in value]
-            local.append([one._local if type(one) is cls else one for one in value])
-        else:
-            local.append(value._local if type(value) is cls else value)
-    if copies:
-        _check_writable(func, args, kwargs)
+    for place, _ in recipe.places:
+        if True in [type(one) is cls and one._is_copy for one in args[place]]:
+            _check_writable(func, args, kwargs)
+    local = [
+        [one._local if type(one) is cls else one for one in value] if type(value) is list else value for value in args
+    ]
     recipe.local(*local, **kwargs)
 
 
@@ -380,6 +377,9 @@ def _find_lists_lane(
     map_tensors(lambda one: now.append(one._layout), [*args, *kwargs.values()], cls)
     if not func._schema.returns and now == recipe.layouts and not any(map(_is_list, kwargs.values())):
         recipe.lane = Lane.LISTS
+        recipe.places = [(place, None) for place, _ in _written_arguments(func) if place < len(args)]
+        # torch's own function reads lists more quickly than the operator does.
+        recipe.local = getattr(torch, func.overloadpacket.__name__, recipe.local)
 
 
 def _is_list(value: Any) -> bool:

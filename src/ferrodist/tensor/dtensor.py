@@ -108,10 +108,11 @@ class DTensor(torch.Tensor):
                 key.append(layout)
             elif kind is int or value is None:
                 key.append(value)
+            elif kind is list and value and type(value[0]) is DTensor:
+                layout = value[0]._layout
+                key.append(tuple([one._layout if type(one) is DTensor else part_of_key(one, DTensor) for one in value]))
             else:
                 key.append(part_of_key(value, DTensor))
-                if kind is list and value and type(value[0]) is DTensor:
-                    layout = value[0]._layout
         if kwargs:
             for name, value in kwargs.items():
                 key += (name, part_of_key(value, DTensor))
