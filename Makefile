@@ -17,7 +17,8 @@ demo: $(INSTALLED)
 	$(BIN)/ferrodist demo
 
 # In two halves side by side: one alone waits for threads and processes to wake for half of its time.
-FIRST_HALF := tests/unit/collectives tests/unit/backends tests/unit/rendezvous tests/unit/tensor tests/faults
+FIRST_HALF := tests/unit/collectives tests/unit/backends tests/unit/rendezvous tests/unit/tensor tests/unit/parallel \
+	tests/unit/bench tests/unit/demo tests/unit/launch tests/unit/mesh tests/faults
 
 test: $(INSTALLED) native
 	$(MAKE) --no-print-directory --jobs 2 --keep-going test-first-half test-second-half
@@ -66,5 +67,5 @@ NATIVE := CMakeLists.txt $(shell find native -name '*.cpp' -o -name '*.h' -o -na
 $(INSTALLED): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,bench]" --group test --group check --group native
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,bench,ckpt]" --group test --group check --group native
 	touch $@

@@ -6,7 +6,8 @@
     python examples/gpt/train.py
 
 The last form is one process and needs no launcher. All see the same batches, so they have the same losses but for
-rounding: ``compare.py`` runs all of them and draws them.
+rounding: ``compare.py`` runs all of them and draws them. With ``--checkpoints FOLDER`` a training that is stopped goes
+on where it was saved, also on another number of ranks, or divided in another way.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 import ferrodist as fd
+from ferrodist import checkpoint
 
 VOCABULARY = 256  # a token is a byte
 
@@ -102,8 +104,36 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128, help="bytes of a piece (default: 128)")
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--checkpoints", type=Path, help="a folder to save to, and to go on from")
+    parser.add_argument("--stop-after", type=int, metavar="STEP", help="end there, as a job that is taken down")
+    parser.add_argument("--save-every", type=int, default=50, metavar="STEPS")
     parser.add_argument("--history", type=Path, help="a JSON file for the losses and the time of a step")
     return parser.parse_args()
+
+
+def resume(
+    saves: checkpoint.AsyncCheckpointer, state: dict[str, object], draw: torch.Generator, group: fd.Backend
+) -> list[float]:
+    """Load the newest checkpoint, if there is one, and give the losses so far."""
+    path = fd.broadcast_object(checkpoint.find_latest(saves.dir), group=group)
+    if path is None:
+        return []
+    loaded = checkpoint.load_distributed(path, {**state, "losses": None, "draw": None}, group=group)
+    draw.set_state(loaded["draw"])
+    return loaded["losses"]
+
+
+def make_model(options: argparse.Namespace, mesh: fd.DeviceMesh) -> nn.Module:
+    """The model, divided over the ranks."""
+    torch.manual_seed(0)
+    model = Gpt(options.width, options.layers, options.length)
+    if mesh.group.rank == 0:
+        print(f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} million parameters", flush=True)
+    if options.tensor_parallel > 1:
+        fd.parallelize(model, mesh["tensor"], PLAN)
+    # With DDP every rank has the whole model, and gradients are averaged; with FSDP it keeps a part of each block.
+    data = mesh["data"].group
+    return fd.DDP(model, data) if options.parallel == "ddp" else fd.FSDP(model, data, wrap=Block)
 
 
 def main() -> None:
@@ -117,22 +147,19 @@ def main() -> None:
         raise SystemExit(f"--batch-size {options.batch_size} must be a multiple of {data.world_size} ranks")
 
     text = load_text()
-    torch.manual_seed(0)
-    model: nn.Module = Gpt(options.width, options.layers, options.length)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if options.tensor_parallel > 1:
-        fd.parallelize(model, mesh["tensor"], PLAN)
-    # With DDP every rank has the whole model, and gradients are averaged; with FSDP it keeps a part of each block.
-    model = fd.DDP(model, data) if options.parallel == "ddp" else fd.FSDP(model, data, wrap=Block)
+    model = make_model(options, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=6e-4, total_steps=options.steps + 1)
-    if group.rank == 0:
-        print(f"{num_parameters / 1e6:.1f} million parameters, {len(text) / 1e6:.1f} million bytes of text", flush=True)
-
     losses: list[float] = []
     draw = torch.Generator().manual_seed(0)  # the same pieces on every rank
+    state = {"model": model, "optimizer": checkpoint.OptimizerState(model, optimizer), "schedule": schedule}
+    saves = None
+    if options.checkpoints is not None:
+        saves = checkpoint.AsyncCheckpointer(options.checkpoints, group=group, keep_last=2)
+        losses = resume(saves, state, draw, group)
+    first = len(losses) + 1
     began = time.perf_counter()
-    for step in range(1, options.steps + 1):
+    for step in range(first, options.steps + 1):
         starts = torch.randint(len(text) - options.length - 1, (options.batch_size,), generator=draw)
         mine = starts[data.rank :: data.world_size]  # this rank's part of the batch
         pieces = torch.stack([text[start : start + options.length + 1] for start in mine.tolist()]).long()
@@ -143,9 +170,16 @@ def main() -> None:
         optimizer.step()
         schedule.step()
         losses.append(fd.allreduce(loss.detach(), fd.ReduceOp.MEAN, group=data).item())
+        if saves is not None and (step % options.save_every == 0 or step == options.steps):
+            # It is written while training goes on.
+            saves.save_async({**state, "losses": losses, "draw": draw.get_state()}, step)
         if group.rank == 0 and (step % 10 == 0 or step == options.steps):
             print(f"step {step:4} of {options.steps}: loss {losses[-1]:.4f} nats a byte", flush=True)
-    seconds = (time.perf_counter() - began) / options.steps
+        if step == options.stop_after:
+            break
+    seconds = (time.perf_counter() - began) / max(1, options.steps + 1 - first)
+    if saves is not None:
+        saves.close()
     if group.rank == 0:
         print(f"{group.world_size} rank(s): {1e3 * seconds:.0f} ms a step")
         if options.history is not None:

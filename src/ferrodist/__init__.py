@@ -13,6 +13,7 @@
     training      DDP, FSDP, LocalSGD, DiLoCo, SyncBatchNorm1d, ...; comm_hooks; parallelize and the styles of its plans
     tensors       DeviceMesh; DTensor, distribute, factories; Shard, Replicate, Partial; allow_replication,
                   record_redistributions
+    checkpoints   checkpoint: save_distributed, load_distributed, AsyncCheckpointer, ...
     errors        DistributedError and the tree below it, drawn in ferrodist.errors
 
 Names load when they are first used, so that ``ferrodist run`` starts without torch.
@@ -22,6 +23,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ferrodist import checkpoint as checkpoint
     from ferrodist.backends.base import Backend as Backend
     from ferrodist.backends.native import GlooBackend as GlooBackend
     from ferrodist.backends.native import NativeBackend as NativeBackend
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
     from ferrodist.errors import AuthenticationError as AuthenticationError
     from ferrodist.errors import BackendUnavailable as BackendUnavailable
     from ferrodist.errors import CollectiveMismatchError as CollectiveMismatchError
+    from ferrodist.errors import DistCheckpointError as DistCheckpointError
     from ferrodist.errors import DistributedError as DistributedError
     from ferrodist.errors import DistributedTimeoutError as DistributedTimeoutError
     from ferrodist.errors import GroupAbortedError as GroupAbortedError
@@ -181,6 +184,7 @@ _HOMES = {
         "AuthenticationError",
         "BackendUnavailable",
         "CollectiveMismatchError",
+        "DistCheckpointError",
         "DistributedError",
         "DistributedTimeoutError",
         "GroupAbortedError",
@@ -228,12 +232,15 @@ _HOMES = {
     "tensor.recording": ["record_redistributions"],
     "tensor.replication": ["allow_replication"],
 }
+_PACKAGES = ["checkpoint"]
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604 - names that __getattr__ gives
+__all__ = ["__version__", *_PACKAGES, *_HOME_OF]  # noqa: PLE0604 - names that __getattr__ gives
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

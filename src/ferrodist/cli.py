@@ -13,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from ferrodist.bench import add_bench_arguments, bench_options, run_bench
+from ferrodist.ckpt import add_ckpt_arguments, run_ckpt
 from ferrodist.demo import add_demo_arguments, demo_options, run_demo
 from ferrodist.errors import DistributedError
 from ferrodist.launch.console import complain, discard
@@ -181,4 +182,22 @@ def _bench(arguments: argparse.Namespace) -> int:
     return run_bench(options)
 
 
-_COMMANDS: tuple[Callable[[Subcommands], None], ...] = (_add_run, _add_secret, _add_demo, _add_bench)
+def _add_ckpt(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "ckpt",
+        help="look at checkpoints, check, compare, reshard and convert them",
+        description="Look at checkpoints, check and compare them, write them for other numbers of ranks, convert them.",
+        allow_abbrev=False,
+    )
+    for subparser in add_ckpt_arguments(parser):
+        subparser.set_defaults(handler=_ckpt, parser=subparser)
+
+
+def _ckpt(arguments: argparse.Namespace) -> int:
+    try:
+        return run_ckpt(arguments)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+_COMMANDS: tuple[Callable[[Subcommands], None], ...] = (_add_run, _add_secret, _add_demo, _add_bench, _add_ckpt)

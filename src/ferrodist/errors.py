@@ -18,6 +18,7 @@
     |-- AuthenticationError                   a peer does not know the job secret
     |-- RendezvousError                       the ranks could not all meet
     |-- BackendUnavailable                    the engine is not installed here
+    |-- DistCheckpointError                   a checkpoint can't be written, or is not what was written
     `-- RankFailedError                       a rank's program failed (launcher, test kit)
 
 ``ValueError`` and ``TypeError`` of Python itself are raised for arguments that are wrong on their face. The first rank
@@ -36,6 +37,7 @@ __all__ = [
     "AuthenticationError",
     "BackendUnavailable",
     "CollectiveMismatchError",
+    "DistCheckpointError",
     "DistributedError",
     "DistributedTimeoutError",
     "GroupAbortedError",
@@ -159,6 +161,10 @@ class RendezvousError(DistributedError):
 
 class BackendUnavailable(DistributedError):  # noqa: N818 - the name the crate gave it
     """An engine that is not installed, or cannot run on this machine."""
+
+
+class DistCheckpointError(DistributedError):
+    """A checkpoint can't be written, is not there, or is not what was written; the message names file and tensor."""
 
 
 class RankFailedError(DistributedError):

@@ -1,9 +1,12 @@
 """The example of a GPT: all ways of training it learn the same from the standard library's sources."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt" / "compare.py"
 
@@ -25,3 +28,28 @@ def test_all_ways_have_the_same_losses(tmp_path):
     losses = [float(text) for text in re.findall(r"loss ([\d.]+) nats", output)]
     assert losses[-1] < 5.3  # who knows nothing has log(256), 5.55
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def _train(ranks: int, *options: str) -> list[float]:
+    command = ["-m", "ferrodist", "run", "--nproc-per-node", str(ranks), str(EXAMPLE.with_name("train.py"))]
+    sizes = ["--width", "128", "--layers", "1", "--length", "16"]
+    history = Path(options[-1])
+    subprocess.run(
+        [sys.executable, *command, *options[:-1], *sizes, "--history", str(history)],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    return json.loads(history.read_text())["losses"]
+
+
+def test_a_stopped_training_goes_on_divided_in_another_way(tmp_path):
+    """Saved by four ranks, FSDP over tensor parallel, and stopped; then by three, FSDP; and ended by two with DDP."""
+    whole = _train(2, "--steps", "9", "--batch-size", "6", str(tmp_path / "whole.json"))
+    folder = ["--batch-size", "6", "--checkpoints", str(tmp_path / "checkpoints"), "--save-every", "3"]
+    both = ["--parallel", "fsdp", "--tensor-parallel", "2"]
+    # The learning rate's schedule is of 9 steps from the beginning.
+    _train(4, "--steps", "9", "--stop-after", "3", *both, *folder, str(tmp_path / "history.json"))
+    _train(3, "--steps", "9", "--stop-after", "6", "--parallel", "fsdp", *folder, str(tmp_path / "history.json"))
+    losses = _train(2, "--steps", "9", *folder, str(tmp_path / "history.json"))
+    assert losses == pytest.approx(whole, rel=1e-5)

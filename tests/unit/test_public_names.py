@@ -22,6 +22,7 @@ PUBLIC = [
     "DTensor",
     "DeviceMesh",
     "DiLoCo",
+    "DistCheckpointError",
     "DistributedError",
     "DistributedTimeoutError",
     "FSDP",
@@ -82,6 +83,7 @@ PUBLIC = [
     "broadcast_object",
     "by_class",
     "by_size",
+    "checkpoint",
     "coalesce",
     "comm_hooks",
     "compute_shard_sizes",
@@ -137,7 +139,7 @@ def test_type_checkers_see_the_same_names():
     tree = ast.parse(inspect.getsource(fd))
     block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.name: node.module.removeprefix("ferrodist.") for node in block.body for alias in node.names}
-    assert seen == fd._HOME_OF
+    assert seen == fd._HOME_OF | dict.fromkeys(fd._PACKAGES, "ferrodist")
 
 
 def test_unknown_name_is_an_attribute_error():

@@ -70,6 +70,13 @@ unary("power", lambda x: x**3)
 unary("all_of_it", lambda x: [x.sum(), x.mean(), x.amax(), x.amin(), x.norm()])
 
 
+@operator
+def prelu(draw):
+    shape = draw.shape()
+    slopes = shape[1] if len(shape) > 1 else 1
+    return functional.prelu, [draw.tensor(*shape), draw.tensor(draw.of(slopes, 1) or 1, low=0.5)]
+
+
 def binary(name, function):
     def build(draw):
         shape = draw.shape()

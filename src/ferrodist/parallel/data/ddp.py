@@ -289,6 +289,15 @@ class DDP(torch.nn.Module):
         """Load the module's own state dict. Every rank loads the same, or `broadcast_parameters` must follow."""
         return self.module.load_state_dict(*args, **kwargs)
 
+    def checkpoint_module(self) -> torch.nn.Module:
+        """The module that `save_distributed` saves when it is given this."""
+        return self.module
+
+    @property
+    def saves_buffers(self) -> bool:
+        """Whether it is this rank whose buffers are saved: those that forward gives to all ranks."""
+        return self._group.rank == 0
+
     def __getstate__(self) -> dict[str, Any]:
         """What pickles: all but what belongs to the group."""
         state = dict(self.__dict__)

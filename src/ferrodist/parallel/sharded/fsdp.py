@@ -368,11 +368,21 @@ class FSDP(torch.nn.Module):
         """
         self._optimizer_state.load_sharded(optimizer, state)
 
+    def checkpoint_module(self) -> torch.nn.Module:
+        """The module that `save_distributed` saves when it is given this; its parameters are this rank's pieces."""
+        self._schedule.recover()
+        return self.module
+
+    @property
+    def saves_buffers(self) -> bool:
+        """Whether it is this rank whose buffers are saved."""
+        return self._axes.whole.rank == 0
+
     def state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         """Refused: say whether you want the whole or this rank's part."""
         raise TypeError(
             "each rank of an FSDP has a part of the state: call full_state_dict() on every rank, or"
-            " sharded_state_dict()"
+            " sharded_state_dict(). checkpoint.save_distributed takes the FSDP itself, and no module that has it inside"
         )
 
     def load_state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:

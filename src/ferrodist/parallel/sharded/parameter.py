@@ -34,6 +34,7 @@ from ferrodist.parallel.sharded.distributed import cut_part, part_of, wrap_part
 from ferrodist.parallel.sharded.gradients import FlatGradients
 from ferrodist.parallel.sharded.memory import same_memory
 from ferrodist.tensor.gradient_placement import keep_gradients_placed
+from ferrodist.tensor.regions import FlatPiece, mark_piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -265,8 +266,21 @@ class FlatParameters:
                     self.parameters[place] = replacement
                 else:
                     parameter.data = part
+                self._mark(place)
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         self._install(self.parameters)
+
+    def _mark(self, place: int) -> None:
+        """Let checkpoints know what the module's parameter is now."""
+        copies = self._axes.replicate
+        piece = FlatPiece(
+            shape=tuple(self.layout.shapes[place]),
+            start=self.layout.piece(place, self._axes.shard_rank).start,
+            layout=self.distributed[place],
+            num_shards=self.layout.num_shards,
+            num_copies=1 if copies is None else copies.world_size,
+        )
+        mark_piece(self.parameters[place], piece)
 
     def piece_of_shard(self, place: int) -> torch.Tensor:
         """The memory of this rank's piece of a parameter, in the shape that optimizers see."""

@@ -157,7 +157,7 @@ _NAMES: list[tuple[Rule, str]] = [
         """
         threshold_backward gelu_backward silu_backward sigmoid_backward tanh_backward hardtanh_backward
         leaky_relu_backward elu_backward softplus_backward hardswish_backward hardsigmoid_backward mish_backward
-        logit_backward log_sigmoid_backward native_dropout_backward
+        logit_backward log_sigmoid_backward native_dropout_backward _prelu_kernel_backward
         """,
     ),
     (
@@ -175,7 +175,7 @@ _NAMES: list[tuple[Rule, str]] = [
         nan_to_num_ ne ne_ nextafter pow pow_ reciprocal reciprocal_ relu relu_ relu6 remainder remainder_
         round round_ rsqrt rsqrt_ sgn sgn_ sigmoid sigmoid_ sign sign_ signbit silu silu_ sin sin_ sinc sinh sinh_
         softplus sqrt sqrt_ square square_ tan tan_ tanh tanh_ threshold threshold_ trunc trunc_ xlogy xlogy_
-        isfinite
+        isfinite _prelu_kernel
         """,
     ),
     (_rule(_in_all), "_foreach_add _foreach_add_ _foreach_sub _foreach_sub_ _foreach_lerp_"),

@@ -1,0 +1,58 @@
+"""Checkpoints: saved by all ranks at once, whole or absent after any failure, and loaded by any number of ranks.
+
+::
+
+    all ranks      save_distributed, load_distributed, AsyncCheckpointer -> CheckpointFuture
+    in a state     OptimizerState, PerRank, RandomState; Placed; ShardMetadata, TensorShardSpec, flat_shard_metadata
+    folders        find_latest, list_checkpoints, DistributedCheckpoint
+    one process    verify -> VerificationReport, compare -> Difference, inspect_checkpoint -> Inspection, reshard;
+                   other formats are in `ferrodist.checkpoint.conversion`
+"""
+
+from ferrodist.checkpoint.asynchronous import AsyncCheckpointer, CheckpointFuture
+from ferrodist.checkpoint.comparing import Difference, DifferenceKind, compare
+from ferrodist.checkpoint.functions import load_distributed, save_distributed
+from ferrodist.checkpoint.inspection import Inspection, inspect_checkpoint
+from ferrodist.checkpoint.matching import Placed
+from ferrodist.checkpoint.random_state import RandomState
+from ferrodist.checkpoint.resharding import reshard
+from ferrodist.checkpoint.rewriting import RewriteOptions
+from ferrodist.checkpoint.rotation import find_latest, list_checkpoints
+from ferrodist.checkpoint.shard_metadata import (
+    DistributedCheckpoint,
+    ShardMetadata,
+    TensorShardSpec,
+    flat_shard_metadata,
+)
+from ferrodist.checkpoint.state import OptimizerState
+from ferrodist.checkpoint.tree import PerRank
+from ferrodist.checkpoint.verification import Problem, VerificationReport, verify
+from ferrodist.errors import DistCheckpointError
+
+__all__ = [
+    "AsyncCheckpointer",
+    "CheckpointFuture",
+    "Difference",
+    "DifferenceKind",
+    "DistCheckpointError",
+    "DistributedCheckpoint",
+    "Inspection",
+    "OptimizerState",
+    "PerRank",
+    "Placed",
+    "Problem",
+    "RandomState",
+    "RewriteOptions",
+    "ShardMetadata",
+    "TensorShardSpec",
+    "VerificationReport",
+    "compare",
+    "find_latest",
+    "flat_shard_metadata",
+    "inspect_checkpoint",
+    "list_checkpoints",
+    "load_distributed",
+    "reshard",
+    "save_distributed",
+    "verify",
+]

@@ -1,0 +1,14 @@
+"""Checkpoints of other makers, to ours and back, by one process in bounded memory."""
+
+from ferrodist.checkpoint.conversion.dcp import export_dcp, import_dcp
+from ferrodist.checkpoint.conversion.hugging_face import export_hugging_face, import_hugging_face
+from ferrodist.checkpoint.conversion.torch_file import export_torch_file, import_torch_file
+
+__all__ = [
+    "export_dcp",
+    "export_hugging_face",
+    "export_torch_file",
+    "import_dcp",
+    "import_hugging_face",
+    "import_torch_file",
+]

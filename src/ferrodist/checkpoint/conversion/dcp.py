@@ -1,0 +1,212 @@
+"""Folders of torch.distributed.checkpoint (DCP).
+
+Each item of a DCP file is a file of ``torch.save`` in itself: of a chunk of a tensor, whose bytes lie in it as they
+are, or of a value.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ferrodist.checkpoint.conversion.dcp_metadata import METADATA_NAME, decode_metadata
+from ferrodist.checkpoint.conversion.file_view import open_view
+from ferrodist.checkpoint.conversion.foreign import ForeignTensor, LoadedPart, RawPart, explain_foreign, make_contents
+from ferrodist.checkpoint.conversion.whole import open_whole
+from ferrodist.checkpoint.dtypes import dtype_name
+from ferrodist.checkpoint.rewriting import RewriteOptions, rewrite
+from ferrodist.checkpoint.storage import open_storage
+from ferrodist.errors import DistCheckpointError
+from ferrodist.tensor.regions import Box
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    from ferrodist.checkpoint.progress import ProgressCallback
+    from ferrodist.checkpoint.storage.base import Storage
+
+__all__ = ["export_dcp", "import_dcp"]
+
+
+def import_dcp(
+    path: str | os.PathLike[str],
+    new_path: str | os.PathLike[str],
+    *,
+    options: RewriteOptions | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    new_storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Make a checkpoint of a folder that ``torch.distributed.checkpoint.save`` has written.
+
+    None of its code runs: ``.metadata`` is read by torch's classes of it alone, values with ``weights_only=True``. Keys
+    of dicts are text there, whatever they were.
+
+    Args:
+        path: The folder.
+        new_path: Where the checkpoint goes.
+        options: How it is written; None is whole tensors.
+        storage_options: For fsspec's file system, if ``path`` is a URL.
+        new_storage_options: The same for ``new_path``.
+
+    Raises:
+        DistCheckpointError: There is no such folder, it is damaged or has what is not to be loaded, or the checkpoint
+            can't be written.
+    """
+    storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
+    try:
+        if METADATA_NAME not in storage.list_names():
+            raise DistCheckpointError(
+                f"{storage.url} is no folder of torch.distributed.checkpoint: {METADATA_NAME} is missing"
+            )
+        with explain_foreign(storage.url):
+            contents = make_contents(_Folder(storage).state(), storage)
+        rewrite(contents, new_storage, options or RewriteOptions())
+    finally:
+        storage.close()
+
+
+class _Folder:
+    """A DCP folder."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._metadata = decode_metadata(storage.get(METADATA_NAME))
+        self._sizes: dict[str, int] = {}
+
+    def state(self) -> Any:
+        """The state that was saved, with `ForeignTensor`s."""
+        paths = self._metadata.planner_data
+        state: dict[Any, Any] = {}
+        for name, found in self._metadata.state_dict_metadata.items():
+            path = paths.get(name, (name,)) if isinstance(paths, dict) else (name,)
+            _put(state, path, self._value(name, found))
+        return _with_lists(state)
+
+    def _value(self, name: str, found: object) -> Any:
+        with explain_foreign(f"{self._storage.url}: {name!r}"):
+            if isinstance(found, TensorStorageMetadata):
+                return self._tensor(name, found)
+            if isinstance(found, BytesStorageMetadata):
+                return self._load(self._item(MetadataIndex(name)))
+            raise ValueError(f"it is a {type(found).__name__}")
+
+    def _tensor(self, name: str, found: TensorStorageMetadata) -> ForeignTensor:
+        dtype = found.properties.dtype
+        parts = [self._part(name, Box(tuple(chunk.offsets), tuple(chunk.sizes)), dtype) for chunk in found.chunks]
+        if not all(isinstance(part, RawPart) for part in parts):
+            parts = [
+                LoadedPart(box=part.box, load=partial(self._load, self._item(MetadataIndex(name, part.box.offsets))))
+                for part in parts
+            ]
+        return ForeignTensor(shape=tuple(found.size), dtype=dtype_name(dtype), parts=parts)  # type: ignore[arg-type]
+
+    def _part(self, name: str, box: Box, dtype: torch.dtype) -> RawPart | LoadedPart:
+        """A chunk: where its bytes are, if they lie row-major."""
+        item = self._item(MetadataIndex(name, box.offsets))
+        tensor = self._load(item, device="meta")
+        if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (box.shape, dtype):
+            raise ValueError(f"its chunk at {box.offsets} in {item.relative_path} is another tensor")
+        # torch notes it for tensors that it loads to the meta device; its documents on serialization tell of it.
+        start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        if start is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return LoadedPart(box=box, load=partial(self._load, item))
+        at = item.offset + start + tensor.storage_offset() * dtype.itemsize
+        if not item.offset <= at <= at + tensor.nbytes <= item.offset + item.length:
+            raise ValueError(f"its chunk at {box.offsets} in {item.relative_path} is longer than its item")
+        return RawPart(box=box, file=item.relative_path, start=at)
+
+    def _item(self, index: MetadataIndex) -> _StorageInfo:
+        """Where an item lies."""
+        found: _StorageInfo | None = (self._metadata.storage_data or {}).get(index)
+        if found is None:
+            raise ValueError("it has no place in a file")
+        name = found.relative_path
+        if "/" in name or "\\" in name or name in ("", ".", ".."):
+            raise ValueError(f"it is in a file named {name!r}")
+        if getattr(found, "transform_descriptors", None):
+            raise ValueError(f"it is written with {found.transform_descriptors}, which is not known here")
+        if name not in self._sizes:
+            try:
+                self._sizes[name] = self._storage.size_bytes(name)
+            except FileNotFoundError:
+                raise DistCheckpointError(f"{self._storage.url}/{name} is missing, which has {index.fqn!r}") from None
+        if not 0 <= found.offset <= found.offset + found.length <= self._sizes[name]:
+            raise DistCheckpointError(f"{self._storage.url}/{name} is cut off: it ends before {index.fqn!r}")
+        return found
+
+    def _load(self, item: _StorageInfo, device: str = "cpu") -> Any:
+        with open_view(self._storage, item.relative_path, item.offset, item.length) as view:
+            return torch.load(view, map_location=device, weights_only=True)
+
+
+def _put(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    """Put a value to its place in nested dicts; a list is a dict by numbers as yet."""
+    for step in path[:-1]:
+        state = state.setdefault(step, {})
+        if not isinstance(state, dict):
+            raise DistCheckpointError(f"{METADATA_NAME} has a value and a dict in one place")
+    state[path[-1]] = value
+
+
+def _with_lists(node: Any) -> Any:
+    """What has the keys 0, 1, ... as numbers was a list."""
+    if not isinstance(node, dict):
+        return node
+    members = {key: _with_lists(each) for key, each in node.items()}
+    if members and all(type(key) is int for key in members):
+        return [members[key] for key in sorted(members)]
+    return members
+
+
+def export_dcp(
+    path: str | os.PathLike[str],
+    new_path: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: ProgressCallback | None = None,
+) -> None:
+    """Write a checkpoint's state with torch.distributed.checkpoint; its ``load`` reads it, on any number of ranks.
+
+    DCP has dicts of text and lists: other keys become text. NumPy arrays and numbers become tensors and Python's
+    numbers, and `PerRank` a dict by ranks.
+
+    Args:
+        path: The checkpoint, of a dict.
+        new_path: A local folder that is not there yet, or is empty; beside it there must be room for as much again.
+        storage_options: For fsspec's file system, if ``path`` is a URL.
+        progress: Told how many bytes are read, and of how many.
+
+    Raises:
+        DistCheckpointError: There is no checkpoint, it is damaged or has no dict, or the folder can't be written.
+    """
+    place = Path(new_path).absolute()
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise DistCheckpointError(f"{place} is there already: name a folder that is not, or is empty")
+    with open_whole(path, place.parent, storage_options=storage_options, progress=progress) as state:
+        if not isinstance(state, dict):
+            raise DistCheckpointError(
+                f"{path} has a {type(state).__name__}, and torch.distributed.checkpoint keeps dicts"
+            )
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                save(state, checkpoint_id=place, no_dist=True)
+        except BaseException as error:
+            shutil.rmtree(place, ignore_errors=True)
+            if isinstance(error, CheckpointException):  # which is no Exception
+                first, _ = next(iter(error.failures.values()))
+                raise DistCheckpointError(f"could not write {place}: {first}") from error
+            if isinstance(error, Exception):
+                raise DistCheckpointError(f"could not write {place}: {error}") from error
+            raise

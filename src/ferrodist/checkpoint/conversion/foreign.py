@@ -1,0 +1,223 @@
+"""Tensors in files of other makers, as what `rewriting` takes.
+
+Where their bytes lie as they are wanted, row-major in a file, the reader of checkpoints reads them, with a manifest
+that is made up for it; what doesn't lie so is loaded whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.checkpoint.dtypes import dtype_from_name, dtype_name
+from ferrodist.checkpoint.manifest import FileEntry, Manifest, ShardEntry, TensorEntry
+from ferrodist.checkpoint.reader import CheckpointReader
+from ferrodist.checkpoint.rewriting import Contents
+from ferrodist.checkpoint.tree import Encoder
+from ferrodist.checkpoint.writer import BLOCK_BYTES
+from ferrodist.errors import DistCheckpointError
+from ferrodist.tensor.regions import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ferrodist.checkpoint.storage.base import Storage
+
+__all__ = ["ForeignTensor", "LoadedPart", "RawPart", "explain_foreign", "make_contents"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawPart:
+    """A box of a tensor, row-major in a file.
+
+    Args:
+        box: Which elements.
+        file: The file's name.
+        start: Its first byte there.
+    """
+
+    box: Box
+    file: str
+    start: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedPart:
+    """A box of a tensor that is loaded whole when it is wanted.
+
+    Args:
+        box: Which elements.
+        load: Gives them.
+    """
+
+    box: Box
+    load: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignTensor:
+    """A tensor in files of another maker; stands for it in a state.
+
+    Args:
+        shape: Of the whole.
+        dtype: Torch's name of it.
+        parts: The tensor together, all of one kind.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: Sequence[RawPart] | Sequence[LoadedPart]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its elements."""
+        return prod(self.shape) * dtype_from_name(self.dtype).itemsize
+
+
+@contextlib.contextmanager
+def explain_foreign(where: str) -> Iterator[None]:
+    """Say of what the block can't use that it is in a file of another maker.
+
+    Raises:
+        DistCheckpointError: For what the block raises but such errors.
+    """
+    try:
+        yield
+    except DistCheckpointError:
+        raise
+    except (OSError, EOFError) as error:
+        raise DistCheckpointError(f"{where} can't be read: {error}") from error
+    except Exception as error:
+        raise DistCheckpointError(f"{where} can't be made a checkpoint: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def make_contents(state: Any, storage: Storage) -> Contents:
+    """A state, in which `ForeignTensor`s may be where tensors are, for `rewrite`.
+
+    Args:
+        state: Nested dicts, lists and tuples; its own tensors are taken as they are.
+        storage: Has the files.
+
+    Raises:
+        TypeError, ValueError: A part of it can't be saved.
+        DistCheckpointError: A tensor's parts are not the tensor.
+    """
+    foreign: dict[int, ForeignTensor] = {}
+    encoder = Encoder(0)
+    tree = encoder.encode(_with_stands(state, foreign))
+    known = {key: foreign[id(tensor)] for key, tensor in encoder.tensors.items() if id(tensor) in foreign}
+    for key, each in known.items():
+        _check_whole(key, each, storage.url)
+    own = {key: tensor for key, tensor in encoder.tensors.items() if key not in known}
+    shapes = {key: (tuple(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in encoder.tensors.items()}
+    return Contents(tree=tree, tensors=shapes, source=_Source(storage, known, own))
+
+
+def _with_stands(node: Any, foreign: dict[int, ForeignTensor]) -> Any:
+    """The state with tensors of right shapes in the places of foreign ones, of which only one element is in memory."""
+    if isinstance(node, ForeignTensor):
+        dtype = dtype_from_name(node.dtype)
+        first = torch.empty((1,) * len(node.shape), dtype=dtype, device="cpu")
+        stand = first.expand(node.shape)
+        foreign[id(stand)] = node
+        return stand
+    if isinstance(node, dict):
+        return {key: _with_stands(each, foreign) for key, each in node.items()}
+    if type(node) in (list, tuple):
+        return type(node)(_with_stands(each, foreign) for each in node)
+    return node
+
+
+def _check_whole(key: str, tensor: ForeignTensor, where: str) -> None:
+    boxes = [part.box for part in tensor.parts if part.box.numel]
+    whole = Box((0,) * len(tensor.shape), tensor.shape)
+    ranks = {len(box.shape) for box in boxes} | {len(box.offsets) for box in boxes}
+    if ranks - {len(tensor.shape)} or any(whole.intersect(box) != box for box in boxes):
+        raise DistCheckpointError(f"{where}: a part of tensor {key!r} is outside of its shape {tensor.shape}")
+    found = sum(box.numel for box in boxes)
+    if found != prod(tensor.shape):
+        raise DistCheckpointError(
+            f"{where}: the parts of tensor {key!r} have {found} elements together, and its shape {tensor.shape}"
+            f" {prod(tensor.shape)}"
+        )
+
+
+class _Source:
+    """A `BoxSource` of foreign tensors, and of some in memory."""
+
+    def __init__(self, storage: Storage, foreign: Mapping[str, ForeignTensor], own: Mapping[str, torch.Tensor]) -> None:
+        raw = {key: each for key, each in foreign.items() if all(isinstance(part, RawPart) for part in each.parts)}
+        self._raw = raw.keys()
+        self._loaded = {key: each for key, each in foreign.items() if key not in raw}
+        self._own = own
+        self._url = storage.url
+        self._reader = CheckpointReader(storage, _manifest_of(storage, raw), verify=False)
+        self._last: tuple[object, torch.Tensor] | None = None
+
+    def read_box(self, key: str, box: Box, target: torch.Tensor) -> None:
+        """See `BoxSource`."""
+        if key in self._raw:
+            self._reader.read_box(key, box, target)
+        elif key in self._own:
+            target.copy_(box.take(self._own[key].detach()))
+        else:
+            for part in self._loaded[key].parts:
+                common = part.box.intersect(box)
+                if common is not None:
+                    common.within(box).take(target).copy_(common.within(part.box).take(self._load(key, part)))
+
+    def _load(self, key: str, part: Any) -> torch.Tensor:
+        """A part; the last one is kept, for bands follow each other in it."""
+        if self._last is None or self._last[0] is not part:
+            self._last = None
+            with explain_foreign(f"{self._url}: {key!r}"):
+                self._last = part, part.load()
+        return self._last[1]
+
+
+def _manifest_of(storage: Storage, tensors: Mapping[str, ForeignTensor]) -> Manifest:
+    """Where raw tensors lie, as if we had written them; there are no hashes."""
+    parts = [part for each in tensors.values() for part in each.parts if isinstance(part, RawPart)]
+    names = list(dict.fromkeys(part.file for part in parts))
+    files = []
+    for name in names:
+        try:
+            size = storage.size_bytes(name)
+        except FileNotFoundError:
+            raise DistCheckpointError(f"{storage.url}/{name} is missing") from None
+        files.append(FileEntry(name=name, size_bytes=size, header_bytes=0, header_hash=""))
+    places = {name: place for place, name in enumerate(names)}
+    entries = {}
+    for key, each in tensors.items():
+        itemsize = dtype_from_name(each.dtype).itemsize
+        shards = [
+            ShardEntry(
+                offsets=part.box.offsets,
+                shape=part.box.shape,
+                file=places[part.file],
+                start=part.start,
+                stop=part.start + part.box.numel * itemsize,
+                hashes=[],
+            )
+            for part in each.parts
+            if isinstance(part, RawPart)
+        ]
+        entries[key] = TensorEntry(shape=each.shape, dtype=each.dtype, placement="", shards=shards)
+    return Manifest(
+        save_id="",
+        created_ns=0,
+        producer="",
+        world_size=1,
+        block_bytes=BLOCK_BYTES,
+        files=files,
+        tensors=entries,
+        tree=None,
+    )

@@ -1,0 +1,245 @@
+"""Reading boxes of tensors from a checkpoint's files: only the bytes that are needed, and each block of them checked.
+
+A hash is of a block of a shard. What begins or ends inside of a block needs the whole block read, unless nobody checks:
+at most two blocks more than what is wanted, for each run of bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from ferrodist.checkpoint.dtypes import dtype_from_name
+from ferrodist.checkpoint.manifest import hash_bytes
+from ferrodist.errors import DistCheckpointError
+from ferrodist.tensor.regions import Box
+
+if TYPE_CHECKING:
+    from ferrodist.checkpoint.manifest import Manifest, ShardEntry, TensorEntry
+    from ferrodist.checkpoint.storage.base import Storage
+
+__all__ = ["CheckpointReader", "memory_of", "put_elements"]
+
+_ROWS_BYTES = 32 << 20
+"""About how much is read at once where elements don't lie as they are wanted."""
+
+_LONG_ROW_BYTES = 4 << 20
+"""Of longer rows only what is wanted is read: all of a tensor may be one row."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A part of a shard that lies row-major from a byte of it on."""
+
+    key: str
+    shard: ShardEntry
+    dtype: torch.dtype
+    start: int
+    shape: tuple[int, ...]
+
+
+class CheckpointReader:
+    """Reads one checkpoint; several threads may.
+
+    Args:
+        storage: Where it lies.
+        manifest: Its manifest.
+        verify: Whether to compare what is read with its hashes.
+    """
+
+    def __init__(self, storage: Storage, manifest: Manifest, *, verify: bool) -> None:
+        self._storage = storage
+        self._manifest = manifest
+        self._verify = verify
+        self._checked: set[int] = set()
+        self._lock = threading.Lock()
+
+    def read_box(self, key: str, box: Box, target: torch.Tensor) -> None:
+        """Fill a tensor with a box of a saved one.
+
+        Args:
+            key: The saved tensor.
+            box: Which elements.
+            target: Of the box's shape; other dtypes are converted.
+
+        Raises:
+            DistCheckpointError: A file is missing, too short, or damaged; it is named, and the tensor.
+        """
+        tensor = self._manifest.tensors[key]
+        missing = box.numel
+        for shard in tensor.shards:
+            saved = Box(shard.offsets, shard.shape)
+            common = saved.intersect(box)
+            if common is None:
+                continue
+            missing -= common.numel
+            self._read_common(key, tensor, shard, common.within(saved), common.within(box).take(target))
+        if missing:
+            raise DistCheckpointError(
+                f"{self._storage.url} lacks {missing} elements of tensor {key!r}, though its manifest says it is whole"
+            )
+
+    def _read_common(self, key: str, tensor: TensorEntry, shard: ShardEntry, box: Box, target: torch.Tensor) -> None:
+        """Fill ``target`` with a box of a shard."""
+        dtype = dtype_from_name(tensor.dtype)
+        self._read_rows(_Run(key, shard, dtype, 0, tuple(shard.shape)), box, target)
+
+    def _read_rows(self, run: _Run, box: Box, target: torch.Tensor) -> None:
+        """Fill ``target`` with a box of what lies from a byte of a shard on."""
+        shape, itemsize = run.shape, run.dtype.itemsize
+        row_bytes = prod(shape[1:]) * itemsize
+        # Rows that are whole, one after the other, are one run of bytes.
+        is_run = all(size == whole for size, whole in zip(box.shape[1:], shape[1:], strict=True))
+        first = run.start + box.offsets[0] * row_bytes if box.offsets else run.start
+        if is_run and target.dtype is run.dtype and _lies_plain(target):
+            self._read_bytes(run.key, run.shard, first, memory_of(target))
+            return
+        num_rows = box.shape[0] if box.shape else 1
+        if row_bytes > _LONG_ROW_BYTES:
+            inner = Box(box.offsets[1:], box.shape[1:])
+            for row in range(num_rows):
+                below = _Run(run.key, run.shard, run.dtype, first + row * row_bytes, shape[1:])
+                self._read_rows(below, inner, target[row])
+            return
+        at_once = max(1, _ROWS_BYTES // max(1, row_bytes))
+        for row in range(0, num_rows, at_once):
+            count = min(at_once, num_rows - row)
+            rows = torch.empty((count, *shape[1:]) if box.shape else (), dtype=run.dtype, device="cpu")
+            self._read_bytes(run.key, run.shard, first + row * row_bytes, memory_of(rows))
+            if box.shape:
+                inner = Box((0, *box.offsets[1:]), (count, *box.shape[1:]))
+                put_elements(target[row : row + count], inner.take(rows), run.key)
+            else:
+                put_elements(target, rows, run.key)
+
+    def _read_bytes(self, key: str, shard: ShardEntry, start: int, into: memoryview) -> None:
+        """Fill memory from a place of a shard on."""
+        name = self._manifest.files[shard.file].name
+        try:
+            self._check_file(shard.file)
+            if self._verify:
+                self._read_checked(key, shard, start, into)
+            else:
+                self._storage.read(name, shard.start + start, into)
+        except FileNotFoundError:
+            raise self._error(name, key, "is missing") from None
+        except EOFError as error:
+            raise self._error(name, key, "is too short") from error
+        except OSError as error:
+            raise self._error(name, key, f"can't be read: {error}") from error
+
+    def _read_checked(self, key: str, shard: ShardEntry, start: int, into: memoryview) -> None:
+        block, size, stop = self._manifest.block_bytes, shard.stop - shard.start, start + len(into)
+        at = start
+        while at < stop:
+            begin = at // block * block
+            end = min(begin + block, size)
+            if begin < start or end > stop:  # a part of a block, which is checked whole
+                data = memoryview(bytearray(end - begin))
+                self._read_blocks(key, shard, begin, data)
+                last = min(end, stop)
+                into[at - start : last - start] = data[at - begin : last - begin]
+            else:
+                last = min(begin + max(block, self._storage.request_bytes // block * block), size)
+                last = last if last <= stop else stop // block * block
+                self._read_blocks(key, shard, begin, into[begin - start : last - start])
+            at = last
+
+    def _read_blocks(self, key: str, shard: ShardEntry, begin: int, into: memoryview) -> None:
+        """Read whole blocks, from a place of a shard on, and check them."""
+        name, block = self._manifest.files[shard.file].name, self._manifest.block_bytes
+        self._storage.read(name, shard.start + begin, into)
+        for at in range(0, len(into), block):
+            data = into[at : at + block]
+            if hash_bytes(data) != shard.hashes[(begin + at) // block]:
+                first = shard.start + begin + at
+                raise self._error(
+                    name,
+                    key,
+                    f"is damaged: bytes {first} to {first + len(data)} don't have the hash that they were saved with",
+                )
+
+    def _check_file(self, place: int) -> None:
+        """Once for each file: its size, and the hash of its header."""
+        with self._lock:
+            if place in self._checked:
+                return
+        file = self._manifest.files[place]
+        found = self._storage.size_bytes(file.name)
+        if found != file.size_bytes:
+            raise DistCheckpointError(
+                f"{self._storage.url}/{file.name}, which has {self._tensors_in(place)}, has {found} bytes where"
+                f" {file.size_bytes} were written"
+            )
+        if self._verify:
+            self.check_header(place)
+        with self._lock:
+            self._checked.add(place)
+
+    def check_header(self, place: int) -> None:
+        """Compare a file's header with its hash.
+
+        Raises:
+            DistCheckpointError: It is another one.
+        """
+        file = self._manifest.files[place]
+        header = bytearray(file.header_bytes)
+        self._storage.read(file.name, 0, memoryview(header))
+        if hash_bytes(header) != file.header_hash:
+            raise DistCheckpointError(
+                f"{self._storage.url}/{file.name}, which has {self._tensors_in(place)}, is damaged: its header doesn't"
+                " have the hash that it was saved with"
+            )
+
+    def _tensors_in(self, place: int) -> str:
+        """What a file has, for messages."""
+        tensors = self._manifest.tensors.items()
+        keys = [key for key, tensor in tensors if any(shard.file == place for shard in tensor.shards)]
+        return f"tensor {', '.join(map(repr, keys[:3]))}{' and others' if len(keys) > 3 else ''}"
+
+    def _error(self, name: str, key: str, what: str) -> DistCheckpointError:
+        return DistCheckpointError(f"{self._storage.url}/{name}, which has a part of tensor {key!r}, {what}")
+
+
+def _lies_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements are its memory, row-major."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def put_elements(target: torch.Tensor, elements: torch.Tensor, key: str) -> None:
+    """Fill a tensor, which may be one of inference mode, with elements of a saved one.
+
+    Raises:
+        DistCheckpointError: One of them is too large a number for the tensor's dtype.
+    """
+    with torch.inference_mode(target.is_inference()):  # such tensors may not be written outside of it
+        target.copy_(elements)
+    if _has_less_range(target.dtype, elements.dtype) and _is_beyond(elements, target.dtype):
+        raise DistCheckpointError(f"tensor {key!r} was saved as {elements.dtype}, with numbers beyond {target.dtype}")
+
+
+def _has_less_range(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a finite number of another dtype may be none of a dtype."""
+    if dtype is other or dtype.is_complex or not dtype.is_floating_point or not other.is_floating_point:
+        return False
+    return torch.finfo(dtype).max < torch.finfo(other).max
+
+
+def _is_beyond(elements: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a finite element becomes infinite, or the largest number that there is."""
+    limits = torch.finfo(dtype)
+    if elements.itemsize == 1:  # of which torch compares nothing
+        elements = elements.float()
+    back = elements.to(dtype).to(elements.dtype)
+    lost = ~back.isfinite() | (elements.abs() > limits.max * (1 + limits.eps))
+    return bool((lost & elements.isfinite()).any())
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, to be written."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type] # mypy's NumPy lacks the protocol

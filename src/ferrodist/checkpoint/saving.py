@@ -1,0 +1,235 @@
+"""Saving a state from all ranks that have it.
+
+    state --collect--> tree and tensors --report--> rank 0 plans --> each rank writes its files --> rank 0 commits
+
+Until rank 0 commits, nothing that a reader sees has changed; see [Note: commit] in `storage/base.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ferrodist.checkpoint.commit import commit, make_manifest
+from ferrodist.checkpoint.dtypes import dtype_name
+from ferrodist.checkpoint.folder import check_is_ours
+from ferrodist.checkpoint.manifest import hash_bytes
+from ferrodist.checkpoint.outcome import agree_on, run_on_first
+from ferrodist.checkpoint.planner import (
+    BoxReport,
+    FilePlan,
+    SavePlan,
+    Span,
+    StateReport,
+    TensorReport,
+    plan_save,
+)
+from ferrodist.checkpoint.shard_metadata import ShardMetadata
+from ferrodist.checkpoint.state import collect_state
+from ferrodist.checkpoint.tree import Encoder
+from ferrodist.checkpoint.writer import FileReport, bytes_of, hash_blocks, write_file
+from ferrodist.collectives.objects import gather_object, scatter_object
+from ferrodist.errors import DistributedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.checkpoint.storage.base import Storage
+    from ferrodist.deadline import Deadline
+
+__all__ = ["DEFAULT_FILE_BYTES", "Save"]
+
+_logger = logging.getLogger(__name__)
+
+DEFAULT_FILE_BYTES = 5 * 10**9
+"""What Hugging Face's tools take as the limit of a file, too."""
+
+
+class Save:
+    """One act of saving; every rank of the group makes it and calls its methods in this order.
+
+    Args:
+        state: What to save.
+        storage: Where.
+        group: All ranks that have a part of it.
+        max_file_bytes: Longer files are split, between tensors.
+        check_replicas: Compare what several ranks should have the same.
+        shards: How plain tensors are divided.
+        deadline: When all must be done.
+        after_ns: When the newest checkpoint beside was begun, as far as known: this one is newer, whatever clocks say.
+
+    Raises:
+        DistCheckpointError: On all ranks: what they have doesn't fit together, or the storage refuses.
+        TypeError, ValueError: On the rank whose state can't be saved, and `DistCheckpointError` on the others.
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        storage: Storage,
+        group: Backend,
+        *,
+        max_file_bytes: int,
+        check_replicas: bool,
+        shards: ShardMetadata | None,
+        deadline: Deadline,
+        after_ns: int = 0,
+    ) -> None:
+        self._storage = storage
+        self._group = group
+        self._deadline = deadline
+        self.save_id = ""
+        self.created_ns = after_ns + 1
+        """When it was begun; on rank 0."""
+        self._plan: SavePlan | None = None
+        """Of all ranks; on rank 0 only."""
+        self.files: list[FilePlan] = []
+        with agree_on("prepare a checkpoint", storage.url, group, deadline):
+            if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
+                raise ValueError(f"max_file_bytes is a number of bytes, not {max_file_bytes!r}")
+            encoder = Encoder(group.rank)
+            tree = encoder.encode(collect_state(state))
+            shards = shards or ShardMetadata(num_ranks=group.world_size)
+            shards.check(group.world_size)
+            report, self._views = _report(tree, encoder, shards, check_replicas=check_replicas)
+        self._tensors = report.tensors
+        self.files = self._share_plan(report, max_file_bytes)
+
+    def _share_plan(self, report: StateReport, max_file_bytes: int) -> list[FilePlan]:
+        """The files that this rank writes."""
+        group = self._group
+        encoded = gather_object(msgspec.msgpack.encode(report), group=group, timeout=self._deadline.remaining())
+
+        def plan() -> list[bytes]:
+            assert encoded is not None, "rank 0 has gathered"
+            reports = [msgspec.msgpack.decode(each, type=StateReport) for each in encoded]
+            save_id = uuid.uuid4().hex[:12]
+            self.created_ns = max(time.time_ns(), self.created_ns)
+            check_is_ours(self._storage)
+            self._plan = plan_save(reports, prefix=f"model-{save_id}", max_file_bytes=max_file_bytes)
+            self.save_id = save_id  # from here on there is something to discard
+            self._storage.begin(save_id)
+            return [msgspec.msgpack.encode((self.save_id, files)) for files in self._plan.files]
+
+        try:
+            plans = run_on_first(plan, "plan a checkpoint", self._storage.url, group, self._deadline)
+            own = scatter_object(plans, group=group, timeout=self._deadline.remaining())
+        except BaseException as error:
+            self.discard(error)
+            raise
+        self.save_id, files = msgspec.msgpack.decode(own, type=tuple[str, list[FilePlan]])
+        return files
+
+    def write(self, find: Callable[[Span], torch.Tensor] | None = None) -> list[FileReport]:
+        """Write this rank's files; nothing is sent.
+
+        Args:
+            find: The elements of a span; None takes them from the state.
+
+        Raises:
+            OSError: What the storage says.
+        """
+        elements = find or self.elements
+        return [write_file(self._storage, self.save_id, plan, self._tensors, elements) for plan in self.files]
+
+    @property
+    def url(self) -> str:
+        """Where it goes."""
+        return self._storage.url
+
+    def own_views(self) -> dict[Span, torch.Tensor]:
+        """The state's memory of what this rank writes."""
+        return {span: self._views[span] for plan in self.files for span in plan.spans}
+
+    def forget_state(self) -> None:
+        """Let go of the state's memory; `write` is given the elements."""
+        self._views = {}
+
+    def elements(self, span: Span) -> torch.Tensor:
+        """The state's elements of a span, on the CPU."""
+        return self._views[span].cpu()
+
+    def run(
+        self,
+        find: Callable[[Span], torch.Tensor] | None = None,
+        group: Backend | None = None,
+        deadline: Deadline | None = None,
+    ) -> None:
+        """Write this rank's files and commit with the others.
+
+        Args:
+            find: As for `write`.
+            group: The same ranks, for those who come from another thread; None is the group of the save.
+            deadline: When all must be done; None is that of the save.
+
+        Raises:
+            DistCheckpointError: On all ranks: one could not write. Nothing was committed.
+            DistributedError: A rank was lost, or is late.
+        """
+        group = group or self._group
+        self._deadline = deadline or self._deadline
+        is_handed_over = False
+        try:
+            reports: list[FileReport] = []
+            with agree_on("write a checkpoint", self._storage.url, group, self._deadline):
+                reports = self.write(find)
+            is_handed_over = group.rank != 0
+            gathered = gather_object(msgspec.msgpack.encode(reports), group=group, timeout=self._deadline.remaining())
+            run_on_first(
+                lambda: self._commit(gathered or []), "commit a checkpoint", self._storage.url, group, self._deadline
+            )
+        except BaseException as error:
+            # From here on rank 0 may commit at any moment, whatever becomes of the group: its files are not for others
+            # to remove. If it was killed the next save to the folder does.
+            if not is_handed_over:
+                self.discard(error)
+            raise
+
+    def discard(self, error: BaseException) -> None:
+        """Remove what was written; ``error`` is why."""
+        # Where the ranks have failed together every one does this, for rank 0 may be the one that died.
+        if self.save_id and (self._group.rank == 0 or isinstance(error, DistributedError)):
+            try:
+                if not (self._storage.is_staged or self._group.rank == 0):
+                    # They have their places, and rank 0 doesn't know of them.
+                    self._storage.remove([plan.name for plan in self.files])
+                self._storage.discard(self.save_id)
+            except OSError as second:
+                _logger.warning(
+                    "what was written of a checkpoint at %s can't be removed: %s", self._storage.url, second
+                )
+
+    def _commit(self, gathered: Sequence[bytes]) -> None:
+        """On rank 0, when all files are written."""
+        assert self._plan is not None, "rank 0 has the plan"
+        reports = [msgspec.msgpack.decode(each, type=list[FileReport]) for each in gathered]
+        manifest = make_manifest(
+            self._plan, reports, save_id=self.save_id, created_ns=self.created_ns, world_size=self._group.world_size
+        )
+        commit(self._storage, manifest)
+
+
+def _report(
+    tree: Any, encoder: Encoder, shards: ShardMetadata, *, check_replicas: bool
+) -> tuple[StateReport, dict[Span, torch.Tensor]]:
+    """What this rank has, and its memory of each box."""
+    tensors: dict[str, TensorReport] = {}
+    views: dict[Span, torch.Tensor] = {}
+    for key, tensor in encoder.tensors.items():
+        part = shards.part(key, tensor, encoder.rank)
+        is_compared = check_replicas and part.is_copied and key not in encoder.own
+        boxes = []
+        for box, view in [] if key in encoder.unsaved else part.pieces:
+            views[Span(key, box.offsets, box.shape)] = view
+            digest = hash_bytes("".join(hash_blocks(bytes_of(view.cpu()))).encode()) if is_compared else None
+            boxes.append(BoxReport(box.offsets, box.shape, digest))
+        shape, dtype = tuple(part.shape), dtype_name(part.dtype)
+        tensors[key] = TensorReport(shape, dtype, part.placement, boxes, encoder.paths[key])
+    return StateReport(tree, tensors), views

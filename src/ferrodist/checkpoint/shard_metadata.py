@@ -1,0 +1,173 @@
+"""Which part of a tensor each rank has, said by the program: for plain tensors that it has divided itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ferrodist.checkpoint.folder import read_manifest
+from ferrodist.checkpoint.storage import open_storage
+from ferrodist.collectives.sharding import offsets_of
+from ferrodist.tensor.dtensor import DTensor
+from ferrodist.tensor.regions import Box, LocalPart, find_piece, local_part
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from ferrodist.checkpoint.manifest import TensorEntry
+
+__all__ = ["DistributedCheckpoint", "ShardMetadata", "TensorShardSpec", "flat_shard_metadata"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorShardSpec:
+    """How a tensor is divided along one dim.
+
+    Args:
+        full_shape: Of the whole tensor.
+        shard_dim: The dim.
+        shard_sizes: Its size on each rank, in their order.
+
+    Raises:
+        ValueError: The sizes are not the dim's together, or there is no such dim.
+    """
+
+    full_shape: Sequence[int]
+    shard_dim: int
+    shard_sizes: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.shard_dim < len(self.full_shape):
+            raise ValueError(f"a tensor of shape {tuple(self.full_shape)} has no dim {self.shard_dim}")
+        size = self.full_shape[self.shard_dim]
+        if any(each < 0 for each in self.shard_sizes) or sum(self.shard_sizes) != size:
+            raise ValueError(f"shards of {list(self.shard_sizes)} are not dim {self.shard_dim} of {size} together")
+
+    def part(self, tensor: torch.Tensor, rank: int) -> LocalPart:
+        """What a rank has of the tensor, which is ``tensor``.
+
+        Raises:
+            ValueError: It has another shape.
+        """
+        shape = [*self.full_shape]
+        shape[self.shard_dim] = self.shard_sizes[rank]
+        if list(tensor.shape) != shape:
+            raise ValueError(f"it has shape {tuple(tensor.shape)} on rank {rank}, where shards says {tuple(shape)}")
+        offsets = [0] * len(shape)
+        offsets[self.shard_dim] = offsets_of(self.shard_sizes)[rank]
+        box = Box(tuple(offsets), tuple(shape))
+        return LocalPart(
+            shape=tuple(self.full_shape),
+            dtype=tensor.dtype,
+            pieces=[(box, tensor.detach())] if box.numel else [],
+            placement=f"Shard({self.shard_dim}) of {len(self.shard_sizes)}",
+            is_copied=False,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardMetadata:
+    """How tensors are divided, by name.
+
+    Args:
+        num_ranks: Over how many ranks.
+        tensor_specs: For each tensor that is divided; names of nested ones are joined by dots.
+
+    Raises:
+        ValueError: A tensor has shards for another number of ranks.
+    """
+
+    num_ranks: int
+    tensor_specs: Mapping[str, TensorShardSpec] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, spec in self.tensor_specs.items():
+            if len(spec.shard_sizes) != self.num_ranks:
+                raise ValueError(f"tensor {name!r} has {len(spec.shard_sizes)} shards for {self.num_ranks} ranks")
+
+    def check(self, world_size: int) -> None:
+        """Raise ValueError unless it is for this number of ranks."""
+        if self.num_ranks != world_size:
+            raise ValueError(f"shards is for {self.num_ranks} ranks, and the group has {world_size}")
+
+    def part(self, key: str, tensor: torch.Tensor, rank: int) -> LocalPart:
+        """What a rank has of a tensor.
+
+        Raises:
+            ValueError: It doesn't fit what is said of it here.
+        """
+        spec = self.tensor_specs.get(key)
+        if spec is None:
+            return local_part(tensor)
+        if isinstance(tensor, DTensor) or find_piece(tensor) is not None:
+            raise ValueError(f"tensor {key!r} is in shards, and says itself how it is divided: leave it out")
+        try:
+            return spec.part(tensor, rank)
+        except ValueError as error:
+            raise ValueError(f"tensor {key!r}: {error}") from None
+
+
+def flat_shard_metadata(state_dict: Mapping[str, torch.Tensor], world_size: int) -> ShardMetadata:
+    """The metadata of flat tensors that are divided evenly: each rank has as many elements as this one.
+
+    Args:
+        state_dict: This rank's parts, of one dim.
+        world_size: How many ranks there are.
+
+    Raises:
+        ValueError: A tensor has another number of dims.
+    """
+    specs = {}
+    for name, tensor in state_dict.items():
+        if tensor.dim() != 1:
+            raise ValueError(f"tensor {name!r} has {tensor.dim()} dims: flat ones have one")
+        size = tensor.numel()
+        specs[name] = TensorShardSpec(full_shape=[size * world_size], shard_dim=0, shard_sizes=[size] * world_size)
+    return ShardMetadata(num_ranks=world_size, tensor_specs=specs)
+
+
+class DistributedCheckpoint:
+    """A checkpoint that lies there, to be looked at.
+
+    Args:
+        path: Its folder, or a URL of fsspec's.
+        storage_options: For fsspec's file system, if it is a URL.
+
+    Raises:
+        DistCheckpointError: There is none, or its manifest is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:
+        storage = open_storage(path, storage_options)
+        self.checkpoint_dir = storage.url
+        """Its folder."""
+        self.manifest = read_manifest(storage)
+        """All that is known of it."""
+
+    @property
+    def shard_metadata(self) -> ShardMetadata:
+        """How its tensors are divided; those that are divided in another way than along one dim are left out."""
+        num_ranks = self.manifest.world_size
+        found = {key: _spec(entry, num_ranks) for key, entry in self.manifest.tensors.items()}
+        return ShardMetadata(
+            num_ranks=num_ranks, tensor_specs={key: spec for key, spec in found.items() if spec is not None}
+        )
+
+
+def _spec(entry: TensorEntry, num_ranks: int) -> TensorShardSpec | None:
+    """How a tensor lies, if each rank has one part of it along one dim."""
+    dims = {
+        dim
+        for shard in entry.shards
+        for dim, (size, whole) in enumerate(zip(shard.shape, entry.shape, strict=True))
+        if size != whole
+    }
+    if len(dims) != 1 or len(entry.shards) != num_ranks or not prod(entry.shape):
+        return None
+    dim = dims.pop()
+    sizes = [shard.shape[dim] for shard in sorted(entry.shards, key=lambda shard: shard.offsets)]
+    return TensorShardSpec(full_shape=entry.shape, shard_dim=dim, shard_sizes=sizes)

@@ -1,0 +1,289 @@
+"""What of a program's objects is saved: modules, optimizers and whatever has ``state_dict()``.
+
+An object in a state stands for what its ``state_dict()`` gives. A module's tensors are those it has, not copies. What
+wraps a module (DDP, FSDP, ``torch.compile``) has the names of the module inside, so that a checkpoint fits all of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ferrodist.checkpoint.tree import PerRank, Unsaved, check_depth, path_text
+from ferrodist.errors import DistCheckpointError
+from ferrodist.tensor.dtensor import DTensor
+from ferrodist.tensor.placement import Partial
+from ferrodist.tensor.redistribution import redistribute_local
+from ferrodist.tensor.regions import find_piece, mark_piece
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = [
+    "OptimizerState",
+    "Stateful",
+    "collect_state",
+    "inner_module",
+    "module_state",
+    "refuse_optimizer",
+    "tell_autograd",
+    "whole_shape",
+]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Whatever gives and takes its state, as schedulers and data loaders do."""
+
+    def state_dict(self) -> Any:
+        """The state."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take it back."""
+
+
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""What torch's optimizers (Adam, NAdam, ASGD and others) keep as tensors without dims, whatever the parameter's."""
+
+
+class OptimizerState:
+    """An optimizer's state by parameter names, so that it fits the same parameters divided in another way.
+
+    Args:
+        model: Whose parameters the optimizer has.
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"OptimizerState takes a module and its optimizer, not {type(model).__name__} and"
+                f" {type(optimizer).__name__}"
+            )
+        self._model = model
+        self._optimizer = optimizer
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        """The names of the optimizer's parameters, in the order of its groups."""
+        known = {parameter: name for name, parameter in inner_module(self._model).named_parameters()}
+        names = {}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in known:
+                    raise ValueError(
+                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model has not: make"
+                        " it with the model's parameters()"
+                    )
+                names[parameter] = known[parameter]
+        return names
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state: ``state`` by names, with the optimizer's own tensors, and ``param_groups`` of names.
+
+        Raises:
+            ValueError: The optimizer has other parameters than the model, or state that is not a parameter's.
+        """
+        names = self._names()
+        others = [key for key in self._optimizer.state if key not in names]
+        if others:
+            raise ValueError(
+                f"the optimizer has state of {str(others[0])[:50]!r}, which is none of its parameters: checkpoints"
+                " carry the state of parameters only"
+            )
+        state = {}
+        for parameter, name in names.items():
+            entries = self._optimizer.state.get(parameter)
+            if entries:
+                for value in entries.values():
+                    _mark_like(value, parameter)
+                state[name] = dict(entries)
+        groups = [
+            {**group, "params": [names[parameter] for parameter in group["params"]]}
+            for group in self._optimizer.param_groups
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def targets(self, shapes: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]) -> dict[str, Any]:
+        """Where saved tensors shall go, also before the optimizer's first step.
+
+        Args:
+            shapes: Of each parameter's saved tensors, by names, with their dtypes.
+        """
+        names = self._names()
+        wholes = {name: whole_shape(parameter) for parameter, name in names.items()}
+        # Those of a parameter without dims can't be told from numbers by their shapes, but by how they are elsewhere.
+        kinds = {
+            key: shape == wholes[name]
+            for name, entries in shapes.items()
+            for key, (shape, _) in entries.items()
+            if wholes.get(name)
+        }
+        return {
+            name: {
+                key: empty_like(parameter, dtype)
+                if shape == wholes[name] and (shape or kinds.get(key, key not in _NUMBERS))
+                else torch.empty(shape, dtype=dtype, device="cpu")
+                for key, (shape, dtype) in shapes.get(name, {}).items()
+            }
+            for parameter, name in names.items()
+        }
+
+    def _groups(self) -> list[list[str]]:
+        names = self._names()
+        return [[names[parameter] for parameter in group["params"]] for group in self._optimizer.param_groups]
+
+    def check_groups(self, saved: Sequence[Sequence[Any]], where: str) -> None:
+        """See that saved groups of parameters are the optimizer's.
+
+        Raises:
+            DistCheckpointError: They are others.
+        """
+        own = self._groups()
+        if [set(group) for group in own] == [set(group) for group in saved]:
+            return
+        wanted, found = ({name for group in groups for name in group} for groups in (own, saved))
+        other = sorted(map(str, wanted ^ found))
+        which = f": {other[0]!r} is only in one of them" if other else ""
+        raise DistCheckpointError(
+            f"{where} has {len(wanted)} parameters in {len(own)} groups, and was saved with {len(found)} in"
+            f" {len(saved)}, which are not the same{which}. Make the optimizer with the groups that it was saved with,"
+            " or leave it out of what is loaded"
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take a state back.
+
+        Raises:
+            DistCheckpointError: It is of other parameters. Nothing was loaded.
+        """
+        own = self._groups()
+        self.check_groups([list(group["params"]) for group in state_dict["param_groups"]], "the optimizer")
+        numbers = {name: number for number, name in enumerate(name for group in own for name in group)}
+        groups = [
+            {**group, "params": [numbers[name] for name in names_of_group]}
+            for group, names_of_group in zip(state_dict["param_groups"], own, strict=True)
+        ]
+        state = {numbers[name]: dict(entries) for name, entries in state_dict["state"].items() if name in numbers}
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        # torch gives floating states the parameters' dtype: what was saved counts.
+        for parameter, name in self._names().items():
+            taken = self._optimizer.state.get(parameter)
+            if taken and name in state_dict["state"]:
+                taken.update(_with_dtypes(dict(taken), dict(state_dict["state"][name])))
+
+
+def collect_state(value: Any, path: tuple[object, ...] = ()) -> Any:
+    """A state with what stands for each of its objects; sums that ranks have parts of are folded, which all call.
+
+    Raises:
+        TypeError: An optimizer without names for its parameters.
+        ValueError: It is nested too deeply.
+    """
+    check_depth(path)
+    if isinstance(value, torch.optim.Optimizer):
+        refuse_optimizer(path)
+    if isinstance(value, DTensor):
+        return _folded(value)
+    if isinstance(value, PerRank):
+        return PerRank(collect_state(value.value, (*path, "own")), resize=value.resize)
+    if isinstance(value, torch.nn.Module):
+        value = _saved_state(value)
+    elif isinstance(value, Stateful) and not isinstance(value, type):
+        return collect_state(value.state_dict(), (*path, "state_dict()"))
+    if isinstance(value, Mapping) and not isinstance(value, Counter):
+        return {key: collect_state(each, (*path, key)) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        members = [collect_state(each, (*path, place)) for place, each in enumerate(value)]
+        return members if isinstance(value, list) else tuple(members)
+    return value
+
+
+def refuse_optimizer(path: Sequence[object]) -> NoReturn:
+    """Raise TypeError for an optimizer in a state."""
+    raise TypeError(
+        f"{path_text(path)} is an optimizer, which knows its parameters by numbers, and these are other ones when the"
+        " model is divided in another way: use OptimizerState(model, optimizer) in its place"
+    )
+
+
+def inner_module(module: torch.nn.Module) -> torch.nn.Module:
+    """The module whose names count: what wraps it says so by ``checkpoint_module()``."""
+    return list(_unwrap(module))[-1]
+
+
+def _unwrap(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """A module, and those that it wraps, from outside to inside."""
+    while True:
+        yield module
+        wraps: Callable[[], torch.nn.Module] | None = getattr(module, "checkpoint_module", None)
+        inner = wraps() if wraps is not None else getattr(module, "_orig_mod", None)  # torch.compile's
+        if not isinstance(inner, torch.nn.Module):
+            return
+        module = inner
+
+
+def module_state(module: torch.nn.Module) -> dict[str, Any]:
+    """A module's state dict, with its own tensors."""
+    return dict(inner_module(module).state_dict(keep_vars=True))
+
+
+def _saved_state(module: torch.nn.Module) -> dict[str, Any]:
+    """The same, for what wraps the module may say that buffers are saved by another rank."""
+    state = module_state(module)
+    if all(getattr(each, "saves_buffers", True) for each in _unwrap(module)):
+        return state
+    buffers = set(inner_module(module).buffers())
+    return {
+        key: Unsaved(value) if isinstance(value, torch.Tensor) and value in buffers else value
+        for key, value in state.items()
+    }
+
+
+def tell_autograd(tensor: torch.Tensor) -> None:
+    """Count a write to a tensor's memory that torch has not seen."""
+    if not tensor.is_inference():
+        increment_version(tensor)
+
+
+def _folded(tensor: DTensor) -> torch.Tensor:
+    if not any(isinstance(placement, Partial) for placement in tensor.placements):
+        return tensor
+    local = redistribute_local(tensor._local.detach(), tensor._layout, tensor._layout.folded)
+    return DTensor._wrap(local, tensor._layout.folded)
+
+
+def _with_dtypes(taken: Any, saved: Any) -> Any:
+    """An optimizer's state where torch has put it, in the dtypes in which it was saved."""
+    if isinstance(saved, torch.Tensor) and isinstance(taken, torch.Tensor):
+        return taken if taken.dtype == saved.dtype else saved.to(taken.device)
+    if isinstance(saved, dict) and isinstance(taken, dict):
+        return {key: _with_dtypes(taken.get(key), value) for key, value in saved.items()}
+    if isinstance(saved, (list, tuple)) and isinstance(taken, (list, tuple)) and len(taken) == len(saved):
+        return type(saved)(_with_dtypes(*pair) for pair in zip(taken, saved, strict=True))
+    return saved
+
+
+def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the whole tensor of which this rank has a part."""
+    piece = find_piece(parameter)
+    if piece is None:
+        return tuple(parameter.shape)
+    return piece.shape if piece.layout is None else piece.layout.shape
+
+
+def empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that is divided as another one is."""
+    made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    _mark_like(made, parameter)
+    return made
+
+
+def _mark_like(value: Any, parameter: torch.Tensor) -> None:
+    """Have a tensor of an optimizer, if it is divided as its parameter is, known as a piece too."""
+    piece = find_piece(parameter)
+    if piece is not None and isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
+        mark_piece(value, piece)

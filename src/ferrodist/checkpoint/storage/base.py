@@ -1,0 +1,118 @@
+"""Where checkpoints lie: what saving and loading need of a folder, on a disk or in an object store.
+
+[Note: commit]
+A checkpoint is there when its manifest is: ``put`` of the manifest is the last thing of a save, and it is atomic. Files
+with tensors are written before, under names that no committed manifest of the folder mentions. A save has an id:
+
+    rank 0    begin(id)
+    all       create(id, name, size).write(...).close()        durable when close returns
+    rank 0    with exclusive(): publish(id, names), put(manifest), remove(what no manifest mentions any more)
+
+A save that failed, or whose ranks were killed, leaves the folder's manifest as it was. ``discard`` removes what it
+wrote; where nobody was left to call that, the next save to the folder does.
+
+[Note: staged or not]
+On a disk a save has a folder of its own until ``publish`` moves its files to their places. Object stores can't move:
+a file has its place when it is closed. There its name has the save's id in it, so that it overwrites nothing and
+belongs to no checkpoint until a manifest names it. From the moment at which the manifest's ``put`` is sent, nobody can
+be sure for a while that it won't appear; so nothing of that save is removed after that, unless the store has refused.
+What then belongs to no checkpoint goes with the next save.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+    from contextlib import AbstractContextManager
+
+__all__ = ["FileWriter", "Storage", "save_of"]
+
+_OF_A_SAVE = re.compile(r"model-([0-9a-f]{12})-\d{5,}-of-\d{5,}\.safetensors")
+"""Names that only saves give: what a save was killed before it could remove is known by them for what it is."""
+
+
+def save_of(name: str) -> str | None:
+    """The id of the save that a file's name has in it; None if it has none."""
+    found = _OF_A_SAVE.fullmatch(name)
+    return found and found[1]
+
+
+class FileWriter(Protocol):
+    """A file that is being written from its beginning to its end."""
+
+    def write(self, data: memoryview) -> None:
+        """Add bytes; they may be changed when it has returned."""
+
+    def close(self) -> None:
+        """Make it last: what was written is there after a loss of power."""
+
+    def discard(self) -> None:
+        """Give up; nothing of it stays, even if it was closed."""
+
+
+class Storage(Protocol):
+    """A folder. All methods raise OSError for what the storage can't do."""
+
+    url: str
+    """Its name, for messages."""
+
+    request_bytes: int
+    """How many bytes it is worth to ask for at once, at most."""
+
+    is_staged: bool
+    """Whether files have their places in the folder when they are published, not before; see [Note: staged or not]."""
+
+    def begin(self, save_id: str) -> None:
+        """Make the folder, and room for the files of a save; who calls this is the one that commits or discards it."""
+
+    def create(self, save_id: str, name: str, size_bytes: int) -> FileWriter:
+        """Begin a file of a save, and find room for it where that can be asked for."""
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Keep other saves to the folder from being committed meanwhile, where that can be done."""
+
+    def publish(self, save_id: str, names: Sequence[str]) -> None:
+        """Give closed files of a save their places in the folder."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file whole, at once and for good: readers see what was there before, or this."""
+
+    def discard(self, save_id: str) -> None:
+        """Remove what all ranks have made for a save, but for what `publish` has moved, and what may be committed.
+
+        Where files are not staged only the storage that began the save can tell what may be: others do nothing.
+        The folder goes too if `begin` has made it.
+        """
+
+    def remove(self, names: Collection[str]) -> None:
+        """Remove files; those that are not there count as removed."""
+
+    def has_leftovers(self) -> bool:
+        """Whether a save was begun here that was neither committed nor discarded."""
+
+    def remove_leftovers(self) -> None:
+        """Remove what saves left that nobody could discard."""
+
+    def remove_folder(self) -> None:
+        """Remove the folder if nothing is in it."""
+
+    def list_names(self) -> list[str]:
+        """The names of files in the folder; none if there is no folder."""
+
+    def list_folders(self) -> list[str]:
+        """The names of folders in the folder, without links to others; none if there is no folder."""
+
+    def size_bytes(self, name: str) -> int:
+        """The size of a file; FileNotFoundError if it is not there."""
+
+    def get(self, name: str) -> bytes:
+        """A small file whole; FileNotFoundError if it is not there."""
+
+    def read(self, name: str, start: int, into: memoryview) -> None:
+        """Fill memory from a place of a file on; EOFError if the file ends before."""
+
+    def close(self) -> None:
+        """Give back what reading keeps open."""

@@ -1,0 +1,206 @@
+"""A folder on a disk, or on one that hosts share."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ferrodist.checkpoint.storage.local_writer import LocalWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+__all__ = ["LocalStorage"]
+
+_SAVING = ".saving-"
+_MAX_OPEN = 100
+"""How many files reading keeps open: as many as a checkpoint has may be more than a process may open."""
+
+
+@dataclass(slots=True)
+class _OpenFile:
+    """A file that is being read, by so many threads at the moment."""
+
+    descriptor: int
+    num_readers: int = 0
+
+
+class LocalStorage:
+    """A `Storage` in a local folder: files of a save are in a folder of its own until they are published.
+
+    Args:
+        path: The folder; it and its parents are made by `begin`.
+    """
+
+    is_staged = True
+    request_bytes = 4 << 20  # what is hashed next is in the cache
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self.url = str(self.path)
+        self._is_new = False
+        """Whether `begin` has made the folder."""
+        self._open: dict[str, _OpenFile] = {}
+        """The one that was last read comes last."""
+        self._lock = threading.Lock()
+
+    def begin(self, save_id: str) -> None:
+        """See `Storage`."""
+        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        self._is_new = bool(missing)
+        self._place(save_id).mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            _sync_folder(folder.parent)
+        _sync_folder(self.path)
+
+    def create(self, save_id: str, name: str, size_bytes: int) -> LocalWriter:
+        """See `Storage`."""
+        place = self._place(save_id)
+        if not place.is_dir():
+            what = "rank 0 has made this folder, and it isn't here: all ranks must see one disk, and save to it in turn"
+            raise FileNotFoundError(errno.ENOENT, what, str(place))
+        return LocalWriter(place / name, size_bytes)
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """See `Storage`."""
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(OSError):  # some file systems have no locks
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # by name: a forked child may have the folder open, too
+                fcntl.flock(folder, fcntl.LOCK_UN)
+            os.close(folder)
+
+    def publish(self, save_id: str, names: Sequence[str]) -> None:
+        """See `Storage`."""
+        place = self._place(save_id)
+        _sync_folder(place)
+        for name in names:
+            (place / name).replace(self.path / name)
+        _sync_folder(self.path)
+
+    def put(self, name: str, data: bytes) -> None:
+        """See `Storage`."""
+        place = self._place(f"{name}-{os.getpid()}-{threading.get_ident()}")
+        writer = LocalWriter(place, len(data))
+        try:
+            writer.write(memoryview(data))
+            writer.close()
+            writer.path.replace(self.path / name)
+        except BaseException:
+            writer.discard()
+            raise
+        _sync_folder(self.path)
+
+    def discard(self, save_id: str) -> None:
+        """See `Storage`."""
+        if self.path.is_dir():
+            shutil.rmtree(self._place(save_id), ignore_errors=True)
+            if self._is_new:
+                self.remove_folder()
+
+    def remove(self, names: Collection[str]) -> None:
+        """See `Storage`."""
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
+
+    def has_leftovers(self) -> bool:
+        """See `Storage`."""
+        return any(self.path.glob(f"{_SAVING}*"))
+
+    def remove_leftovers(self) -> None:
+        """See `Storage`."""
+        for found in list(self.path.glob(f"{_SAVING}*")):
+            if found.is_dir():
+                shutil.rmtree(found, ignore_errors=True)
+            else:  # a small file that was not put in its place
+                with contextlib.suppress(OSError):
+                    found.unlink()
+
+    def remove_folder(self) -> None:
+        """See `Storage`."""
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
+    def list_names(self) -> list[str]:
+        """See `Storage`."""
+        return [entry.name for entry in self._entries() if entry.is_file()]
+
+    def list_folders(self) -> list[str]:
+        """See `Storage`."""
+        folders = [entry.name for entry in self._entries() if entry.is_dir(follow_symlinks=False)]
+        return [name for name in folders if not name.startswith(_SAVING)]
+
+    def _entries(self) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(self.path) as entries:
+                return sorted(entries, key=lambda entry: entry.name)
+        except FileNotFoundError:
+            return []
+
+    def size_bytes(self, name: str) -> int:
+        """See `Storage`."""
+        return (self.path / name).stat().st_size
+
+    def get(self, name: str) -> bytes:
+        """See `Storage`."""
+        return (self.path / name).read_bytes()
+
+    def read(self, name: str, start: int, into: memoryview) -> None:
+        """See `Storage`."""
+        left = into.cast("B")
+        with self._file(name) as file:
+            while len(left):
+                count = os.preadv(file, [left], start)
+                if not count:
+                    raise EOFError(f"{self.path / name} ends {len(left)} bytes too early")
+                start, left = start + count, left[count:]
+
+    def close(self) -> None:
+        """See `Storage`."""
+        with self._lock:
+            while self._open:
+                os.close(self._open.popitem()[1].descriptor)
+
+    @contextlib.contextmanager
+    def _file(self, name: str) -> Iterator[int]:
+        with self._lock:
+            file = self._open.pop(name, None)
+            if file is None:
+                self._close_idle()
+                file = _OpenFile(os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC))
+            self._open[name] = file
+            file.num_readers += 1
+        try:
+            yield file.descriptor
+        finally:
+            with self._lock:
+                file.num_readers -= 1
+
+    def _close_idle(self) -> None:
+        """Close files that nobody reads at the moment, if many are open, the one that was read first first."""
+        idle = [name for name, file in self._open.items() if not file.num_readers]
+        for name in idle[: max(0, len(self._open) - _MAX_OPEN + 1)]:
+            os.close(self._open.pop(name).descriptor)
+
+    def _place(self, save_id: str) -> Path:
+        return self.path / f"{_SAVING}{save_id}"
+
+
+def _sync_folder(path: Path) -> None:
+    """Make what names a folder has last."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

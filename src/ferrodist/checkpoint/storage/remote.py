@@ -1,0 +1,284 @@
+"""A folder of a file system of fsspec's: of an object store, or of another machine."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from fsspec.asyn import AsyncFileSystem
+
+from ferrodist.checkpoint.storage.base import save_of
+from ferrodist.checkpoint.storage.remote_errors import as_os_errors, to_os_error, was_refused
+from ferrodist.checkpoint.storage.remote_writer import RemoteWriter
+from ferrodist.checkpoint.storage.uploads import abort_upload, list_uploads
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+    from contextlib import AbstractContextManager
+
+    from fsspec import AbstractFileSystem
+
+__all__ = ["RemoteStorage"]
+
+_logger = logging.getLogger(__name__)
+
+_PART_BYTES = 16 << 20
+"""Kept in memory until it is sent, and twice while it is. Larger files have larger parts:"""
+
+_MOST_PARTS = 9_000
+"""of one file. S3 takes 10,000."""
+
+_RANGE_BYTES = 8 << 20
+_NUM_RANGES = 8
+"""So much is asked for in one request, and so many requests are made at once: S3 gives 50 to 100 MB/s for each."""
+
+_NUM_REMOVALS = 16
+
+_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "obs", "tos"})
+"""Protocols of buckets, whose folders are but the beginnings of names: nobody makes or removes one, and what is put is
+there whole at once. Their ``makedirs`` would make a bucket."""
+
+
+class RemoteStorage:
+    """A `Storage` over fsspec; see [Note: staged or not] in `base`.
+
+    A manifest is there at once in object stores. Elsewhere it is as good as the file system's ``mv``: what renames, as
+    SFTP and HDFS do, is; what copies can leave a damaged manifest, which loading finds.
+
+    Args:
+        fs: The file system. It must be this storage's own, for its caches of what folders have are turned off.
+        folder: As the file system names it.
+        url: The folder's, for messages and for those who open it again.
+    """
+
+    is_staged = False
+    request_bytes = 64 << 20
+
+    def __init__(self, fs: AbstractFileSystem, folder: str, url: str) -> None:
+        self.url = url
+        self._fs: Any = fs  # fsspec has no types
+        self._folder = folder.rstrip("/")
+        self._is_new = False
+        """Whether `begin` has made the folder."""
+        self._begun: str | None = None
+        """The save that was begun here and that no manifest can name as yet."""
+        protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+        self._has_buckets = bool(protocols & _OBJECT_STORES)
+        self._has_folders = not self._has_buckets and "memory" not in protocols
+        if hasattr(fs, "dircache"):
+            fs.dircache.use_listings_cache = False
+
+    def begin(self, save_id: str) -> None:
+        """See `Storage`."""
+        with as_os_errors(self.url):
+            if self._has_folders:
+                self._fs.invalidate_cache()
+                self._is_new = not self._fs.exists(self._folder)
+                self._fs.makedirs(self._folder, exist_ok=True)
+            if self._has_buckets:
+                self._find_bucket(self._folder.partition("/")[0])
+        self._begun = save_id
+
+    def create(self, save_id: str, name: str, size_bytes: int) -> RemoteWriter:
+        """See `Storage`."""
+        assert save_of(name) == save_id, "names of files that are not staged have the save's id"
+        part_bytes = max(_PART_BYTES, size_bytes // _MOST_PARTS + 1)
+        return RemoteWriter(self._fs, self._path(name), self._where(name), part_bytes)
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """See `Storage`; stores have no locks, so that two saves to one folder at once may disturb each other."""
+        return contextlib.nullcontext()
+
+    def publish(self, save_id: str, names: Sequence[str]) -> None:
+        """See `Storage`; files have had their places since they were closed."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """See `Storage`."""
+        begun, self._begun = self._begun, None
+        try:
+            with as_os_errors(self._where(name)):
+                self._put(name, data)
+        except OSError as error:
+            if was_refused(error):
+                self._begun = begun
+                raise
+            if not self._holds(name, data):  # else only the answer was lost
+                text = f"{error.strerror}; whether it was written is not known"
+                raise OSError(error.errno, text, error.filename) from error
+
+    def discard(self, save_id: str) -> None:
+        """See `Storage`."""
+        if self._begun == save_id:
+            self._abort_uploads(save_id)
+            self.remove([name for name in self.list_names() if save_of(name) == save_id])
+            if self._is_new:
+                self.remove_folder()
+
+    def remove(self, names: Collection[str]) -> None:
+        """See `Storage`."""
+        if len(names) > 1 and isinstance(self._fs, AsyncFileSystem):
+            with ThreadPoolExecutor(min(_NUM_REMOVALS, len(names)), "ferrodist-remove") as pool:
+                list(pool.map(self._remove_one, names))
+        else:
+            for name in names:
+                self._remove_one(name)
+
+    def has_leftovers(self) -> bool:
+        """See `Storage`; whole files are told by their names."""
+        return bool(self._uploads(None))
+
+    def remove_leftovers(self) -> None:
+        """See `Storage`."""
+        self._abort_uploads(None)
+
+    def remove_folder(self) -> None:
+        """See `Storage`."""
+        if self._has_folders:
+            with contextlib.suppress(OSError), as_os_errors(self.url):
+                self._fs.invalidate_cache()
+                if not self._fs.ls(self._folder, detail=False):
+                    self._fs.rmdir(self._folder)
+
+    def list_names(self) -> list[str]:
+        """See `Storage`."""
+        return self._list("file")
+
+    def list_folders(self) -> list[str]:
+        """See `Storage`."""
+        return self._list("directory")
+
+    def _list(self, kind: str) -> list[str]:
+        start = f"{self._folder.lstrip('/')}/"
+        try:
+            with as_os_errors(self.url):
+                self._fs.invalidate_cache()
+                found = self._fs.ls(self._folder, detail=True)
+        except FileNotFoundError:
+            return []
+        paths = [entry["name"].strip("/") for entry in found if entry["type"] == kind]
+        # Some stores have an object for the folder itself.
+        return sorted(path.removeprefix(start) for path in paths if path.startswith(start))
+
+    def size_bytes(self, name: str) -> int:
+        """See `Storage`."""
+        with as_os_errors(self._where(name)):
+            self._fs.invalidate_cache()
+            found = self._fs.info(self._path(name))
+            if found["type"] != "file":
+                raise FileNotFoundError(errno.ENOENT, "It is a folder")
+            return int(found["size"])
+
+    def get(self, name: str) -> bytes:
+        """See `Storage`."""
+        with as_os_errors(self._where(name)):
+            return bytes(self._fs.cat_file(self._path(name)))
+
+    def read(self, name: str, start: int, into: memoryview) -> None:
+        """See `Storage`."""
+        left = into.cast("B")
+        while len(left):
+            count = self._read_some(name, start, left)
+            start, left = start + count, left[count:]
+
+    def close(self) -> None:
+        """See `Storage`; connections go with the file system."""
+
+    def _path(self, name: str) -> str:
+        return f"{self._folder}/{name}"
+
+    def _where(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    def _find_bucket(self, bucket: str) -> None:
+        """Raise FileNotFoundError if it is not there, before anything is sent to it."""
+        try:
+            self._fs.info(bucket)
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, f"There is no bucket {bucket!r}: make it first") from None
+        except OSError:
+            pass  # who may write to a folder of a bucket may not always look at the bucket
+
+    def _put(self, name: str, data: bytes) -> None:
+        if not self._has_folders:
+            self._fs.pipe_file(self._path(name), data)
+            return
+        place = self._path(f".{name}.new")
+        try:
+            self._fs.pipe_file(place, data)
+            self._fs.mv(place, self._path(name))
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(place)
+            raise
+
+    def _holds(self, name: str, data: bytes) -> bool:
+        try:
+            return self.get(name) == data
+        except OSError:
+            return False
+
+    def _remove_one(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError), as_os_errors(self._where(name)):
+            self._fs.rm_file(self._path(name))
+
+    def _abort_uploads(self, save_id: str | None) -> None:
+        """Abort those of a save, or of all saves."""
+        for name, upload in self._uploads(save_id):
+            with as_os_errors(self._where(name)):
+                abort_upload(self._fs, self._path(name), upload)
+
+    def _uploads(self, save_id: str | None) -> list[tuple[str, str]]:
+        """The names and ids of unfinished uploads of a save, or of all saves."""
+        try:
+            with as_os_errors(self.url):
+                found = list(list_uploads(self._fs, self._folder))
+        except OSError as error:
+            if not was_refused(error):
+                raise
+            # Not all who may write may list uploads, and not all stores do it.
+            _logger.debug("uploads to %s that were not completed can't be looked for: %s", self.url, error)
+            return []
+        return [
+            (name, upload)
+            for name, upload in found
+            if (found_id := save_of(name)) is not None and save_id in (None, found_id)
+        ]
+
+    def _read_some(self, name: str, start: int, into: memoryview) -> int:
+        """Fill the beginning of ``into``, with several requests at once; how much that was."""
+        path, stop = self._path(name), min(start + len(into), start + _NUM_RANGES * _RANGE_BYTES)
+        starts = list(range(start, stop, _RANGE_BYTES))
+        ends = [min(begin + _RANGE_BYTES, stop) for begin in starts]
+        with as_os_errors(self._where(name)):
+            pieces = self._fs.cat_ranges([path] * len(starts), starts, ends, on_error="return")
+        count = 0
+        for begin, end, piece in zip(starts, ends, pieces, strict=True):
+            if isinstance(piece, BaseException):
+                self._check_inside(name, end, piece)
+                raise to_os_error(piece, self._where(name)) from piece
+            if len(piece) > end - begin:
+                raise OSError(
+                    errno.EIO, f"{len(piece)} bytes came where {end - begin} were asked for", self._where(name)
+                )
+            into[count : count + len(piece)] = piece
+            count += len(piece)
+            if len(piece) < end - begin:
+                break  # the rest is asked for again
+        if not count:
+            self._check_inside(name, start + 1, None)
+            raise OSError(errno.EIO, f"No bytes came from {start} on, though it is longer", self._where(name))
+        return count
+
+    def _check_inside(self, name: str, end: int, error: BaseException | None) -> None:
+        """Raise EOFError if a file ends before ``end``; stores have each another error for that."""
+        if isinstance(error, FileNotFoundError):
+            return
+        try:
+            size = self.size_bytes(name)
+        except OSError:
+            return
+        if size < end:
+            raise EOFError(f"{self._where(name)} ends {end - size} bytes too early") from error

@@ -1,0 +1,206 @@
+"""What is there after a save that failed while it was published, or right after."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from ferrodist.checkpoint import DistCheckpointError, PerRank, functions, load_distributed, save_distributed
+from ferrodist.checkpoint.manifest import INDEX_NAME, MANIFEST_NAME
+from ferrodist.checkpoint.storage import local
+from ferrodist.checkpoint.storage.local import LocalStorage
+from ferrodist.checkpoint.storage.local_writer import LocalWriter
+from ferrodist.testing import run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.checkpoint.storage import Storage
+
+
+def _save(path: Path, value: float = 1.0) -> None:
+    save_distributed({"a": torch.full((3,), value)}, path)
+
+
+def _saved(path: Path) -> float:
+    return float(load_distributed(path)["a"][0])
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _fail_to_put(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    put = LocalStorage.put
+
+    def fail(storage: LocalStorage, other: str, data: bytes) -> None:
+        if other == name:
+            raise OSError(28, "no room")
+        put(storage, other, data)
+
+    monkeypatch.setattr(LocalStorage, "put", fail)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_no_room_for_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
+    """What was published is removed, what was there before stays, and the next save to the folder goes well."""
+    path = tmp_path / "saved"
+    if not is_first:
+        _save(path)
+    before = _names(path) if path.exists() else None
+    _fail_to_put(monkeypatch, MANIFEST_NAME)
+    with pytest.raises(DistCheckpointError, match="no room"):
+        _save(path, 2.0)
+    assert (_names(path) if path.exists() else None) == before
+    monkeypatch.undo()
+    _save(path, 3.0)
+    assert _saved(path) == 3.0
+
+
+def test_no_room_for_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint is there by then: the save has succeeded, and the log has what failed."""
+    _fail_to_put(monkeypatch, INDEX_NAME)
+    with caplog.at_level(logging.WARNING, logger="ferrodist"):
+        _save(tmp_path, 2.0)
+    assert "no room" in caplog.text
+    assert _saved(tmp_path) == 2.0
+
+
+def test_a_manifest_in_its_place_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If only its folder can't be synced, the checkpoint may be what is found after a restart: nothing is removed."""
+    _save(tmp_path)
+    sync = local._sync_folder
+
+    def fail(path: Path) -> None:
+        if path == tmp_path and read_is_new():
+            raise OSError(5, "a bad disk")
+        sync(path)
+
+    def read_is_new() -> bool:
+        return _saved(tmp_path) == 2.0
+
+    monkeypatch.setattr(local, "_sync_folder", fail)
+    with pytest.raises(DistCheckpointError, match="a bad disk"):
+        _save(tmp_path, 2.0)
+    monkeypatch.undo()
+    assert _saved(tmp_path) == 2.0
+
+
+def test_two_first_saves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that comes later is there in the end, whole; no file is written over."""
+    path, outcomes = tmp_path / "saved", []
+    begin = LocalStorage.begin
+
+    def begin_late(storage: LocalStorage, save_id: str) -> None:
+        if not outcomes:
+            outcomes.append("the other")
+            _save(path, 1.0)  # between the plan of the save below and its writing
+        begin(storage, save_id)
+
+    monkeypatch.setattr(LocalStorage, "begin", begin_late)
+    _save(path, 2.0)
+    assert outcomes
+    assert _saved(path) == 2.0
+
+
+def test_a_damaged_manifest_is_saved_over(tmp_path: Path) -> None:
+    """There is no checkpoint to lose."""
+    _save(tmp_path)
+    (tmp_path / MANIFEST_NAME).write_bytes(b"{}")
+    _save(tmp_path, 2.0)
+    assert _saved(tmp_path) == 2.0
+
+
+def test_a_manifest_that_was_being_written_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill then leaves it under another name, and the next save removes that."""
+
+    def die(writer: LocalWriter) -> None:
+        del writer
+
+    with monkeypatch.context() as patch:
+        close = LocalWriter.close
+
+        def close_or_die(writer: LocalWriter) -> None:
+            close(writer)
+            if MANIFEST_NAME in writer.path.name:
+                patch.setattr(LocalWriter, "discard", die)
+                patch.setattr(LocalStorage, "discard", lambda *_: None)
+                raise KeyboardInterrupt
+
+        patch.setattr(LocalWriter, "close", close_or_die)
+        with pytest.raises(KeyboardInterrupt):
+            _save(tmp_path)
+    assert len(_names(tmp_path)) > 1
+    _save(tmp_path, 2.0)
+    assert len(_names(tmp_path)) == 3
+
+
+def test_disks_that_ranks_dont_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when each host has a folder of this name: the error says so."""
+    open_storage = functions.open_storage
+    elsewhere: set[int] = set()
+
+    def of_own(path: Path, options: None) -> Storage:
+        storage = open_storage(path, options)
+        if threading.get_ident() in elsewhere:
+            assert isinstance(storage, LocalStorage)
+            storage.path = tmp_path / "another host" / "saved"
+        return storage
+
+    monkeypatch.setattr(functions, "open_storage", of_own)
+
+    def program(group: Backend) -> None:
+        if group.rank == 1:
+            elsewhere.add(threading.get_ident())
+        with pytest.raises(DistCheckpointError, match="all ranks must see one disk"):
+            save_distributed({"own": PerRank(torch.ones(3))}, tmp_path / "saved", group=group)
+
+    run_ranks(program, 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_first_save_has_published_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the next save has fewer files: tools that take all files of a folder would take them."""
+    tensors = {str(number): torch.ones(3) for number in range(3)}
+    with monkeypatch.context() as patch:
+
+        def die(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(LocalStorage, "put", die)
+        for name in ("remove", "discard"):
+            patch.setattr(LocalStorage, name, lambda *_: None)
+        with pytest.raises(KeyboardInterrupt):
+            save_distributed(tensors, tmp_path, max_file_bytes=1)
+    assert any(name.endswith("-00003-of-00003.safetensors") for name in _names(tmp_path))
+    _save(tmp_path, 2.0)
+    assert len(_names(tmp_path)) == 3
+
+
+def test_programs_without_a_group_that_save_to_one_path(tmp_path: Path) -> None:
+    """Each takes itself for the only rank: those that come too late raise, and what is there is whole."""
+    for turn in range(10):
+        path, outcomes = tmp_path / f"{turn}", []
+
+        def save(value: int, path: Path = path, outcomes: list[str] = outcomes) -> None:
+            try:
+                save_distributed({"a": torch.full((300_000,), float(value))}, path)
+                outcomes.append("saved")
+            except DistCheckpointError:
+                outcomes.append("refused")
+
+        threads = [threading.Thread(target=save, args=(value,)) for value in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert "saved" in outcomes
+        assert len(outcomes) == 3
+        load_distributed(path)

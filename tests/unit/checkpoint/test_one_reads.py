@@ -1,0 +1,79 @@
+"""One rank reads for all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import ferrodist as fd
+from ferrodist.checkpoint import DistCheckpointError, Placed, distributing, load_distributed, save_distributed
+from ferrodist.checkpoint.storage import LocalStorage
+from ferrodist.testing import run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ferrodist.backends.base import Backend
+
+_ROWS, _COLUMNS = 37, 6
+
+
+def _save(path: Path) -> torch.Tensor:
+    values = torch.arange(_ROWS * _COLUMNS, dtype=torch.float32).reshape(_ROWS, _COLUMNS)
+    save_distributed({"a": values, "number": torch.tensor(5), "none": torch.empty(0, 3), "text": "yes"}, path)
+    return values
+
+
+@pytest.mark.parametrize("chunk_bytes", [50, 1 << 20])
+@pytest.mark.parametrize("backend", ["simulated", "native"])
+def test_each_byte_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, backend: str
+) -> None:
+    """All ranks get their parts, whole ones too, in one chunk or many; rank 0 alone reads, and reads nothing twice."""
+    monkeypatch.setattr(distributing, "_CHUNK_BYTES", chunk_bytes)
+    values = _save(tmp_path)
+    read_bytes: list[int] = []
+    original = LocalStorage.read
+
+    def read(storage: LocalStorage, name: str, start: int, into: memoryview) -> None:
+        read_bytes.append(len(into))
+        original(storage, name, start, into)
+
+    monkeypatch.setattr(LocalStorage, "read", read)
+
+    def program(group: Backend) -> int:
+        mesh = fd.DeviceMesh(group, (3,))
+        into = {"a": Placed(mesh, fd.Shard(0)), "number": None, "none": None, "text": None}
+        read_bytes.clear()
+        fd.barrier(group=group)
+        loaded = load_distributed(tmp_path, into, group=group, one_reads=True, verify=False)
+        fd.barrier(group=group)
+        number_read = sum(read_bytes)
+        assert torch.equal(loaded["a"].full_tensor(), values)
+        assert (int(loaded["number"]), loaded["none"].shape, loaded["text"]) == (5, (0, 3), "yes")
+        whole = load_distributed(tmp_path, {"a": torch.zeros(_ROWS, _COLUMNS)}, group=group, one_reads=True)
+        assert torch.equal(whole["a"], values)
+        return number_read
+
+    found = run_ranks(program, 3, backend=backend)
+    assert found[0] == _ROWS * _COLUMNS * 4 + 8
+    if backend == "native":
+        assert found[1:] == [0, 0]
+
+
+def test_damage_is_told_to_all(tmp_path: Path) -> None:
+    """What rank 0 can't read is an error on every rank, and no rank waits for ever."""
+    _save(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+    def program(group: Backend) -> None:
+        mesh = fd.DeviceMesh(group, (2,))
+        with pytest.raises(DistCheckpointError, match=r"safetensors.*tensor '(a|number)'"):
+            load_distributed(tmp_path, {"a": Placed(mesh, fd.Shard(1)), "number": None}, group=group, one_reads=True)
+
+    run_ranks(program, 2)

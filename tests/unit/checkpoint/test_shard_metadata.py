@@ -1,0 +1,87 @@
+"""Plain tensors that the program has divided itself."""
+
+import pytest
+import torch
+
+from ferrodist.checkpoint import (
+    AsyncCheckpointer,
+    DistCheckpointError,
+    DistributedCheckpoint,
+    ShardMetadata,
+    TensorShardSpec,
+    flat_shard_metadata,
+    load_distributed,
+    save_distributed,
+)
+from ferrodist.testing import run_ranks
+
+WHOLE = torch.arange(35.0).reshape(7, 5)
+
+
+def shards(sizes, dim=0):
+    """How WHOLE is divided, as a state has it nested."""
+    spec = TensorShardSpec(full_shape=(7, 5), shard_dim=dim, shard_sizes=sizes)
+    return ShardMetadata(num_ranks=len(sizes), tensor_specs={"model.w": spec})
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("how", ["at once", "asynchronously"])
+def test_other_ranks_and_sizes(tmp_path, dim, how):
+    """Saved in uneven shards, one of them empty, and loaded in others along the other dim, and whole."""
+    sizes = [4, 0, 3] if dim == 0 else [1, 4, 0]
+
+    def save(group):
+        state = {"model": {"w": WHOLE.split(sizes, dim)[group.rank], "same": torch.ones(2)}}
+        given = shards(sizes, dim)
+        if how == "at once":
+            save_distributed(state, tmp_path, group=group, shards=given)
+            return str(tmp_path)
+        with AsyncCheckpointer(tmp_path, group=group, shards=given) as checkpointer:
+            return checkpointer.save_async(state, 3).wait()
+
+    path = run_ranks(save, 3)[0]
+    other = [2, 3] if dim == 0 else [6, 1]
+
+    def load(group):
+        part = torch.zeros_like(WHOLE.split(other, 1 - dim)[group.rank])
+        load_distributed(path, {"model": {"w": part}}, group=group, shards=shards(other, 1 - dim))
+        assert torch.equal(part, WHOLE.split(other, 1 - dim)[group.rank])
+
+    run_ranks(load, 2)
+    assert torch.equal(load_distributed(path)["model"]["w"], WHOLE)
+
+
+def test_flat_shards(tmp_path):
+    """Flat tensors of one size on each rank; and what the checkpoint says of itself."""
+
+    def save(group):
+        state = {"a": torch.full((4,), float(group.rank)), "b": torch.full((2,), group.rank)}
+        save_distributed(state, tmp_path, group=group, shards=flat_shard_metadata(state, group.world_size))
+
+    run_ranks(save, 3)
+    loaded = load_distributed(tmp_path)
+    assert loaded["a"].tolist() == [0.0] * 4 + [1.0] * 4 + [2.0] * 4
+    assert loaded["b"].tolist() == [0, 0, 1, 1, 2, 2]
+    checkpoint = DistributedCheckpoint(tmp_path)
+    assert checkpoint.checkpoint_dir == str(tmp_path)
+    found = checkpoint.shard_metadata
+    assert found.num_ranks == 3
+    assert found.tensor_specs["a"] == TensorShardSpec(full_shape=(12,), shard_dim=0, shard_sizes=[4, 4, 4])
+
+
+def test_wrong_metadata(tmp_path):
+    """Each mistake is named."""
+    with pytest.raises(ValueError, match="no dim 2"):
+        TensorShardSpec(full_shape=(7, 5), shard_dim=2, shard_sizes=[7])
+    with pytest.raises(ValueError, match="not dim 0 of 7 together"):
+        TensorShardSpec(full_shape=(7, 5), shard_dim=0, shard_sizes=[3, 3])
+    with pytest.raises(ValueError, match="2 shards for 3 ranks"):
+        ShardMetadata(num_ranks=3, tensor_specs=shards([3, 4]).tensor_specs)
+    with pytest.raises(ValueError, match="flat ones have one"):
+        flat_shard_metadata({"w": WHOLE}, 2)
+    with pytest.raises(ValueError, match="for 2 ranks, and the group has 1"):
+        save_distributed({"model": {"w": WHOLE}}, tmp_path, shards=shards([3, 4]))
+    with pytest.raises(ValueError, match=r"'model\.w': it has shape \(2, 5\) on rank 0, where shards says \(7, 5\)"):
+        save_distributed({"model": {"w": WHOLE[:2]}}, tmp_path, shards=shards([7]))
+    with pytest.raises(DistCheckpointError, match="is missing"):
+        DistributedCheckpoint(tmp_path)
