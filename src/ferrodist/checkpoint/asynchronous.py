@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,11 @@ from ferrodist.checkpoint.saving import DEFAULT_FILE_BYTES, Save
 from ferrodist.checkpoint.staging import StagingBuffer
 from ferrodist.checkpoint.storage import join_path, open_storage
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistCheckpointError, DistributedError
+from ferrodist.errors import DistCheckpointError, DistributedError, describe_error
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     import torch
@@ -91,12 +92,13 @@ class CheckpointFuture:
         """Wait until it has ended, however it did."""
         wait([self._future])
 
-    def raise_untold(self) -> None:
-        """Raise why it failed, unless somebody knows."""
-        if self.done() and not self._is_told and (error := self.exception()) is not None:
-            raise DistCheckpointError(
-                f"the checkpoint before, {self.path}, failed: {error}. The next one may be saved", ranks=()
-            ) from error
+    def untold(self) -> DistCheckpointError | None:
+        """Why it failed, unless somebody knows; now somebody does."""
+        if not self.done() or self._is_told or (error := self.exception()) is None:
+            return None
+        made = DistCheckpointError(f"an earlier checkpoint, {self.path}, failed: {describe_error(error)}", ranks=())
+        made.__cause__ = error
+        return made
 
 
 class AsyncCheckpointer:
@@ -167,6 +169,7 @@ class AsyncCheckpointer:
         self._lock = threading.Lock()
         self._futures: list[CheckpointFuture] = []
         """Of saves that nobody has waited for, the oldest first."""
+        weakref.finalize(self, _tell_failures, self._futures)
 
     @property
     def rank(self) -> int:
@@ -249,7 +252,8 @@ class AsyncCheckpointer:
         """Forget the saves that have ended, up to the first that failed."""
         for future in [future for future in self._futures if future.done()]:
             self._futures.remove(future)
-            future.raise_untold()
+            if (error := future.untold()) is not None:
+                raise error
 
     def wait(self) -> None:
         """Wait until all is written.
@@ -284,6 +288,13 @@ class AsyncCheckpointer:
             if error is None:
                 raise
             _logger.warning("while another error is raised, so that it is told here only: %s", second)
+
+
+def _tell_failures(futures: Sequence[CheckpointFuture]) -> None:
+    """When nobody has a checkpointer any more, or the program ends without having closed it."""
+    for future in futures:
+        if (error := future.untold()) is not None:
+            _logger.error("%s", error)
 
 
 def _remove_unfinished(dir: str, storage_options: Mapping[str, Any] | None) -> None:  # noqa: A002

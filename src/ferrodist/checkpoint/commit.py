@@ -29,21 +29,30 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.planner import SavePlan, Span
     from ferrodist.checkpoint.storage.base import Storage
     from ferrodist.checkpoint.writer import FileReport
+    from ferrodist.deadline import Deadline
 
 __all__ = ["commit", "make_index", "make_manifest"]
 
 _logger = logging.getLogger(__name__)
 
 
-def commit(storage: Storage, manifest: Manifest) -> None:
+def commit(storage: Storage, manifest: Manifest, deadline: Deadline) -> None:
     """Publish a save whose files are all written; see [Note: commit] in `storage/base.py`.
 
-    When it raises, what was published is gone again. What fails after the manifest is there is logged.
+    When it raises, what was published is gone again, unless the folder's manifest may be this save's. What fails after
+    the manifest is there is logged.
+
+    Args:
+        storage: Where they are.
+        manifest: The save's.
+        deadline: When other saves to the folder must have been committed.
 
     Raises:
-        OSError: What the storage says, or a file is not what was written. Nothing was committed.
+        OSError: What the storage says, or a file is not what was written. Readers see what was there before, but for
+            one case: the manifest was put in its place, and the disk then refused to make that last. It is this save's
+            then, whole.
     """
-    with storage.exclusive():
+    with storage.exclusive(deadline):
         _commit(storage, manifest)
 
 
@@ -76,7 +85,7 @@ def _publish(storage: Storage, manifest: Manifest, names: Sequence[str]) -> set[
 
 
 def _withdraw(storage: Storage, save_id: str, names: Sequence[str]) -> None:
-    """Remove what was published of a save, unless it was committed after all."""
+    """Remove what was published of a save, unless it was committed after all, or that can't be told."""
     if not storage.is_staged:
         return  # its `discard` does that, and knows whether the manifest may still appear
     if MANIFEST_NAME in storage.list_names() and read_manifest(storage).save_id == save_id:

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from ferrodist.checkpoint.dtypes import dtype_from_name
+from ferrodist.checkpoint.outcome import agree_on
 from ferrodist.checkpoint.reader import put_elements
 from ferrodist.collectives.objects import gather_object
 from ferrodist.collectives.point_to_point import recv_into, send
@@ -42,6 +43,8 @@ def read_for_all(
     reader: CheckpointReader,
     manifest: Manifest,
     wanted: Sequence[tuple[str, Box, torch.Tensor]],
+    *,
+    where: str,
     group: Backend,
     deadline: Deadline,
 ) -> None:
@@ -51,11 +54,13 @@ def read_for_all(
         reader: Reads; on rank 0 only.
         manifest: The checkpoint's.
         wanted: Boxes of saved tensors, and what of this rank they fill.
+        where: The checkpoint, for messages.
         group: The ranks.
         deadline: When all must be done.
 
     Raises:
-        DistCheckpointError: When everything was sent: something could not be read, on rank 0, or doesn't fit.
+        DistCheckpointError: A rank has no memory for it; or, when everything was sent, something could not be read, on
+            rank 0, or doesn't fit.
         DistributedError: A rank was lost, or is late.
     """
     own: dict[Need, list[torch.Tensor]] = {}
@@ -63,22 +68,38 @@ def read_for_all(
         if box.numel:
             own.setdefault(Need(key, box.offsets, box.shape), []).append(view)
     gathered = gather_object(msgspec.msgpack.encode(list(own)), group=group, timeout=deadline.remaining())
-    if gathered is None:
-        failure = _receive(own, manifest, group, deadline)
+    with agree_on("make room to read a checkpoint", where, group, deadline):
+        receivers = _receivers(own, gathered or [])
+        room = torch.empty(_most_bytes(receivers, manifest), dtype=torch.uint8, device="cpu")
+    if group.rank == 0:
+        failure = _read_and_send(reader, manifest, own, receivers, room, group=group, deadline=deadline)
     else:
-        needs = [msgspec.msgpack.decode(encoded, type=list[Need]) for encoded in gathered]
-        failure = _read_and_send(reader, manifest, own, needs, group=group, deadline=deadline)
+        failure = _receive(own, manifest, room, group=group, deadline=deadline)
     if failure is not None:
         raise failure
 
 
+def _receivers(own: Iterable[Need], gathered: Sequence[bytes]) -> dict[Need, list[int]]:
+    """Which other ranks want what rank 0 reads; elsewhere what this rank wants, and nobody."""
+    receivers: dict[Need, list[int]] = {need: [] for need in own}
+    for rank, encoded in enumerate(gathered):
+        for need in msgspec.msgpack.decode(encoded, type=list[Need]) if rank else ():
+            receivers.setdefault(need, []).append(rank)
+    return receivers
+
+
 def _receive(
-    own: Mapping[Need, Sequence[torch.Tensor]], manifest: Manifest, group: Backend, deadline: Deadline
+    own: Mapping[Need, Sequence[torch.Tensor]],
+    manifest: Manifest,
+    room: torch.Tensor,
+    *,
+    group: Backend,
+    deadline: Deadline,
 ) -> Exception | None:
     """Fill what this rank wants; why it could not."""
     failure: Exception | None = None
     for need, chunk, inner in _chunks(own, manifest):
-        data = _empty(need, chunk, manifest)
+        data = _in(room, need, chunk, manifest)
         recv_into(data, 0, group=group, timeout=deadline.remaining())
         failure = failure or _try_to(partial(_keep, need, data, inner, own[need]))
     return failure
@@ -88,21 +109,18 @@ def _read_and_send(
     reader: CheckpointReader,
     manifest: Manifest,
     own: Mapping[Need, Sequence[torch.Tensor]],
-    needs: Sequence[Sequence[Need]],
+    receivers: Mapping[Need, Sequence[int]],
+    room: torch.Tensor,
     *,
     group: Backend,
     deadline: Deadline,
 ) -> Exception | None:
-    """Read what all ranks want, as ``needs`` says by rank; why that could not be done."""
-    others: dict[Need, list[int]] = {need: [] for need in own}
-    for rank, wanted in enumerate(needs):
-        for need in wanted if rank != group.rank else ():
-            others.setdefault(need, []).append(rank)
+    """Read what all ranks want; why that could not be done."""
     failure: Exception | None = None
-    for need, chunk, inner in _chunks(others, manifest):
-        data = _empty(need, chunk, manifest)
+    for need, chunk, inner in _chunks(receivers, manifest):
+        data = _in(room, need, chunk, manifest)
         failure = failure or _try_to(partial(reader.read_box, need.key, chunk, data))
-        for rank in others[need]:
+        for rank in receivers[need]:
             send(data, rank, group=group, timeout=deadline.remaining())
         failure = failure or _try_to(partial(_keep, need, data, inner, own.get(need, ())))
     return failure
@@ -117,8 +135,20 @@ def _try_to(act: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _empty(need: Need, box: Box, manifest: Manifest) -> torch.Tensor:
-    return torch.empty(box.shape, dtype=dtype_from_name(manifest.tensors[need.key].dtype), device="cpu")
+def _most_bytes(needs: Iterable[Need], manifest: Manifest) -> int:
+    """Of one message: some rows, and where they are long one row, of the tensor with the longest ones."""
+    sizes = [chunk.numel * _dtype(need, manifest).itemsize for need, chunk, _ in _chunks(needs, manifest)]
+    return max(sizes, default=0)
+
+
+def _dtype(need: Need, manifest: Manifest) -> torch.dtype:
+    return dtype_from_name(manifest.tensors[need.key].dtype)
+
+
+def _in(room: torch.Tensor, need: Need, box: Box, manifest: Manifest) -> torch.Tensor:
+    """A tensor for the elements of a box, at the beginning of the room."""
+    dtype = _dtype(need, manifest)
+    return room[: box.numel * dtype.itemsize].view(dtype).view(box.shape)
 
 
 def _keep(need: Need, data: torch.Tensor, inner: Box, views: Iterable[torch.Tensor]) -> None:
@@ -138,7 +168,7 @@ def _chunks(needs: Iterable[Need], manifest: Manifest) -> Iterator[tuple[Need, B
         if not need.shape:
             yield need, whole, whole
             continue
-        row = whole.numel // need.shape[0] * dtype_from_name(manifest.tensors[need.key].dtype).itemsize
+        row = whole.numel // need.shape[0] * _dtype(need, manifest).itemsize
         at_once = max(1, _CHUNK_BYTES // row)
         for begin in range(0, need.shape[0], at_once):
             count = min(at_once, need.shape[0] - begin)

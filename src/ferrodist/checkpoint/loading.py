@@ -60,7 +60,7 @@ def load(
             targets = sorted(matching.targets, key=lambda target: manifest.place(target[0]))
             boxes = [(key, box, view) for key, _, part in targets for box, view in part.pieces]
             if one_reads:
-                read_for_all(reader, manifest, boxes, group, deadline)
+                read_for_all(reader, manifest, boxes, where=storage.url, group=group, deadline=deadline)
             else:
                 for key, box, view in boxes:
                     reader.read_box(key, box, view)

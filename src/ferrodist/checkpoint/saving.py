@@ -29,7 +29,7 @@ from ferrodist.checkpoint.planner import (
     plan_save,
 )
 from ferrodist.checkpoint.shard_metadata import ShardMetadata
-from ferrodist.checkpoint.state import collect_state
+from ferrodist.checkpoint.state import collect_state, fold_sums
 from ferrodist.checkpoint.tree import Encoder
 from ferrodist.checkpoint.writer import FileReport, bytes_of, hash_blocks, write_file
 from ferrodist.collectives.objects import gather_object, scatter_object
@@ -92,10 +92,12 @@ class Save:
         """Of all ranks; on rank 0 only."""
         self.files: list[FilePlan] = []
         with agree_on("prepare a checkpoint", storage.url, group, deadline):
+            collected = collect_state(state)
+        with agree_on("prepare a checkpoint", storage.url, group, deadline):
             if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
                 raise ValueError(f"max_file_bytes is a number of bytes, not {max_file_bytes!r}")
             encoder = Encoder(group.rank)
-            tree = encoder.encode(collect_state(state))
+            tree = encoder.encode(fold_sums(collected))
             shards = shards or ShardMetadata(num_ranks=group.world_size)
             shards.check(group.world_size)
             report, self._views = _report(tree, encoder, shards, check_replicas=check_replicas)
@@ -213,7 +215,7 @@ class Save:
         manifest = make_manifest(
             self._plan, reports, save_id=self.save_id, created_ns=self.created_ns, world_size=self._group.world_size
         )
-        commit(self._storage, manifest)
+        commit(self._storage, manifest, self._deadline)
 
 
 def _report(

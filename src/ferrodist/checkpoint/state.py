@@ -177,7 +177,7 @@ class OptimizerState:
 
 
 def collect_state(value: Any, path: tuple[object, ...] = ()) -> Any:
-    """A state with what stands for each of its objects; sums that ranks have parts of are folded, which all call.
+    """A state with what stands for each of its objects: dicts, lists and tuples of values.
 
     Raises:
         TypeError: An optimizer without names for its parameters.
@@ -186,8 +186,6 @@ def collect_state(value: Any, path: tuple[object, ...] = ()) -> Any:
     check_depth(path)
     if isinstance(value, torch.optim.Optimizer):
         refuse_optimizer(path)
-    if isinstance(value, DTensor):
-        return _folded(value)
     if isinstance(value, PerRank):
         return PerRank(collect_state(value.value, (*path, "own")), resize=value.resize)
     if isinstance(value, torch.nn.Module):
@@ -200,6 +198,20 @@ def collect_state(value: Any, path: tuple[object, ...] = ()) -> Any:
         members = [collect_state(each, (*path, place)) for place, each in enumerate(value)]
         return members if isinstance(value, list) else tuple(members)
     return value
+
+
+def fold_sums(collected: Any) -> Any:
+    """What `collect_state` gives, with sums folded that ranks have parts of; all ranks of their meshes call this."""
+    if isinstance(collected, DTensor):
+        return _folded(collected)
+    if isinstance(collected, PerRank):
+        return PerRank(fold_sums(collected.value), resize=collected.resize)
+    if isinstance(collected, dict) and not isinstance(collected, Counter):
+        return {key: fold_sums(each) for key, each in collected.items()}
+    if isinstance(collected, (list, tuple)) and not isinstance(collected, torch.Size):
+        members = [fold_sums(each) for each in collected]
+        return members if isinstance(collected, list) else tuple(members)
+    return collected
 
 
 def refuse_optimizer(path: Sequence[object]) -> NoReturn:

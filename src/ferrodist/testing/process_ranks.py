@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["ProcessRanks"]
 
 _EXIT_SECONDS = 2.0
+_THREAD_EXIT_SECONDS = 0.5
+_lasting_threads: set[int] = set()
+"""Threads of C libraries that have been waited for, and go on; their numbers are the system's."""
 
 
 class _Child:
@@ -111,6 +114,7 @@ class ProcessRanks:
         ]
         self._pending: list[Event] = []
         self._children: list[_Child] = []
+        _await_ended_threads()
         try:
             self._children.extend(_Child(rank) for rank in range(world_size))
             for child in self._children:
@@ -236,6 +240,29 @@ class ProcessRanks:
             " moment stays locked in the ranks for ever. Fork before starting threads, or use ranks that are threads."
         )
         return [note]
+
+
+def _await_ended_threads() -> None:
+    """Wait until threads that have ended in Python have ended in C.
+
+    ``Thread.join`` returns before that. What C libraries do at a thread's very end they may do under a lock of theirs,
+    and it would be locked for ever in a process forked meanwhile. OpenSSL's thread events are such: the first HMAC of
+    a thread in the child would never return.
+    """
+    deadline = Deadline(_THREAD_EXIT_SECONDS)
+    _lasting_threads.intersection_update(_system_threads())
+    while unknown := _system_threads() - {thread.native_id for thread in threading.enumerate()} - _lasting_threads:
+        if deadline.expired:
+            _lasting_threads.update(unknown)
+        time.sleep(0.0002)
+
+
+def _system_threads() -> set[int]:
+    """The system's numbers of this process's threads, where that can be known."""
+    try:
+        return {int(name) for name in os.listdir("/proc/self/task")}
+    except OSError:
+        return set()
 
 
 def _signal_name(number: int) -> str:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from ferrodist import SizeMismatchError
+from ferrodist import DeviceMesh, DTensor, Partial, SizeMismatchError
 from ferrodist.checkpoint import AsyncCheckpointer, DistCheckpointError, commit, load_distributed, save_distributed
 from ferrodist.checkpoint.manifest import INDEX_NAME, MANIFEST_NAME
 from ferrodist.checkpoint.storage import LocalStorage, RemoteStorage, local_writer, open_storage
 from ferrodist.checkpoint.storage.local_writer import LocalWriter
+from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -80,19 +82,31 @@ def test_a_lock_ends_though_a_child_has_the_folder_open(tmp_path: Path) -> None:
     """A process that was forked during a commit doesn't hold up the next one."""
     storage = LocalStorage(tmp_path)
     go_on, wait = os.pipe()
-    with storage.exclusive():
+    with storage.exclusive(Deadline(10)):
         child = os.fork()
         if not child:
             os.close(wait)
             os.read(go_on, 1)
             os._exit(0)
     try:
-        with storage.exclusive():
+        with storage.exclusive(Deadline(1.0)):
             pass
     finally:
         os.close(wait)
         os.close(go_on)
         os.waitpid(child, 0)
+
+
+def test_a_lock_that_is_held_for_too_long(tmp_path: Path) -> None:
+    """A commit that waits for another one ends at its deadline, with the folder as it was."""
+    save_distributed({"a": torch.zeros(2)}, tmp_path)
+    with LocalStorage(tmp_path).exclusive(Deadline(1.0)):
+        with pytest.raises(DistCheckpointError, match="Another save to this folder is being committed"):
+            save_distributed({"a": torch.ones(2)}, tmp_path, timeout=0.5)
+        assert load_distributed(tmp_path)["a"].tolist() == [0.0, 0.0]
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    assert not list(tmp_path.glob(".saving-*"))
+    save_distributed({"a": torch.ones(2)}, tmp_path, timeout=60)
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
@@ -122,6 +136,30 @@ def test_an_error_of_ours_in_a_state(tmp_path: Path) -> None:
             save_distributed(state, tmp_path, group=group, timeout=60)
 
     run_ranks(program, 2)
+
+
+def test_sums_are_folded_when_all_ranks_have_their_states(tmp_path: Path) -> None:
+    """A state that one rank can't give doesn't leave the others in a collective: the group goes on."""
+
+    class Broken:
+        def state_dict(self) -> object:
+            raise OSError("not now")
+
+        def load_state_dict(self, state: object) -> None:
+            raise NotImplementedError
+
+    def program(group: Backend) -> None:
+        mesh = DeviceMesh(group, (2,))
+        total = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+        with pytest.raises(DistCheckpointError, match="not now"):
+            save_distributed({"a": Broken() if group.rank else 0, "b": total}, tmp_path, group=group, timeout=60)
+        state = {"b": total, "c": Counter("aab"), "d": (total, [total])}
+        save_distributed(state, tmp_path, group=group, timeout=60)
+
+    run_ranks(program, 2)
+    loaded = load_distributed(tmp_path)
+    assert loaded["b"].tolist() == loaded["d"][0].tolist() == loaded["d"][1][0].tolist() == [2.0] * 3
+    assert loaded["c"] == Counter("aab")
 
 
 def test_two_commits_to_a_store_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

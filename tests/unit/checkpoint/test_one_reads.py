@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -75,5 +76,28 @@ def test_damage_is_told_to_all(tmp_path: Path) -> None:
         mesh = fd.DeviceMesh(group, (2,))
         with pytest.raises(DistCheckpointError, match=r"safetensors.*tensor '(a|number)'"):
             load_distributed(tmp_path, {"a": Placed(mesh, fd.Shard(1)), "number": None}, group=group, one_reads=True)
+
+    run_ranks(program, 2)
+
+
+def test_a_rank_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told to all ranks before anything is sent, whichever rank it is."""
+    _save(tmp_path)
+    most_bytes, here = distributing._most_bytes, threading.local()
+
+    def most(*args: object) -> int:
+        if here.is_short:
+            raise MemoryError
+        return most_bytes(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(distributing, "_most_bytes", most)
+
+    def program(group: Backend) -> None:
+        for short in (0, 1):
+            here.is_short = group.rank == short
+            with pytest.raises(DistCheckpointError, match=f"rank {short} could not make room .* MemoryError"):
+                load_distributed(tmp_path, group=group, one_reads=True, timeout=60)
+        here.is_short = False
+        assert load_distributed(tmp_path, group=group, one_reads=True, timeout=60)["text"] == "yes"
 
     run_ranks(program, 2)

@@ -4,6 +4,8 @@ import functools
 import itertools
 import os
 import signal
+import subprocess
+import sys
 
 import fsspec
 import pytest
@@ -343,6 +345,47 @@ def test_checkpoints_beside_each_other(server):
     assert find_latest(parent, storage_options=server.options) == f"{parent}/step-00000003"
     assert len(server.objects("rotated")) == 6
     check_seed(server, f"{parent}/step-00000003", 3, shape=(10, 10))
+
+
+_ENDS_BEFORE_ITS_SAVES = """
+import sys
+import time
+
+import torch
+
+from ferrodist.checkpoint import AsyncCheckpointer
+from ferrodist.checkpoint.saving import Save
+
+run = Save.run
+
+
+def run_late(save, *args):
+    time.sleep(1.0)
+    if save.url.endswith("3"):
+        raise ZeroDivisionError
+    run(save, *args)
+
+
+checkpointer = AsyncCheckpointer(sys.argv[1], keep_last=1, max_file_bytes=100, storage_options=eval(sys.argv[2]))
+state = {str(number): torch.ones(30) for number in range(20)}
+checkpointer.save_async(state, 1).wait()
+Save.run = run_late
+checkpointer.save_async(state, 2)
+if len(sys.argv) > 3:
+    checkpointer.save_async(state, 3)
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_program_that_ends_before_its_saves(server, fails):
+    """They are committed and rotated all the same; one that fails is told on standard error."""
+    parent = f"s3://{s3_server.BUCKET}/ended-{fails}"
+    options = server.options | {"config_kwargs": dict(server.options["config_kwargs"])}
+    command = [sys.executable, "-c", _ENDS_BEFORE_ITS_SAVES, parent, repr(options), *(["fails"] if fails else [])]
+    done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+    assert list_checkpoints(parent, storage_options=server.options) == [f"{parent}/step-00000002"]
+    assert len(server.objects(f"ended-{fails}/step-00000001")) == 0
+    assert ("step-00000003, failed: ZeroDivisionError" in done.stderr) == fails, done.stderr
 
 
 def test_damage_in_the_store_is_found(server, url, folder):

@@ -1,5 +1,6 @@
 """`run_ranks`: results, failures, stuck ranks, dead processes, and nothing left behind."""
 
+import ctypes
 import os
 import pickle
 import signal
@@ -15,7 +16,7 @@ from toy_backend import ToyBackend
 from ferrodist.backends.process_group import default_group
 from ferrodist.backends.sub import SubBackend
 from ferrodist.errors import GroupAbortedError, InvalidWorldSizeError, PeerLostError, RankFailedError
-from ferrodist.testing import RANKS_BACKENDS, check_leaks, run_ranks
+from ferrodist.testing import RANKS_BACKENDS, check_leaks, process_ranks, run_ranks
 
 ALL_BACKENDS = [*RANKS_BACKENDS, ToyBackend.create_group]
 every_backend = pytest.mark.parametrize("backend", ALL_BACKENDS)
@@ -322,6 +323,32 @@ def test_other_threads_are_mentioned_when_a_process_is_stuck():
     finally:
         done.set()
         holder.join()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system's threads are counted on Linux only")
+def test_threads_that_are_about_to_end_are_waited_for():
+    """No process is forked beside one, for C libraries clean up behind a thread under locks; one that lasts is not."""
+
+    def threads():
+        return os.listdir("/proc/self/task")
+
+    def begin_thread(seconds):
+        thread = ctypes.c_ulong()
+        libc = ctypes.CDLL(None)
+        assert libc.pthread_create(ctypes.byref(thread), None, libc.usleep, ctypes.c_void_p(int(1e6 * seconds))) == 0
+        assert libc.pthread_detach(thread) == 0
+
+    alone = len(threads())
+    begin_thread(0.2)
+    assert len(threads()) == alone + 1
+    assert run_ranks(lambda group: group.rank, 2, backend="tcp") == [0, 1]
+    assert len(threads()) == alone
+    begin_thread(10)
+    assert run_ranks(lambda group: group.rank, 2, backend="tcp") == [0, 1]
+    start = time.monotonic()
+    assert run_ranks(lambda group: group.rank, 2, backend="tcp") == [0, 1]
+    assert time.monotonic() - start < process_ranks._THREAD_EXIT_SECONDS
+    assert len(threads()) == alone + 1
 
 
 def test_prints_of_processes_are_captured(capfd):

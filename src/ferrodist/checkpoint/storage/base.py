@@ -6,7 +6,7 @@ with tensors are written before, under names that no committed manifest of the f
 
     rank 0    begin(id)
     all       create(id, name, size).write(...).close()        durable when close returns
-    rank 0    with exclusive(): publish(id, names), put(manifest), remove(what no manifest mentions any more)
+    rank 0    with exclusive(deadline): publish(id, names), put(manifest), remove(what no manifest mentions any more)
 
 A save that failed, or whose ranks were killed, leaves the folder's manifest as it was. ``discard`` removes what it
 wrote; where nobody was left to call that, the next save to the folder does.
@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from contextlib import AbstractContextManager
+
+    from ferrodist.deadline import Deadline
 
 __all__ = ["FileWriter", "Storage", "save_of"]
 
@@ -71,8 +73,11 @@ class Storage(Protocol):
     def create(self, save_id: str, name: str, size_bytes: int) -> FileWriter:
         """Begin a file of a save, and find room for it where that can be asked for."""
 
-    def exclusive(self) -> AbstractContextManager[None]:
-        """Keep other saves to the folder from being committed meanwhile, where that can be done."""
+    def exclusive(self, deadline: Deadline) -> AbstractContextManager[None]:
+        """Keep other saves to the folder from being committed meanwhile, where that can be done.
+
+        TimeoutError if one is, and goes on until the deadline.
+        """
 
     def publish(self, save_id: str, names: Sequence[str]) -> None:
         """Give closed files of a save their places in the folder."""

@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,11 +18,15 @@ from ferrodist.checkpoint.storage.local_writer import LocalWriter
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
+    from ferrodist.deadline import Deadline
+
 __all__ = ["LocalStorage"]
 
 _SAVING = ".saving-"
 _MAX_OPEN = 100
 """How many files reading keeps open: as many as a checkpoint has may be more than a process may open."""
+
+_LOCK_PAUSE_SECONDS = 0.01
 
 
 @dataclass(slots=True)
@@ -69,12 +74,15 @@ class LocalStorage:
         return LocalWriter(place / name, size_bytes)
 
     @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def exclusive(self, deadline: Deadline) -> Iterator[None]:
         """See `Storage`."""
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            with contextlib.suppress(OSError):  # some file systems have no locks
-                fcntl.flock(folder, fcntl.LOCK_EX)
+            while not _lock(folder):
+                if deadline.expired:
+                    what = "Another save to this folder is being committed, and has not ended in time"
+                    raise TimeoutError(errno.ETIMEDOUT, what, self.url)
+                time.sleep(min(_LOCK_PAUSE_SECONDS, deadline.remaining()))
             yield
         finally:
             with contextlib.suppress(OSError):  # by name: a forked child may have the folder open, too
@@ -195,6 +203,17 @@ class LocalStorage:
 
     def _place(self, save_id: str) -> Path:
         return self.path / f"{_SAVING}{save_id}"
+
+
+def _lock(folder: int) -> bool:
+    """Lock an open folder; False if it is locked. Some file systems have no locks."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _sync_folder(path: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from fsspec.asyn import AsyncFileSystem
+from fsspec.asyn import AsyncFileSystem, sync
 
 from ferrodist.checkpoint.storage.base import save_of
 from ferrodist.checkpoint.storage.remote_errors import as_os_errors, to_os_error, was_refused
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from fsspec import AbstractFileSystem
+
+    from ferrodist.deadline import Deadline
 
 __all__ = ["RemoteStorage"]
 
@@ -88,7 +90,7 @@ class RemoteStorage:
         part_bytes = max(_PART_BYTES, size_bytes // _MOST_PARTS + 1)
         return RemoteWriter(self._fs, self._path(name), self._where(name), part_bytes)
 
-    def exclusive(self) -> AbstractContextManager[None]:
+    def exclusive(self, deadline: Deadline) -> AbstractContextManager[None]:  # noqa: ARG002 - nothing is waited for
         """See `Storage`; stores have no locks, so that two saves to one folder at once may disturb each other."""
         return contextlib.nullcontext()
 
@@ -119,12 +121,15 @@ class RemoteStorage:
 
     def remove(self, names: Collection[str]) -> None:
         """See `Storage`."""
-        if len(names) > 1 and isinstance(self._fs, AsyncFileSystem):
-            with ThreadPoolExecutor(min(_NUM_REMOVALS, len(names)), "ferrodist-remove") as pool:
-                list(pool.map(self._remove_one, names))
+        if isinstance(self._fs, AsyncFileSystem):
+            left = list(names)
+            while left:  # not by threads, of which none can be begun while the program ends
+                self._remove_at_once(left[:_NUM_REMOVALS])
+                del left[:_NUM_REMOVALS]
         else:
             for name in names:
-                self._remove_one(name)
+                with contextlib.suppress(FileNotFoundError), as_os_errors(self._where(name)):
+                    self._fs.rm_file(self._path(name))
 
     def has_leftovers(self) -> bool:
         """See `Storage`; whole files are told by their names."""
@@ -220,9 +225,15 @@ class RemoteStorage:
         except OSError:
             return False
 
-    def _remove_one(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError), as_os_errors(self._where(name)):
-            self._fs.rm_file(self._path(name))
+    def _remove_at_once(self, names: Sequence[str]) -> None:
+        async def remove() -> list[BaseException | None]:
+            removals = [self._fs._rm_file(self._path(name)) for name in names]
+            outcomes: list[BaseException | None] = await asyncio.gather(*removals, return_exceptions=True)
+            return outcomes
+
+        for name, error in zip(names, sync(self._fs.loop, remove), strict=True):
+            if error is not None and not isinstance(error, FileNotFoundError):
+                raise to_os_error(error, self._where(name)) from error
 
     def _abort_uploads(self, save_id: str | None) -> None:
         """Abort those of a save, or of all saves."""
