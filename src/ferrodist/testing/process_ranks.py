@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import wait as wait_readable
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ferrodist.deadline import Deadline
@@ -260,7 +261,7 @@ def _await_ended_threads() -> None:
 def _system_threads() -> set[int]:
     """The system's numbers of this process's threads, where that can be known."""
     try:
-        return {int(name) for name in os.listdir("/proc/self/task")}
+        return {int(task.name) for task in Path("/proc/self/task").iterdir()}
     except OSError:
         return set()
 

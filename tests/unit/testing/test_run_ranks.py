@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -330,7 +331,7 @@ def test_threads_that_are_about_to_end_are_waited_for():
     """No process is forked beside one, for C libraries clean up behind a thread under locks; one that lasts is not."""
 
     def threads():
-        return os.listdir("/proc/self/task")
+        return list(Path("/proc/self/task").iterdir())
 
     def begin_thread(seconds):
         thread = ctypes.c_ulong()
