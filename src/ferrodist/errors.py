@@ -19,6 +19,7 @@
     |-- RendezvousError                       the ranks could not all meet
     |-- BackendUnavailable                    the engine is not installed here
     |-- DistCheckpointError                   a checkpoint can't be written, or is not what was written
+    |-- PipelineError                         a stage of a pipeline failed, on some rank
     `-- RankFailedError                       a rank's program failed (launcher, test kit)
 
 ``ValueError`` and ``TypeError`` of Python itself are raised for arguments that are wrong on their face. The first rank
@@ -46,6 +47,7 @@ __all__ = [
     "InvalidWorldSizeError",
     "NoConnectionError",
     "PeerLostError",
+    "PipelineError",
     "ProtocolError",
     "RankFailedError",
     "RendezvousError",
@@ -165,6 +167,10 @@ class BackendUnavailable(DistributedError):  # noqa: N818 - the name the crate g
 
 class DistCheckpointError(DistributedError):
     """A checkpoint can't be written, is not there, or is not what was written; the message names file and tensor."""
+
+
+class PipelineError(DistributedError):
+    """A stage of a pipeline failed; ``ranks`` has its rank."""
 
 
 class RankFailedError(DistributedError):

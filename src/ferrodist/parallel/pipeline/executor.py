@@ -1,0 +1,232 @@
+"""Doing what a schedule says, on one rank.
+
+    RF2.5 begins a receive    F2.5 waits for it, calls stage 2, and puts what it returns aside    SF2.5 sends that
+    RB2.5 begins a receive    B2.5 waits for it, goes backward, and puts the gradients aside      SB2.5 sends them
+
+Between two stages of one rank nothing is sent. Nor do schedules speak of skips: they are sent as soon as they are made,
+and received when they are needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ferrodist.backends.request import wait_all
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedTimeoutError
+from ferrodist.parallel.pipeline.actions import Action, ActionKind
+from ferrodist.parallel.pipeline.messages import Parcel, Receipt, send_parcel
+from ferrodist.parallel.pipeline.stage import MAIN, PipelineOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import torch
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.backends.request import Request
+    from ferrodist.parallel.pipeline.stage import Gradients, Stage
+
+__all__ = ["Edge", "Executor", "Feed"]
+
+
+class Edge(NamedTuple):
+    """A way from stage to stage.
+
+    Args:
+        name: Of a skip, or that of the way to the next stage.
+        source: The stage that gives.
+        target: The stage that takes.
+    """
+
+    name: str
+    source: int
+    target: int
+
+
+class _Key(NamedTuple):
+    """One value on its way: of a microbatch along an edge, or its gradients on the way back."""
+
+    edge: Edge
+    microbatch: int
+    is_gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What the ends of the pipeline are given for each microbatch; nothing elsewhere.
+
+    Args:
+        inputs: For the first stage.
+        take: Called with the number of a microbatch and what the last stage returns; gives the tensors from which its
+            backward begins.
+        gradients: For each microbatch the gradients of those; they may be there when it goes backward, not before.
+    """
+
+    inputs: Sequence[Any]
+    take: Callable[[int, Any], list[torch.Tensor]]
+    gradients: Mapping[int, list[torch.Tensor | None]]
+
+
+class Executor:
+    """Runs actions.
+
+    Args:
+        stages: Those of this rank, by their numbers.
+        stage_ranks: The rank of each stage.
+        edges: All ways between stages.
+        num_microbatches: Of a step.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, Stage], stage_ranks: Sequence[int], edges: Sequence[Edge], num_microbatches: int
+    ) -> None:
+        self._stages = stages
+        self._ranks = stage_ranks
+        self._tags = {edge: number * num_microbatches for number, edge in enumerate(edges)}
+        self._incoming = {stage: [edge for edge in edges if edge.target == stage] for stage in stages}
+        self._outgoing = {stage: [edge for edge in edges if edge.source == stage] for stage in stages}
+        self._aside: dict[_Key, Parcel] = {}
+        """What is to be sent, or taken by another stage of this rank."""
+        self._receipts: dict[_Key, Receipt] = {}
+        self._sends: list[Request] = []
+        self.doing: Action | None = None
+        """What was begun last."""
+        self.peak_live = 0
+        """The most microbatches that were between forward and backward at a time, in all stages together."""
+
+    def run(self, actions: Iterable[Action], feed: Feed, group: Backend, timeout: float) -> None:
+        """Do all of them, and return when what was sent has gone.
+
+        Args:
+            actions: This rank's.
+            feed: What the ends have.
+            group: The ranks of the pipeline.
+            timeout: Seconds to wait for one message.
+        """
+        self._feed, self._group, self._timeout = feed, group, timeout
+        self.peak_live = 0
+        for action in actions:
+            self.doing = action
+            self._do(action)
+        self.doing = None
+        wait_all(self._sends, Deadline(timeout))
+        self._sends.clear()
+
+    @property
+    def has_live(self) -> bool:
+        """Whether a microbatch has gone forward, and not backward."""
+        return any(stage.num_live for stage in self._stages.values())
+
+    def forget(self) -> None:
+        """Give up all that is under way."""
+        for receipt in self._receipts.values():
+            receipt.cancel()
+        for request in self._sends:
+            request.cancel()
+        self._receipts.clear()
+        self._sends.clear()
+        self._aside.clear()
+        for stage in self._stages.values():
+            stage.forget()
+
+    def _do(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        match action.kind:
+            case ActionKind.FORWARD:
+                self._forward(stage, microbatch)
+            case ActionKind.BACKWARD:
+                self._backward(stage, microbatch, is_whole=True)
+            case ActionKind.BACKWARD_INPUT:
+                self._backward(stage, microbatch, is_whole=False)
+            case ActionKind.BACKWARD_WEIGHT:
+                self._stages[stage].backward_weight(microbatch)
+            case ActionKind.SEND_FORWARD:
+                self._send(_Key(_main(self._outgoing[stage]), microbatch, is_gradient=False))
+            case ActionKind.SEND_BACKWARD:
+                self._send(_Key(_main(self._incoming[stage]), microbatch, is_gradient=True))
+            case ActionKind.RECV_FORWARD:
+                self._begin_receive(_Key(_main(self._incoming[stage]), microbatch, is_gradient=False))
+            case ActionKind.RECV_BACKWARD:
+                self._begin_receive(_Key(_main(self._outgoing[stage]), microbatch, is_gradient=True))
+
+    def _forward(self, number: int, microbatch: int) -> None:
+        stage = self._stages[number]
+        keys = [_Key(edge, microbatch, is_gradient=False) for edge in self._incoming[number]]
+        received = {key.edge.name: self._take(key) for key in keys}
+        output = stage.forward(microbatch, received, self._feed.inputs[microbatch] if number == 0 else None)
+        if number == len(self._ranks) - 1:
+            stage.hold(microbatch, MAIN, self._feed.take(microbatch, output.value))
+        self._check_skips(number, output)
+        for edge in self._outgoing[number]:
+            value = output.value if edge.name == MAIN else output.skips[edge.name]
+            parcel = Parcel.of(value, f"what stage {number} returns")
+            wanting = [tensor for tensor, wants in zip(parcel.tensors, parcel.wants_gradient, strict=True) if wants]
+            stage.hold(microbatch, edge.name, wanting)
+            self._put(_Key(edge, microbatch, is_gradient=False), parcel)
+        self.peak_live = max(self.peak_live, sum(each.num_live for each in self._stages.values()))
+
+    def _check_skips(self, number: int, output: PipelineOutput) -> None:
+        wanted = {edge.name for edge in self._outgoing[number]} - {MAIN}
+        if output.skips.keys() != wanted:
+            raise ValueError(
+                f"stage {number} returns the skips {sorted(output.skips)}, and the pipeline was made with"
+                f" {sorted(wanted)} from there: return PipelineOutput(value, name=...) for each"
+            )
+
+    def _backward(self, number: int, microbatch: int, *, is_whole: bool) -> None:
+        stage = self._stages[number]
+        keys = [_Key(edge, microbatch, is_gradient=True) for edge in self._outgoing[number]]
+        gradients: Gradients = {key.edge.name: self._take(key).open() for key in keys}
+        if number == len(self._ranks) - 1:
+            gradients[MAIN] = self._feed.gradients[microbatch]
+        found = (stage.backward if is_whole else stage.backward_input)(microbatch, gradients)
+        for edge in self._incoming[number]:
+            parcel = Parcel.of(found[edge.name], "gradients")
+            self._put(_Key(edge, microbatch, is_gradient=True), parcel)
+
+    def _take(self, key: _Key) -> Parcel:
+        """What another stage gives; waits for it if that is on another rank."""
+        if key in self._aside:
+            return self._aside.pop(key)
+        if key not in self._receipts:
+            self._begin_receive(key)
+        try:
+            parcel = self._receipts[key].wait(Deadline(self._timeout))
+        except DistributedTimeoutError as error:
+            if self._group.failure is not None:
+                raise
+            what, stage = ("gradients", key.edge.target) if key.is_gradient else ("outputs", key.edge.source)
+            raise DistributedTimeoutError(
+                f"rank {self._group.rank} waited {self._timeout:g} s for the {what} of stage {stage} for microbatch"
+                f" {key.microbatch}, which come from rank {self._peer(key)}. Is it slow, or does it not call the same?"
+                " Give a longer timeout, or call step() on all ranks",
+                ranks=error.ranks,
+            ) from None
+        del self._receipts[key]
+        return parcel
+
+    def _put(self, key: _Key, parcel: Parcel) -> None:
+        """Keep what a stage has made until the schedule has it sent, or the other stage takes it; send skips."""
+        self._aside[key] = parcel
+        if key.edge.name != MAIN and self._peer(key) != self._group.rank:
+            self._send(key)
+
+    def _send(self, key: _Key) -> None:
+        self._sends = [request for request in self._sends if not request.done()]
+        self._sends += send_parcel(self._aside.pop(key), self._peer(key, sends=True), self._tag(key), self._group)
+
+    def _begin_receive(self, key: _Key) -> None:
+        self._receipts[key] = Receipt(self._peer(key), self._tag(key), self._group)
+
+    def _peer(self, key: _Key, *, sends: bool = False) -> int:
+        """The rank that gives a value, or that takes it."""
+        return self._ranks[key.edge.source if key.is_gradient == sends else key.edge.target]
+
+    def _tag(self, key: _Key) -> int:
+        return 2 * (self._tags[key.edge] + key.microbatch) + key.is_gradient
+
+
+def _main(edges: Iterable[Edge]) -> Edge:
+    return next(edge for edge in edges if edge.name == MAIN)

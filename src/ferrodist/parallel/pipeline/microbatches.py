@@ -1,0 +1,155 @@
+"""A batch in microbatches, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.parallel.pipeline.values import Plan, flatten, unflatten
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Microbatches", "Outputs", "split_batch"]
+
+
+class Microbatches(list[Any]):
+    """A batch that is divided already: a list of what each microbatch is, of whatever shapes.
+
+    All count the same in the mean of the losses.
+    """
+
+
+def split_batch(batch: Any, num_microbatches: int, what: str) -> tuple[list[Any], list[int] | None]:
+    """Divide a batch along dim 0 of its tensors.
+
+    Args:
+        batch: Nested values, or `Microbatches`. Tensors of no dim, and what is no tensor, go to all.
+        num_microbatches: How many to make: the first have one sample more, where they can't have equally many.
+        what: What it is, for errors.
+
+    Returns:
+        The microbatches, and how many samples each has; None for those that were divided already.
+
+    Raises:
+        ValueError: It can't be divided so, or is divided otherwise.
+    """
+    if isinstance(batch, Microbatches):
+        if len(batch) != num_microbatches:
+            raise ValueError(f"{what} has {len(batch)} microbatches, and the pipeline was made for {num_microbatches}")
+        return list(batch), None
+    plan, tensors = flatten(batch, what)
+    sizes = {int(tensor.shape[0]) for tensor in tensors if tensor.dim()}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"the tensors of {what} have {sorted(sizes)} samples along dim 0, which must be equally many: divide them"
+            " yourself, and pass Microbatches([...])"
+        )
+    if not sizes:
+        raise ValueError(f"{what} has no tensor with a dim to be divided along: pass Microbatches([...])")
+    (num_samples,) = sizes
+    if num_samples < num_microbatches:
+        raise ValueError(
+            f"{what} has {num_samples} samples along dim 0, which can't be divided into {num_microbatches} microbatches:"
+            " make the pipeline with fewer, or take larger batches"
+        )
+    parts = [tensor.tensor_split(num_microbatches) if tensor.dim() else [tensor] * num_microbatches for tensor in tensors]
+    counts = [len(part) for part in torch.empty(num_samples, 0, device="cpu").tensor_split(num_microbatches)]
+    return [unflatten(plan, [part[number] for part in parts]) for number in range(num_microbatches)], counts
+
+
+class Outputs:
+    """What the last stage returns for each microbatch of a forward, and the way back of its gradients.
+
+    Args:
+        is_joined: Whether they are given as one batch.
+    """
+
+    def __init__(self, *, is_joined: bool) -> None:
+        self._is_joined = is_joined
+        self._taken: list[tuple[Plan, list[torch.Tensor]]] = []
+        self._wants: list[list[bool]] = []
+
+    def take(self, microbatch: int, value: Any) -> list[torch.Tensor]:
+        """Take what is returned for the next microbatch; gives its tensors that want a gradient."""
+        assert microbatch == len(self._taken), "forwards come in the order of microbatches"
+        plan, tensors = flatten(value, "what the last stage returns")
+        self._taken.append((plan, [tensor.detach() for tensor in tensors]))
+        self._wants.append([tensor.requires_grad for tensor in tensors])
+        return [tensor for tensor in tensors if tensor.requires_grad]
+
+    def give(self) -> Any:
+        """All of it, for the program; None where the last stage is not.
+
+        Raises:
+            ValueError: It can't be joined.
+        """
+        if not self._taken:
+            return None
+        if not self._is_joined:
+            return Microbatches(
+                unflatten(plan, _wanting(tensors, wants))
+                for (plan, tensors), wants in zip(self._taken, self._wants, strict=True)
+            )
+        plan, first = self._taken[0]
+        if any(other != plan for other, _ in self._taken) or not all(each.dim() for _, of in self._taken for each in of):
+            raise ValueError(
+                "what the last stage returns for microbatches can't be joined along dim 0: pass the inputs as"
+                " Microbatches([...]), and get the outputs one by one"
+            )
+        joined = [torch.cat([of[number] for _, of in self._taken]) for number in range(len(first))]
+        return unflatten(plan, _wanting(joined, self._wants[0]))
+
+    def split(self, gradients: Any) -> dict[int, list[torch.Tensor | None]]:
+        """Gradients of what was given, for each microbatch those of the tensors that want one.
+
+        Raises:
+            ValueError: They are not nested as what was given.
+        """
+        if not self._is_joined:
+            parts = list(gradients) if isinstance(gradients, Microbatches) else [gradients]
+            if len(parts) != len(self._taken):
+                raise ValueError(f"there are {len(self._taken)} microbatches of outputs, and {len(parts)} of gradients")
+            split = [_like(part, plan) for part, (plan, _) in zip(parts, self._taken, strict=True)]
+        else:
+            split = [[] for _ in self._taken]
+            for number, whole in enumerate(_like(gradients, self._taken[0][0])):
+                sizes = [tensors[number].shape[0] for _, tensors in self._taken]
+                for part, of in zip(split, [None] * len(sizes) if whole is None else whole.split(sizes), strict=True):
+                    part.append(of)
+        return {
+            microbatch: [gradient for gradient, wanted in zip(of, wants, strict=True) if wanted]
+            for microbatch, (of, wants) in enumerate(zip(split, self._wants, strict=True))
+        }
+
+
+def _wanting(tensors: Sequence[torch.Tensor], wants: Sequence[bool]) -> list[torch.Tensor]:
+    return [tensor.requires_grad_(wanted) for tensor, wanted in zip(tensors, wants, strict=True)]
+
+
+def _like(gradients: Any, plan: Plan) -> list[torch.Tensor | None]:
+    """Gradients by the numbers of the tensors that a plan has; each may be None."""
+    found: dict[int, torch.Tensor | None] = {}
+    if not _match(gradients, plan, found):
+        raise ValueError("gradients are nested as what forward() returned, with a tensor or None for each tensor")
+    return [found[number] for number in sorted(found)]
+
+
+def _match(value: Any, plan: Plan, found: dict[int, torch.Tensor | None]) -> bool:
+    mark, content = plan
+    match mark:
+        case "tensor":
+            found[content] = value
+            return value is None or isinstance(value, torch.Tensor)
+        case "tuple" | "list":
+            return (
+                isinstance(value, (tuple, list))
+                and len(value) == len(content)
+                and all(_match(each, inner, found) for each, inner in zip(value, content, strict=True))
+            )
+        case "dict":
+            return isinstance(value, dict) and all(
+                key in value and _match(value[key], inner, found) for key, inner in content
+            )
+    return True

@@ -1,0 +1,360 @@
+"""`Pipeline`: one rank's stages, and the steps that all ranks make together."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.backends.process_group import resolve_group
+from ferrodist.backends.sub import SubBackend
+from ferrodist.collectives.reductions import allreduce
+from ferrodist.deadline import Deadline, check_timeout
+from ferrodist.errors import (
+    CollectiveMismatchError,
+    DistributedError,
+    DistributedTimeoutError,
+    PipelineError,
+    describe_error,
+)
+from ferrodist.parallel.pipeline.actions import Action, ActionKind
+from ferrodist.parallel.pipeline.building import PipelineSchedule, build_schedule
+from ferrodist.parallel.pipeline.communication import add_communication, backward_only, forward_only
+from ferrodist.parallel.pipeline.executor import Edge, Executor, Feed
+from ferrodist.parallel.pipeline.losses import LossReduction, Losses
+from ferrodist.parallel.pipeline.microbatches import Microbatches, Outputs, split_batch
+from ferrodist.parallel.pipeline.schedule import Schedule
+from ferrodist.parallel.pipeline.shared import SharedParameters
+from ferrodist.parallel.pipeline.stages import Stages, find_shared
+from ferrodist.parallel.pipeline.stage import MAIN, Stage
+from ferrodist.parallel.pipeline.validation import check_schedule
+from ferrodist.parallel.pipeline.whole_model import make_whole, unwrap
+from ferrodist.parallel.same_form import compare_forms
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ferrodist.backends.base import Backend
+
+__all__ = ["Pipeline"]
+
+_NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD_WEIGHT: "backward of the weights"}
+
+
+class Pipeline(torch.nn.Module):
+    """A model in stages, of which each rank has some; batches flow through them in microbatches.
+
+    Making it is a collective: every rank of the group makes it with the same arguments, but for the stages of other
+    ranks, which may be None. Then all ranks call `step`, or `forward`, as often as the others.
+
+    The parameters of this module are those of this rank's stages, so that each rank has an optimizer for its own. Its
+    state dict has the names that they have in the whole model: ``save_distributed`` takes the pipeline, and a
+    checkpoint of it can be loaded by any number of ranks, with any schedule, or by the model itself.
+
+    When a stage raises, all ranks raise, and may go on with the next step; gradients have no meaning then.
+
+    Args:
+        stages: All stages of the model in their order, with None for those of other ranks, if you like: see
+            `split_sequential`. A module alone is the only stage of this rank. A stage is called with what the one
+            before returned: several arguments if that is a tuple. Shapes may differ from microbatch to microbatch.
+        group: The group; None is the default group.
+        num_microbatches: How many parts a batch is divided into.
+        schedule: What is done when; with more stages than ranks one that allows that. A `Schedule` is your own.
+        loss_fn: Called as ``loss_fn(output, target)`` for each microbatch where the last stage is; gives a tensor of
+            one element. None if the last stage returns that.
+        loss_reduction: Whether the loss of a batch is the mean of its microbatches' losses, by their samples, or their
+            sum. The gradients are those of that loss: it is scaled once, where it begins.
+        skips: What goes past stages: names, each with the stage that gives it, in a `PipelineOutput`, and the one that
+            takes it, as a keyword argument.
+        shared: Parameters that several stages have in common: for each its places, as (stage, name). Their gradients
+            are added up over the ranks. None finds them, where this rank is given all stages.
+
+    Raises:
+        CollectiveMismatchError: On every rank, when they were not given the same, naming the first difference.
+        UnsupportedOpError: On every rank, when one can't make it of what it was given.
+        TypeError, ValueError: An argument is wrong.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[torch.nn.Module | None] | torch.nn.Module,
+        group: Backend | None = None,
+        num_microbatches: int = 1,
+        *,
+        schedule: PipelineSchedule | Schedule = PipelineSchedule.GPIPE,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        loss_reduction: LossReduction = LossReduction.MEAN,
+        skips: Mapping[str, tuple[int, int]] | None = None,
+        shared: Sequence[Sequence[tuple[int, str]]] | None = None,
+    ) -> None:
+        super().__init__()
+        self._parent = resolve_group(group)
+        self._group: Backend | None = None
+        rank, num_ranks = self._parent.rank, self._parent.world_size
+        if isinstance(stages, torch.nn.Module):
+            alone = stages
+            stages = Stages([alone if number == rank else None for number in range(num_ranks)])
+        self._schedule = _resolve_schedule(schedule, num_ranks, num_microbatches, len(stages))
+        self._edges = _find_edges(len(stages), skips or {})
+        self._loss_fn = loss_fn
+        self._losses = Losses(loss_reduction, self._schedule.num_microbatches)
+        shared = find_shared(stages) if shared is None else shared
+        self._compare(stages, shared)
+        ranks = self._schedule.stage_ranks
+        found = {number: stages[number] for number in self._schedule.rank_stages[rank]}
+        self._own = {number: module for number, module in found.items() if module is not None}
+        self.stages = torch.nn.ModuleDict({str(number): module for number, module in self._own.items()})
+        """This rank's stages, by their numbers."""
+        self._prefixes = stages.prefixes if isinstance(stages, Stages) else Stages(stages).prefixes
+        self._shared = SharedParameters(shared, self._own, ranks, self._parent)
+        self._shared.equalize(Deadline(self._parent.timeout))
+        self._own_actions = self._schedule.actions[rank]
+        running = {number: Stage(module, self._last_backward(number)) for number, module in self._own.items()}
+        self._executor = Executor(running, ranks, self._edges, self._schedule.num_microbatches)
+        self._outputs: Outputs | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """What is done when; ``print(draw_text(pipeline.schedule))`` draws it."""
+        return self._schedule
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many parts a batch is divided into."""
+        return self._schedule.num_microbatches
+
+    @property
+    def losses(self) -> list[float]:
+        """Of the microbatches of the last step; the same on all ranks."""
+        return self._losses.values
+
+    @property
+    def peak_activations(self) -> int:
+        """How many microbatches were at most between forward and backward in the last step, in this rank's stages."""
+        return self._executor.peak_live
+
+    def step(self, inputs: Any = None, targets: Any = None, *, timeout: float | None = None) -> torch.Tensor:
+        """Go forward and backward with a batch; all ranks call this, and have their gradients when it returns.
+
+        Gradients are added to those that are there, as by ``backward()``.
+
+        Args:
+            inputs: What the first stage is called with; read where that is. Tensors are divided along dim 0, in nested
+                values too; a tuple is several arguments. Or `Microbatches`.
+            targets: For ``loss_fn``, divided in the same way; read where the last stage is.
+            timeout: Seconds to wait for another rank, whatever it is doing: as long as a forward of the whole model may
+                take. None takes the group's.
+
+        Returns:
+            The loss of the batch, on all ranks: no dims, float64, without history.
+
+        Raises:
+            PipelineError: On all ranks: a stage has raised; it is named, with the microbatch.
+            TypeError, ValueError: An argument is wrong; PipelineError on the other ranks.
+            DistributedError: A rank was lost, or is late.
+        """
+        with self._together(timeout) as (group, limit), torch.enable_grad():
+            feed = self._feed(inputs, targets)
+            self._shared.begin()
+            self._executor.run(self._own_actions, feed, group, limit)
+            self._shared.finish(Deadline(limit))
+            return self._losses.share(group, limit)
+
+    def forward(self, inputs: Any = None, *, timeout: float | None = None) -> Any:
+        """Go forward alone; all ranks call this.
+
+        Where gradients are enabled `backward` may follow; in ``torch.no_grad()`` nothing is kept for it.
+
+        Args:
+            inputs: As for `step`.
+            timeout: As for `step`.
+
+        Returns:
+            What the last stage returns, where that is: joined along dim 0, or as `Microbatches` if the inputs are. It
+            has no history: give its gradient to `backward`. None on other ranks.
+
+        Raises:
+            As `step`.
+        """
+        with self._together(timeout) as (group, limit):
+            self._executor.forget()
+            self._outputs = Outputs(is_joined=not isinstance(inputs, Microbatches))
+            microbatches = self._split(inputs, 0)
+            feed = Feed(microbatches, self._outputs.take, {})
+            self._executor.run(forward_only(self._schedule).actions[group.rank], feed, group, limit)
+            result = self._outputs.give()
+            allreduce(torch.zeros(1), group=group, timeout=limit)
+            return result
+
+    def backward(self, gradients: Any = None, *, timeout: float | None = None) -> None:
+        """Go backward from the last `forward`; all ranks call this.
+
+        Args:
+            gradients: Of what `forward` returned, and nested as that is; read where the last stage is.
+            timeout: As for `step`.
+
+        Raises:
+            RuntimeError: There was no forward with gradients enabled. Or as `step`.
+        """
+        with self._together(timeout) as (group, limit):
+            outputs, self._outputs = self._outputs, None
+            if outputs is None or not self._executor.has_live:
+                raise RuntimeError("there is no forward to go backward from: call forward() first, without no_grad()")
+            feed = Feed([], outputs.take, outputs.split(gradients) if self._has(-1) else {})
+            self._shared.begin()
+            self._executor.run(backward_only(self._schedule).actions[group.rank], feed, group, limit)
+            self._shared.finish(Deadline(limit))
+            allreduce(torch.zeros(1), group=group, timeout=limit)
+
+    def checkpoint_module(self) -> torch.nn.Module:
+        """The module that `save_distributed` saves when it is given this: this rank's part of the whole model."""
+        return make_whole(self._own, self._prefixes)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The tensors of this rank's stages, by their names in the whole model.
+
+        Raises:
+            TypeError: A stage is wrapped, as DDP and FSDP do: `save_distributed` takes the pipeline then.
+        """
+        self._check_plain("state_dict")
+        return self.checkpoint_module().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's signature
+        """Take this rank's part of a state of the whole model; the rest is passed over.
+
+        Raises:
+            RuntimeError: Something of this rank's stages is missing, or has another shape.
+            TypeError: As for `state_dict`.
+        """
+        self._check_plain("load_state_dict")
+        whole = self.checkpoint_module()
+        own = whole.state_dict()
+        return whole.load_state_dict({k: v for k, v in state_dict.items() if k in own}, strict=strict, assign=assign)
+
+    def _check_plain(self, method: str) -> None:
+        for number, module in self._own.items():
+            if unwrap(module) is not module:
+                raise TypeError(
+                    f"stage {number} is in a {type(module).__name__}, so that {method}() of the pipeline has no one"
+                    " meaning: call it on the stages, or use save_distributed and load_distributed with the pipeline"
+                )
+
+    def _has(self, number: int) -> bool:
+        """Whether the first stage, or the last with -1, is this rank's."""
+        return self._schedule.stage_ranks[number] == self._parent.rank
+
+    def _split(self, inputs: Any, number: int) -> list[Any]:
+        if not self._has(number):
+            return []
+        what = "inputs" if number == 0 else "targets"
+        parts, counts = split_batch(inputs, self.num_microbatches, what)
+        self._losses.count(counts, what)
+        return parts
+
+    def _feed(self, inputs: Any, targets: Any) -> Feed:
+        self._losses.begin()
+        microbatches = self._split(inputs, 0)
+        if self._loss_fn is None and targets is not None:
+            raise ValueError("targets are for loss_fn, and the pipeline was made without one")
+        of = self._split(targets, -1) if self._loss_fn is not None else []
+
+        def take(microbatch: int, value: Any) -> list[torch.Tensor]:
+            return self._losses.take(microbatch, self._loss_fn(value, of[microbatch]) if self._loss_fn else value)
+
+        return Feed(microbatches, take, self._losses.gradients)
+
+    def _last_backward(self, stage: int) -> int:
+        """The microbatch that goes backward last in a stage."""
+        kinds = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+        return [action.microbatch for action in self._own_actions if action.stage == stage and action.kind in kinds][-1]
+
+    def _compare(self, stages: Sequence[torch.nn.Module | None], shared: Sequence[Sequence[tuple[int, str]]]) -> None:
+        """See that all ranks make the same pipeline."""
+        missing = [stage for stage in self._schedule.rank_stages[self._parent.rank] if stages[stage] is None]
+        lines = [
+            f"{len(stages)} stages",
+            f"{self.num_microbatches} microbatches",
+            f"the schedule {self._schedule.name!r}",
+            f"the {self._losses.reduction.value} of the losses",
+            *(f"the skip {edge.name!r} from stage {edge.source} to stage {edge.target}" for edge in self._edges if edge.name),
+            *(f"the shared parameter {', '.join(f'{name} of stage {stage}' for stage, name in places)}" for places in shared),
+            *str(self._schedule).splitlines(),
+        ]
+        refusal = f"its stage {missing[0]} is None" if missing else None
+        deadline = Deadline(self._parent.timeout)
+        compare_forms(lines, self._parent, deadline, maker="Pipeline", module="model", refusal=refusal)
+
+    @contextlib.contextmanager
+    def _together(self, timeout: float | None) -> Iterator[tuple[Backend, float]]:
+        """What fails inside the block fails on all ranks."""
+        limit = self._parent.timeout if timeout is None else check_timeout(timeout)
+        if self._group is None:  # a new one after each failure, where nothing of it can come any more
+            label = "ferrodist.pipeline"
+            self._group = SubBackend(self._parent, range(self._parent.world_size), label=label, name="pipeline")
+        group = self._group
+        try:
+            yield group, limit
+        except BaseException as error:
+            action = self._executor.doing
+            self._executor.forget()
+            self._group = None
+            if isinstance(error, DistributedError) and group.failure is not None:
+                raise
+            told = self._explain(error, action)
+            group.abort(told)
+            if action is None or not isinstance(error, Exception) or told is error:
+                raise
+            raise told from error
+
+    def _explain(self, error: BaseException, action: Action | None) -> DistributedError:
+        """What other ranks are told."""
+        if isinstance(error, (DistributedTimeoutError, CollectiveMismatchError)):
+            return error
+        rank = self._parent.rank
+        if action is None:
+            return PipelineError(f"rank {rank} could not take part in a step: {describe_error(error)}", ranks=(rank,))
+        what = _NAMES.get(action.kind, "backward")
+        return PipelineError(
+            f"stage {action.stage} failed in the {what} of microbatch {action.microbatch}, on rank {rank}:"
+            f" {describe_error(error)}",
+            ranks=(rank,),
+        )
+
+
+def _resolve_schedule(
+    schedule: PipelineSchedule | Schedule, num_ranks: int, num_microbatches: int, num_stages: int
+) -> Schedule:
+    """The schedule of a name, or one that was brought, for so many ranks, microbatches and stages."""
+    if isinstance(schedule, PipelineSchedule):
+        if num_stages % num_ranks:
+            raise ValueError(
+                f"{num_stages} stages can't be divided among {num_ranks} ranks: pass as many for each, all of them in one"
+                " list, with None for those of other ranks; or a Schedule that says where each is"
+            )
+        return build_schedule(schedule, num_ranks, num_microbatches, num_stages // num_ranks)
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule is a PipelineSchedule or a Schedule, not {schedule!r}")
+    schedule = add_communication(schedule)
+    check_schedule(schedule)
+    wanted = (num_ranks, num_microbatches, num_stages)
+    if wanted != (schedule.num_ranks, schedule.num_microbatches, schedule.num_stages):
+        raise ValueError(
+            f"the schedule {schedule.name!r} is for {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
+            f" and {schedule.num_stages} stages; there are {wanted[0]}, {wanted[1]} and {wanted[2]}"
+        )
+    return schedule
+
+
+def _find_edges(num_stages: int, skips: Mapping[str, tuple[int, int]]) -> list[Edge]:
+    """All ways between stages."""
+    edges = [Edge(MAIN, stage, stage + 1) for stage in range(num_stages - 1)]
+    for name, (source, target) in skips.items():
+        if not name.isidentifier():
+            raise ValueError(f"the skip {name!r} is no name of an argument")
+        if not 0 <= source < target < num_stages:
+            raise ValueError(
+                f"the skip {name!r} goes from stage {source} to stage {target}: a later one, of {num_stages} stages"
+            )
+        edges.append(Edge(name, source, target))
+    return edges

@@ -1,0 +1,158 @@
+"""One stage at work: forwards of microbatches, and their backwards, whole or split."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+
+from ferrodist.parallel.pipeline.split_backward import backward_inputs
+from ferrodist.parallel.pipeline.values import unflatten
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+    from ferrodist.parallel.pipeline.messages import Parcel
+    from ferrodist.parallel.pipeline.split_backward import WeightBackward
+
+__all__ = ["MAIN", "PipelineOutput", "Stage"]
+
+MAIN = ""
+"""The name of what goes from each stage to the next one; skips have names of their own."""
+
+Gradients = dict[str, list[torch.Tensor | None]]
+"""For what came or went under each name, the gradients of those of its tensors that want one, in their order."""
+
+
+class PipelineOutput:
+    """What a stage returns that has something for a later stage than the next one.
+
+    Args:
+        value: For the next stage, as if it was returned alone.
+        skips: For the stages that the pipeline was told of, where each is a keyword argument of this name.
+    """
+
+    def __init__(self, value: Any, **skips: Any) -> None:
+        self.value = value
+        self.skips = skips
+
+
+@runtime_checkable
+class _Averaging(Protocol):
+    """A module that averages gradients over other ranks, as DDP and FSDP are."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Leave it to a later backward."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """A microbatch between its forward and its backward.
+
+    Args:
+        inputs: The leaves that the stage was called with and that want gradients.
+        outputs: The tensors that went on and want gradients.
+    """
+
+    inputs: dict[str, list[torch.Tensor]]
+    outputs: dict[str, list[torch.Tensor]]
+
+
+class Stage:
+    """A module, and the microbatches that are under way in it.
+
+    Args:
+        module: One that averages gradients does so in the backward of the last microbatch; there backwards are whole.
+        last: The microbatch that goes backward last.
+    """
+
+    def __init__(self, module: torch.nn.Module, last: int) -> None:
+        self.module = module
+        self._last = last
+        self._live: dict[int, _Live] = {}
+        self._weights: dict[int, WeightBackward | None] = {}
+
+    @property
+    def num_live(self) -> int:
+        """How many microbatches have gone forward and are not done with going backward."""
+        return len(self._live) + len(self._weights)
+
+    def forward(self, microbatch: int, received: Mapping[str, Parcel], value: Any) -> PipelineOutput:
+        """Call the module.
+
+        Args:
+            microbatch: Its number.
+            received: What comes from other stages.
+            value: What the module is called with if nothing comes from the stage before.
+        """
+        inputs: dict[str, list[torch.Tensor]] = {}
+        values: dict[str, Any] = {MAIN: value}
+        for name, parcel in received.items():
+            leaves = [tensor.detach() for tensor in parcel.tensors]
+            wanting = [leaf for leaf, wants in zip(leaves, parcel.wants_gradient, strict=True) if wants]
+            if torch.is_grad_enabled():
+                inputs[name] = [leaf.requires_grad_() for leaf in wanting]
+            values[name] = unflatten(parcel.plan, leaves)
+        main = values.pop(MAIN)
+        with self._syncing_only_at(microbatch):
+            result = self.module(*main, **values) if isinstance(main, tuple) else self.module(main, **values)
+        if torch.is_grad_enabled():
+            self._live[microbatch] = _Live(inputs, {})
+        return result if isinstance(result, PipelineOutput) else PipelineOutput(result)
+
+    def hold(self, microbatch: int, name: str, tensors: list[torch.Tensor]) -> None:
+        """Keep tensors that went on under a name until their gradients come."""
+        if microbatch in self._live:
+            self._live[microbatch].outputs[name] = tensors
+
+    def backward(self, microbatch: int, gradients: Gradients) -> Gradients:
+        """Bring gradients of what went on back to what came, and add those of the parameters."""
+        live = self._live.pop(microbatch)
+        tensors, given = _reached(live, gradients)
+        if tensors:
+            with self._syncing_only_at(microbatch):
+                torch.autograd.backward(tensors, given)
+        return {name: [leaf.grad for leaf in leaves] for name, leaves in live.inputs.items()}
+
+    def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
+        """The first part of a backward; the parameters' gradients are left to `backward_weight`."""
+        if isinstance(self.module, _Averaging):
+            # What it has hooked on gradients expects all of them in one backward.
+            self._weights[microbatch] = None
+            return self.backward(microbatch, gradients)
+        live = self._live.pop(microbatch)
+        tensors, given = _reached(live, gradients)
+        leaves = [leaf for each in live.inputs.values() for leaf in each]
+        found, self._weights[microbatch] = backward_inputs(tensors, given, leaves)
+        left = iter(found)
+        return {name: [next(left) for _ in each] for name, each in live.inputs.items()}
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The second part."""
+        weights = self._weights.pop(microbatch)
+        if weights is not None:
+            weights.run()
+
+    def forget(self) -> None:
+        """Drop all microbatches that are under way."""
+        self._live.clear()
+        self._weights.clear()
+
+    def _syncing_only_at(self, microbatch: int) -> AbstractContextManager[None]:
+        if isinstance(self.module, _Averaging) and microbatch != self._last:
+            return self.module.no_sync()
+        return contextlib.nullcontext()
+
+
+def _reached(live: _Live, gradients: Gradients) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """The outputs that have a gradient, and these."""
+    pairs = [
+        (tensor, gradient)
+        for name, tensors in live.outputs.items()
+        for tensor, gradient in zip(tensors, gradients[name], strict=True)
+        if gradient is not None
+    ]
+    return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
