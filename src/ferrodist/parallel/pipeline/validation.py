@@ -1,0 +1,165 @@
+"""Whether a schedule computes what it has to, and comes to its end: found before the first microbatch is sent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ferrodist.parallel.pipeline.actions import Action, ActionKind
+from ferrodist.parallel.pipeline.communication import has_communication
+from ferrodist.parallel.pipeline.dependencies import Dependencies, receive_for, send_after
+from ferrodist.parallel.pipeline.execution import execute
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ferrodist.parallel.pipeline.execution import Wait
+    from ferrodist.parallel.pipeline.schedule import Schedule
+
+__all__ = ["check_schedule"]
+
+_BACKWARD_KINDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Refuse a schedule that no run could be right with.
+
+    Every stage runs every microbatch once, forward and backward, on its rank; a schedule without any backward is one
+    for inference. All data that go between ranks are sent and received once, and none else. No rank waits forever: that
+    is proven by a run without data.
+
+    Args:
+        schedule: With its sends and receives: see `add_communication`.
+
+    Raises:
+        ValueError: It is wrong; the message names the first rank and action found to be so, or who waits for what.
+    """
+    _check_sizes(schedule)
+    for rank, actions in enumerate(schedule.actions):
+        _check_places(schedule, rank, actions)
+    _check_compute(schedule)
+    _check_transfers(schedule)
+    _check_order(schedule)
+    waits = execute(schedule, lambda _: 0.0).waits
+    if waits:
+        raise ValueError(f"schedule {schedule.name!r} never ends: {_describe(schedule, waits)}")
+
+
+def _check_sizes(schedule: Schedule) -> None:
+    if schedule.num_microbatches < 1:
+        raise _error(schedule, f"there must be at least 1 microbatch, not {schedule.num_microbatches}")
+    for stage, rank in enumerate(schedule.stage_ranks):
+        if not 0 <= rank < schedule.num_ranks:
+            raise _error(schedule, f"stage {stage} is on rank {rank}, and there are {schedule.num_ranks} ranks")
+    for rank in range(schedule.num_ranks):
+        if rank not in schedule.stage_ranks:
+            raise _error(schedule, f"rank {rank} has no stage; stage_ranks is {schedule.stage_ranks}")
+    if not schedule.num_ranks:
+        raise _error(schedule, "there is no rank, so nobody does anything")
+
+
+def _check_places(schedule: Schedule, rank: int, actions: Sequence[Action]) -> None:
+    """Whether a rank's actions are of its own stages and of microbatches that there are, and none is there twice."""
+    for action in actions:
+        if not 0 <= action.stage < schedule.num_stages:
+            raise _error(schedule, f"rank {rank} has {action}, and there are {schedule.num_stages} stages")
+        if not 0 <= action.microbatch < schedule.num_microbatches:
+            raise _error(schedule, f"rank {rank} has {action}, and there are {schedule.num_microbatches} microbatches")
+        if schedule.stage_ranks[action.stage] != rank:
+            place = schedule.stage_ranks[action.stage]
+            raise _error(schedule, f"rank {rank} has {action}, and stage {action.stage} is on rank {place}")
+    for action, count in Counter(actions).items():
+        if count > 1:
+            raise _error(schedule, f"rank {rank} has {action} {count} times; once is right")
+
+
+def _check_compute(schedule: Schedule) -> None:
+    found = {action for actions in schedule.actions for action in actions}
+    has_backward = any(action.kind in _BACKWARD_KINDS for action in found)
+    for stage, rank in enumerate(schedule.stage_ranks):
+        for microbatch in range(schedule.num_microbatches):
+            if Action(ActionKind.FORWARD, stage, microbatch) not in found:
+                raise _error(schedule, f"rank {rank} lacks {Action(ActionKind.FORWARD, stage, microbatch)}")
+            if has_backward:
+                _check_backward(schedule, found, stage, microbatch)
+
+
+def _check_backward(schedule: Schedule, found: set[Action], stage: int, microbatch: int) -> None:
+    """Whether there is either a whole backward or both of its parts."""
+    whole, inputs, weights = (Action(kind, stage, microbatch) for kind in _BACKWARD_KINDS)
+    rank = schedule.stage_ranks[stage]
+    parts = [part for part in (inputs, weights) if part in found]
+    if whole in found and parts:
+        raise _error(schedule, f"rank {rank} has {whole} and also {parts[0]}, which is a part of it")
+    if whole in found or len(parts) == 2:
+        return
+    if parts:
+        raise _error(schedule, f"rank {rank} has {parts[0]} but lacks {weights if parts[0] == inputs else inputs}")
+    raise _error(schedule, f"rank {rank} lacks {whole}, or {inputs} and {weights}")
+
+
+def _check_transfers(schedule: Schedule) -> None:
+    for rank, actions in enumerate(schedule.actions):
+        found = {action for action in actions if not action.kind.is_compute}
+        wanted = set(_transfers(schedule, actions))
+        missing, excess = sorted(wanted - found, key=_order), sorted(found - wanted, key=_order)
+        if missing:
+            advice = "" if has_communication(schedule) else "; add_communication adds all sends and receives"
+            raise _error(schedule, f"rank {rank} lacks {missing[0]}: {_reason(schedule, missing[0])}{advice}")
+        if excess:
+            raise _error(schedule, f"rank {rank} has {excess[0]}, but {_reason(schedule, excess[0])}")
+
+
+def _transfers(schedule: Schedule, actions: Iterable[Action]) -> Iterable[Action]:
+    """The sends and receives that go with a rank's compute actions."""
+    for action in actions:
+        for transfer in (receive_for(schedule, action), send_after(schedule, action)):
+            if transfer is not None:
+                yield transfer
+
+
+def _order(action: Action) -> tuple[int, int, str]:
+    return action.microbatch, action.stage, action.kind.value
+
+
+def _reason(schedule: Schedule, transfer: Action) -> str:
+    """What is on the other side of a transfer."""
+    forward = transfer.kind in {ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD}
+    up = transfer.kind in {ActionKind.SEND_FORWARD, ActionKind.RECV_BACKWARD}
+    neighbour = transfer.stage + (1 if up else -1)
+    if not 0 <= neighbour < schedule.num_stages:
+        return f"stage {transfer.stage} is the {'last' if up else 'first'}"
+    rank = schedule.stage_ranks[neighbour]
+    if rank == schedule.stage_ranks[transfer.stage]:
+        return f"stage {neighbour} is on rank {rank} too"
+    if not forward and not any(action.kind in _BACKWARD_KINDS for actions in schedule.actions for action in actions):
+        return "the schedule has no backward"
+    return f"stage {neighbour} is on rank {rank}"
+
+
+def _check_order(schedule: Schedule) -> None:
+    """Whether each rank does what an action of its own needs before that."""
+    dependencies = Dependencies(schedule)
+    for rank, actions in enumerate(schedule.actions):
+        done: set[Action] = set()
+        for action in actions:
+            for needed in dependencies.of(action):
+                if schedule.stage_ranks[needed.stage] == rank and needed not in done:
+                    raise _error(schedule, f"rank {rank} has {action} before {needed}, which has to come first")
+            done.add(action)
+
+
+def _describe(schedule: Schedule, waits: Sequence[Wait]) -> str:
+    stuck_at = {wait.rank: wait.action for wait in waits}
+    descriptions = []
+    for wait in waits:
+        rank = schedule.stage_ranks[wait.needed.stage]
+        descriptions.append(
+            f"rank {wait.rank} waits at {wait.action} for {wait.needed}, which comes on rank {rank} after"
+            f" {stuck_at[rank]}"
+        )
+    return "; ".join(descriptions)
+
+
+def _error(schedule: Schedule, problem: str) -> ValueError:
+    return ValueError(f"schedule {schedule.name!r} is wrong: {problem}")
