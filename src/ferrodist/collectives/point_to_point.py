@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.backends.request import Request
 
-__all__ = ["ANY_SOURCE", "Recv", "Send", "batch", "recv", "recv_into", "send", "sendrecv"]
+__all__ = ["ANY_SOURCE", "Recv", "Send", "batch", "begin_send", "recv", "recv_into", "send", "sendrecv"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +320,15 @@ def _check(operation: Send | Recv, group: Backend) -> None:
         check_peer(group, operation.src, any_source=True)
         with torch.no_grad():
             check_out(tensor)
+
+
+def begin_send(tensor: torch.Tensor, dst: int, *, tag: int = 0, group: Backend) -> list[Request]:
+    """Start `send` of a tensor that can travel, and return at once what is to be waited for; often nothing.
+
+    ``tensor`` must not be changed until all of it is done.
+    """
+    begun = quick_send(tensor, dst, tag, group, 0.0)
+    return [] if begun is None else _continue_send(group, Send(tensor, dst, tag), begun)
 
 
 def _continue_send(group: Backend, operation: Send, begun: Progress) -> list[Request]:

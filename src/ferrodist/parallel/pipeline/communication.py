@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from ferrodist.parallel.pipeline.schedule import Schedule
 
-__all__ = ["add_communication", "forward_only", "has_communication"]
+__all__ = ["add_communication", "backward_only", "forward_only", "has_communication"]
 
 
 def has_communication(schedule: Schedule) -> bool:
@@ -51,6 +51,25 @@ def forward_only(schedule: Schedule) -> Schedule:
         ),
     )
     return add_communication(forwards) if has_communication(schedule) else forwards
+
+
+def backward_only(schedule: Schedule) -> Schedule:
+    """The backward that follows `forward_only`: stage by stage from the last, all microbatches of each.
+
+    Args:
+        schedule: Where the stages are, and how many microbatches there are.
+    """
+    backwards = (
+        tuple(
+            Action(ActionKind.BACKWARD, stage, microbatch)
+            for stage in reversed(stages)
+            for microbatch in range(schedule.num_microbatches)
+        )
+        for stages in schedule.rank_stages
+    )
+    return add_communication(
+        dataclasses.replace(schedule, name=f"{schedule.name}, backward only", actions=tuple(backwards))
+    )
 
 
 def _add(schedule: Schedule, actions: Sequence[Action]) -> tuple[Action, ...]:

@@ -90,6 +90,8 @@ class Executor:
         self._aside: dict[_Key, Parcel] = {}
         """What is to be sent, or taken by another stage of this rank."""
         self._receipts: dict[_Key, Receipt] = {}
+        self._large: set[tuple[Edge, bool]] = set()
+        """Edges and directions in which something large came last."""
         self._sends: list[Request] = []
         self.doing: Action | None = None
         """What was begun last."""
@@ -200,29 +202,35 @@ class Executor:
             what, stage = ("gradients", key.edge.target) if key.is_gradient else ("outputs", key.edge.source)
             raise DistributedTimeoutError(
                 f"rank {self._group.rank} waited {self._timeout:g} s for the {what} of stage {stage} for microbatch"
-                f" {key.microbatch}, which come from rank {self._peer(key)}. Is it slow, or does it not call the same?"
+                f" {key.microbatch}, which come from rank {self._giver(key)}. Is it slow, or does it not call the same?"
                 " Give a longer timeout, or call step() on all ranks",
                 ranks=error.ranks,
             ) from None
-        del self._receipts[key]
+        receipt = self._receipts.pop(key)
+        (self._large.add if receipt.has_bodies else self._large.discard)((key.edge, key.is_gradient))
         return parcel
 
     def _put(self, key: _Key, parcel: Parcel) -> None:
         """Keep what a stage has made until the schedule has it sent, or the other stage takes it; send skips."""
         self._aside[key] = parcel
-        if key.edge.name != MAIN and self._peer(key) != self._group.rank:
+        if key.edge.name != MAIN and self._taker(key) != self._group.rank:
             self._send(key)
 
     def _send(self, key: _Key) -> None:
         self._sends = [request for request in self._sends if not request.done()]
-        self._sends += send_parcel(self._aside.pop(key), self._peer(key, sends=True), self._tag(key), self._group)
+        self._sends += send_parcel(self._aside.pop(key), self._taker(key), self._tag(key), self._group)
 
     def _begin_receive(self, key: _Key) -> None:
-        self._receipts[key] = Receipt(self._peer(key), self._tag(key), self._group)
+        is_ahead = (key.edge, key.is_gradient) in self._large
+        self._receipts[key] = Receipt(self._giver(key), self._tag(key), self._group, is_ahead=is_ahead)
 
-    def _peer(self, key: _Key, *, sends: bool = False) -> int:
-        """The rank that gives a value, or that takes it."""
-        return self._ranks[key.edge.source if key.is_gradient == sends else key.edge.target]
+    def _giver(self, key: _Key) -> int:
+        """The rank that a value comes from."""
+        return self._ranks[key.edge.target if key.is_gradient else key.edge.source]
+
+    def _taker(self, key: _Key) -> int:
+        """The rank that it goes to."""
+        return self._ranks[key.edge.source if key.is_gradient else key.edge.target]
 
     def _tag(self, key: _Key) -> int:
         return 2 * (self._tags[key.edge] + key.microbatch) + key.is_gradient

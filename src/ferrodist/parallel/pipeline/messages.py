@@ -21,9 +21,10 @@ import msgspec
 import torch
 
 from ferrodist.backends.request import wait_all
+from ferrodist.collectives.point_to_point import begin_send, recv
 from ferrodist.collectives.prepare import check_tensor
 from ferrodist.collectives.reduce_op import DTYPES
-from ferrodist.collectives.tensor_transfers import TensorReceive, start_send
+from ferrodist.collectives.tensor_transfers import TensorReceive
 from ferrodist.collectives.views import bytes_of
 from ferrodist.errors import ProtocolError
 from ferrodist.parallel.pipeline.values import Plan, flatten, unflatten
@@ -104,10 +105,10 @@ def send_parcel(parcel: Parcel, dst: int, tag: int, group: Backend) -> list[Requ
     for tensor in tensors:
         check_tensor(tensor, "what goes from stage to stage")
     is_inside = [tensor.nbytes <= _MOST_INSIDE_BYTES for tensor in tensors]
-    requests = start_send(group, _write_letter(parcel, tensors, is_inside), dst, tag)
+    requests = begin_send(_write_letter(parcel, tensors, is_inside), dst, tag=tag, group=group)
     for tensor, inside in zip(tensors, is_inside, strict=True):
         if not inside:
-            requests += start_send(group, tensor, dst, tag)
+            requests += begin_send(tensor, dst, tag=tag, group=group)
     return requests
 
 
@@ -148,9 +149,11 @@ class Receipt:
         src: The rank that sends it.
         tag: Under which.
         group: The group.
+        is_ahead: Whether to begin at once, which is worth it for what is large. Else what is small comes by itself, and
+            taking it when it is needed costs a fraction.
     """
 
-    def __init__(self, src: int, tag: int, group: Backend) -> None:
+    def __init__(self, src: int, tag: int, group: Backend, *, is_ahead: bool) -> None:
         self._group = group
         self._src = src
         self._tag = tag
@@ -160,8 +163,10 @@ class Receipt:
         self._bodies: list[tuple[int, TensorReceive]] = []
         """Of the tensors that come by themselves, with their numbers."""
         self._is_given_up = False
-        self._letter = TensorReceive(group, src, tag, shape=None, dtype=torch.uint8)
-        self._letter.add_done_callback(self._read)
+        self._letter: TensorReceive | None = None
+        if is_ahead:
+            self._letter = TensorReceive(group, src, tag, shape=None, dtype=torch.uint8)
+            self._letter.add_done_callback(self._read_ahead)
 
     def wait(self, deadline: Deadline) -> Parcel:
         """Wait until all of it is there.
@@ -170,8 +175,12 @@ class Receipt:
             ProtocolError: It is no letter.
             DistributedError: A rank is late, or was lost.
         """
-        wait_all([self._letter], deadline)
-        self._read()
+        if self._letter is not None:
+            wait_all([self._letter], deadline)
+            self._read_ahead()
+        else:
+            letter = recv(None, torch.uint8, self._src, tag=self._tag, group=self._group, timeout=deadline.remaining())
+            self._read(letter)
         if self._error is not None:
             raise self._error
         assert self._parcel is not None, "it was read"
@@ -180,26 +189,36 @@ class Receipt:
             self._parcel.tensors[number] = body.finish()
         return self._parcel
 
+    @property
+    def has_bodies(self) -> bool:
+        """Whether some of it came apart from the letter."""
+        return bool(self._bodies)
+
     def cancel(self) -> None:
         """Give it up."""
         with self._lock:
             self._is_given_up = True
-        self._letter.cancel()
+        if self._letter is not None:
+            self._letter.cancel()
         for _, body in self._bodies:
             body.cancel()
 
-    def _read(self) -> None:
-        """Read the letter and begin to receive what comes apart from it; once, by whoever is first."""
+    def _read_ahead(self) -> None:
+        """Read the letter once, whoever is first: who waits for it, or who brings it."""
         with self._lock:
-            if self._parcel is not None or self._error is not None or self._is_given_up or self._letter.error:
-                return
-            try:
-                self._parcel = self._take_apart(self._letter.finish())
-            except (msgspec.MsgspecError, struct.error, IndexError, RuntimeError, ValueError) as error:
-                text = f"rank {self._src} of group {self._group.name!r} sent what is no value of a pipeline: {error}"
-                self._error = ProtocolError(text, ranks=(self._src,))
-            except Exception as error:  # noqa: BLE001 - raised by `wait`
-                self._error = error
+            is_read = self._parcel is not None or self._error is not None
+            if self._letter is not None and not (is_read or self._is_given_up or self._letter.error):
+                self._read(self._letter.finish())
+
+    def _read(self, letter: torch.Tensor) -> None:
+        """Read the letter, and begin to receive what comes apart from it."""
+        try:
+            self._parcel = self._take_apart(letter)
+        except (msgspec.MsgspecError, struct.error, IndexError, RuntimeError, ValueError) as error:
+            text = f"rank {self._src} of group {self._group.name!r} sent what is no value of a pipeline: {error}"
+            self._error = ProtocolError(text, ranks=(self._src,))
+        except Exception as error:  # noqa: BLE001 - raised by `wait`
+            self._error = error
 
     def _take_apart(self, letter: torch.Tensor) -> Parcel:
         memory = bytes_of(letter)

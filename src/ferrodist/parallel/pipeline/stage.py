@@ -72,6 +72,7 @@ class Stage:
     def __init__(self, module: torch.nn.Module, last: int) -> None:
         self.module = module
         self._last = last
+        self._averaging = module if isinstance(module, _Averaging) else None
         self._live: dict[int, _Live] = {}
         self._weights: dict[int, WeightBackward | None] = {}
 
@@ -119,7 +120,7 @@ class Stage:
 
     def backward_input(self, microbatch: int, gradients: Gradients) -> Gradients:
         """The first part of a backward; the parameters' gradients are left to `backward_weight`."""
-        if isinstance(self.module, _Averaging):
+        if self._averaging is not None:
             # What it has hooked on gradients expects all of them in one backward.
             self._weights[microbatch] = None
             return self.backward(microbatch, gradients)
@@ -142,8 +143,8 @@ class Stage:
         self._weights.clear()
 
     def _syncing_only_at(self, microbatch: int) -> AbstractContextManager[None]:
-        if isinstance(self.module, _Averaging) and microbatch != self._last:
-            return self.module.no_sync()
+        if self._averaging is not None and microbatch != self._last:
+            return self._averaging.no_sync()
         return contextlib.nullcontext()
 
 

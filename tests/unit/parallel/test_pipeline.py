@@ -1,0 +1,221 @@
+"""A pipeline computes what one process does."""
+
+import pipeline_models
+import pytest
+import torch
+from pipeline_models import KINDS, Cnn, Gpt, Mlp
+from torch import nn
+
+from ferrodist.parallel.pipeline import LossReduction, Microbatches, Pipeline, PipelineOutput, PipelineSchedule
+from ferrodist.parallel.pipeline.timeline import count_activations
+from ferrodist.testing import run_ranks
+
+BACKENDS = ["simulated", "native"]
+
+
+def check_step(group, model, kind, stages_per_rank, num_microbatches, size):
+    """A step gives the losses, gradients and buffers of one process, bit for bit, and keeps what the schedule says."""
+    num_stages = group.world_size * stages_per_rank
+    stages = model.stages(num_stages)
+    pipeline = Pipeline(stages, group, num_microbatches, schedule=kind, loss_fn=model.loss)
+    total = pipeline.step(*model.batch(size))
+    losses, gradients, buffers = pipeline_models.one_process(model, num_stages, num_microbatches, size)
+    what = f"{kind.name}, {stages_per_rank} stages a rank, {num_microbatches} microbatches"
+    assert pipeline.losses == losses, what
+    sizes = [len(part) for part in torch.empty(size).tensor_split(num_microbatches)]
+    assert total.item() == sum(of / size * loss for of, loss in zip(sizes, losses, strict=True))
+    for number in pipeline.schedule.rank_stages[group.rank]:
+        own = stages[number]
+        for mine, expected in zip(own.parameters(), gradients[number], strict=True):
+            assert torch.equal(mine.grad, expected), what
+        for mine, expected in zip(own.buffers(), buffers[number], strict=True):
+            assert torch.equal(mine, expected), what
+    assert pipeline.peak_activations == count_activations(pipeline.schedule)[group.rank], what
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_schedule(backend, num_ranks):
+    """Losses and gradients of a network are those of one process, bit for bit, for 1 to 9 microbatches."""
+
+    def program(group):
+        for kind, stages_per_rank in KINDS:
+            for num_microbatches in (1, 2, 3, 4, 5, 8, 9) if group.world_size != 3 else (5,):
+                check_step(group, Mlp, kind, stages_per_rank, num_microbatches, 11)
+
+    run_ranks(program, num_ranks, backend=backend)
+
+
+@pytest.mark.parametrize("model", [Cnn, Gpt])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_models(backend, model):
+    """Convolutions with batch norm, and a GPT: bits and running statistics of one process."""
+
+    def program(group):
+        for kind, stages_per_rank in KINDS:
+            check_step(group, model, kind, stages_per_rank, 4, 11)
+
+    run_ranks(program, 2, backend=backend)
+
+
+def test_steps_accumulate():
+    """Gradients are added to those that are there; each step is scaled by itself."""
+
+    def program(group):
+        stages = Mlp.stages(2)
+        pipeline = Pipeline(stages, group, 3, loss_fn=Mlp.loss)
+        inputs, targets = Mlp.batch(6)
+        pipeline.step(inputs, targets)
+        once = [parameter.grad.clone() for parameter in pipeline.parameters()]
+        pipeline.step(inputs, targets)
+        for parameter, before in zip(pipeline.parameters(), once, strict=True):
+            assert torch.allclose(parameter.grad, 2 * before)
+
+    run_ranks(program, 2)
+
+
+def test_sum_of_losses():
+    """With LossReduction.SUM nothing is scaled."""
+
+    def program(group):
+        inputs, targets = Mlp.batch(6)
+        results = []
+        for reduction in LossReduction:
+            pipeline = Pipeline(Mlp.stages(2), group, 3, loss_fn=Mlp.loss, loss_reduction=reduction)
+            loss = pipeline.step(inputs, targets)
+            results.append((loss.item(), [parameter.grad for parameter in pipeline.parameters()]))
+        (mean, means), (total, sums) = results
+        assert total == pytest.approx(3 * mean)
+        assert all(torch.allclose(3 * one, other) for one, other in zip(means, sums, strict=True))
+
+    run_ranks(program, 2)
+
+
+def test_forward_and_backward():
+    """Apart they are a step: outputs are joined, and their gradients are those of one process."""
+
+    def program(group):
+        for kind, stages_per_rank in KINDS:
+            stages = Mlp.stages(2 * stages_per_rank)
+            pipeline = Pipeline(stages, group, 4, schedule=kind)
+            inputs, targets = Mlp.batch(7)
+            outputs = pipeline(inputs if pipeline.schedule.stage_ranks[0] == group.rank else None)
+            whole = nn.Sequential(*Mlp.stages(2 * stages_per_rank))
+            assert (outputs is not None) == (pipeline.schedule.stage_ranks[-1] == group.rank)
+            gradient = None
+            if outputs is not None:
+                assert torch.equal(outputs, torch.cat([whole(part) for part in inputs.tensor_split(4)]))
+                Mlp.loss(outputs, targets).backward()
+                gradient = outputs.grad
+            pipeline.backward(gradient)
+            Mlp.loss(whole(inputs), targets).backward()
+            for number in pipeline.schedule.rank_stages[group.rank]:
+                for mine, other in zip(stages[number].parameters(), whole[number].parameters(), strict=True):
+                    assert torch.allclose(mine.grad, other.grad, atol=1e-6)
+
+    run_ranks(program, 2)
+
+
+def test_forward_for_inference():
+    """Under no_grad nothing is kept, and there is no backward from it."""
+
+    def program(group):
+        pipeline = Pipeline(Mlp.stages(2), group, 3)
+        with torch.no_grad():
+            outputs = pipeline(Mlp.batch(6)[0])
+        if group.rank:
+            assert not outputs.requires_grad
+        with pytest.raises(RuntimeError, match="no forward to go backward from"):
+            pipeline.backward()
+        pipeline(Mlp.batch(6)[0])
+
+    run_ranks(program, 2)
+
+
+class Odd(nn.Module):
+    """Takes and gives several values, nested, of shapes that differ from microbatch to microbatch."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, values, mask=None, more=None):
+        if self.place == 0:
+            return self.layer(values), values.sum(1) > 0, {"n": len(values), "unused": values, "twice": [self.layer.bias]}
+        twice = more["twice"][0]
+        values = torch.where(mask[:, None], self.layer(values) + twice, values) * more["n"]
+        if self.place == 1:
+            return values, mask, {**more, "twice": [twice * 2]}
+        return values.sum() + twice.sum()
+
+
+def test_nested_values_of_changing_shapes():
+    """Tuples, masks, numbers, dicts, unused tensors and a parameter go along; each microbatch has its own shape."""
+    batches = [torch.randn(size, 4, generator=pipeline_models.seeded(size)) for size in (3, 1, 0, 5)]
+
+    def program(group):
+        for microbatches in (batches, batches[::-1]):
+            stages = [pipeline_models.fill(Odd(place), place) for place in range(3)]
+            pipeline = Pipeline(stages, group, 4, schedule=PipelineSchedule.ONE_F_ONE_B)
+            for _ in range(2):
+                pipeline.step(Microbatches(microbatches))
+            expected = [pipeline_models.fill(Odd(place), place) for place in range(3)]
+            for batch in microbatches * 2:
+                value = batch
+                for stage in expected:
+                    value = stage(*value) if isinstance(value, tuple) else stage(value)
+                (value / 4).backward()
+            for mine, other in zip(stages[group.rank].parameters(), expected[group.rank].parameters(), strict=True):
+                assert torch.allclose(mine.grad, other.grad)
+
+    for backend in BACKENDS:
+        run_ranks(program, 3, backend=backend)
+
+
+class Skipping(nn.Module):
+    """Gives something to a later stage, or takes it."""
+
+    def __init__(self, gives=(), width=3):
+        super().__init__()
+        self.gives = gives
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, value, **taken):
+        made = torch.tanh(self.layer(value))
+        for other in taken.values():
+            made = made * other
+        return PipelineOutput(made, **dict.fromkeys(self.gives, value + 1)) if self.gives else made
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_skips(backend):
+    """What goes past stages arrives, whatever ranks they are on, and its gradients come back."""
+    skips = {"one": (0, 2), "two": (1, 3), "three": (0, 3)}
+
+    def make():
+        gives = [tuple(name for name, (source, _) in skips.items() if source == stage) for stage in range(4)]
+        return [pipeline_models.fill(Skipping(of), stage) for stage, of in enumerate(gives)]
+
+    def program(group):
+        inputs, targets = torch.randn(2, 6, 3, generator=pipeline_models.seeded(5))
+        for kind, stages_per_rank in KINDS:
+            if stages_per_rank * group.world_size != 4:
+                continue
+            stages, expected = make(), make()
+            pipeline = Pipeline(stages, group, 3, schedule=kind, skips=skips, loss_fn=Mlp.loss)
+            pipeline.step(inputs, targets)
+            for part, target in zip(inputs.split(2), targets.split(2), strict=True):
+                value, given = part, {}
+                for number, stage in enumerate(expected):
+                    result = stage(value, **{name: given[name] for name, (_, end) in skips.items() if end == number})
+                    value = result.value if isinstance(result, PipelineOutput) else result
+                    given.update(result.skips if isinstance(result, PipelineOutput) else {})
+                loss = Mlp.loss(value, target)
+                loss.backward(torch.full_like(loss, 1 / 3))
+            for number in pipeline.schedule.rank_stages[group.rank]:
+                for mine, other in zip(stages[number].parameters(), expected[number].parameters(), strict=True):
+                    assert torch.allclose(mine.grad, other.grad)
+
+    for num_ranks in (2, 4):
+        run_ranks(program, num_ranks, backend=backend)
