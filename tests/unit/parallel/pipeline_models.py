@@ -81,7 +81,9 @@ class Cnn:
 
     @staticmethod
     def stages(count):
-        convolutions = [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(count)]
+        convolutions = [
+            nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(count)
+        ]
         convolutions[-1].extend(nn.Sequential(nn.Flatten(), nn.Linear(3 * 5 * 5, 4)))
         return [fill(stage, seed) for seed, stage in enumerate(convolutions)]
 

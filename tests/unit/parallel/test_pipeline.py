@@ -142,7 +142,11 @@ class Odd(nn.Module):
 
     def forward(self, values, mask=None, more=None):
         if self.place == 0:
-            return self.layer(values), values.sum(1) > 0, {"n": len(values), "unused": values, "twice": [self.layer.bias]}
+            return (
+                self.layer(values),
+                values.sum(1) > 0,
+                {"n": len(values), "unused": values, "twice": [self.layer.bias]},
+            )
         twice = more["twice"][0]
         values = torch.where(mask[:, None], self.layer(values) + twice, values) * more["n"]
         if self.place == 1:

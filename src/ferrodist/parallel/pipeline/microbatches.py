@@ -54,9 +54,22 @@ def split_batch(batch: Any, num_microbatches: int, what: str) -> tuple[list[Any]
             f"{what} has {num_samples} samples along dim 0, which can't be divided into {num_microbatches} microbatches:"
             " make the pipeline with fewer, or take larger batches"
         )
-    parts = [tensor.tensor_split(num_microbatches) if tensor.dim() else [tensor] * num_microbatches for tensor in tensors]
+    parts = [_divide(tensor, num_microbatches) for tensor in tensors]
     counts = [len(part) for part in torch.empty(num_samples, 0, device="cpu").tensor_split(num_microbatches)]
     return [unflatten(plan, [part[number] for part in parts]) for number in range(num_microbatches)], counts
+
+
+def _divide(tensor: torch.Tensor, num_parts: int) -> Sequence[torch.Tensor]:
+    if not tensor.dim():
+        return [tensor] * num_parts
+    parts = tensor.tensor_split(num_parts)
+    if tensor.requires_grad or tensor.layout is not torch.strided:
+        return parts
+    # No views of one tensor to autograd, for which a stage's write to one microbatch would be a change of all.
+    return [
+        tensor.new_empty(0).set_(part.untyped_storage(), part.storage_offset(), part.shape, part.stride())
+        for part in parts
+    ]
 
 
 class Outputs:
@@ -93,7 +106,9 @@ class Outputs:
                 for (plan, tensors), wants in zip(self._taken, self._wants, strict=True)
             )
         plan, first = self._taken[0]
-        if any(other != plan for other, _ in self._taken) or not all(each.dim() for _, of in self._taken for each in of):
+        if any(other != plan for other, _ in self._taken) or not all(
+            each.dim() for _, of in self._taken for each in of
+        ):
             raise ValueError(
                 "what the last stage returns for microbatches can't be joined along dim 0: pass the inputs as"
                 " Microbatches([...]), and get the outputs one by one"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Pipeline"]
 
-_NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD_WEIGHT: "backward of the weights"}
+_OF_FORWARDS = (ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD)
 
 
 class Pipeline(torch.nn.Module):
@@ -277,8 +277,15 @@ class Pipeline(torch.nn.Module):
             f"{self.num_microbatches} microbatches",
             f"the schedule {self._schedule.name!r}",
             f"the {self._losses.reduction.value} of the losses",
-            *(f"the skip {edge.name!r} from stage {edge.source} to stage {edge.target}" for edge in self._edges if edge.name),
-            *(f"the shared parameter {', '.join(f'{name} of stage {stage}' for stage, name in places)}" for places in shared),
+            *(
+                f"the skip {edge.name!r} from stage {edge.source} to stage {edge.target}"
+                for edge in self._edges
+                if edge.name
+            ),
+            *(
+                f"the shared parameter {', '.join(f'{name} of stage {stage}' for stage, name in places)}"
+                for places in shared
+            ),
             *str(self._schedule).splitlines(),
         ]
         refusal = f"its stage {missing[0]} is None" if missing else None
@@ -314,7 +321,7 @@ class Pipeline(torch.nn.Module):
         rank = self._parent.rank
         if action is None:
             return PipelineError(f"rank {rank} could not take part in a step: {describe_error(error)}", ranks=(rank,))
-        what = _NAMES.get(action.kind, "backward")
+        what = "forward" if action.kind in _OF_FORWARDS else "backward"
         return PipelineError(
             f"stage {action.stage} failed in the {what} of microbatch {action.microbatch}, on rank {rank}:"
             f" {describe_error(error)}",

@@ -69,7 +69,9 @@ class Schedule:
             if key != expected:
                 raise ValueError(f"line {number} of a schedule is {key!r} where {expected!r} comes next")
         if len(fields) < len(wanted) or len(fields) < 4:  # noqa: PLR2004 - three lines, and one for each rank
-            raise ValueError(f"a schedule has a line for each of: {', '.join(wanted[:3])}, rank 0, ..., and not {text!r}")
+            raise ValueError(
+                f"a schedule has a line for each of: {', '.join(wanted[:3])}, rank 0, ..., and not {text!r}"
+            )
         name, ranks, count = ((number, value) for number, _, value in fields[:3])
         return cls(
             name=name[1],

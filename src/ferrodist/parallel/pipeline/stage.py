@@ -48,6 +48,18 @@ class _Averaging(Protocol):
         """Leave it to a later backward."""
 
 
+class _Entry(torch.autograd.Function):
+    """Makes of a leaf what a stage may write to, as it may to what the layer before has made in one process."""
+
+    @staticmethod
+    def forward(_ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 @dataclass(slots=True)
 class _Live:
     """A microbatch between its forward and its backward.
@@ -96,6 +108,7 @@ class Stage:
             wanting = [leaf for leaf, wants in zip(leaves, parcel.wants_gradient, strict=True) if wants]
             if torch.is_grad_enabled():
                 inputs[name] = [leaf.requires_grad_() for leaf in wanting]
+                leaves = [_Entry.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]  # type: ignore[no-untyped-call]
             values[name] = unflatten(parcel.plan, leaves)
         main = values.pop(MAIN)
         with self._syncing_only_at(microbatch):

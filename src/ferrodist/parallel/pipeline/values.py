@@ -1,9 +1,9 @@
 """What goes from stage to stage: nested values, taken apart into tensors and a plan of how they were nested.
 
-    in the value                                     in the plan
-    tensor                                           its number; one that is there twice has one
-    tuple, list, dict                                the same, of plans; subclasses arrive as these
-    None, bool, int of 64 bits, float, str, bytes    itself
+in the value                                     in the plan
+tensor                                           its number; one that is there twice has one
+tuple, list, dict                                the same, of plans; subclasses arrive as these
+None, bool, int of 64 bits, float, str, bytes    itself
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def _plan_of(value: Any, where: str, tensors: dict[int, torch.Tensor], numbers: 
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, (str, int)):
-                raise TypeError(f"{where} has the key {key!r}: keys of what goes from stage to stage are text or numbers")
+                raise TypeError(
+                    f"{where} has the key {key!r}: keys of what goes from stage to stage are text or numbers"
+                )
         return [_DICT, [[key, _plan_of(each, f"{where}[{key!r}]", tensors, numbers)] for key, each in value.items()]]
     if not isinstance(value, _PLAIN_TYPES):
         raise TypeError(

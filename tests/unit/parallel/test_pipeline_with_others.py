@@ -1,0 +1,243 @@
+"""Pipelines with DDP and FSDP on another axis, shared parameters, checkpointed activations, autocast, and checkpoints."""
+
+import pipeline_models
+import pytest
+import torch
+from pipeline_models import KINDS, Block, Embedding, Gpt, Mlp, one_process
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ferrodist import DDP, FSDP, DeviceMesh
+from ferrodist.checkpoint import load_distributed, save_distributed
+from ferrodist.errors import CollectiveMismatchError
+from ferrodist.parallel.pipeline import Pipeline, PipelineSchedule, Stages
+from ferrodist.parallel.pipeline.splitting import split_sequential
+from ferrodist.testing import run_ranks
+
+BACKENDS = ["simulated", "native"]
+
+
+@pytest.mark.parametrize("wrapper", [DDP, FSDP])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_data_parallel_on_another_axis(backend, wrapper):
+    """Each column of ranks averages its stage's gradients, once a step; two steps of training equal one process's."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2, 2), ("pipeline", "data"))
+        across, along = mesh["pipeline"].group, mesh["data"].group
+        for kind, stages_per_rank in KINDS:
+            if stages_per_rank > 2:
+                continue
+            num_stages = 2 * stages_per_rank
+            stages = Mlp.stages(num_stages)
+            own = [stage if number % 2 == across.rank else None for number, stage in enumerate(stages)]
+            if kind in (PipelineSchedule.ZERO_BUBBLE_V, PipelineSchedule.DUAL_PIPE_V):
+                own = [stages[0], None, None, stages[3]] if across.rank == 0 else [None, stages[1], stages[2], None]
+            wrapped = [wrapper(stage, along) if stage is not None else None for stage in own]
+            pipeline = Pipeline(wrapped, across, 4, schedule=kind, loss_fn=Mlp.loss)
+            optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5)
+            whole = nn.Sequential(*Mlp.stages(num_stages))
+            reference = torch.optim.SGD(whole.parameters(), lr=0.5)
+            inputs, targets = Mlp.batch(16)
+            half = slice(8 * along.rank, 8 * along.rank + 8)
+            for _ in range(2):
+                optimizer.zero_grad()
+                pipeline.step(inputs[half], targets[half])
+                optimizer.step()
+                reference.zero_grad()
+                Mlp.loss(whole(inputs), targets).backward()
+                reference.step()
+            with torch.no_grad():
+                found = pipeline(inputs[half])
+                if found is not None:
+                    assert torch.allclose(found, whole(inputs[half]), atol=1e-5), kind
+
+    run_ranks(program, 4, backend=backend)
+
+
+def tied_stages(count):
+    """A GPT whose output layer is its embedding."""
+    stages = Gpt.stages(count)
+    stages[-1][-1].weight = stages[0][0].tokens.weight
+    return stages
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shared_parameters(backend):
+    """Stages of several ranks that share a parameter have its whole gradient, so that it stays equal."""
+
+    class Tied(Gpt):
+        stages = staticmethod(tied_stages)
+
+    def program(group):
+        for kind, stages_per_rank in KINDS:
+            num_stages = group.world_size * stages_per_rank
+            stages = tied_stages(num_stages)
+            pipeline = Pipeline(stages, group, 3, schedule=kind, loss_fn=Gpt.loss)
+            _, gradients, _ = one_process(Tied, num_stages, 3, 7)
+            for times in (1, 2):  # what an earlier step has added up is not added up again
+                pipeline.step(*Gpt.batch(7))
+                for number in pipeline.schedule.rank_stages[group.rank]:
+                    for mine, expected in zip(stages[number].parameters(), gradients[number], strict=True):
+                        assert torch.allclose(mine.grad, times * expected, atol=1e-5), (kind, number)
+
+    for num_ranks in (1, 2, 3):
+        run_ranks(program, num_ranks, backend=backend)
+
+
+def test_shared_parameters_by_name():
+    """Where a rank has only its own stages they are named; ranks that find none are told of it."""
+
+    def program(group):
+        stages = tied_stages(2)
+        own = [stage if number == group.rank else None for number, stage in enumerate(stages)]
+        with pytest.raises(
+            CollectiveMismatchError, match=r"shared parameter 0\.tokens\.weight of stage 0, 2\.weight of stage 1"
+        ):
+            Pipeline(stages if group.rank else own, group, 2)
+        shared = [[(0, "0.tokens.weight"), (1, "2.weight")]]
+        pipeline = Pipeline(own, group, 2, loss_fn=Gpt.loss, shared=shared)
+        pipeline.step(*Gpt.batch(4))
+        weight = own[group.rank].get_parameter(shared[0][group.rank][1])
+        return weight.grad.clone(), weight.detach().clone()
+
+    (one, value), (other, other_value) = run_ranks(program, 2, backend="native")
+    assert torch.equal(one, other)
+    assert torch.equal(value, other_value)
+
+
+class Checkpointed(nn.Module):
+    """A block whose activations are computed again in the backward."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def test_activation_checkpointing():
+    """Stages that keep no activations have the gradients of those that do."""
+
+    def program(group):
+        for kind, stages_per_rank in KINDS:
+            num_stages = 2 * stages_per_rank
+            stages = Gpt.stages(num_stages)
+            checkpointed = [
+                nn.Sequential(*[Checkpointed(each) if isinstance(each, Block) else each for each in of])
+                for of in stages
+            ]
+            pipeline = Pipeline(checkpointed, group, 3, schedule=kind, loss_fn=Gpt.loss)
+            pipeline.step(*Gpt.batch(7))
+            _, gradients, _ = one_process(Gpt, num_stages, 3, 7)
+            for number in pipeline.schedule.rank_stages[group.rank]:
+                for mine, expected in zip(stages[number].parameters(), gradients[number], strict=True):
+                    assert torch.equal(mine.grad, expected), (kind, number)
+
+    run_ranks(program, 2)
+
+
+def test_mixed_precision():
+    """In autocast activations travel in bfloat16, and gradients too."""
+
+    def program(group):
+        stages = Mlp.stages(2)
+        pipeline = Pipeline(stages, group, 2, schedule=PipelineSchedule.ZERO_BUBBLE_H1, loss_fn=Mlp.loss)
+        whole = nn.Sequential(*Mlp.stages(2))
+        inputs, targets = Mlp.batch(4)
+        with torch.autocast("cpu", torch.bfloat16):
+            pipeline.step(inputs, targets)
+            for part, target in zip(inputs.split(2), targets.split(2), strict=True):
+                loss = Mlp.loss(whole(part), target)
+                loss.backward(torch.full_like(loss, 1 / 2))
+        for mine, expected in zip(stages[group.rank].parameters(), whole[group.rank].parameters(), strict=True):
+            assert mine.grad.dtype is torch.float32
+            assert torch.equal(mine.grad, expected.grad)
+
+    run_ranks(program, 2)
+
+
+def test_writes_in_place():
+    """A stage may write to what it is given, as a layer may in one process."""
+
+    def make(count):
+        return [
+            pipeline_models.fill(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)), seed) for seed in range(count)
+        ]
+
+    class Model(Mlp):
+        stages = staticmethod(make)
+
+        @staticmethod
+        def batch(size):
+            inputs, targets = Mlp.batch(size)
+            return inputs.clone(), targets
+
+    def program(group):
+        for kind, stages_per_rank in KINDS:
+            num_stages = 2 * stages_per_rank
+            stages = make(num_stages)
+            pipeline = Pipeline(stages, group, 3, schedule=kind, loss_fn=Mlp.loss)
+            pipeline.step(*Model.batch(6))
+            losses, gradients, _ = one_process(Model, num_stages, 3, 6)
+            assert pipeline.losses == losses
+            for number in pipeline.schedule.rank_stages[group.rank]:
+                for mine, expected in zip(stages[number].parameters(), gradients[number], strict=True):
+                    assert torch.equal(mine.grad, expected)
+
+    run_ranks(program, 2)
+
+
+def whole_gpt():
+    return pipeline_models.fill(nn.Sequential(Embedding(11, 5, 8), *[Block(8) for _ in range(6)], nn.Linear(8, 11)), 9)
+
+
+def test_state_dicts():
+    """They have the names of the whole model, of which each rank has a part, and take a state of it."""
+
+    def program(group):
+        model = whole_gpt()
+        names = set(model.state_dict())
+        pipeline = Pipeline(split_sequential(model, 4), group, 2, schedule=PipelineSchedule.ZERO_BUBBLE_V)
+        mine = pipeline.state_dict()
+        other = {name: value + 1 for name, value in model.state_dict().items()}
+        pipeline.load_state_dict(other)
+        assert all(torch.equal(value, other[name]) for name, value in pipeline.state_dict().items())
+        with pytest.raises(RuntimeError, match="Missing key"):
+            pipeline.load_state_dict({})
+        listed = Pipeline(Mlp.stages(2), group, 2)
+        assert set(listed.state_dict()) == {f"{group.rank}.0.weight", f"{group.rank}.0.bias"}
+        return set(mine), names
+
+    (one, names), (other, _) = run_ranks(program, 2)
+    assert one | other == names
+    assert not one & other
+
+
+@pytest.mark.parametrize("wrapper", [None, DDP, FSDP])
+def test_checkpoints(tmp_path, wrapper):
+    """Saved by a pipeline of two ranks, also with DDP or FSDP beside, and loaded by the model, and by one of three."""
+
+    def save(group):
+        mesh = DeviceMesh(group, (2, -1), ("pipeline", "data"))
+        across, along = mesh["pipeline"].group, mesh["data"].group
+        stages = split_sequential(whole_gpt(), 2)
+        if wrapper is not None:
+            own = [wrapper(stage, along) if number == across.rank else None for number, stage in enumerate(stages)]
+            stages = Stages(own, stages.prefixes)
+        save_distributed({"model": Pipeline(stages, across, 2)}, tmp_path, group=group)
+
+    run_ranks(save, 2 if wrapper is None else 4)
+    expected = whole_gpt()
+    loaded = load_distributed(tmp_path, {"model": pipeline_models.fill(whole_gpt(), 1)})["model"]
+    assert all(torch.equal(mine, other) for mine, other in zip(loaded.parameters(), expected.parameters(), strict=True))
+
+    def load(group):
+        stages = split_sequential(pipeline_models.fill(whole_gpt(), 2), 6)
+        pipeline = Pipeline(stages, group, 2, schedule=PipelineSchedule.LOOPED_BFS)
+        load_distributed(tmp_path, {"model": pipeline}, group=group)
+        state = expected.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in pipeline.state_dict().items())
+
+    run_ranks(load, 3)
