@@ -51,8 +51,8 @@ def split_batch(batch: Any, num_microbatches: int, what: str) -> tuple[list[Any]
     (num_samples,) = sizes
     if num_samples < num_microbatches:
         raise ValueError(
-            f"{what} has {num_samples} samples along dim 0, which can't be divided into {num_microbatches} microbatches:"
-            " make the pipeline with fewer, or take larger batches"
+            f"{what} has {num_samples} samples along dim 0, which can't be divided into {num_microbatches}"
+            " microbatches: make the pipeline with fewer, or take larger batches"
         )
     parts = [_divide(tensor, num_microbatches) for tensor in tensors]
     counts = [len(part) for part in torch.empty(num_samples, 0, device="cpu").tensor_split(num_microbatches)]

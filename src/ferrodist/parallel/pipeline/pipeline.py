@@ -211,7 +211,7 @@ class Pipeline(torch.nn.Module):
         """The module that `save_distributed` saves when it is given this: this rank's part of the whole model."""
         return make_whole(self._own, self._prefixes)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The tensors of this rank's stages, by their names in the whole model.
 
         Raises:
@@ -336,8 +336,8 @@ def _resolve_schedule(
     if isinstance(schedule, PipelineSchedule):
         if num_stages % num_ranks:
             raise ValueError(
-                f"{num_stages} stages can't be divided among {num_ranks} ranks: pass as many for each, all of them in one"
-                " list, with None for those of other ranks; or a Schedule that says where each is"
+                f"{num_stages} stages can't be divided among {num_ranks} ranks: pass as many for each, all of them in"
+                " one list, with None for those of other ranks; or a Schedule that says where each is"
             )
         return build_schedule(schedule, num_ranks, num_microbatches, num_stages // num_ranks)
     if not isinstance(schedule, Schedule):
@@ -347,8 +347,8 @@ def _resolve_schedule(
     wanted = (num_ranks, num_microbatches, num_stages)
     if wanted != (schedule.num_ranks, schedule.num_microbatches, schedule.num_stages):
         raise ValueError(
-            f"the schedule {schedule.name!r} is for {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
-            f" and {schedule.num_stages} stages; there are {wanted[0]}, {wanted[1]} and {wanted[2]}"
+            f"the schedule {schedule.name!r} is for {schedule.num_ranks} ranks, {schedule.num_microbatches}"
+            f" microbatches and {schedule.num_stages} stages; there are {wanted[0]}, {wanted[1]} and {wanted[2]}"
         )
     return schedule
 

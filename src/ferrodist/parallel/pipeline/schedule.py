@@ -68,7 +68,7 @@ class Schedule:
         for (number, key, _), expected in zip(fields, wanted, strict=False):
             if key != expected:
                 raise ValueError(f"line {number} of a schedule is {key!r} where {expected!r} comes next")
-        if len(fields) < len(wanted) or len(fields) < 4:  # noqa: PLR2004 - three lines, and one for each rank
+        if len(fields) < len(wanted) or len(fields) < 4:
             raise ValueError(
                 f"a schedule has a line for each of: {', '.join(wanted[:3])}, rank 0, ..., and not {text!r}"
             )

@@ -1,5 +1,7 @@
-"""Parameters that stages of several ranks share, as an embedding that is the output layer too: their gradients are
-added up over the ranks, so that they stay equal."""
+"""Parameters that stages of several ranks share, as an embedding that is the output layer too.
+
+Their gradients are added up over the ranks, so that they stay equal.
+"""
 
 from __future__ import annotations
 
