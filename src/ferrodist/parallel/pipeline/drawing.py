@@ -39,7 +39,8 @@ _PALEST = 0.55
 
 _MOST_PARTS = 20
 """Into how many columns the shortest action may be divided, so that all actions have whole numbers of them."""
-_MOST_COLUMNS = 10_000
+_MOST_COLUMNS, _MOST_COLUMNS_FOR_AN_ACTION = 400, 20
+"""How broad a drawing may get: the first, or the second for each action of a rank if that is more."""
 _TOLERANCE = 1e-6
 """Of a column: what sums of costs differ by when they should not."""
 
@@ -54,17 +55,16 @@ def draw_text(drawn: Schedule | Timeline, costs: Costs | None = None, *, unit: f
     Args:
         drawn: A schedule, or when its actions took place.
         costs: What a schedule's actions cost: see `predict`.
-        unit: The time of a column. If None, the longest that all actions are multiples of; if that is too short,
-            beginnings and ends are rounded, and the text says so.
+        unit: The time of a column. If None, the longest that all actions are multiples of, or a longer one if that made
+            the drawing too broad. Beginnings and ends that are not multiples are rounded, and the text says so.
 
     Raises:
         ValueError: The schedule is wrong, there are costs for a timeline, or the unit is not positive.
     """
     timeline = _timeline(drawn, costs)
     schedule = timeline.schedule
-    times = {time for spans in timeline.spans for span in spans for time in (span.start, span.stop)}
     if unit is None:
-        unit = _choose_unit(times, min(_lengths(timeline), default=1.0))
+        unit = _choose_unit(timeline)
     elif not unit > 0:
         raise ValueError(f"unit must be greater than 0, not {unit}")
     with_stages = any(len(stages) > 1 for stages in schedule.rank_stages)
@@ -81,10 +81,10 @@ def draw_text(drawn: Schedule | Timeline, costs: Costs | None = None, *, unit: f
         f"{schedule.name}: {sizes}",
         *lines,
         _describe_cells(timeline, with_stages=with_stages),
-        _describe_columns(unit, rows, rounded=not _fits(times, unit)),
+        _describe_columns(unit, rows, rounded=not _fits(timeline, unit)),
         f"duration {timeline.duration:g}, bubble fraction {timeline.bubble_fraction:.1%}",
     ]
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
 def plot(drawn: Schedule | Timeline, path: Path | str, costs: Costs | None = None) -> None:
@@ -181,7 +181,7 @@ def _draw_row(cells: Sequence[_Cell], num_columns: int, width: int) -> str:
             row += ".".ljust(width) * (cell.start - column)
             row += cell.label.ljust(cell.num_columns * width - 1, "-") + " "
             column = cell.start + cell.num_columns
-    return (row + ".".ljust(width) * (num_columns - column)).rstrip()
+    return row + ".".ljust(width) * (num_columns - column)
 
 
 def _column(time: float, unit: float) -> int:
@@ -189,17 +189,20 @@ def _column(time: float, unit: float) -> int:
     return math.floor(time / unit + 0.5)
 
 
-def _choose_unit(times: set[float], shortest: float) -> float:
-    """The longest time that all are multiples of; a part of the shortest action if there is none."""
+def _choose_unit(timeline: Timeline) -> float:
+    """The longest time that all actions are multiples of; a part of the shortest if there is none."""
     # The unit that is looked for divides the shortest action, since it divides its beginning and its end.
-    longest = max(times, default=0.0)
+    shortest = min(_lengths(timeline), default=1.0)
+    most = max(_MOST_COLUMNS, _MOST_COLUMNS_FOR_AN_ACTION * max(map(len, timeline.spans)))
     for parts in range(1, _MOST_PARTS + 1):
-        if longest * parts / shortest <= _MOST_COLUMNS and _fits(times, shortest / parts):
+        if timeline.duration * parts / shortest <= most and _fits(timeline, shortest / parts):
             return shortest / parts
-    return max(shortest / 4, longest / _MOST_COLUMNS)
+    return max(shortest / 4, timeline.duration / most)
 
 
-def _fits(times: set[float], unit: float) -> bool:
+def _fits(timeline: Timeline, unit: float) -> bool:
+    """Whether everything begins and ends at multiples of a unit."""
+    times = {time for spans in timeline.spans for span in spans for time in (span.start, span.stop)}
     return all(abs(time / unit - _column(time, unit)) < _TOLERANCE for time in times)
 
 
@@ -217,7 +220,7 @@ def _describe_columns(unit: float, rows: Sequence[Sequence[_Cell]], *, rounded: 
         (
             f"a column is {unit:g}",
             "; beginnings and ends are rounded" if rounded else "",
-            f"; {left_out} actions are too short to be seen" if left_out else "",
+            f"; actions too short to be seen: {left_out}" if left_out else "",
         )
     )
 
