@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from ferrodist.errors import InvalidWorldSizeError as InvalidWorldSizeError
     from ferrodist.errors import NoConnectionError as NoConnectionError
     from ferrodist.errors import PeerLostError as PeerLostError
+    from ferrodist.errors import PipelineError as PipelineError
     from ferrodist.errors import ProtocolError as ProtocolError
     from ferrodist.errors import RankFailedError as RankFailedError
     from ferrodist.errors import RendezvousError as RendezvousError
@@ -109,6 +110,11 @@ if TYPE_CHECKING:
     from ferrodist.parallel.data import SyncBatchNorm3d as SyncBatchNorm3d
     from ferrodist.parallel.data import comm_hooks as comm_hooks
     from ferrodist.parallel.data import convert_sync_batchnorm as convert_sync_batchnorm
+    from ferrodist.parallel.pipeline import LossReduction as LossReduction
+    from ferrodist.parallel.pipeline import Microbatches as Microbatches
+    from ferrodist.parallel.pipeline import Pipeline as Pipeline
+    from ferrodist.parallel.pipeline import PipelineOutput as PipelineOutput
+    from ferrodist.parallel.pipeline import PipelineSchedule as PipelineSchedule
     from ferrodist.parallel.sharded import FSDP as FSDP
     from ferrodist.parallel.sharded import MixedPrecision as MixedPrecision
     from ferrodist.parallel.sharded import ShardingStrategy as ShardingStrategy
@@ -196,6 +202,7 @@ _HOMES = {
         "InvalidWorldSizeError",
         "NoConnectionError",
         "PeerLostError",
+        "PipelineError",
         "ProtocolError",
         "RankFailedError",
         "RendezvousError",
@@ -214,6 +221,13 @@ _HOMES = {
         "SyncBatchNorm3d",
         "comm_hooks",
         "convert_sync_batchnorm",
+    ],
+    "parallel.pipeline": [
+        "LossReduction",
+        "Microbatches",
+        "Pipeline",
+        "PipelineOutput",
+        "PipelineSchedule",
     ],
     "parallel.sharded": ["FSDP", "MixedPrecision", "ShardingStrategy", "by_class", "by_size"],
     "parallel.tensor": [

@@ -198,7 +198,7 @@ def test_skips_that_are_not_as_declared():
             self.names = names
 
         def forward(self, x, **_):
-            return PipelineOutput(x, **{name: x for name in self.names})
+            return PipelineOutput(x, **dict.fromkeys(self.names, x))
 
     def program(group):
         pipeline = Pipeline([Gives(b=1), Gives()], group, 2, skips={"a": (0, 1)})

@@ -1,22 +1,49 @@
-"""Pipeline parallelism: a model in stages, each on a rank of its own, through which microbatches flow."""
+"""Pipeline parallelism: a model in stages, each on a rank of its own, through which microbatches flow.
 
-from __future__ import annotations
+::
 
+    steps        Pipeline with its PipelineSchedule; Microbatches, PipelineOutput, LossReduction
+    stages       split_sequential, Balance -> Stages; find_shared
+    schedules    build_schedule -> Schedule, also from text; check_schedule, add_communication
+    looking      predict with Costs -> Timeline; draw_text, plot, count_activations
+"""
+
+from ferrodist.errors import PipelineError
+from ferrodist.parallel.pipeline.actions import Action, ActionKind
 from ferrodist.parallel.pipeline.building import PipelineSchedule, build_schedule
+from ferrodist.parallel.pipeline.communication import add_communication
+from ferrodist.parallel.pipeline.drawing import draw_text, plot
 from ferrodist.parallel.pipeline.losses import LossReduction
 from ferrodist.parallel.pipeline.microbatches import Microbatches
 from ferrodist.parallel.pipeline.pipeline import Pipeline
 from ferrodist.parallel.pipeline.schedule import Schedule
+from ferrodist.parallel.pipeline.splitting import Balance, split_sequential
 from ferrodist.parallel.pipeline.stage import PipelineOutput
-from ferrodist.parallel.pipeline.stages import Stages
+from ferrodist.parallel.pipeline.stages import Stages, find_shared
+from ferrodist.parallel.pipeline.timeline import Costs, Timeline, count_activations, predict
+from ferrodist.parallel.pipeline.validation import check_schedule
 
 __all__ = [
+    "Action",
+    "ActionKind",
+    "Balance",
+    "Costs",
     "LossReduction",
     "Microbatches",
     "Pipeline",
+    "PipelineError",
     "PipelineOutput",
     "PipelineSchedule",
     "Schedule",
     "Stages",
+    "Timeline",
+    "add_communication",
     "build_schedule",
+    "check_schedule",
+    "count_activations",
+    "draw_text",
+    "find_shared",
+    "plot",
+    "predict",
+    "split_sequential",
 ]

@@ -22,12 +22,12 @@ from ferrodist.parallel.pipeline.actions import Action, ActionKind
 from ferrodist.parallel.pipeline.building import PipelineSchedule, build_schedule
 from ferrodist.parallel.pipeline.communication import add_communication, backward_only, forward_only
 from ferrodist.parallel.pipeline.executor import Edge, Executor, Feed
-from ferrodist.parallel.pipeline.losses import LossReduction, Losses
+from ferrodist.parallel.pipeline.losses import Losses, LossReduction
 from ferrodist.parallel.pipeline.microbatches import Microbatches, Outputs, split_batch
 from ferrodist.parallel.pipeline.schedule import Schedule
 from ferrodist.parallel.pipeline.shared import SharedParameters
-from ferrodist.parallel.pipeline.stages import Stages, find_shared
 from ferrodist.parallel.pipeline.stage import MAIN, Stage
+from ferrodist.parallel.pipeline.stages import Stages, find_shared
 from ferrodist.parallel.pipeline.validation import check_schedule
 from ferrodist.parallel.pipeline.whole_model import make_whole, unwrap
 from ferrodist.parallel.same_form import compare_forms
