@@ -100,9 +100,10 @@ def _check_backward(schedule: Schedule, found: set[Action], stage: int, microbat
 
 def _check_transfers(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.actions):
-        found = {action for action in actions if not action.kind.is_compute}
-        wanted = set(_transfers(schedule, actions))
-        missing, excess = sorted(wanted - found, key=_order), sorted(found - wanted, key=_order)
+        found = [action for action in actions if not action.kind.is_compute]
+        wanted = list(_transfers(schedule, actions))
+        missing = [transfer for transfer in wanted if transfer not in found]
+        excess = [transfer for transfer in found if transfer not in wanted]
         if missing:
             advice = "" if has_communication(schedule) else "; add_communication adds all sends and receives"
             raise _error(schedule, f"rank {rank} lacks {missing[0]}: {_reason(schedule, missing[0])}{advice}")
@@ -116,10 +117,6 @@ def _transfers(schedule: Schedule, actions: Iterable[Action]) -> Iterable[Action
         for transfer in (receive_for(schedule, action), send_after(schedule, action)):
             if transfer is not None:
                 yield transfer
-
-
-def _order(action: Action) -> tuple[int, int, str]:
-    return action.microbatch, action.stage, action.kind.value
 
 
 def _reason(schedule: Schedule, transfer: Action) -> str:
