@@ -59,7 +59,7 @@ def test_a_stage_that_raises(backend):
                 for direction in ("forward", "backward"):
                     stages = [Failing(**{direction: 2 if number == stage else None}) for number in range(num_stages)]
                     pipeline = Pipeline(stages, group, 4, schedule=kind, loss_fn=Mlp.loss)
-                    what = f"stage {stage} failed in the {direction} of microbatch 2, on rank .: RuntimeError: no {direction}"
+                    what = f"stage {stage} failed in the {direction} of microbatch 2, on rank .: .*no {direction}"
                     with pytest.raises(PipelineError, match=what) as failure:
                         pipeline.step(*Mlp.batch(8))
                     owner = pipeline.schedule.stage_ranks[stage]
@@ -170,7 +170,8 @@ def test_wrong_arguments():
     def program(group):
         stages = Mlp.stages(3)
         mine = Schedule.from_text(
-            "ferrodist pipeline schedule: mine\nstage ranks: 0 1\nmicrobatches: 1\nrank 0: F0.0 B0.0\nrank 1: F1.0 B1.0\n"
+            "ferrodist pipeline schedule: mine\nstage ranks: 0 1\nmicrobatches: 1\n"
+            "rank 0: F0.0 B0.0\nrank 1: F1.0 B1.0\n"
         )
         cases = [
             (stages, 2, {}, ValueError, "3 stages can't be divided among 2 ranks"),

@@ -1,4 +1,4 @@
-"""Pipelines with DDP and FSDP on another axis, shared parameters, checkpointed activations, autocast, and checkpoints."""
+"""Pipelines with DDP and FSDP on another axis, shared parameters, activation checkpointing, autocast, checkpoints."""
 
 import pipeline_models
 import pytest

@@ -58,8 +58,8 @@ def _plan_of(value: Any, where: str, tensors: dict[int, torch.Tensor], numbers: 
         return [_DICT, [[key, _plan_of(each, f"{where}[{key!r}]", tensors, numbers)] for key, each in value.items()]]
     if not isinstance(value, _PLAIN_TYPES):
         raise TypeError(
-            f"{where} is of type {type(value).__name__}: tensors, numbers, text, bytes and None go from stage to stage, in"
-            " tuples, lists and dicts"
+            f"{where} is of type {type(value).__name__}: tensors, numbers, text, bytes and None go from stage to stage,"
+            " in tuples, lists and dicts"
         )
     if isinstance(value, int) and value.bit_length() >= _INT_BITS:
         raise TypeError(f"{where} is {value}: integers that go from stage to stage have 64 bits")
