@@ -13,8 +13,8 @@
     training      DDP, FSDP, LocalSGD, DiLoCo, SyncBatchNorm1d, ...; comm_hooks; parallelize and the styles of its plans
     tensors       DeviceMesh; DTensor, distribute, factories; Shard, Replicate, Partial; allow_replication,
                   record_redistributions
-    pipelines     Pipeline, PipelineSchedule, PipelineOutput, Microbatches, LossReduction; pipeline: split_sequential,
-                  Schedule, draw_text, ...
+    pipelines     Pipeline, PipelineSchedule, PipelineOutput, Microbatches, LossReduction; schedules and what splits models are
+                  in ferrodist.parallel.pipeline
     checkpoints   checkpoint: save_distributed, load_distributed, AsyncCheckpointer, ...
     errors        DistributedError and the tree below it, drawn in ferrodist.errors
 
@@ -100,7 +100,6 @@ if TYPE_CHECKING:
     from ferrodist.errors import SizeMismatchError as SizeMismatchError
     from ferrodist.errors import UnsupportedOpError as UnsupportedOpError
     from ferrodist.mesh import DeviceMesh as DeviceMesh
-    from ferrodist.parallel import pipeline as pipeline
     from ferrodist.parallel.data import DDP as DDP
     from ferrodist.parallel.data import DiLoCo as DiLoCo
     from ferrodist.parallel.data import GradientBucket as GradientBucket
@@ -249,7 +248,7 @@ _HOMES = {
     "tensor.recording": ["record_redistributions"],
     "tensor.replication": ["allow_replication"],
 }
-_PACKAGES = {"checkpoint": "checkpoint", "pipeline": "parallel.pipeline"}
+_PACKAGES = ["checkpoint"]
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = ["__version__", *_PACKAGES, *_HOME_OF]  # noqa: PLE0604 - names that __getattr__ gives
@@ -257,7 +256,7 @@ __all__ = ["__version__", *_PACKAGES, *_HOME_OF]  # noqa: PLE0604 - names that _
 
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
-        return import_module(f"{__name__}.{_PACKAGES[name]}")
+        return import_module(f"{__name__}.{name}")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

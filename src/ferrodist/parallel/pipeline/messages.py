@@ -24,7 +24,7 @@ from ferrodist.backends.request import wait_all
 from ferrodist.collectives.point_to_point import begin_send, recv
 from ferrodist.collectives.prepare import check_tensor
 from ferrodist.collectives.reduce_op import DTYPES
-from ferrodist.collectives.tensor_transfers import TensorReceive
+from ferrodist.collectives.tensor_transfers import TensorReceive, start_send
 from ferrodist.collectives.views import bytes_of
 from ferrodist.errors import ProtocolError
 from ferrodist.parallel.pipeline.values import Plan, flatten, unflatten
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Parcel", "Receipt", "send_parcel"]
 
-_MOST_INSIDE_BYTES = 32 << 10
-"""Tensors up to this size are copied into the letter: what costs less than a message of their own."""
+_MOST_INSIDE_BYTES = 240 << 10
+"""Of a letter: what costs less to copy than to send by itself, and what the engine takes at once."""
 
 _ALIGNMENT = 64
 _LENGTH = struct.Struct("<Q")
@@ -104,11 +104,14 @@ def send_parcel(parcel: Parcel, dst: int, tag: int, group: Backend) -> list[Requ
     tensors = [tensor.detach() for tensor in parcel.tensors]
     for tensor in tensors:
         check_tensor(tensor, "what goes from stage to stage")
-    is_inside = [tensor.nbytes <= _MOST_INSIDE_BYTES for tensor in tensors]
+    is_inside, room = [], _MOST_INSIDE_BYTES
+    for tensor in tensors:
+        is_inside.append(_aligned(tensor.nbytes) <= room)
+        room -= _aligned(tensor.nbytes) if is_inside[-1] else 0
     requests = begin_send(_write_letter(parcel, tensors, is_inside), dst, tag=tag, group=group)
     for tensor, inside in zip(tensors, is_inside, strict=True):
         if not inside:
-            requests += begin_send(tensor, dst, tag=tag, group=group)
+            requests += start_send(group, tensor, dst, tag)
     return requests
 
 
