@@ -191,8 +191,8 @@ def test_rounded_columns() -> None:
         "a column is 0.25; beginnings and ends are rounded",
     ]
     small = rows_drawn(gpipe(2, 1), Costs(forward=1e-6))
-    assert max(map(len, small)) < 2000
-    assert small[-1] == "a column is 0.01; beginnings and ends are rounded; actions too short to be seen: 2"
+    assert max(map(len, small)) < 1100
+    assert small[-1] == "a column is 0.004; beginnings and ends are rounded; actions too short to be seen: 2"
 
 
 def test_a_unit_of_ones_own() -> None:
