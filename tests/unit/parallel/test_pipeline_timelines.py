@@ -129,12 +129,6 @@ def test_nothing_takes_time() -> None:
     assert (timeline.duration, timeline.busy, timeline.bubble_fraction) == (0, (0, 0), 0)
 
 
-def test_rounded_sums_make_no_negative_bubble() -> None:
-    """A rank that is always busy has a bubble of 0, whatever its costs add up to."""
-    for cost in (0.1, 0.3, 1 / 3, 0.7):
-        assert 0 <= predict(gpipe(1, 50), Costs(forward=cost)).bubble_fraction < 1e-12
-
-
 def test_how_many_activations_are_kept() -> None:
     """GPipe keeps all, 1F1B one for each rank below; divided backwards keep theirs until the second part."""
     assert count_activations(gpipe(3, 7)) == (7, 7, 7)
@@ -143,6 +137,7 @@ def test_how_many_activations_are_kept() -> None:
     assert count_activations(divided_v()) == (4, 4)
     assert count_activations(interleaved()) == (4, 3)
     assert count_activations(schedule_of("late", [0], 2, "F0.0 I0.0 F0.1 I0.1 W0.0 W0.1")) == (2,)
+    assert count_activations(schedule_of("early", [0], 3, "F0.0 F0.1 B0.0 B0.1 F0.2 B0.2")) == (2,)
     assert count_activations(forward_only(gpipe(3, 7))) == (0, 0, 0)
 
 
@@ -196,8 +191,8 @@ def test_rounded_columns() -> None:
         "a column is 0.25; beginnings and ends are rounded",
     ]
     small = rows_drawn(gpipe(2, 1), Costs(forward=1e-6))
-    assert max(map(len, small)) < 2000
-    assert small[-1] == "a column is 0.01; beginnings and ends are rounded; actions too short to be seen: 2"
+    assert max(map(len, small)) < 1100
+    assert small[-1] == "a column is 0.004; beginnings and ends are rounded; actions too short to be seen: 2"
 
 
 def test_a_unit_of_ones_own() -> None:

@@ -39,7 +39,7 @@ _PALEST = 0.55
 
 _MOST_PARTS = 20
 """Into how many columns the shortest action may be divided, so that all actions have whole numbers of them."""
-_MOST_COLUMNS, _MOST_COLUMNS_FOR_AN_ACTION = 400, 20
+_MOST_COLUMNS, _MOST_COLUMNS_FOR_AN_ACTION = 1000, 20
 """How broad a drawing may get: the first, or the second for each action of a rank if that is more."""
 _TOLERANCE = 1e-6
 """Of a column: what sums of costs differ by when they should not."""

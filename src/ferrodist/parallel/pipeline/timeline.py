@@ -105,8 +105,7 @@ class Timeline:
     def bubble_fraction(self) -> float:
         """How much of all ranks' time passes without computing, 0 to 1."""
         whole = self.duration * len(self.spans)
-        # Rounded sums of many spans may be larger than their whole by a little.
-        return max(0.0, 1 - sum(self.busy) / whole) if whole else 0.0
+        return 1 - sum(self.busy) / whole if whole else 0.0
 
 
 def predict(schedule: Schedule, costs: Costs | None = None) -> Timeline:

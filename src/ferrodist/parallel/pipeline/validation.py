@@ -100,8 +100,9 @@ def _check_backward(schedule: Schedule, found: set[Action], stage: int, microbat
 
 def _check_transfers(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.actions):
-        found = [action for action in actions if not action.kind.is_compute]
-        wanted = list(_transfers(schedule, actions))
+        # In the order in which they come, which the keys of a dict keep.
+        found = {action: None for action in actions if not action.kind.is_compute}
+        wanted = dict.fromkeys(_transfers(schedule, actions))
         missing = [transfer for transfer in wanted if transfer not in found]
         excess = [transfer for transfer in found if transfer not in wanted]
         if missing:
