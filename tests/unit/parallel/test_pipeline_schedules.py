@@ -133,6 +133,13 @@ def test_schedules_as_text(name, stage_ranks, num_microbatches, rows) -> None:
     assert Schedule.from_text(str(schedule)) == schedule
 
 
+@pytest.mark.parametrize("name", ["a # b", " a", "a\n", "a\nb", "a\u2028b"])
+def test_names_that_texts_can_not_have(name: str) -> None:
+    """What would not come back is refused at once."""
+    with pytest.raises(ValueError, match="a schedule's name is one line"):
+        dataclasses.replace(gpipe(1, 1), name=name)
+
+
 def test_what_texts_may_have_besides() -> None:
     """Empty lines, comments and any white space; the text that is given back is plain."""
     loose = TEXT.replace("\n", "   # a comment: with a colon\n\n").replace("rank 0: F0.0", "  rank   0:F0.0\t")

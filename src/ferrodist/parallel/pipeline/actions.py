@@ -40,7 +40,7 @@ class ActionKind(enum.Enum):
         return len(self.value) == 1
 
 
-_TEXT = re.compile(r"(F|B|I|W|SF|RF|SB|RB)(\d+)\.(\d+)")
+_TEXT = re.compile(r"(F|B|I|W|SF|RF|SB|RB)([0-9]+)\.([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,16 +17,23 @@ class Schedule:
     """Who does what when, in a step of a pipeline.
 
     Args:
-        name: For messages.
+        name: For messages: a line, without ``#``.
         stage_ranks: The rank of each stage.
         num_microbatches: How many flow through the stages.
         actions: For each rank what it does, in this order. With sends and receives: see `add_communication`.
+
+    Raises:
+        ValueError: The name is no line.
     """
 
     name: str
     stage_ranks: tuple[int, ...]
     num_microbatches: int
     actions: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        if self.name.partition("#")[0].strip() != self.name or len(self.name.splitlines()) > 1:
+            raise ValueError(f"a schedule's name is one line without # or spaces around it, not {self.name!r}")
 
     @property
     def num_ranks(self) -> int:
