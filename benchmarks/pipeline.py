@@ -1,16 +1,16 @@
-"""How long a step of a pipeline takes, beside torch's pipelines over gloo, beside what its schedule says, and beside one
-process.
+"""What a step of a pipeline takes, beside torch's pipelines, its schedule's prediction, and one process.
 
     python benchmarks/pipeline.py [--rounds 5] [--steps 10] [--plot pipeline.png]
 
 Three questions, each with its own table:
 
-1. Two ranks on one host, one computing thread each, train the same network by ferrodist and by torch.distributed.pipelining
-   over gloo, with every schedule that both have, with small and large activations. They take turns in the same
-   processes. A figure is the slower rank's time for a step, the median of the rounds; a ratio is the median of the
-   rounds' ratios, above 1 where ferrodist is faster. Both have the gradients of one process, or the benchmark fails.
+1. Two ranks on one host, one computing thread each, train the same network by ferrodist and by
+   torch.distributed.pipelining over gloo, with every schedule that both have, with small and large activations. They
+   take turns in the same processes. A figure is the slower rank's time for a step, the median of the rounds; a ratio is
+   the median of the rounds' ratios, above 1 where ferrodist is faster. Both have the gradients of one process, or the
+   benchmark fails.
 2. Four ranks whose stages only wait, for a fixed time in each forward and each half of a backward: what a step takes
-   beside what `predict` says. More ranks than cores don't matter then: what is measured is what the schedule's execution adds.
+   beside what `predict` says. More ranks than cores don't matter then: what is measured is what execution adds.
 3. Two stages on two ranks beside one process with one thread, which does the same microbatches one after another, while
    another one does so on the other core, for cores slow each other down: the share of the ideal speed, which is
    2 m / (m + 1) for m microbatches.
@@ -36,7 +36,7 @@ from ferrodist.parallel.pipeline import Costs, build_schedule, predict
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 Kind = fd.PipelineSchedule
@@ -101,7 +101,7 @@ def make_ours(
     return Contender(lambda: pipeline.step(*batch), own)
 
 
-def make_peer(rank: int, kind: fd.PipelineSchedule, width: int, batch: tuple[torch.Tensor, torch.Tensor]) -> Contender:
+def make_peer(rank: int, kind: fd.PipelineSchedule, width: int, batch: Sequence[torch.Tensor]) -> Contender:
     """A step of torch's."""
     peer, stages_per_rank = PEERS[kind]
     inputs, targets = batch
@@ -124,7 +124,7 @@ def make_peer(rank: int, kind: fd.PipelineSchedule, width: int, batch: tuple[tor
     return Contender(step, own)
 
 
-def check(contender: Contender, width: int, num_stages: int, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+def check(contender: Contender, width: int, num_stages: int, batch: Sequence[torch.Tensor]) -> None:
     """Raise unless a step gives the gradients of one process."""
     contender.clear()
     contender.step()
@@ -156,7 +156,7 @@ def compare_peers(group: fd.Backend, num_rounds: int, num_steps: int, meeting_fi
     found: dict[Any, list[float]] = {}
     for size, (width, samples) in SIZES.items():
         generator = torch.Generator().manual_seed(1)
-        batch = tuple(torch.randn(NUM_MICROBATCHES * samples, width, generator=generator) for _ in range(2))
+        batch = [torch.randn(NUM_MICROBATCHES * samples, width, generator=generator) for _ in range(2)]
         for kind, (_, stages_per_rank) in PEERS.items():
             contenders = {
                 "ours": make_ours(group, kind, width, batch),
