@@ -286,9 +286,8 @@ def print_peers(times: dict[Any, list[float]]) -> dict[tuple[str, str], float]:
             of = sorted(their / our for our, their in zip(ours, theirs, strict=True))
             ratios[size, kind] = statistics.median(of)
             middle = [1e3 * statistics.median(each) for each in (ours, theirs)]
-            print(
-                f"{f'{size}, {kind}':28} {middle[0]:10.2f} {middle[1]:10.2f} {ratios[size, kind]:8.2f} {of[0]:8.2f} {of[-1]:8.2f}"
-            )
+            figures = f"{middle[0]:10.2f} {middle[1]:10.2f} {ratios[size, kind]:8.2f} {of[0]:8.2f} {of[-1]:8.2f}"
+            print(f"{f'{size}, {kind}':28} {figures}")
     return ratios
 
 
