@@ -123,6 +123,7 @@ class Executor:
 
     def forget(self) -> None:
         """Give up all that is under way."""
+        self.doing = None
         for receipt in self._receipts.values():
             receipt.cancel()
         for request in self._sends:
