@@ -69,6 +69,9 @@ class Feed:
     gradients: Mapping[int, list[torch.Tensor | None]]
 
 
+_NO_FEED = Feed([], lambda *_: [], {})
+
+
 class Executor:
     """Runs actions.
 
@@ -93,6 +96,7 @@ class Executor:
         self._large: set[tuple[Edge, bool]] = set()
         """Edges and directions in which something large came last."""
         self._sends: list[Request] = []
+        self._feed = _NO_FEED
         self.doing: Action | None = None
         """What was begun last."""
         self.peak_live = 0
@@ -115,6 +119,7 @@ class Executor:
         self.doing = None
         wait_all(self._sends, Deadline(timeout))
         self._sends.clear()
+        self._feed = _NO_FEED  # a batch may be large
 
     @property
     def has_live(self) -> bool:
@@ -124,6 +129,7 @@ class Executor:
     def forget(self) -> None:
         """Give up all that is under way."""
         self.doing = None
+        self._feed = _NO_FEED
         for receipt in self._receipts.values():
             receipt.cancel()
         for request in self._sends:

@@ -155,6 +155,7 @@ class Pipeline(torch.nn.Module):
             DistributedError: A rank was lost, or is late.
         """
         with self._together(timeout) as (group, limit), torch.enable_grad():
+            self._forget()  # a forward may have been there without a backward
             feed = self._feed(inputs, targets)
             self._shared.begin()
             self._executor.run(self._own_actions, feed, group, limit)
@@ -178,12 +179,13 @@ class Pipeline(torch.nn.Module):
             As `step`.
         """
         with self._together(timeout) as (group, limit):
-            self._executor.forget()
-            self._outputs = Outputs(is_joined=not isinstance(inputs, Microbatches))
+            self._forget()
+            outputs = Outputs(is_joined=not isinstance(inputs, Microbatches))
             microbatches = self._split(inputs, 0)
-            feed = Feed(microbatches, self._outputs.take, {})
+            feed = Feed(microbatches, outputs.take, {})
             self._executor.run(forward_only(self._schedule).actions[group.rank], feed, group, limit)
-            result = self._outputs.give()
+            result = outputs.give()
+            self._outputs = outputs if self._executor.has_live else None
             allreduce(torch.zeros(1), group=group, timeout=limit)
             return result
 
@@ -199,7 +201,7 @@ class Pipeline(torch.nn.Module):
         """
         with self._together(timeout) as (group, limit):
             outputs, self._outputs = self._outputs, None
-            if outputs is None or not self._executor.has_live:
+            if outputs is None:
                 raise RuntimeError("there is no forward to go backward from: call forward() first, without no_grad()")
             feed = Feed([], outputs.take, outputs.split(gradients) if self._has(-1) else {})
             self._shared.begin()
@@ -304,15 +306,23 @@ class Pipeline(torch.nn.Module):
             yield group, limit
         except BaseException as error:
             action = self._executor.doing
-            self._executor.forget()
+            self._forget()
             self._group = None
             if isinstance(error, DistributedError) and group.failure is not None:
                 raise
             told = self._explain(error, action)
-            group.abort(told)
+            group.abort(told.fresh())  # a copy, for a group keeps it, and this one will know all frames
             if action is None or not isinstance(error, Exception) or told is error:
                 raise
-            raise told from error
+            try:
+                raise told from error
+            finally:
+                del told  # else it and this frame would hold each other, and the activations
+
+    def _forget(self) -> None:
+        """Give up what is under way, and what waits for a backward."""
+        self._outputs = None
+        self._executor.forget()
 
     def _explain(self, error: BaseException, action: Action | None) -> DistributedError:
         """What other ranks are told."""
