@@ -8,7 +8,7 @@ import torch
 from pipeline_models import Mlp, fill
 from torch import nn
 
-from ferrodist.errors import PipelineError
+from ferrodist.errors import PipelineError, UnsupportedOpError
 from ferrodist.parallel.pipeline import Pipeline, PipelineSchedule
 from ferrodist.testing import run_ranks
 
@@ -50,7 +50,7 @@ def test_a_wrong_batch_after_a_failure():
 
 
 def test_what_a_step_leaves():
-    """After a step, or one that failed, or a forward for inference, batch and activations are gone, without the collector."""
+    """After a step, a failed one, or a forward for inference, batch and activations are gone, without the collector."""
 
     class Watched(nn.Sequential):
         def forward(self, x):
@@ -104,3 +104,72 @@ def test_a_step_after_a_forward():
             pipeline.backward()
 
     run_ranks(program, 2)
+
+
+def test_failures_with_shared_parameters():
+    """Who waits for the gradients of others is told too; what is shared is right in the next step."""
+
+    def program(group):
+        layers = [fill(nn.Linear(6, 6), seed) for seed in range(2)]
+        for failing, other in ((0, 2), (1, 0)):
+            stages = [Failing(layers[number in (failing, other)]) for number in range(3)]
+            pipeline = Pipeline(stages, group, 2, loss_fn=Mlp.loss)
+            inputs, targets = Mlp.batch(4)
+            found = []
+            for fails in (None, "backward", None):
+                stages[failing].fails = fails
+                pipeline.zero_grad()
+                if fails:
+                    with pytest.raises(PipelineError, match=f"stage {failing} failed in the backward of microbatch"):
+                        pipeline.step(inputs, targets, timeout=5)
+                else:
+                    pipeline.step(inputs, targets)
+                    found.append([parameter.grad.clone() for parameter in pipeline.parameters()])
+            assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+    run_ranks(program, 3, backend="native", timeout=20)
+
+
+def test_wrong_names_of_shared_parameters():
+    """All ranks are told, though one of them alone can see it."""
+
+    def program(group):
+        for places, what in (
+            ([(0, "0.wieght"), (1, "0.weight")], "rank 0: stage 0 has no parameter '0.wieght' to share"),
+            ([(0, "0.weight"), (2, "0.weight")], "'0.weight' of stage 2 is shared, and there are 2 stages"),
+            ([(0, "0.weight"), (-1, "0.weight")], "'0.weight' of stage -1 is shared"),
+        ):
+            with pytest.raises(UnsupportedOpError, match=what):
+                Pipeline(Mlp.stages(2), group, 2, shared=[places])
+
+    run_ranks(program, 2)
+
+
+def test_a_shared_parameter_that_is_frozen():
+    """It gets no gradient, with which an optimizer would change it."""
+
+    def program(group):
+        layer = fill(nn.Linear(6, 6))
+        layer.weight.requires_grad_(False)
+        stages = [nn.Sequential(layer), nn.Sequential(layer)]
+        Pipeline(stages, group, 2, loss_fn=Mlp.loss).step(*Mlp.batch(4))
+        return layer.weight.grad is None, layer.bias.grad is not None
+
+    assert run_ranks(program, 2, backend="native") == [(True, True)] * 2
+
+
+def test_shared_parameters_that_are_replaced():
+    """The new ones are shared as the old ones were."""
+
+    def program(group):
+        layer = fill(nn.Linear(6, 6))
+        stages = [nn.Sequential(layer), nn.Sequential(layer)]
+        pipeline = Pipeline(stages, group, 2, loss_fn=Mlp.loss)
+        pipeline.step(*Mlp.batch(4))
+        expected = layer.weight.grad
+        pipeline.load_state_dict({name: value.clone() for name, value in pipeline.state_dict().items()}, assign=True)
+        assert layer.weight.grad is None
+        pipeline.step(*Mlp.batch(4))
+        return torch.equal(layer.weight.grad, expected)
+
+    assert run_ranks(program, 2, backend="native") == [True] * 2

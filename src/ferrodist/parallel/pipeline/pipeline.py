@@ -99,20 +99,19 @@ class Pipeline(torch.nn.Module):
         self._edges = _find_edges(len(stages), skips or {})
         self._loss_fn = loss_fn
         self._losses = Losses(loss_reduction, self._schedule.num_microbatches)
-        shared = find_shared(stages) if shared is None else shared
-        self._compare(stages, shared)
         ranks = self._schedule.stage_ranks
         found = {number: stages[number] for number in self._schedule.rank_stages[rank]}
         self._own = {number: module for number, module in found.items() if module is not None}
+        self._shared = self._compare(stages, find_shared(stages) if shared is None else shared)
         self.stages = torch.nn.ModuleDict({str(number): module for number, module in self._own.items()})
         """This rank's stages, by their numbers."""
         self._prefixes = stages.prefixes if isinstance(stages, Stages) else Stages(stages).prefixes
-        self._shared = SharedParameters(shared, self._own, ranks, self._parent)
-        self._shared.equalize(Deadline(self._parent.timeout))
         self._own_actions = self._schedule.actions[rank]
         running = {number: Stage(module, self._last_backward(number)) for number, module in self._own.items()}
         self._executor = Executor(running, ranks, self._edges, self._schedule.num_microbatches)
         self._outputs: Outputs | None = None
+        with self._together(None) as (_, limit):
+            self._shared.equalize(Deadline(limit))
 
     @property
     def schedule(self) -> Schedule:
@@ -271,8 +270,10 @@ class Pipeline(torch.nn.Module):
         kinds = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
         return [action.microbatch for action in self._own_actions if action.stage == stage and action.kind in kinds][-1]
 
-    def _compare(self, stages: Sequence[torch.nn.Module | None], shared: Sequence[Sequence[tuple[int, str]]]) -> None:
-        """See that all ranks make the same pipeline."""
+    def _compare(
+        self, stages: Sequence[torch.nn.Module | None], shared: Sequence[Sequence[tuple[int, str]]]
+    ) -> SharedParameters:
+        """See that all ranks make the same pipeline; gives the parameters that this one's stages share."""
         missing = [stage for stage in self._schedule.rank_stages[self._parent.rank] if stages[stage] is None]
         lines = [
             f"{len(stages)} stages",
@@ -291,8 +292,14 @@ class Pipeline(torch.nn.Module):
             *str(self._schedule).splitlines(),
         ]
         refusal = f"its stage {missing[0]} is None" if missing else None
+        found = SharedParameters((), {}, ())
+        try:
+            found = SharedParameters(shared, self._own, self._schedule.stage_ranks)
+        except ValueError as error:
+            refusal = refusal or str(error)
         deadline = Deadline(self._parent.timeout)
         compare_forms(lines, self._parent, deadline, maker="Pipeline", module="model", refusal=refusal)
+        return found
 
     @contextlib.contextmanager
     def _together(self, timeout: float | None) -> Iterator[tuple[Backend, float]]:
@@ -301,6 +308,7 @@ class Pipeline(torch.nn.Module):
         if self._group is None:  # a new one after each failure, where nothing of it can come any more
             label = "ferrodist.pipeline"
             self._group = SubBackend(self._parent, range(self._parent.world_size), label=label, name="pipeline")
+            self._shared.join(self._group)
         group = self._group
         try:
             yield group, limit
@@ -309,9 +317,11 @@ class Pipeline(torch.nn.Module):
             self._forget()
             self._group = None
             if isinstance(error, DistributedError) and group.failure is not None:
+                self._shared.abort(error.fresh())
                 raise
             told = self._explain(error, action)
-            group.abort(told.fresh())  # a copy, for a group keeps it, and this one will know all frames
+            group.abort(told.fresh())
+            self._shared.abort(told.fresh())  # copies, for groups keep them, and this one will know all frames
             if action is None or not isinstance(error, Exception) or told is error:
                 raise
             try:
@@ -326,7 +336,7 @@ class Pipeline(torch.nn.Module):
 
     def _explain(self, error: BaseException, action: Action | None) -> DistributedError:
         """What other ranks are told."""
-        if isinstance(error, (DistributedTimeoutError, CollectiveMismatchError)):
+        if isinstance(error, (DistributedTimeoutError, CollectiveMismatchError, PipelineError)):
             return error
         rank = self._parent.rank
         if action is None:
