@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from pipeline_models import Mlp, fill
+from pipeline_models import Mlp, fill, seeded
 from torch import nn
 
 from ferrodist.errors import PipelineError, UnsupportedOpError
@@ -173,3 +173,32 @@ def test_shared_parameters_that_are_replaced():
         return torch.equal(layer.weight.grad, expected)
 
     assert run_ranks(program, 2, backend="native") == [True] * 2
+
+
+def test_inputs_that_are_conjugated():
+    """What is said of a tensor and is not in its memory is divided with it: conj(), and the negative of conj().imag."""
+
+    def program(group):
+        pipeline = Pipeline([nn.Identity(), nn.Identity()], group, 2)
+        numbers = torch.randn(4, 6, dtype=torch.complex64, generator=seeded(1))
+        with torch.no_grad():
+            for inputs in (numbers.conj(), numbers.conj().imag):
+                found = pipeline(inputs)
+                assert found is None or torch.equal(found, inputs)
+
+    run_ranks(program, 2)
+
+
+def test_another_default_device():
+    """What a pipeline makes for itself is where it can be sent from."""
+
+    def program(group):
+        pipeline = Pipeline(Mlp.stages(2), group, 2, loss_fn=Mlp.loss)
+        inputs, targets = Mlp.batch(4)
+        gradients = torch.zeros_like(targets) if group.rank else None
+        with torch.device("meta"):
+            pipeline.step(inputs, targets)
+            pipeline(inputs)
+            pipeline.backward(gradients)
+
+    run_ranks(program, 2, backend="native")

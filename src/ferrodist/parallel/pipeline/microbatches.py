@@ -62,6 +62,7 @@ def split_batch(batch: Any, num_microbatches: int, what: str) -> tuple[list[Any]
 def _divide(tensor: torch.Tensor, num_parts: int) -> Sequence[torch.Tensor]:
     if not tensor.dim():
         return [tensor] * num_parts
+    tensor = tensor.resolve_conj().resolve_neg()  # no storage has what these say
     parts = tensor.tensor_split(num_parts)
     if tensor.requires_grad or tensor.layout is not torch.strided:
         return parts

@@ -185,7 +185,7 @@ class Pipeline(torch.nn.Module):
             self._executor.run(forward_only(self._schedule).actions[group.rank], feed, group, limit)
             result = outputs.give()
             self._outputs = outputs if self._executor.has_live else None
-            allreduce(torch.zeros(1), group=group, timeout=limit)
+            allreduce(torch.zeros(1, device="cpu"), group=group, timeout=limit)
             return result
 
     def backward(self, gradients: Any = None, *, timeout: float | None = None) -> None:
@@ -206,7 +206,7 @@ class Pipeline(torch.nn.Module):
             self._shared.begin()
             self._executor.run(backward_only(self._schedule).actions[group.rank], feed, group, limit)
             self._shared.finish(Deadline(limit))
-            allreduce(torch.zeros(1), group=group, timeout=limit)
+            allreduce(torch.zeros(1, device="cpu"), group=group, timeout=limit)
 
     def checkpoint_module(self) -> torch.nn.Module:
         """The module that `save_distributed` saves when it is given this: this rank's part of the whole model."""
