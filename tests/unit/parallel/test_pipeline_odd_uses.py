@@ -9,7 +9,7 @@ from pipeline_models import Mlp, fill, seeded
 from torch import nn
 
 from ferrodist.errors import PipelineError, UnsupportedOpError
-from ferrodist.parallel.pipeline import Pipeline, PipelineSchedule
+from ferrodist.parallel.pipeline import Microbatches, Pipeline, PipelineSchedule
 from ferrodist.testing import run_ranks
 
 
@@ -202,3 +202,34 @@ def test_another_default_device():
             pipeline.backward(gradients)
 
     run_ranks(program, 2, backend="native")
+
+
+def test_modes_around_a_step():
+    """A step finds gradients in no_grad and inference_mode too."""
+
+    def program(group):
+        pipeline = Pipeline(Mlp.stages(2), group, 2, loss_fn=Mlp.loss)
+        found = []
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            pipeline.zero_grad()
+            with mode():
+                pipeline.step(*Mlp.batch(4))
+            found.append([parameter.grad for parameter in pipeline.parameters()])
+        for others in found[1:]:
+            assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+
+    run_ranks(program, 2)
+
+
+def test_a_backward_that_is_given_no_gradient():
+    """It is an error, and not a backward that finds nothing."""
+
+    def program(group):
+        pipeline = Pipeline(Mlp.stages(2), group, 2)
+        for batch in (Mlp.batch(4)[0], Microbatches([Mlp.batch(2)[0]] * 2)):
+            pipeline(batch)
+            gradients = Microbatches([None, None]) if isinstance(batch, Microbatches) else None
+            with pytest.raises(ValueError if group.rank else PipelineError, match="no gradient to begin with"):
+                pipeline.backward(gradients)
+
+    run_ranks(program, 2)

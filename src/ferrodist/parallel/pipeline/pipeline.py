@@ -153,7 +153,7 @@ class Pipeline(torch.nn.Module):
             TypeError, ValueError: An argument is wrong; PipelineError on the other ranks.
             DistributedError: A rank was lost, or is late.
         """
-        with self._together(timeout) as (group, limit), torch.enable_grad():
+        with self._together(timeout) as (group, limit), torch.inference_mode(mode=False), torch.enable_grad():
             self._forget()  # a forward may have been there without a backward
             feed = self._feed(inputs, targets)
             self._shared.begin()
