@@ -1,6 +1,8 @@
 """Pipelines that are used in ways that few programs use them."""
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -8,6 +10,8 @@ import torch
 from pipeline_models import Mlp, fill, seeded
 from torch import nn
 
+from ferrodist import DDP, FSDP, DeviceMesh
+from ferrodist.checkpoint import load_distributed, save_distributed
 from ferrodist.errors import PipelineError, UnsupportedOpError
 from ferrodist.parallel.pipeline import Microbatches, Pipeline, PipelineSchedule
 from ferrodist.testing import run_ranks
@@ -233,3 +237,65 @@ def test_a_backward_that_is_given_no_gradient():
                 pipeline.backward(gradients)
 
     run_ranks(program, 2)
+
+
+def test_copies_and_pickles():
+    """They are refused, with what to do instead."""
+
+    def program(group):
+        pipeline = Pipeline(Mlp.stages(2), group, 2)
+        for make in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="belongs to its group and can't be copied or pickled"):
+                make(pipeline)
+
+    run_ranks(program, 2)
+
+
+class Remembering(nn.Linear):
+    """A layer with state that is no tensor."""
+
+    remembered = 0
+
+    def get_extra_state(self):
+        return self.remembered
+
+    def set_extra_state(self, state):
+        self.remembered = state
+
+
+def test_states_of_stages():
+    """What a stage has itself is in the state, and what is assigned is there; a compiled stage has its usual names."""
+
+    def program(group):
+        stages = [fill(Remembering(6, 6), seed) for seed in range(2)]
+        pipeline = Pipeline([torch.compile(stage, backend="eager") for stage in stages], group, 2, loss_fn=Mlp.loss)
+        own, layer = f"{group.rank}.", stages[group.rank]
+        state = {name: value + 1 for name, value in pipeline.state_dict().items()}
+        assert state.keys() == {own + "weight", own + "bias", own + "_extra_state"}
+        pipeline.load_state_dict(state, assign=True)
+        assert layer.remembered == 1
+        assert layer.weight.data_ptr() == state[own + "weight"].data_ptr()
+        pipeline.load_state_dict({}, strict=False)
+        with pytest.raises(RuntimeError, match=f"size mismatch for {own}weight"):
+            pipeline.load_state_dict({**state, own + "weight": torch.ones(3)})
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("wrapper", [DDP, FSDP])
+def test_checkpoints_of_wrapped_layers(tmp_path, wrapper):
+    """A stage that is one layer, in DDP or FSDP, has the names of the whole model as well."""
+
+    def make(seed):
+        return [fill(nn.Linear(6, 6), seed), fill(nn.Linear(6, 6), seed + 1)]
+
+    def program(group):
+        mesh = DeviceMesh(group, (2, 2), ("pipeline", "data"))
+        across, along = mesh["pipeline"].group, mesh["data"].group
+        pipeline = Pipeline(wrapper(make(0)[across.rank], along), across)
+        save_distributed({"model": pipeline}, tmp_path, group=group)
+
+    run_ranks(program, 4)
+    loaded = load_distributed(tmp_path, {"model": nn.Sequential(*make(5))})["model"]
+    expected = nn.Sequential(*make(0))
+    assert all(torch.equal(mine, other) for mine, other in zip(loaded.parameters(), expected.parameters(), strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -29,7 +29,7 @@ from ferrodist.parallel.pipeline.shared import SharedParameters
 from ferrodist.parallel.pipeline.stage import MAIN, Stage
 from ferrodist.parallel.pipeline.stages import Stages, find_shared
 from ferrodist.parallel.pipeline.validation import check_schedule
-from ferrodist.parallel.pipeline.whole_model import make_whole, unwrap
+from ferrodist.parallel.pipeline.whole_model import make_whole
 from ferrodist.parallel.same_form import compare_forms
 
 if TYPE_CHECKING:
@@ -231,11 +231,19 @@ class Pipeline(torch.nn.Module):
         self._check_plain("load_state_dict")
         whole = self.checkpoint_module()
         own = whole.state_dict()
-        return whole.load_state_dict({k: v for k, v in state_dict.items() if k in own}, strict=strict, assign=assign)
+        part = type(own)((name, value) for name, value in state_dict.items() if name in own)
+        if (versions := getattr(state_dict, "_metadata", None)) is not None:
+            vars(part)["_metadata"] = versions
+        return whole.load_state_dict(part, strict=strict, assign=assign)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a Pipeline belongs to its group and can't be copied or pickled: copy its stages, or save its state_dict()"
+        )
 
     def _check_plain(self, method: str) -> None:
         for number, module in self._own.items():
-            if unwrap(module) is not module:
+            if hasattr(module, "checkpoint_module"):
                 raise TypeError(
                     f"stage {number} is in a {type(module).__name__}, so that {method}() of the pipeline has no one"
                     " meaning: call it on the stages, or use save_distributed and load_distributed with the pipeline"
