@@ -13,7 +13,7 @@ from torch import nn
 from ferrodist import DDP, FSDP, DeviceMesh
 from ferrodist.checkpoint import load_distributed, save_distributed
 from ferrodist.errors import PipelineError, UnsupportedOpError
-from ferrodist.parallel.pipeline import Microbatches, Pipeline, PipelineSchedule
+from ferrodist.parallel.pipeline import Microbatches, Pipeline, PipelineOutput, PipelineSchedule
 from ferrodist.testing import run_ranks
 
 
@@ -299,3 +299,37 @@ def test_checkpoints_of_wrapped_layers(tmp_path, wrapper):
     loaded = load_distributed(tmp_path, {"model": nn.Sequential(*make(5))})["model"]
     expected = nn.Sequential(*make(0))
     assert all(torch.equal(mine, other) for mine, other in zip(loaded.parameters(), expected.parameters(), strict=True))
+
+
+class Calling(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x, **skips):
+        return self.function(x, **skips)
+
+
+@pytest.mark.parametrize("num_rows", [2, 100_000])
+def test_writes_to_what_goes_past_a_stage(num_rows):
+    """A stage that writes to what it is given does not change what another rank is given of it, however large."""
+
+    def give(x):
+        made = x.expand(num_rows, 6).clone()
+        return PipelineOutput(made, made=made)
+
+    def program(group):
+        stages = [
+            nn.Identity(),
+            Calling(give),
+            Calling(lambda x: x.zero_()),
+            Calling(lambda x, made: made),
+        ]
+        pipeline = Pipeline(stages, group, schedule=PipelineSchedule.ZERO_BUBBLE_V, skips={"made": (1, 3)})
+        with torch.no_grad():
+            found = pipeline(torch.ones(1, 6))
+        assert found is None or found.eq(1).all()
+
+    run_ranks(program, 2, backend="native")

@@ -173,8 +173,16 @@ class Executor:
             parcel = Parcel.of(value, f"what stage {number} returns")
             wanting = [tensor for tensor, wants in zip(parcel.tensors, parcel.wants_gradient, strict=True) if wants]
             stage.hold(microbatch, edge.name, wanting)
+            if self._may_change(edge):
+                parcel = parcel.copy()
             self._put(_Key(edge, microbatch, is_gradient=False), parcel)
         self.peak_live = max(self.peak_live, sum(each.num_live for each in self._stages.values()))
+
+    def _may_change(self, edge: Edge) -> bool:
+        """Whether another stage of this rank has a value, and may write to it, while it goes along an edge."""
+        here = self._group.rank
+        others = (other for other in self._outgoing[edge.source] if other.target < edge.target)
+        return self._ranks[edge.target] != here and any(self._ranks[other.target] == here for other in others)
 
     def _check_skips(self, number: int, output: PipelineOutput) -> None:
         wanted = {edge.name for edge in self._outgoing[number]} - {MAIN}
