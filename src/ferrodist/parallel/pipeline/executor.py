@@ -69,6 +69,9 @@ class Feed:
     gradients: Mapping[int, list[torch.Tensor | None]]
 
 
+_NO_FEED = Feed([], lambda *_: [], {})
+
+
 class Executor:
     """Runs actions.
 
@@ -93,6 +96,7 @@ class Executor:
         self._large: set[tuple[Edge, bool]] = set()
         """Edges and directions in which something large came last."""
         self._sends: list[Request] = []
+        self._feed = _NO_FEED
         self.doing: Action | None = None
         """What was begun last."""
         self.peak_live = 0
@@ -115,6 +119,7 @@ class Executor:
         self.doing = None
         wait_all(self._sends, Deadline(timeout))
         self._sends.clear()
+        self._feed = _NO_FEED  # a batch may be large
 
     @property
     def has_live(self) -> bool:
@@ -123,6 +128,8 @@ class Executor:
 
     def forget(self) -> None:
         """Give up all that is under way."""
+        self.doing = None
+        self._feed = _NO_FEED
         for receipt in self._receipts.values():
             receipt.cancel()
         for request in self._sends:
@@ -166,8 +173,16 @@ class Executor:
             parcel = Parcel.of(value, f"what stage {number} returns")
             wanting = [tensor for tensor, wants in zip(parcel.tensors, parcel.wants_gradient, strict=True) if wants]
             stage.hold(microbatch, edge.name, wanting)
+            if self._may_change(edge):
+                parcel = parcel.copy()
             self._put(_Key(edge, microbatch, is_gradient=False), parcel)
         self.peak_live = max(self.peak_live, sum(each.num_live for each in self._stages.values()))
+
+    def _may_change(self, edge: Edge) -> bool:
+        """Whether another stage of this rank has a value, and may write to it, while it goes along an edge."""
+        here = self._group.rank
+        others = (other for other in self._outgoing[edge.source] if other.target < edge.target)
+        return self._ranks[edge.target] != here and any(self._ranks[other.target] == here for other in others)
 
     def _check_skips(self, number: int, output: PipelineOutput) -> None:
         wanted = {edge.name for edge in self._outgoing[number]} - {MAIN}

@@ -91,7 +91,7 @@ class Losses:
         own = torch.zeros(2 * count + len(_ENDS) + 1, dtype=torch.float64, device="cpu")
         for number, value in self._taken.items():
             own[number], own[count + number] = value, self._weight(number)
-        own[2 * count : -1] = torch.tensor([sum(self._counts.get(end, ())) for end in _ENDS])
+        own[2 * count : -1] = torch.tensor([sum(self._counts.get(end, ())) for end in _ENDS], device="cpu")
         own[-1] = len(set(self._counts.get("inputs", ()))) > 1
         found = allreduce(own, group=group, out=own, timeout=timeout).tolist()
         self.values, weights = found[:count], found[count : 2 * count]

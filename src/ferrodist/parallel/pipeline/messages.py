@@ -66,6 +66,10 @@ class Parcel:
         plan, tensors = flatten(value, what)
         return cls(plan, tensors, [tensor.requires_grad for tensor in tensors])
 
+    def copy(self) -> Parcel:
+        """The same with tensors of its own."""
+        return Parcel(self.plan, [tensor.detach().clone() for tensor in self.tensors], self.wants_gradient)
+
     def open(self) -> Any:
         """The value, with the parcel's tensors."""
         return unflatten(self.plan, self.tensors)

@@ -62,6 +62,7 @@ def split_batch(batch: Any, num_microbatches: int, what: str) -> tuple[list[Any]
 def _divide(tensor: torch.Tensor, num_parts: int) -> Sequence[torch.Tensor]:
     if not tensor.dim():
         return [tensor] * num_parts
+    tensor = tensor.resolve_conj().resolve_neg()  # no storage has what these say
     parts = tensor.tensor_split(num_parts)
     if tensor.requires_grad or tensor.layout is not torch.strided:
         return parts
@@ -120,7 +121,7 @@ class Outputs:
         """Gradients of what was given, for each microbatch those of the tensors that want one.
 
         Raises:
-            ValueError: They are not nested as what was given.
+            ValueError: They are not nested as what was given, or there is none.
         """
         if not self._is_joined:
             parts = list(gradients) if isinstance(gradients, Microbatches) else [gradients]
@@ -133,10 +134,14 @@ class Outputs:
                 sizes = [tensors[number].shape[0] for _, tensors in self._taken]
                 for part, of in zip(split, [None] * len(sizes) if whole is None else whole.split(sizes), strict=True):
                     part.append(of)
-        return {
+        found = {
             microbatch: [gradient for gradient, wanted in zip(of, wants, strict=True) if wanted]
             for microbatch, (of, wants) in enumerate(zip(split, self._wants, strict=True))
         }
+        wanted = [gradient for of in found.values() for gradient in of]
+        if wanted and all(gradient is None for gradient in wanted):
+            raise ValueError("backward() has no gradient to begin with: pass that of what forward() returned here")
+        return found
 
 
 def _wanting(tensors: Sequence[torch.Tensor], wants: Sequence[bool]) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -29,7 +29,7 @@ from ferrodist.parallel.pipeline.shared import SharedParameters
 from ferrodist.parallel.pipeline.stage import MAIN, Stage
 from ferrodist.parallel.pipeline.stages import Stages, find_shared
 from ferrodist.parallel.pipeline.validation import check_schedule
-from ferrodist.parallel.pipeline.whole_model import make_whole, unwrap
+from ferrodist.parallel.pipeline.whole_model import make_whole
 from ferrodist.parallel.same_form import compare_forms
 
 if TYPE_CHECKING:
@@ -99,20 +99,19 @@ class Pipeline(torch.nn.Module):
         self._edges = _find_edges(len(stages), skips or {})
         self._loss_fn = loss_fn
         self._losses = Losses(loss_reduction, self._schedule.num_microbatches)
-        shared = find_shared(stages) if shared is None else shared
-        self._compare(stages, shared)
         ranks = self._schedule.stage_ranks
         found = {number: stages[number] for number in self._schedule.rank_stages[rank]}
         self._own = {number: module for number, module in found.items() if module is not None}
+        self._shared = self._compare(stages, find_shared(stages) if shared is None else shared)
         self.stages = torch.nn.ModuleDict({str(number): module for number, module in self._own.items()})
         """This rank's stages, by their numbers."""
         self._prefixes = stages.prefixes if isinstance(stages, Stages) else Stages(stages).prefixes
-        self._shared = SharedParameters(shared, self._own, ranks, self._parent)
-        self._shared.equalize(Deadline(self._parent.timeout))
         self._own_actions = self._schedule.actions[rank]
         running = {number: Stage(module, self._last_backward(number)) for number, module in self._own.items()}
         self._executor = Executor(running, ranks, self._edges, self._schedule.num_microbatches)
         self._outputs: Outputs | None = None
+        with self._together(None) as (_, limit):
+            self._shared.equalize(Deadline(limit))
 
     @property
     def schedule(self) -> Schedule:
@@ -154,7 +153,8 @@ class Pipeline(torch.nn.Module):
             TypeError, ValueError: An argument is wrong; PipelineError on the other ranks.
             DistributedError: A rank was lost, or is late.
         """
-        with self._together(timeout) as (group, limit), torch.enable_grad():
+        with self._together(timeout) as (group, limit), torch.inference_mode(mode=False), torch.enable_grad():
+            self._forget()  # a forward may have been there without a backward
             feed = self._feed(inputs, targets)
             self._shared.begin()
             self._executor.run(self._own_actions, feed, group, limit)
@@ -178,13 +178,14 @@ class Pipeline(torch.nn.Module):
             As `step`.
         """
         with self._together(timeout) as (group, limit):
-            self._executor.forget()
-            self._outputs = Outputs(is_joined=not isinstance(inputs, Microbatches))
+            self._forget()
+            outputs = Outputs(is_joined=not isinstance(inputs, Microbatches))
             microbatches = self._split(inputs, 0)
-            feed = Feed(microbatches, self._outputs.take, {})
+            feed = Feed(microbatches, outputs.take, {})
             self._executor.run(forward_only(self._schedule).actions[group.rank], feed, group, limit)
-            result = self._outputs.give()
-            allreduce(torch.zeros(1), group=group, timeout=limit)
+            result = outputs.give()
+            self._outputs = outputs if self._executor.has_live else None
+            allreduce(torch.zeros(1, device="cpu"), group=group, timeout=limit)
             return result
 
     def backward(self, gradients: Any = None, *, timeout: float | None = None) -> None:
@@ -199,13 +200,13 @@ class Pipeline(torch.nn.Module):
         """
         with self._together(timeout) as (group, limit):
             outputs, self._outputs = self._outputs, None
-            if outputs is None or not self._executor.has_live:
+            if outputs is None:
                 raise RuntimeError("there is no forward to go backward from: call forward() first, without no_grad()")
             feed = Feed([], outputs.take, outputs.split(gradients) if self._has(-1) else {})
             self._shared.begin()
             self._executor.run(backward_only(self._schedule).actions[group.rank], feed, group, limit)
             self._shared.finish(Deadline(limit))
-            allreduce(torch.zeros(1), group=group, timeout=limit)
+            allreduce(torch.zeros(1, device="cpu"), group=group, timeout=limit)
 
     def checkpoint_module(self) -> torch.nn.Module:
         """The module that `save_distributed` saves when it is given this: this rank's part of the whole model."""
@@ -230,11 +231,19 @@ class Pipeline(torch.nn.Module):
         self._check_plain("load_state_dict")
         whole = self.checkpoint_module()
         own = whole.state_dict()
-        return whole.load_state_dict({k: v for k, v in state_dict.items() if k in own}, strict=strict, assign=assign)
+        part = type(own)((name, value) for name, value in state_dict.items() if name in own)
+        if (versions := getattr(state_dict, "_metadata", None)) is not None:
+            vars(part)["_metadata"] = versions
+        return whole.load_state_dict(part, strict=strict, assign=assign)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a Pipeline belongs to its group and can't be copied or pickled: copy its stages, or save its state_dict()"
+        )
 
     def _check_plain(self, method: str) -> None:
         for number, module in self._own.items():
-            if unwrap(module) is not module:
+            if hasattr(module, "checkpoint_module"):
                 raise TypeError(
                     f"stage {number} is in a {type(module).__name__}, so that {method}() of the pipeline has no one"
                     " meaning: call it on the stages, or use save_distributed and load_distributed with the pipeline"
@@ -269,8 +278,10 @@ class Pipeline(torch.nn.Module):
         kinds = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
         return [action.microbatch for action in self._own_actions if action.stage == stage and action.kind in kinds][-1]
 
-    def _compare(self, stages: Sequence[torch.nn.Module | None], shared: Sequence[Sequence[tuple[int, str]]]) -> None:
-        """See that all ranks make the same pipeline."""
+    def _compare(
+        self, stages: Sequence[torch.nn.Module | None], shared: Sequence[Sequence[tuple[int, str]]]
+    ) -> SharedParameters:
+        """See that all ranks make the same pipeline; gives the parameters that this one's stages share."""
         missing = [stage for stage in self._schedule.rank_stages[self._parent.rank] if stages[stage] is None]
         lines = [
             f"{len(stages)} stages",
@@ -289,8 +300,14 @@ class Pipeline(torch.nn.Module):
             *str(self._schedule).splitlines(),
         ]
         refusal = f"its stage {missing[0]} is None" if missing else None
+        found = SharedParameters((), {}, ())
+        try:
+            found = SharedParameters(shared, self._own, self._schedule.stage_ranks)
+        except ValueError as error:
+            refusal = refusal or str(error)
         deadline = Deadline(self._parent.timeout)
         compare_forms(lines, self._parent, deadline, maker="Pipeline", module="model", refusal=refusal)
+        return found
 
     @contextlib.contextmanager
     def _together(self, timeout: float | None) -> Iterator[tuple[Backend, float]]:
@@ -299,24 +316,35 @@ class Pipeline(torch.nn.Module):
         if self._group is None:  # a new one after each failure, where nothing of it can come any more
             label = "ferrodist.pipeline"
             self._group = SubBackend(self._parent, range(self._parent.world_size), label=label, name="pipeline")
+            self._shared.join(self._group)
         group = self._group
         try:
             yield group, limit
         except BaseException as error:
             action = self._executor.doing
-            self._executor.forget()
+            self._forget()
             self._group = None
             if isinstance(error, DistributedError) and group.failure is not None:
+                self._shared.abort(error.fresh())
                 raise
             told = self._explain(error, action)
-            group.abort(told)
+            group.abort(told.fresh())
+            self._shared.abort(told.fresh())  # copies, for groups keep them, and this one will know all frames
             if action is None or not isinstance(error, Exception) or told is error:
                 raise
-            raise told from error
+            try:
+                raise told from error
+            finally:
+                del told  # else it and this frame would hold each other, and the activations
+
+    def _forget(self) -> None:
+        """Give up what is under way, and what waits for a backward."""
+        self._outputs = None
+        self._executor.forget()
 
     def _explain(self, error: BaseException, action: Action | None) -> DistributedError:
         """What other ranks are told."""
-        if isinstance(error, (DistributedTimeoutError, CollectiveMismatchError)):
+        if isinstance(error, (DistributedTimeoutError, CollectiveMismatchError, PipelineError)):
             return error
         rank = self._parent.rank
         if action is None:

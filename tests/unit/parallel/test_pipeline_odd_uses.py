@@ -1,0 +1,335 @@
+"""Pipelines that are used in ways that few programs use them."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from pipeline_models import Mlp, fill, seeded
+from torch import nn
+
+from ferrodist import DDP, FSDP, DeviceMesh
+from ferrodist.checkpoint import load_distributed, save_distributed
+from ferrodist.errors import PipelineError, UnsupportedOpError
+from ferrodist.parallel.pipeline import Microbatches, Pipeline, PipelineOutput, PipelineSchedule
+from ferrodist.testing import run_ranks
+
+
+class Failing(nn.Module):
+    """A layer that raises in forwards or backwards as long as it is told to; a layer may be in several."""
+
+    def __init__(self, layer=None, fails=None):
+        super().__init__()
+        self.layer = fill(nn.Linear(6, 6)) if layer is None else layer
+        self.fails = fails
+
+    def forward(self, x):
+        if self.fails == "forward":
+            raise RuntimeError("no forward")
+        made = self.layer(x)
+        if self.fails == "backward":
+            made.register_hook(self._backward)
+        return made
+
+    def _backward(self, gradient):
+        raise RuntimeError("no backward")
+
+
+def test_a_wrong_batch_after_a_failure():
+    """The error is that of the batch; it names no stage, in which the step before has failed."""
+
+    def program(group):
+        stages = [Failing(fails="forward"), Failing()]
+        pipeline = Pipeline(stages, group, 2, loss_fn=Mlp.loss)
+        with pytest.raises(PipelineError, match="stage 0 failed in the forward"):
+            pipeline.step(*Mlp.batch(4))
+        kind = PipelineError if group.rank else ValueError
+        with pytest.raises(kind, match="inputs has 1 samples") as failure:
+            pipeline.step(Mlp.batch(1)[0], Mlp.batch(4)[1])
+        assert "stage" not in str(failure.value)
+
+    run_ranks(program, 2)
+
+
+def test_what_a_step_leaves():
+    """After a step, a failed one, or a forward for inference, batch and activations are gone, without the collector."""
+
+    class Watched(nn.Sequential):
+        def forward(self, x):
+            made = super().forward(x)
+            seen.extend([weakref.ref(x), weakref.ref(made)])
+            return made
+
+    seen = []
+
+    def use(pipeline, is_inference):
+        inputs, targets = Mlp.batch(4)
+        seen.extend([weakref.ref(inputs), weakref.ref(targets)])
+        if is_inference:
+            with torch.no_grad():
+                pipeline(inputs)
+        else:
+            pipeline.step(inputs, targets)
+
+    def program(group):
+        failing = Failing()
+        pipeline = Pipeline([Watched(nn.Linear(6, 6)), Watched(failing)], group, 2, loss_fn=Mlp.loss)
+        gc.collect()
+        gc.disable()  # in a process of its own
+        for fails in (None, "forward", "backward", "inference"):
+            failing.fails = fails
+            seen.clear()
+            try:
+                use(pipeline, fails == "inference")
+            except PipelineError:
+                assert fails
+            assert not any(each() is not None for each in seen), fails
+
+    run_ranks(program, 2, backend="native")
+
+
+def test_a_step_after_a_forward():
+    """The forward is given up: the step keeps no more than it has itself, and there is no backward from the forward."""
+
+    def program(group):
+        pipeline = Pipeline(Mlp.stages(2), group, 4, schedule=PipelineSchedule.ONE_F_ONE_B, loss_fn=Mlp.loss)
+        inputs, targets = Mlp.batch(4)
+        pipeline.step(inputs, targets)
+        expected = [parameter.grad.clone() for parameter in pipeline.parameters()]
+        peak = pipeline.peak_activations
+        pipeline.zero_grad()
+        pipeline(inputs)
+        pipeline.step(inputs, targets)
+        assert all(torch.equal(one.grad, two) for one, two in zip(pipeline.parameters(), expected, strict=True))
+        assert pipeline.peak_activations == peak
+        with pytest.raises((RuntimeError, PipelineError), match="no forward to go backward from"):
+            pipeline.backward()
+
+    run_ranks(program, 2)
+
+
+def test_failures_with_shared_parameters():
+    """Who waits for the gradients of others is told too; what is shared is right in the next step."""
+
+    def program(group):
+        layers = [fill(nn.Linear(6, 6), seed) for seed in range(2)]
+        for failing, other in ((0, 2), (1, 0)):
+            stages = [Failing(layers[number in (failing, other)]) for number in range(3)]
+            pipeline = Pipeline(stages, group, 2, loss_fn=Mlp.loss)
+            inputs, targets = Mlp.batch(4)
+            found = []
+            for fails in (None, "backward", None):
+                stages[failing].fails = fails
+                pipeline.zero_grad()
+                if fails:
+                    with pytest.raises(PipelineError, match=f"stage {failing} failed in the backward of microbatch"):
+                        pipeline.step(inputs, targets, timeout=5)
+                else:
+                    pipeline.step(inputs, targets)
+                    found.append([parameter.grad.clone() for parameter in pipeline.parameters()])
+            assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+    run_ranks(program, 3, backend="native", timeout=20)
+
+
+def test_wrong_names_of_shared_parameters():
+    """All ranks are told, though one of them alone can see it."""
+
+    def program(group):
+        for places, what in (
+            ([(0, "0.wieght"), (1, "0.weight")], "rank 0: stage 0 has no parameter '0.wieght' to share"),
+            ([(0, "0.weight"), (2, "0.weight")], "'0.weight' of stage 2 is shared, and there are 2 stages"),
+            ([(0, "0.weight"), (-1, "0.weight")], "'0.weight' of stage -1 is shared"),
+        ):
+            with pytest.raises(UnsupportedOpError, match=what):
+                Pipeline(Mlp.stages(2), group, 2, shared=[places])
+
+    run_ranks(program, 2)
+
+
+def test_a_shared_parameter_that_is_frozen():
+    """It gets no gradient, with which an optimizer would change it."""
+
+    def program(group):
+        layer = fill(nn.Linear(6, 6))
+        layer.weight.requires_grad_(False)
+        stages = [nn.Sequential(layer), nn.Sequential(layer)]
+        Pipeline(stages, group, 2, loss_fn=Mlp.loss).step(*Mlp.batch(4))
+        return layer.weight.grad is None, layer.bias.grad is not None
+
+    assert run_ranks(program, 2, backend="native") == [(True, True)] * 2
+
+
+def test_shared_parameters_that_are_replaced():
+    """The new ones are shared as the old ones were."""
+
+    def program(group):
+        layer = fill(nn.Linear(6, 6))
+        stages = [nn.Sequential(layer), nn.Sequential(layer)]
+        pipeline = Pipeline(stages, group, 2, loss_fn=Mlp.loss)
+        pipeline.step(*Mlp.batch(4))
+        expected = layer.weight.grad
+        pipeline.load_state_dict({name: value.clone() for name, value in pipeline.state_dict().items()}, assign=True)
+        assert layer.weight.grad is None
+        pipeline.step(*Mlp.batch(4))
+        return torch.equal(layer.weight.grad, expected)
+
+    assert run_ranks(program, 2, backend="native") == [True] * 2
+
+
+def test_inputs_that_are_conjugated():
+    """What is said of a tensor and is not in its memory is divided with it: conj(), and the negative of conj().imag."""
+
+    def program(group):
+        pipeline = Pipeline([nn.Identity(), nn.Identity()], group, 2)
+        numbers = torch.randn(4, 6, dtype=torch.complex64, generator=seeded(1))
+        with torch.no_grad():
+            for inputs in (numbers.conj(), numbers.conj().imag):
+                found = pipeline(inputs)
+                assert found is None or torch.equal(found, inputs)
+
+    run_ranks(program, 2)
+
+
+def test_another_default_device():
+    """What a pipeline makes for itself is where it can be sent from."""
+
+    def program(group):
+        pipeline = Pipeline(Mlp.stages(2), group, 2, loss_fn=Mlp.loss)
+        inputs, targets = Mlp.batch(4)
+        gradients = torch.zeros_like(targets) if group.rank else None
+        with torch.device("meta"):
+            pipeline.step(inputs, targets)
+            pipeline(inputs)
+            pipeline.backward(gradients)
+
+    run_ranks(program, 2, backend="native")
+
+
+def test_modes_around_a_step():
+    """A step finds gradients in no_grad and inference_mode too."""
+
+    def program(group):
+        pipeline = Pipeline(Mlp.stages(2), group, 2, loss_fn=Mlp.loss)
+        found = []
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            pipeline.zero_grad()
+            with mode():
+                pipeline.step(*Mlp.batch(4))
+            found.append([parameter.grad for parameter in pipeline.parameters()])
+        for others in found[1:]:
+            assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+
+    run_ranks(program, 2)
+
+
+def test_a_backward_that_is_given_no_gradient():
+    """It is an error, and not a backward that finds nothing."""
+
+    def program(group):
+        pipeline = Pipeline(Mlp.stages(2), group, 2)
+        for batch in (Mlp.batch(4)[0], Microbatches([Mlp.batch(2)[0]] * 2)):
+            pipeline(batch)
+            gradients = Microbatches([None, None]) if isinstance(batch, Microbatches) else None
+            with pytest.raises(ValueError if group.rank else PipelineError, match="no gradient to begin with"):
+                pipeline.backward(gradients)
+
+    run_ranks(program, 2)
+
+
+def test_copies_and_pickles():
+    """They are refused, with what to do instead."""
+
+    def program(group):
+        pipeline = Pipeline(Mlp.stages(2), group, 2)
+        for make in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="belongs to its group and can't be copied or pickled"):
+                make(pipeline)
+
+    run_ranks(program, 2)
+
+
+class Remembering(nn.Linear):
+    """A layer with state that is no tensor."""
+
+    remembered = 0
+
+    def get_extra_state(self):
+        return self.remembered
+
+    def set_extra_state(self, state):
+        self.remembered = state
+
+
+def test_states_of_stages():
+    """What a stage has itself is in the state, and what is assigned is there; a compiled stage has its usual names."""
+
+    def program(group):
+        stages = [fill(Remembering(6, 6), seed) for seed in range(2)]
+        pipeline = Pipeline([torch.compile(stage, backend="eager") for stage in stages], group, 2, loss_fn=Mlp.loss)
+        own, layer = f"{group.rank}.", stages[group.rank]
+        state = {name: value + 1 for name, value in pipeline.state_dict().items()}
+        assert state.keys() == {own + "weight", own + "bias", own + "_extra_state"}
+        pipeline.load_state_dict(state, assign=True)
+        assert layer.remembered == 1
+        assert layer.weight.data_ptr() == state[own + "weight"].data_ptr()
+        pipeline.load_state_dict({}, strict=False)
+        with pytest.raises(RuntimeError, match=f"size mismatch for {own}weight"):
+            pipeline.load_state_dict({**state, own + "weight": torch.ones(3)})
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("wrapper", [DDP, FSDP])
+def test_checkpoints_of_wrapped_layers(tmp_path, wrapper):
+    """A stage that is one layer, in DDP or FSDP, has the names of the whole model as well."""
+
+    def make(seed):
+        return [fill(nn.Linear(6, 6), seed), fill(nn.Linear(6, 6), seed + 1)]
+
+    def program(group):
+        mesh = DeviceMesh(group, (2, 2), ("pipeline", "data"))
+        across, along = mesh["pipeline"].group, mesh["data"].group
+        pipeline = Pipeline(wrapper(make(0)[across.rank], along), across)
+        save_distributed({"model": pipeline}, tmp_path, group=group)
+
+    run_ranks(program, 4)
+    loaded = load_distributed(tmp_path, {"model": nn.Sequential(*make(5))})["model"]
+    expected = nn.Sequential(*make(0))
+    assert all(torch.equal(mine, other) for mine, other in zip(loaded.parameters(), expected.parameters(), strict=True))
+
+
+class Calling(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x, **skips):
+        return self.function(x, **skips)
+
+
+@pytest.mark.parametrize("num_rows", [2, 100_000])
+def test_writes_to_what_goes_past_a_stage(num_rows):
+    """A stage that writes to what it is given does not change what another rank is given of it, however large."""
+
+    def give(x):
+        made = x.expand(num_rows, 6).clone()
+        return PipelineOutput(made, made=made)
+
+    def program(group):
+        stages = [
+            nn.Identity(),
+            Calling(give),
+            Calling(lambda x: x.zero_()),
+            Calling(lambda x, made: made),
+        ]
+        pipeline = Pipeline(stages, group, schedule=PipelineSchedule.ZERO_BUBBLE_V, skips={"made": (1, 3)})
+        with torch.no_grad():
+            found = pipeline(torch.ones(1, 6))
+        assert found is None or found.eq(1).all()
+
+    run_ranks(program, 2, backend="native")
