@@ -234,13 +234,19 @@ def compare_one_process(group: fd.Backend, num_rounds: int) -> dict[int, tuple[f
     found = {}
     for num_microbatches in (4, 8, 16):
         generator = torch.Generator().manual_seed(1)
-        batch = [torch.randn(128 * num_microbatches, 1024, generator=generator) for _ in range(2)]
+        # With inputs that want gradients both stages have as much to do.
+        batch = [
+            fd.Microbatches(torch.randn(128, 1024, generator=generator) for _ in range(num_microbatches))
+            for _ in range(2)
+        ]
+        for part in batch[0]:
+            part.requires_grad_()
         stages = make_real_stages()
         pipeline = fd.Pipeline(stages, group, num_microbatches, schedule=Kind.ONE_F_ONE_B, loss_fn=functional.mse_loss)
         whole = nn.Sequential(*make_real_stages())
 
-        def alone(whole: nn.Module = whole, batch: list[torch.Tensor] = batch) -> None:
-            for part, target in zip(*(tensor.split(128) for tensor in batch), strict=True):
+        def alone(whole: nn.Module = whole, batch: list[fd.Microbatches] = batch) -> None:
+            for part, target in zip(*batch, strict=True):
                 functional.mse_loss(whole(part), target).backward()
 
         both = Contender(lambda of=pipeline, batch=batch: of.step(*batch), {})
