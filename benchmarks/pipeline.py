@@ -1,16 +1,17 @@
-"""How long a step of a pipeline takes, beside torch's pipelines over gloo, beside what its schedule says, and beside one
-process.
+"""How long a step of a pipeline takes, beside torch's pipelines over gloo, what its schedule says, and one process.
 
     python benchmarks/pipeline.py [--rounds 5] [--steps 10] [--plot pipeline.png]
 
 Three questions, each with its own table:
 
-1. Two ranks on one host, one computing thread each, train the same network by ferrodist and by torch.distributed.pipelining
-   over gloo, with every schedule that both have, with small and large activations. They take turns in the same
-   processes. A figure is the slower rank's time for a step, the median of the rounds; a ratio is the median of the
-   rounds' ratios, above 1 where ferrodist is faster. Both have the gradients of one process, or the benchmark fails.
+1. Two ranks on one host, one computing thread each, train the same network by ferrodist and by
+   torch.distributed.pipelining over gloo, with every schedule that both have, with small and large activations. They
+   take turns in the same processes. A figure is the slower rank's time for a step, the median of the rounds; a ratio is
+   the median of the rounds' ratios, above 1 where ferrodist is faster. Both have the gradients of one process, or the
+   benchmark fails.
 2. Four ranks whose stages only wait, for a fixed time in each forward and each half of a backward: what a step takes
-   beside what `predict` says. More ranks than cores don't matter then: what is measured is what the schedule's execution adds.
+   beside what `predict` says. More ranks than cores don't matter then: what is measured is what the schedule's
+   execution adds.
 3. Two stages on two ranks beside one process with one thread, which does the same microbatches one after another, while
    another one does so on the other core, for cores slow each other down: the share of the ideal speed, which is
    2 m / (m + 1) for m microbatches.
@@ -91,7 +92,9 @@ class Contender:
             stage.zero_grad()
 
 
-def make_ours(group: fd.Backend, kind: fd.PipelineSchedule, width: int, batch: tuple[torch.Tensor, torch.Tensor]) -> Contender:
+def make_ours(
+    group: fd.Backend, kind: fd.PipelineSchedule, width: int, batch: tuple[torch.Tensor, torch.Tensor]
+) -> Contender:
     """A step of ours."""
     stages = [Layer(width, seed) for seed in range(2 * PEERS[kind][1])]
     pipeline = fd.Pipeline(stages, group, NUM_MICROBATCHES, schedule=kind, loss_fn=functional.mse_loss)
@@ -106,7 +109,11 @@ def make_peer(rank: int, kind: fd.PipelineSchedule, width: int, batch: tuple[tor
     ranks = build_schedule(kind, 2, NUM_MICROBATCHES, stages_per_rank).stage_ranks
     own = {number: Layer(width, number) for number, of in enumerate(ranks) if of == rank}
     stages = [PipelineStage(module, number, len(ranks), torch.device("cpu")) for number, module in own.items()]
-    runner = peer(stages if issubclass(peer, schedules.PipelineScheduleMulti) else stages[0], NUM_MICROBATCHES, functional.mse_loss)
+    runner = peer(
+        stages if issubclass(peer, schedules.PipelineScheduleMulti) else stages[0],
+        NUM_MICROBATCHES,
+        functional.mse_loss,
+    )
     given: list[Any] = [inputs] if ranks[0] == rank else []
     keywords: dict[str, Any] = {"target": targets, "losses": []} if ranks[-1] == rank else {}
 
@@ -152,7 +159,10 @@ def compare_peers(group: fd.Backend, num_rounds: int, num_steps: int, meeting_fi
         generator = torch.Generator().manual_seed(1)
         batch = tuple(torch.randn(NUM_MICROBATCHES * samples, width, generator=generator) for _ in range(2))
         for kind, (_, stages_per_rank) in PEERS.items():
-            contenders = {"ours": make_ours(group, kind, width, batch), "torch": make_peer(group.rank, kind, width, batch)}
+            contenders = {
+                "ours": make_ours(group, kind, width, batch),
+                "torch": make_peer(group.rank, kind, width, batch),
+            }
             for contender in contenders.values():
                 check(contender, width, 2 * stages_per_rank, batch)
             for _ in range(num_rounds):
@@ -227,9 +237,7 @@ def compare_one_process(group: fd.Backend, num_rounds: int) -> dict[int, tuple[f
         generator = torch.Generator().manual_seed(1)
         batch = [torch.randn(128 * num_microbatches, 1024, generator=generator) for _ in range(2)]
         stages = make_real_stages()
-        pipeline = fd.Pipeline(
-            stages, group, num_microbatches, schedule=Kind.ONE_F_ONE_B, loss_fn=functional.mse_loss
-        )
+        pipeline = fd.Pipeline(stages, group, num_microbatches, schedule=Kind.ONE_F_ONE_B, loss_fn=functional.mse_loss)
         whole = nn.Sequential(*make_real_stages())
 
         def alone(whole: nn.Module = whole, batch: list[torch.Tensor] = batch) -> None:
@@ -279,7 +287,10 @@ def print_peers(times: dict[Any, list[float]]) -> dict[tuple[str, str], float]:
             of = sorted(their / our for our, their in zip(ours, theirs, strict=True))
             ratios[size, kind] = statistics.median(of)
             middle = [1e3 * statistics.median(each) for each in (ours, theirs)]
-            print(f"{f'{size}, {kind}':28} {middle[0]:10.2f} {middle[1]:10.2f} {ratios[size, kind]:8.2f} {of[0]:8.2f} {of[-1]:8.2f}")
+            what = f"{size}, {kind}"
+            print(
+                f"{what:28} {middle[0]:10.2f} {middle[1]:10.2f} {ratios[size, kind]:8.2f} {of[0]:8.2f} {of[-1]:8.2f}"
+            )
     return ratios
 
 
@@ -292,7 +303,9 @@ def draw(ratios: dict[tuple[str, str], float], path: str | Path) -> None:
     keys = list(reversed(ratios))
     shades = dict(zip(SIZES, ("#08519c", "#3182bd", "#9ecae1"), strict=True))
     bars = axes.barh(
-        [f"{kind}, {size}" for size, kind in keys], [ratios[key] for key in keys], color=[shades[size] for size, _ in keys]
+        [f"{kind}, {size}" for size, kind in keys],
+        [ratios[key] for key in keys],
+        color=[shades[size] for size, _ in keys],
     )
     axes.bar_label(bars, fmt="%.2f", padding=3)
     axes.axvline(1, color="#888888", linewidth=1, linestyle="--")
