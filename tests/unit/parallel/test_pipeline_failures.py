@@ -19,6 +19,7 @@ from ferrodist.errors import (
     UnsupportedOpError,
 )
 from ferrodist.parallel.pipeline import Microbatches, Pipeline, PipelineOutput, PipelineSchedule, Schedule
+from ferrodist.parallel.pipeline.communication import forward_only
 from ferrodist.testing import run_ranks
 
 BACKENDS = ["simulated", "native"]
@@ -173,7 +174,9 @@ def test_wrong_arguments():
             "ferrodist pipeline schedule: mine\nstage ranks: 0 1\nmicrobatches: 1\n"
             "rank 0: F0.0 B0.0\nrank 1: F1.0 B1.0\n"
         )
+        forwards = forward_only(mine)
         cases = [
+            (stages[:2], 1, {"schedule": forwards}, ValueError, "'mine, forward only' has no backward: pass one that"),
             (stages, 2, {}, ValueError, "3 stages can't be divided among 2 ranks"),
             (stages[:2], 2, {"schedule": mine}, ValueError, "'mine' is for 2 ranks, 1 microbatches and 2 stages"),
             (stages[:2], 2, {"schedule": "gpipe"}, TypeError, "is a PipelineSchedule or a Schedule, not 'gpipe'"),
