@@ -48,6 +48,8 @@ def split_batch(batch: Any, num_microbatches: int, what: str) -> tuple[list[Any]
         )
     if not sizes:
         raise ValueError(f"{what} has no tensor with a dim to be divided along: pass Microbatches([...])")
+    if layout := next((tensor.layout for tensor in tensors if tensor.layout is not torch.strided), None):
+        raise ValueError(f"{what} has a tensor of layout {layout}, which can't be divided: pass Microbatches([...])")
     (num_samples,) = sizes
     if num_samples < num_microbatches:
         raise ValueError(
@@ -64,7 +66,7 @@ def _divide(tensor: torch.Tensor, num_parts: int) -> Sequence[torch.Tensor]:
         return [tensor] * num_parts
     tensor = tensor.resolve_conj().resolve_neg()  # no storage has what these say
     parts = tensor.tensor_split(num_parts)
-    if tensor.requires_grad or tensor.layout is not torch.strided:
+    if tensor.requires_grad:
         return parts
     # No views of one tensor to autograd, for which a stage's write to one microbatch would be a change of all.
     return [
