@@ -175,8 +175,11 @@ def test_forward_for_inference():
 
     def program(group):
         pipeline = Pipeline(Mlp.stages(2), group, 3)
+        pipeline(Mlp.batch(6)[0])
+        assert pipeline.peak_activations == 3
         with torch.no_grad():
             outputs = pipeline(Mlp.batch(6)[0])
+        assert pipeline.peak_activations == 0
         if group.rank:
             assert not outputs.requires_grad
         with pytest.raises(RuntimeError, match="no forward to go backward from"):

@@ -1,6 +1,7 @@
 """What goes wrong in a pipeline is an error on all ranks, which says where, and they can go on."""
 
 import os
+import re
 import signal
 import time
 
@@ -205,11 +206,11 @@ def test_skips_that_are_not_as_declared():
             return PipelineOutput(x, **dict.fromkeys(self.names, x))
 
     def program(group):
-        pipeline = Pipeline([Gives(b=1), Gives()], group, 2, skips={"a": (0, 1)})
-        with pytest.raises(
-            PipelineError, match=r"stage 0 returns the skips \['b'\], and the pipeline was made with \['a'\]"
-        ):
-            pipeline(Mlp.batch(4)[0])
+        for names in ((), ("b",), ("a", "b")):
+            pipeline = Pipeline([Gives(**dict.fromkeys(names)), Gives()], group, 2, skips={"a": (0, 1)})
+            what = f"stage 0 returns the skips {list(names)}, and the pipeline was made with ['a']"
+            with pytest.raises(PipelineError, match=re.escape(what)):
+                pipeline(Mlp.batch(4)[0])
 
     run_ranks(program, 2)
 
@@ -266,14 +267,30 @@ def test_a_rank_that_is_killed():
 
 
 def test_a_rank_that_does_not_come():
-    """The wait ends, and says for what it was."""
+    """The wait ends, and says for what it was; ranks that wait for who waited are told of it."""
+
+    def program(group):
+        pipeline = Pipeline(Mlp.stages(3), group, 2, loss_fn=Mlp.loss)
+        if group.rank:
+            what = "rank 1 waited 0.3 s for the outputs of stage 0 for microbatch 0, which come from rank 0"
+            with pytest.raises(DistributedTimeoutError, match=what) as failure:
+                pipeline.step(*Mlp.batch(4), timeout=0.3 if group.rank == 1 else 10)
+            assert failure.value.ranks == (0,)
+
+    run_ranks(program, 3)
+
+
+def test_a_rank_that_goes_forward_only():
+    """What the others wait for then are gradients."""
 
     def program(group):
         pipeline = Pipeline(Mlp.stages(2), group, 2, loss_fn=Mlp.loss)
-        if group.rank:
-            with pytest.raises(
-                DistributedTimeoutError, match=r"waited 0.3 s for the outputs of stage 0 for microbatch 0"
-            ):
+        what = "rank 0 waited 0.3 s for the gradients of stage 1 for microbatch 0, which come from rank 1"
+        if group.rank == 0:
+            with pytest.raises(DistributedTimeoutError, match=what):
                 pipeline.step(*Mlp.batch(4), timeout=0.3)
+        else:
+            with pytest.raises(DistributedTimeoutError, match=what):
+                pipeline(timeout=10)
 
     run_ranks(program, 2)

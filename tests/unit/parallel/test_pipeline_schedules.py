@@ -207,7 +207,7 @@ def test_the_forward_alone() -> None:
 
 
 def test_the_backward_alone() -> None:
-    """It goes from the last stage of a rank to its first, each in the order of the schedule; half backwards are whole."""
+    """It goes from the last stage of a rank to its first, each in the order of the schedule; halves are whole."""
     text = """ferrodist pipeline schedule: mine
         stage ranks: 0 1 1 0
         microbatches: 2
