@@ -42,7 +42,7 @@ def test_parts_are_no_views():
 
 def test_sparse_batches():
     """They can't be divided, which torch would say at length."""
-    with pytest.raises(ValueError, match="inputs has a tensor of layout torch.sparse_coo, which can't be divided"):
+    with pytest.raises(ValueError, match=r"inputs has a tensor of layout torch\.sparse_coo, which can't be divided"):
         split_batch([torch.eye(4).to_sparse(), torch.eye(4)], 2, "inputs")
 
 
