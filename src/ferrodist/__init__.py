@@ -13,8 +13,8 @@
     training      DDP, FSDP, LocalSGD, DiLoCo, SyncBatchNorm1d, ...; comm_hooks; parallelize and the styles of its plans
     tensors       DeviceMesh; DTensor, distribute, factories; Shard, Replicate, Partial; allow_replication,
                   record_redistributions
-    pipelines     Pipeline, PipelineSchedule, PipelineOutput, Microbatches, LossReduction; schedules and what splits models are
-                  in ferrodist.parallel.pipeline
+    pipelines     Pipeline, PipelineSchedule, PipelineOutput, Microbatches, LossReduction; schedules and what splits
+                  models are in ferrodist.parallel.pipeline
     checkpoints   checkpoint: save_distributed, load_distributed, AsyncCheckpointer, ...
     errors        DistributedError and the tree below it, drawn in ferrodist.errors
 

@@ -6,7 +6,14 @@ import torch
 from pipeline_models import KINDS, Cnn, Gpt, Mlp
 from torch import nn
 
-from ferrodist.parallel.pipeline import LossReduction, Microbatches, Pipeline, PipelineOutput, PipelineSchedule
+from ferrodist.parallel.pipeline import (
+    LossReduction,
+    Microbatches,
+    Pipeline,
+    PipelineOutput,
+    PipelineSchedule,
+    Schedule,
+)
 from ferrodist.parallel.pipeline.timeline import count_activations
 from ferrodist.testing import run_ranks
 
@@ -116,13 +123,63 @@ def test_forward_and_backward():
     run_ranks(program, 2)
 
 
+IN_AN_ORDER_OF_ITS_OWN = """
+ferrodist pipeline schedule: in an order of its own
+stage ranks: 0 1 0 1
+microbatches: 3
+rank 0: F0.2 F0.0 F0.1  F2.0 F2.2 F2.1  I2.1 B2.0 W2.1 B2.2  B0.1 B0.2 B0.0
+rank 1: F1.0 F3.0 F1.2 F1.1 F3.2 F3.1   B3.0 B3.1 B3.2       B1.1 I1.0 I1.2 W1.0 W1.2
+"""
+"""Stages take microbatches in different orders, and so ranks take messages in others than they are sent in."""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("width", [3, 250])
+def test_a_schedule_of_ones_own(backend, width):
+    """Stages may go forward and backward in any order; large activations don't get lost between small gradients."""
+    schedule = Schedule.from_text(IN_AN_ORDER_OF_ITS_OWN)
+
+    def make():
+        return [pipeline_models.fill(nn.Sequential(nn.Linear(width, width), nn.Tanh()), seed) for seed in range(4)]
+
+    inputs = torch.randn(900, width, generator=pipeline_models.seeded(1))
+    whole = nn.Sequential(*make())
+    expected = torch.cat([whole(part) for part in inputs.split(300)])
+    (expected.square().mean()).backward()
+
+    def program(group):
+        stages = make()
+        pipeline = Pipeline(stages, group, 3, schedule=schedule, loss_fn=lambda output, target: output.square().mean())
+        for _ in range(2):
+            pipeline.zero_grad()
+            pipeline.step(inputs, inputs)
+            check(pipeline, stages)
+        pipeline.zero_grad()
+        found = pipeline(inputs)
+        if found is not None:
+            assert torch.equal(found, expected)
+            found.square().mean().backward()
+        pipeline.backward(None if found is None else found.grad)
+        check(pipeline, stages)
+
+    def check(pipeline, stages):
+        for number in pipeline.stages:
+            for mine, other in zip(stages[int(number)].parameters(), whole[int(number)].parameters(), strict=True):
+                assert torch.allclose(mine.grad, other.grad, atol=1e-5), number
+
+    run_ranks(program, 2, backend=backend)
+
+
 def test_forward_for_inference():
     """Under no_grad nothing is kept, and there is no backward from it."""
 
     def program(group):
         pipeline = Pipeline(Mlp.stages(2), group, 3)
+        pipeline(Mlp.batch(6)[0])
+        assert pipeline.peak_activations == 3
         with torch.no_grad():
             outputs = pipeline(Mlp.batch(6)[0])
+        assert pipeline.peak_activations == 0
         if group.rank:
             assert not outputs.requires_grad
         with pytest.raises(RuntimeError, match="no forward to go backward from"):

@@ -1,6 +1,7 @@
 """What goes wrong in a pipeline is an error on all ranks, which says where, and they can go on."""
 
 import os
+import re
 import signal
 import time
 
@@ -19,6 +20,7 @@ from ferrodist.errors import (
     UnsupportedOpError,
 )
 from ferrodist.parallel.pipeline import Microbatches, Pipeline, PipelineOutput, PipelineSchedule, Schedule
+from ferrodist.parallel.pipeline.communication import forward_only
 from ferrodist.testing import run_ranks
 
 BACKENDS = ["simulated", "native"]
@@ -173,7 +175,9 @@ def test_wrong_arguments():
             "ferrodist pipeline schedule: mine\nstage ranks: 0 1\nmicrobatches: 1\n"
             "rank 0: F0.0 B0.0\nrank 1: F1.0 B1.0\n"
         )
+        forwards = forward_only(mine)
         cases = [
+            (stages[:2], 1, {"schedule": forwards}, ValueError, "'mine, forward only' has no backward: pass one that"),
             (stages, 2, {}, ValueError, "3 stages can't be divided among 2 ranks"),
             (stages[:2], 2, {"schedule": mine}, ValueError, "'mine' is for 2 ranks, 1 microbatches and 2 stages"),
             (stages[:2], 2, {"schedule": "gpipe"}, TypeError, "is a PipelineSchedule or a Schedule, not 'gpipe'"),
@@ -202,11 +206,11 @@ def test_skips_that_are_not_as_declared():
             return PipelineOutput(x, **dict.fromkeys(self.names, x))
 
     def program(group):
-        pipeline = Pipeline([Gives(b=1), Gives()], group, 2, skips={"a": (0, 1)})
-        with pytest.raises(
-            PipelineError, match=r"stage 0 returns the skips \['b'\], and the pipeline was made with \['a'\]"
-        ):
-            pipeline(Mlp.batch(4)[0])
+        for names in ((), ("b",), ("a", "b")):
+            pipeline = Pipeline([Gives(**dict.fromkeys(names)), Gives()], group, 2, skips={"a": (0, 1)})
+            what = f"stage 0 returns the skips {list(names)}, and the pipeline was made with ['a']"
+            with pytest.raises(PipelineError, match=re.escape(what)):
+                pipeline(Mlp.batch(4)[0])
 
     run_ranks(program, 2)
 
@@ -263,14 +267,30 @@ def test_a_rank_that_is_killed():
 
 
 def test_a_rank_that_does_not_come():
-    """The wait ends, and says for what it was."""
+    """The wait ends, and says for what it was; ranks that wait for who waited are told of it."""
+
+    def program(group):
+        pipeline = Pipeline(Mlp.stages(3), group, 2, loss_fn=Mlp.loss)
+        if group.rank:
+            what = "rank 1 waited 0.3 s for the outputs of stage 0 for microbatch 0, which come from rank 0"
+            with pytest.raises(DistributedTimeoutError, match=what) as failure:
+                pipeline.step(*Mlp.batch(4), timeout=0.3 if group.rank == 1 else 10)
+            assert failure.value.ranks == (0,)
+
+    run_ranks(program, 3)
+
+
+def test_a_rank_that_goes_forward_only():
+    """What the others wait for then are gradients."""
 
     def program(group):
         pipeline = Pipeline(Mlp.stages(2), group, 2, loss_fn=Mlp.loss)
-        if group.rank:
-            with pytest.raises(
-                DistributedTimeoutError, match=r"waited 0.3 s for the outputs of stage 0 for microbatch 0"
-            ):
+        what = "rank 0 waited 0.3 s for the gradients of stage 1 for microbatch 0, which come from rank 1"
+        if group.rank == 0:
+            with pytest.raises(DistributedTimeoutError, match=what):
                 pipeline.step(*Mlp.batch(4), timeout=0.3)
+        else:
+            with pytest.raises(DistributedTimeoutError, match=what):
+                pipeline(timeout=10)
 
     run_ranks(program, 2)

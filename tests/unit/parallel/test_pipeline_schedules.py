@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from small_schedules import divided_v, gpipe, interleaved, one_forward_one_backward, schedule_of
 
 from ferrodist.parallel.pipeline.actions import Action, ActionKind
-from ferrodist.parallel.pipeline.communication import add_communication, forward_only
+from ferrodist.parallel.pipeline.communication import add_communication, backward_only, forward_only
 from ferrodist.parallel.pipeline.schedule import Schedule
 from ferrodist.parallel.pipeline.timeline import predict
 from ferrodist.parallel.pipeline.validation import check_schedule
@@ -210,6 +210,22 @@ def test_the_forward_alone() -> None:
     assert lines_of(add_communication(plain)) == [
         "F0.0 SF0.0 RF2.0 F0.1 SF0.1 RF2.1 F2.0 SF2.0 F2.1 SF2.1",
         "RF1.0 RF1.1 F1.0 SF1.0 RF3.0 F1.1 SF1.1 RF3.1 F3.0 F3.1",
+    ]
+
+
+def test_the_backward_alone() -> None:
+    """It goes from the last stage of a rank to its first, each in the order of the schedule; halves are whole."""
+    text = """ferrodist pipeline schedule: mine
+        stage ranks: 0 1 1 0
+        microbatches: 2
+        rank 0: F0.0 F0.1 F3.0 F3.1 I3.1 B3.0 W3.1 B0.1 B0.0
+        rank 1: F1.0 F1.1 F2.0 F2.1 B2.1 I2.0 B1.0 B1.1 W2.0
+    """
+    schedule = Schedule.from_text(text)
+    assert schedule.backward_orders == ((1, 0), (0, 1), (1, 0), (1, 0))
+    assert lines_of(backward_only(schedule)) == [
+        "B3.1 SB3.1 RB0.1 B3.0 SB3.0 RB0.0 B0.1 B0.0",
+        "RB2.1 RB2.0 B2.1 B2.0 B1.0 SB1.0 B1.1 SB1.1",
     ]
 
 

@@ -35,6 +35,16 @@ class ActionKind(enum.Enum):
     """The gradients of a stage's outputs come; the backward waits for them, not this."""
 
     @property
+    def is_forward(self) -> bool:
+        """Whether it is a forward, or moves what forwards give."""
+        return self.value.endswith("F")
+
+    @property
+    def gives_gradients(self) -> bool:
+        """Whether it makes the gradients of a stage's inputs, for which the stage before waits."""
+        return self in {ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT}
+
+    @property
     def is_compute(self) -> bool:
         """Whether it takes a rank's time; the others begin a transfer."""
         return len(self.value) == 1

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ferrodist.collectives.prepare import check_integer
 from ferrodist.parallel.pipeline.communication import add_communication
 from ferrodist.parallel.pipeline.schedule import Schedule
 from ferrodist.parallel.pipeline.schedules.breadth_first import breadth_first
@@ -133,8 +134,7 @@ def _stage_ranks(size: PipelineSize, *, is_v_shaped: bool) -> tuple[int, ...]:
 
 
 def _at_least_one(name: str, number: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{name} must be an integer, not {type(number).__name__}")
+    number = check_integer(number, name)
     if number < 1:
         raise ValueError(f"{name} must be at least 1, not {number}")
     return number

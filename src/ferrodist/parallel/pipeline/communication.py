@@ -56,14 +56,16 @@ def forward_only(schedule: Schedule) -> Schedule:
 def backward_only(schedule: Schedule) -> Schedule:
     """The backward that follows `forward_only`: stage by stage from the last, all microbatches of each.
 
+    They come in the schedule's order, so that gradients add up to its bits, and the last one is the same.
+
     Args:
-        schedule: Where the stages are, and how many microbatches there are.
+        schedule: With backwards, whole or in halves.
     """
     backwards = (
         tuple(
             Action(ActionKind.BACKWARD, stage, microbatch)
             for stage in reversed(stages)
-            for microbatch in range(schedule.num_microbatches)
+            for microbatch in schedule.backward_orders[stage]
         )
         for stages in schedule.rank_stages
     )

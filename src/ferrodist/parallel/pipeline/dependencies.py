@@ -11,15 +11,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Dependencies", "receive_for", "send_after"]
 
-_BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
-"""Those that make the gradients of a stage's inputs."""
-
 
 def receive_for(schedule: Schedule, action: Action) -> Action | None:
     """The receive that brings a compute action its data; None if they are on its rank already."""
     if action.kind is ActionKind.FORWARD and _crosses_ranks(schedule, action.stage, action.stage - 1):
         return Action(ActionKind.RECV_FORWARD, action.stage, action.microbatch)
-    if action.kind in _BACKWARDS and _crosses_ranks(schedule, action.stage, action.stage + 1):
+    if action.kind.gives_gradients and _crosses_ranks(schedule, action.stage, action.stage + 1):
         return Action(ActionKind.RECV_BACKWARD, action.stage, action.microbatch)
     return None
 
@@ -28,7 +25,7 @@ def send_after(schedule: Schedule, action: Action) -> Action | None:
     """The send of what a compute action makes; None if it stays on its rank."""
     if action.kind is ActionKind.FORWARD and _crosses_ranks(schedule, action.stage, action.stage + 1):
         return Action(ActionKind.SEND_FORWARD, action.stage, action.microbatch)
-    if action.kind in _BACKWARDS and _crosses_ranks(schedule, action.stage, action.stage - 1):
+    if action.kind.gives_gradients and _crosses_ranks(schedule, action.stage, action.stage - 1):
         return Action(ActionKind.SEND_BACKWARD, action.stage, action.microbatch)
     return None
 
@@ -53,7 +50,7 @@ class Dependencies:
             (action.stage, action.microbatch): action
             for actions in schedule.actions
             for action in actions
-            if action.kind in _BACKWARDS
+            if action.kind.gives_gradients
         }
 
     def of(self, action: Action) -> tuple[Action, ...]:

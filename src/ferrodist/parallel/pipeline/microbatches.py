@@ -48,6 +48,8 @@ def split_batch(batch: Any, num_microbatches: int, what: str) -> tuple[list[Any]
         )
     if not sizes:
         raise ValueError(f"{what} has no tensor with a dim to be divided along: pass Microbatches([...])")
+    if layout := next((tensor.layout for tensor in tensors if tensor.layout is not torch.strided), None):
+        raise ValueError(f"{what} has a tensor of layout {layout}, which can't be divided: pass Microbatches([...])")
     (num_samples,) = sizes
     if num_samples < num_microbatches:
         raise ValueError(
@@ -64,7 +66,7 @@ def _divide(tensor: torch.Tensor, num_parts: int) -> Sequence[torch.Tensor]:
         return [tensor] * num_parts
     tensor = tensor.resolve_conj().resolve_neg()  # no storage has what these say
     parts = tensor.tensor_split(num_parts)
-    if tensor.requires_grad or tensor.layout is not torch.strided:
+    if tensor.requires_grad:
         return parts
     # No views of one tensor to autograd, for which a stage's write to one microbatch would be a change of all.
     return [
@@ -82,15 +84,14 @@ class Outputs:
 
     def __init__(self, *, is_joined: bool) -> None:
         self._is_joined = is_joined
-        self._taken: list[tuple[Plan, list[torch.Tensor]]] = []
-        self._wants: list[list[bool]] = []
+        self._found: dict[int, tuple[Plan, list[torch.Tensor], list[bool]]] = {}
+        """For each microbatch its plan, its tensors, and which of them want a gradient; in any order."""
 
     def take(self, microbatch: int, value: Any) -> list[torch.Tensor]:
-        """Take what is returned for the next microbatch; gives its tensors that want a gradient."""
-        assert microbatch == len(self._taken), "forwards come in the order of microbatches"
+        """Take what is returned for a microbatch; gives its tensors that want a gradient."""
         plan, tensors = flatten(value, "what the last stage returns")
-        self._taken.append((plan, [tensor.detach() for tensor in tensors]))
-        self._wants.append([tensor.requires_grad for tensor in tensors])
+        wants = [tensor.requires_grad for tensor in tensors]
+        self._found[microbatch] = plan, [tensor.detach() for tensor in tensors], wants
         return [tensor for tensor in tensors if tensor.requires_grad]
 
     def give(self) -> Any:
@@ -99,23 +100,19 @@ class Outputs:
         Raises:
             ValueError: It can't be joined.
         """
-        if not self._taken:
+        found = self._in_order()
+        if not found:
             return None
         if not self._is_joined:
-            return Microbatches(
-                unflatten(plan, _wanting(tensors, wants))
-                for (plan, tensors), wants in zip(self._taken, self._wants, strict=True)
-            )
-        plan, first = self._taken[0]
-        if any(other != plan for other, _ in self._taken) or not all(
-            each.dim() for _, of in self._taken for each in of
-        ):
+            return Microbatches(unflatten(plan, _wanting(tensors, wants)) for plan, tensors, wants in found)
+        plan, first, wants = found[0]
+        if any(other != plan for other, _, _ in found) or not all(each.dim() for _, of, _ in found for each in of):
             raise ValueError(
                 "what the last stage returns for microbatches can't be joined along dim 0: pass the inputs as"
                 " Microbatches([...]), and get the outputs one by one"
             )
-        joined = [torch.cat([of[number] for _, of in self._taken]) for number in range(len(first))]
-        return unflatten(plan, _wanting(joined, self._wants[0]))
+        joined = [torch.cat([of[number] for _, of, _ in found]) for number in range(len(first))]
+        return unflatten(plan, _wanting(joined, wants))
 
     def split(self, gradients: Any) -> dict[int, list[torch.Tensor | None]]:
         """Gradients of what was given, for each microbatch those of the tensors that want one.
@@ -123,25 +120,30 @@ class Outputs:
         Raises:
             ValueError: They are not nested as what was given, or there is none.
         """
+        given = self._in_order()
         if not self._is_joined:
             parts = list(gradients) if isinstance(gradients, Microbatches) else [gradients]
-            if len(parts) != len(self._taken):
-                raise ValueError(f"there are {len(self._taken)} microbatches of outputs, and {len(parts)} of gradients")
-            split = [_like(part, plan) for part, (plan, _) in zip(parts, self._taken, strict=True)]
+            if len(parts) != len(given):
+                raise ValueError(f"there are {len(given)} microbatches of outputs, and {len(parts)} of gradients")
+            split = [_like(part, plan) for part, (plan, _, _) in zip(parts, given, strict=True)]
         else:
-            split = [[] for _ in self._taken]
-            for number, whole in enumerate(_like(gradients, self._taken[0][0])):
-                sizes = [tensors[number].shape[0] for _, tensors in self._taken]
-                for part, of in zip(split, [None] * len(sizes) if whole is None else whole.split(sizes), strict=True):
-                    part.append(of)
+            split = [[] for _ in given]
+            for number, whole in enumerate(_like(gradients, given[0][0])):
+                sizes = [tensors[number].shape[0] for _, tensors, _ in given]
+                pieces = [None] * len(sizes) if whole is None else torch.split(whole, sizes)
+                for part, piece in zip(split, pieces, strict=True):
+                    part.append(piece)
         found = {
             microbatch: [gradient for gradient, wanted in zip(of, wants, strict=True) if wanted]
-            for microbatch, (of, wants) in enumerate(zip(split, self._wants, strict=True))
+            for microbatch, (of, (_, _, wants)) in enumerate(zip(split, given, strict=True))
         }
         wanted = [gradient for of in found.values() for gradient in of]
         if wanted and all(gradient is None for gradient in wanted):
             raise ValueError("backward() has no gradient to begin with: pass that of what forward() returned here")
         return found
+
+    def _in_order(self) -> list[tuple[Plan, list[torch.Tensor], list[bool]]]:
+        return [self._found[microbatch] for microbatch in sorted(self._found)]
 
 
 def _wanting(tensors: Sequence[torch.Tensor], wants: Sequence[bool]) -> list[torch.Tensor]:

@@ -18,7 +18,6 @@ from ferrodist.errors import (
     PipelineError,
     describe_error,
 )
-from ferrodist.parallel.pipeline.actions import Action, ActionKind
 from ferrodist.parallel.pipeline.building import PipelineSchedule, build_schedule
 from ferrodist.parallel.pipeline.communication import add_communication, backward_only, forward_only
 from ferrodist.parallel.pipeline.executor import Edge, Executor, Feed
@@ -36,10 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
+    from ferrodist.parallel.pipeline.actions import Action
 
 __all__ = ["Pipeline"]
-
-_OF_FORWARDS = (ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD)
 
 
 class Pipeline(torch.nn.Module):
@@ -107,7 +105,8 @@ class Pipeline(torch.nn.Module):
         """This rank's stages, by their numbers."""
         self._prefixes = stages.prefixes if isinstance(stages, Stages) else Stages(stages).prefixes
         self._own_actions = self._schedule.actions[rank]
-        running = {number: Stage(module, self._last_backward(number)) for number, module in self._own.items()}
+        orders = self._schedule.backward_orders
+        running = {number: Stage(module, orders[number][-1]) for number, module in self._own.items()}
         self._executor = Executor(running, ranks, self._edges, self._schedule.num_microbatches)
         self._outputs: Outputs | None = None
         with self._together(None) as (_, limit):
@@ -273,11 +272,6 @@ class Pipeline(torch.nn.Module):
 
         return Feed(microbatches, take, self._losses.gradients)
 
-    def _last_backward(self, stage: int) -> int:
-        """The microbatch that goes backward last in a stage."""
-        kinds = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
-        return [action.microbatch for action in self._own_actions if action.stage == stage and action.kind in kinds][-1]
-
     def _compare(
         self, stages: Sequence[torch.nn.Module | None], shared: Sequence[Sequence[tuple[int, str]]]
     ) -> SharedParameters:
@@ -349,7 +343,7 @@ class Pipeline(torch.nn.Module):
         rank = self._parent.rank
         if action is None:
             return PipelineError(f"rank {rank} could not take part in a step: {describe_error(error)}", ranks=(rank,))
-        what = "forward" if action.kind in _OF_FORWARDS else "backward"
+        what = "forward" if action.kind.is_forward else "backward"
         return PipelineError(
             f"stage {action.stage} failed in the {what} of microbatch {action.microbatch}, on rank {rank}:"
             f" {describe_error(error)}",
@@ -372,6 +366,10 @@ def _resolve_schedule(
         raise TypeError(f"schedule is a PipelineSchedule or a Schedule, not {schedule!r}")
     schedule = add_communication(schedule)
     check_schedule(schedule)
+    if not any(schedule.backward_orders):
+        raise ValueError(
+            f"the schedule {schedule.name!r} has no backward: pass one that has; forward() takes its forwards alone"
+        )
     wanted = (num_ranks, num_microbatches, num_stages)
     if wanted != (schedule.num_ranks, schedule.num_microbatches, schedule.num_stages):
         raise ValueError(

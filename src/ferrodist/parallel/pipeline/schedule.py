@@ -52,6 +52,16 @@ class Schedule:
             tuple(stage for stage, of in enumerate(self.stage_ranks) if of == rank) for rank in range(self.num_ranks)
         )
 
+    @cached_property
+    def backward_orders(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage its microbatches, in the order in which they go backward; none in a schedule for inference."""
+        orders: list[list[int]] = [[] for _ in self.stage_ranks]
+        for actions in self.actions:
+            for action in actions:
+                if action.kind.gives_gradients:
+                    orders[action.stage].append(action.microbatch)
+        return tuple(map(tuple, orders))
+
     def __str__(self) -> str:
         """The text that `from_text` reads."""
         lines = [

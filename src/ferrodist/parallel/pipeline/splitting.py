@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
 
     Children: TypeAlias = Sequence[tuple[str, torch.nn.Module]]
-    Costs: TypeAlias = Sequence[float | None]
+    ChildCosts: TypeAlias = Sequence[float | None]
 
 __all__ = ["Balance", "split_sequential"]
 
@@ -95,7 +95,7 @@ def split_sequential(
     if sample is not None and not is_measured:
         raise ValueError("sample= is for measuring: pass Balance.TIMES with it")
 
-    def find_costs() -> Costs:
+    def find_costs() -> ChildCosts:
         if given is not None:
             return given
         return _measure(children, sample, clock) if is_measured else _count(children, is_needed=counts is None)
@@ -113,8 +113,8 @@ def split_sequential(
 
 
 def _find_on_rank_0(
-    find_costs: Callable[[], Costs], lines: Sequence[str], group: Backend, timeout: float | None
-) -> Costs:
+    find_costs: Callable[[], ChildCosts], lines: Sequence[str], group: Backend, timeout: float | None
+) -> ChildCosts:
     """The costs that rank 0 finds, on all ranks, which divide the same model in the same way or raise."""
     group, limit = group_and_timeout(group, timeout)
     deadline = Deadline(limit)
@@ -131,12 +131,12 @@ def _find_on_rank_0(
         if failure is not None:
             raise failure from failure.__cause__
         raise
-    costs: Costs = broadcast_object(found, group=group, timeout=deadline.remaining())
+    costs: ChildCosts = broadcast_object(found, group=group, timeout=deadline.remaining())
     return costs
 
 
 def _make_stages(
-    model: torch.nn.Sequential, children: Children, counts: Sequence[int], costs: Costs, costs_name: str
+    model: torch.nn.Sequential, children: Children, counts: Sequence[int], costs: ChildCosts, costs_name: str
 ) -> Stages:
     stages, stage_costs, start = [], [], 0
     for count in counts:
@@ -150,7 +150,7 @@ def _make_stages(
     return Stages(stages, [""] * len(stages), costs=stage_costs, costs_name=costs_name)
 
 
-def _count(children: Children, *, is_needed: bool) -> Costs:
+def _count(children: Children, *, is_needed: bool) -> ChildCosts:
     counts = [count_parameters(child) for _, child in children]
     if is_needed and None in counts:
         name, child = children[counts.index(None)]
@@ -161,7 +161,7 @@ def _count(children: Children, *, is_needed: bool) -> Costs:
     return counts
 
 
-def _measure(children: Children, sample: Any, clock: Callable[[], float]) -> Costs:
+def _measure(children: Children, sample: Any, clock: Callable[[], float]) -> ChildCosts:
     if sample is None:
         raise ValueError("Balance.TIMES measures: pass sample=, what the model is called with for a microbatch")
     return measure_times(children, sample, clock=clock)
@@ -208,7 +208,7 @@ def _check_counts(balance: Sequence[int], num_stages: int, num_children: int) ->
     return counts
 
 
-def _check_costs(costs: Sequence[float], num_children: int) -> Costs:
+def _check_costs(costs: Sequence[float], num_children: int) -> ChildCosts:
     if not isinstance(costs, Sequence) or not all(isinstance(cost, Real) for cost in costs):
         raise TypeError(f"costs must be a list of numbers, one for each child, not {costs!r}")
     found = [float(cost) for cost in costs]

@@ -15,7 +15,7 @@ from ferrodist.parallel.pipeline.validation import check_schedule
 if TYPE_CHECKING:
     from ferrodist.parallel.pipeline.schedule import Schedule
 
-__all__ = ["Costs", "Span", "Timeline", "count_activations", "predict"]
+__all__ = ["Costs", "Timeline", "count_activations", "predict"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

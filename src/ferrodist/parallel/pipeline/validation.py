@@ -122,7 +122,6 @@ def _transfers(schedule: Schedule, actions: Iterable[Action]) -> Iterable[Action
 
 def _reason(schedule: Schedule, transfer: Action) -> str:
     """What is on the other side of a transfer."""
-    forward = transfer.kind in {ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD}
     up = transfer.kind in {ActionKind.SEND_FORWARD, ActionKind.RECV_BACKWARD}
     neighbour = transfer.stage + (1 if up else -1)
     if not 0 <= neighbour < schedule.num_stages:
@@ -130,7 +129,9 @@ def _reason(schedule: Schedule, transfer: Action) -> str:
     rank = schedule.stage_ranks[neighbour]
     if rank == schedule.stage_ranks[transfer.stage]:
         return f"stage {neighbour} is on rank {rank} too"
-    if not forward and not any(action.kind in _BACKWARD_KINDS for actions in schedule.actions for action in actions):
+    if not transfer.kind.is_forward and not any(
+        action.kind in _BACKWARD_KINDS for actions in schedule.actions for action in actions
+    ):
         return "the schedule has no backward"
     return f"stage {neighbour} is on rank {rank}"
 

@@ -1,0 +1,150 @@
+"""What goes from rank to rank in a pipeline: letters, and large tensors apart from them."""
+
+import msgspec
+import pytest
+import torch
+
+from ferrodist.collectives.point_to_point import begin_send, send
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedTimeoutError, ProtocolError
+from ferrodist.parallel.pipeline import messages
+from ferrodist.parallel.pipeline.messages import Parcel, Receipt, send_parcel
+from ferrodist.testing import run_ranks
+
+BACKENDS = ["simulated", "native"]
+KIB = 256
+"""Elements of float32."""
+
+VALUES = {
+    "nothing": (None, False),
+    "small": (
+        {
+            "odd": torch.arange(3, dtype=torch.uint8),
+            "none": torch.empty(0, 4),
+            "one": torch.tensor(1.5).double(),
+            7: ("x", b"y", 2**62, -1.5),
+        },
+        False,
+    ),
+    "just inside": ([torch.ones(120 * KIB), torch.ones(120 * KIB), torch.ones(0)], False),
+    "one too many": ([torch.ones(100 * KIB), torch.ones(100 * KIB) * 2, torch.ones(100 * KIB) * 3], True),
+    "large": ((torch.arange(300.0 * KIB).reshape(300, KIB).T, torch.ones(3), torch.ones(2, 200 * KIB)), True),
+}
+"""Each with whether some of it goes apart."""
+
+
+def same(one, other):
+    """Whether two values are equal, types and bits."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other) and one.dtype is other.dtype
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(each, other[key]) for key, each in one.items())
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and all(same(*each) for each in zip(one, other, strict=True))
+    return type(one) is type(other) and one == other
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_there_they_are(backend):
+    """Values arrive as they were, whether their receives begin before or with the wait; small tensors are aligned."""
+
+    def program(group):
+        for tag, (value, is_apart) in enumerate(VALUES.values()):
+            if group.rank == 0:
+                for request in send_parcel(Parcel.of(value, "it"), 1, tag, group):
+                    request.wait(10)
+                continue
+            receipt = Receipt(0, tag, group, is_ahead=bool(tag % 2))
+            parcel = receipt.wait(Deadline(10))
+            assert same(parcel.open(), value)
+            assert receipt.has_bodies == is_apart
+            assert all(tensor.data_ptr() % 64 == 0 for tensor in parcel.tensors)
+
+    run_ranks(program, 2, backend=backend)
+
+
+def test_who_wants_gradients():
+    """The receiver knows which tensors the sender wants gradients of; a tensor that is there twice comes once."""
+
+    def program(group):
+        one, other = torch.ones(2, requires_grad=True), torch.ones(300 * KIB)
+        value = [one, other, {"again": one}, other.clone().requires_grad_()]
+        if group.rank == 0:
+            for request in send_parcel(Parcel.of(value, "it"), 1, 0, group):
+                request.wait(10)
+            return
+        parcel = Receipt(0, 0, group, is_ahead=True).wait(Deadline(10))
+        assert parcel.wants_gradient == [True, False, True]
+        found = parcel.open()
+        assert found[0] is found[2]["again"]
+        assert not any(tensor.requires_grad for tensor in parcel.tensors)
+
+    run_ranks(program, 2)
+
+
+def letter_of(head, rest=b""):
+    """A letter with a head of one's own."""
+    size = len(head).to_bytes(8, "little")
+    return torch.tensor(list((size + head).ljust(64, b"\0") + rest), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_what_is_no_letter(is_ahead):
+    """It is an error that names the sender, however it is wrong."""
+    encode = msgspec.msgpack.encode
+    wrong = [
+        torch.zeros(3, dtype=torch.uint8),
+        letter_of(b"\xc1"),
+        letter_of(encode({"a": 1})),
+        letter_of(encode([["plain", 1], [[99, [1], False, 0]]])),
+        letter_of(encode([["tensor", 0], [[0, [1000], False, 0]]])),
+        torch.full((8,), 255, dtype=torch.uint8),
+    ]
+
+    def program(group):
+        for tag, letter in enumerate(wrong):
+            if group.rank == 0:
+                send(letter, 1, tag=tag, group=group)
+                continue
+            with pytest.raises(
+                ProtocolError, match=r"rank 0 of group .* sent what is no value of a pipeline"
+            ) as failure:
+                Receipt(0, tag, group, is_ahead=is_ahead).wait(Deadline(10))
+            assert failure.value.ranks == (0,)
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_body_that_does_not_come(is_ahead):
+    """The wait for it has the same deadline as that for the letter."""
+
+    def program(group):
+        if group.rank == 0:
+            parcel = Parcel.of(torch.ones(300 * KIB), "it")
+            letter = messages._write_letter(parcel, parcel.tensors, [False])
+            for request in begin_send(letter, 1, tag=0, group=group):
+                request.wait(10)
+            group.barrier()
+            return
+        with pytest.raises(DistributedTimeoutError):
+            Receipt(0, 0, group, is_ahead=is_ahead).wait(Deadline(0.2))
+        group.barrier()
+
+    run_ranks(program, 2)
+
+
+def test_given_up():
+    """What is given up takes nothing: the next receive has the value."""
+
+    def program(group):
+        if group.rank == 1:
+            Receipt(0, 0, group, is_ahead=True).cancel()
+            Receipt(0, 0, group, is_ahead=False).cancel()
+        group.barrier()
+        if group.rank == 0:
+            send_parcel(Parcel.of([torch.ones(2)], "it"), 1, 0, group)
+        else:
+            assert torch.equal(Receipt(0, 0, group, is_ahead=True).wait(Deadline(10)).open()[0], torch.ones(2))
+
+    run_ranks(program, 2)
