@@ -185,12 +185,17 @@ class TensorReceive(BaseRequest):
             self._head_request = self._group.irecv(self._head, self._source, tag=self._tag)
         self._head_request.add_done_callback(self._take_head)
 
+    def _fail(self, error: Exception) -> None:
+        """End with an error, as it would be if nothing else had failed: a cancel may be part of handling that."""
+        error.__context__ = None
+        self.end(error.with_traceback(None))  # which has frames that have this receive
+
     def _take_head(self) -> None:
         assert self._head_request is not None
         try:
             self.peer = self._head_request.wait(0)
         except Exception as error:  # noqa: BLE001 - it is raised again in wait()
-            self.end(error)
+            self._fail(error)
         else:
             self._use_head()
 
@@ -206,7 +211,7 @@ class TensorReceive(BaseRequest):
             else:
                 self._start_body(self._target, tag)
         except Exception as error:  # noqa: BLE001 - it is raised again in wait()
-            self.end(error)
+            self._fail(error)
 
     def _read_head(self) -> TensorHead:
         head = TensorHead.unpack(self._head)
@@ -244,9 +249,9 @@ class TensorReceive(BaseRequest):
             try:
                 self._restart(tag)
             except Exception as error:  # noqa: BLE001 - it is raised again in wait()
-                self.end(error)
+                self._fail(error)
         except Exception as error:  # noqa: BLE001 - it is raised again in wait()
-            self.end(error)
+            self._fail(error)
         else:
             self.end()
 

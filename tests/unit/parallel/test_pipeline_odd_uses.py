@@ -1,5 +1,6 @@
 """Pipelines that are used in ways that few programs use them."""
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -333,3 +334,30 @@ def test_writes_to_what_goes_past_a_stage(num_rows):
         assert found is None or found.eq(1).all()
 
     run_ranks(program, 2, backend="native")
+
+
+def test_what_a_failure_leaves_of_large_values():
+    """What was on its way when a stage failed does not keep the activations of that stage either."""
+
+    class Large(nn.Module):
+        def __init__(self, fails):
+            super().__init__()
+            self.fails, self.num_calls, self.seen = fails, 0, []
+
+        def forward(self, x):
+            self.num_calls += 1
+            made = x.repeat(200_000 // len(x), 1)
+            self.seen.append(weakref.ref(made))
+            if self.fails and self.num_calls == 2:  # the next value is on its way
+                raise RuntimeError("no forward")
+            return made
+
+    def program(group):
+        for _ in range(3):
+            stages = [Large(fails=False), Large(fails=True)]
+            with torch.no_grad(), contextlib.suppress(PipelineError):
+                Pipeline(stages, group, 3)(Mlp.batch(6)[0])
+            assert stages[group.rank].num_calls > 1
+            assert not any(each() is not None for each in stages[group.rank].seen)
+
+    run_ranks(program, 2)
