@@ -18,7 +18,7 @@ demo: $(INSTALLED)
 
 # In two halves side by side: one alone waits for threads and processes to wake for half of its time.
 FIRST_HALF := tests/unit/collectives tests/unit/backends tests/unit/rendezvous tests/unit/tensor tests/unit/parallel \
-	tests/unit/bench tests/unit/demo tests/unit/launch tests/unit/mesh tests/faults
+	tests/unit/launch tests/unit/mesh tests/faults
 
 test: $(INSTALLED) native
 	$(MAKE) --no-print-directory --jobs 2 --keep-going test-first-half test-second-half

@@ -47,7 +47,8 @@ def test_every_schedule(backend, num_ranks):
 
     def program(group):
         for kind, stages_per_rank in KINDS:
-            for num_microbatches in (1, 2, 3, 4, 5, 8, 9) if group.world_size != 3 else (5,):
+            # Between processes other numbers than one, few and many have shown nothing that they don't in one.
+            for num_microbatches in range(1, 10) if backend == "simulated" and num_ranks == 2 else (1, 5, 9):
                 check_step(group, Mlp, kind, stages_per_rank, num_microbatches, 11)
 
     run_ranks(program, num_ranks, backend=backend)

@@ -111,7 +111,7 @@ def share(losses, *, batches=1):
 
 
 def test_what_losses_count():
-    """In a mean by their samples, or equally where these are unknown; in a sum 1; nothing is left of the step before."""
+    """In a mean by their samples, or equally where these are unknown; in a sum 1; nothing is left of steps before."""
     values = [torch.tensor(value, requires_grad=True) for value in (1.0, 2.0, 6.0)]
     mean, total = Losses(LossReduction.MEAN, 3), Losses(LossReduction.SUM, 3)
     for losses, counts, expected in (
