@@ -105,13 +105,13 @@ def test_what_is_not_joined(values):
     assert len(outputs_of(values, is_joined=False).give()) == 2
 
 
-def share(losses, *, batches=1):
-    """What all ranks know of the losses at the end of a step."""
-    return run_ranks(lambda group: losses.share(group, 10).item(), batches)[0]
+def share(losses):
+    """What a pipeline of one rank knows of the losses at the end of a step."""
+    return run_ranks(lambda group: losses.share(group, 10).item(), 1)[0]
 
 
 def test_what_losses_count():
-    """In a mean by their samples, or equally where these are unknown; in a sum 1; nothing is left of steps before."""
+    """In a mean by their samples, or equally where these are unknown; in a sum 1; a step forgets the one before."""
     values = [torch.tensor(value, requires_grad=True) for value in (1.0, 2.0, 6.0)]
     mean, total = Losses(LossReduction.MEAN, 3), Losses(LossReduction.SUM, 3)
     for losses, counts, expected in (

@@ -7,8 +7,9 @@ import torch
 from pipeline_models import fill
 from torch import nn
 
+from ferrodist.parallel.pipeline.edges import MAIN
 from ferrodist.parallel.pipeline.messages import Parcel
-from ferrodist.parallel.pipeline.stage import MAIN, Stage
+from ferrodist.parallel.pipeline.stage import Stage
 
 
 class Averaging(nn.Linear):

@@ -14,13 +14,14 @@ from ferrodist.parallel.pipeline.schedules.dual_pipe_v import dual_pipe_v
 from ferrodist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from ferrodist.parallel.pipeline.schedules.turns import PipelineSize, actions_of_turns
 from ferrodist.parallel.pipeline.schedules.zero_bubble import zero_bubble_h1, zero_bubble_v
+from ferrodist.parallel.pipeline.validation import check_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.parallel.pipeline.schedules.turns import Turn
 
-__all__ = ["PipelineSchedule", "build_schedule"]
+__all__ = ["PipelineSchedule", "build_schedule", "resolve_schedule"]
 
 
 class PipelineSchedule(enum.Enum):
@@ -125,6 +126,39 @@ def build_schedule(
         for rank in range(size.num_ranks)
     )
     return add_communication(Schedule(kind.value, stage_ranks, size.num_microbatches, tuple(actions)))
+
+
+def resolve_schedule(
+    schedule: PipelineSchedule | Schedule, num_ranks: int, num_microbatches: int, num_stages: int
+) -> Schedule:
+    """The schedule of a kind, or one that was brought, for so many ranks, microbatches and stages.
+
+    Raises:
+        TypeError: It is neither.
+        ValueError: There is none for so many, or the one that was brought is wrong, or has no backward.
+    """
+    if isinstance(schedule, PipelineSchedule):
+        if num_stages % num_ranks:
+            raise ValueError(
+                f"{num_stages} stages can't be divided among {num_ranks} ranks: pass as many for each, all of them in"
+                " one list, with None for those of other ranks; or a Schedule that says where each is"
+            )
+        return build_schedule(schedule, num_ranks, num_microbatches, num_stages // num_ranks)
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule is a PipelineSchedule or a Schedule, not {schedule!r}")
+    schedule = add_communication(schedule)
+    check_schedule(schedule)
+    if not any(schedule.backward_orders):
+        raise ValueError(
+            f"the schedule {schedule.name!r} has no backward: pass one that has; forward() takes its forwards alone"
+        )
+    wanted = (num_ranks, num_microbatches, num_stages)
+    if wanted != (schedule.num_ranks, schedule.num_microbatches, schedule.num_stages):
+        raise ValueError(
+            f"the schedule {schedule.name!r} is for {schedule.num_ranks} ranks, {schedule.num_microbatches}"
+            f" microbatches and {schedule.num_stages} stages; there are {wanted[0]}, {wanted[1]} and {wanted[2]}"
+        )
+    return schedule
 
 
 def _stage_ranks(size: PipelineSize, *, is_v_shaped: bool) -> tuple[int, ...]:

@@ -16,8 +16,8 @@ from ferrodist.backends.request import wait_all
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError
 from ferrodist.parallel.pipeline.actions import Action, ActionKind
+from ferrodist.parallel.pipeline.edges import MAIN, Edge
 from ferrodist.parallel.pipeline.messages import Parcel, Receipt, send_parcel
-from ferrodist.parallel.pipeline.stage import MAIN, PipelineOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,23 +26,9 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.request import Request
-    from ferrodist.parallel.pipeline.stage import Gradients, Stage
+    from ferrodist.parallel.pipeline.stage import Gradients, PipelineOutput, Stage
 
-__all__ = ["Edge", "Executor", "Feed"]
-
-
-class Edge(NamedTuple):
-    """A way from stage to stage.
-
-    Args:
-        name: Of a skip, or that of the way to the next stage.
-        source: The stage that gives.
-        target: The stage that takes.
-    """
-
-    name: str
-    source: int
-    target: int
+__all__ = ["Executor", "Feed"]
 
 
 class _Key(NamedTuple):

@@ -18,16 +18,15 @@ from ferrodist.errors import (
     PipelineError,
     describe_error,
 )
-from ferrodist.parallel.pipeline.building import PipelineSchedule, build_schedule
-from ferrodist.parallel.pipeline.communication import add_communication, backward_only, forward_only
-from ferrodist.parallel.pipeline.executor import Edge, Executor, Feed
+from ferrodist.parallel.pipeline.building import PipelineSchedule, resolve_schedule
+from ferrodist.parallel.pipeline.communication import backward_only, forward_only
+from ferrodist.parallel.pipeline.edges import find_edges
+from ferrodist.parallel.pipeline.executor import Executor, Feed
 from ferrodist.parallel.pipeline.losses import Losses, LossReduction
 from ferrodist.parallel.pipeline.microbatches import Microbatches, Outputs, split_batch
-from ferrodist.parallel.pipeline.schedule import Schedule
 from ferrodist.parallel.pipeline.shared import SharedParameters
-from ferrodist.parallel.pipeline.stage import MAIN, Stage
+from ferrodist.parallel.pipeline.stage import Stage
 from ferrodist.parallel.pipeline.stages import Stages, find_shared
-from ferrodist.parallel.pipeline.validation import check_schedule
 from ferrodist.parallel.pipeline.whole_model import make_whole
 from ferrodist.parallel.same_form import compare_forms
 
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.parallel.pipeline.actions import Action
+    from ferrodist.parallel.pipeline.schedule import Schedule
 
 __all__ = ["Pipeline"]
 
@@ -93,8 +93,8 @@ class Pipeline(torch.nn.Module):
         if isinstance(stages, torch.nn.Module):
             alone = stages
             stages = Stages([alone if number == rank else None for number in range(num_ranks)])
-        self._schedule = _resolve_schedule(schedule, num_ranks, num_microbatches, len(stages))
-        self._edges = _find_edges(len(stages), skips or {})
+        self._schedule = resolve_schedule(schedule, num_ranks, num_microbatches, len(stages))
+        self._edges = find_edges(len(stages), skips or {})
         self._loss_fn = loss_fn
         self._losses = Losses(loss_reduction, self._schedule.num_microbatches)
         ranks = self._schedule.stage_ranks
@@ -349,45 +349,3 @@ class Pipeline(torch.nn.Module):
             f" {describe_error(error)}",
             ranks=(rank,),
         )
-
-
-def _resolve_schedule(
-    schedule: PipelineSchedule | Schedule, num_ranks: int, num_microbatches: int, num_stages: int
-) -> Schedule:
-    """The schedule of a name, or one that was brought, for so many ranks, microbatches and stages."""
-    if isinstance(schedule, PipelineSchedule):
-        if num_stages % num_ranks:
-            raise ValueError(
-                f"{num_stages} stages can't be divided among {num_ranks} ranks: pass as many for each, all of them in"
-                " one list, with None for those of other ranks; or a Schedule that says where each is"
-            )
-        return build_schedule(schedule, num_ranks, num_microbatches, num_stages // num_ranks)
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"schedule is a PipelineSchedule or a Schedule, not {schedule!r}")
-    schedule = add_communication(schedule)
-    check_schedule(schedule)
-    if not any(schedule.backward_orders):
-        raise ValueError(
-            f"the schedule {schedule.name!r} has no backward: pass one that has; forward() takes its forwards alone"
-        )
-    wanted = (num_ranks, num_microbatches, num_stages)
-    if wanted != (schedule.num_ranks, schedule.num_microbatches, schedule.num_stages):
-        raise ValueError(
-            f"the schedule {schedule.name!r} is for {schedule.num_ranks} ranks, {schedule.num_microbatches}"
-            f" microbatches and {schedule.num_stages} stages; there are {wanted[0]}, {wanted[1]} and {wanted[2]}"
-        )
-    return schedule
-
-
-def _find_edges(num_stages: int, skips: Mapping[str, tuple[int, int]]) -> list[Edge]:
-    """All ways between stages."""
-    edges = [Edge(MAIN, stage, stage + 1) for stage in range(num_stages - 1)]
-    for name, (source, target) in skips.items():
-        if not name.isidentifier():
-            raise ValueError(f"the skip {name!r} is no name of an argument")
-        if not 0 <= source < target < num_stages:
-            raise ValueError(
-                f"the skip {name!r} goes from stage {source} to stage {target}: a later one, of {num_stages} stages"
-            )
-        edges.append(Edge(name, source, target))
-    return edges

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+from ferrodist.parallel.pipeline.edges import MAIN
 from ferrodist.parallel.pipeline.split_backward import backward_inputs
 from ferrodist.parallel.pipeline.values import unflatten
 
@@ -18,10 +19,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.pipeline.messages import Parcel
     from ferrodist.parallel.pipeline.split_backward import WeightBackward
 
-__all__ = ["MAIN", "PipelineOutput", "Stage"]
-
-MAIN = ""
-"""The name of what goes from each stage to the next one; skips have names of their own."""
+__all__ = ["PipelineOutput", "Stage"]
 
 Gradients = dict[str, list[torch.Tensor | None]]
 """For what came or went under each name, the gradients of those of its tensors that want one, in their order."""
