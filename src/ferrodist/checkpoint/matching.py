@@ -306,7 +306,8 @@ class Matching:
         try:
             saved, groups = node["dict"]["state"]["dict"], node["dict"]["param_groups"]
             entries = {name: each["dict"] for name, each in saved.items()}
-            names = [[str(name) for name in group["dict"]["params"]] for group in groups]
+            params = [group["dict"]["params"] for group in groups]
+            names = [[str(name) for name in (each["dict"] if isinstance(each, dict) else each)] for each in params]
         except (TypeError, KeyError, AttributeError):
             raise DistCheckpointError(
                 f"{path_text(path)} is to be an OptimizerState, but none was saved there"

@@ -101,8 +101,10 @@ class OptimizerState:
                 for value in entries.values():
                     _mark_like(value, parameter)
                 state[name] = dict(entries)
+        # As keys the names of all ranks come together; a list would have to be the same everywhere.
+        collect = dict.fromkeys if self._is_partial else list
         groups = [
-            {**group, "params": [names[parameter] for parameter in group["params"]]}
+            {**group, "params": collect([names[parameter] for parameter in group["params"]])}
             for group in self._optimizer.param_groups
         ]
         return {"state": state, "param_groups": groups}
@@ -132,18 +134,26 @@ class OptimizerState:
             for parameter, name in names.items()
         }
 
+    @property
+    def _is_partial(self) -> bool:
+        """Whether other ranks have other parameters of the model: what wraps it says so by ``is_partial``."""
+        return any(getattr(each, "is_partial", False) for each in _unwrap(self._model))
+
     def _groups(self) -> list[list[str]]:
         names = self._names()
         return [[names[parameter] for parameter in group["params"]] for group in self._optimizer.param_groups]
 
     def check_groups(self, saved: Sequence[Sequence[Any]], where: str) -> None:
-        """See that saved groups of parameters are the optimizer's.
+        """See that saved groups of parameters are the optimizer's, or have them if it has those of a part of the model.
 
         Raises:
             DistCheckpointError: They are others.
         """
         own = self._groups()
-        if [set(group) for group in own] == [set(group) for group in saved]:
+        if len(own) == len(saved) and all(
+            set(mine) == set(theirs) or (self._is_partial and set(mine) <= set(theirs))
+            for mine, theirs in zip(own, saved, strict=True)
+        ):
             return
         wanted, found = ({name for group in groups for name in group} for groups in (own, saved))
         other = sorted(map(str, wanted ^ found))

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ferrodist import DDP, FSDP, DeviceMesh
-from ferrodist.checkpoint import load_distributed, save_distributed
+from ferrodist.checkpoint import OptimizerState, load_distributed, save_distributed
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.parallel.pipeline import Pipeline, PipelineSchedule, Stages
 from ferrodist.parallel.pipeline.splitting import split_sequential
@@ -213,6 +213,63 @@ def test_state_dicts():
     (one, names), (other, _) = run_ranks(program, 2)
     assert one | other == names
     assert not one & other
+
+
+def train(model, step, optimizer_state=None):
+    """Two steps of AdamW, or one more with a state of it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if optimizer_state is not None:
+        optimizer_state(optimizer)
+    for _ in range(2 if optimizer_state is None else 1):
+        optimizer.zero_grad()
+        step()
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_optimizers_in_checkpoints(tmp_path, is_whole):
+    """States of optimizers go from pipeline to pipeline of other stages, and from and to the whole model."""
+    tokens, following = Gpt.batch(4)
+
+    def pipelined(group, count, kind):
+        pipeline = Pipeline(split_sequential(whole_gpt(), count), group, 2, schedule=kind, loss_fn=Gpt.loss)
+        return pipeline, lambda: pipeline.step(tokens, following)
+
+    def undivided():
+        model = whole_gpt()
+
+        def step():
+            for part, target in zip(tokens.split(2), following.split(2), strict=True):
+                loss = Gpt.loss(model(part), target)
+                loss.backward(torch.full_like(loss, 1 / 2))
+
+        return model, step
+
+    def save(group):
+        model, step = undivided() if is_whole else pipelined(group, 2, PipelineSchedule.ONE_F_ONE_B)
+        optimizer = train(model, step)
+        save_distributed({"model": model, "optimizer": OptimizerState(model, optimizer)}, tmp_path, group=group)
+
+    def go_on(group):
+        model, step = undivided() if group.world_size == 1 else pipelined(group, 6, PipelineSchedule.LOOPED_BFS)
+
+        def load(optimizer):
+            into = {"model": model, "optimizer": OptimizerState(model, optimizer)}
+            load_distributed(tmp_path, into, group=group)
+
+        train(model, step, load)
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    run_ranks(save, 1 if is_whole else 2)
+    model, step = undivided()
+    optimizer = train(model, step)
+    train(model, step, lambda fresh: fresh.load_state_dict(optimizer.state_dict()))
+    expected = model.state_dict()
+    for num_ranks in (1, 3):
+        found = {name: value for own in run_ranks(go_on, num_ranks) for name, value in own.items()}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize("wrapper", [None, DDP, FSDP])

@@ -207,6 +207,11 @@ class Pipeline(torch.nn.Module):
             self._shared.finish(Deadline(limit))
             allreduce(torch.zeros(1, device="cpu"), group=group, timeout=limit)
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether other ranks have other parameters of the model, as `OptimizerState` asks."""
+        return self._parent.world_size > 1
+
     def checkpoint_module(self) -> torch.nn.Module:
         """The module that `save_distributed` saves when it is given this: this rank's part of the whole model."""
         return make_whole(self._own, self._prefixes)
