@@ -47,7 +47,7 @@ def test_every_schedule(backend, num_ranks):
 
     def program(group):
         for kind, stages_per_rank in KINDS:
-            for num_microbatches in (1, 2, 3, 4, 5, 8, 9) if group.world_size != 3 else (5,):
+            for num_microbatches in (1, 3, 4, 9) if group.world_size != 3 else (5,):
                 check_step(group, Mlp, kind, stages_per_rank, num_microbatches, 11)
 
     run_ranks(program, num_ranks, backend=backend)
