@@ -52,6 +52,8 @@ def test_microbatches_stay():
     parts, counts = split_batch(given, 2, "inputs")
     assert parts == given
     assert counts is None
+    with pytest.raises(ValueError, match="inputs has 2 microbatches, and the pipeline was made for 3"):
+        split_batch(given, 3, "inputs")
 
 
 @pytest.mark.parametrize("is_joined", [True, False])
@@ -75,7 +77,13 @@ def test_gradients_go_back(is_joined):
 
 @pytest.mark.parametrize(
     "wrong",
-    [torch.ones(2), {"a": [torch.ones(2)]}, {"b": torch.ones(2), "a": [1.0, None]}, {"a": [None], "b": torch.ones(2)}],
+    [
+        torch.ones(2),
+        {"a": [None, None]},
+        {"a": [torch.ones(2)]},
+        {"b": torch.ones(2), "a": [1.0, None]},
+        {"a": [None], "b": torch.ones(2)},
+    ],
 )
 def test_gradients_of_another_form(wrong):
     """They are refused, with what is right."""

@@ -70,7 +70,7 @@ def test_shared_parameters(backend):
         stages = staticmethod(tied_stages)
 
     def program(group):
-        for kind, stages_per_rank in KINDS:
+        for kind, stages_per_rank in KINDS if group.world_size == 2 else KINDS[1:3] + KINDS[-1:]:
             num_stages = group.world_size * stages_per_rank
             stages = tied_stages(num_stages)
             pipeline = Pipeline(stages, group, 3, schedule=kind, loss_fn=Gpt.loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -181,7 +182,7 @@ class Pipeline(torch.nn.Module):
             outputs = Outputs(is_joined=not isinstance(inputs, Microbatches))
             microbatches = self._split(inputs, 0)
             feed = Feed(microbatches, outputs.take, {})
-            self._executor.run(forward_only(self._schedule).actions[group.rank], feed, group, limit)
+            self._executor.run(self._forward_actions, feed, group, limit)
             result = outputs.give()
             self._outputs = outputs if self._executor.has_live else None
             allreduce(torch.zeros(1, device="cpu"), group=group, timeout=limit)
@@ -203,9 +204,17 @@ class Pipeline(torch.nn.Module):
                 raise RuntimeError("there is no forward to go backward from: call forward() first, without no_grad()")
             feed = Feed([], outputs.take, outputs.split(gradients) if self._has(-1) else {})
             self._shared.begin()
-            self._executor.run(backward_only(self._schedule).actions[group.rank], feed, group, limit)
+            self._executor.run(self._backward_actions, feed, group, limit)
             self._shared.finish(Deadline(limit))
             allreduce(torch.zeros(1, device="cpu"), group=group, timeout=limit)
+
+    @functools.cached_property
+    def _forward_actions(self) -> tuple[Action, ...]:
+        return forward_only(self._schedule).actions[self._parent.rank]
+
+    @functools.cached_property
+    def _backward_actions(self) -> tuple[Action, ...]:
+        return backward_only(self._schedule).actions[self._parent.rank]
 
     @property
     def is_partial(self) -> bool:
