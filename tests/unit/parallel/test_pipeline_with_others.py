@@ -96,10 +96,14 @@ def test_shared_parameters_by_name():
         ):
             Pipeline(stages if group.rank else own, group, 2)
         shared = [[(0, "0.tokens.weight"), (1, "2.weight")]]
+        mine = own[group.rank].get_parameter(shared[0][group.rank][1])
+        expected = mine.detach().clone()
+        with torch.no_grad():
+            mine += group.rank
         pipeline = Pipeline(own, group, 2, loss_fn=Gpt.loss, shared=shared)
+        assert torch.equal(mine, expected), "the values of the first rank that has it"
         pipeline.step(*Gpt.batch(4))
-        weight = own[group.rank].get_parameter(shared[0][group.rank][1])
-        return weight.grad.clone(), weight.detach().clone()
+        return mine.grad.clone(), mine.detach().clone()
 
     (one, value), (other, other_value) = run_ranks(program, 2, backend="native")
     assert torch.equal(one, other)
