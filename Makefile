@@ -11,23 +11,28 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-first-half test-second-half native sanitize bench check format support clean
+.PHONY: demo test test-first-part test-second-part test-third-part native sanitize bench check format support clean
 
 demo: $(INSTALLED)
 	$(BIN)/ferrodist demo
 
-# In two halves side by side: one alone waits for threads and processes to wake for half of its time.
-FIRST_HALF := tests/unit/collectives tests/unit/backends tests/unit/rendezvous tests/unit/tensor tests/unit/parallel \
-	tests/unit/launch tests/unit/mesh tests/faults
+# In three parts side by side: one alone waits for threads and processes to wake for most of its time.
+FIRST_PART := tests/unit/collectives tests/unit/backends tests/unit/rendezvous tests/unit/checkpoint tests/unit/launch \
+	tests/unit/mesh tests/faults
+SECOND_PART := tests/unit/tensor tests/unit/parallel
+PYTEST = $(BIN)/python -m pytest --durations 10 --durations-min 5
 
 test: $(INSTALLED) native
-	$(MAKE) --no-print-directory --jobs 2 --keep-going test-first-half test-second-half
+	$(MAKE) --no-print-directory --jobs 3 --keep-going test-first-part test-second-part test-third-part
 
-test-first-half: $(INSTALLED)
-	$(BIN)/python -m pytest $(FIRST_HALF)
+test-first-part: $(INSTALLED)
+	$(PYTEST) $(FIRST_PART)
 
-test-second-half: $(INSTALLED)
-	$(BIN)/python -m pytest $(FIRST_HALF:%=--ignore=%)
+test-second-part: $(INSTALLED)
+	$(PYTEST) $(SECOND_PART)
+
+test-third-part: $(INSTALLED)
+	$(PYTEST) $(patsubst %,--ignore=%,$(FIRST_PART) $(SECOND_PART))
 
 # A preset of CMakePresets.json, and how many random messages and collectives its stress tests run.
 NATIVE_RUN = $(BIN)/cmake --preset $(1) >/dev/null && $(BIN)/cmake --build build/$(1) --parallel && \
