@@ -371,21 +371,19 @@ state = {str(number): torch.ones(30) for number in range(20)}
 checkpointer.save_async(state, 1).wait()
 Save.run = run_late
 checkpointer.save_async(state, 2)
-if len(sys.argv) > 3:
-    checkpointer.save_async(state, 3)
+checkpointer.save_async(state, 3)
 """
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_program_that_ends_before_its_saves(server, fails):
+def test_a_program_that_ends_before_its_saves(server):
     """They are committed and rotated all the same; one that fails is told on standard error."""
-    parent = f"s3://{s3_server.BUCKET}/ended-{fails}"
+    parent = f"s3://{s3_server.BUCKET}/ended"
     options = server.options | {"config_kwargs": dict(server.options["config_kwargs"])}
-    command = [sys.executable, "-c", _ENDS_BEFORE_ITS_SAVES, parent, repr(options), *(["fails"] if fails else [])]
+    command = [sys.executable, "-c", _ENDS_BEFORE_ITS_SAVES, parent, repr(options)]
     done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
     assert list_checkpoints(parent, storage_options=server.options) == [f"{parent}/step-00000002"]
-    assert len(server.objects(f"ended-{fails}/step-00000001")) == 0
-    assert ("step-00000003, failed: ZeroDivisionError" in done.stderr) == fails, done.stderr
+    assert len(server.objects("ended/step-00000001")) == 0
+    assert "step-00000003, failed: ZeroDivisionError" in done.stderr
 
 
 def test_damage_in_the_store_is_found(server, url, folder):
