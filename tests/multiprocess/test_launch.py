@@ -11,14 +11,17 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import textwrap
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import ferrodist.launch
+from ferrodist.deadline import Deadline
 from ferrodist.launch import LaunchSpec, ProgramKind, _rank_entry, launch, worker_group
 from ferrodist.launch import run as run_module
 from ferrodist.launch.worker_group import RankProcess, Sinks, WorkerGroup
@@ -578,6 +581,18 @@ def test_huge_output_arrives_whole_and_in_order(script):
         assert seen == dict.fromkeys(range(4), 20_000)
 
 
+def _wait_until_blocked(launcher: subprocess.Popen, pid: int) -> None:
+    """Wait until neither the launcher nor its rank, which only writes, can write any more."""
+    deadline = Deadline(LIMIT)
+    while not deadline.expired:
+        held = int.from_bytes(fcntl.ioctl(launcher.stdout, termios.FIONREAD, bytes(4)), sys.byteorder)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if held and state == "S":
+            return
+        time.sleep(0.01)
+    raise AssertionError("the rank could always write")
+
+
 @linux_only
 @needs_pidfd
 def test_a_paused_reader_does_not_make_the_launcher_deaf(script):
@@ -589,8 +604,10 @@ def test_a_paused_reader_does_not_make_the_launcher_deaf(script):
     """)
     with started(path) as launcher:
         fcntl.fcntl(launcher.stdout.fileno(), fcntl.F_SETPIPE_SZ, 4096)
-        pidfd = os.pidfd_open(read_pids(launcher, 1)[0])
+        pid = read_pids(launcher, 1)[0]
+        pidfd = os.pidfd_open(pid)
         try:
+            _wait_until_blocked(launcher, pid)
             launcher.send_signal(signal.SIGTERM)
             wait_for_end(pidfd)
             launcher.send_signal(signal.SIGINT)

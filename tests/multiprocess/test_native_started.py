@@ -19,6 +19,7 @@ from forked_group import ForkedGroup
 
 import ferrodist as fd
 from ferrodist.backends.native import NativeBackend, is_native_available
+from ferrodist.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,8 +67,8 @@ def test_a_handler_that_raises_leaves_the_tensors_to_the_engine() -> None:
             assert _outcome(lambda: [fd.allreduce(torch.full((1000,), 100.0)) for _ in range(1_000_000)])
             return 0
         signal.signal(signal.SIGALRM, strike)
-        source, handles = torch.ones(1000), []
-        while len(handles) < 30_000:
+        source, handles, enough = torch.ones(1000), [], Deadline(3.0)
+        while len(handles) < 30_000 and not enough.expired:
             try:
                 signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-5, 3e-4))
                 while True:

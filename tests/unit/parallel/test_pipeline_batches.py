@@ -11,7 +11,8 @@ from ferrodist.testing import run_ranks
 
 def outputs_of(values, *, is_joined=True):
     """Outputs that have taken values for microbatches."""
-    outputs = Outputs(is_joined=is_joined)
+    outputs = Outputs()
+    outputs.is_joined = is_joined
     for microbatch, value in enumerate(values):
         outputs.take(microbatch, value)
     return outputs
@@ -142,11 +143,9 @@ def test_what_losses_count():
 
 
 def test_losses_without_gradients():
-    """Nothing goes backward from one."""
-    losses = Losses(LossReduction.MEAN, 1)
-    assert losses.take(0, torch.tensor(3.0)) == []
-    assert losses.gradients == {0: []}
-    assert share(losses) == 3
+    """Nothing goes backward from one, which backward() of one process would say."""
+    with pytest.raises(ValueError, match="the loss has no gradient"):
+        Losses(LossReduction.MEAN, 1).take(0, torch.tensor(3.0))
 
 
 @pytest.mark.parametrize("wrong", [1.0, torch.ones(2), torch.ones(0), torch.tensor(1j)])

@@ -1,6 +1,9 @@
 """What goes from rank to rank in a pipeline: letters, and large tensors apart from them."""
 
+import enum
+
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -82,10 +85,70 @@ def test_who_wants_gradients():
     run_ranks(program, 2)
 
 
+class _Number(enum.IntEnum):
+    TWO = 2
+
+
+class _Text(str):
+    __slots__ = ()
+
+    def __str__(self):
+        return "other"
+
+
+class _Bytes(bytes):
+    __slots__ = ()
+
+
+def test_subclasses_arrive_as_plain_values():
+    """Between stages of one rank too, so that it makes no difference where they are."""
+    value = {
+        _Text("key"): (np.float64(1.5), _Number.TWO, _Text("text"), _Bytes(b"12"), True, None),
+        _Number.TWO: -(2**63) + 1,
+    }
+
+    def program(group):
+        parcel = Parcel.of(value, "it")
+        if group.rank == 0:
+            send_parcel(parcel, 1, 0, group)
+        else:
+            parcel = Receipt(0, 0, group, is_ahead=False).wait(Deadline(10))
+        return parcel.open()
+
+    expected = {"key": (1.5, 2, "text", b"12", True, None), 2: -(2**63) + 1}
+    for found in run_ranks(program, 2):
+        assert [*map(type, found)] == [str, int]
+        assert same(found, expected)
+
+
+@pytest.mark.parametrize("value", [{2**63: 1}, {"a": [-(2**63)]}, {"a": np.float32(1)}, {None: 1}])
+def test_values_that_have_no_place(value):
+    """They are refused where they are made."""
+    with pytest.raises(TypeError, match="from stage to stage"):
+        Parcel.of(value, "it")
+
+
 def letter_of(head, rest=b""):
     """A letter with a head of one's own."""
     size = len(head).to_bytes(8, "little")
     return torch.tensor(list((size + head).ljust(64, b"\0") + rest), dtype=torch.uint8)
+
+
+WRONG_PLANS = [
+    [],
+    ["tensor"],
+    ["tensor", 1],
+    ["tensor", -1],
+    ["tensor", "0"],
+    ["what", 0],
+    [0, 0],
+    ["plain", [1]],
+    ["list", 3],
+    ["tuple", [["list", [["plain", {}]]]]],
+    ["dict", [["key"]]],
+    ["dict", [[None, ["plain", 1]]]],
+    ["dict", {"key": ["plain", 1]}],
+]
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
@@ -99,6 +162,7 @@ def test_what_is_no_letter(is_ahead):
         letter_of(encode([["plain", 1], [[99, [1], False, 0]]])),
         letter_of(encode([["tensor", 0], [[0, [1000], False, 0]]])),
         torch.full((8,), 255, dtype=torch.uint8),
+        *(letter_of(encode([plan, [[0, [1], False, 0]]]), bytes(64)) for plan in WRONG_PLANS),
     ]
 
     def program(group):

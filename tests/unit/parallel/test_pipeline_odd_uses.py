@@ -15,6 +15,7 @@ from ferrodist import DDP, FSDP, DeviceMesh
 from ferrodist.checkpoint import load_distributed, save_distributed
 from ferrodist.errors import PipelineError, UnsupportedOpError
 from ferrodist.parallel.pipeline import Microbatches, Pipeline, PipelineOutput, PipelineSchedule
+from ferrodist.parallel.pipeline.stages import Stages
 from ferrodist.testing import run_ranks
 
 
@@ -180,6 +181,121 @@ def test_shared_parameters_that_are_replaced():
     assert run_ranks(program, 2, backend="native") == [True] * 2
 
 
+def test_a_shared_parameter_that_nothing_uses():
+    """It has no gradient, as in one process; one of a step before stays."""
+
+    class Choosing(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.other = nn.Linear(6, 6)
+            self.layer = layer
+            self.takes_layer = False
+
+        def forward(self, x):
+            return (self.layer if self.takes_layer else self.other)(x)
+
+    def program(group):
+        layer = fill(nn.Linear(6, 6))
+        stages = [Choosing(layer), Choosing(layer)]
+        pipeline = Pipeline(stages, group, 2, loss_fn=Mlp.loss)
+        pipeline.step(*Mlp.batch(4))
+        assert layer.weight.grad is None
+        stages[0].takes_layer = True
+        pipeline.step(*Mlp.batch(4))
+        found = layer.weight.grad.clone()
+        stages[0].takes_layer = False
+        pipeline.step(*Mlp.batch(4))
+        assert torch.equal(layer.weight.grad, found)
+        return found.abs().sum().item() > 0
+
+    assert run_ranks(program, 2) == [True] * 2
+
+
+class Versioned(nn.Linear):
+    """A layer that reads states of its first version in another way."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        self.loaded = metadata.get("version")
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+@pytest.mark.parametrize("prefixes", [("0.", "1."), ("", "deep.er."), ("a.", "b.")])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_states_of_what_has_a_pipeline_in_it(prefixes, is_compiled):
+    """It loads what it has saved, by names of the whole model; alone the pipeline also knows the versions."""
+
+    def program(group):
+        layers = [nn.Sequential(Versioned(6, 6)), Versioned(6, 6)]
+        own = [torch.compile(layer, backend="eager") for layer in layers] if is_compiled else layers
+        pipeline = Pipeline(Stages(own, prefixes), group, 2, loss_fn=Mlp.loss)
+        outer = nn.ModuleDict({"model": pipeline, "more": nn.Linear(2, 2)})
+        inner = "0.weight" if group.rank == 0 else "weight"
+        name = f"model.{prefixes[group.rank]}{inner}"
+        state = {key: value + 1 for key, value in outer.state_dict().items()}
+        assert len(state) == 4
+        assert name in state
+        elsewhere = f"model.{prefixes[1 - group.rank]}elsewhere"
+        outer.load_state_dict({**state, elsewhere: torch.ones(1)})
+        assert torch.equal(outer.state_dict()[name], state[name])
+        outer.load_state_dict({key: value.clone() for key, value in state.items()}, assign=True)
+        with pytest.raises(RuntimeError, match=rf'Missing key\(s\) in state_dict: "{name}"'):
+            outer.load_state_dict({key: value for key, value in state.items() if key != name})
+        versioned = layers[0][0] if group.rank == 0 else layers[1]
+        pipeline.load_state_dict(pipeline.state_dict())
+        return versioned.loaded
+
+    assert run_ranks(program, 2) == [2, 2]
+
+
+def test_assigned_at_one_place():
+    """Stages whose parameters lie at one place of the model get what is assigned."""
+
+    def program(group):
+        stages = [nn.Linear(6, 6, bias=False), nn.PReLU(6)]
+        stages[1].slope = stages[1].weight
+        del stages[1].weight
+        stages[1].forward = lambda x: x * stages[1].slope
+        pipeline = Pipeline(Stages(stages, ["", ""]), group, 2, loss_fn=Mlp.loss)
+        state = {name: value + 1 for name, value in pipeline.state_dict().items()}
+        pipeline.load_state_dict(state, assign=True)
+        name = ("weight", "slope")[group.rank]
+        return getattr(stages[group.rank], name).data_ptr() == state[name].data_ptr()
+
+    assert run_ranks(program, 2) == [True, True]
+
+
+def test_who_divided_the_batch_says_so():
+    """The outputs are one by one where the inputs are, though the last stage's rank was given none."""
+
+    def program(group):
+        pipeline = Pipeline([nn.Identity(), nn.Identity()], group, 2)
+        given = Microbatches([torch.ones(1, 2), torch.ones(2, 3)])
+        with torch.no_grad():
+            found = pipeline(given if group.rank == 0 else None)
+            joined = pipeline(torch.ones(4) if group.rank == 0 else given)
+        if group.rank == 1:
+            assert isinstance(found, Microbatches)
+            assert [each.shape for each in found] == [(1, 2), (2, 3)]
+            assert joined.tolist() == [1] * 4
+
+    run_ranks(program, 2)
+
+
+def test_a_wrong_timeout_is_told():
+    """The other ranks don't wait for their own."""
+
+    def program(group):
+        pipeline = Pipeline(Mlp.stages(2), group, 2, loss_fn=Mlp.loss)
+        kind, timeout = ((TypeError, ValueError), "soon") if group.rank else (PipelineError, None)
+        with pytest.raises(kind, match="timeout"):
+            pipeline.step(*Mlp.batch(4), timeout=timeout)
+        pipeline.step(*Mlp.batch(4))
+
+    run_ranks(program, 2)
+
+
 def test_inputs_that_are_conjugated():
     """What is said of a tensor and is not in its memory is divided with it: conj(), and the negative of conj().imag."""
 
@@ -277,7 +393,7 @@ def test_states_of_stages():
         assert layer.remembered == 1
         assert layer.weight.data_ptr() == state[own + "weight"].data_ptr()
         pipeline.load_state_dict({}, strict=False)
-        with pytest.raises(RuntimeError, match=f"size mismatch for {own}weight"):
+        with pytest.raises(RuntimeError, match=rf"size mismatch for stages\.{own}.*weight"):
             pipeline.load_state_dict({**state, own + "weight": torch.ones(3)})
 
     run_ranks(program, 2)

@@ -503,6 +503,16 @@ def test_stages_made_by_hand():
             ValueError,
             r"both have 'a\.running_mean'",
         ),
+        (
+            {"stages": [nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1)], "prefixes": ["a.", "a.0.b."]},
+            ValueError,
+            r"stages 0 and 1 both have parts of 'a\.0'",
+        ),
+        (
+            {"stages": [nn.Sequential(nn.Linear(1, 1)), nn.Sequential(nn.PReLU(2))], "prefixes": ["", ""]},
+            ValueError,
+            "stages 0 and 1 both have",
+        ),
     ],
 )
 def test_stages_that_are_none(arguments, error, message):

@@ -71,10 +71,12 @@ class Losses:
             raise TypeError(f"the loss is of type {type(loss).__name__}: loss_fn, or the last stage, returns a tensor")
         if loss.numel() != 1 or loss.is_complex():
             raise ValueError(f"the loss is a {loss.dtype} tensor of shape {tuple(loss.shape)}: it has one real element")
-        self._taken[microbatch] = float(loss.detach())
         if not loss.requires_grad:
-            self.gradients[microbatch] = []
-            return []
+            raise ValueError(
+                "the loss has no gradient, for nothing that it was computed from wants one: take forward() for losses"
+                " alone"
+            )
+        self._taken[microbatch] = float(loss.detach())
         self.gradients[microbatch] = [torch.full_like(loss, self._weight(microbatch))]
         return [loss]
 

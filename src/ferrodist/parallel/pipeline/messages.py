@@ -27,7 +27,7 @@ from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.tensor_transfers import TensorReceive, start_send
 from ferrodist.collectives.views import bytes_of
 from ferrodist.errors import ProtocolError
-from ferrodist.parallel.pipeline.values import Plan, flatten, unflatten
+from ferrodist.parallel.pipeline.values import Plan, check_plan, flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -231,6 +231,7 @@ class Receipt:
         memory = bytes_of(letter)
         (length,) = _LENGTH.unpack_from(memory)
         head = _HEADS.decode(memory[_LENGTH.size : _LENGTH.size + length])
+        check_plan(head.plan, len(head.pieces))
         first = _aligned(_LENGTH.size + length)
         tensors: list[Any] = []
         for number, piece in enumerate(head.pieces):

@@ -76,14 +76,11 @@ def _divide(tensor: torch.Tensor, num_parts: int) -> Sequence[torch.Tensor]:
 
 
 class Outputs:
-    """What the last stage returns for each microbatch of a forward, and the way back of its gradients.
+    """What the last stage returns for each microbatch of a forward, and the way back of its gradients."""
 
-    Args:
-        is_joined: Whether they are given as one batch.
-    """
-
-    def __init__(self, *, is_joined: bool) -> None:
-        self._is_joined = is_joined
+    def __init__(self) -> None:
+        self.is_joined = True
+        """Whether they are given as one batch."""
         self._found: dict[int, tuple[Plan, list[torch.Tensor], list[bool]]] = {}
         """For each microbatch its plan, its tensors, and which of them want a gradient; in any order."""
 
@@ -103,7 +100,7 @@ class Outputs:
         found = self._in_order()
         if not found:
             return None
-        if not self._is_joined:
+        if not self.is_joined:
             return Microbatches(unflatten(plan, _wanting(tensors, wants)) for plan, tensors, wants in found)
         plan, first, wants = found[0]
         if any(other != plan for other, _, _ in found) or not all(each.dim() for _, of, _ in found for each in of):
@@ -121,7 +118,7 @@ class Outputs:
             ValueError: They are not nested as what was given, or there is none.
         """
         given = self._in_order()
-        if not self._is_joined:
+        if not self.is_joined:
             parts = list(gradients) if isinstance(gradients, Microbatches) else [gradients]
             if len(parts) != len(given):
                 raise ValueError(f"there are {len(given)} microbatches of outputs, and {len(parts)} of gradients")

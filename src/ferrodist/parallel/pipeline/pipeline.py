@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from ferrodist.backends.process_group import resolve_group
-from ferrodist.backends.sub import SubBackend
+from ferrodist.collectives.exchange import barrier
+from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.reductions import allreduce
-from ferrodist.deadline import Deadline, check_timeout
-from ferrodist.errors import (
-    CollectiveMismatchError,
-    DistributedError,
-    DistributedTimeoutError,
-    PipelineError,
-    describe_error,
-)
+from ferrodist.deadline import Deadline
 from ferrodist.parallel.pipeline.building import PipelineSchedule, resolve_schedule
 from ferrodist.parallel.pipeline.communication import backward_only, forward_only
 from ferrodist.parallel.pipeline.edges import find_edges
@@ -28,11 +21,12 @@ from ferrodist.parallel.pipeline.microbatches import Microbatches, Outputs, spli
 from ferrodist.parallel.pipeline.shared import SharedParameters
 from ferrodist.parallel.pipeline.stage import Stage
 from ferrodist.parallel.pipeline.stages import Stages, find_shared
-from ferrodist.parallel.pipeline.whole_model import make_whole
+from ferrodist.parallel.pipeline.step_group import StepGroup
+from ferrodist.parallel.pipeline.whole_model import WholeModel
 from ferrodist.parallel.same_form import compare_forms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.parallel.pipeline.actions import Action
@@ -89,7 +83,6 @@ class Pipeline(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._parent = resolve_group(group)
-        self._group: Backend | None = None
         rank, num_ranks = self._parent.rank, self._parent.world_size
         if isinstance(stages, torch.nn.Module):
             alone = stages
@@ -104,13 +97,14 @@ class Pipeline(torch.nn.Module):
         self._shared = self._compare(stages, find_shared(stages) if shared is None else shared)
         self.stages = torch.nn.ModuleDict({str(number): module for number, module in self._own.items()})
         """This rank's stages, by their numbers."""
-        self._prefixes = stages.prefixes if isinstance(stages, Stages) else Stages(stages).prefixes
+        self._whole = WholeModel(self._own, (stages if isinstance(stages, Stages) else Stages(stages)).prefixes)
         self._own_actions = self._schedule.actions[rank]
         orders = self._schedule.backward_orders
         running = {number: Stage(module, orders[number][-1]) for number, module in self._own.items()}
         self._executor = Executor(running, ranks, self._edges, self._schedule.num_microbatches)
         self._outputs: Outputs | None = None
-        with self._together(None) as (_, limit):
+        self._step_group = StepGroup(self._parent, self._executor, self._shared, self._forget)
+        with self._step_group.together(None) as (_, limit):
             self._shared.equalize(Deadline(limit))
 
     @property
@@ -153,12 +147,16 @@ class Pipeline(torch.nn.Module):
             TypeError, ValueError: An argument is wrong; PipelineError on the other ranks.
             DistributedError: A rank was lost, or is late.
         """
-        with self._together(timeout) as (group, limit), torch.inference_mode(mode=False), torch.enable_grad():
+        with (
+            self._step_group.together(timeout) as (group, limit),
+            torch.inference_mode(mode=False),
+            torch.enable_grad(),
+        ):
             self._forget()  # a forward may have been there without a backward
             feed = self._feed(inputs, targets)
             self._shared.begin()
             self._executor.run(self._own_actions, feed, group, limit)
-            self._shared.finish(Deadline(limit))
+            self._shared.finish(group, Deadline(limit))
             return self._losses.share(group, limit)
 
     def forward(self, inputs: Any = None, *, timeout: float | None = None) -> Any:
@@ -177,15 +175,18 @@ class Pipeline(torch.nn.Module):
         Raises:
             As `step`.
         """
-        with self._together(timeout) as (group, limit):
+        with self._step_group.together(timeout) as (group, limit):
             self._forget()
-            outputs = Outputs(is_joined=not isinstance(inputs, Microbatches))
+            outputs = Outputs()
             microbatches = self._split(inputs, 0)
             feed = Feed(microbatches, outputs.take, {})
             self._executor.run(self._forward_actions, feed, group, limit)
+            was_divided = torch.tensor([self._has(0) and isinstance(inputs, Microbatches)], device="cpu")
+            was_divided = allreduce(was_divided, ReduceOp.MAX, group=group, timeout=limit)
+            outputs.is_joined = not was_divided
             result = outputs.give()
             self._outputs = outputs if self._executor.has_live else None
-            allreduce(torch.zeros(1, device="cpu"), group=group, timeout=limit)
+            barrier(group, timeout=limit)
             return result
 
     def backward(self, gradients: Any = None, *, timeout: float | None = None) -> None:
@@ -198,15 +199,15 @@ class Pipeline(torch.nn.Module):
         Raises:
             RuntimeError: There was no forward with gradients enabled. Or as `step`.
         """
-        with self._together(timeout) as (group, limit):
+        with self._step_group.together(timeout) as (group, limit):
             outputs, self._outputs = self._outputs, None
             if outputs is None:
                 raise RuntimeError("there is no forward to go backward from: call forward() first, without no_grad()")
             feed = Feed([], outputs.take, outputs.split(gradients) if self._has(-1) else {})
             self._shared.begin()
             self._executor.run(self._backward_actions, feed, group, limit)
-            self._shared.finish(Deadline(limit))
-            allreduce(torch.zeros(1, device="cpu"), group=group, timeout=limit)
+            self._shared.finish(group, Deadline(limit))
+            barrier(group, timeout=limit)
 
     @functools.cached_property
     def _forward_actions(self) -> tuple[Action, ...]:
@@ -223,7 +224,7 @@ class Pipeline(torch.nn.Module):
 
     def checkpoint_module(self) -> torch.nn.Module:
         """The module that `save_distributed` saves when it is given this: this rank's part of the whole model."""
-        return make_whole(self._own, self._prefixes)
+        return self._whole.make()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The tensors of this rank's stages, by their names in the whole model.
@@ -241,13 +242,20 @@ class Pipeline(torch.nn.Module):
             RuntimeError: Something of this rank's stages is missing, or has another shape.
             TypeError: As for `state_dict`.
         """
+        return super().load_state_dict(self._whole.rename_versions(state_dict), strict=strict, assign=assign)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],  # noqa: ARG002 - torch's signature
+        strict: bool,  # noqa: FBT001
+        missing_keys: list[str],
+        *_: Any,
+    ) -> None:
+        """Give what is loaded the names of `stages`; torch calls this, and then goes on to those."""
         self._check_plain("load_state_dict")
-        whole = self.checkpoint_module()
-        own = whole.state_dict()
-        part = type(own)((name, value) for name, value in state_dict.items() if name in own)
-        if (versions := getattr(state_dict, "_metadata", None)) is not None:
-            vars(part)["_metadata"] = versions
-        return whole.load_state_dict(part, strict=strict, assign=assign)
+        missing_keys += self._whole.rename(state_dict, prefix, strict=strict)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -317,49 +325,7 @@ class Pipeline(torch.nn.Module):
         compare_forms(lines, self._parent, deadline, maker="Pipeline", module="model", refusal=refusal)
         return found
 
-    @contextlib.contextmanager
-    def _together(self, timeout: float | None) -> Iterator[tuple[Backend, float]]:
-        """What fails inside the block fails on all ranks."""
-        limit = self._parent.timeout if timeout is None else check_timeout(timeout)
-        if self._group is None:  # a new one after each failure, where nothing of it can come any more
-            label = "ferrodist.pipeline"
-            self._group = SubBackend(self._parent, range(self._parent.world_size), label=label, name="pipeline")
-            self._shared.join(self._group)
-        group = self._group
-        try:
-            yield group, limit
-        except BaseException as error:
-            action = self._executor.doing
-            self._forget()
-            self._group = None
-            if isinstance(error, DistributedError) and group.failure is not None:
-                self._shared.abort(error.fresh())
-                raise
-            told = self._explain(error, action)
-            group.abort(told.fresh())
-            self._shared.abort(told.fresh())  # copies, for groups keep them, and this one will know all frames
-            if action is None or not isinstance(error, Exception) or told is error:
-                raise
-            try:
-                raise told from error
-            finally:
-                del told  # else it and this frame would hold each other, and the activations
-
     def _forget(self) -> None:
         """Give up what is under way, and what waits for a backward."""
         self._outputs = None
         self._executor.forget()
-
-    def _explain(self, error: BaseException, action: Action | None) -> DistributedError:
-        """What other ranks are told."""
-        if isinstance(error, (DistributedTimeoutError, CollectiveMismatchError, PipelineError)):
-            return error
-        rank = self._parent.rank
-        if action is None:
-            return PipelineError(f"rank {rank} could not take part in a step: {describe_error(error)}", ranks=(rank,))
-        what = "forward" if action.kind.is_forward else "backward"
-        return PipelineError(
-            f"stage {action.stage} failed in the {what} of microbatch {action.microbatch}, on rank {rank}:"
-            f" {describe_error(error)}",
-            ranks=(rank,),
-        )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.backends.sub import SubBackend
+from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.reductions import allreduce, broadcast
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ class SharedParameters:
     ) -> None:
         self._members: list[tuple[str, Callable[[], torch.nn.Parameter], list[int]]] = []
         """Of each a label, what finds it, and the ranks that have it."""
+        self._numbers: list[int] = []
+        """Of each the number among those that other ranks have, too."""
+        self._num_between_ranks = 0
         self._groups: list[Backend] = []
         self._before: list[torch.Tensor | None] = []
         for number, places_of_one in enumerate(places):
@@ -55,8 +59,12 @@ class SharedParameters:
             ranks = sorted({stage_ranks[stage] for stage, _ in places_of_one})
             if len({find() for find in found}) > 1:
                 raise ValueError(f"{list(places_of_one)} are different parameters: stages of one rank share the object")
-            if found and len(ranks) > 1:
+            if len(ranks) == 1:
+                continue
+            if found:
                 self._members.append((f"ferrodist.pipeline.shared.{number}", found[0], ranks))
+                self._numbers.append(self._num_between_ranks)
+            self._num_between_ranks += 1
 
     def join(self, group: Backend) -> None:
         """Go on in a group of the pipeline's ranks, in place of one that has failed."""
@@ -78,11 +86,26 @@ class SharedParameters:
         for parameter in self._parameters():
             parameter.grad = None
 
-    def finish(self, deadline: Deadline) -> None:
-        """After it: add up what all ranks have found."""
-        for parameter, group, before in zip(self._parameters(), self._groups, self._before, strict=True):
+    def finish(self, group: Backend, deadline: Deadline) -> None:
+        """After it: add up what all ranks have found.
+
+        Args:
+            group: All ranks of the pipeline.
+            deadline: For all of it.
+        """
+        if not self._num_between_ranks:
+            return
+        is_used = torch.zeros(self._num_between_ranks, dtype=torch.bool, device="cpu")
+        for number, parameter in zip(self._numbers, self._parameters(), strict=True):
+            is_used[number] = parameter.grad is not None
+        allreduce(is_used, ReduceOp.MAX, group=group, out=is_used, timeout=deadline.remaining())
+        members = zip(self._numbers, self._parameters(), self._groups, self._before, strict=True)
+        for number, parameter, owners, before in members:
+            if not is_used[number]:  # optimizers would take a gradient of zeros for one
+                parameter.grad = before
+                continue
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            allreduce(own, group=group, out=own, timeout=deadline.remaining())
+            allreduce(own, group=owners, out=own, timeout=deadline.remaining())
             if parameter.requires_grad:  # a frozen one has none, for optimizers would change it
                 parameter.grad = own if before is None else before.add_(own)
         self._before = []

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from ferrodist.parallel.pipeline.whole_model import unwrap
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -39,7 +41,7 @@ class Stages(list["torch.nn.Module | None"]):
     Raises:
         TypeError: A stage is no module.
         ValueError: There are none, or not as many prefixes or costs as stages; a prefix is no module's; or parameters
-            or buffers of two stages have one name in the whole model.
+            or buffers of two stages have one name in the whole model, or they have parts of one module.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Stages(list["torch.nn.Module | None"]):
             )
         self._costs_name = costs_name
         _check_prefixes(self, self.prefixes)
+        _check_modules(self, self.prefixes)
 
     @property
     def imbalance(self) -> float:
@@ -145,3 +148,25 @@ def _check_prefixes(stages: Sequence[torch.nn.Module | None], prefixes: Sequence
                     f"stages {found[name]} and {number} both have {name!r} in the whole model: give them prefixes that"
                     " differ"
                 )
+
+
+def _check_modules(stages: Sequence[torch.nn.Module | None], prefixes: Sequence[str]) -> None:
+    """No module of the whole model has parts in several stages, for then it would be several modules."""
+    owners: dict[str, int] = {}
+    places: list[list[str]] = []
+    for number, (stage, prefix) in enumerate(zip(stages, prefixes, strict=True)):
+        children = unwrap(stage).named_children() if stage is not None else ()
+        found = [f"{prefix}{name}." for name, child in children if _holds_tensors(child)]
+        owners.update(dict.fromkeys(found, number))
+        places.append([prefix, *found])
+    for number, own in enumerate(places):
+        for place, owner in owners.items():
+            if owner != number and any(each.startswith(place) for each in own):
+                raise ValueError(
+                    f"stages {min(owner, number)} and {max(owner, number)} both have parts of {place[:-1]!r} in the"
+                    " whole model: give them other prefixes, or divide the model between modules"
+                )
+
+
+def _holds_tensors(module: torch.nn.Module) -> bool:
+    return any(True for _ in (*module.parameters(), *module.buffers()))

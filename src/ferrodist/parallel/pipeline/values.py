@@ -2,8 +2,10 @@
 
 in the value                                     in the plan
 tensor                                           its number; one that is there twice has one
-tuple, list, dict                                the same, of plans; subclasses arrive as these
+tuple, list, dict                                the same, of plans
 None, bool, int of 64 bits, float, str, bytes    itself
+
+What is of a subclass of these arrives as these: a named tuple as a tuple, numpy's float64 as a float.
 """
 
 from __future__ import annotations
@@ -16,13 +18,12 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Plan", "flatten", "map_tensors", "unflatten"]
+__all__ = ["Plan", "check_plan", "flatten", "map_tensors", "unflatten"]
 
 Plan = list[Any]
 """Plain data: a mark, and what belongs to it."""
 
 _TENSOR, _TUPLE, _LIST, _DICT, _PLAIN = "tensor", "tuple", "list", "dict", "plain"
-_PLAIN_TYPES = (type(None), bool, int, float, str, bytes)
 _INT_BITS = 64
 
 
@@ -50,20 +51,61 @@ def _plan_of(value: Any, where: str, tensors: dict[int, torch.Tensor], numbers: 
         mark = _TUPLE if isinstance(value, tuple) else _LIST
         return [mark, [_plan_of(each, f"{where}[{place}]", tensors, numbers) for place, each in enumerate(value)]]
     if isinstance(value, Mapping):
-        for key in value:
+        pairs = []
+        for key, each in value.items():
+            inner = f"{where}[{key!r}]"
             if not isinstance(key, (str, int)):
                 raise TypeError(
                     f"{where} has the key {key!r}: keys of what goes from stage to stage are text or numbers"
                 )
-        return [_DICT, [[key, _plan_of(each, f"{where}[{key!r}]", tensors, numbers)] for key, each in value.items()]]
-    if not isinstance(value, _PLAIN_TYPES):
-        raise TypeError(
-            f"{where} is of type {type(value).__name__}: tensors, numbers, text, bytes and None go from stage to stage,"
-            " in tuples, lists and dicts"
-        )
-    if isinstance(value, int) and value.bit_length() >= _INT_BITS:
-        raise TypeError(f"{where} is {value}: integers that go from stage to stage have 64 bits")
-    return [_PLAIN, value]
+            pairs.append([_plain(key, f"the key of {inner}"), _plan_of(each, inner, tensors, numbers)])
+        return [_DICT, pairs]
+    return [_PLAIN, _plain(value, where)]
+
+
+def _plain(value: Any, where: str) -> Any:
+    match value:
+        case None | bool():
+            return value
+        case int():
+            if value.bit_length() >= _INT_BITS:
+                raise TypeError(f"{where} is {value}: integers that go from stage to stage have 64 bits")
+            return int.__int__(value)
+        case float():
+            return float.__float__(value)
+        case str():
+            return str.__str__(value)
+        case bytes():
+            return bytes(memoryview(value))
+    raise TypeError(
+        f"{where} is of type {type(value).__name__}: tensors, numbers, text, bytes and None go from stage to stage,"
+        " in tuples, lists and dicts"
+    )
+
+
+def check_plan(plan: Any, num_tensors: int) -> None:
+    """See that `unflatten` can follow a plan that another rank sent.
+
+    Raises:
+        ValueError: It can't.
+    """
+    match plan:
+        case [mark, list(content)] if mark in (_TUPLE, _LIST):
+            for each in content:
+                check_plan(each, num_tensors)
+        case [mark, list(content)] if mark == _DICT:
+            for pair in content:
+                match pair:
+                    case [str() | int(), each]:
+                        check_plan(each, num_tensors)
+                    case _:
+                        raise ValueError(f"a plan has {pair!r} for a pair of key and value")
+        case [mark, int(number)] if mark == _TENSOR and 0 <= number < num_tensors:
+            pass
+        case [mark, None | bool() | int() | float() | str() | bytes()] if mark == _PLAIN:
+            pass
+        case _:
+            raise ValueError(f"a plan has {plan!r}")
 
 
 def unflatten(plan: Plan, tensors: Sequence[Any]) -> Any:

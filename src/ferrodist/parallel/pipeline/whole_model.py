@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["make_whole", "unwrap"]
+__all__ = ["WholeModel", "unwrap"]
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
@@ -22,24 +23,74 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
         module = inner
 
 
-def make_whole(stages: Mapping[int, torch.nn.Module], prefixes: Sequence[str]) -> torch.nn.Module:
-    """A module that has the stages where the whole model has them; it can't be called.
-
-    Of stages that are at one place it has the children, parameters and buffers. They are the same objects, so that what
-    is loaded into it is loaded into the stages.
+class WholeModel:
+    """Where a pipeline's stages of one rank are in the whole model.
 
     Args:
         stages: By their numbers.
         prefixes: Of all stages: what their names begin with in the whole model.
     """
-    whole = torch.nn.Module()
-    for number, stage in stages.items():
-        names = prefixes[number].split(".")[:-1]
-        if names and sum(prefixes[other].startswith(prefixes[number]) for other in stages) == 1:
-            _find_place(whole, names[:-1]).add_module(names[-1], unwrap(stage))
-        else:
-            _graft(unwrap(stage), _find_place(whole, names))
-    return whole
+
+    def __init__(self, stages: Mapping[int, torch.nn.Module], prefixes: Sequence[str]) -> None:
+        self._stages = stages
+        self._prefixes = prefixes
+
+    def make(self) -> torch.nn.Module:
+        """A module that has the stages where the whole model has them; it can't be called.
+
+        Of stages that are at one place it has the children, parameters and buffers. They are the same objects, so that
+        what is loaded into it is loaded into the stages.
+        """
+        whole = torch.nn.Module()
+        for number, stage in self._stages.items():
+            prefix = self._prefixes[number]
+            names = prefix.split(".")[:-1]
+            if names and sum(self._prefixes[other].startswith(prefix) for other in self._stages) == 1:
+                _find_place(whole, names[:-1]).add_module(names[-1], unwrap(stage))
+            else:
+                _graft(unwrap(stage), _find_place(whole, names))
+        return whole
+
+    def rename(self, state: dict[str, Any], prefix: str, *, strict: bool) -> list[str]:
+        """Give the tensors of a state of the whole model the names of ``ModuleDict`` ``stages``; the rest is dropped.
+
+        Args:
+            state: The state, changed in place; what does not begin with the prefix stays.
+            prefix: What all names begin with, as ``"pipeline."`` where the pipeline is part of another module.
+            strict: Whether all must be there.
+
+        Returns:
+            The names of what is missing and must not; in its place the state has what is there.
+        """
+        missing = []
+        given = {name: state.pop(name) for name in [*state] if name.startswith(prefix)}
+        for number, stage in self._stages.items():
+            own = stage.state_dict(prefix=f"{prefix}stages.{number}.")
+            for name, in_stage in zip(own, unwrap(stage).state_dict(), strict=True):
+                in_whole = f"{prefix}{self._prefixes[number]}{in_stage}"
+                if in_whole in given:
+                    state[name] = given[in_whole]
+                elif strict:
+                    missing.append(in_whole)
+                    state[name] = own[name]
+        return missing
+
+    def rename_versions(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A state with its modules' versions, which ``state_dict`` has given it, by the names of ``stages`` too."""
+        if (versions := getattr(state, "_metadata", None)) is None:
+            return state
+        found = dict(versions)
+        for number, stage in self._stages.items():
+            inner = unwrap(stage)
+            path = next(name for name, module in stage.named_modules() if module is inner)
+            own = f"stages.{number}.{path}".removesuffix(".")
+            for name, version in versions.items():
+                if f"{name}.".startswith(self._prefixes[number]):
+                    rest = name[len(self._prefixes[number]) :]
+                    found[f"{own}.{rest}".removesuffix(".")] = version
+        renamed = OrderedDict(state)
+        vars(renamed)["_metadata"] = found
+        return renamed
 
 
 def _find_place(whole: torch.nn.Module, names: Sequence[str]) -> torch.nn.Module:
