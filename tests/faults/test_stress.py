@@ -97,11 +97,11 @@ CHECKS = (check_reduce, check_movement, check_outstanding, check_messages, check
 @pytest.mark.parametrize(
     ("backend", "world_size", "steps"),
     [
-        ("simulated", 2, 3000),
-        ("simulated", 7, 500),
-        ("tcp-threads", 2, 2000),
-        ("tcp-threads", 5, 300),
-        ("tcp", 4, 1000),
+        ("simulated", 2, 1000),
+        ("simulated", 7, 200),
+        ("tcp-threads", 2, 1000),
+        ("tcp-threads", 5, 150),
+        ("tcp", 4, 500),
     ],
 )
 def test_random_program(backend, world_size, steps):

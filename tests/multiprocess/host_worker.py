@@ -1,8 +1,8 @@
-"""One rank on an emulated host: ``host_worker.py task rank world_size address``; prints a line of JSON."""
+"""What one rank does on an emulated host."""
 
+import ctypes
 import hashlib
-import json
-import sys
+import os
 import time
 
 import torch
@@ -57,7 +57,7 @@ def results_of(group):
 
 
 @task
-def compare(group):
+def compare(group, _):
     """The digest, of the whole group and of a sub-group that spans hosts."""
     pair = fd.new_group([0, group.world_size - 1])
     total = float(fd.allreduce(torch.ones(70_000), group=pair)[-1]) if pair else 0.0
@@ -65,7 +65,7 @@ def compare(group):
 
 
 @task
-def exchange(group):
+def exchange(group, _):
     """Messages of all ranks to all, of the group and of a sub-group, small and large, by all ways at once."""
     num_received = 0
     for here in (group, fd.SubBackend(group, list(reversed(range(group.world_size))))):
@@ -88,11 +88,11 @@ def exchange(group):
 
 
 @task
-def receive_until_cut(group):
+def receive_until_cut(group, say):
     """Receives from a rank of the other host, which comes to nothing once the cable is cut."""
     peer = group.rank ^ 1
     group.barrier()
-    print("running", flush=True)
+    say("running")
     started = time.monotonic()
     try:
         while True:
@@ -105,9 +105,9 @@ def receive_until_cut(group):
 
 
 @task
-def until_cut(group):
-    """Collectives until the cable is cut, which stdin announces only to the test."""
-    print("running", flush=True)
+def until_cut(group, say):
+    """Collectives until the cable is cut."""
+    say("running")
     started = time.monotonic()
     try:
         while True:
@@ -117,18 +117,18 @@ def until_cut(group):
         return {"error": type(error).__name__, "ranks": error.ranks, "seconds": time.monotonic() - started}
 
 
-def main():
-    name, rank, world_size, address = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    torch.set_num_threads(1)
+def work(namespace, name, rank, world_size, address, say):
+    """Do a task in a network namespace; what ``say`` is called with last is the answer."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    if libc.setns(descriptor, 0):
+        raise OSError(ctypes.get_errno(), f"this process can't enter the network namespace {namespace}")
+    os.close(descriptor)
     group = fd.init_process_group(
         "native", rank=rank, world_size=world_size, init_method=f"tcp://{address}", timeout=30.0, secret="of this test"
     )
-    answer = TASKS[name](group)
-    print(json.dumps(answer), flush=True)
+    answer = TASKS[name](group, say)
+    say(answer)
     if "error" not in answer:
         fd.barrier()
         fd.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

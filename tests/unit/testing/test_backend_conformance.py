@@ -26,10 +26,9 @@ GOOD = {
     "toy": ToyBackend.create_group,
     "simulated": Runner("simulated"),
     "tcp-threads": Runner("tcp-threads"),
-    "tcp": Runner("tcp"),
     "native-threads": Runner("native-threads"),
     "native": Runner("native"),
-    "gloo": Runner("gloo"),
+    "gloo-threads": Runner("gloo-threads"),
 }
 
 

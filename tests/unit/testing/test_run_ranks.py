@@ -19,8 +19,11 @@ from ferrodist.backends.sub import SubBackend
 from ferrodist.errors import GroupAbortedError, InvalidWorldSizeError, PeerLostError, RankFailedError
 from ferrodist.testing import RANKS_BACKENDS, check_leaks, process_ranks, run_ranks
 
-ALL_BACKENDS = [*RANKS_BACKENDS, ToyBackend.create_group]
-every_backend = pytest.mark.parametrize("backend", ALL_BACKENDS)
+KINDS = ["simulated", "tcp-threads", "native"]
+"""Ranks as threads of one group, as threads with a group each, and as processes."""
+
+every_kind = pytest.mark.parametrize("backend", KINDS)
+every_backend = pytest.mark.parametrize("backend", [*KINDS, ToyBackend.create_group])
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +40,7 @@ class OddError(Exception):
         super().__init__(f"{first} {second}")
 
 
-@every_backend
+@pytest.mark.parametrize("backend", [*RANKS_BACKENDS, ToyBackend.create_group])
 def test_results_come_in_rank_order(backend):
     """The result of rank i is number i of the list, whichever ends first."""
 
@@ -54,7 +57,7 @@ def test_one_rank_is_enough(backend):
     assert run_ranks(lambda group: group.world_size, 1, backend=backend) == [1]
 
 
-@pytest.mark.parametrize("backend", RANKS_BACKENDS)
+@every_kind
 def test_ranks_exchange_messages(backend):
     """The group that a rank gets is connected with the others'."""
 
@@ -69,13 +72,13 @@ def test_ranks_exchange_messages(backend):
     assert run_ranks(program, 2, backend=backend) == [None, b"hello"]
 
 
-@pytest.mark.parametrize("backend", RANKS_BACKENDS)
+@every_kind
 def test_group_is_the_default_group(backend):
     """Inside the function the default group is the rank's own."""
     assert run_ranks(lambda group: default_group() is group, 3, backend=backend) == [True] * 3
 
 
-@pytest.mark.parametrize("backend", RANKS_BACKENDS)
+@every_kind
 def test_nested_closures_run(backend):
     """A function that closes over functions that close over objects which do not pickle runs as a rank."""
     lock = threading.Lock()
@@ -101,7 +104,7 @@ def test_processes_use_one_thread_of_torch():
     assert run_ranks(lambda group: torch.get_num_threads(), 2, backend="tcp") == [1, 1]
 
 
-@pytest.mark.parametrize("backend", RANKS_BACKENDS)
+@every_kind
 def test_large_results_come_back(backend):
     """A result may be larger than any pipe."""
     results = run_ranks(lambda group: bytes([group.rank]) * (4 << 20), 2, backend=backend)
@@ -182,7 +185,7 @@ def test_several_failures_are_all_shown(backend):
     assert "ValueError: second" in str(caught.value)
 
 
-@pytest.mark.parametrize("backend", RANKS_BACKENDS)
+@every_kind
 def test_the_same_failure_is_shown_once(backend):
     """A failure that all ranks report alike has one traceback."""
 
@@ -196,7 +199,7 @@ def test_the_same_failure_is_shown_once(backend):
     assert str(caught.value).count(": the same as rank") == 2
 
 
-@pytest.mark.parametrize("backend", RANKS_BACKENDS)
+@every_kind
 def test_exits_are_failures(backend):
     """`sys.exit` in a rank fails the run; it does not end the process that runs the test."""
     with pytest.raises(RankFailedError, match="rank 0 of 2 failed: SystemExit: 3"):
@@ -230,7 +233,7 @@ def test_a_rank_that_waits_in_the_group_is_not_left_behind(backend):
     assert caught.value.ranks == (0,)
 
 
-@pytest.mark.parametrize("backend", RANKS_BACKENDS)
+@every_kind
 def test_a_late_rank_is_the_groups_news(backend):
     """The group's own deadline comes before the run's, so a rank that does not come to a barrier is named."""
     with pytest.raises(RankFailedError, match=r"DistributedTimeoutError: barrier\(\).*rank 1 has not called it"):
