@@ -22,7 +22,7 @@ from ferrodist.demo.comparison import are_identical, compare_weights
 from ferrodist.demo.display import BarDisplay, LineDisplay
 from ferrodist.demo.plot import save_plot
 from ferrodist.demo.progress import Progress, ProgressPipe, ProgressWriter
-from ferrodist.demo.results import History, read_result, write_history, write_weights
+from ferrodist.demo.results import History, RunResult, read_result, write_history, write_weights
 from ferrodist.demo.training import train
 from ferrodist.testing import run_ranks
 
@@ -119,6 +119,21 @@ def test_one_rank_and_two_train_alike():
     assert comparison.is_within_bound
     assert results[0][1].losses == results[1][1].losses
     assert len(results[0][1].losses) == 29
+
+
+def test_the_demo_fails_below_97_percent(monkeypatch, capsys, tmp_path):
+    """Too short a training ends with exit code 1 and says why; batches that don't divide by the ranks are all right."""
+
+    def run(options, num_ranks, _):
+        found = run_ranks(lambda group: train(group, num_epochs=options.epochs, seed=3, tell=lambda _: None), num_ranks)
+        weights = [{name: tensor.numpy() for name, tensor in tensors.items()} for tensors, _ in found]
+        return RunResult(history=found[0][1], weights=weights)
+
+    monkeypatch.setattr(command, "_train", run)
+    plot = tmp_path / "own.png"
+    assert run_demo(DemoOptions(epochs=1, ranks=3, plot=plot)) == 1
+    assert capsys.readouterr().out.endswith(f"plot: {plot}\nFAILED: test accuracy is below 97%\n")
+    assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def test_what_a_run_writes_is_read_back(tmp_path):
