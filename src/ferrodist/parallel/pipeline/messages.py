@@ -82,7 +82,7 @@ class _Piece(msgspec.Struct, frozen=True, array_like=True):
         dtype: Its place among those that travel.
         shape: Of it.
         wants_gradient: As in `Parcel`.
-        start: Where it begins in the letter; or that it comes by itself.
+        start: Where it begins, in bytes from the first of the small tensors; or that it comes by itself.
     """
 
     dtype: int
