@@ -26,7 +26,7 @@ FEW_KINDS = [
     (PipelineSchedule.LOOPED_BFS, 2),
     (PipelineSchedule.DUAL_PIPE_V, 2),
 ]
-"""Of these for what does not depend on the order: whole backwards, several stages a rank, whole and in halves in a V."""
+"""Of these for what does not depend on the order: whole backwards, several stages a rank, and both halves in a V."""
 
 
 def seeded(seed):

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from ferrodist.collectives.point_to_point import begin_send, send
+from ferrodist.backends.sub import SubBackend
+from ferrodist.collectives.point_to_point import begin_send, recv, send
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedTimeoutError, ProtocolError
+from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError
 from ferrodist.parallel.pipeline import messages
 from ferrodist.parallel.pipeline.messages import Parcel, Receipt, send_parcel
 from ferrodist.testing import run_ranks
@@ -210,5 +211,69 @@ def test_given_up():
             send_parcel(Parcel.of([torch.ones(2)], "it"), 1, 0, group)
         else:
             assert torch.equal(Receipt(0, 0, group, is_ahead=True).wait(Deadline(10)).open()[0], torch.ones(2))
+
+    run_ranks(program, 2)
+
+
+def test_bodies_that_are_given_up():
+    """Nor does what comes apart from a letter go to a receipt that was given up after the letter had come."""
+
+    def program(group):
+        tensor = torch.ones(300 * KIB)
+        if group.rank == 0:
+            parcel = Parcel.of(tensor, "it")
+            begin_send(messages._write_letter(parcel, parcel.tensors, [False]), 1, tag=0, group=group)
+            group.barrier()
+            group.barrier()
+            send(tensor, 1, tag=0, group=group)
+            return
+        receipt = Receipt(0, 0, group, is_ahead=True)
+        group.barrier()
+        assert receipt.has_bodies
+        receipt.cancel()
+        group.barrier()
+        assert torch.equal(recv(None, torch.float32, 0, tag=0, group=group, timeout=2), tensor)
+
+    run_ranks(program, 2)
+
+
+def test_a_group_that_ends_before_the_letter():
+    """Who waits is told why; the receive that was ahead is not read."""
+
+    def program(group):
+        own = SubBackend(group, [0, 1])
+        receipt = Receipt(1 - own.rank, 0, own, is_ahead=True)
+        group.barrier()
+        if group.rank == 0:
+            own.abort("on purpose")
+        with pytest.raises(DistributedError, match="on purpose"):
+            receipt.wait(Deadline(5))
+
+    run_ranks(program, 2)
+
+
+def test_a_letter_that_comes_as_it_is_given_up(monkeypatch):
+    """What would have read it begins no receive of what comes apart."""
+    readers = []
+
+    class Held(messages.TensorReceive):
+        def add_done_callback(self, callback):
+            readers.append(callback)
+
+    monkeypatch.setattr(messages, "TensorReceive", Held)
+
+    def program(group):
+        if group.rank == 0:
+            parcel = Parcel.of(torch.ones(300 * KIB), "it")
+            begin_send(messages._write_letter(parcel, parcel.tensors, [False]), 1, tag=0, group=group)
+            group.barrier()
+            return
+        receipt = Receipt(0, 0, group, is_ahead=True)
+        group.barrier()
+        receipt.cancel()
+        for read in readers:
+            read()
+        assert readers
+        assert not receipt.has_bodies
 
     run_ranks(program, 2)

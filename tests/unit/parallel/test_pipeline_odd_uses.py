@@ -14,7 +14,8 @@ from torch import nn
 from ferrodist import DDP, FSDP, DeviceMesh
 from ferrodist.checkpoint import load_distributed, save_distributed
 from ferrodist.errors import PipelineError, UnsupportedOpError
-from ferrodist.parallel.pipeline import Microbatches, Pipeline, PipelineOutput, PipelineSchedule
+from ferrodist.parallel.pipeline import Microbatches, Pipeline, PipelineOutput, PipelineSchedule, Schedule
+from ferrodist.parallel.pipeline.messages import Parcel, Receipt
 from ferrodist.parallel.pipeline.stages import Stages
 from ferrodist.testing import run_ranks
 
@@ -90,6 +91,43 @@ def test_what_a_step_leaves():
             assert not any(each() is not None for each in seen), fails
 
     run_ranks(program, 2, backend="native")
+
+
+ASIDE = """
+ferrodist pipeline schedule: gradients that wait on their own rank
+stage ranks: 0 1 1 0
+microbatches: 3
+rank 0: F0.0 F0.1 F0.2 F3.0 B3.0 F3.1 B3.1 B0.0 F3.2 B3.2 B0.1 B0.2
+rank 1: F1.0 F2.0 F1.1 F2.1 B2.0 F1.2 B2.1 B1.0 F2.2 B1.1 B2.2 B1.2
+"""
+
+
+def test_what_a_failure_leaves_aside():
+    """Gradients that wait on their own rank, and receives that have begun, are gone though the pipeline stays."""
+
+    def under_way():
+        return {type(each) for each in gc.get_objects() if isinstance(each, (Parcel, Receipt))}
+
+    class Third(nn.Linear):
+        num_calls, found = 0, None
+
+        def forward(self, x):
+            self.num_calls += 1
+            if self.num_calls == 3:
+                self.found = under_way()  # what B2.0 has made, and the receive of B2.1
+                raise RuntimeError("no forward")
+            return super().forward(x)
+
+    def program(group):
+        gc.collect()
+        gc.disable()  # in a process of its own
+        stages = [nn.Linear(6, 6), Third(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)]
+        pipeline = Pipeline(stages, group, 3, schedule=Schedule.from_text(ASIDE), loss_fn=Mlp.loss)
+        with contextlib.suppress(PipelineError):
+            pipeline.step(*Mlp.batch(6))
+        return stages[1].found, under_way()
+
+    assert run_ranks(program, 2, backend="native") == [(None, set()), ({Parcel, Receipt}, set())]
 
 
 def test_a_step_after_a_forward():
