@@ -10,7 +10,7 @@ import torch
 from ferrodist.backends.sub import SubBackend
 from ferrodist.collectives.point_to_point import begin_send, recv, send
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError
+from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, ProtocolError
 from ferrodist.parallel.pipeline import messages
 from ferrodist.parallel.pipeline.messages import Parcel, Receipt, send_parcel
 from ferrodist.testing import run_ranks
@@ -162,6 +162,7 @@ def test_what_is_no_letter(is_ahead):
         letter_of(encode({"a": 1})),
         letter_of(encode([["plain", 1], [[99, [1], False, 0]]])),
         letter_of(encode([["tensor", 0], [[0, [1000], False, 0]]])),
+        letter_of(encode([["tensor", 0], [[0, [0, 2**63], False, 0]]])),
         torch.full((8,), 255, dtype=torch.uint8),
         *(letter_of(encode([plan, [[0, [1], False, 0]]]), bytes(64)) for plan in WRONG_PLANS),
     ]
@@ -252,8 +253,9 @@ def test_a_group_that_ends_before_the_letter():
     run_ranks(program, 2)
 
 
-def test_a_letter_that_comes_as_it_is_given_up(monkeypatch):
-    """What would have read it begins no receive of what comes apart."""
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_letter_that_comes_as_it_is_given_up(monkeypatch, ends):
+    """What would have read it begins no receive of what comes apart; nor can it where the group was left as well."""
     readers = []
 
     class Held(messages.TensorReceive):
@@ -263,17 +265,23 @@ def test_a_letter_that_comes_as_it_is_given_up(monkeypatch):
     monkeypatch.setattr(messages, "TensorReceive", Held)
 
     def program(group):
+        own = SubBackend(group, [0, 1])
         if group.rank == 0:
             parcel = Parcel.of(torch.ones(300 * KIB), "it")
-            begin_send(messages._write_letter(parcel, parcel.tensors, [False]), 1, tag=0, group=group)
+            begin_send(messages._write_letter(parcel, parcel.tensors, [False]), 1, tag=0, group=own)
             group.barrier()
             return
-        receipt = Receipt(0, 0, group, is_ahead=True)
+        receipt = Receipt(0, 0, own, is_ahead=True)
         group.barrier()
-        receipt.cancel()
-        for read in readers:
-            read()
-        assert readers
+        if ends:
+            own.close()
+        else:
+            receipt.cancel()
+        (read,) = readers
+        read()
         assert not receipt.has_bodies
+        if ends:
+            with pytest.raises(GroupClosedError):
+                receipt.wait(Deadline(5))
 
     run_ranks(program, 2)
