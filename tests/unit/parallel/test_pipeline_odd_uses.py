@@ -13,9 +13,11 @@ from torch import nn
 
 from ferrodist import DDP, FSDP, DeviceMesh
 from ferrodist.checkpoint import load_distributed, save_distributed
+from ferrodist.deadline import Deadline
 from ferrodist.errors import PipelineError, UnsupportedOpError
 from ferrodist.parallel.pipeline import Microbatches, Pipeline, PipelineOutput, PipelineSchedule, Schedule
 from ferrodist.parallel.pipeline.messages import Parcel, Receipt
+from ferrodist.parallel.pipeline.shared import SharedParameters
 from ferrodist.parallel.pipeline.stages import Stages
 from ferrodist.testing import run_ranks
 
@@ -190,16 +192,48 @@ def test_wrong_names_of_shared_parameters():
 
 
 def test_a_shared_parameter_that_is_frozen():
-    """It gets no gradient, with which an optimizer would change it."""
+    """It gets no gradient, with which an optimizer would change it, nor does it where one rank alone has frozen it."""
 
     def program(group):
         layer = fill(nn.Linear(6, 6))
         layer.weight.requires_grad_(False)
+        layer.bias.requires_grad_(group.rank == 0)
         stages = [nn.Sequential(layer), nn.Sequential(layer)]
         Pipeline(stages, group, 2, loss_fn=Mlp.loss).step(*Mlp.batch(4))
         return layer.weight.grad is None, layer.bias.grad is not None
 
-    assert run_ranks(program, 2, backend="native") == [(True, True)] * 2
+    assert run_ranks(program, 2, backend="native") == [(True, True), (True, False)]
+
+
+def test_who_waits_for_shared_parameters_is_told():
+    """They are in groups of their own, which end when a step fails."""
+
+    def program(group):
+        shared = SharedParameters([[(0, "weight"), (1, "weight")]], {group.rank: nn.Linear(2, 2)}, [0, 1])
+        shared.join(group)
+        if group.rank == 0:
+            shared.abort(PipelineError("on purpose"))
+        else:
+            with pytest.raises(PipelineError, match="on purpose"):
+                shared.equalize(Deadline(5))
+        group.barrier()
+
+    run_ranks(program, 2)
+
+
+def test_shared_gradients_are_not_kept():
+    """When the program has dropped them, they are gone."""
+
+    def program(group):
+        layer = fill(nn.Linear(6, 6))
+        pipeline = Pipeline([nn.Sequential(layer), nn.Sequential(layer)], group, 2, loss_fn=Mlp.loss)
+        for _ in range(2):
+            pipeline.step(*Mlp.batch(4))
+        gradient = weakref.ref(layer.weight.grad)
+        pipeline.zero_grad()
+        return gradient() is None
+
+    assert run_ranks(program, 2, backend="native") == [True] * 2
 
 
 def test_shared_parameters_that_are_replaced():
