@@ -13,11 +13,9 @@ from torch import nn
 
 from ferrodist import DDP, FSDP, DeviceMesh
 from ferrodist.checkpoint import load_distributed, save_distributed
-from ferrodist.deadline import Deadline
 from ferrodist.errors import PipelineError, UnsupportedOpError
 from ferrodist.parallel.pipeline import Microbatches, Pipeline, PipelineOutput, PipelineSchedule, Schedule
 from ferrodist.parallel.pipeline.messages import Parcel, Receipt
-from ferrodist.parallel.pipeline.shared import SharedParameters
 from ferrodist.parallel.pipeline.stages import Stages
 from ferrodist.testing import run_ranks
 
@@ -203,22 +201,6 @@ def test_a_shared_parameter_that_is_frozen():
         return layer.weight.grad is None, layer.bias.grad is not None
 
     assert run_ranks(program, 2, backend="native") == [(True, True), (True, False)]
-
-
-def test_who_waits_for_shared_parameters_is_told():
-    """They are in groups of their own, which end when a step fails."""
-
-    def program(group):
-        shared = SharedParameters([[(0, "weight"), (1, "weight")]], {group.rank: nn.Linear(2, 2)}, [0, 1])
-        shared.join(group)
-        if group.rank == 0:
-            shared.abort(PipelineError("on purpose"))
-        else:
-            with pytest.raises(PipelineError, match="on purpose"):
-                shared.equalize(Deadline(5))
-        group.barrier()
-
-    run_ranks(program, 2)
 
 
 def test_shared_gradients_are_not_kept():

@@ -19,6 +19,17 @@ class Own(nn.Module):
         self.add_module(f"{name}_layer", nn.Linear(2, 2, bias=False))
 
 
+class Wrapped(nn.Module):
+    """A module in another, as in DDP."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def checkpoint_module(self):
+        return self.module
+
+
 def test_stages_at_one_place():
     """The place has what both have, and saves of it what they do."""
     stages = {0: Own("one"), 1: Own("other")}
@@ -51,13 +62,13 @@ def test_versions_get_the_names_of_stages():
     """Those of this rank's modules have both names then."""
     model = nn.ModuleDict({"a": Own("one"), "b": nn.Sequential(nn.BatchNorm1d(2))})
     state = model.state_dict()
-    whole = WholeModel({0: model["a"], 1: torch.compile(model["b"], backend="eager")}, ["a.", "b."])
+    whole = WholeModel({0: model["a"], 1: Wrapped(model["b"])}, ["a.", "b."])
     expected = {
         **state._metadata,
         "stages.0": {"version": 3},
         "stages.0.one_layer": {"version": 1},
-        "stages.1._orig_mod": {"version": 1},
-        "stages.1._orig_mod.0": {"version": 2},
+        "stages.1.module": {"version": 1},
+        "stages.1.module.0": {"version": 2},
     }
     renamed = whole.rename_versions(state)
     assert renamed._metadata == expected
