@@ -15,7 +15,7 @@ from ferrodist.testing import run_ranks
 
 
 def fail_on_rank_0(error, doing, *, waits_for_shared):
-    """What rank 0 raises where it fails, and rank 1 where it waits, in two steps, of which each forgets when all know."""
+    """What rank 0 raises where it fails and rank 1 where it waits, in two steps; each forgets when all are told."""
 
     def program(group):
         events = []
