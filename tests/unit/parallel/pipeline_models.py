@@ -1,5 +1,7 @@
 """Models in stages, and what one process finds of them."""
 
+import functools
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -18,6 +20,13 @@ KINDS = [
     (PipelineSchedule.DUAL_PIPE_V, 2),
 ]
 """Schedules, each with how many stages it has on a rank."""
+
+FEW_KINDS = [
+    (PipelineSchedule.ONE_F_ONE_B, 1),
+    (PipelineSchedule.LOOPED_BFS, 2),
+    (PipelineSchedule.DUAL_PIPE_V, 2),
+]
+"""Of these for what does not depend on the order: whole backwards, several stages a rank, and both halves in a V."""
 
 
 def seeded(seed):
@@ -115,8 +124,12 @@ class Gpt:
         return functional.cross_entropy(scores.transpose(1, 2), tokens)
 
 
+@functools.cache
 def one_process(model, num_stages, num_microbatches, size):
-    """Losses of the microbatches, and each stage's gradients and buffers, after a batch in one process."""
+    """Losses of the microbatches, and each stage's gradients and buffers, after a batch in one process.
+
+    They are kept, for all schedules and ranks have the same: call it before there are ranks, so that all know them.
+    """
     stages = model.stages(num_stages)
     whole = nn.Sequential(*stages)
     inputs, targets = model.batch(size)

@@ -21,8 +21,8 @@ H1, ZBV, DUAL = PipelineSchedule.ZERO_BUBBLE_H1, PipelineSchedule.ZERO_BUBBLE_V,
 KINDS = {
     GPIPE: (1,),
     ONE_F_ONE_B: (1,),
-    INTERLEAVED: (1, 2, 3, 4),
-    LOOPED: (1, 2, 3, 4),
+    INTERLEAVED: (1, 2, 3),
+    LOOPED: (1, 2, 3),
     H1: (1,),
     ZBV: (2,),
     DUAL: (2,),
@@ -214,7 +214,7 @@ def test_memory_of_1f1b(ranks):
         assert count_activations(build(INTERLEAVED, ranks, microbatches, 1)) == expected
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_memory_of_interleaved_1f1b(ranks, stages):
     """Rank r keeps 2(p-r-1) + (v-1)g + 1 activations with groups of g: the paper's p, or few more."""
@@ -258,7 +258,7 @@ def test_which_is_faster(ranks):
         return duration(kind, ranks, microbatches, stages) / stages - 3 * microbatches
 
     assert bubble(GPIPE, 1) == bubble(ONE_F_ONE_B, 1) == 3 * (ranks - 1)
-    for stages in (2, 3, 4):
+    for stages in (2, 3):
         assert bubble(INTERLEAVED, stages) == bubble(LOOPED, stages) == bubble(ONE_F_ONE_B, 1) / stages
     assert bubble(H1, 1) == bubble(ONE_F_ONE_B, 1) / 3
     assert bubble(ZBV, 2) == bubble(DUAL, 2) == bubble(H1, 1) / 2 < bubble(INTERLEAVED, 2)

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from ferrodist.collectives.point_to_point import begin_send, send
+from ferrodist.backends.sub import SubBackend
+from ferrodist.collectives.point_to_point import begin_send, recv, send
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedTimeoutError, ProtocolError
+from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, ProtocolError
 from ferrodist.parallel.pipeline import messages
 from ferrodist.parallel.pipeline.messages import Parcel, Receipt, send_parcel
 from ferrodist.testing import run_ranks
@@ -161,6 +162,7 @@ def test_what_is_no_letter(is_ahead):
         letter_of(encode({"a": 1})),
         letter_of(encode([["plain", 1], [[99, [1], False, 0]]])),
         letter_of(encode([["tensor", 0], [[0, [1000], False, 0]]])),
+        letter_of(encode([["tensor", 0], [[0, [0, 2**63], False, 0]]])),
         torch.full((8,), 255, dtype=torch.uint8),
         *(letter_of(encode([plan, [[0, [1], False, 0]]]), bytes(64)) for plan in WRONG_PLANS),
     ]
@@ -210,5 +212,76 @@ def test_given_up():
             send_parcel(Parcel.of([torch.ones(2)], "it"), 1, 0, group)
         else:
             assert torch.equal(Receipt(0, 0, group, is_ahead=True).wait(Deadline(10)).open()[0], torch.ones(2))
+
+    run_ranks(program, 2)
+
+
+def test_bodies_that_are_given_up():
+    """Nor does what comes apart from a letter go to a receipt that was given up after the letter had come."""
+
+    def program(group):
+        tensor = torch.ones(300 * KIB)
+        if group.rank == 0:
+            parcel = Parcel.of(tensor, "it")
+            begin_send(messages._write_letter(parcel, parcel.tensors, [False]), 1, tag=0, group=group)
+            group.barrier()
+            group.barrier()
+            send(tensor, 1, tag=0, group=group)
+            return
+        receipt = Receipt(0, 0, group, is_ahead=True)
+        group.barrier()
+        assert receipt.has_bodies
+        receipt.cancel()
+        group.barrier()
+        assert torch.equal(recv(None, torch.float32, 0, tag=0, group=group, timeout=2), tensor)
+
+    run_ranks(program, 2)
+
+
+def test_a_group_that_ends_before_the_letter():
+    """Who waits is told why; the receive that was ahead is not read."""
+
+    def program(group):
+        own = SubBackend(group, [0, 1])
+        receipt = Receipt(1 - own.rank, 0, own, is_ahead=True)
+        group.barrier()
+        if group.rank == 0:
+            own.abort("on purpose")
+        with pytest.raises(DistributedError, match="on purpose"):
+            receipt.wait(Deadline(5))
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_letter_that_comes_as_it_is_given_up(monkeypatch, ends):
+    """What would have read it begins no receive of what comes apart; nor can it where the group was left as well."""
+    readers = []
+
+    class Held(messages.TensorReceive):
+        def add_done_callback(self, callback):
+            readers.append(callback)
+
+    monkeypatch.setattr(messages, "TensorReceive", Held)
+
+    def program(group):
+        own = SubBackend(group, [0, 1])
+        if group.rank == 0:
+            parcel = Parcel.of(torch.ones(300 * KIB), "it")
+            begin_send(messages._write_letter(parcel, parcel.tensors, [False]), 1, tag=0, group=own)
+            group.barrier()
+            return
+        receipt = Receipt(0, 0, own, is_ahead=True)
+        group.barrier()
+        if ends:
+            own.close()
+        else:
+            receipt.cancel()
+        (read,) = readers
+        read()
+        assert not receipt.has_bodies
+        if ends:
+            with pytest.raises(GroupClosedError):
+                receipt.wait(Deadline(5))
 
     run_ranks(program, 2)

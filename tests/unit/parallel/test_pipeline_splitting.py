@@ -486,7 +486,19 @@ def test_stages_made_by_hand():
     assert stages.prefixes == ("embed.", "head.")
     assert stages.imbalance == 1
     assert [line.split()[-1] for line in stages.describe().splitlines()[1:3]] == ["50.0%", "50.0%"]
+    Stages([nn.Sequential(nn.Tanh()), nn.Sequential(nn.Tanh())], prefixes=["", ""])  # "0" has nothing to be saved
     assert copy.deepcopy(stages).prefixes == pickle.loads(pickle.dumps(stages)).prefixes == stages.prefixes
+
+
+class Wrapped(nn.Module):
+    """A module in another, as in DDP."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def checkpoint_module(self):
+        return self.module
 
 
 @pytest.mark.parametrize(
@@ -509,9 +521,28 @@ def test_stages_made_by_hand():
             r"stages 0 and 1 both have parts of 'a\.0'",
         ),
         (
-            {"stages": [nn.Sequential(nn.Linear(1, 1)), nn.Sequential(nn.PReLU(2))], "prefixes": ["", ""]},
+            {
+                "stages": [nn.Sequential(nn.Linear(1, 1)), nn.Sequential(nn.BatchNorm1d(1, affine=False))],
+                "prefixes": ["", ""],
+            },
             ValueError,
-            "stages 0 and 1 both have",
+            "stages 0 and 1 both have parts of '0'",
+        ),
+        (
+            {"stages": [Wrapped(nn.Linear(1, 1)), nn.Linear(1, 1)], "prefixes": ["a.", "a."]},
+            ValueError,
+            r"stages 0 and 1 both have 'a\.weight'",
+        ),
+        (
+            {
+                "stages": [
+                    Wrapped(nn.Sequential(nn.Linear(1, 1))),
+                    nn.Sequential(nn.BatchNorm1d(1, affine=False)),
+                ],
+                "prefixes": ["", ""],
+            },
+            ValueError,
+            "stages 0 and 1 both have parts of '0'",
         ),
     ],
 )

@@ -34,6 +34,9 @@ class ActionKind(enum.Enum):
     RECV_BACKWARD = "RB"
     """The gradients of a stage's outputs come; the backward waits for them, not this."""
 
+    # Members are equal if they are the same. Enum hashes their names, in Python, for every set and dict of actions.
+    __hash__ = object.__hash__
+
     @property
     def is_forward(self) -> bool:
         """Whether it is a forward, or moves what forwards give."""
@@ -42,7 +45,7 @@ class ActionKind(enum.Enum):
     @property
     def gives_gradients(self) -> bool:
         """Whether it makes the gradients of a stage's inputs, for which the stage before waits."""
-        return self in {ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT}
+        return self is ActionKind.BACKWARD or self is ActionKind.BACKWARD_INPUT
 
     @property
     def is_compute(self) -> bool:

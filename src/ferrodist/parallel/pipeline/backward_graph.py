@@ -33,8 +33,8 @@ __all__ = ["BackwardGraph", "is_python_function", "trace_backward"]
 
 _LEAF = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined] # noqa: SLF001 - the class has no public name
 
-
 _DEEP = 10_000
+"""From how many nodes on a graph is deep; see [Note: deep graphs]."""
 _STRIDE = 997
 """Of the nodes held, in the order of the walk; a prime, or regular graphs might show only side branches."""
 

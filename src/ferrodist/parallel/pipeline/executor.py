@@ -234,7 +234,8 @@ class Executor:
         return self._ranks[key.edge.source if key.is_gradient else key.edge.target]
 
     def _tag(self, key: _Key) -> int:
-        return 2 * (self._tags[key.edge] + key.microbatch) + key.is_gradient
+        """Tells a value from others of the same rank; its gradients come from another."""
+        return self._tags[key.edge] + key.microbatch
 
 
 def _main(edges: Iterable[Edge]) -> Edge:

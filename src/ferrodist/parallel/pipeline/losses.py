@@ -65,7 +65,7 @@ class Losses:
         """Take a microbatch's loss; gives the tensors from which a backward begins.
 
         Raises:
-            TypeError, ValueError: It is no loss.
+            TypeError, ValueError: It is no loss, or nothing goes backward from it.
         """
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"the loss is of type {type(loss).__name__}: loss_fn, or the last stage, returns a tensor")

@@ -26,7 +26,7 @@ from ferrodist.collectives.prepare import check_tensor
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.tensor_transfers import TensorReceive, start_send
 from ferrodist.collectives.views import bytes_of
-from ferrodist.errors import ProtocolError
+from ferrodist.errors import DistributedError, ProtocolError
 from ferrodist.parallel.pipeline.values import Plan, check_plan, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class _Piece(msgspec.Struct, frozen=True, array_like=True):
         dtype: Its place among those that travel.
         shape: Of it.
         wants_gradient: As in `Parcel`.
-        start: Where it begins in the letter; or that it comes by itself.
+        start: Where it begins, in bytes from the first of the small tensors; or that it comes by itself.
     """
 
     dtype: int
@@ -221,11 +221,11 @@ class Receipt:
         """Read the letter, and begin to receive what comes apart from it."""
         try:
             self._parcel = self._take_apart(letter)
-        except (msgspec.MsgspecError, struct.error, IndexError, RuntimeError, ValueError) as error:
+        except DistributedError as error:  # of the group, in which the receives begin
+            self._error = error
+        except Exception as error:  # noqa: BLE001 - a letter may be wrong in any way, and callbacks must not raise
             text = f"rank {self._src} of group {self._group.name!r} sent what is no value of a pipeline: {error}"
             self._error = ProtocolError(text, ranks=(self._src,))
-        except Exception as error:  # noqa: BLE001 - raised by `wait`
-            self._error = error
 
     def _take_apart(self, letter: torch.Tensor) -> Parcel:
         memory = bytes_of(letter)

@@ -249,13 +249,13 @@ class Pipeline(torch.nn.Module):
         state_dict: dict[str, Any],
         prefix: str,
         local_metadata: Mapping[str, Any],  # noqa: ARG002 - torch's signature
-        strict: bool,  # noqa: FBT001
+        strict: bool,  # noqa: ARG002, FBT001 - true for torch, which leaves it to the caller what to do about missing keys
         missing_keys: list[str],
         *_: Any,
     ) -> None:
         """Give what is loaded the names of `stages`; torch calls this, and then goes on to those."""
         self._check_plain("load_state_dict")
-        missing_keys += self._whole.rename(state_dict, prefix, strict=strict)
+        missing_keys += self._whole.rename(state_dict, prefix)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -139,9 +139,10 @@ def _check_prefixes(stages: Sequence[torch.nn.Module | None], prefixes: Sequence
             )
         if stage is None:
             continue
+        module, place = unwrap(stage), prefix.removesuffix(".")
         for name in (
-            *(name for name, _ in stage.named_parameters(prefix=prefix.removesuffix("."), remove_duplicate=False)),
-            *(name for name, _ in stage.named_buffers(prefix=prefix.removesuffix("."), remove_duplicate=False)),
+            *(name for name, _ in module.named_parameters(prefix=place, remove_duplicate=False)),
+            *(name for name, _ in module.named_buffers(prefix=place, remove_duplicate=False)),
         ):
             if found.setdefault(name, number) != number:
                 raise ValueError(

@@ -68,8 +68,8 @@ class StepGroup:
         """Tell the other ranks of an error, and give up what is under way; gives what to raise in its place."""
         action = self._executor.doing
         self._group = None
-        # Before anything is given up, for whom it was for would see that first. Copies, for groups keep them, and this
-        # one will know all frames.
+        # The others are told before anything is given up here: they would see that transfers end, and not why. They are
+        # told copies, for groups keep what they are given, and what is raised here comes to hold frames.
         if isinstance(error, DistributedError) and group.failure is not None:
             told = error
         else:

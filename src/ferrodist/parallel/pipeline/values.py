@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-__all__ = ["Plan", "check_plan", "flatten", "map_tensors", "unflatten"]
+__all__ = ["Plan", "check_plan", "flatten", "unflatten"]
 
 Plan = list[Any]
 """Plain data: a mark, and what belongs to it."""
@@ -120,9 +120,3 @@ def unflatten(plan: Plan, tensors: Sequence[Any]) -> Any:
     if mark == _DICT:
         return {key: unflatten(each, tensors) for key, each in content}
     return content
-
-
-def map_tensors(function: Callable[[torch.Tensor], Any], value: Any, what: str) -> Any:
-    """A value with what a function makes of each of its tensors."""
-    plan, tensors = flatten(value, what)
-    return unflatten(plan, [function(tensor) for tensor in tensors])

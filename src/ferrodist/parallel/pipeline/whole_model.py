@@ -51,16 +51,15 @@ class WholeModel:
                 _graft(unwrap(stage), _find_place(whole, names))
         return whole
 
-    def rename(self, state: dict[str, Any], prefix: str, *, strict: bool) -> list[str]:
+    def rename(self, state: dict[str, Any], prefix: str) -> list[str]:
         """Give the tensors of a state of the whole model the names of ``ModuleDict`` ``stages``; the rest is dropped.
 
         Args:
             state: The state, changed in place; what does not begin with the prefix stays.
             prefix: What all names begin with, as ``"pipeline."`` where the pipeline is part of another module.
-            strict: Whether all must be there.
 
         Returns:
-            The names of what is missing and must not; in its place the state has what is there.
+            The names of what is missing; in its place the state has what is there.
         """
         missing = []
         given = {name: state.pop(name) for name in [*state] if name.startswith(prefix)}
@@ -68,11 +67,9 @@ class WholeModel:
             own = stage.state_dict(prefix=f"{prefix}stages.{number}.")
             for name, in_stage in zip(own, unwrap(stage).state_dict(), strict=True):
                 in_whole = f"{prefix}{self._prefixes[number]}{in_stage}"
-                if in_whole in given:
-                    state[name] = given[in_whole]
-                elif strict:
+                if in_whole not in given:
                     missing.append(in_whole)
-                    state[name] = own[name]
+                state[name] = given.get(in_whole, own[name])
         return missing
 
     def rename_versions(self, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,0 +1,87 @@
+"""What does a rank's actions: what it waits for, what it receives ahead, and what it gives up."""
+
+import pytest
+import torch
+from torch import nn
+
+from ferrodist.errors import DistributedTimeoutError
+from ferrodist.parallel.pipeline import executor, messages
+from ferrodist.parallel.pipeline.actions import Action
+from ferrodist.parallel.pipeline.edges import find_edges
+from ferrodist.parallel.pipeline.executor import Executor, Feed
+from ferrodist.parallel.pipeline.stage import Stage
+from ferrodist.testing import run_ranks
+
+LARGE, SMALL = torch.arange(100_000.0), torch.ones(3)
+"""What comes apart from its letter, and what comes in it."""
+
+
+def make(group):
+    """An executor of one of two stages that pass on what they are given."""
+    return Executor({group.rank: Stage(nn.Identity(), 0)}, [0, 1], find_edges(2, {}), 8)
+
+
+@torch.no_grad()
+def run(own, text, group, inputs=(), timeout=5):
+    """Do the actions of a text; gives what the last stage returned for each microbatch."""
+    taken = {}
+
+    def take(microbatch, value):
+        taken[microbatch] = value
+        return []
+
+    own.run(map(Action.from_text, text.split()), Feed(inputs, take, {}), group, timeout)
+    return taken
+
+
+def test_what_is_sent_has_gone():
+    """Who has sent something large returns when it was taken, or waits in vain."""
+
+    def program(group):
+        if group.rank == 0:
+            with pytest.raises(DistributedTimeoutError):
+                run(make(group), "F0.0 SF0.0", group, [LARGE], timeout=0.2)
+        group.barrier()
+
+    run_ranks(program, 2, backend="native")
+
+
+def test_receives_that_are_forgotten():
+    """One that has begun ahead takes nothing any more."""
+
+    def program(group):
+        own = make(group)
+        if group.rank == 0:
+            run(own, "F0.0 SF0.0", group, [LARGE])
+            group.barrier()
+            run(own, "F0.1 SF0.1", group, [None, LARGE + 1])
+            return
+        run(own, "RF1.0 F1.0 RF1.1", group)
+        own.forget()
+        group.barrier()
+        assert torch.equal(run(own, "RF1.1 F1.1", group)[1], LARGE + 1)
+
+    run_ranks(program, 2)
+
+
+def test_what_is_received_ahead(monkeypatch):
+    """Large values are, where the last one was large; small ones come by themselves."""
+    begun = []
+
+    class Noted(messages.Receipt):
+        def __init__(self, *args, is_ahead):
+            begun.append(is_ahead)
+            super().__init__(*args, is_ahead=is_ahead)
+
+    monkeypatch.setattr(executor, "Receipt", Noted)
+
+    def program(group):
+        sent = [SMALL, LARGE, LARGE, SMALL, SMALL]
+        if group.rank == 0:
+            run(make(group), " ".join(f"F0.{number} SF0.{number}" for number in range(5)), group, sent)
+            return
+        found = run(make(group), " ".join(f"RF1.{number} F1.{number}" for number in range(5)), group)
+        assert all(torch.equal(found[number], each) for number, each in enumerate(sent))
+        assert begun == [False, False, True, True, False]
+
+    run_ranks(program, 2)
