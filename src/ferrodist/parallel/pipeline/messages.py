@@ -26,7 +26,7 @@ from ferrodist.collectives.prepare import check_tensor
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.tensor_transfers import TensorReceive, start_send
 from ferrodist.collectives.views import bytes_of
-from ferrodist.errors import ProtocolError
+from ferrodist.errors import DistributedError, ProtocolError
 from ferrodist.parallel.pipeline.values import Plan, check_plan, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -221,6 +221,8 @@ class Receipt:
         """Read the letter, and begin to receive what comes apart from it."""
         try:
             self._parcel = self._take_apart(letter)
+        except DistributedError as error:  # the group has failed meanwhile; these are RuntimeErrors, too
+            self._error = error
         except (msgspec.MsgspecError, struct.error, IndexError, RuntimeError, ValueError) as error:
             text = f"rank {self._src} of group {self._group.name!r} sent what is no value of a pipeline: {error}"
             self._error = ProtocolError(text, ranks=(self._src,))
