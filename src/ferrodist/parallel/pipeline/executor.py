@@ -75,7 +75,9 @@ class Executor:
         self._ranks = stage_ranks
         self._tags = {edge: number * num_microbatches for number, edge in enumerate(edges)}
         self._incoming = {stage: [edge for edge in edges if edge.target == stage] for stage in stages}
-        self._outgoing = {stage: [edge for edge in edges if edge.source == stage] for stage in stages}
+        # Farthest first: in one process the gradients of what several stages take come from the last of them first.
+        farthest_first = sorted(edges, key=lambda edge: -edge.target)
+        self._outgoing = {stage: [edge for edge in farthest_first if edge.source == stage] for stage in stages}
         self._aside: dict[_Key, Parcel] = {}
         """What is to be sent, or taken by another stage of this rank."""
         self._receipts: dict[_Key, Receipt] = {}
