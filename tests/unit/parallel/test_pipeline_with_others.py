@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ferrodist import DDP, FSDP, DeviceMesh
 from ferrodist.checkpoint import OptimizerState, load_distributed, save_distributed
-from ferrodist.errors import CollectiveMismatchError
+from ferrodist.errors import CollectiveMismatchError, PipelineError
 from ferrodist.parallel.pipeline import Pipeline, PipelineSchedule, Stages
 from ferrodist.parallel.pipeline.splitting import split_sequential
 from ferrodist.testing import run_ranks
@@ -302,3 +302,74 @@ def test_checkpoints(tmp_path, wrapper):
         assert all(torch.equal(value, state[name]) for name, value in pipeline.state_dict().items())
 
     run_ranks(load, 3)
+
+
+class Odd(nn.Module):
+    """A layer that raises in a forward, or cuts its input off in one, where it is told to."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.layer = pipeline_models.fill(nn.Linear(6, 6), seed)
+        self.num_forwards, self.fails_at, self.cuts_at = 0, None, None
+
+    def forward(self, x):
+        self.num_forwards += 1
+        if self.num_forwards == self.fails_at:
+            raise RuntimeError("no forward")
+        return self.layer(x.detach() if self.num_forwards == self.cuts_at else x)
+
+
+@pytest.mark.parametrize("wrapper", [DDP, FSDP])
+@pytest.mark.parametrize("kind", [PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.ZERO_BUBBLE_H1])
+def test_a_step_after_a_failure_in_data_parallel_stages(wrapper, kind):
+    """What the failed one has left to be averaged is not counted."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2, 2), ("pipeline", "data"))
+        across, along = mesh["pipeline"].group, mesh["data"].group
+        layer, whole = Odd(across.rank), nn.Sequential(Odd(0), Odd(1))
+        pipeline = Pipeline(wrapper(layer, along), across, 4, schedule=kind, loss_fn=Mlp.loss)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5)
+        inputs, targets = Mlp.batch(16)
+        half = slice(8 * along.rank, 8 * along.rank + 8)
+        layer.fails_at = 4 if across.rank == 1 else None
+        with pytest.raises(PipelineError, match="no forward"):
+            pipeline.step(inputs[half], targets[half])
+        optimizer.zero_grad()
+        pipeline.step(inputs[half], targets[half])
+        optimizer.step()
+        Mlp.loss(whole(inputs), targets).backward()
+        torch.optim.SGD(whole.parameters(), lr=0.5).step()
+        with torch.no_grad():
+            found = pipeline(inputs[half])
+        assert found is None or torch.allclose(found, whole(inputs[half]), atol=1e-5)
+
+    run_ranks(program, 4)
+
+
+@pytest.mark.parametrize("wrapper", [DDP, FSDP])
+def test_a_last_microbatch_without_gradients(wrapper):
+    """What the others have left is averaged all the same."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2, 2), ("pipeline", "data"))
+        across, along = mesh["pipeline"].group, mesh["data"].group
+        layers = [Odd(0), Odd(1)]
+        layers[1].cuts_at = 3
+        pipeline = Pipeline(wrapper(layers[across.rank], along), across, 3, loss_fn=Mlp.loss)
+        inputs, targets = Mlp.batch(12)
+        half = slice(6 * along.rank, 6 * along.rank + 6)
+        pipeline.step(inputs[half], targets[half])
+        return torch.cat([parameter.grad.flatten() for parameter in pipeline.parameters()])
+
+    one, two, *_ = run_ranks(program, 4)
+    if wrapper is DDP:
+        assert torch.equal(one, two)
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    pipeline_models.fill(first), pipeline_models.fill(last, 1)
+    inputs, targets = Mlp.batch(12)
+    for number in (0, 2, 6, 8):
+        of = slice(number, number + 2)
+        (Mlp.loss(last(first(inputs[of])), targets[of]) / 6).backward()
+    expected = torch.cat([first.weight.grad.flatten(), first.bias.grad])
+    assert torch.allclose(one if wrapper is DDP else torch.cat([one, two]), expected, atol=1e-6)

@@ -128,6 +128,11 @@ class Executor:
         for stage in self._stages.values():
             stage.forget()
 
+    def drop_unsynced(self) -> None:
+        """Drop the gradients that a failed step has left where they are averaged later."""
+        for stage in self._stages.values():
+            stage.drop_unsynced()
+
     def _do(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
         match action.kind:

@@ -124,6 +124,10 @@ class Stage:
         """Bring gradients of what went on back to what came, and add those of the parameters."""
         live = self._live.pop(microbatch)
         tensors, given = _reached(live, gradients)
+        if not tensors and self._averaging is not None and microbatch == self._last:
+            # Without a backward, what the other microbatches have left would not be averaged.
+            tensors = [tensor for each in live.outputs.values() for tensor in each]
+            given = [torch.zeros_like(tensor) for tensor in tensors]
         if tensors:
             with self._syncing_only_at(microbatch):
                 torch.autograd.backward(tensors, given)
@@ -152,6 +156,11 @@ class Stage:
         """Drop all microbatches that are under way."""
         self._live.clear()
         self._weights.clear()
+
+    def drop_unsynced(self) -> None:
+        """Drop what backwards have left with a module that averages later; a next step would count it."""
+        if self._averaging is not None:
+            self.module.zero_grad()
 
     def _syncing_only_at(self, microbatch: int) -> AbstractContextManager[None]:
         if self._averaging is not None and microbatch != self._last:

@@ -77,6 +77,7 @@ class StepGroup:
             group.abort(told.fresh())
         self._shared.abort(told.fresh())
         self._forget()
+        self._executor.drop_unsynced()
         return None if told is error or action is None or not isinstance(error, Exception) else told
 
     def _explain(self, error: BaseException, action: Action | None) -> DistributedError:
