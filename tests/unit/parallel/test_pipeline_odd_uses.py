@@ -477,3 +477,29 @@ def test_what_a_failure_leaves_of_large_values():
             assert not any(each() is not None for each in stages[group.rank].seen)
 
     run_ranks(program, 2)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_rows"), [(1, 1), (2, 100_000)])
+def test_a_buffer_that_goes_along(num_ranks, num_rows):
+    """It arrives as it was returned, whole or in part, though the next microbatch changes it."""
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(num_rows, 2))
+
+        def forward(self, x):
+            self.count += 1
+            return x, self.count, self.count[:, 1]
+
+    class Using(nn.Module):
+        def forward(self, x, whole, part):
+            return x * whole.mean() * part.mean()
+
+    def program(group):
+        pipeline = Pipeline([Counting(), Using()], group, 3, schedule=PipelineSchedule.LOOPED_BFS)
+        with torch.no_grad():
+            found = pipeline(torch.ones(3, 1))
+        assert found is None or found.flatten().tolist() == [1, 4, 9]
+
+    run_ranks(program, num_ranks, backend="native")

@@ -166,7 +166,7 @@ class Executor:
             parcel = Parcel.of(value, f"what stage {number} returns")
             wanting = [tensor for tensor, wants in zip(parcel.tensors, parcel.wants_gradient, strict=True) if wants]
             stage.hold(microbatch, edge.name, wanting)
-            if self._may_change(edge):
+            if self._may_change(edge) or stage.has_buffers(parcel.tensors):
                 parcel = parcel.copy()
             self._put(_Key(edge, microbatch, is_gradient=False), parcel)
         self.peak_live = max(self.peak_live, sum(each.num_live for each in self._stages.values()))

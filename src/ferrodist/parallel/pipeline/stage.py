@@ -13,7 +13,7 @@ from ferrodist.parallel.pipeline.split_backward import backward_inputs
 from ferrodist.parallel.pipeline.values import unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
 
     from ferrodist.parallel.pipeline.messages import Parcel
@@ -114,6 +114,16 @@ class Stage:
         if torch.is_grad_enabled():
             self._live[microbatch] = _Live(inputs, {})
         return result if isinstance(result, PipelineOutput) else PipelineOutput(result)
+
+    def has_buffers(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether some are buffers of the module, or views of these, to which its next forward may write."""
+        without_history = {
+            id(each)
+            for tensor in tensors
+            if not tensor.requires_grad
+            for each in (tensor, tensor._base)  # noqa: SLF001 - the view's tensor has no public name
+        }
+        return bool(without_history) and any(id(buffer) in without_history for buffer in self.module.buffers())
 
     def hold(self, microbatch: int, name: str, tensors: list[torch.Tensor]) -> None:
         """Keep tensors that went on under a name until their gradients come."""
