@@ -249,6 +249,34 @@ def test_states_of_what_has_a_pipeline_in_it(prefixes, is_compiled):
     assert run_ranks(program, 2) == [2, 2]
 
 
+@pytest.mark.parametrize("prefixes", [None, ("", "deep.er.")])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_states_of_earlier_versions(prefixes, is_compiled):
+    """Names that a module knows from before, and what it can do without, are as in one process."""
+
+    def rename(module, state, prefix, *_):
+        if prefix + "old" in state:
+            state[prefix + "weight"] = state.pop(prefix + "old")
+
+    def program(group):
+        layers = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6))]
+        for layer in layers:
+            layer[group.rank].register_load_state_dict_pre_hook(rename)
+        own = [torch.compile(layer, backend="eager") for layer in layers] if is_compiled else layers
+        pipeline = Pipeline(Stages(own, prefixes), group, 2, loss_fn=Mlp.loss)
+        place = ("0." if prefixes is None else prefixes[0]) if group.rank == 0 else (prefixes or ("", "1."))[1]
+        linear = f"{place}{group.rank}."
+        state = {name: value + 1 for name, value in pipeline.state_dict().items()}
+        del state[f"{place}{1 - group.rank}.num_batches_tracked"]  # torch's first versions had none
+        expected = state.pop(linear + "weight")
+        pipeline.load_state_dict({**state, linear + "old": expected})
+        assert torch.equal(layers[group.rank][group.rank].weight, expected)
+        missing, unexpected = pipeline.load_state_dict({**state, linear + "other": expected}, strict=False)
+        assert (missing, unexpected) == ([linear + "weight"], [])
+
+    run_ranks(program, 2)
+
+
 def test_assigned_at_one_place():
     """Stages whose parameters lie at one place of the model get what is assigned."""
 

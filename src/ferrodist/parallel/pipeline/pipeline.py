@@ -98,6 +98,9 @@ class Pipeline(torch.nn.Module):
         self.stages = torch.nn.ModuleDict({str(number): module for number, module in self._own.items()})
         """This rank's stages, by their numbers."""
         self._whole = WholeModel(self._own, (stages if isinstance(stages, Stages) else Stages(stages)).prefixes)
+        self._loaded: dict[str, str] = {}
+        """For each stage what the names in the state that is being loaded begin with, and what they began with."""
+        self.register_load_state_dict_post_hook(_tell_whole_names)  # type: ignore[no-untyped-call]
         self._own_actions = self._schedule.actions[rank]
         orders = self._schedule.backward_orders
         running = {number: Stage(module, orders[number][-1]) for number, module in self._own.items()}
@@ -248,14 +251,11 @@ class Pipeline(torch.nn.Module):
         self,
         state_dict: dict[str, Any],
         prefix: str,
-        local_metadata: Mapping[str, Any],  # noqa: ARG002 - torch's signature
-        strict: bool,  # noqa: FBT001
-        missing_keys: list[str],
         *_: Any,
     ) -> None:
         """Give what is loaded the names of `stages`; torch calls this, and then goes on to those."""
         self._check_plain("load_state_dict")
-        missing_keys += self._whole.rename(state_dict, prefix, strict=strict)
+        self._loaded = self._whole.rename(state_dict, prefix)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -329,3 +329,12 @@ class Pipeline(torch.nn.Module):
         """Give up what is under way, and what waits for a backward."""
         self._outputs = None
         self._executor.forget()
+
+
+def _tell_whole_names(pipeline: Pipeline, keys: Any) -> None:
+    """Name what a state lacks as in the whole model, and pass over the rest; torch calls this after loading."""
+    for own, place in pipeline._loaded.items():  # noqa: SLF001 - its own hook
+        keys.missing_keys[:] = [
+            place + name[len(own) :] if name.startswith(own) else name for name in keys.missing_keys
+        ]
+        keys.unexpected_keys[:] = [name for name in keys.unexpected_keys if not name.startswith(own)]
