@@ -373,3 +373,53 @@ def test_a_last_microbatch_without_gradients(wrapper):
         (Mlp.loss(last(first(inputs[of])), targets[of]) / 6).backward()
     expected = torch.cat([first.weight.grad.flatten(), first.bias.grad])
     assert torch.allclose(one if wrapper is DDP else torch.cat([one, two]), expected, atol=1e-6)
+
+
+def tied_model():
+    """A model whose last layer has the weight of the first."""
+    model = nn.Sequential(*[pipeline_models.fill(nn.Linear(6, 6), seed) for seed in range(4)])
+    model[3].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_optimizers_of_shared_parameters_in_checkpoints(tmp_path, num_ranks):
+    """Their states go to ranks that have several of the places, and back; the whole model takes them, too."""
+
+    def make(group):
+        kinds = {
+            1: PipelineSchedule.LOOPED_BFS,
+            2: PipelineSchedule.ZERO_BUBBLE_V,
+            4: PipelineSchedule.ONE_F_ONE_B,
+        }
+        kind = kinds[group.world_size]
+        pipeline = Pipeline(split_sequential(tied_model(), 4), group, 2, schedule=kind, loss_fn=Mlp.loss)
+        return pipeline, torch.optim.AdamW(pipeline.parameters(), lr=0.01)
+
+    def step(pipeline, optimizer):
+        optimizer.zero_grad()
+        pipeline.step(*Mlp.batch(4))
+        optimizer.step()
+
+    def save(group):
+        pipeline, optimizer = make(group)
+        step(pipeline, optimizer)
+        save_distributed({"model": pipeline, "optimizer": OptimizerState(pipeline, optimizer)}, tmp_path, group=group)
+        step(pipeline, optimizer)
+        return {name: value.clone() for name, value in pipeline.state_dict().items()}
+
+    def go_on(group):
+        pipeline, optimizer = make(group)
+        load_distributed(tmp_path, {"model": pipeline, "optimizer": OptimizerState(pipeline, optimizer)}, group=group)
+        step(pipeline, optimizer)
+        return {name: value.clone() for name, value in pipeline.state_dict().items()}
+
+    expected = {name: value for own in run_ranks(save, num_ranks) for name, value in own.items()}
+    for others in (4, 3 - num_ranks):
+        found = {name: value for own in run_ranks(go_on, others) for name, value in own.items()}
+        assert found.keys() == expected.keys()
+        assert all(torch.allclose(value, expected[name], atol=1e-6) for name, value in found.items())
+    model = tied_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    load_distributed(tmp_path, {"model": model, "optimizer": OptimizerState(model, optimizer)})
+    assert len(optimizer.state) == 7

@@ -94,10 +94,14 @@ class Pipeline(torch.nn.Module):
         ranks = self._schedule.stage_ranks
         found = {number: stages[number] for number in self._schedule.rank_stages[rank]}
         self._own = {number: module for number, module in found.items() if module is not None}
-        self._shared = self._compare(stages, find_shared(stages) if shared is None else shared)
+        shared = find_shared(stages) if shared is None else shared
+        self._shared = self._compare(stages, shared)
         self.stages = torch.nn.ModuleDict({str(number): module for number, module in self._own.items()})
         """This rank's stages, by their numbers."""
-        self._whole = WholeModel(self._own, (stages if isinstance(stages, Stages) else Stages(stages)).prefixes)
+        prefixes = (stages if isinstance(stages, Stages) else Stages(stages)).prefixes
+        self._whole = WholeModel(self._own, prefixes)
+        names = [[f"{prefixes[stage]}{name}" for stage, name in places] for places in shared]
+        self._first_names = {name: of[0] for of in names for name in of}
         self._loaded: dict[str, str] = {}
         """For each stage what the names in the state that is being loaded begin with, and what they began with."""
         self.register_load_state_dict_post_hook(_tell_whole_names)  # type: ignore[no-untyped-call]
@@ -224,6 +228,11 @@ class Pipeline(torch.nn.Module):
     def is_partial(self) -> bool:
         """Whether other ranks have other parameters of the model, as `OptimizerState` asks."""
         return self._parent.world_size > 1
+
+    @property
+    def first_names(self) -> Mapping[str, str]:
+        """For names of shared parameters in the whole model those they have there first, as `OptimizerState` asks."""
+        return self._first_names
 
     def checkpoint_module(self) -> torch.nn.Module:
         """The module that `save_distributed` saves when it is given this: this rank's part of the whole model."""
