@@ -92,6 +92,23 @@ def test_what_a_step_leaves():
     run_ranks(program, 2, backend="native")
 
 
+def test_a_pipeline_that_is_let_go():
+    """It and its parameters are gone, without the collector; after a failure too."""
+
+    def program(group):
+        gc.collect()
+        gc.disable()  # in a process of its own
+        for fails in (None, "backward"):
+            pipeline = Pipeline([nn.Linear(6, 6), Failing(fails=fails)], group, 2, loss_fn=Mlp.loss)
+            with contextlib.suppress(PipelineError):
+                pipeline.step(*Mlp.batch(4))
+            seen = [weakref.ref(each) for each in (pipeline, *pipeline.parameters())]
+            del pipeline
+            assert not any(each() is not None for each in seen), fails
+
+    run_ranks(program, 2, backend="native")
+
+
 def test_a_step_after_a_forward():
     """The forward is given up: the step keeps no more than it has itself, and there is no backward from the forward."""
 

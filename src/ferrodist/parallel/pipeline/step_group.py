@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.sub import SubBackend
@@ -33,7 +34,7 @@ class StepGroup:
         parent: The group that the pipeline was made with.
         executor: What runs in it; knows what it was doing.
         shared: The parameters that ranks share, which have groups of their own.
-        forget: Gives up what is under way.
+        forget: A method of the pipeline; gives up what is under way.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class StepGroup:
         self._parent = parent
         self._executor = executor
         self._shared = shared
-        self._forget = forget
+        self._forget = weakref.WeakMethod(forget)  # or it and the pipeline would keep each other
         self._group: Backend | None = None
 
     @contextlib.contextmanager
@@ -76,7 +77,8 @@ class StepGroup:
             told = self._explain(error, action)
             group.abort(told.fresh())
         self._shared.abort(told.fresh())
-        self._forget()
+        if (forget := self._forget()) is not None:
+            forget()
         self._executor.drop_unsynced()
         return None if told is error or action is None or not isinstance(error, Exception) else told
 
