@@ -210,7 +210,10 @@ def error_from_wire(name: str, message: str, ranks: tuple[int, ...]) -> Distribu
 
 def describe_error(error: BaseException) -> str:
     """Any error in one line."""
-    first_line = str(error).strip().partition("\n")[0]
+    try:
+        first_line = str(error).strip().partition("\n")[0]
+    except Exception:  # noqa: BLE001 - others are to be told all the same
+        first_line = "it can't be put into words"
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 

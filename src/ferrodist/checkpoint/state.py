@@ -69,7 +69,10 @@ class OptimizerState:
 
     def _names(self) -> dict[torch.Tensor, str]:
         """The names of the optimizer's parameters, in the order of its groups."""
-        known = {parameter: name for name, parameter in inner_module(self._model).named_parameters()}
+        first_names = getattr(self._model, "first_names", {})  # of what other ranks have by other names
+        known = {
+            parameter: first_names.get(name, name) for name, parameter in inner_module(self._model).named_parameters()
+        }
         names = {}
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:

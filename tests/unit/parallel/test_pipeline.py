@@ -286,3 +286,34 @@ def test_skips(backend):
 
     for num_ranks in (2, 4):
         run_ranks(program, num_ranks, backend=backend)
+
+
+@pytest.mark.parametrize("kind", [PipelineSchedule.LOOPED_BFS, PipelineSchedule.ZERO_BUBBLE_V])
+def test_gradients_of_what_several_stages_take(kind):
+    """They add up as in one process, to the bit."""
+
+    class Taking(nn.Linear):
+        def forward(self, value, **taken):
+            made = super().forward(value)
+            for other in taken.values():
+                made = made + other.sin()
+            return made
+
+    def give(value):
+        return PipelineOutput(value, one=value, two=value)
+
+    def program(group):
+        stages, expected = ([pipeline_models.fill(Taking(6, 6), number) for number in range(4)] for _ in range(2))
+        stages[0].register_forward_hook(lambda _, __, made: give(made))
+        pipeline = Pipeline(stages, group, 2, schedule=kind, skips={"one": (0, 2), "two": (0, 3)}, loss_fn=Mlp.loss)
+        inputs, targets = Mlp.batch(64)
+        pipeline.step(inputs, targets)
+        for part, target in zip(inputs.split(32), targets.split(32), strict=True):
+            made = expected[0](part)
+            loss = Mlp.loss(expected[3](expected[2](expected[1](made), one=made), two=made), target)
+            loss.backward(torch.full_like(loss, 1 / 2))
+        for number in pipeline.schedule.rank_stages[group.rank]:
+            for mine, other in zip(stages[number].parameters(), expected[number].parameters(), strict=True):
+                assert torch.equal(mine.grad, other.grad)
+
+    run_ranks(program, 2)

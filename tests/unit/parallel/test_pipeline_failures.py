@@ -75,6 +75,29 @@ def test_a_stage_that_raises(backend):
     run_ranks(program, 2, backend=backend)
 
 
+class WordlessError(Exception):
+    """What can't be put into words."""
+
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def test_an_exception_without_words():
+    """The other ranks are told of it all the same."""
+
+    def loss(output, target):
+        raise WordlessError
+
+    def program(group):
+        pipeline = Pipeline(Mlp.stages(2), group, 2, loss_fn=loss)
+        with pytest.raises(
+            PipelineError, match=r"stage 1 failed in the forward .* WordlessError: it can't be put into words"
+        ):
+            pipeline.step(*Mlp.batch(4), timeout=5)
+
+    run_ranks(program, 2)
+
+
 def test_a_loss_that_is_none():
     """A loss of several elements, or that is no tensor, is the last stage's failure."""
 

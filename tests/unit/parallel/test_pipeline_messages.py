@@ -1,5 +1,6 @@
 """What goes from rank to rank in a pipeline: letters, and large tensors apart from them."""
 
+import contextlib
 import enum
 
 import msgspec
@@ -10,7 +11,13 @@ import torch
 from ferrodist.backends.sub import SubBackend
 from ferrodist.collectives.point_to_point import begin_send, recv, send
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, ProtocolError
+from ferrodist.errors import (
+    DistributedError,
+    DistributedTimeoutError,
+    GroupClosedError,
+    PipelineError,
+    ProtocolError,
+)
 from ferrodist.parallel.pipeline import messages
 from ferrodist.parallel.pipeline.messages import Parcel, Receipt, send_parcel
 from ferrodist.testing import run_ranks
@@ -283,5 +290,29 @@ def test_a_letter_that_comes_as_it_is_given_up(monkeypatch, ends):
         if ends:
             with pytest.raises(GroupClosedError):
                 receipt.wait(Deadline(5))
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_group_that_fails_while_a_letter_is_read(monkeypatch, is_ahead):
+    """Why it failed is told, and not that the letter was none."""
+
+    class Failing(messages.TensorReceive):
+        def __init__(self, group, *args, shape, dtype):
+            if shape is not None:  # of what comes apart from the letter
+                group.abort(PipelineError("stage 3 has failed"))
+            super().__init__(group, *args, shape=shape, dtype=dtype)
+
+    monkeypatch.setattr(messages, "TensorReceive", Failing)
+
+    def program(group):
+        group = SubBackend(group, [0, 1])
+        if group.rank == 0:
+            with contextlib.suppress(PipelineError):
+                send_parcel(Parcel.of(torch.ones(300 * KIB), "it"), 1, 0, group)
+        else:
+            with pytest.raises(PipelineError, match="stage 3 has failed"):
+                Receipt(0, 0, group, is_ahead=is_ahead).wait(Deadline(10))
 
     run_ranks(program, 2)

@@ -130,6 +130,23 @@ def test_what_a_failure_leaves_aside():
     assert run_ranks(program, 2, backend="native") == [(None, set()), ({Parcel, Receipt}, set())]
 
 
+def test_a_pipeline_that_is_let_go():
+    """It and its parameters are gone, without the collector; after a failure too."""
+
+    def program(group):
+        gc.collect()
+        gc.disable()  # in a process of its own
+        for fails in (None, "backward"):
+            pipeline = Pipeline([nn.Linear(6, 6), Failing(fails=fails)], group, 2, loss_fn=Mlp.loss)
+            with contextlib.suppress(PipelineError):
+                pipeline.step(*Mlp.batch(4))
+            seen = [weakref.ref(each) for each in (pipeline, *pipeline.parameters())]
+            del pipeline
+            assert not any(each() is not None for each in seen), fails
+
+    run_ranks(program, 2, backend="native")
+
+
 def test_a_step_after_a_forward():
     """The forward is given up: the step keeps no more than it has itself, and there is no backward from the forward."""
 
@@ -301,6 +318,34 @@ def test_states_of_what_has_a_pipeline_in_it(prefixes, is_compiled):
         return versioned.loaded
 
     assert run_ranks(program, 2) == [2, 2]
+
+
+@pytest.mark.parametrize("prefixes", [None, ("", "deep.er.")])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_states_of_earlier_versions(prefixes, is_compiled):
+    """Names that a module knows from before, and what it can do without, are as in one process."""
+
+    def rename(module, state, prefix, *_):
+        if prefix + "old" in state:
+            state[prefix + "weight"] = state.pop(prefix + "old")
+
+    def program(group):
+        layers = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6))]
+        for layer in layers:
+            layer[group.rank].register_load_state_dict_pre_hook(rename)
+        own = [torch.compile(layer, backend="eager") for layer in layers] if is_compiled else layers
+        pipeline = Pipeline(Stages(own, prefixes), group, 2, loss_fn=Mlp.loss)
+        place = ("0." if prefixes is None else prefixes[0]) if group.rank == 0 else (prefixes or ("", "1."))[1]
+        linear = f"{place}{group.rank}."
+        state = {name: value + 1 for name, value in pipeline.state_dict().items()}
+        del state[f"{place}{1 - group.rank}.num_batches_tracked"]  # torch's first versions had none
+        expected = state.pop(linear + "weight")
+        pipeline.load_state_dict({**state, linear + "old": expected})
+        assert torch.equal(layers[group.rank][group.rank].weight, expected)
+        missing, unexpected = pipeline.load_state_dict({**state, linear + "other": expected}, strict=False)
+        assert (missing, unexpected) == ([linear + "weight"], [])
+
+    run_ranks(program, 2)
 
 
 def test_assigned_at_one_place():
@@ -531,3 +576,29 @@ def test_what_a_failure_leaves_of_large_values():
             assert not any(each() is not None for each in stages[group.rank].seen)
 
     run_ranks(program, 2)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_rows"), [(1, 1), (2, 100_000)])
+def test_a_buffer_that_goes_along(num_ranks, num_rows):
+    """It arrives as it was returned, whole or in part, though the next microbatch changes it."""
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(num_rows, 2))
+
+        def forward(self, x):
+            self.count += 1
+            return x, self.count, self.count[:, 1]
+
+    class Using(nn.Module):
+        def forward(self, x, whole, part):
+            return x * whole.mean() * part.mean()
+
+    def program(group):
+        pipeline = Pipeline([Counting(), Using()], group, 3, schedule=PipelineSchedule.LOOPED_BFS)
+        with torch.no_grad():
+            found = pipeline(torch.ones(3, 1))
+        assert found is None or found.flatten().tolist() == [1, 4, 9]
+
+    run_ranks(program, num_ranks, backend="native")

@@ -20,9 +20,10 @@ def fail_on_rank_0(error, doing, *, waits_for_shared):
     def program(group):
         events = []
         shared = SharedParameters([[(0, "weight"), (1, "weight")]], {group.rank: nn.Linear(2, 2)}, [0, 1])
-        running = SimpleNamespace(doing=None)
-        own = StepGroup(group, running, shared, lambda: events.append(groups[-1].failure is not None))
         groups, raised = [], []
+        forget = lambda: events.append(groups[-1].failure is not None)  # noqa: E731
+        running = SimpleNamespace(doing=None, forget=forget, drop_unsynced=lambda: None)
+        own = StepGroup(group, running, shared)
 
         def step():
             with own.together(5) as (inner, limit):

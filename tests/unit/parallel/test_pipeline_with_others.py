@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ferrodist import DDP, FSDP, DeviceMesh
 from ferrodist.checkpoint import OptimizerState, load_distributed, save_distributed
-from ferrodist.errors import CollectiveMismatchError
+from ferrodist.errors import CollectiveMismatchError, PipelineError
 from ferrodist.parallel.pipeline import Pipeline, PipelineSchedule, Stages
 from ferrodist.parallel.pipeline.splitting import split_sequential
 from ferrodist.testing import run_ranks
@@ -309,3 +309,124 @@ def test_checkpoints(tmp_path, wrapper):
         assert all(torch.equal(value, state[name]) for name, value in pipeline.state_dict().items())
 
     run_ranks(load, 3)
+
+
+class Odd(nn.Module):
+    """A layer that raises in a forward, or cuts its input off in one, where it is told to."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.layer = pipeline_models.fill(nn.Linear(6, 6), seed)
+        self.num_forwards, self.fails_at, self.cuts_at = 0, None, None
+
+    def forward(self, x):
+        self.num_forwards += 1
+        if self.num_forwards == self.fails_at:
+            raise RuntimeError("no forward")
+        return self.layer(x.detach() if self.num_forwards == self.cuts_at else x)
+
+
+@pytest.mark.parametrize("wrapper", [DDP, FSDP])
+@pytest.mark.parametrize("kind", [PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.ZERO_BUBBLE_H1])
+def test_a_step_after_a_failure_in_data_parallel_stages(wrapper, kind):
+    """What the failed one has left to be averaged is not counted."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2, 2), ("pipeline", "data"))
+        across, along = mesh["pipeline"].group, mesh["data"].group
+        layer, whole = Odd(across.rank), nn.Sequential(Odd(0), Odd(1))
+        pipeline = Pipeline(wrapper(layer, along), across, 4, schedule=kind, loss_fn=Mlp.loss)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5)
+        inputs, targets = Mlp.batch(16)
+        half = slice(8 * along.rank, 8 * along.rank + 8)
+        layer.fails_at = 4 if across.rank == 1 else None
+        with pytest.raises(PipelineError, match="no forward"):
+            pipeline.step(inputs[half], targets[half])
+        optimizer.zero_grad()
+        pipeline.step(inputs[half], targets[half])
+        optimizer.step()
+        Mlp.loss(whole(inputs), targets).backward()
+        torch.optim.SGD(whole.parameters(), lr=0.5).step()
+        with torch.no_grad():
+            found = pipeline(inputs[half])
+        assert found is None or torch.allclose(found, whole(inputs[half]), atol=1e-5)
+
+    run_ranks(program, 4)
+
+
+@pytest.mark.parametrize("wrapper", [DDP, FSDP])
+def test_a_last_microbatch_without_gradients(wrapper):
+    """What the others have left is averaged all the same."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2, 2), ("pipeline", "data"))
+        across, along = mesh["pipeline"].group, mesh["data"].group
+        layers = [Odd(0), Odd(1)]
+        layers[1].cuts_at = 3
+        pipeline = Pipeline(wrapper(layers[across.rank], along), across, 3, loss_fn=Mlp.loss)
+        inputs, targets = Mlp.batch(12)
+        half = slice(6 * along.rank, 6 * along.rank + 6)
+        pipeline.step(inputs[half], targets[half])
+        return torch.cat([parameter.grad.flatten() for parameter in pipeline.parameters()])
+
+    one, two, *_ = run_ranks(program, 4)
+    if wrapper is DDP:
+        assert torch.equal(one, two)
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    pipeline_models.fill(first), pipeline_models.fill(last, 1)
+    inputs, targets = Mlp.batch(12)
+    for number in (0, 2, 6, 8):
+        of = slice(number, number + 2)
+        (Mlp.loss(last(first(inputs[of])), targets[of]) / 6).backward()
+    expected = torch.cat([first.weight.grad.flatten(), first.bias.grad])
+    assert torch.allclose(one if wrapper is DDP else torch.cat([one, two]), expected, atol=1e-6)
+
+
+def tied_model():
+    """A model whose last layer has the weight of the first."""
+    model = nn.Sequential(*[pipeline_models.fill(nn.Linear(6, 6), seed) for seed in range(4)])
+    model[3].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_optimizers_of_shared_parameters_in_checkpoints(tmp_path, num_ranks):
+    """Their states go to ranks that have several of the places, and back; the whole model takes them, too."""
+
+    def make(group):
+        kinds = {
+            1: PipelineSchedule.LOOPED_BFS,
+            2: PipelineSchedule.ZERO_BUBBLE_V,
+            4: PipelineSchedule.ONE_F_ONE_B,
+        }
+        kind = kinds[group.world_size]
+        pipeline = Pipeline(split_sequential(tied_model(), 4), group, 2, schedule=kind, loss_fn=Mlp.loss)
+        return pipeline, torch.optim.AdamW(pipeline.parameters(), lr=0.01)
+
+    def step(pipeline, optimizer):
+        optimizer.zero_grad()
+        pipeline.step(*Mlp.batch(4))
+        optimizer.step()
+
+    def save(group):
+        pipeline, optimizer = make(group)
+        step(pipeline, optimizer)
+        save_distributed({"model": pipeline, "optimizer": OptimizerState(pipeline, optimizer)}, tmp_path, group=group)
+        step(pipeline, optimizer)
+        return {name: value.clone() for name, value in pipeline.state_dict().items()}
+
+    def go_on(group):
+        pipeline, optimizer = make(group)
+        load_distributed(tmp_path, {"model": pipeline, "optimizer": OptimizerState(pipeline, optimizer)}, group=group)
+        step(pipeline, optimizer)
+        return {name: value.clone() for name, value in pipeline.state_dict().items()}
+
+    expected = {name: value for own in run_ranks(save, num_ranks) for name, value in own.items()}
+    for others in (4, 3 - num_ranks):
+        found = {name: value for own in run_ranks(go_on, others) for name, value in own.items()}
+        assert found.keys() == expected.keys()
+        assert all(torch.allclose(value, expected[name], atol=1e-6) for name, value in found.items())
+    model = tied_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    load_distributed(tmp_path, {"model": model, "optimizer": OptimizerState(model, optimizer)})
+    assert len(optimizer.state) == 7

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.request import Request
+    from ferrodist.parallel.pipeline.microbatches import Outputs
     from ferrodist.parallel.pipeline.stage import Gradients, PipelineOutput, Stage
 
 __all__ = ["Executor", "Feed"]
@@ -75,7 +76,9 @@ class Executor:
         self._ranks = stage_ranks
         self._tags = {edge: number * num_microbatches for number, edge in enumerate(edges)}
         self._incoming = {stage: [edge for edge in edges if edge.target == stage] for stage in stages}
-        self._outgoing = {stage: [edge for edge in edges if edge.source == stage] for stage in stages}
+        # Farthest first: in one process the gradients of what several stages take come from the last of them first.
+        farthest_first = sorted(edges, key=lambda edge: -edge.target)
+        self._outgoing = {stage: [edge for edge in farthest_first if edge.source == stage] for stage in stages}
         self._aside: dict[_Key, Parcel] = {}
         """What is to be sent, or taken by another stage of this rank."""
         self._receipts: dict[_Key, Receipt] = {}
@@ -85,6 +88,8 @@ class Executor:
         self._feed = _NO_FEED
         self.doing: Action | None = None
         """What was begun last."""
+        self.outputs: Outputs | None = None
+        """What the program was given by a forward that waits for its backward."""
         self.peak_live = 0
         """The most microbatches that were between forward and backward at a time, in all stages together."""
 
@@ -115,6 +120,7 @@ class Executor:
     def forget(self) -> None:
         """Give up all that is under way."""
         self.doing = None
+        self.outputs = None
         self._feed = _NO_FEED
         for receipt in self._receipts.values():
             receipt.cancel()
@@ -125,6 +131,11 @@ class Executor:
         self._aside.clear()
         for stage in self._stages.values():
             stage.forget()
+
+    def drop_unsynced(self) -> None:
+        """Drop the gradients that a failed step has left where they are averaged later."""
+        for stage in self._stages.values():
+            stage.drop_unsynced()
 
     def _do(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -159,7 +170,7 @@ class Executor:
             parcel = Parcel.of(value, f"what stage {number} returns")
             wanting = [tensor for tensor, wants in zip(parcel.tensors, parcel.wants_gradient, strict=True) if wants]
             stage.hold(microbatch, edge.name, wanting)
-            if self._may_change(edge):
+            if self._may_change(edge) or stage.has_buffers(parcel.tensors):
                 parcel = parcel.copy()
             self._put(_Key(edge, microbatch, is_gradient=False), parcel)
         self.peak_live = max(self.peak_live, sum(each.num_live for each in self._stages.values()))

@@ -94,16 +94,22 @@ class Pipeline(torch.nn.Module):
         ranks = self._schedule.stage_ranks
         found = {number: stages[number] for number in self._schedule.rank_stages[rank]}
         self._own = {number: module for number, module in found.items() if module is not None}
-        self._shared = self._compare(stages, find_shared(stages) if shared is None else shared)
+        shared = find_shared(stages) if shared is None else shared
+        self._shared = self._compare(stages, shared)
         self.stages = torch.nn.ModuleDict({str(number): module for number, module in self._own.items()})
         """This rank's stages, by their numbers."""
-        self._whole = WholeModel(self._own, (stages if isinstance(stages, Stages) else Stages(stages)).prefixes)
+        prefixes = (stages if isinstance(stages, Stages) else Stages(stages)).prefixes
+        self._whole = WholeModel(self._own, prefixes)
+        names = [[f"{prefixes[stage]}{name}" for stage, name in places] for places in shared]
+        self._first_names = {name: of[0] for of in names for name in of}
+        self._loaded: dict[str, str] = {}
+        """For each stage what the names in the state that is being loaded begin with, and what they began with."""
+        self.register_load_state_dict_post_hook(_tell_whole_names)  # type: ignore[no-untyped-call]
         self._own_actions = self._schedule.actions[rank]
         orders = self._schedule.backward_orders
         running = {number: Stage(module, orders[number][-1]) for number, module in self._own.items()}
         self._executor = Executor(running, ranks, self._edges, self._schedule.num_microbatches)
-        self._outputs: Outputs | None = None
-        self._step_group = StepGroup(self._parent, self._executor, self._shared, self._forget)
+        self._step_group = StepGroup(self._parent, self._executor, self._shared)
         with self._step_group.together(None) as (_, limit):
             self._shared.equalize(Deadline(limit))
 
@@ -152,7 +158,7 @@ class Pipeline(torch.nn.Module):
             torch.inference_mode(mode=False),
             torch.enable_grad(),
         ):
-            self._forget()  # a forward may have been there without a backward
+            self._executor.forget()  # a forward may have been there without a backward
             feed = self._feed(inputs, targets)
             self._shared.begin()
             self._executor.run(self._own_actions, feed, group, limit)
@@ -176,7 +182,7 @@ class Pipeline(torch.nn.Module):
             As `step`.
         """
         with self._step_group.together(timeout) as (group, limit):
-            self._forget()
+            self._executor.forget()
             outputs = Outputs()
             microbatches = self._split(inputs, 0)
             feed = Feed(microbatches, outputs.take, {})
@@ -185,7 +191,7 @@ class Pipeline(torch.nn.Module):
             was_divided = allreduce(was_divided, ReduceOp.MAX, group=group, timeout=limit)
             outputs.is_joined = not was_divided
             result = outputs.give()
-            self._outputs = outputs if self._executor.has_live else None
+            self._executor.outputs = outputs if self._executor.has_live else None
             barrier(group, timeout=limit)
             return result
 
@@ -200,7 +206,7 @@ class Pipeline(torch.nn.Module):
             RuntimeError: There was no forward with gradients enabled. Or as `step`.
         """
         with self._step_group.together(timeout) as (group, limit):
-            outputs, self._outputs = self._outputs, None
+            outputs, self._executor.outputs = self._executor.outputs, None
             if outputs is None:
                 raise RuntimeError("there is no forward to go backward from: call forward() first, without no_grad()")
             feed = Feed([], outputs.take, outputs.split(gradients) if self._has(-1) else {})
@@ -221,6 +227,11 @@ class Pipeline(torch.nn.Module):
     def is_partial(self) -> bool:
         """Whether other ranks have other parameters of the model, as `OptimizerState` asks."""
         return self._parent.world_size > 1
+
+    @property
+    def first_names(self) -> Mapping[str, str]:
+        """For names of shared parameters in the whole model those they have there first, as `OptimizerState` asks."""
+        return self._first_names
 
     def checkpoint_module(self) -> torch.nn.Module:
         """The module that `save_distributed` saves when it is given this: this rank's part of the whole model."""
@@ -248,14 +259,11 @@ class Pipeline(torch.nn.Module):
         self,
         state_dict: dict[str, Any],
         prefix: str,
-        local_metadata: Mapping[str, Any],  # noqa: ARG002 - torch's signature
-        strict: bool,  # noqa: ARG002, FBT001 - true for torch, which leaves it to the caller what to do about missing keys
-        missing_keys: list[str],
         *_: Any,
     ) -> None:
         """Give what is loaded the names of `stages`; torch calls this, and then goes on to those."""
         self._check_plain("load_state_dict")
-        missing_keys += self._whole.rename(state_dict, prefix)
+        self._loaded = self._whole.rename(state_dict, prefix)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -325,7 +333,11 @@ class Pipeline(torch.nn.Module):
         compare_forms(lines, self._parent, deadline, maker="Pipeline", module="model", refusal=refusal)
         return found
 
-    def _forget(self) -> None:
-        """Give up what is under way, and what waits for a backward."""
-        self._outputs = None
-        self._executor.forget()
+
+def _tell_whole_names(pipeline: Pipeline, keys: Any) -> None:
+    """Name what a state lacks as in the whole model, and pass over the rest; torch calls this after loading."""
+    for own, place in pipeline._loaded.items():  # noqa: SLF001 - its own hook
+        keys.missing_keys[:] = [
+            place + name[len(own) :] if name.startswith(own) else name for name in keys.missing_keys
+        ]
+        keys.unexpected_keys[:] = [name for name in keys.unexpected_keys if not name.startswith(own)]

@@ -13,7 +13,7 @@ from ferrodist.parallel.pipeline.split_backward import backward_inputs
 from ferrodist.parallel.pipeline.values import unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
 
     from ferrodist.parallel.pipeline.messages import Parcel
@@ -115,6 +115,16 @@ class Stage:
             self._live[microbatch] = _Live(inputs, {})
         return result if isinstance(result, PipelineOutput) else PipelineOutput(result)
 
+    def has_buffers(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether some are buffers of the module, or views of these, to which its next forward may write."""
+        without_history = {
+            id(each)
+            for tensor in tensors
+            if not tensor.requires_grad
+            for each in (tensor, tensor._base)  # noqa: SLF001 - the view's tensor has no public name
+        }
+        return bool(without_history) and any(id(buffer) in without_history for buffer in self.module.buffers())
+
     def hold(self, microbatch: int, name: str, tensors: list[torch.Tensor]) -> None:
         """Keep tensors that went on under a name until their gradients come."""
         if microbatch in self._live:
@@ -124,6 +134,10 @@ class Stage:
         """Bring gradients of what went on back to what came, and add those of the parameters."""
         live = self._live.pop(microbatch)
         tensors, given = _reached(live, gradients)
+        if not tensors and self._averaging is not None and microbatch == self._last:
+            # Without a backward, what the other microbatches have left would not be averaged.
+            tensors = [tensor for each in live.outputs.values() for tensor in each]
+            given = [torch.zeros_like(tensor) for tensor in tensors]
         if tensors:
             with self._syncing_only_at(microbatch):
                 torch.autograd.backward(tensors, given)
@@ -152,6 +166,11 @@ class Stage:
         """Drop all microbatches that are under way."""
         self._live.clear()
         self._weights.clear()
+
+    def drop_unsynced(self) -> None:
+        """Drop what backwards have left with a module that averages later; a next step would count it."""
+        if self._averaging is not None:
+            self.module.zero_grad()
 
     def _syncing_only_at(self, microbatch: int) -> AbstractContextManager[None]:
         if self._averaging is not None and microbatch != self._last:

@@ -16,7 +16,7 @@ from ferrodist.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from ferrodist.backends.base import Backend
     from ferrodist.parallel.pipeline.actions import Action
@@ -31,18 +31,14 @@ class StepGroup:
 
     Args:
         parent: The group that the pipeline was made with.
-        executor: What runs in it; knows what it was doing.
+        executor: What runs in it; knows what it was doing, and gives it up.
         shared: The parameters that ranks share, which have groups of their own.
-        forget: Gives up what is under way.
     """
 
-    def __init__(
-        self, parent: Backend, executor: Executor, shared: SharedParameters, forget: Callable[[], None]
-    ) -> None:
+    def __init__(self, parent: Backend, executor: Executor, shared: SharedParameters) -> None:
         self._parent = parent
         self._executor = executor
         self._shared = shared
-        self._forget = forget
         self._group: Backend | None = None
 
     @contextlib.contextmanager
@@ -76,7 +72,8 @@ class StepGroup:
             told = self._explain(error, action)
             group.abort(told.fresh())
         self._shared.abort(told.fresh())
-        self._forget()
+        self._executor.forget()
+        self._executor.drop_unsynced()
         return None if told is error or action is None or not isinstance(error, Exception) else told
 
     def _explain(self, error: BaseException, action: Action | None) -> DistributedError:

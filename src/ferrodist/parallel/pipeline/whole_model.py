@@ -51,26 +51,26 @@ class WholeModel:
                 _graft(unwrap(stage), _find_place(whole, names))
         return whole
 
-    def rename(self, state: dict[str, Any], prefix: str) -> list[str]:
-        """Give the tensors of a state of the whole model the names of ``ModuleDict`` ``stages``; the rest is dropped.
+    def rename(self, state: dict[str, Any], prefix: str) -> dict[str, str]:
+        """Give the tensors of a state of the whole model the names of ``ModuleDict`` ``stages``.
+
+        Each stage gets all that lies where it is, for modules may know names of earlier versions of theirs. The rest is
+        dropped.
 
         Args:
             state: The state, changed in place; what does not begin with the prefix stays.
             prefix: What all names begin with, as ``"pipeline."`` where the pipeline is part of another module.
 
         Returns:
-            The names of what is missing; in its place the state has what is there.
+            For each stage what its names begin with now, and what they began with.
         """
-        missing = []
         given = {name: state.pop(name) for name in [*state] if name.startswith(prefix)}
+        places = {}
         for number, stage in self._stages.items():
-            own = stage.state_dict(prefix=f"{prefix}stages.{number}.")
-            for name, in_stage in zip(own, unwrap(stage).state_dict(), strict=True):
-                in_whole = f"{prefix}{self._prefixes[number]}{in_stage}"
-                if in_whole not in given:
-                    missing.append(in_whole)
-                state[name] = given.get(in_whole, own[name])
-        return missing
+            own, place = f"{prefix}{_own_prefix(number, stage)}", f"{prefix}{self._prefixes[number]}"
+            state.update({own + name[len(place) :]: value for name, value in given.items() if name.startswith(place)})
+            places[own] = place
+        return places
 
     def rename_versions(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A state with its modules' versions, which ``state_dict`` has given it, by the names of ``stages`` too."""
@@ -78,16 +78,21 @@ class WholeModel:
             return state
         found = dict(versions)
         for number, stage in self._stages.items():
-            inner = unwrap(stage)
-            path = next(name for name, module in stage.named_modules() if module is inner)
-            own = f"stages.{number}.{path}".removesuffix(".")
+            own = _own_prefix(number, stage)
             for name, version in versions.items():
                 if f"{name}.".startswith(self._prefixes[number]):
                     rest = name[len(self._prefixes[number]) :]
-                    found[f"{own}.{rest}".removesuffix(".")] = version
+                    found[f"{own}{rest}".removesuffix(".")] = version
         renamed = OrderedDict(state)
         vars(renamed)["_metadata"] = found
         return renamed
+
+
+def _own_prefix(number: int, stage: torch.nn.Module) -> str:
+    """What the names of a stage begin with in a pipeline."""
+    inner = unwrap(stage)
+    path = next(name for name, module in stage.named_modules() if module is inner)
+    return f"stages.{number}.{path}".removesuffix(".") + "."
 
 
 def _find_place(whole: torch.nn.Module, names: Sequence[str]) -> torch.nn.Module:
