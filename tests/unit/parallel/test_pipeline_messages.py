@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ferrodist.backends.sub import SubBackend
+from ferrodist.collectives.letters import Parcel, write_letter
 from ferrodist.collectives.point_to_point import begin_send, recv, send
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -19,7 +20,7 @@ from ferrodist.errors import (
     ProtocolError,
 )
 from ferrodist.parallel.pipeline import messages
-from ferrodist.parallel.pipeline.messages import Parcel, Receipt, send_parcel
+from ferrodist.parallel.pipeline.messages import Receipt, send_parcel
 from ferrodist.testing import run_ranks
 
 BACKENDS = ["simulated", "native"]
@@ -132,7 +133,7 @@ def test_subclasses_arrive_as_plain_values():
 @pytest.mark.parametrize("value", [{2**63: 1}, {"a": [-(2**63)]}, {"a": np.float32(1)}, {None: 1}])
 def test_values_that_have_no_place(value):
     """They are refused where they are made."""
-    with pytest.raises(TypeError, match="from stage to stage"):
+    with pytest.raises(TypeError, match="from rank to rank"):
         Parcel.of(value, "it")
 
 
@@ -195,7 +196,7 @@ def test_a_body_that_does_not_come(is_ahead):
     def program(group):
         if group.rank == 0:
             parcel = Parcel.of(torch.ones(300 * KIB), "it")
-            letter = messages._write_letter(parcel, parcel.tensors, [False])
+            letter = write_letter(parcel, "it")[0]
             for request in begin_send(letter, 1, tag=0, group=group):
                 request.wait(10)
             group.barrier()
@@ -230,7 +231,7 @@ def test_bodies_that_are_given_up():
         tensor = torch.ones(300 * KIB)
         if group.rank == 0:
             parcel = Parcel.of(tensor, "it")
-            begin_send(messages._write_letter(parcel, parcel.tensors, [False]), 1, tag=0, group=group)
+            begin_send(write_letter(parcel, "it")[0], 1, tag=0, group=group)
             group.barrier()
             group.barrier()
             send(tensor, 1, tag=0, group=group)
@@ -275,7 +276,7 @@ def test_a_letter_that_comes_as_it_is_given_up(monkeypatch, ends):
         own = SubBackend(group, [0, 1])
         if group.rank == 0:
             parcel = Parcel.of(torch.ones(300 * KIB), "it")
-            begin_send(messages._write_letter(parcel, parcel.tensors, [False]), 1, tag=0, group=own)
+            begin_send(write_letter(parcel, "it")[0], 1, tag=0, group=own)
             group.barrier()
             return
         receipt = Receipt(0, 0, own, is_ahead=True)

@@ -13,9 +13,10 @@ from torch import nn
 
 from ferrodist import DDP, FSDP, DeviceMesh
 from ferrodist.checkpoint import load_distributed, save_distributed
+from ferrodist.collectives.letters import Parcel
 from ferrodist.errors import PipelineError, UnsupportedOpError
 from ferrodist.parallel.pipeline import Microbatches, Pipeline, PipelineOutput, PipelineSchedule, Schedule
-from ferrodist.parallel.pipeline.messages import Parcel, Receipt
+from ferrodist.parallel.pipeline.messages import Receipt
 from ferrodist.parallel.pipeline.stages import Stages
 from ferrodist.testing import run_ranks
 
@@ -378,6 +379,19 @@ def test_who_divided_the_batch_says_so():
             assert isinstance(found, Microbatches)
             assert [each.shape for each in found] == [(1, 2), (2, 3)]
             assert joined.tolist() == [1] * 4
+
+    run_ranks(program, 2)
+
+
+def test_a_stage_that_is_replaced():
+    """The new one would have the parameters, and the old one the work: it is refused, on all ranks."""
+
+    def program(group):
+        pipeline = Pipeline(Mlp.stages(2), group, 2, loss_fn=Mlp.loss)
+        if group.rank == 1:
+            pipeline.stages["1"] = nn.Linear(6, 6)
+        with pytest.raises(RuntimeError, match="stage 1 was replaced: make a new Pipeline"):
+            pipeline.step(*Mlp.batch(4))
 
     run_ranks(program, 2)
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferrodist.backends.request import wait_all
+from ferrodist.collectives.letters import Parcel
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError
 from ferrodist.parallel.pipeline.actions import Action, ActionKind
 from ferrodist.parallel.pipeline.edges import MAIN, Edge
-from ferrodist.parallel.pipeline.messages import Parcel, Receipt, send_parcel
+from ferrodist.parallel.pipeline.messages import Receipt, send_parcel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

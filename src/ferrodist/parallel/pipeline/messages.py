@@ -1,102 +1,27 @@
-"""Nested values on their way from rank to rank: whatever their shapes are, they travel with them.
+"""Values on their way from stage to stage: a letter, and the tensors that come apart from it.
 
-[Note: letter]
-A value goes as a letter, which is one tensor of bytes, and the tensors that are too large for it:
-
-    length of the head | head: the plan of the value, and dtype, shape, place of each tensor | padding | small tensors
-
-So a small activation costs one message, and nobody has to know beforehand what comes. All of it goes under one tag,
-in this order.
+See [Note: letter] in `letters.py`. All of it goes under one tag, in this order.
 """
 
 from __future__ import annotations
 
-import struct
 import threading
-from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from ferrodist.backends.request import wait_all
+from ferrodist.collectives.letters import Parcel, read_letter, write_letter
 from ferrodist.collectives.point_to_point import begin_send, recv
-from ferrodist.collectives.prepare import check_tensor
-from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.tensor_transfers import TensorReceive, start_send
-from ferrodist.collectives.views import bytes_of
 from ferrodist.errors import DistributedError, ProtocolError
-from ferrodist.parallel.pipeline.values import Plan, check_plan, flatten, unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ferrodist.backends.base import Backend
     from ferrodist.backends.request import Request
     from ferrodist.deadline import Deadline
 
-__all__ = ["Parcel", "Receipt", "send_parcel"]
-
-_MOST_INSIDE_BYTES = 240 << 10
-"""Of a letter: what costs less to copy than to send by itself, and what the engine takes at once."""
-
-_ALIGNMENT = 64
-_LENGTH = struct.Struct("<Q")
-_APART = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """A value, taken apart.
-
-    Args:
-        plan: How it is nested.
-        tensors: Its tensors; what is received has no history.
-        wants_gradient: For each of them whether the sender has a use for its gradient.
-    """
-
-    plan: Plan
-    tensors: list[torch.Tensor]
-    wants_gradient: list[bool]
-
-    @classmethod
-    def of(cls, value: Any, what: str) -> Parcel:
-        """Take a value apart; see `flatten`."""
-        plan, tensors = flatten(value, what)
-        return cls(plan, tensors, [tensor.requires_grad for tensor in tensors])
-
-    def copy(self) -> Parcel:
-        """The same with tensors of its own."""
-        return Parcel(self.plan, [tensor.detach().clone() for tensor in self.tensors], self.wants_gradient)
-
-    def open(self) -> Any:
-        """The value, with the parcel's tensors."""
-        return unflatten(self.plan, self.tensors)
-
-
-class _Piece(msgspec.Struct, frozen=True, array_like=True):
-    """What a letter says of a tensor.
-
-    Args:
-        dtype: Its place among those that travel.
-        shape: Of it.
-        wants_gradient: As in `Parcel`.
-        start: Where it begins, in bytes from the first of the small tensors; or that it comes by itself.
-    """
-
-    dtype: int
-    shape: tuple[int, ...]
-    wants_gradient: bool
-    start: int
-
-
-class _Head(msgspec.Struct, frozen=True, array_like=True):
-    plan: Plan
-    pieces: list[_Piece]
-
-
-_HEADS = msgspec.msgpack.Decoder(_Head)
+__all__ = ["Receipt", "send_parcel"]
 
 
 def send_parcel(parcel: Parcel, dst: int, tag: int, group: Backend) -> list[Request]:
@@ -105,48 +30,11 @@ def send_parcel(parcel: Parcel, dst: int, tag: int, group: Backend) -> list[Requ
     Raises:
         TypeError: A tensor can't travel.
     """
-    tensors = [tensor.detach() for tensor in parcel.tensors]
-    for tensor in tensors:
-        check_tensor(tensor, "what goes from stage to stage")
-    is_inside, room = [], _MOST_INSIDE_BYTES
-    for tensor in tensors:
-        is_inside.append(_aligned(tensor.nbytes) <= room)
-        room -= _aligned(tensor.nbytes) if is_inside[-1] else 0
-    requests = begin_send(_write_letter(parcel, tensors, is_inside), dst, tag=tag, group=group)
-    for tensor, inside in zip(tensors, is_inside, strict=True):
-        if not inside:
-            requests += start_send(group, tensor, dst, tag)
+    letter, apart = write_letter(parcel, "what goes from stage to stage")
+    requests = begin_send(letter, dst, tag=tag, group=group)
+    for tensor in apart:
+        requests += start_send(group, tensor, dst, tag)
     return requests
-
-
-def _write_letter(parcel: Parcel, tensors: Sequence[torch.Tensor], is_inside: Sequence[bool]) -> torch.Tensor:
-    pieces = []
-    end = 0  # of the small tensors, from where these begin
-    for tensor, wants, inside in zip(tensors, parcel.wants_gradient, is_inside, strict=True):
-        pieces.append(_Piece(DTYPES.index(tensor.dtype), tuple(tensor.shape), wants, end if inside else _APART))
-        end += _aligned(tensor.nbytes) if inside else 0
-    head = msgspec.msgpack.encode(_Head(parcel.plan, pieces))
-    first = _aligned(_LENGTH.size + len(head))
-    letter = torch.empty(first + end, dtype=torch.uint8, device="cpu")
-    memory = bytes_of(letter)
-    memory[: _LENGTH.size] = _LENGTH.pack(len(head))
-    memory[_LENGTH.size : _LENGTH.size + len(head)] = head
-    for tensor, piece in zip(tensors, pieces, strict=True):
-        if piece.start != _APART:
-            _tensor_at(memory, first + piece.start, tensor.dtype, tensor.shape).copy_(tensor)
-    return letter
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _tensor_at(memory: memoryview, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor in a letter; no view of it, for what is written to one tensor is no change of the others."""
-    numel = prod(shape)
-    if not numel:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start).view(tuple(shape))
 
 
 class Receipt:
@@ -220,26 +108,12 @@ class Receipt:
     def _read(self, letter: torch.Tensor) -> None:
         """Read the letter, and begin to receive what comes apart from it."""
         try:
-            self._parcel = self._take_apart(letter)
+            self._parcel, apart = read_letter(letter)
+            for each in apart:
+                body = TensorReceive(self._group, self._src, self._tag, shape=each.shape, dtype=each.dtype)
+                self._bodies.append((each.number, body))
         except DistributedError as error:  # of the group, in which the receives begin
             self._error = error
         except Exception as error:  # noqa: BLE001 - a letter may be wrong in any way, and callbacks must not raise
             text = f"rank {self._src} of group {self._group.name!r} sent what is no value of a pipeline: {error}"
             self._error = ProtocolError(text, ranks=(self._src,))
-
-    def _take_apart(self, letter: torch.Tensor) -> Parcel:
-        memory = bytes_of(letter)
-        (length,) = _LENGTH.unpack_from(memory)
-        head = _HEADS.decode(memory[_LENGTH.size : _LENGTH.size + length])
-        check_plan(head.plan, len(head.pieces))
-        first = _aligned(_LENGTH.size + length)
-        tensors: list[Any] = []
-        for number, piece in enumerate(head.pieces):
-            dtype = DTYPES[piece.dtype]
-            if piece.start == _APART:
-                body = TensorReceive(self._group, self._src, self._tag, shape=piece.shape, dtype=dtype)
-                self._bodies.append((number, body))
-                tensors.append(None)
-            else:
-                tensors.append(_tensor_at(memory, first + piece.start, dtype, piece.shape))
-        return Parcel(head.plan, tensors, [piece.wants_gradient for piece in head.pieces])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.parallel.pipeline.values import Plan, flatten, unflatten
+from ferrodist.collectives.nested_values import Plan, flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

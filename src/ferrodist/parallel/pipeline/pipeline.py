@@ -158,6 +158,7 @@ class Pipeline(torch.nn.Module):
             torch.inference_mode(mode=False),
             torch.enable_grad(),
         ):
+            self._check_stages()
             self._executor.forget()  # a forward may have been there without a backward
             feed = self._feed(inputs, targets)
             self._shared.begin()
@@ -182,6 +183,7 @@ class Pipeline(torch.nn.Module):
             As `step`.
         """
         with self._step_group.together(timeout) as (group, limit):
+            self._check_stages()
             self._executor.forget()
             outputs = Outputs()
             microbatches = self._split(inputs, 0)
@@ -277,6 +279,11 @@ class Pipeline(torch.nn.Module):
                     f"stage {number} is in a {type(module).__name__}, so that {method}() of the pipeline has no one"
                     " meaning: call it on the stages, or use save_distributed and load_distributed with the pipeline"
                 )
+
+    def _check_stages(self) -> None:
+        for number, module in self._own.items():
+            if self.stages._modules.get(str(number)) is not module:  # noqa: SLF001 - [] raises for one that is gone
+                raise RuntimeError(f"stage {number} was replaced: make a new Pipeline of the stages that there are now")
 
     def _has(self, number: int) -> bool:
         """Whether the first stage, or the last with -1, is this rank's."""

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+from ferrodist.collectives.nested_values import unflatten
 from ferrodist.parallel.pipeline.edges import MAIN
 from ferrodist.parallel.pipeline.split_backward import backward_inputs
-from ferrodist.parallel.pipeline.values import unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
 
-    from ferrodist.parallel.pipeline.messages import Parcel
+    from ferrodist.collectives.letters import Parcel
     from ferrodist.parallel.pipeline.split_backward import WeightBackward
 
 __all__ = ["PipelineOutput", "Stage"]

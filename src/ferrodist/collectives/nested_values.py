@@ -1,4 +1,4 @@
-"""What goes from stage to stage: nested values, taken apart into tensors and a plan of how they were nested.
+"""Nested values, taken apart into tensors and a plan of how these were nested.
 
 in the value                                     in the plan
 tensor                                           its number; one that is there twice has one
@@ -55,9 +55,7 @@ def _plan_of(value: Any, where: str, tensors: dict[int, torch.Tensor], numbers: 
         for key, each in value.items():
             inner = f"{where}[{key!r}]"
             if not isinstance(key, (str, int)):
-                raise TypeError(
-                    f"{where} has the key {key!r}: keys of what goes from stage to stage are text or numbers"
-                )
+                raise TypeError(f"{where} has the key {key!r}: keys of what goes from rank to rank are text or numbers")
             pairs.append([_plain(key, f"the key of {inner}"), _plan_of(each, inner, tensors, numbers)])
         return [_DICT, pairs]
     return [_PLAIN, _plain(value, where)]
@@ -69,7 +67,7 @@ def _plain(value: Any, where: str) -> Any:
             return value
         case int():
             if value.bit_length() >= _INT_BITS:
-                raise TypeError(f"{where} is {value}: integers that go from stage to stage have 64 bits")
+                raise TypeError(f"{where} is {value}: integers that go from rank to rank have 64 bits")
             return int.__int__(value)
         case float():
             return float.__float__(value)
@@ -78,7 +76,7 @@ def _plain(value: Any, where: str) -> Any:
         case bytes():
             return bytes(memoryview(value))
     raise TypeError(
-        f"{where} is of type {type(value).__name__}: tensors, numbers, text, bytes and None go from stage to stage,"
+        f"{where} is of type {type(value).__name__}: tensors, numbers, text, bytes and None go from rank to rank,"
         " in tuples, lists and dicts"
     )
 

@@ -1,0 +1,182 @@
+"""Nested values as messages: whatever their shapes are, they travel with them.
+
+[Note: letter]
+A value goes as a letter, which is one tensor of bytes, and the tensors that are too large for it:
+
+    length of the head | head: the plan of the value, and dtype, shape, place of each tensor | padding | small tensors
+
+So what is small costs one message, and nobody has to know beforehand what comes.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from ferrodist.collectives.nested_values import Plan, check_plan, flatten, unflatten
+from ferrodist.collectives.prepare import check_tensor
+from ferrodist.collectives.reduce_op import DTYPES
+from ferrodist.collectives.views import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Apart", "Parcel", "read_letter", "write_letter"]
+
+_MOST_INSIDE_BYTES = 240 << 10
+"""Of a letter: what costs less to copy than to send by itself, and what the engine takes at once."""
+
+_ALIGNMENT = 64
+_LENGTH = struct.Struct("<Q")
+_APART = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A value, taken apart.
+
+    Args:
+        plan: How it is nested.
+        tensors: Its tensors; what is received has no history.
+        wants_gradient: For each of them whether the sender has a use for its gradient.
+    """
+
+    plan: Plan
+    tensors: list[torch.Tensor]
+    wants_gradient: list[bool]
+
+    @classmethod
+    def of(cls, value: Any, what: str) -> Parcel:
+        """Take a value apart; see `flatten`."""
+        plan, tensors = flatten(value, what)
+        return cls(plan, tensors, [tensor.requires_grad for tensor in tensors])
+
+    def copy(self) -> Parcel:
+        """The same with tensors of its own."""
+        return Parcel(self.plan, [tensor.detach().clone() for tensor in self.tensors], self.wants_gradient)
+
+    def open(self) -> Any:
+        """The value, with the parcel's tensors."""
+        return unflatten(self.plan, self.tensors)
+
+
+class _Piece(msgspec.Struct, frozen=True, array_like=True):
+    """What a letter says of a tensor.
+
+    Args:
+        dtype: Its place among those that travel.
+        shape: Of it.
+        wants_gradient: As in `Parcel`.
+        start: Where it begins, in bytes from the first of the small tensors; or that it comes by itself.
+    """
+
+    dtype: int
+    shape: tuple[int, ...]
+    wants_gradient: bool
+    start: int
+
+
+class _Head(msgspec.Struct, frozen=True, array_like=True):
+    plan: Plan
+    pieces: list[_Piece]
+
+
+_HEADS = msgspec.msgpack.Decoder(_Head)
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A tensor that comes by itself.
+
+    Args:
+        number: Among those of the parcel.
+        dtype: Of it.
+        shape: Of it.
+    """
+
+    number: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def write_letter(parcel: Parcel, what: str, room: int = _MOST_INSIDE_BYTES) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Write a value down.
+
+    Args:
+        parcel: The value.
+        what: What it is, for errors.
+        room: Bytes of tensors that the letter may have; the first ones that find room are in it.
+
+    Returns:
+        The letter, and the tensors that don't have room in it, in their order.
+
+    Raises:
+        TypeError: A tensor can't travel.
+    """
+    tensors = [tensor.detach() for tensor in parcel.tensors]
+    pieces, inside, apart = [], [], []
+    end = 0  # of the small tensors, from where these begin
+    for tensor, wants in zip(tensors, parcel.wants_gradient, strict=True):
+        check_tensor(tensor, what)
+        size = _aligned(tensor.nbytes)
+        fits = end + size <= room
+        piece = _Piece(DTYPES.index(tensor.dtype), tuple(tensor.shape), wants, end if fits else _APART)
+        pieces.append(piece)
+        if fits:
+            inside.append((tensor, piece.start))
+            end += size
+        else:
+            apart.append(tensor)
+    head = msgspec.msgpack.encode(_Head(parcel.plan, pieces))
+    first = _aligned(_LENGTH.size + len(head))
+    letter = torch.empty(first + end, dtype=torch.uint8, device="cpu")
+    memory = bytes_of(letter)
+    memory[: _LENGTH.size] = _LENGTH.pack(len(head))
+    memory[_LENGTH.size : _LENGTH.size + len(head)] = head
+    for tensor, start in inside:
+        _tensor_at(memory, first + start, tensor.dtype, tensor.shape).copy_(tensor)
+    return letter, apart
+
+
+def read_letter(letter: torch.Tensor) -> tuple[Parcel, list[Apart]]:
+    """Take a letter apart; nothing in it is believed.
+
+    Returns:
+        The value, whose small tensors lie in the letter's memory, with None in the place of what comes by itself; and
+        what that is, in the order in which it comes.
+
+    Raises:
+        Exception: It is no letter.
+    """
+    memory = bytes_of(letter)
+    (length,) = _LENGTH.unpack_from(memory)
+    head = _HEADS.decode(memory[_LENGTH.size : _LENGTH.size + length])
+    check_plan(head.plan, len(head.pieces))
+    first = _aligned(_LENGTH.size + length)
+    tensors: list[Any] = []
+    apart = []
+    for number, piece in enumerate(head.pieces):
+        dtype = DTYPES[piece.dtype]
+        if piece.start == _APART:
+            apart.append(Apart(number, dtype, piece.shape))
+            tensors.append(None)
+        else:
+            tensors.append(_tensor_at(memory, first + piece.start, dtype, piece.shape))
+    return Parcel(head.plan, tensors, [piece.wants_gradient for piece in head.pieces]), apart
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _tensor_at(memory: memoryview, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor in a letter; no view of it, for what is written to one tensor is no change of the others."""
+    numel = prod(shape)
+    if not numel:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start).view(tuple(shape))
