@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline_models import Wrapped
 from torch import nn
 
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
@@ -488,17 +489,6 @@ def test_stages_made_by_hand():
     assert [line.split()[-1] for line in stages.describe().splitlines()[1:3]] == ["50.0%", "50.0%"]
     Stages([nn.Sequential(nn.Tanh()), nn.Sequential(nn.Tanh())], prefixes=["", ""])  # "0" has nothing to be saved
     assert copy.deepcopy(stages).prefixes == pickle.loads(pickle.dumps(stages)).prefixes == stages.prefixes
-
-
-class Wrapped(nn.Module):
-    """A module in another, as in DDP."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def checkpoint_module(self):
-        return self.module
 
 
 @pytest.mark.parametrize(

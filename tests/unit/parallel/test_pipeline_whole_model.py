@@ -1,6 +1,7 @@
 """A rank's stages under the names of the whole model, and its states under those of the stages."""
 
 import torch
+from pipeline_models import Wrapped
 from torch import nn
 
 from ferrodist.parallel.pipeline.whole_model import WholeModel
@@ -17,17 +18,6 @@ class Own(nn.Module):
         self.register_buffer(f"{name}_mean", torch.zeros(2))
         self.register_buffer(f"{name}_mask", torch.zeros(2), persistent=False)
         self.add_module(f"{name}_layer", nn.Linear(2, 2, bias=False))
-
-
-class Wrapped(nn.Module):
-    """A module in another, as in DDP."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def checkpoint_module(self):
-        return self.module
 
 
 def test_stages_at_one_place():
