@@ -126,25 +126,25 @@ def test_futures_are_awaited():
 
 
 def test_a_call_that_takes_too_long():
-    """The caller gives up, also by itself; what waits for its turn that long is not called."""
-    release = threading.Event()
+    """The caller gives up by itself; what waits for its turn that long is not called."""
+    release, started = threading.Event(), threading.Event()
     called = []
 
     def hold(number):
         called.append(number)
+        started.set()
         release.wait(10)
 
     def program(agent):
         if agent.rank:
             return
-        first = agent.rpc_async(1, "hold", 1, timeout=0.2)
-        second = agent.rpc_async(1, "hold", 2, timeout=0.2)
-        for future in (first, second):
-            with pytest.raises(
-                DistributedTimeoutError, match=r"rank 1 did not answer the call of 'hold' within 0\.2 s"
-            ):
-                future.result()
+        first = agent.rpc_async(1, "hold", 1, timeout=10)
+        assert started.wait(10)
+        second = agent.rpc_async(1, "hold", 2, timeout=0.1)
+        with pytest.raises(DistributedTimeoutError, match=r"rank 1 did not answer the call of 'hold' within 0\.1 s"):
+            second.result()
         release.set()
+        first.result()
         assert agent.rpc_sync(1, "echo", 3) == 3
 
     run_agents(program, 2, functions={"hold": hold}, num_workers=1)
@@ -153,13 +153,15 @@ def test_a_call_that_takes_too_long():
 
 def test_statistics():
     """What came back, what was given up and came late, what was served and what failed."""
-    release = threading.Event()
+    release, started = threading.Event(), threading.Event()
 
     def program(agent):
         if agent.rank:
             return
+        given_up = agent.rpc_async(1, "hold", timeout=1)
+        assert started.wait(10)
         with pytest.raises(DistributedTimeoutError):
-            agent.rpc_sync(1, "hold", timeout=0.05)
+            given_up.result()
         future = agent.rpc_async(1, "hold", timeout=10)
         assert agent.statistics().in_flight == 1
         release.set()
@@ -177,7 +179,11 @@ def test_statistics():
         found = next(agent.statistics() for agent in agents if agent.rank == 1)
         return [found.served, found.failed]
 
-    functions = {"hold": lambda: release.wait(10), "statistics": statistics}
+    def hold():
+        started.set()
+        release.wait(10)
+
+    functions = {"hold": hold, "statistics": statistics}
 
     def body(agent):
         agents.append(agent)
