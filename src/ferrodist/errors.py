@@ -20,6 +20,7 @@
     |-- BackendUnavailable                    the engine is not installed here
     |-- DistCheckpointError                   a checkpoint can't be written, or is not what was written
     |-- PipelineError                         a stage of a pipeline failed, on some rank
+    |-- RpcError                              a function that was called on some rank failed, or is not there
     `-- RankFailedError                       a rank's program failed (launcher, test kit)
 
 ``ValueError`` and ``TypeError`` of Python itself are raised for arguments that are wrong on their face. The first rank
@@ -51,6 +52,7 @@ __all__ = [
     "ProtocolError",
     "RankFailedError",
     "RendezvousError",
+    "RpcError",
     "SelfSendError",
     "SizeMismatchError",
     "UnsupportedOpError",
@@ -171,6 +173,35 @@ class DistCheckpointError(DistributedError):
 
 class PipelineError(DistributedError):
     """A stage of a pipeline failed; ``ranks`` has its rank."""
+
+
+class _RemoteTraceback(Exception):  # noqa: N818 - never raised
+    """What was printed on another rank, as the cause of an error here."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class RpcError(DistributedError):
+    """A function that was called on another rank raised, or there is none.
+
+    Args:
+        message: As for all.
+        ranks: The rank that was called.
+        type_name: Of what was raised there, or empty.
+        traceback: Of it, or empty; it is shown above this one's own.
+
+    Attributes:
+        type_name: As given.
+        remote_traceback: The traceback.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), type_name: str = "", traceback: str = "") -> None:
+        super().__init__(message, ranks=ranks)
+        self.type_name = type_name
+        self.remote_traceback = traceback
+        if traceback:
+            self.__cause__ = _RemoteTraceback(traceback)
 
 
 class RankFailedError(DistributedError):

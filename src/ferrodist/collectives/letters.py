@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from ferrodist.collectives.nested_values import Plan, check_plan, flatten, unflatten
+from ferrodist.collectives.nested_values import Extension, Plan, check_plan, flatten, unflatten
 from ferrodist.collectives.prepare import check_tensor
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.views import bytes_of
@@ -51,18 +51,18 @@ class Parcel:
     wants_gradient: list[bool]
 
     @classmethod
-    def of(cls, value: Any, what: str) -> Parcel:
+    def of(cls, value: Any, what: str, extensions: Sequence[Extension] = ()) -> Parcel:
         """Take a value apart; see `flatten`."""
-        plan, tensors = flatten(value, what)
+        plan, tensors = flatten(value, what, extensions)
         return cls(plan, tensors, [tensor.requires_grad for tensor in tensors])
 
     def copy(self) -> Parcel:
         """The same with tensors of its own."""
         return Parcel(self.plan, [tensor.detach().clone() for tensor in self.tensors], self.wants_gradient)
 
-    def open(self) -> Any:
+    def open(self, extensions: Sequence[Extension] = ()) -> Any:
         """The value, with the parcel's tensors."""
-        return unflatten(self.plan, self.tensors)
+        return unflatten(self.plan, self.tensors, extensions)
 
 
 class _Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -143,8 +143,12 @@ def write_letter(parcel: Parcel, what: str, room: int = _MOST_INSIDE_BYTES) -> t
     return letter, apart
 
 
-def read_letter(letter: torch.Tensor) -> tuple[Parcel, list[Apart]]:
+def read_letter(letter: torch.Tensor, marks: Sequence[str] = ()) -> tuple[Parcel, list[Apart]]:
     """Take a letter apart; nothing in it is believed.
+
+    Args:
+        letter: It.
+        marks: Of the extensions that it may have.
 
     Returns:
         The value, whose small tensors lie in the letter's memory, with None in the place of what comes by itself; and
@@ -156,7 +160,7 @@ def read_letter(letter: torch.Tensor) -> tuple[Parcel, list[Apart]]:
     memory = bytes_of(letter)
     (length,) = _LENGTH.unpack_from(memory)
     head = _HEADS.decode(memory[_LENGTH.size : _LENGTH.size + length])
-    check_plan(head.plan, len(head.pieces))
+    check_plan(head.plan, len(head.pieces), marks)
     first = _aligned(_LENGTH.size + length)
     tensors: list[Any] = []
     apart = []

@@ -4,70 +4,131 @@ in the value                                     in the plan
 tensor                                           its number; one that is there twice has one
 tuple, list, dict                                the same, of plans
 None, bool, int of 64 bits, float, str, bytes    itself
+what an `Extension` knows                        the plan of what it makes of that
 
-What is of a subclass of these arrives as these: a named tuple as a tuple, numpy's float64 as a float.
+What is of a subclass of these arrives as these: a named tuple as a tuple, numpy's float64 as a float. Nothing is nested
+deeper than `MAX_LEVELS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-__all__ = ["Plan", "check_plan", "flatten", "unflatten"]
+__all__ = ["MAX_LEVELS", "Extension", "Plan", "check_plan", "flatten", "unflatten"]
 
 Plan = list[Any]
 """Plain data: a mark, and what belongs to it."""
+
+MAX_LEVELS = 100
+"""Of tuples, lists and dicts in each other."""
 
 _TENSOR, _TUPLE, _LIST, _DICT, _PLAIN = "tensor", "tuple", "list", "dict", "plain"
 _INT_BITS = 64
 
 
-def flatten(value: Any, what: str) -> tuple[Plan, list[torch.Tensor]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extension:
+    """One more kind of values.
+
+    Args:
+        mark: Its name in plans, the same on all ranks.
+        take_apart: Called with a value that is none of the table's; gives what stands for it, or None for what is not
+            of this kind.
+        put_together: The reverse. Raises ValueError for what nothing was taken apart into.
+    """
+
+    mark: str
+    take_apart: Callable[[Any], Any]
+    put_together: Callable[[Any], Any]
+
+
+class _MisfitError(TypeError):
+    """Something that has no plan: what is wrong with it, and where it is, from the inside out."""
+
+    def __init__(self, wrong: str) -> None:
+        super().__init__(wrong)
+        self.wrong = wrong
+        self.place = ""
+
+
+class _Flattening:
+    """One value on its way into a plan."""
+
+    def __init__(self, extensions: Sequence[Extension]) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._numbers: dict[int, int] = {}
+        self._extensions = extensions
+
+    def plan_of(self, value: Any, levels: int) -> Plan:
+        if isinstance(value, torch.Tensor):
+            self.tensors.setdefault(id(value), value)
+            return [_TENSOR, self._numbers.setdefault(id(value), len(self._numbers))]
+        if not isinstance(value, (tuple, list, Mapping)):
+            return self._of_one(value, levels)
+        self._check_levels(levels)
+        if isinstance(value, Mapping):
+            return [_DICT, [self._pair(key, each, levels - 1) for key, each in value.items()]]
+        mark = _TUPLE if isinstance(value, tuple) else _LIST
+        return [mark, [self._member(place, each, levels - 1) for place, each in enumerate(value)]]
+
+    def _member(self, place: object, value: Any, levels: int) -> Plan:
+        try:
+            return self.plan_of(value, levels)
+        except _MisfitError as misfit:
+            misfit.place = f"[{place!r}]{misfit.place}"
+            raise
+
+    def _pair(self, key: Any, value: Any, levels: int) -> list[Any]:
+        if not isinstance(key, (str, int)):
+            raise _MisfitError(f"has the key {key!r}: keys of what goes from rank to rank are text or numbers")
+        return [_plain(key), self._member(key, value, levels)]
+
+    def _of_one(self, value: Any, levels: int) -> Plan:
+        for extension in self._extensions:
+            inner = extension.take_apart(value)
+            if inner is not None:
+                self._check_levels(levels)
+                return [extension.mark, self.plan_of(inner, levels - 1)]
+        return [_PLAIN, _plain(value)]
+
+    def _check_levels(self, levels: int) -> None:
+        if not levels:
+            raise _MisfitError(f"is nested more than {MAX_LEVELS} levels deep, or in itself")
+
+
+def flatten(value: Any, what: str, extensions: Sequence[Extension] = ()) -> tuple[Plan, list[torch.Tensor]]:
     """Take a value apart.
 
     Args:
         value: Nested as the table above says.
         what: What it is, for errors.
+        extensions: What else may be in it.
 
     Raises:
         TypeError: It holds something else; the place is named.
     """
-    tensors: dict[int, torch.Tensor] = {}
-    numbers: dict[int, int] = {}
-    plan = _plan_of(value, what, tensors, numbers)
-    return plan, list(tensors.values())
+    flattening = _Flattening(extensions)
+    try:
+        plan = flattening.plan_of(value, MAX_LEVELS)
+    except _MisfitError as misfit:
+        raise TypeError(f"{what}{misfit.place} {misfit.wrong}") from None
+    return plan, list(flattening.tensors.values())
 
 
-def _plan_of(value: Any, where: str, tensors: dict[int, torch.Tensor], numbers: dict[int, int]) -> Plan:
-    if isinstance(value, torch.Tensor):
-        tensors.setdefault(id(value), value)
-        return [_TENSOR, numbers.setdefault(id(value), len(numbers))]
-    if isinstance(value, (tuple, list)):
-        mark = _TUPLE if isinstance(value, tuple) else _LIST
-        return [mark, [_plan_of(each, f"{where}[{place}]", tensors, numbers) for place, each in enumerate(value)]]
-    if isinstance(value, Mapping):
-        pairs = []
-        for key, each in value.items():
-            inner = f"{where}[{key!r}]"
-            if not isinstance(key, (str, int)):
-                raise TypeError(f"{where} has the key {key!r}: keys of what goes from rank to rank are text or numbers")
-            pairs.append([_plain(key, f"the key of {inner}"), _plan_of(each, inner, tensors, numbers)])
-        return [_DICT, pairs]
-    return [_PLAIN, _plain(value, where)]
-
-
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: Any) -> Any:
     match value:
         case None | bool():
             return value
         case int():
             if value.bit_length() >= _INT_BITS:
-                raise TypeError(f"{where} is {value}: integers that go from rank to rank have 64 bits")
+                raise _MisfitError(f"is {value}: integers that go from rank to rank have 64 bits")
             return int.__int__(value)
         case float():
             return float.__float__(value)
@@ -75,46 +136,62 @@ def _plain(value: Any, where: str) -> Any:
             return str.__str__(value)
         case bytes():
             return bytes(memoryview(value))
-    raise TypeError(
-        f"{where} is of type {type(value).__name__}: tensors, numbers, text, bytes and None go from rank to rank,"
-        " in tuples, lists and dicts"
+    raise _MisfitError(
+        f"is of type {type(value).__name__}: tensors, numbers, text, bytes and None go from rank to rank, in tuples,"
+        " lists and dicts"
     )
 
 
-def check_plan(plan: Any, num_tensors: int) -> None:
+def check_plan(plan: Any, num_tensors: int, marks: Sequence[str] = (), *, levels: int = MAX_LEVELS) -> None:
     """See that `unflatten` can follow a plan that another rank sent.
+
+    Args:
+        plan: It.
+        num_tensors: How many come with it.
+        marks: Of extensions.
+        levels: How deep it may be nested.
 
     Raises:
         ValueError: It can't.
     """
-    match plan:
-        case [mark, list(content)] if mark in (_TUPLE, _LIST):
-            for each in content:
-                check_plan(each, num_tensors)
-        case [mark, list(content)] if mark == _DICT:
-            for pair in content:
-                match pair:
-                    case [str() | int(), each]:
-                        check_plan(each, num_tensors)
-                    case _:
-                        raise ValueError(f"a plan has {pair!r} for a pair of key and value")
-        case [mark, int(number)] if mark == _TENSOR and 0 <= number < num_tensors:
-            pass
-        case [mark, None | bool() | int() | float() | str() | bytes()] if mark == _PLAIN:
-            pass
-        case _:
-            raise ValueError(f"a plan has {plan!r}")
-
-
-def unflatten(plan: Plan, tensors: Sequence[Any]) -> Any:
-    """Put a value together again, with something in the place of each tensor."""
+    if not (isinstance(plan, list) and len(plan) == 2 and levels >= 0):
+        raise ValueError("a plan has no two parts, or is nested too deeply")
     mark, content = plan
-    if mark == _TENSOR:
-        return tensors[content]
-    if mark == _TUPLE:
-        return tuple(unflatten(each, tensors) for each in content)
-    if mark == _LIST:
-        return [unflatten(each, tensors) for each in content]
-    if mark == _DICT:
-        return {key: unflatten(each, tensors) for key, each in content}
-    return content
+    if mark == _PLAIN and (content is None or isinstance(content, (bool, int, float, str, bytes))):
+        return
+    if mark == _TENSOR and isinstance(content, int) and 0 <= content < num_tensors:
+        return
+    if mark in (_TUPLE, _LIST) and isinstance(content, list):
+        for each in content:
+            check_plan(each, num_tensors, marks, levels=levels - 1)
+    elif mark == _DICT and isinstance(content, list):
+        for pair in content:
+            if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], (str, int))):
+                raise ValueError("a plan has what is no pair of a key and a value")
+            check_plan(pair[1], num_tensors, marks, levels=levels - 1)
+    elif isinstance(mark, str) and mark in marks:
+        check_plan(content, num_tensors, marks, levels=levels - 1)
+    else:
+        raise ValueError(f"a plan has the mark {mark!r}, or what does not belong to it")
+
+
+def unflatten(plan: Plan, tensors: Sequence[Any], extensions: Sequence[Extension] = ()) -> Any:
+    """Put a value together again, with something in the place of each tensor.
+
+    Raises:
+        ValueError: An extension says so.
+    """
+    mark, content = plan
+    match mark:
+        case "tensor":
+            return tensors[content]
+        case "plain":
+            return content
+        case "tuple":
+            return tuple([unflatten(each, tensors, extensions) for each in content])
+        case "list":
+            return [unflatten(each, tensors, extensions) for each in content]
+        case "dict":
+            return {key: unflatten(each, tensors, extensions) for key, each in content}
+    extension = next(each for each in extensions if each.mark == mark)
+    return extension.put_together(unflatten(content, tensors, extensions))

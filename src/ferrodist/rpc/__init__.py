@@ -1,0 +1,1 @@
+"""Calls of registered functions on other ranks, and references to what they have there."""
