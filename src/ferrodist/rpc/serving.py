@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Functions", "Served", "Workers"]
 
+_LEAVE_SECONDS = 5.0
+"""How long a thread may take to end what it is in."""
+
 
 class Functions:
     """What may be called, by name. Only what was registered can be."""
@@ -153,9 +156,6 @@ class Workers:
             self._loop.run_forever()
         finally:
             self._loop.close()
-
-
-_LEAVE_SECONDS = 5.0
 
 
 def _failure(call: Call, error: BaseException) -> Failure:

@@ -1,0 +1,61 @@
+"""Nested values, taken apart and put together: how deep, and what else may be in them."""
+
+import pytest
+import torch
+
+from ferrodist.collectives.letters import Parcel, read_letter, write_letter
+from ferrodist.collectives.nested_values import MAX_LEVELS, Extension, check_plan, flatten
+
+
+def nest(levels, value=None):
+    """A value in so many lists, tuples and dicts."""
+    for level in range(levels):
+        value = ([value], (value,), {"a": value})[level % 3]
+    return value
+
+
+def test_depth():
+    """As deep as may be, values come back; deeper ones, and those that hold themselves, are refused."""
+    value = nest(MAX_LEVELS, 3)
+    letter, apart = write_letter(Parcel.of(value, "it"), "it")
+    assert apart == []
+    assert read_letter(letter)[0].open() == value
+    endless = []
+    endless.append(endless)
+    for wrong in (nest(MAX_LEVELS + 1, 3), endless):
+        with pytest.raises(TypeError, match=rf"^it\[.*\] is nested more than {MAX_LEVELS} levels deep, or in itself"):
+            Parcel.of(wrong, "it")
+
+
+def test_a_plan_that_is_too_deep():
+    """What another rank sends is refused before it is followed."""
+    plan = ["plain", 3]
+    for _ in range(MAX_LEVELS + 1):
+        plan = ["list", [plan]]
+    check_plan(plan[1][0], 0)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        check_plan(plan, 0)
+
+
+def test_places_are_named():
+    """The way to what does not fit is in the error."""
+    with pytest.raises(TypeError, match=r"^it\[0\]\['key'\]\[2\] is of type object: tensors, numbers"):
+        flatten([{"key": (1, 2, object())}], "it")
+
+
+def test_extensions():
+    """One knows one more kind, by what stands for it; a mark that nobody knows is refused."""
+    ranges = Extension(
+        mark="range",
+        take_apart=lambda value: [value.start, value.stop] if isinstance(value, range) else None,
+        put_together=lambda ends: range(*ends),
+    )
+    value = {"here": range(3, 5), "tensor": torch.ones(2)}
+    letter, _ = write_letter(Parcel.of(value, "it", [ranges]), "it")
+    found = read_letter(letter, ["range"])[0].open([ranges])
+    assert found["here"] == range(3, 5)
+    assert torch.equal(found["tensor"], torch.ones(2))
+    with pytest.raises(ValueError, match="the mark 'range'"):
+        read_letter(letter)
+    with pytest.raises(TypeError, match=r"it\['here'\] is of type range"):
+        Parcel.of(value, "it")
