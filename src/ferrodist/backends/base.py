@@ -19,6 +19,7 @@ from ferrodist.backends.agreement import Agreement
 from ferrodist.backends.call import Call
 from ferrodist.backends.request import Late, Request, ThreadedRequest, answer_seconds
 from ferrodist.backends.tags import ANY_SOURCE
+from ferrodist.backends.weak import held_now
 from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, check_timeout
 from ferrodist.errors import (
     DistributedError,
@@ -294,7 +295,7 @@ class Backend(ABC):
         self._close_callbacks.append(callback)
 
     def _run_close_callbacks(self) -> None:
-        for subgroup in list(self.subgroups):
+        for subgroup in held_now(lambda: self.subgroups):
             subgroup.close()
         while self._close_callbacks:
             self._close_callbacks.pop()()

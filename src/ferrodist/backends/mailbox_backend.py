@@ -374,7 +374,7 @@ class MailboxBackend(NonBlockingBackend):
 
     def _leave_groups(self) -> None:
         """Tell the others that this rank has closed its groups."""
-        for group_id, failure in list(self._failures.items()):  # another thread may be closing a sub-group
+        for group_id, failure in self._failures.copy().items():  # another thread may be closing a sub-group
             members = self._members.get(group_id)
             if group_id != _WORLD and members is not None:
                 self._notify_abort(group_id, members, failure)

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from ferrodist.backends.weak import held_now
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
 
@@ -219,5 +220,5 @@ _open_queues: weakref.WeakSet[OperationQueue] = weakref.WeakSet()
 
 @atexit.register
 def _stop_queues() -> None:
-    for operations in list(_open_queues):
+    for operations in held_now(lambda: _open_queues):
         operations.close()

@@ -14,6 +14,7 @@ from ferrodist.backends.native.library import load
 from ferrodist.backends.native.messages import MessagesBackend
 from ferrodist.backends.native.opening import open_messages
 from ferrodist.backends.sub import SubBackend
+from ferrodist.backends.weak import held_now
 from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
 from ferrodist.errors import GroupAbortedError
 from ferrodist.rendezvous import rendezvous
@@ -126,13 +127,13 @@ class NativeBackend(MessagesBackend):
     def _close_groups(self) -> bool:
         is_first = super()._close_groups()
         if is_first:
-            for engine in list(self._engines.values()):
+            for engine in held_now(self._engines.values):
                 engine.leave()
         return is_first
 
     def _forget_in_child(self) -> None:
         super()._forget_in_child()
-        for engine in list(self._engines.values()):
+        for engine in held_now(self._engines.values):
             engine.stop()
 
 

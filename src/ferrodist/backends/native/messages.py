@@ -25,6 +25,7 @@ from ferrodist.backends.request import answer_seconds
 from ferrodist.backends.sub import SubBackend
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_of_tag
 from ferrodist.backends.tcp.backend import TcpBackend
+from ferrodist.backends.weak import held_now
 from ferrodist.deadline import check_timeout
 from ferrodist.errors import DistributedTimeoutError, GroupClosedError, ProtocolError
 
@@ -303,7 +304,7 @@ class MessagesBackend(TcpBackend):
         """Close those of sub-groups that have ended or that a rank has left; of the world the messenger knows."""
         with self._state_lock:
             left = {group_id for group_id, _ in self._left}
-        for group_id, messages in list(self._short_ways.items()):
+        for group_id, messages in held_now(self._short_ways.items):
             if group_id != _WORLD and (group_id in left or self._failure_of(group_id) is not None):
                 messages.close()
 

@@ -457,8 +457,10 @@ class TcpBackend(MailboxBackend):
     def link_ended(self, link: Link, reason: str, *, by_violation: bool) -> None:
         """A connection is gone: its rank has left or died, and at the hub's end so has every way to others."""
         self._links.pop(link.peer, None)
-        for key in [key for key in self._incoming if key[0] == link.peer or link.peer == _HUB]:
-            self._mailbox.withdraw(self._incoming.pop(key))
+        for key, message in self._incoming.copy().items():  # other threads take from it
+            if key[0] == link.peer or link.peer == _HUB:
+                self._incoming.pop(key, None)
+                self._mailbox.withdraw(message)
         if not link.has_left:
             violation = Departure(kind=ProtocolError, what=f"broke the protocol: {reason}")
             self._peer_died(link.peer, violation if by_violation else _death(reason))
@@ -484,7 +486,7 @@ class TcpBackend(MailboxBackend):
 
     def _forget_messages(self, applies: Callable[[Message], bool]) -> None:
         super()._forget_messages(applies)
-        for key, message in list(self._incoming.items()):
+        for key, message in self._incoming.copy().items():
             if applies(message):
                 self._incoming.pop(key, None)
 

@@ -11,6 +11,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
+from ferrodist.backends.weak import held_now
 from ferrodist.deadline import Deadline
 from ferrodist.errors import GroupClosedError
 
@@ -50,7 +51,7 @@ def _close_all() -> None:
     Before Python 3.14 a daemon thread that comes back from there while the interpreter ends is ended where it stands,
     which terminates the process.
     """
-    groups = list(_live)
+    groups = held_now(lambda: _live)
     for group in groups:
         with contextlib.suppress(Exception):  # one that can't be closed any more keeps none of the others open
             group.close()
