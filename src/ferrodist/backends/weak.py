@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 _Held = TypeVar("_Held")
 
@@ -17,5 +19,5 @@ def held_now(collection: Callable[[], Iterable[_Held]]) -> list[_Held]:
     while True:
         try:
             return list(collection())
-        except RuntimeError:
+        except RuntimeError:  # noqa: PERF203 - the loop is for this
             continue
