@@ -8,8 +8,10 @@
 #include <optional>
 
 #include "bindings/released.h"
+#include "bindings/listener.h"
 #include "bindings/message_arguments.h"
 #include "bindings/tensor_messages.h"
+#include "bindings/told.h"
 #include "engine/messenger.h"
 
 namespace nb = nanobind;
@@ -41,7 +43,9 @@ private:
 };
 
 // A transfer that Python started. It keeps itself until it has ended and its end has been told.
-struct Request {
+struct Request final : Told {
+    explicit Request(std::shared_ptr<Messenger> its_messenger) : messenger(std::move(its_messenger)) {}
+
     std::shared_ptr<Messenger> messenger;
     Buffer buffer;
     std::optional<Send> send;
@@ -53,6 +57,9 @@ struct Request {
         return send ? static_cast<Transfer&>(*send) : static_cast<Transfer&>(*receive);
     }
     [[nodiscard]] bool has_ended() noexcept { return transfer().has_ended.load(); }
+
+    void hear(Transfer& /*ended*/) override {}
+    void act() override;
 };
 
 void call(nb::handle function, nb::args arguments = nb::borrow<nb::args>(nb::make_tuple())) {
@@ -63,15 +70,20 @@ void call(nb::handle function, nb::args arguments = nb::borrow<nb::args>(nb::mak
     }
 }
 
+void Request::act() {
+    for (const nb::object& callback : std::exchange(callbacks, {})) call(callback);
+    Py_DECREF(self);
+}
+
 // Does what concerns Python of what has happened in the messenger. `tell(kind, rank, group, size)` hears of what ranks did
 // wrong, and of their ends.
 void do_work(Messenger& messenger, nb::handle tell) {
     const Work work = messenger.take_work();
     for (Transfer* ended = work.first_ended; ended != nullptr;) {
-        auto& request = *static_cast<Request*>(ended->owner);
-        ended = ended->next_ended;
-        for (const nb::object& callback : std::exchange(request.callbacks, {})) call(callback);
-        Py_DECREF(request.self);
+        Told& told = *static_cast<Told*>(ended->owner);
+        Transfer& heard = *std::exchange(ended, ended->next_ended);
+        told.hear(heard);
+        if (ended == nullptr || ended->owner != &told) told.act();
     }
     for (const News& news : work.news) {
         const std::uint64_t group = news.message ? news.message->tag.group : 0;
@@ -145,7 +157,7 @@ nb::object quick_recv(Messenger& self, nb::handle into, nb::handle src, nb::hand
 
 nb::object start(const std::shared_ptr<Messenger>& self, nb::handle data, int peer, std::uint64_t group,
                  std::uint64_t number, bool is_send) {
-    auto* request = new Request{.messenger = self, .buffer = {}, .send = {}, .receive = {}, .callbacks = {}};
+    auto* request = new Request(self);
     nb::object object = nb::cast(request, nb::rv_policy::take_ownership);
     if (!request->buffer.open(data, !is_send)) throw nb::type_error("no contiguous buffer");
     request->self = object.ptr();
@@ -154,7 +166,7 @@ nb::object start(const std::shared_ptr<Messenger>& self, nb::handle data, int pe
         request->send.emplace(request->buffer.data(), request->buffer.size(), peer, tag);
     else
         request->receive.emplace(request->buffer.data(), request->buffer.size(), peer, tag);
-    request->transfer().owner = request;
+    request->transfer().owner = static_cast<Told*>(request);
     request->transfer().is_watched = true;
     Py_INCREF(request->self);
     {
@@ -296,6 +308,7 @@ void bind_messages(nb::module_& m) {
             new std::shared_ptr<Messenger>(self);  // its lock and its thread are the parent's: never destroyed
         });
 
+    bind_listener(m);
     bind_tensor_messages(m);
 }
 

@@ -114,6 +114,14 @@ void Messenger::start(Receive& receive) {
     if (receive.outcome == Outcome::under_way) poll(&receive);
 }
 
+void Messenger::start_heard(Receive& receive) {
+    const Held held(*this, false);
+    ++num_moves_;
+    reception_.mailbox.add_listener(receive);
+    reception_.mailbox.post(receive);
+    if (receive.outcome == Outcome::under_way) poll(&receive);
+}
+
 bool Messenger::cancel(Send& send, Outcome outcome, std::size_t reason) {
     if (is_abandoned_.load()) return false;
     const Held held(*this);

@@ -93,9 +93,13 @@ public:
     // Start whatever the state of the group is, of which the caller takes care.
     void start(Send& send);
     void start(Receive& receive);
+    // A receive whose owner listens for its end from the start. For the first of some, `listen` is called afterwards.
+    void start_heard(Receive& receive);
 
     // Blocks until the transfer has ended; false when `timeout` seconds have passed before.
     bool wait(const Transfer& transfer, double timeout);
+    // Ends what nobody moves, and that a thread may `wait` for.
+    void signal(Transfer& transfer);
     // Takes a send back, or gives a receive up. False when it has ended, or is bound to.
     bool cancel(Send& send) { return cancel(send, Outcome::cancelled, 0); }
     bool cancel(Receive& receive);
@@ -121,7 +125,10 @@ public:
 
     // The user's part of what has happened; see `on_work`.
     void do_work() {
-        if (has_work_.load(std::memory_order_relaxed) && !is_abandoned_.load()) on_work_(*this);
+        for (int turn = 0; has_work_.load(std::memory_order_relaxed) && !is_abandoned_.load(); ++turn) {
+            if (turn == most_turns) return call_keeper();
+            on_work_(*this);
+        }
     }
     Work take_work();
 
@@ -133,6 +140,9 @@ public:
     void abandon() noexcept;
 
 private:
+    // Turns of work that a thread does before it leaves what comes all the while to the keeper.
+    static constexpr int most_turns = 8;
+
     struct Loss {
         int rank;
         Clock::time_point time;

@@ -70,6 +70,12 @@ bool Messenger::wait(const Transfer& transfer, double timeout) {
     }
 }
 
+void Messenger::signal(Transfer& transfer) {
+    transfer.has_ended.store(true);
+    // Who is about to sleep has counted itself before it looks at the transfer a last time.
+    if (num_asleep_.load() != 0) bell_.wake(shm::waiter);
+}
+
 bool Messenger::spin(const Transfer& transfer) {
     if (lookout_ && lookout_->is_armed()) {
         const Held held(*this, false);
