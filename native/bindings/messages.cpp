@@ -255,6 +255,13 @@ void bind_messages(nb::module_& m) {
             },
             "into"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout"_a.none(), "As `quick_send`; the rank that sent it.")
         .def(
+            "try_send",
+            [](Messenger& self, const nb::bytes& data, int dst, std::uint64_t group, std::uint64_t number) {
+                return self.is_open() &&
+                       self.try_send(reinterpret_cast<const std::byte*>(data.c_str()), data.size(), dst, {group, number});
+            },
+            "data"_a, "dst"_a, "group"_a, "number"_a, "Whether a small message could be sent at once.")
+        .def(
             "start_send",
             [](const std::shared_ptr<Messenger>& self, nb::handle data, int dst, std::uint64_t group,
                std::uint64_t number) { return start(self, data, dst, group, number, true); },

@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 from ferrodist.backends.agreement import Agreement
 from ferrodist.backends.call import Call
+from ferrodist.backends.listening import Listener, LockSignal, PostedListener, Signal
 from ferrodist.backends.request import Late, Request, ThreadedRequest, answer_seconds
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.backends.weak import held_now
@@ -289,6 +290,40 @@ class Backend(ABC):
 
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:  # noqa: B027 - may stay as it is
         """Be told that this rank has left a sub-group. This form tells nobody."""
+
+    def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:
+        """Send a small message if that can be done at once, without a look at the arguments.
+
+        False says that nothing was done: `isend` then does it, or says what is wrong. What is sent to a rank that has
+        left, or in a group that has failed, may be lost.
+        """
+        del data, dst, tag
+        return False
+
+    def listen(
+        self,
+        src: int,
+        size_bytes: int,
+        heard: Callable[[list[bytes]], None],
+        ended: Callable[[DistributedError], None],
+        *,
+        tag: int = 0,
+    ) -> Listener:
+        """Receive whatever comes from a rank with a tag, for as long as the group lasts.
+
+        Args:
+            src: The rank.
+            size_bytes: Of every message.
+            heard: Takes messages, in the order in which they were sent, in any thread, but in one at a time; must not
+                block or raise.
+            ended: Takes why no more come.
+            tag: As in `recv`.
+        """
+        return PostedListener(self, (src, tag), size_bytes, heard, ended)
+
+    def signal(self) -> Signal:
+        """Something for a thread to wait for, which then moves messages where that is the waiting threads' work."""
+        return LockSignal()
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Have ``callback()`` run once this rank has closed the group and nothing waits in it; last in, first out."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from ferrodist.backends.listening import Listener, Signal
     from ferrodist.backends.request import Request
 
 __all__ = ["SubBackend"]
@@ -148,6 +149,32 @@ class SubBackend(NonBlockingBackend):
         self._check_open()
         peer = source if source == ANY_SOURCE else self._root_ranks[source]
         return _SubRequest(self._root.irecv(buffer, peer, tag=self._tag(tag)), self)
+
+    def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:
+        """See `Backend.try_send`."""
+        if self._closed is not None:
+            return False
+        return self._root.try_send(data, self._root_ranks[dst], tag=group_tag(self.group_id, tag))
+
+    def listen(
+        self,
+        src: int,
+        size_bytes: int,
+        heard: Callable[[list[bytes]], None],
+        ended: Callable[[DistributedError], None],
+        *,
+        tag: int = 0,
+    ) -> Listener:
+        """Receive whatever comes from a rank; see `Backend.listen`."""
+        peer = self._root_ranks[check_peer(self, src)]
+        self._check_open()
+        return self._root.listen(
+            peer, size_bytes, heard, lambda error: ended(self.told_here(error)), tag=self._tag(tag)
+        )
+
+    def signal(self) -> Signal:
+        """See `Backend.signal`."""
+        return self._root.signal()
 
     def find_late(self, peers: tuple[int, ...], within: float) -> Late:
         """Ask the outermost group, whose ranks may be in between; see `Backend.find_late`."""

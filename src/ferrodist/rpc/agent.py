@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ferrodist.backends.base import Backend
 from ferrodist.collectives.prepare import check_integer
-from ferrodist.deadline import Deadline, check_timeout
+from ferrodist.deadline import check_timeout
 from ferrodist.errors import (
     DistributedError,
     DistributedTimeoutError,
     GroupClosedError,
     InvalidRankError,
     PeerLostError,
-    ProtocolError,
     RpcError,
     ranks_text,
 )
 from ferrodist.rpc.backends import GroupRpcBackend, RpcBackend
-from ferrodist.rpc.calls import Calls, Future, Waiting
-from ferrodist.rpc.link import Link
-from ferrodist.rpc.messages import Call, Failure, FailureKind, Result, pack, unpack
-from ferrodist.rpc.serving import Functions, Served, Workers
+from ferrodist.rpc.callers import Neighbor, Office, OwnCaller
+from ferrodist.rpc.calls import Calls, Future, Waiting, Waits, late_error
+from ferrodist.rpc.messages import ARRAYS, Call, FailureKind, MessageKind, unpack_failure, unpack_result
+from ferrodist.rpc.serving import Functions, Workers
 from ferrodist.rpc.statistics import Counters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.collectives.letters import Parcel
-    from ferrodist.rpc.messages import Message
+    from ferrodist.backends.listening import Signal
+    from ferrodist.rpc.messages import Content
     from ferrodist.rpc.statistics import RpcStatistics
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
@@ -40,6 +38,8 @@ __all__ = ["DEFAULT_MESSAGE_LIMIT", "RpcAgent"]
 
 DEFAULT_MESSAGE_LIMIT = 1 << 30
 """Bytes that the arguments of a call, or its result, may have."""
+
+_AGES = 1e6  # seconds
 
 
 class RpcAgent:
@@ -50,8 +50,9 @@ class RpcAgent:
 
     Args:
         backend: How ranks reach each other; or a group, whose messages then do.
-        num_workers: Threads that serve calls.
-        most_outstanding: Calls to one rank that may be without a result; who makes more waits.
+        num_workers: Threads that serve calls at a time. One that waits for a call of its own does not count.
+        most_outstanding: Calls to one rank that may be without a result; who makes more waits. As many of each other
+            rank wait here for their turn, at most.
         message_limit: Bytes that the arguments of a call, or its result, may have.
 
     Raises:
@@ -76,17 +77,20 @@ class RpcAgent:
             raise TypeError(f"an RpcAgent is made with an RpcBackend or a group, not {type(backend).__name__}")
         self._backend = backend
         self._functions = Functions()
-        label = f"ferrodist-rpc-{backend.rank}"
+        self._waits = waits = Waits(backend.signal)
         self._counters = Counters()
-        self._calls = Calls(f"{label}-timeouts", self._counters)
-        self._workers = Workers(self._functions, num_workers, f"{label}-worker")
+        label = f"ferrodist-rpc-{backend.rank}"
+        self._calls = Calls(f"{label}-timeouts", self._gave_up)
+        self._workers = Workers(self._functions, num_workers, f"{label}-worker", waits)
+        office = Office(
+            self._workers, waits, self._counters, self._answered, self._lose, most_outstanding, message_limit
+        )
         self._closed = False
-        others = [peer for peer in range(backend.world_size) if peer != backend.rank]
         self._lost: dict[int, DistributedError] = {}
-        self._room = {peer: threading.BoundedSemaphore(most_outstanding) for peer in range(backend.world_size)}
-        self._links = {peer: Link(backend.connect(peer), peer, self, message_limit) for peer in others}
-        for link in self._links.values():
-            link.start()
+        self._callers: dict[int, OwnCaller | Neighbor] = {backend.rank: OwnCaller(backend.rank, office)}
+        for peer in range(backend.world_size):
+            if peer != backend.rank:
+                self._callers[peer] = Neighbor(peer, office, backend.connect(peer))
 
     @property
     def rank(self) -> int:
@@ -130,8 +134,8 @@ class RpcAgent:
             to: The rank; this one's functions are called without the network.
             name: That the function was registered with there.
             arguments: Nested tuples, lists and dicts of tensors, numpy arrays, numbers, text, bytes and None.
-            timeout: Seconds until this gives up; None takes the backend's. The function is not stopped by that, but one
-                whose turn has not come by then is not called.
+            timeout: Seconds until this gives up; None takes the backend's. The function is not stopped by that, unless
+                it is ``async``, but one whose turn has not come by then is not called.
             keywords: More arguments, by name.
 
         Raises:
@@ -140,34 +144,32 @@ class RpcAgent:
             PeerLostError: The rank died or left.
             TypeError, ValueError: An argument can't travel.
         """
-        return self.rpc_async(to, name, *arguments, timeout=timeout, **keywords).result()
+        seconds = self._backend.timeout if timeout is None else check_timeout(timeout)
+        signal = self._waits.signal()
+        waiting = Waiting(self._rank_of(to), name, seconds, signal=signal)
+        is_worker = self._workers.begin_wait()
+        try:
+            self._await(self._begin(waiting, Call(name, arguments, keywords)), waiting, signal)
+        finally:
+            if is_worker:
+                self._workers.end_wait()
+        if isinstance(waiting.found, BaseException):
+            raise waiting.found
+        return self._open(waiting, *waiting.found)
 
     def rpc_async(self, to: int, name: str, *arguments: Any, timeout: float | None = None, **keywords: Any) -> Future:
         """Call a function of a rank, as `rpc_sync`; its result, or what that raises, is the future's.
 
         Tensors must not be changed until the future is done.
         """
-        to = self._rank_of(to)
         seconds = self._backend.timeout if timeout is None else check_timeout(timeout)
-        started, deadline = time.monotonic(), Deadline(seconds)
-        room, future = self._room[to], Future()
-        if not room.acquire(timeout=deadline.remaining()):
-            raise DistributedTimeoutError(
-                f"rank {to} has as many calls without a result as may be, for {seconds:g} s", ranks=(to,)
-            )
-        number = self._calls.add(Waiting(future, to, name, started, seconds, room.release))
-        call = Call(number, deadline.remaining(), name, arguments, keywords)
+        future = Future()
+        waiting = Waiting(self._rank_of(to), name, seconds, future=future)
         try:
-            if to == self.rank:
-                self._serve(unpack(pack(call), to), self._answered)
-            else:
-                self._link(to).send(pack(call))
-        except BaseException as error:
-            if self._calls.take(number) is None:  # its future has an exception already
-                return future
-            if not isinstance(error, DistributedError):
-                raise
-            future.set_exception(error)
+            self._begin(waiting, Call(name, arguments, keywords))
+        except DistributedError as error:
+            if not future.done():
+                future.set_exception(error)
         return future
 
     def statistics(self) -> RpcStatistics:
@@ -203,10 +205,12 @@ class RpcAgent:
         if self._closed:
             return
         self._closed = True
-        for link in self._links.values():
-            link.close()
-        self._calls.close(GroupClosedError("the agent was closed"))
+        for caller in self._callers.values():
+            caller.close()
+        self._calls.close()
         self._workers.close()
+
+    # Calls of this rank.
 
     def _rank_of(self, to: int) -> int:
         rank = check_integer(to, "to")
@@ -214,78 +218,91 @@ class RpcAgent:
             raise InvalidRankError(f"there is no rank {rank} to call: they are 0 to {self.world_size - 1}")
         return rank
 
-    def _link(self, peer: int) -> Link:
+    def _begin(self, waiting: Waiting, call: Call) -> int:
+        """Make a call; what is raised is not told to who waits for it."""
+        peer = waiting.peer
+        caller = self._caller(peer)
+        content = caller.write_call(call)
+        if not caller.window.enter(waiting.seconds):
+            raise DistributedTimeoutError(
+                f"rank {peer} has as many calls without a result as may be, for {waiting.seconds:g} s", ranks=(peer,)
+            )
+        try:
+            number = self._calls.add(waiting)
+            try:
+                caller.send_call(number, content)
+            except BaseException:
+                self._calls.take(number)
+                raise
+        except BaseException:
+            caller.window.leave()
+            raise
+        return number
+
+    def _await(self, number: int, waiting: Waiting, signal: Signal) -> None:
+        """Wait for a result. One that is found while this gives up sets the signal, which is waited for then."""
+        try:
+            has_come = signal.wait(max(0.0, waiting.started + waiting.seconds - time.monotonic()))
+        except BaseException:  # the handler of an interruption raised it
+            if self._calls.give_up(number) is None:
+                signal.wait(_AGES)
+            raise
+        if not has_come:
+            if self._calls.give_up(number) is not None:
+                raise late_error(waiting)
+            signal.wait(_AGES)
+
+    def _caller(self, peer: int) -> OwnCaller | Neighbor:
         if self._closed:
             raise GroupClosedError("the agent was closed")
-        if peer in self._lost:
-            raise self._lost[peer].fresh()
-        return self._links[peer]
+        lost = self._lost.get(peer)
+        if lost is not None:
+            raise lost.fresh()
+        return self._callers[peer]
 
-    # What links tell.
+    def _gave_up(self, number: int, waiting: Waiting) -> None:
+        self._counters.count("timed_out")
+        self._callers[waiting.peer].send_withdrawal(number)
 
-    def received(self, peer: int, parcel: Parcel) -> None:
-        """See `Receiver`."""
-        try:
-            message = unpack(parcel, peer)
-        except ProtocolError as error:
-            self.garbled(peer, error)
+    def _answered(self, peer: int, number: int, kind: MessageKind, content: Content) -> None:
+        """See `Office`."""
+        waiting = self._calls.take(number, peer)
+        if waiting is None:
             return
-        if isinstance(message, Call):
-            self._serve(message, lambda answer: self._send_answer(peer, answer))
+        self._callers[peer].window.leave()
+        if waiting.is_given_up:
+            self._counters.count("late")
+            return
+        self._counters.count_answer(time.monotonic() - waiting.started)
+        if waiting.signal is not None:
+            waiting.found = kind, content
+            waiting.signal.set()
+            return
+        assert waiting.future is not None
+        try:
+            value = self._open(waiting, kind, content)
+        except Exception as error:  # noqa: BLE001 - it is the caller's
+            waiting.future.set_exception(error)
         else:
-            self._answered(message)
+            waiting.future.set_result(value)
 
-    def garbled(self, peer: int, error: DistributedError) -> None:
-        """See `Receiver`."""
-        self._send_answer(peer, Failure(-1, FailureKind.UNDECODABLE, "", str(error), ""))
+    def _open(self, waiting: Waiting, kind: MessageKind, content: Any) -> Any:
+        if kind is MessageKind.RESULT:
+            return unpack_result(content, waiting.peer, (ARRAYS,))
+        failure = unpack_failure(content, waiting.peer)
+        if failure.kind is FailureKind.EXPIRED:
+            raise DistributedTimeoutError(f"rank {waiting.peer}: {failure.text}", ranks=(waiting.peer,))
+        how = "{} failed on rank {}" if failure.kind is FailureKind.RAISED else "the call of {} on rank {}"
+        raise RpcError(
+            f"{how.format(repr(waiting.name), waiting.peer)}: {failure.text}",
+            ranks=(waiting.peer,),
+            type_name=failure.type_name,
+            traceback=failure.traceback,
+        )
 
-    def lost(self, peer: int, error: DistributedError) -> None:
-        """See `Receiver`."""
+    def _lose(self, peer: int, error: DistributedError) -> None:
+        """See `Office`."""
         if not isinstance(error, PeerLostError):
             error = PeerLostError(f"rank {peer} can't be reached any more: {error}", ranks=(peer,))
         self._lost[peer] = error
         self._calls.fail(peer, error)
-
-    def _serve(self, call: Message, answer: Callable[[Result | Failure], None]) -> None:
-        assert isinstance(call, Call)
-
-        def count(found: Result | Failure) -> None:
-            self._counters.count("served" if isinstance(found, Result) else "failed")
-            answer(found)
-
-        self._workers.submit(Served(call, Deadline(call.seconds), count))
-
-    def _send_answer(self, peer: int, answer: Result | Failure) -> None:
-        try:
-            parcel = pack(answer)
-        except TypeError as error:
-            parcel = pack(Failure(answer.number, FailureKind.UNENCODABLE, "TypeError", str(error), ""))
-        try:
-            self._link(peer).send(parcel)
-        except ValueError as error:  # it is too large
-            failure = Failure(answer.number, FailureKind.UNENCODABLE, "ValueError", str(error), "")
-            self._send_answer(peer, failure)
-        except DistributedError:
-            pass  # whoever waited is gone
-
-    def _answered(self, message: Message) -> None:
-        assert not isinstance(message, Call)
-        waiting = self._calls.take(message.number)
-        if waiting is None:
-            self._counters.count("late")
-            return
-        self._counters.count_answer(time.monotonic() - waiting.started)
-        if isinstance(message, Result):
-            waiting.future.set_result(message.value)
-        else:
-            waiting.future.set_exception(_error_of(waiting, message))
-
-
-def _error_of(waiting: Waiting, failure: Failure) -> Exception:
-    if failure.kind is FailureKind.EXPIRED:
-        return DistributedTimeoutError(f"rank {waiting.peer}: {failure.text}", ranks=(waiting.peer,))
-    if failure.kind is FailureKind.RAISED:
-        text = f"{waiting.name!r} failed on rank {waiting.peer}: {failure.text}"
-    else:
-        text = f"the call of {waiting.name!r} on rank {waiting.peer}: {failure.text}"
-    return RpcError(text, ranks=(waiting.peer,), type_name=failure.type_name, traceback=failure.traceback)

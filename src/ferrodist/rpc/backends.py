@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from ferrodist.backends.listening import LockSignal
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.backends.sub import SubBackend
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
+    from ferrodist.backends.listening import Signal
 
 __all__ = ["GroupRpcBackend", "RpcBackend", "SimulatedRpcBackend"]
 
@@ -32,6 +34,10 @@ class RpcBackend(ABC):
     def connect(self, peer: int) -> Backend:
         """A new group of this rank and another one, in the order of their numbers; only `Link` communicates in it."""
 
+    def signal(self) -> Signal:
+        """Something for a thread to wait for until messages of the groups bring it; see `Backend.signal`."""
+        return LockSignal()
+
 
 class GroupRpcBackend(RpcBackend):
     """The ranks of a group, by whatever way its messages go: shared memory within a host, for a native one.
@@ -50,6 +56,10 @@ class GroupRpcBackend(RpcBackend):
         return SubBackend(
             self._group, members, label="ferrodist.rpc", name=f"rpc of ranks {members[0]} and {members[1]}"
         )
+
+    def signal(self) -> Signal:
+        """See `RpcBackend`."""
+        return self._group.signal()
 
 
 class SimulatedRpcBackend(GroupRpcBackend):

@@ -1,29 +1,45 @@
-"""Calls that wait for their results: their futures, and who gives up when."""
+"""Calls that wait for their results: who waits for them, and who gives up when."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import heapq
-import itertools
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.errors import DistributedTimeoutError
+from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from ferrodist.errors import DistributedError
-    from ferrodist.rpc.statistics import Counters
+    from ferrodist.backends.listening import Signal
 
-__all__ = ["Calls", "Future", "Waiting"]
-
+__all__ = ["Calls", "Future", "Waiting", "Waits", "Window", "late_error"]
 
 _MOST_ENDED = 1000
 """Calls that have ended and whose timeouts are still known."""
+
+
+class Waits:
+    """What the threads of an agent wait with, one `Signal` each.
+
+    Args:
+        make: Makes one.
+    """
+
+    def __init__(self, make: Callable[[], Signal]) -> None:
+        self._make = make
+        self._local = threading.local()
+
+    def signal(self) -> Signal:
+        """This thread's. It waits for one thing at a time, so there is one."""
+        try:
+            return self._local.signal  # type: ignore[no-any-return]
+        except AttributeError:
+            found = self._local.signal = self._make()
+            return found
 
 
 class Future(concurrent.futures.Future[Any]):
@@ -41,98 +57,205 @@ class Future(concurrent.futures.Future[Any]):
         return asyncio.wrap_future(self).__await__()
 
 
-@dataclass(frozen=True, slots=True)
+class Window:
+    """How many calls to a rank may have no result, and who waits until there are fewer.
+
+    Args:
+        size: How many.
+        waits: Of the agent.
+    """
+
+    def __init__(self, size: int, waits: Waits) -> None:
+        self._free = size
+        self._enough = max(1, size // 4)
+        self._waits = waits
+        self._lock = threading.Lock()
+        self._waiting: list[Signal] = []
+
+    def enter(self, seconds: float) -> bool:
+        """Take a place, and wait for one for so long; whether there was one."""
+        with self._lock:
+            if self._free > 0 and not self._waiting:
+                self._free -= 1
+                return True
+        return self._wait(time.monotonic() + seconds)
+
+    def leave(self) -> None:
+        """Give a place back."""
+        with self._lock:
+            self._free += 1
+            # Who waits is woken for some at once: it would be for each else, which costs more than a call.
+            woken = self._waiting if self._waiting and self._free >= self._enough else []
+            if woken:
+                self._waiting = []
+        for signal in woken:
+            signal.set()
+
+    def close(self) -> None:
+        """Let everybody in: the link says what is wrong."""
+        with self._lock:
+            self._free = self._enough = 1 << 62
+            woken, self._waiting = self._waiting, []
+        for signal in woken:
+            signal.set()
+
+    def _wait(self, end: float) -> bool:
+        signal = self._waits.signal()
+        while True:
+            with self._lock:
+                if self._free > 0:
+                    self._free -= 1
+                    return True
+                self._waiting.append(signal)
+            has_come = signal.wait(max(0.0, end - time.monotonic()))
+            if not has_come and not self._give_up(signal):
+                signal.wait(threading.TIMEOUT_MAX)  # it is about to be set
+                has_come = True
+            if not has_come:
+                return False
+
+    def _give_up(self, signal: Signal) -> bool:
+        with self._lock:
+            if signal not in self._waiting:
+                return False
+            self._waiting.remove(signal)
+            return True
+
+
 class Waiting:
     """A call whose result has not come.
 
     Args:
-        future: Who waits for it.
         peer: The rank that was called.
         name: Of the function.
-        started: When, by the monotonic clock.
         seconds: How long the caller waits.
-        done: Called once, when nothing is waited for any more.
+        future: Where its result goes; or
+        signal: what the thread waits for that made it. It finds the result in ``found``.
     """
 
-    future: Future
-    peer: int
-    name: str
-    started: float
-    seconds: float
-    done: Callable[[], None]
+    __slots__ = ("found", "future", "is_given_up", "name", "peer", "seconds", "signal", "started")
+
+    def __init__(
+        self, peer: int, name: str, seconds: float, *, future: Future | None = None, signal: Signal | None = None
+    ) -> None:
+        self.peer = peer
+        self.name = name
+        self.seconds = seconds
+        self.future = future
+        self.signal = signal
+        self.started = time.monotonic()
+        self.found: Any = None
+        self.is_given_up = False
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error."""
+        if self.future is not None:
+            self.future.set_exception(error)
+        elif self.signal is not None:
+            self.found = error
+            self.signal.set()
 
 
 class Calls:
-    """All of one agent, by their numbers.
+    """All of one agent that have not been answered, by their numbers.
+
+    One that its caller has given up stays until it is answered: until then it takes up a place at the other side.
 
     Args:
         name: Of the thread that ends what is late.
-        counters: Of what is late, too.
+        gave_up: Called with a call, and its number, that nobody waits for any more.
     """
 
-    def __init__(self, name: str, counters: Counters) -> None:
-        self._counters = counters
-        self._numbers = itertools.count()
+    def __init__(self, name: str, gave_up: Callable[[int, Waiting], None]) -> None:
+        self._gave_up = gave_up
+        self._next_number = 0
         self._waiting: dict[int, Waiting] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._ends: list[tuple[float, int]] = []  # a heap of when, and of which call
         self._next_end = float("inf")  # which the thread sleeps until
-        self._is_closed = False
+        self._closed: DistributedError | None = None
         self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
         self._thread.start()
 
     def add(self, waiting: Waiting) -> int:
-        """Wait for a call's result; gives its number."""
-        number = next(self._numbers)
-        end = waiting.started + waiting.seconds
-        with self._changed:
+        """Wait for a call's result; gives its number.
+
+        Raises:
+            GroupClosedError: The agent is closed.
+        """
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed.fresh()
+            self._next_number += 1
+            number = self._next_number
             self._waiting[number] = waiting
-            if len(self._ends) > 2 * len(self._waiting) + _MOST_ENDED:
-                self._ends = [each for each in self._ends if each[1] in self._waiting]
-                heapq.heapify(self._ends)
-            heapq.heappush(self._ends, (end, number))
-            if end < self._next_end:
-                self._next_end = end
-                self._changed.notify()
+            if waiting.future is not None:  # who waits for a signal looks at the time
+                self._add_end(waiting.started + waiting.seconds, number)
         return number
 
-    def take(self, number: int) -> Waiting | None:
-        """A call whose result has come; None where nobody waits any more. It is for the caller to end its future."""
-        waiting = self._waiting.pop(number, None)
-        if waiting is not None:
-            waiting.done()
+    def take(self, number: int, peer: int | None = None) -> Waiting | None:
+        """A call whose result has come, for the caller to end, if nobody gave it up; None where there is none.
+
+        Args:
+            number: Of the call.
+            peer: Only if it was made to this rank.
+        """
+        with self._lock:
+            waiting = self._waiting.pop(number, None)
+            if waiting is not None and peer is not None and waiting.peer != peer:
+                self._waiting[number] = waiting
+                return None
+            return waiting
+
+    def give_up(self, number: int) -> Waiting | None:
+        """A call that nobody waits for any more, for the caller to end; None where its result has come after all."""
+        with self._lock:
+            waiting = self._waiting.get(number)
+            if waiting is None or waiting.is_given_up:
+                return None
+            waiting.is_given_up = True
+        self._gave_up(number, waiting)
         return waiting
 
     @property
     def count(self) -> int:
         """How many calls have no result."""
-        return len(self._waiting)
+        with self._lock:
+            return sum(not waiting.is_given_up for waiting in self._waiting.values())
 
     def fail(self, peer: int | None, error: DistributedError) -> None:
         """End the calls of a rank, or of all."""
-        for number, waiting in list(self._waiting.items()):
+        with self._lock:
+            waiting_now = list(self._waiting.items())
+        for number, waiting in waiting_now:
             if peer is None or waiting.peer == peer:
-                self._fail_one(number, error.fresh())
+                taken = self.take(number)
+                if taken is not None and not taken.is_given_up:
+                    taken.fail(error.fresh())
 
-    def close(self, error: DistributedError) -> None:
+    def close(self) -> None:
         """End all calls, and the thread."""
         with self._changed:
-            self._is_closed = True
+            self._closed = GroupClosedError("the agent was closed")
             self._changed.notify()
-        self.fail(None, error)
+        self.fail(None, self._closed)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _fail_one(self, number: int, error: Exception) -> bool:
-        waiting = self.take(number)
-        if waiting is not None:
-            waiting.future.set_exception(error)
-        return waiting is not None
+    def _add_end(self, end: float, number: int) -> None:
+        if len(self._ends) > 2 * len(self._waiting) + _MOST_ENDED:
+            self._ends = [each for each in self._ends if each[1] in self._waiting]
+            heapq.heapify(self._ends)
+        heapq.heappush(self._ends, (end, number))
+        if end < self._next_end:
+            self._next_end = end
+            self._changed.notify()
 
     def _watch(self) -> None:
         while True:
             with self._changed:
-                if self._is_closed:
+                if self._closed is not None:
                     return
                 now = time.monotonic()
                 late = []
@@ -142,11 +265,15 @@ class Calls:
                 if not late:
                     self._changed.wait(self._next_end - now if self._ends else None)
             for number in late:
-                waiting = self._waiting.get(number)
+                waiting = self.give_up(number)
                 if waiting is not None:
-                    text = (
-                        f"rank {waiting.peer} did not answer the call of {waiting.name!r} within {waiting.seconds:g} s."
-                        " Is it busy? Look at its statistics, or pass a longer timeout"
-                    )
-                    if self._fail_one(number, DistributedTimeoutError(text, ranks=(waiting.peer,))):
-                        self._counters.count("timed_out")
+                    waiting.fail(late_error(waiting))
+
+
+def late_error(waiting: Waiting) -> DistributedTimeoutError:
+    """What a call ends with whose result does not come."""
+    return DistributedTimeoutError(
+        f"rank {waiting.peer} did not answer the call of {waiting.name!r} within {waiting.seconds:g} s."
+        " Is it busy? Look at its statistics, or pass a longer timeout",
+        ranks=(waiting.peer,),
+    )

@@ -1,127 +1,228 @@
-"""The way to one other rank: a group of two, and the thread that receives in it."""
+"""The way to one other rank: a group of two, and what is asked for ahead in it.
+
+[Note: frames]
+A message is a frame of `FRAME_BYTES`, which the other side has always asked for. What it holds is in the frame where
+there is room, and else a message of its own, which is asked for when the frame has come; and so are its large tensors.
+These have the message's number in their tag, so that frames need not wait for them, nor for each other.
+
+    kind of message: u8 | form: u8 | zero: u16 | bytes of the content: u32 | number: u64 | content, if there is room
+"""
 
 from __future__ import annotations
 
+import enum
+import functools
 import math
+import struct
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ferrodist.collectives.letters import Parcel, read_letter, write_letter
-from ferrodist.collectives.point_to_point import recv, send
-from ferrodist.collectives.tensor_transfers import start_send
-from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError, SizeMismatchError
-from ferrodist.rpc.messages import MARKS
+from ferrodist.collectives.letters import Apart, Parcel, read_letter, write_letter
+from ferrodist.collectives.views import bytes_of
+from ferrodist.errors import DistributedError, ProtocolError, SizeMismatchError
+from ferrodist.rpc.messages import MessageKind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from ferrodist.backends.base import Backend
     from ferrodist.backends.request import Request
+    from ferrodist.rpc.messages import Content
 
-__all__ = ["Link", "Receiver"]
+__all__ = ["FRAME_BYTES", "Link", "Receiver"]
 
-_POLL_SECONDS = 5.0
-"""A receive in vain is begun again after this long; the end of the group ends it at once."""
+FRAME_BYTES = 512
+_HEAD = struct.Struct("<BBHIQ")
+_ROOM = FRAME_BYTES - _HEAD.size
+_FRAME_TAG = 0
+_KIND_BITS = 3
+_MOST_CONTENT_BYTES = (1 << 32) - 1  # of what is no tensor
+
+
+class _Form(enum.IntEnum):
+    PLAIN = 0
+    LETTER = 1
+
+
+_FORMS = frozenset(_Form)
+_KINDS = {int(kind): kind for kind in MessageKind}
 
 
 class Receiver(Protocol):
-    """Who is told of what comes. All calls come from a link's thread, which nothing else is received in meanwhile."""
+    """Who is told of what comes, in any thread; frames of one link in the order in which they were sent.
 
-    def received(self, peer: int, parcel: Parcel) -> None:
-        """A value has come."""
+    It must not block, for until it returns nothing else comes.
+    """
 
-    def garbled(self, peer: int, error: DistributedError) -> None:
-        """What has come is no value."""
+    def attend(self, change: int) -> None:
+        """So many large messages more are on their way, and are moved by who waits for a `Signal`."""
+
+    def received(self, peer: int, kind: MessageKind, number: int, content: Content) -> None:
+        """A message has come."""
+
+    def garbled(self, peer: int, kind: MessageKind, number: int, error: DistributedError) -> None:
+        """Of a message no more could be read than this."""
 
     def lost(self, peer: int, error: DistributedError) -> None:
-        """Nothing comes any more."""
+        """Nothing comes any more. Called once, and not after `Link.close`."""
 
 
 class Link:
-    """Sends values to a rank, and receives from it, in the order in which they were sent.
+    """Sends messages to a rank, and receives from it.
 
     Args:
         pair: A group of this rank and the other one; the link closes it.
         peer: The other one's number for who uses this.
         receiver: Who is told of what comes.
-        limit: Bytes that a value may have.
+        limit: Bytes that a message may have.
+        marks: Of the extensions that values may have.
     """
 
-    def __init__(self, pair: Backend, peer: int, receiver: Receiver, limit: int) -> None:
+    def __init__(self, pair: Backend, peer: int, receiver: Receiver, limit: int, marks: Sequence[str]) -> None:
         self._pair = pair
         self._other = 1 - pair.rank
         self._peer = peer
         self._receiver = receiver
         self._limit = limit
+        self._marks = marks
         self._lock = threading.Lock()
-        self._sends: list[Request] = []
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name=f"ferrodist-rpc-{peer}", daemon=True)
+        self._is_over = False
+        self._under_way: set[Request] = set()  # what is larger than a frame, both ways
 
     def start(self) -> None:
         """Receive from now on."""
-        self._thread.start()
+        self._listener = self._pair.listen(self._other, FRAME_BYTES, self._heard, self._ended, tag=_FRAME_TAG)
 
-    def send(self, parcel: Parcel) -> None:
-        """Send a value; its tensors are not to be changed until they are there.
+    def send(self, kind: MessageKind, number: int, content: Content) -> None:
+        """Send a message; its tensors are not to be changed until it is there.
 
         Raises:
             ValueError: It is too large.
             TypeError: A tensor can't travel.
             DistributedError: The rank was lost, or the link is closed.
         """
-        letter, apart = write_letter(parcel, "what is sent")
-        size = letter.nbytes + sum(tensor.nbytes for tensor in apart)
+        apart: list[torch.Tensor] = []
+        if isinstance(content, bytes):
+            form, memory = _Form.PLAIN, memoryview(content)
+        else:
+            letter, apart = write_letter(content, "what is sent")
+            form, memory = _Form.LETTER, bytes_of(letter)
+        size = memory.nbytes
+        self._check_size(size + sum(tensor.nbytes for tensor in apart), size)
+        head = _HEAD.pack(kind, form, 0, size, number)
+        if size <= _ROOM:
+            self._send_frame((head + memory).ljust(FRAME_BYTES, b"\0"))
+        else:
+            self._send_frame(head.ljust(FRAME_BYTES, b"\0"))
+            self._send_apart(memory, kind, number)
+        for tensor in apart:
+            self._send_apart(bytes_of(tensor.contiguous()), kind, number)
+
+    def close(self) -> None:
+        """Send nothing more, and receive nothing more."""
+        self._is_over = True
+        self._listener.close()
+        self._pair.close()
+
+    def _check_size(self, size: int, size_of_content: int) -> None:
         if size > self._limit:
             raise ValueError(
                 f"a message of {size:,} bytes is larger than {self._limit:,}, which agents take: send it in parts, or"
                 " make the agents with a larger message_limit"
             )
-        with self._lock:  # the letter, and what comes apart from it, follow each other
-            self._sends = [request for request in self._sends if not request.done()]
-            if not apart:
-                send(letter, self._other, group=self._pair)
-                return
-            for tensor in (letter, *apart):
-                self._sends += start_send(self._pair, tensor, self._other, 0)
+        if size_of_content > _MOST_CONTENT_BYTES:
+            raise ValueError(f"a message of {size:,} bytes has more than 4 GiB beside its tensors: send it in parts")
 
-    def close(self) -> None:
-        """Send nothing more, and receive nothing more."""
-        self._is_closed = True
-        self._pair.close()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+    def _send_frame(self, frame: bytes) -> None:
+        if not self._pair.try_send(frame, self._other, tag=_FRAME_TAG):
+            self._pair.isend(frame, self._other, tag=_FRAME_TAG)
 
-    def _run(self) -> None:
+    def _send_apart(self, memory: memoryview, kind: MessageKind, number: int) -> None:
+        self._keep(self._pair.isend(memory, self._other, tag=_tag(kind, number)), lambda: None)
+
+    def _keep(self, request: Request, then: Callable[[], None]) -> None:
+        """Keep a transfer until it has ended, and do something then."""
+        with self._lock:
+            self._under_way.add(request)
+        self._receiver.attend(1)
+
+        def end() -> None:
+            with self._lock:
+                self._under_way.discard(request)
+            self._receiver.attend(-1)
+            then()
+
+        request.add_done_callback(end)
+
+    # What comes.
+
+    def _heard(self, frames: list[bytes]) -> None:
         try:
-            while True:
-                self._receive_one()
-        except DistributedError as error:
-            if not self._is_closed:
-                self._receiver.lost(self._peer, error)
+            for frame in frames:
+                self._take(frame)
+        except ProtocolError as error:
+            self._pair.abort(error)
+        except DistributedError:
+            pass  # the group has ended, which is told apart
 
-    def _receive_one(self) -> None:
-        """Receive a value, or nothing for a while."""
-        try:
-            parcel = self._receive()
-        except (ProtocolError, SizeMismatchError) as error:
-            self._receiver.garbled(self._peer, error)
-        except DistributedTimeoutError:
-            if self._pair.failure is not None:
-                raise
+    def _take(self, frame: bytes) -> None:
+        kind_number, form, _, size, number = _HEAD.unpack_from(frame)
+        kind = _KINDS.get(kind_number)
+        if kind is None or form not in _FORMS or size > self._limit:
+            raise ProtocolError(f"rank {self._peer} sent what is no message of an agent", ranks=(self._peer,))
+        if size > _ROOM:
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+            request = self._pair.irecv(bytes_of(memory), self._other, tag=_tag(kind, number))
+            self._keep(request, lambda: self._if_well(request, self._read, kind, number, form, memory))
+        elif form == _Form.PLAIN:
+            self._receiver.received(self._peer, kind, number, frame[_HEAD.size : _HEAD.size + size])
         else:
-            self._receiver.received(self._peer, parcel)
+            letter = torch.frombuffer(bytearray(frame), dtype=torch.uint8)[_HEAD.size : _HEAD.size + size]
+            self._read(kind, number, form, letter)
 
-    def _receive(self) -> Parcel:
-        letter = recv(None, torch.uint8, self._other, group=self._pair, timeout=_POLL_SECONDS)
+    def _if_well(self, request: Request, then: Callable[..., None], *arguments: Any) -> None:
+        """Go on with what has come. What has failed, failed with the group, but for its size."""
         try:
-            parcel, apart = read_letter(letter, MARKS)
-        except Exception as error:
+            request.wait(math.inf)
+            then(*arguments)
+        except (SizeMismatchError, ProtocolError) as error:
+            self._pair.abort(ProtocolError(f"rank {self._peer} broke the protocol: {error}", ranks=(self._peer,)))
+        except DistributedError:
+            pass
+
+    def _read(self, kind: MessageKind, number: int, form: _Form, memory: torch.Tensor) -> None:
+        if form == _Form.PLAIN:
+            self._receiver.received(self._peer, kind, number, bytes(bytes_of(memory)))
+            return
+        try:
+            parcel, apart = read_letter(memory, self._marks)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it was sent
             text = f"rank {self._peer} sent what is no value: {error}"
-            raise ProtocolError(text, ranks=(self._peer,)) from error
-        for each in apart:
-            size = math.prod(each.shape) * each.dtype.itemsize
-            if size > self._limit:
-                raise ProtocolError(f"rank {self._peer} sent a tensor of {size:,} bytes", ranks=(self._peer,))
-            parcel.tensors[each.number] = recv(each.shape, each.dtype, self._other, group=self._pair)
-        return parcel
+            self._receiver.garbled(self._peer, kind, number, ProtocolError(text, ranks=(self._peer,)))
+            return
+        self._receive_apart(kind, number, parcel, apart)
+
+    def _receive_apart(self, kind: MessageKind, number: int, parcel: Parcel, apart: list[Apart]) -> None:
+        if not apart:
+            self._receiver.received(self._peer, kind, number, parcel)
+            return
+        first, rest = apart[0], apart[1:]
+        if min(first.shape) < 0 or math.prod(first.shape) * first.dtype.itemsize > self._limit:
+            raise ProtocolError(f"rank {self._peer} sent a tensor of shape {first.shape}", ranks=(self._peer,))
+        tensor = torch.empty(first.shape, dtype=first.dtype, device="cpu")
+        parcel.tensors[first.number] = tensor
+        request = self._pair.irecv(bytes_of(tensor), self._other, tag=_tag(kind, number))
+        next_one = functools.partial(self._receive_apart, kind, number, parcel, rest)
+        self._keep(request, lambda: self._if_well(request, next_one))
+
+    def _ended(self, error: DistributedError) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._receiver.lost(self._peer, error)
+
+
+def _tag(kind: MessageKind, number: int) -> int:
+    """Of what is too large for a frame; never that of frames."""
+    return ((number << _KIND_BITS | kind) + 1) & ((1 << 62) - 1)

@@ -1,11 +1,17 @@
-"""What agents say to each other: calls, results and failures, as nested values."""
+"""What agents say to each other: calls, results and failures, and how they are written down.
+
+[Note: forms]
+What is plain, that is without tensors and without values in values, is written by msgspec at once, which is what most
+calls are; everything else as a letter (`collectives/letters.py`) of nested values.
+"""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -13,7 +19,40 @@ from ferrodist.collectives.letters import Parcel
 from ferrodist.collectives.nested_values import Extension
 from ferrodist.errors import ProtocolError
 
-__all__ = ["EXTENSIONS", "MARKS", "Call", "Failure", "FailureKind", "Message", "Result", "pack", "unpack"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "ARRAYS",
+    "Call",
+    "Content",
+    "Failure",
+    "FailureKind",
+    "MessageKind",
+    "pack_call",
+    "pack_failure",
+    "pack_result",
+    "unpack_call",
+    "unpack_failure",
+    "unpack_result",
+]
+
+Content = bytes | Parcel
+"""What a message holds beside its kind and number: see [Note: forms]."""
+
+
+class MessageKind(enum.IntEnum):
+    """What a message is."""
+
+    CALL = 0
+    RESULT = 1
+    FAILURE = 2
+
+    WITHDRAWAL = 3
+    """Whoever made a call waits no more."""
+
+    INTERNAL_CALL = 4
+    """A call of an agent to another one, which is served at once."""
 
 
 class FailureKind(enum.IntEnum):
@@ -32,7 +71,10 @@ class FailureKind(enum.IntEnum):
     """What the function returned can't travel."""
 
     EXPIRED = 4
-    """Its time was over before its turn."""
+    """Its time was over before its turn, or before its end."""
+
+    OVERLOADED = 5
+    """There are too many calls without a result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,53 +82,30 @@ class Call:
     """A function to be called.
 
     Args:
-        number: Of the call, among its caller's.
-        seconds: Until its caller waits no more.
         name: Of the function.
         arguments: By their places.
         keywords: By their names.
     """
 
-    number: int
-    seconds: float
     name: str
-    arguments: tuple[Any, ...]
+    arguments: Sequence[Any]
     keywords: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a function returned.
-
-    Args:
-        number: Of the call.
-        value: It.
-    """
-
-    number: int
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True, array_like=True):
     """Why there is no result.
 
     Args:
-        number: Of the call; -1 where it could not be read.
         kind: What went wrong.
         type_name: Of the exception.
         text: What it says.
         traceback: Where it was raised.
     """
 
-    number: int
     kind: FailureKind
     type_name: str
     text: str
     traceback: str
-
-
-Message: TypeAlias = Call | Result | Failure
 
 
 def _take_array(value: Any) -> torch.Tensor | None:
@@ -104,57 +123,108 @@ def _put_array(value: Any) -> Any:
     raise ValueError("an array that is no tensor")
 
 
-EXTENSIONS = (Extension(mark="array", take_apart=_take_array, put_together=_put_array),)
-"""What goes from rank to rank beside nested values."""
+ARRAYS = Extension(mark="array", take_apart=_take_array, put_together=_put_array)
+"""Numpy arrays as tensors."""
 
-MARKS = tuple(extension.mark for extension in EXTENSIONS)
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+_ENCODE = msgspec.msgpack.Encoder().encode
+_DECODE_CALL = msgspec.msgpack.Decoder(tuple[str, list[Any], dict[str, Any]]).decode
+_DECODE_RESULT = msgspec.msgpack.Decoder().decode
+_DECODE_FAILURE = msgspec.msgpack.Decoder(Failure).decode
 
 
-def pack(message: Message) -> Parcel:
-    """Take a message apart.
+def _are_plain(values: Iterable[Any]) -> bool:
+    return all(type(value) in _PLAIN for value in values)
+
+
+def pack_call(call: Call, extensions: Sequence[Extension]) -> Content:
+    """Write a call down.
 
     Raises:
         TypeError: Something in it can't travel; it is named.
     """
-    value: dict[str, Any]
-    match message:
-        case Call(number, seconds, name, arguments, keywords):
-            value = {"call": number, "seconds": seconds, "name": name, "arguments": arguments, "keywords": keywords}
-            what = f"the call of {name!r}: "
-        case Result(number, result):
-            value, what = {"result": number, "value": result}, "the result: "
-        case Failure(number, kind, type_name, text, traceback):
-            value = {"failure": number, "kind": int(kind), "type": type_name, "text": text, "traceback": traceback}
-            what = "the failure: "
-    return Parcel.of(value, what, EXTENSIONS)
+    if _are_plain(call.arguments) and _are_plain(call.keywords.values()):
+        try:
+            return _ENCODE((call.name, call.arguments, call.keywords))
+        except OverflowError:
+            pass  # an integer of more than 64 bits, which is named below
+    value = [call.name, tuple(call.arguments), call.keywords]
+    try:
+        return Parcel.of(value, "", extensions)
+    except TypeError as error:
+        place = str(error).replace("[1]", "argument ", 1).replace("[2]", "keyword ", 1)
+        raise TypeError(f"the call of {call.name!r}: {place}") from None
 
 
-def unpack(parcel: Parcel, src: int) -> Message:
-    """Put a message together again.
+def unpack_call(content: Content, src: int, extensions: Sequence[Extension]) -> Call:
+    """Read a call.
 
     Raises:
         ProtocolError: It is none.
     """
     try:
-        match parcel.open(EXTENSIONS):
-            case {
-                "call": int(number),
-                "seconds": float(seconds),
-                "name": str(name),
-                "arguments": tuple(arguments),
-                "keywords": dict(keywords),
-            }:
-                return Call(number, seconds, name, arguments, keywords)
-            case {"result": int(number), "value": value}:
-                return Result(number, value)
-            case {
-                "failure": int(number),
-                "kind": int(kind),
-                "type": str(type_name),
-                "text": str(text),
-                "traceback": str(traceback),
-            }:
-                return Failure(number, FailureKind(kind), type_name, text, traceback)
-    except (ValueError, TypeError) as error:
-        raise ProtocolError(f"rank {src} sent what is no message of an agent: {error}", ranks=(src,)) from None
-    raise ProtocolError(f"rank {src} sent what is no message of an agent", ranks=(src,))
+        if isinstance(content, bytes):
+            call = Call(*_DECODE_CALL(content))
+            if _are_plain(call.arguments) and _are_plain(call.keywords.values()):
+                return call
+        else:
+            match content.open(extensions):
+                case [str(name), tuple(arguments), dict(keywords)]:
+                    return Call(name, arguments, keywords)
+    except Exception as error:
+        raise _no(f"call: {error}", src) from error
+    raise _no("call", src)
+
+
+def pack_result(value: Any, extensions: Sequence[Extension]) -> Content:
+    """Write down what a function has returned.
+
+    Raises:
+        TypeError: Something in it can't travel; it is named.
+    """
+    if type(value) in _PLAIN:
+        try:
+            return _ENCODE(value)
+        except OverflowError:
+            pass  # as above
+    return Parcel.of(value, "the result: ", extensions)
+
+
+def unpack_result(content: Content, src: int, extensions: Sequence[Extension]) -> Any:
+    """Read a result.
+
+    Raises:
+        ProtocolError: It is none.
+    """
+    try:
+        if not isinstance(content, bytes):
+            return content.open(extensions)
+        value = _DECODE_RESULT(content)
+        if type(value) in _PLAIN:
+            return value
+    except Exception as error:
+        raise _no(f"result: {error}", src) from error
+    raise _no("result", src)
+
+
+def pack_failure(failure: Failure) -> bytes:
+    """Write a failure down."""
+    return _ENCODE(failure)
+
+
+def unpack_failure(content: Content, src: int) -> Failure:
+    """Read a failure.
+
+    Raises:
+        ProtocolError: It is none.
+    """
+    try:
+        if isinstance(content, bytes):
+            return _DECODE_FAILURE(content)
+    except Exception as error:
+        raise _no(f"failure: {error}", src) from error
+    raise _no("failure", src)
+
+
+def _no(what: str, src: int) -> ProtocolError:
+    return ProtocolError(f"rank {src} sent what is no {what}", ranks=(src,))

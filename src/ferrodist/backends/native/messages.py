@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from ferrodist.backends import mailbox
 from ferrodist.backends.base import check_peer
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from ferrodist.backends.base import Backend
+    from ferrodist.backends.listening import Listener, Signal
     from ferrodist.backends.request import Late, Request
     from ferrodist.deadline import Deadline
     from ferrodist.errors import DistributedError
@@ -44,6 +45,9 @@ __all__ = ["MessagesBackend"]
 _WORLD = 0
 _LAST_WORDS_SECONDS = 1.0
 """How long what a rank has sent may take to come after the news that it has left, and its goodbye to be taken."""
+
+_PLACES_LISTENING = 16
+"""Receives that a listener has asked for: what comes in one look of the engine."""
 
 _TAG_BITS = 128
 _LOW_64 = (1 << 64) - 1
@@ -192,6 +196,43 @@ class MessagesBackend(TcpBackend):
             if error is not None:
                 self._messenger.end_unmatched(request, self._number_of(error))
         return _NativeRequest(self, request, group_id, buffer.nbytes)
+
+    def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:
+        """See `Backend.try_send`."""
+        if self._messenger is None:
+            return False
+        return bool(self._messenger.try_send(data, dst, group_of_tag(tag), tag & _LOW_64))
+
+    def listen(
+        self,
+        src: int,
+        size_bytes: int,
+        heard: Callable[[list[bytes]], None],
+        ended: Callable[[DistributedError], None],
+        *,
+        tag: int = 0,
+    ) -> Listener:
+        """Receive whatever comes from a rank; see `Backend.listen`."""
+        if self._messenger is None:
+            return super().listen(src, size_bytes, heard, ended, tag=tag)
+        source, group_id = check_peer(self, src), group_of_tag(check_tag(tag, _TAG_BITS))
+
+        def end(ending: _Ending) -> None:
+            error = self.ending_error(ending, group_id, size_bytes)
+            assert error is not None
+            ended(error.fresh())
+
+        listener = load().listen(
+            self._messenger, size_bytes, source, group_id, tag & _LOW_64, _PLACES_LISTENING, heard, end
+        )
+        error = self._refusal(tag, source)
+        if error is not None:
+            listener.end(self._number_of(error))
+        return cast("Listener", listener)
+
+    def signal(self) -> Signal:
+        """Something to wait for; who does moves messages. See `Backend.signal`."""
+        return super().signal() if self._messenger is None else cast("Signal", load().Signal(self._messenger))
 
     def _raise_ending(self, ending: _Ending, what: str, peer: int, limit: float, room: int) -> NoReturn:
         """Raise what a transfer of the short ways has ended with."""

@@ -1,0 +1,122 @@
+"""Messages of one size that keep coming, and a wait that other threads can end."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+from ferrodist.errors import DistributedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.backends.request import Request
+
+__all__ = ["Listener", "LockSignal", "PostedListener", "Signal"]
+
+_MOST_AT_ONCE = 64
+
+
+class Listener(Protocol):
+    """Receives that are asked for ahead."""
+
+    def close(self) -> None:
+        """Hear nothing more."""
+
+
+class Signal(Protocol):
+    """What one thread waits for, and any other may give."""
+
+    def set(self) -> None:
+        """End the wait, or the next one."""
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until it is set, for so many seconds; whether it was, and it no longer is."""
+
+
+class LockSignal:
+    """A `Signal` for backends whose messages are moved by threads of their own."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """See `Signal`."""
+        if self._lock.locked():
+            with contextlib.suppress(RuntimeError):  # another thread has set it just now
+                self._lock.release()
+
+    def wait(self, timeout: float) -> bool:
+        """See `Signal`."""
+        return self._lock.acquire(timeout=min(timeout, threading.TIMEOUT_MAX))
+
+
+class PostedListener:
+    """A `Listener` of any backend: one receive at a time; see `Backend.listen`."""
+
+    def __init__(
+        self,
+        group: Backend,
+        where: tuple[int, int],
+        size_bytes: int,
+        heard: Callable[[list[bytes]], None],
+        ended: Callable[[DistributedError], None],
+    ) -> None:
+        self._group = group
+        self._src, self._tag = where
+        self._heard = heard
+        self._ended = ended
+        self._buffer = bytearray(size_bytes)
+        self._lock = threading.Lock()
+        self._is_acting = self._is_due = self._is_closed = False
+        self._request = self._post()
+        self._request.add_done_callback(self._act)
+
+    def close(self) -> None:
+        """See `Listener`."""
+        self._is_closed = True
+        self._request.cancel()
+
+    def _post(self) -> Request:
+        return self._group.irecv(self._buffer, self._src, tag=self._tag)
+
+    def _act(self) -> None:
+        """A receive has ended: take what is there. Runs in whichever thread ended it, one at a time."""
+        with self._lock:
+            self._is_due = True
+            if self._is_acting:
+                return  # whoever is at it looks again
+            self._is_acting = True
+        while self._is_wanted():
+            messages: list[bytes] = []
+            error = self._take(messages)
+            if messages and not self._is_closed:
+                self._heard(messages)
+            if error is not None:
+                if not self._is_closed:
+                    self._is_closed = True
+                    self._ended(error)
+                return
+            self._request.add_done_callback(self._act)
+
+    def _is_wanted(self) -> bool:
+        with self._lock:
+            self._is_acting = self._is_due and not self._is_closed
+            self._is_due = False
+            return self._is_acting
+
+    def _take(self, messages: list[bytes]) -> DistributedError | None:
+        try:
+            while self._request.done() and len(messages) < _MOST_AT_ONCE:
+                self._request.wait(math.inf)
+                messages.append(bytes(self._buffer))
+                self._request = self._post()
+        except DistributedError as error:
+            return error
+        return None
