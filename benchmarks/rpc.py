@@ -34,7 +34,7 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
-from rpc_systems import SYSTEMS, System, checked, rate_of
+from rpc_systems import SYSTEMS, WARM_UP_SECONDS, System, checked, rate_of
 
 from ferrodist.testing import run_ranks
 
@@ -54,7 +54,6 @@ SIZES = {"4 KiB": 1 << 12, "256 KiB": 1 << 18, "1 MiB": 1 << 20, "16 MiB": 1 << 
 GAP_SECONDS = 0.003
 MOST_UNDER_WAY = 1000
 NUM_THREADS = 8
-WARM_UP_SECONDS = 0.1
 NUM_WARM_UP_TENSORS = 2
 LEAST_TENSORS = 5
 
@@ -159,7 +158,7 @@ def run_round(number: int, names: Sequence[str], seconds: float) -> dict[tuple[s
     found = {}
     first = number % len(names)
     for name in [*names[first:], *names[:first]]:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             if name == COPY:
                 results = run_ranks(measure_copy, 1, seconds, backend="native", timeout=600)
             else:
@@ -182,8 +181,8 @@ def main() -> None:
         if reason is not None:
             print(f"{name} is left out: {reason}", flush=True)
     names = [OURS, *[name for name in PEERS if reasons[name] is None], COPY]
-    packages = ["torch", *[package for name, package in (("gRPC", "grpcio"), ("Ray", "ray")) if name in names]]
-    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
+    distributions = [SYSTEMS[name].distribution for name in names[:-1]]
+    versions = ", ".join(f"{each} {importlib.metadata.version(each)}" for each in distributions)
     print(f"{versions}, Python {platform.python_version()}, {os.cpu_count()} processors")
     found: Found = {}
     for number in range(options.rounds):
@@ -222,7 +221,7 @@ def print_tensors(found: Found, names: Sequence[str]) -> None:
             middle = statistics.median(figures)
             columns = f"{middle:9.3f} {min(figures):9.3f} {max(figures):9.3f}"
             rate = (size_bytes if name == COPY else 2 * size_bytes) / 2**30 / (middle / 1e3)
-            print(f"{f'{label}: {name}':32} {columns} {rate:8.2f} {ratio_of(found, label, name):8.2f}")
+            print(f"{f'{label}: {name}':32} {columns} {rate:8.2f} {ratio_of(found, label, name):8.3f}")
 
 
 def draw(found: Found, names: Sequence[str], path: str) -> None:
@@ -230,11 +229,11 @@ def draw(found: Found, names: Sequence[str], path: str) -> None:
     from matplotlib.figure import Figure  # noqa: PLC0415 - only for plots
 
     figure = Figure(figsize=(10, 6.5), layout="constrained", dpi=150)
-    shades = dict(zip([*PEERS, COPY], ("#08519c", "#3182bd", "#9ecae1", "#bbbbbb"), strict=True))
+    others = [name for name in names if name in PEERS]
+    shades = dict(zip(PEERS, ("#08519c", "#3182bd", "#9ecae1"), strict=True))
     for axes, title, quantities in zip(
         figure.subplots(1, 2), ("a number", "a tensor"), (LATENCIES + RATES, tuple(SIZES)), strict=True
     ):
-        others = [name for name in names[1:] if (quantities[0], name) in found]
         for place, name in enumerate(others):
             ratios = [ratio_of(found, quantity, name) for quantity in quantities]
             rows = [row + 0.8 * (place + 0.5) / len(others) - 0.4 for row in range(len(quantities))]
@@ -248,7 +247,12 @@ def draw(found: Found, names: Sequence[str], path: str) -> None:
         axes.invert_yaxis()
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=7)
+        low, high = axes.get_xlim()
+        axes.set_xticks([tick for tick in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if low <= tick <= high])
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+    if others:
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(others), frameon=False)
     figure.savefig(path, format="png")
 
 

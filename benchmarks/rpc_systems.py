@@ -5,7 +5,8 @@ Each has what its makers advise for one host, and no settings beyond that:
 - ferrodist: an `RpcAgent` of a group with the native engine.
 - torch rpc: TensorPipe with its default options. Functions go by pickle, tensors beside it.
 - gRPC: bytes over loopback without encryption, messages of any size, one channel, 8 serving threads. A tensor is a
-  header and its memory, copied once to send it and used where it was received. Numbers are 8 bytes.
+  header and its memory, copied once to send it and used where it was received. Numbers are 8 bytes. Larger frames,
+  windows and reads, and its options for throughput and for sending without copies, were tried and gain nothing.
 - Ray: an actor on a host of 2 CPUs without its dashboard. Tensors go as numpy arrays, which it reads in shared memory
   without a copy; as tensors they would be pickled, which takes several times as long.
 
@@ -33,8 +34,9 @@ from ferrodist.rpc.agent import RpcAgent
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["SYSTEMS", "System", "checked", "rate_of"]
+__all__ = ["SYSTEMS", "WARM_UP_SECONDS", "System", "checked", "rate_of"]
 
+WARM_UP_SECONDS = 0.1
 _HEADER_BYTES = 64
 _NUM_SERVING = 8
 _OBJECT_STORE_BYTES = 2 << 30
@@ -69,6 +71,7 @@ class System(ABC):
     """
 
     package: ClassVar[str]
+    distribution: ClassVar[str]
 
     @abstractmethod
     def __init__(self, group: fd.Backend, folder: str) -> None: ...
@@ -77,7 +80,7 @@ class System(ABC):
     def missing(cls) -> str | None:
         """Why it can't be measured here; None where it can."""
         if importlib.util.find_spec(cls.package) is None:
-            return f"there is no package {cls.package} in this environment"
+            return f"there is no package {cls.package} here: pip install {cls.distribution}"
         return None
 
     @abstractmethod
@@ -103,6 +106,7 @@ class System(ABC):
 
     def rate_both_ways(self, seconds: float) -> float:
         """Calls a second of both together, each calling the other from one thread."""
+        self.start_there(WARM_UP_SECONDS)()  # this way has not been used yet
         there = self.start_there(seconds)
         return rate_of(self.call, seconds) + there()
 
@@ -114,7 +118,7 @@ class System(ABC):
 class Ferrodist(System):
     """See above."""
 
-    package = "ferrodist"
+    package, distribution = "ferrodist", "ferrodist"
 
     def __init__(self, group: fd.Backend, folder: str) -> None:
         del folder
@@ -144,7 +148,7 @@ def _drive_torch(seconds: float) -> float:
 class TorchRpc(System):
     """See above."""
 
-    package = "torch"
+    package, distribution = "torch", "torch"
 
     def __init__(self, group: fd.Backend, folder: str) -> None:
         # Of torch's own, when it stops.
@@ -171,7 +175,7 @@ class TorchRpc(System):
         return wait
 
     def close(self) -> None:
-        torch_rpc.shutdown()
+        torch_rpc.shutdown(graceful=False)  # it would wait for the other one, also for one that has failed
 
 
 def _ignore_read_only() -> None:
@@ -193,9 +197,10 @@ def _unpack(data: bytes) -> torch.Tensor:
 class Grpc(System):
     """See above."""
 
-    package = "grpc"
+    package, distribution = "grpc", "grpcio"
 
     def __init__(self, group: fd.Backend, folder: str) -> None:
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it tells that the other one has closed, too
         import grpc  # noqa: PLC0415 - may be missing
 
         del folder
@@ -265,7 +270,7 @@ class _Actor:
 class Ray(System):
     """See above. The second process is Ray's own; that of the group does nothing."""
 
-    package = "ray"
+    package, distribution = "ray", "ray"
 
     def __init__(self, group: fd.Backend, folder: str) -> None:
         self._ray: Any = None
@@ -305,9 +310,10 @@ class Ray(System):
     def rate_both_ways(self, seconds: float) -> float:
         """Calls of two actors, with a thread to call and one to serve each."""
         pair = [self._kind.options(max_concurrency=2).remote() for _ in range(2)]
-        self._ray.get([actor.echo.remote(0) for actor in pair])
-        there = [actor.drive.remote(other, seconds) for actor, other in zip(pair, reversed(pair), strict=True)]
-        rate = float(sum(self._ray.get(there)))
+        rate = 0.0
+        for each in (WARM_UP_SECONDS, seconds):
+            there = [actor.drive.remote(other, each) for actor, other in zip(pair, reversed(pair), strict=True)]
+            rate = sum(self._ray.get(there))
         for actor in pair:
             self._ray.kill(actor)
         return rate
