@@ -22,7 +22,6 @@ before each call, which is not in the time, and neither is the comparison.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import multiprocessing
 import os
@@ -64,7 +63,7 @@ Found = dict[tuple[str, str], list[float]]
 def measure(group: fd.Backend, name: str, seconds: float, folder: str, done: Event) -> dict[str, float]:
     """One system in one round, as one rank; the second rank serves."""
     torch.set_num_threads(1)
-    with contextlib.closing(SYSTEMS[name](group, folder)) as system:
+    with SYSTEMS[name](group, folder) as system:
         group.barrier()
         found = {}
         if group.rank == 0:

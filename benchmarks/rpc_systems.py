@@ -34,6 +34,8 @@ from ferrodist.rpc.agent import RpcAgent
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from typing_extensions import Self
+
 __all__ = ["SYSTEMS", "WARM_UP_SECONDS", "System", "checked", "rate_of"]
 
 WARM_UP_SECONDS = 0.1
@@ -111,8 +113,14 @@ class System(ABC):
         return rate_of(self.call, seconds) + there()
 
     @abstractmethod
-    def close(self) -> None:
-        """Stop; the other one makes no calls any more."""
+    def close(self, *, has_failed: bool) -> None:
+        """Stop; the other one makes no calls any more, and stops too unless one of the two has failed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(has_failed=kind is not None)
 
 
 class Ferrodist(System):
@@ -136,7 +144,8 @@ class Ferrodist(System):
     def start_there(self, seconds: float) -> Callable[[], float]:
         return self._agent.rpc_async(self._other, "drive", seconds).result
 
-    def close(self) -> None:
+    def close(self, *, has_failed: bool) -> None:
+        del has_failed
         self._agent.close()
 
 
@@ -174,8 +183,8 @@ class TorchRpc(System):
         wait: Callable[[], float] = torch_rpc.rpc_async(self._other, _drive_torch, args=(seconds,)).wait
         return wait
 
-    def close(self) -> None:
-        torch_rpc.shutdown(graceful=False)  # it would wait for the other one, also for one that has failed
+    def close(self, *, has_failed: bool) -> None:
+        torch_rpc.shutdown(graceful=not has_failed)  # it waits for the other one then, for as long as that takes
 
 
 def _ignore_read_only() -> None:
@@ -250,7 +259,8 @@ class Grpc(System):
         result: Callable[[], float] = self._stubs["Drive"].future(seconds).result
         return result
 
-    def close(self) -> None:
+    def close(self, *, has_failed: bool) -> None:
+        del has_failed
         self._channel.close()
         self._server.stop(None).wait()
 
@@ -318,7 +328,8 @@ class Ray(System):
             self._ray.kill(actor)
         return rate
 
-    def close(self) -> None:
+    def close(self, *, has_failed: bool) -> None:
+        del has_failed
         if self._ray is not None:
             self._ray.shutdown()
 
