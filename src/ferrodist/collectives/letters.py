@@ -10,6 +10,7 @@ So what is small costs one message, and nobody has to know beforehand what comes
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -26,7 +27,7 @@ from ferrodist.collectives.views import bytes_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Apart", "Parcel", "read_letter", "write_letter"]
+__all__ = ["Apart", "Parcel", "read_letter", "read_letter_bytes", "write_letter", "write_letter_bytes"]
 
 _MOST_INSIDE_BYTES = 240 << 10
 """Of a letter: what costs less to copy than to send by itself, and what the engine takes at once."""
@@ -34,6 +35,10 @@ _MOST_INSIDE_BYTES = 240 << 10
 _ALIGNMENT = 64
 _LENGTH = struct.Struct("<Q")
 _APART = -1
+_COPIED_BYTES = 4096
+"""Of a tensor that is copied faster than a view of its place is made."""
+
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,34 +118,44 @@ def write_letter(parcel: Parcel, what: str, room: int = _MOST_INSIDE_BYTES) -> t
         room: Bytes of tensors that the letter may have; the first ones that find room are in it.
 
     Returns:
-        The letter, and the tensors that don't have room in it, in their order.
+        The letter, and the tensors that don't have room in it, in their order, contiguous.
 
     Raises:
         TypeError: A tensor can't travel.
     """
-    tensors = [tensor.detach() for tensor in parcel.tensors]
+    memory, apart = write_letter_bytes(parcel, what, room)
+    return torch.frombuffer(memory, dtype=torch.uint8), apart
+
+
+def write_letter_bytes(
+    parcel: Parcel, what: str, room: int = _MOST_INSIDE_BYTES
+) -> tuple[bytearray, list[torch.Tensor]]:
+    """`write_letter`, for who sends bytes."""
     pieces, inside, apart = [], [], []
     end = 0  # of the small tensors, from where these begin
-    for tensor, wants in zip(tensors, parcel.wants_gradient, strict=True):
-        check_tensor(tensor, what)
+    for given, wants in zip(parcel.tensors, parcel.wants_gradient, strict=True):
+        check_tensor(given, what)
+        tensor = given.detach().resolve_conj().resolve_neg()
         size = _aligned(tensor.nbytes)
         fits = end + size <= room
-        piece = _Piece(DTYPES.index(tensor.dtype), tuple(tensor.shape), wants, end if fits else _APART)
-        pieces.append(piece)
+        pieces.append(_Piece(_DTYPE_NUMBERS[tensor.dtype], tuple(tensor.shape), wants, end if fits else _APART))
         if fits:
-            inside.append((tensor, piece.start))
+            inside.append((tensor, end))
             end += size
         else:
-            apart.append(tensor)
+            apart.append(tensor.contiguous())
     head = msgspec.msgpack.encode(_Head(parcel.plan, pieces))
     first = _aligned(_LENGTH.size + len(head))
-    letter = torch.empty(first + end, dtype=torch.uint8, device="cpu")
-    memory = bytes_of(letter)
+    memory = bytearray(first + end)
     memory[: _LENGTH.size] = _LENGTH.pack(len(head))
     memory[_LENGTH.size : _LENGTH.size + len(head)] = head
     for tensor, start in inside:
-        _tensor_at(memory, first + start, tensor.dtype, tensor.shape).copy_(tensor)
-    return letter, apart
+        if tensor.nbytes <= _COPIED_BYTES:
+            tensor = tensor.contiguous()
+            memory[first + start : first + start + tensor.nbytes] = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+        else:
+            _tensor_at(memory, first + start, tensor.dtype, tensor.shape).copy_(tensor)
+    return memory, apart
 
 
 def read_letter(letter: torch.Tensor, marks: Sequence[str] = ()) -> tuple[Parcel, list[Apart]]:
@@ -157,7 +172,11 @@ def read_letter(letter: torch.Tensor, marks: Sequence[str] = ()) -> tuple[Parcel
     Raises:
         Exception: It is no letter.
     """
-    memory = bytes_of(letter)
+    return read_letter_bytes(bytes_of(letter), marks)
+
+
+def read_letter_bytes(memory: memoryview, marks: Sequence[str] = ()) -> tuple[Parcel, list[Apart]]:
+    """`read_letter`, for who receives bytes; these are writable."""
     (length,) = _LENGTH.unpack_from(memory)
     head = _HEADS.decode(memory[_LENGTH.size : _LENGTH.size + length])
     check_plan(head.plan, len(head.pieces), marks)
@@ -178,7 +197,7 @@ def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _tensor_at(memory: memoryview, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+def _tensor_at(memory: bytearray | memoryview, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A tensor in a letter; no view of it, for what is written to one tensor is no change of the others."""
     numel = prod(shape)
     if not numel:

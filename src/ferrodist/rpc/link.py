@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ferrodist.collectives.letters import Apart, Parcel, read_letter, write_letter
+from ferrodist.collectives.letters import Apart, Parcel, read_letter_bytes, write_letter_bytes
 from ferrodist.collectives.views import bytes_of
 from ferrodist.errors import DistributedError, ProtocolError, SizeMismatchError
 from ferrodist.rpc.messages import MessageKind
@@ -107,8 +107,8 @@ class Link:
         if isinstance(content, bytes):
             form, memory = _Form.PLAIN, memoryview(content)
         else:
-            letter, apart = write_letter(content, "what is sent")
-            form, memory = _Form.LETTER, bytes_of(letter)
+            letter, apart = write_letter_bytes(content, "what is sent")
+            form, memory = _Form.LETTER, memoryview(letter)
         size = memory.nbytes
         self._check_size(size + sum(tensor.nbytes for tensor in apart), size)
         head = _HEAD.pack(kind, form, 0, size, number)
@@ -118,7 +118,7 @@ class Link:
             self._send_frame(head.ljust(FRAME_BYTES, b"\0"))
             self._send_apart(memory, kind, number)
         for tensor in apart:
-            self._send_apart(bytes_of(tensor.contiguous()), kind, number)
+            self._send_apart(bytes_of(tensor), kind, number)
 
     def close(self) -> None:
         """Send nothing more, and receive nothing more."""
@@ -173,14 +173,13 @@ class Link:
         if kind is None or form not in _FORMS or size > self._limit:
             raise ProtocolError(f"rank {self._peer} sent what is no message of an agent", ranks=(self._peer,))
         if size > _ROOM:
-            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
-            request = self._pair.irecv(bytes_of(memory), self._other, tag=_tag(kind, number))
+            memory = bytes_of(torch.empty(size, dtype=torch.uint8, device="cpu"))
+            request = self._pair.irecv(memory, self._other, tag=_tag(kind, number))
             self._keep(request, lambda: self._if_well(request, self._read, kind, number, form, memory))
         elif form == _Form.PLAIN:
             self._receiver.received(self._peer, kind, number, frame[_HEAD.size : _HEAD.size + size])
         else:
-            letter = torch.frombuffer(bytearray(frame), dtype=torch.uint8)[_HEAD.size : _HEAD.size + size]
-            self._read(kind, number, form, letter)
+            self._read(kind, number, form, memoryview(bytearray(frame))[_HEAD.size : _HEAD.size + size])
 
     def _if_well(self, request: Request, then: Callable[..., None], *arguments: Any) -> None:
         """Go on with what has come. What has failed, failed with the group, but for its size."""
@@ -192,12 +191,12 @@ class Link:
         except DistributedError:
             pass
 
-    def _read(self, kind: MessageKind, number: int, form: _Form, memory: torch.Tensor) -> None:
+    def _read(self, kind: MessageKind, number: int, form: _Form, memory: memoryview) -> None:
         if form == _Form.PLAIN:
-            self._receiver.received(self._peer, kind, number, bytes(bytes_of(memory)))
+            self._receiver.received(self._peer, kind, number, bytes(memory))
             return
         try:
-            parcel, apart = read_letter(memory, self._marks)
+            parcel, apart = read_letter_bytes(memory, self._marks)
         except Exception as error:  # noqa: BLE001 - whatever it is, it was sent
             text = f"rank {self._peer} sent what is no value: {error}"
             self._receiver.garbled(self._peer, kind, number, ProtocolError(text, ranks=(self._peer,)))
