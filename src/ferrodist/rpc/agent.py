@@ -19,6 +19,7 @@ from ferrodist.errors import (
     ranks_text,
 )
 from ferrodist.rpc.backends import GroupRpcBackend, RpcBackend
+from ferrodist.rpc.buffers import Buffers
 from ferrodist.rpc.callers import Neighbor, Office, OwnCaller
 from ferrodist.rpc.calls import Calls, Future, Waiting, Waits, late_error
 from ferrodist.rpc.messages import ARRAYS, Call, FailureKind, MessageKind, unpack_failure, unpack_result
@@ -83,7 +84,14 @@ class RpcAgent:
         self._calls = Calls(f"{label}-timeouts", self._gave_up)
         self._workers = Workers(self._functions, num_workers, f"{label}-worker", waits)
         office = Office(
-            self._workers, waits, self._counters, self._answered, self._lose, most_outstanding, message_limit
+            self._workers,
+            waits,
+            self._counters,
+            Buffers(),
+            self._answered,
+            self._lose,
+            most_outstanding,
+            message_limit,
         )
         self._closed = False
         self._lost: dict[int, DistributedError] = {}
@@ -213,7 +221,7 @@ class RpcAgent:
     # Calls of this rank.
 
     def _rank_of(self, to: int) -> int:
-        rank = check_integer(to, "to")
+        rank = to if type(to) is int else check_integer(to, "to")
         if not 0 <= rank < self.world_size:
             raise InvalidRankError(f"there is no rank {rank} to call: they are 0 to {self.world_size - 1}")
         return rank

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
+    from ferrodist.rpc.buffers import Buffers
     from ferrodist.rpc.messages import Content
     from ferrodist.rpc.statistics import Counters
 
@@ -41,6 +42,7 @@ class Office:
         workers: Who serve them.
         waits: What threads wait with.
         counters: Of calls.
+        buffers: Where large tensors arrive.
         answered: Called with a rank, the number of a call of this rank, and what it has come to.
         lost: Called with a rank that is gone, and why.
         most_outstanding: Calls that a rank may have without a result.
@@ -50,6 +52,7 @@ class Office:
     workers: Workers
     waits: Waits
     counters: Counters
+    buffers: Buffers
     answered: Callable[[int, int, MessageKind, Content], None]
     lost: Callable[[int, DistributedError], None]
     most_outstanding: int
@@ -185,7 +188,7 @@ class Neighbor(_Caller):
 
     def __init__(self, rank: int, office: Office, pair: Backend) -> None:
         super().__init__(rank, office)
-        self._link = Link(pair, rank, self, office.message_limit, (ARRAYS.mark,))
+        self._link = Link(pair, rank, self, office.message_limit)
         self._link.start()
 
     def send_call(self, number: int, content: Content) -> None:
@@ -206,6 +209,11 @@ class Neighbor(_Caller):
         self._link.send(kind, number, content)
 
     # What the link tells.
+
+    @property
+    def buffers(self) -> Buffers:
+        """See `Receiver`."""
+        return self._office.buffers
 
     def attend(self, change: int) -> None:
         """See `Receiver`."""

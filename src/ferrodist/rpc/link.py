@@ -22,13 +22,14 @@ import torch
 from ferrodist.collectives.letters import Apart, Parcel, read_letter_bytes, write_letter_bytes
 from ferrodist.collectives.views import bytes_of
 from ferrodist.errors import DistributedError, ProtocolError, SizeMismatchError
-from ferrodist.rpc.messages import MessageKind
+from ferrodist.rpc.messages import MARKS, MessageKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.request import Request
+    from ferrodist.rpc.buffers import Buffers
     from ferrodist.rpc.messages import Content
 
 __all__ = ["FRAME_BYTES", "Link", "Receiver"]
@@ -56,6 +57,10 @@ class Receiver(Protocol):
     It must not block, for until it returns nothing else comes.
     """
 
+    @property
+    def buffers(self) -> Buffers:
+        """Where large tensors arrive."""
+
     def attend(self, change: int) -> None:
         """So many large messages more are on their way, and are moved by who waits for a `Signal`."""
 
@@ -77,16 +82,15 @@ class Link:
         peer: The other one's number for who uses this.
         receiver: Who is told of what comes.
         limit: Bytes that a message may have.
-        marks: Of the extensions that values may have.
     """
 
-    def __init__(self, pair: Backend, peer: int, receiver: Receiver, limit: int, marks: Sequence[str]) -> None:
+    def __init__(self, pair: Backend, peer: int, receiver: Receiver, limit: int) -> None:
         self._pair = pair
         self._other = 1 - pair.rank
         self._peer = peer
         self._receiver = receiver
         self._limit = limit
-        self._marks = marks
+        self._buffers = receiver.buffers
         self._lock = threading.Lock()
         self._is_over = False
         self._under_way: set[Request] = set()  # what is larger than a frame, both ways
@@ -110,7 +114,7 @@ class Link:
             letter, apart = write_letter_bytes(content, "what is sent")
             form, memory = _Form.LETTER, memoryview(letter)
         size = memory.nbytes
-        self._check_size(size + sum(tensor.nbytes for tensor in apart), size)
+        self._check_size(size + sum([tensor.nbytes for tensor in apart]), size)
         head = _HEAD.pack(kind, form, 0, size, number)
         if size <= _ROOM:
             self._send_frame((head + memory).ljust(FRAME_BYTES, b"\0"))
@@ -196,7 +200,7 @@ class Link:
             self._receiver.received(self._peer, kind, number, bytes(memory))
             return
         try:
-            parcel, apart = read_letter_bytes(memory, self._marks)
+            parcel, apart = read_letter_bytes(memory, MARKS)
         except Exception as error:  # noqa: BLE001 - whatever it is, it was sent
             text = f"rank {self._peer} sent what is no value: {error}"
             self._receiver.garbled(self._peer, kind, number, ProtocolError(text, ranks=(self._peer,)))
@@ -210,7 +214,7 @@ class Link:
         first, rest = apart[0], apart[1:]
         if min(first.shape) < 0 or math.prod(first.shape) * first.dtype.itemsize > self._limit:
             raise ProtocolError(f"rank {self._peer} sent a tensor of shape {first.shape}", ranks=(self._peer,))
-        tensor = torch.empty(first.shape, dtype=first.dtype, device="cpu")
+        tensor = self._buffers.make(first.shape, first.dtype)
         parcel.tensors[first.number] = tensor
         request = self._pair.irecv(bytes_of(tensor), self._other, tag=_tag(kind, number))
         next_one = functools.partial(self._receive_apart, kind, number, parcel, rest)
