@@ -151,8 +151,8 @@ def write_letter_bytes(
     memory[_LENGTH.size : _LENGTH.size + len(head)] = head
     for tensor, start in inside:
         if tensor.nbytes <= _COPIED_BYTES:
-            tensor = tensor.contiguous()
-            memory[first + start : first + start + tensor.nbytes] = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+            dense = tensor.contiguous()
+            memory[first + start : first + start + dense.nbytes] = ctypes.string_at(dense.data_ptr(), dense.nbytes)
         else:
             _tensor_at(memory, first + start, tensor.dtype, tensor.shape).copy_(tensor)
     return memory, apart

@@ -2,7 +2,7 @@
 
 ::
 
-    join.py         rendezvous() and Membership      environment.py  what the launcher says
+    join.py         rendezvous(), enter_job()        environment.py  what the launcher says
     attendance.py   are all ranks there?             secret.py       the job secret
     store.py        the seam, and PrefixStore        memory_store.py, file_store.py, tcp_store.py
     listener.py     accepts proven peers only        handshake.py    the proof
@@ -13,7 +13,7 @@
 from ferrodist.rendezvous.environment import Environment, read_environment
 from ferrodist.rendezvous.file_store import FileStore
 from ferrodist.rendezvous.handshake import PROTOCOL_VERSION, Hello, connect, greet
-from ferrodist.rendezvous.join import Membership, rendezvous
+from ferrodist.rendezvous.join import Membership, enter_job, rendezvous
 from ferrodist.rendezvous.listener import Listener, parse_address
 from ferrodist.rendezvous.memory_store import MemoryStore
 from ferrodist.rendezvous.secret import make_secret, resolve_secret
@@ -33,6 +33,7 @@ __all__ = [
     "TcpStore",
     "TcpStoreServer",
     "connect",
+    "enter_job",
     "greet",
     "make_secret",
     "parse_address",

@@ -1,4 +1,4 @@
-"""`rendezvous`: from an address and a rank number to the proven membership of a job."""
+"""`rendezvous`: from an address and a rank number to the proven membership of a job; `enter_job` does not wait."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ferrodist.rendezvous.tcp_store import TcpStore, TcpStoreServer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Membership", "rendezvous"]
+__all__ = ["Membership", "enter_job", "rendezvous"]
 
 _LOOPBACK = "127.0.0.1"
 _LINGER = 2.0
@@ -47,7 +47,7 @@ _CHARTER_KEY = "ferrodist/charter"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """One rank's place in a job whose ranks have all met.
+    """One rank's place in a job: of `rendezvous` when all ranks have met, of `enter_job` before.
 
     Args:
         rank: This process's rank.
@@ -74,8 +74,8 @@ class Membership:
         """Let go of the store.
 
         Rank 0 of a TCP rendezvous serves on for up to 2 s, or until the other ranks have closed theirs;
-        afterwards their calls raise. Of a file rendezvous the last rank to close removes the file. More calls
-        do nothing.
+        afterwards their calls raise. Of a file rendezvous the last rank to close removes the file. Rank 0 of
+        a job that was entered stops to serve at once. More calls do nothing.
         """
         self.on_close()
 
@@ -168,10 +168,57 @@ def rendezvous(
         return _join_tcp(where, place, shared_port=environment.agent_store)
     except DistributedTimeoutError as error:
         hint = "" if place.secret or scheme == "file" else _LOOPBACK_HINT
-        raise RendezvousError(
-            f"job {place.job!r} at {scheme}://{where}: rank 0 did not answer rank {place.rank}: {error.message}{hint}",
-            ranks=(0,),
-        ) from error
+        raise _unanswered(place, f"{scheme}://{where}", error, hint) from error
+
+
+def enter_job(
+    address: str | None,
+    *,
+    rank: int | None,
+    world_size: int | None,
+    timeout: float,
+    secret: str | bytes | None,
+    job: str | None = None,
+    listener: socket.socket | None = None,
+) -> Membership:
+    """Take a place in a job whose ranks come and go: waits for rank 0 to serve the store, and for no other rank.
+
+    A process that is started again may take the place of the one before. The store ends with rank 0's process.
+
+    Args:
+        address: "host:port" where rank 0 serves and the others dial; None takes what `rendezvous` would under
+            ``env://``, but never a file.
+        rank: As for `rendezvous`, and so are ``world_size``, ``secret`` and ``job``.
+        world_size: Number of ranks.
+        timeout: Seconds to wait for rank 0.
+        secret: The job secret.
+        job: Name of the job.
+        listener: For rank 0: a bound, listening socket to serve on; the membership closes it.
+
+    Raises:
+        RendezvousError, AuthenticationError, ProtocolError, InvalidRankError, InvalidWorldSizeError, ValueError,
+            TypeError: As `rendezvous` does.
+    """
+    if address is not None and not isinstance(address, str):
+        raise TypeError(f"address must be 'host:port' or None, not {type(address).__name__}")
+    deadline = Deadline(timeout)
+    environment = read_environment()
+    place = _place(environment, deadline, rank=rank, world_size=world_size, job=job, secret=secret)
+    where = _address_from_environment(environment) if address is None else address
+    try:
+        if place.rank:
+            client = _dial(where, place)
+            return place.member(client, client.local_host, client.close, place.secret)
+        named = f"job {place.job!r} at tcp://{where}"
+        server = _open_server(where, place, named, shared_port=environment.agent_store, sock=listener)
+        return place.member(server.store, server.host, server.close, place.secret)
+    except DistributedTimeoutError as error:
+        raise _unanswered(place, f"tcp://{where}", error, "" if place.secret else _LOOPBACK_HINT) from error
+
+
+def _unanswered(place: _Place, where: str, error: DistributedError, hint: str) -> RendezvousError:
+    text = f"job {place.job!r} at {where}: rank 0 did not answer rank {place.rank}: {error.message}{hint}"
+    return RendezvousError(text, ranks=(0,))
 
 
 def _place(
@@ -243,6 +290,10 @@ def _parse(init_method: str | None, environment: Environment) -> tuple[str, str]
 def _from_environment(environment: Environment) -> tuple[str, str]:
     if environment.agent_store and environment.single_host and environment.attempt_folder:
         return "file", f"{environment.attempt_folder}/ferrodist-rendezvous"
+    return "tcp", _address_from_environment(environment)
+
+
+def _address_from_environment(environment: Environment) -> str:
     host, port = environment.master_addr, environment.master_port
     if host is None or port is None:
         absent = " and ".join(name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if value is None)
@@ -253,21 +304,14 @@ def _from_environment(environment: Environment) -> tuple[str, str]:
     if environment.agent_store:
         own = os.environ.get("FERRODIST_PORT", "")
         port = parse_address(f"FERRODIST_PORT:{own}")[1] if own else port + (1 if port < 65535 else -1)
-    return "tcp", format_address(host, port)
+    return format_address(host, port)
 
 
 def _join_tcp(address: str, place: _Place, *, shared_port: bool) -> Membership:
     where = f"job {place.job!r} at tcp://{address}"
     if place.rank == 0:
         return _serve(address, place, where, shared_port=shared_port)
-    client = TcpStore(
-        address,
-        secret=place.secret,
-        job=place.job,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=place.deadline.timeout,
-    )
+    client = _dial(address, place)
     try:
         _attend(client, place, where)
     except BaseException:
@@ -276,17 +320,44 @@ def _join_tcp(address: str, place: _Place, *, shared_port: bool) -> Membership:
     return place.member(client, client.local_host, client.close, place.secret)
 
 
+def _dial(address: str, place: _Place) -> TcpStore:
+    return TcpStore(
+        address,
+        secret=place.secret,
+        job=place.job,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=place.deadline.timeout,
+    )
+
+
 def _serve(address: str, place: _Place, where: str, *, shared_port: bool) -> Membership:
+    server = _open_server(address, place, where, shared_port=shared_port)
+    try:
+        _attend(server.store, place, where)
+    except DistributedError:
+        server.close(linger=_LINGER)  # the others are to read why
+        raise
+    except BaseException:
+        server.close()
+        raise
+    return place.member(server.store, server.host, lambda: server.close(linger=_LINGER), place.secret)
+
+
+def _open_server(
+    address: str, place: _Place, where: str, *, shared_port: bool, sock: socket.socket | None = None
+) -> TcpStoreServer:
     host, port = parse_address(address)
-    if port == 0 and place.world_size > 1:
+    if port == 0 and place.world_size > 1 and sock is None:
         raise ValueError(f"{where}: port 0 is a different one on every rank; choose a free port")
     try:
-        server = TcpStoreServer(
+        return TcpStoreServer(
             host,
             port,
             secret=place.secret,
             job=place.job,
             world_size=place.world_size,
+            sock=sock,
             max_connections=max(4096, 8 * place.world_size),
             on_rejection=note_rejection,
             deadline=place.deadline,
@@ -298,15 +369,6 @@ def _serve(address: str, place: _Place, where: str, *, shared_port: bool) -> Mem
             else "rank 0 must run on the host that the address names, be started once, and find the port free"
         )
         raise RendezvousError(f"{where}: rank 0 {error.message}; {hint}", ranks=(0,)) from error
-    try:
-        _attend(server.store, place, where)
-    except DistributedError:
-        server.close(linger=_LINGER)  # the others are to read why
-        raise
-    except BaseException:
-        server.close()
-        raise
-    return place.member(server.store, server.host, lambda: server.close(linger=_LINGER), place.secret)
 
 
 def _attend(store: Store, place: _Place, where: str) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ferrodist.backends.base import Backend
 from ferrodist.collectives.prepare import check_integer
-from ferrodist.deadline import check_timeout
+from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import (
     DistributedError,
     DistributedTimeoutError,
     GroupClosedError,
     InvalidRankError,
-    PeerLostError,
     RpcError,
     ranks_text,
 )
@@ -22,15 +22,22 @@ from ferrodist.rpc.backends import GroupRpcBackend, RpcBackend
 from ferrodist.rpc.buffers import Buffers
 from ferrodist.rpc.callers import Neighbor, Office, OwnCaller
 from ferrodist.rpc.calls import Calls, Future, Waiting, Waits, late_error
-from ferrodist.rpc.messages import ARRAYS, Call, FailureKind, MessageKind, unpack_failure, unpack_result
-from ferrodist.rpc.serving import Functions, Workers
+from ferrodist.rpc.connector import Connector
+from ferrodist.rpc.messages import NO_NUMBER, Call, Failure, FailureKind, MessageKind, unpack_failure, unpack_result
+from ferrodist.rpc.object_calls import ObjectCalls
+from ferrodist.rpc.remote_objects import CREATE, OWN_NAMES, REGISTER, RemoteObjects
+from ferrodist.rpc.serving import Functions, Served, Workers
 from ferrodist.rpc.statistics import Counters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.listening import Signal
+    from ferrodist.errors import PeerLostError
+    from ferrodist.rpc.callers import Caller
     from ferrodist.rpc.messages import Content
+    from ferrodist.rpc.reference_tables import ReferenceCounts
+    from ferrodist.rpc.references import RRef
     from ferrodist.rpc.statistics import RpcStatistics
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
@@ -83,22 +90,27 @@ class RpcAgent:
         label = f"ferrodist-rpc-{backend.rank}"
         self._calls = Calls(f"{label}-timeouts", self._gave_up)
         self._workers = Workers(self._functions, num_workers, f"{label}-worker", waits)
-        office = Office(
+        self._objects = RemoteObjects(self)
+        self._office = Office(
             self._workers,
             waits,
             self._counters,
             Buffers(),
+            self._objects,
+            ObjectCalls(self._objects, self),
             self._answered,
-            self._lose,
+            backend.timeout,
             most_outstanding,
             message_limit,
         )
         self._closed = False
-        self._lost: dict[int, DistributedError] = {}
-        self._callers: dict[int, OwnCaller | Neighbor] = {backend.rank: OwnCaller(backend.rank, office)}
-        for peer in range(backend.world_size):
-            if peer != backend.rank:
-                self._callers[peer] = Neighbor(peer, office, backend.connect(peer))
+        self._own = OwnCaller(backend.rank, self._office)
+        self._connector = Connector(backend, self, f"{label}-ends")
+        try:
+            self._connector.start()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def rank(self) -> int:
@@ -109,6 +121,11 @@ class RpcAgent:
     def world_size(self) -> int:
         """How many ranks there are."""
         return self._backend.world_size
+
+    @property
+    def timeout(self) -> float:
+        """Seconds a call may take that names no timeout itself."""
+        return self._backend.timeout
 
     @overload
     def register(self, name: str, function: _Function) -> _Function: ...
@@ -121,17 +138,20 @@ class RpcAgent:
 
         Args:
             name: By which it is called.
-            function: It; without one this is a decorator: ``@agent.register("name")``.
+            function: It; without one this is a decorator: ``@agent.register("name")``. A class makes an instance, of
+                which others may call public methods by a reference (see `remote`).
 
         Returns:
             The function, as it is.
 
         Raises:
             TypeError: It is no function, or the name is no text.
-            ValueError: There is another one of that name.
+            ValueError: There is another one of that name, or agents have such names for themselves.
         """
         if function is None:
             return functools.partial(self.register, name)
+        if isinstance(name, str) and name.startswith(OWN_NAMES):
+            raise ValueError(f"names that begin with {OWN_NAMES!r} are the agents' own: take another one")
         self._functions.register(name, function)
         return function
 
@@ -180,6 +200,49 @@ class RpcAgent:
                 future.set_exception(error)
         return future
 
+    def remote(self, to: int, name: str, *arguments: Any, timeout: float | None = None, **keywords: Any) -> RRef:
+        """Call a function of a rank, or make an instance of a class, and leave the result there; does not wait.
+
+        Args:
+            to: The rank, which may be this one.
+            name: That the function, or class, was registered with there.
+            arguments: As for `rpc_sync`.
+            timeout: Seconds until what uses the reference is told that there is no result; None takes the backend's.
+            keywords: More arguments, by name.
+
+        Returns:
+            A reference to the result. Where there is none, what uses the reference raises why.
+
+        Raises:
+            DistributedTimeoutError: As many calls as may be have had no result for that time.
+            TypeError, ValueError: An argument can't travel.
+        """
+        if not isinstance(name, str) or name.startswith(OWN_NAMES):
+            raise ValueError(f"remote() takes the name of a function that was registered, not {name!r}")
+        return self._objects.create(self._rank_of(to), CREATE, (name, arguments, keywords), timeout)
+
+    def reference(self, value: Any) -> RRef:
+        """A reference to something here, whose owner is this rank; the object is not copied."""
+        return self._objects.keep(value)
+
+    def num_references(self) -> ReferenceCounts:
+        """How many objects this rank keeps for others and for itself, and how many other ranks keep for it."""
+        return self._objects.tables.look()
+
+    def wait_for_rank(self, rank: int, timeout: float | None = None) -> None:
+        """Return when a rank can be called: one that was lost, when it has been started again.
+
+        Args:
+            rank: It.
+            timeout: Seconds; None takes the backend's.
+
+        Raises:
+            DistributedTimeoutError: It is not there in time.
+        """
+        peer = self._rank_of(rank)
+        if peer != self.rank:
+            self._connector.wait_for(peer, Deadline(self.timeout if timeout is None else check_timeout(timeout)))
+
     def statistics(self) -> RpcStatistics:
         """How the calls of this agent, and those of others here, have gone so far."""
         return self._counters.look(self._calls.count)
@@ -213,10 +276,11 @@ class RpcAgent:
         if self._closed:
             return
         self._closed = True
-        for caller in self._callers.values():
-            caller.close()
+        self._connector.close()
+        self._own.close(0)
         self._calls.close()
         self._workers.close()
+        self._objects.close()
 
     # Calls of this rank.
 
@@ -228,22 +292,43 @@ class RpcAgent:
 
     def _begin(self, waiting: Waiting, call: Call) -> int:
         """Make a call; what is raised is not told to who waits for it."""
-        peer = waiting.peer
-        caller = self._caller(peer)
-        content = caller.write_call(call)
+        caller = waiting.caller = self._caller(waiting)
+        content, waiting.passing = caller.write_call(call)
         if not caller.window.enter(waiting.seconds):
             raise DistributedTimeoutError(
-                f"rank {peer} has as many calls without a result as may be, for {waiting.seconds:g} s", ranks=(peer,)
+                f"rank {waiting.peer} has as many calls without a result as may be, for {waiting.seconds:g} s",
+                ranks=(waiting.peer,),
             )
+        return self._send(
+            waiting, MessageKind.INTERNAL_CALL if call.name.startswith(OWN_NAMES) else MessageKind.CALL, content
+        )
+
+    def _send(self, waiting: Waiting, kind: MessageKind, content: Content) -> int:
         try:
             number = self._calls.add(waiting)
-            try:
-                caller.send_call(number, content)
-            except BaseException:
-                self._calls.take(number)
-                raise
         except BaseException:
-            caller.window.leave()
+            waiting.end()
+            raise
+        caller, passing = waiting.caller or self._caller(waiting), waiting.passing
+
+        def failed(error: BaseException) -> None:
+            if self._calls.take(number) is not None:
+                waiting.end()
+                if not waiting.is_given_up:
+                    waiting.fail(error)
+
+        try:
+            if passing is None:
+                caller.send(kind, number, content)
+            else:
+                send = functools.partial(caller.send, kind, number, content)
+                sent = passing.send(send, failed, Deadline(waiting.seconds))
+                if waiting.future is not None:
+                    waiting.future.sent = sent
+        except BaseException:
+            if self._calls.take(number) is None:  # whoever waits has been told already
+                return number
+            waiting.end()
             raise
         return number
 
@@ -260,28 +345,34 @@ class RpcAgent:
                 raise late_error(waiting)
             signal.wait(_AGES)
 
-    def _caller(self, peer: int) -> OwnCaller | Neighbor:
+    def _caller(self, waiting: Waiting) -> Caller:
         if self._closed:
             raise GroupClosedError("the agent was closed")
-        lost = self._lost.get(peer)
-        if lost is not None:
-            raise lost.fresh()
-        return self._callers[peer]
+        if waiting.peer == self.rank:
+            return self._own
+        return self._connector.neighbors.get(waiting.peer) or self._connector.neighbor(
+            waiting.peer, Deadline(waiting.seconds)
+        )
 
     def _gave_up(self, number: int, waiting: Waiting) -> None:
         self._counters.count("timed_out")
-        self._callers[waiting.peer].send_withdrawal(number)
+        if waiting.caller is not None:
+            with contextlib.suppress(DistributedError):  # or there is nobody who serves it
+                waiting.caller.send(MessageKind.WITHDRAWAL, number, b"")
 
     def _answered(self, peer: int, number: int, kind: MessageKind, content: Content) -> None:
         """See `Office`."""
         waiting = self._calls.take(number, peer)
         if waiting is None:
             return
-        self._callers[peer].window.leave()
+        waiting.end()
         if waiting.is_given_up:
             self._counters.count("late")
+            with contextlib.suppress(Exception):
+                self._open(waiting, kind, content)  # references in it have been counted for this rank
             return
-        self._counters.count_answer(time.monotonic() - waiting.started)
+        if waiting.name != REGISTER:
+            self._counters.count_answer(time.monotonic() - waiting.started)
         if waiting.signal is not None:
             waiting.found = kind, content
             waiting.signal.set()
@@ -296,21 +387,88 @@ class RpcAgent:
 
     def _open(self, waiting: Waiting, kind: MessageKind, content: Any) -> Any:
         if kind is MessageKind.RESULT:
-            return unpack_result(content, waiting.peer, (ARRAYS,))
-        failure = unpack_failure(content, waiting.peer)
+            return unpack_result(content, waiting.peer, self._objects.extensions[waiting.peer])
+        raise self.error_of(waiting.name, waiting.peer, unpack_failure(content, waiting.peer))
+
+    # What remote objects need; see `RemoteCalls` and `Server`.
+
+    def start(self, to: int, call: Call, seconds: float) -> Future:
+        """Call a function of the agents' own, however many calls have no result."""
+        future = Future()
+        waiting = Waiting(to, call.name, seconds, future=future)
+        try:
+            content, waiting.passing = self._caller(waiting).write_call(call)
+            self._send(waiting, MessageKind.INTERNAL_CALL, content)
+        except DistributedError as error:
+            if not future.done():
+                future.set_exception(error)
+        return future
+
+    def send_unanswered(self, to: int, call: Call) -> None:
+        """Call a function of the agents' own that has no answer."""
+        caller = self._caller(Waiting(to, call.name, 0.0))
+        content, _ = caller.write_call(call)
+        caller.send(MessageKind.INTERNAL_CALL, NO_NUMBER, content)
+
+    def submit(self, call: Call, answer: Callable[[Any], None], function: Callable[..., Any] | None = None) -> None:
+        """Have a worker call a function: that of the call's name, or another one."""
+        self._workers.submit(_Prepared(call, answer, function, self._counters))
+
+    def classes(self) -> set[type]:
+        """The classes that were registered."""
+        return self._functions.classes()
+
+    def error_of(self, name: str, peer: int, failure: Failure) -> Exception:
+        """What a call raises that has failed."""
         if failure.kind is FailureKind.EXPIRED:
-            raise DistributedTimeoutError(f"rank {waiting.peer}: {failure.text}", ranks=(waiting.peer,))
+            return DistributedTimeoutError(f"rank {peer}: {failure.text}", ranks=(peer,))
         how = "{} failed on rank {}" if failure.kind is FailureKind.RAISED else "the call of {} on rank {}"
-        raise RpcError(
-            f"{how.format(repr(waiting.name), waiting.peer)}: {failure.text}",
-            ranks=(waiting.peer,),
+        return RpcError(
+            f"{how.format(repr(name), peer)}: {failure.text}",
+            ranks=(peer,),
             type_name=failure.type_name,
             traceback=failure.traceback,
         )
 
-    def _lose(self, peer: int, error: DistributedError) -> None:
-        """See `Office`."""
-        if not isinstance(error, PeerLostError):
-            error = PeerLostError(f"rank {peer} can't be reached any more: {error}", ranks=(peer,))
-        self._lost[peer] = error
+    # What the connector needs; see `Owner`.
+
+    def meet(self, peer: int, pair: Backend, ended: Callable[[Neighbor, DistributedError], None]) -> Neighbor:
+        """Make a neighbor of a rank."""
+        return Neighbor(peer, self._office, pair, ended)
+
+    def joined(self, peer: int) -> None:
+        """A rank is there, for the first time or again."""
+        self._objects.joined(peer)
+
+    def lost(self, peer: int, error: PeerLostError) -> None:
+        """Nothing more will come for what was sent to a rank until now."""
         self._calls.fail(peer, error)
+        self._objects.lost(peer)
+
+
+class _Prepared(Served):
+    """A call that has been read."""
+
+    __slots__ = ("_answer", "_call", "_counters")
+
+    def __init__(
+        self,
+        call: Call,
+        answer: Callable[[Any], None],
+        function: Callable[..., Any] | None,
+        counters: Counters,
+    ) -> None:
+        super().__init__()
+        self.function = function
+        self._call: Call | None = call
+        self._answer = answer
+        self._counters = counters
+
+    def read(self) -> Call:
+        call, self._call = self._call, None
+        assert call is not None
+        return call
+
+    def answer(self, found: Any) -> None:
+        self._counters.count("failed" if isinstance(found, Failure) else "served")
+        self._answer(found)

@@ -1,9 +1,9 @@
-"""How agents reach each other: every rank has a group of two with every other one."""
+"""How agents reach each other: every rank has a group of two with every other one that is there."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.backends.listening import LockSignal
 from ferrodist.backends.simulated import SimulatedBackend
@@ -13,11 +13,24 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.backends.listening import Signal
 
-__all__ = ["GroupRpcBackend", "RpcBackend", "SimulatedRpcBackend"]
+__all__ = ["GroupRpcBackend", "Peers", "RpcBackend", "SimulatedRpcBackend"]
+
+
+class Peers(Protocol):
+    """Who is told which ranks are there. Any thread may call, and must hold no lock."""
+
+    def joined(self, peer: int, pair: Backend, version: tuple[int, int]) -> None:
+        """A rank can be talked to.
+
+        Args:
+            peer: The rank.
+            pair: A new group of this rank and that one, in the order of their numbers. Whoever is told closes it.
+            version: Of two groups with a peer the one of the higher version counts, whichever is told first.
+        """
 
 
 class RpcBackend(ABC):
-    """Ranks that can call each other.
+    """Ranks that can call each other. One agent uses it, and closes it.
 
     Args:
         rank: This rank.
@@ -31,12 +44,23 @@ class RpcBackend(ABC):
         self.timeout = timeout
 
     @abstractmethod
-    def connect(self, peer: int) -> Backend:
-        """A new group of this rank and another one, in the order of their numbers; only `Link` communicates in it."""
+    def open(self, peers: Peers) -> None:
+        """Tell, now and until `close`, of each rank that is there; called once. Does not wait for any."""
+
+    def lost(self, peer: int, pair: Backend) -> None:  # noqa: B027 - may stay as it is
+        """Be told that a group is of no use any more: the backend may make another. This form does nothing."""
+
+    def absence(self, peer: int) -> str:
+        """Why a rank that is not there has not come: sentences with a space in front, or nothing. Takes no lock."""
+        del peer
+        return ""
 
     def signal(self) -> Signal:
         """Something for a thread to wait for until messages of the groups bring it; see `Backend.signal`."""
         return LockSignal()
+
+    def close(self) -> None:  # noqa: B027 - may stay as it is
+        """Tell of no more ranks, and be reached by none; groups that were told of go on. This form does nothing."""
 
 
 class GroupRpcBackend(RpcBackend):
@@ -50,12 +74,13 @@ class GroupRpcBackend(RpcBackend):
         super().__init__(group.rank, group.world_size, group.timeout)
         self._group = group
 
-    def connect(self, peer: int) -> Backend:
-        """A sub-group, which the end of other ranks does not end."""
-        members = sorted((self.rank, peer))
-        return SubBackend(
-            self._group, members, label="ferrodist.rpc", name=f"rpc of ranks {members[0]} and {members[1]}"
-        )
+    def open(self, peers: Peers) -> None:
+        """Tell of all ranks: a sub-group with each, which the end of other ranks does not end."""
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                members = sorted((self.rank, peer))
+                name = f"rpc of ranks {members[0]} and {members[1]}"
+                peers.joined(peer, SubBackend(self._group, members, label="ferrodist.rpc", name=name), (0, 0))
 
     def signal(self) -> Signal:
         """See `RpcBackend`."""

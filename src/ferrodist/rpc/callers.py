@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, ProtocolError
 from ferrodist.rpc.calls import Waits, Window
 from ferrodist.rpc.link import Link
 from ferrodist.rpc.messages import (
-    ARRAYS,
     Call,
     Failure,
     FailureKind,
@@ -20,6 +21,7 @@ from ferrodist.rpc.messages import (
     pack_failure,
     pack_result,
     unpack_call,
+    unpack_result,
 )
 from ferrodist.rpc.serving import Served, Workers
 
@@ -29,9 +31,12 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.rpc.buffers import Buffers
     from ferrodist.rpc.messages import Content
+    from ferrodist.rpc.object_calls import ObjectCalls
+    from ferrodist.rpc.passing import Passing
+    from ferrodist.rpc.remote_objects import RemoteObjects
     from ferrodist.rpc.statistics import Counters
 
-__all__ = ["Neighbor", "Office", "OwnCaller"]
+__all__ = ["Caller", "Neighbor", "Office", "OwnCaller"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +48,10 @@ class Office:
         waits: What threads wait with.
         counters: Of calls.
         buffers: Where large tensors arrive.
+        objects: What references refer to.
+        object_calls: Serves the agents' own calls.
         answered: Called with a rank, the number of a call of this rank, and what it has come to.
-        lost: Called with a rank that is gone, and why.
+        timeout: Seconds that owners of references in an answer may take.
         most_outstanding: Calls that a rank may have without a result.
         message_limit: Bytes that a message may have.
     """
@@ -53,8 +60,10 @@ class Office:
     waits: Waits
     counters: Counters
     buffers: Buffers
+    objects: RemoteObjects
+    object_calls: ObjectCalls
     answered: Callable[[int, int, MessageKind, Content], None]
-    lost: Callable[[int, DistributedError], None]
+    timeout: float
     most_outstanding: int
     message_limit: int
 
@@ -64,7 +73,7 @@ class _Incoming(Served):
 
     __slots__ = ("_caller", "_content", "_number")
 
-    def __init__(self, caller: _Caller, number: int, content: Content) -> None:
+    def __init__(self, caller: Caller, number: int, content: Content) -> None:
         super().__init__()
         self._caller = caller
         self._number = number
@@ -79,8 +88,8 @@ class _Incoming(Served):
         self._caller.answer(self._number, found)
 
 
-class _Caller(ABC):
-    """A rank that makes calls here.
+class Caller(ABC):
+    """A rank that makes calls here, and is called.
 
     Args:
         rank: It.
@@ -93,120 +102,141 @@ class _Caller(ABC):
         self._office = office
         self._served: dict[int, Served] = {}  # by number: calls that have come and are not answered
 
-    def write_call(self, call: Call) -> Content:
-        """A call to this rank, or from it to itself, written down; see `pack_call`."""
-        return pack_call(call, (ARRAYS,))
+    def write_call(self, call: Call) -> tuple[Content, Passing | None]:
+        """A call to this rank, written down, and the references in it; see `pack_call`."""
+        return self._office.objects.pack(self.rank, pack_call, call)
 
     def read_call(self, content: Content) -> Call:
-        """The reverse."""
-        return unpack_call(content, self.rank, (ARRAYS,))
+        """A call of this rank; see `unpack_call`."""
+        return unpack_call(content, self.rank, self._office.objects.extensions[self.rank])
 
-    def take_call(self, number: int, content: Content) -> None:
-        """Have a call served."""
+    def read_result(self, content: Content) -> Any:
+        """A result of this rank's; see `unpack_result`."""
+        return unpack_result(content, self.rank, self._office.objects.extensions[self.rank])
+
+    def answer(self, number: int, found: Any) -> None:
+        """Send what a call has come to, a value or a `Failure`; does not raise."""
+        self._served.pop(number, None)
+        self._office.counters.count("failed" if isinstance(found, Failure) else "served")
+        self._send_answer(number, found)
+
+    def close(self, seconds: float) -> None:
+        """Serve nothing more of it, and call it no more.
+
+        Args:
+            seconds: How long it may take to take the goodbye.
+        """
+        del seconds
+        self.window.close()
+        for served in self._served.copy().values():
+            served.withdraw()
+
+    @abstractmethod
+    def send(self, kind: MessageKind, number: int, content: Content) -> None:
+        """Send a message to this rank; see `Link.send`."""
+
+    def _take(self, kind: MessageKind, number: int, content: Content) -> None:
+        """Act on a message of this rank."""
+        if kind is MessageKind.CALL:
+            self._take_call(number, content)
+        elif kind is MessageKind.INTERNAL_CALL:
+            self._take_internal_call(number, content)
+        elif kind is MessageKind.WITHDRAWAL:
+            served = self._served.get(number)
+            if served is not None:
+                served.withdraw()
+        else:
+            self._office.answered(self.rank, number, kind, content)
+
+    def _take_call(self, number: int, content: Content) -> None:
         if len(self._served) >= self._office.most_outstanding:
+            with contextlib.suppress(ProtocolError):
+                self.read_call(content)  # references in it have been counted for this rank
             text = f"rank {self.rank} has {len(self._served)} calls here without a result, as many as may be"
-            self._reply(MessageKind.FAILURE, number, pack_failure(Failure(FailureKind.OVERLOADED, "", text, "")))
+            self._send_answer(number, Failure(FailureKind.OVERLOADED, "", text, ""))
             return
         served = _Incoming(self, number, content)
         if self._served.setdefault(number, served) is not served:
             raise ProtocolError(f"rank {self.rank} made call {number} twice", ranks=(self.rank,))
         self._office.workers.submit(served)
 
-    def take_withdrawal(self, number: int) -> None:
-        """Nobody waits for the result of a call any more."""
-        served = self._served.get(number)
-        if served is not None:
-            served.withdraw()
-
-    def answer(self, number: int, found: Any) -> None:
-        """Send what a call has come to; does not raise."""
-        self._served.pop(number, None)
-        is_failure = isinstance(found, Failure)
-        self._office.counters.count("failed" if is_failure else "served")
+    def _take_internal_call(self, number: int, content: Content) -> None:
+        answer = functools.partial(self._send_answer, number)
         try:
-            if not is_failure:
-                self._reply(MessageKind.RESULT, number, pack_result(found, (ARRAYS,)))
+            call = self.read_call(content)
+        except ProtocolError as error:
+            answer(Failure(FailureKind.UNDECODABLE, "", str(error), ""))
+        else:
+            self._office.object_calls.serve(self.rank, call, answer)
+
+    def _send_answer(self, number: int, found: Any) -> None:
+        if isinstance(found, Failure):
+            self._send_failure(number, found)
+            return
+        try:
+            content, passing = self._office.objects.pack(self.rank, pack_result, found)
+            send = functools.partial(self.send, MessageKind.RESULT, number, content)
+            if passing is None:
+                send()
                 return
-        except (TypeError, ValueError) as error:  # it can't travel, or is too large
-            found = Failure(FailureKind.UNENCODABLE, type(error).__name__, str(error), "")
-        except DistributedError:
-            return  # whoever waited is gone
-        try:
-            self._reply(MessageKind.FAILURE, number, pack_failure(found))
-        except DistributedError:
-            pass
-        except (TypeError, ValueError) as error:  # a traceback may be too large, or no text that travels
-            text = f"what it raised can't travel: {type(error).__name__}"
-            self._reply(MessageKind.FAILURE, number, pack_failure(Failure(found.kind, found.type_name, text, "")))
+            sent = passing.send(send, functools.partial(self._fail_answer, number), Deadline(self._office.timeout))
+            if sent is not None:
+                sent.when_set(passing.forget)
+        except (TypeError, ValueError, DistributedError) as error:
+            self._fail_answer(number, error)
 
-    @abstractmethod
-    def send_call(self, number: int, content: Content) -> None:
-        """Send a call to this rank; raises as `Link.send` does."""
+    def _fail_answer(self, number: int, error: BaseException) -> None:
+        """An answer can't travel, or is too large, or its caller is gone."""
+        self._send_failure(number, Failure(FailureKind.UNENCODABLE, type(error).__name__, str(error), ""))
 
-    @abstractmethod
-    def send_withdrawal(self, number: int) -> None:
-        """Tell this rank that nobody waits for a call's result any more; does not raise."""
-
-    @abstractmethod
-    def _reply(self, kind: MessageKind, number: int, content: Content) -> None:
-        """Send an answer; raises as `Link.send` does."""
-
-    def _end(self) -> None:
-        """Serve nothing more of it."""
-        self.window.close()
-        for served in self._served.copy().values():
-            served.withdraw()
+    def _send_failure(self, number: int, failure: Failure) -> None:
+        with contextlib.suppress(DistributedError):  # whoever waited is gone
+            try:
+                self.send(MessageKind.FAILURE, number, pack_failure(failure))
+            except (TypeError, ValueError) as error:  # a traceback may be too large, or no text that travels
+                text = f"what it raised can't travel: {type(error).__name__}"
+                short = Failure(failure.kind, failure.type_name, text, "")
+                self.send(MessageKind.FAILURE, number, pack_failure(short))
 
 
-class OwnCaller(_Caller):
+class OwnCaller(Caller):
     """This rank, which calls itself without a network; tensors are not copied."""
 
-    def send_call(self, number: int, content: Content) -> None:
-        """See `Link.send`."""
-        self.take_call(number, content)
-
-    def send_withdrawal(self, number: int) -> None:
-        """Nobody waits any more."""
-        self.take_withdrawal(number)
-
-    def _reply(self, kind: MessageKind, number: int, content: Content) -> None:
-        self._office.answered(self.rank, number, kind, content)
-
-    def close(self) -> None:
-        """Serve nothing more of it."""
-        self._end()
+    def send(self, kind: MessageKind, number: int, content: Content) -> None:
+        """Take a message of its own."""
+        self._take(kind, number, content)
 
 
-class Neighbor(_Caller):
+class Neighbor(Caller):
     """Another rank; it is its link's `Receiver`.
 
     Args:
         rank: It.
         office: Of the agent.
         pair: A group of this rank and that one, which the neighbor closes.
+        ended: Called with this, and why nothing comes any more; must not block.
     """
 
-    def __init__(self, rank: int, office: Office, pair: Backend) -> None:
+    def __init__(
+        self, rank: int, office: Office, pair: Backend, ended: Callable[[Neighbor, DistributedError], None]
+    ) -> None:
         super().__init__(rank, office)
+        self.pair = pair
+        self._ended = ended
         self._link = Link(pair, rank, self, office.message_limit)
+
+    def start(self) -> None:
+        """Receive from now on."""
         self._link.start()
 
-    def send_call(self, number: int, content: Content) -> None:
+    def send(self, kind: MessageKind, number: int, content: Content) -> None:
         """See `Link.send`."""
-        self._link.send(MessageKind.CALL, number, content)
-
-    def send_withdrawal(self, number: int) -> None:
-        """Nobody waits any more."""
-        with contextlib.suppress(DistributedError):  # or there is nobody who serves it
-            self._link.send(MessageKind.WITHDRAWAL, number, b"")
-
-    def close(self) -> None:
-        """Send nothing more, and receive nothing more."""
-        self._link.close()
-        self._end()
-
-    def _reply(self, kind: MessageKind, number: int, content: Content) -> None:
         self._link.send(kind, number, content)
+
+    def close(self, seconds: float) -> None:
+        """Send nothing more, and receive nothing more."""
+        self._link.close(seconds)
+        super().close(seconds)
 
     # What the link tells.
 
@@ -221,22 +251,18 @@ class Neighbor(_Caller):
 
     def received(self, peer: int, kind: MessageKind, number: int, content: Content) -> None:
         """See `Receiver`."""
-        if kind is MessageKind.CALL:
-            self.take_call(number, content)
-        elif kind is MessageKind.WITHDRAWAL:
-            self.take_withdrawal(number)
-        else:
-            self._office.answered(peer, number, kind, content)
+        del peer
+        self._take(kind, number, content)
 
     def garbled(self, peer: int, kind: MessageKind, number: int, error: DistributedError) -> None:
         """See `Receiver`."""
-        failure = pack_failure(Failure(FailureKind.UNDECODABLE, "", str(error), ""))
-        if kind is MessageKind.CALL:
-            self._reply(MessageKind.FAILURE, number, failure)
+        failure = Failure(FailureKind.UNDECODABLE, "", str(error), "")
+        if kind in (MessageKind.CALL, MessageKind.INTERNAL_CALL):
+            self._send_answer(number, failure)
         else:
-            self._office.answered(peer, number, MessageKind.FAILURE, failure)
+            self._office.answered(peer, number, MessageKind.FAILURE, pack_failure(failure))
 
     def lost(self, peer: int, error: DistributedError) -> None:
         """See `Receiver`."""
-        self._office.lost(peer, error)
-        self._end()
+        del peer
+        self._ended(self, error)

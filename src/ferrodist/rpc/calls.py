@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from ferrodist.backends.listening import Signal
+    from ferrodist.rpc.callers import Caller
+    from ferrodist.rpc.outcome import Outcome
+    from ferrodist.rpc.passing import Passing
 
 __all__ = ["Calls", "Future", "Waiting", "Waits", "Window", "late_error"]
 
@@ -47,7 +50,12 @@ class Future(concurrent.futures.Future[Any]):
 
     Callbacks run in the thread that brings the result and must not wait for other calls. It can't be cancelled: a call
     ends by its timeout.
+
+    Attributes:
+        sent: Where the call waits for references in it to be registered: why it could not be sent, or None if it was.
     """
+
+    sent: Outcome[BaseException | None] | None = None
 
     def cancel(self) -> bool:
         """A call goes on until its result comes, or its timeout."""
@@ -128,12 +136,27 @@ class Waiting:
     Args:
         peer: The rank that was called.
         name: Of the function.
-        seconds: How long the caller waits.
+        seconds: How long whoever made it waits.
         future: Where its result goes; or
         signal: what the thread waits for that made it. It finds the result in ``found``.
+
+    Attributes:
+        caller: The rank, as who has the call's place in a window; none where the call has none.
+        passing: The references in it.
     """
 
-    __slots__ = ("found", "future", "is_given_up", "name", "peer", "seconds", "signal", "started")
+    __slots__ = (
+        "caller",
+        "found",
+        "future",
+        "is_given_up",
+        "name",
+        "passing",
+        "peer",
+        "seconds",
+        "signal",
+        "started",
+    )
 
     def __init__(
         self, peer: int, name: str, seconds: float, *, future: Future | None = None, signal: Signal | None = None
@@ -146,9 +169,18 @@ class Waiting:
         self.started = time.monotonic()
         self.found: Any = None
         self.is_given_up = False
+        self.caller: Caller | None = None
+        self.passing: Passing | None = None
+
+    def end(self) -> None:
+        """Give back what it takes up, when it was answered or will not be."""
+        if self.caller is not None:
+            self.caller.window.leave()
+        if self.passing is not None:
+            self.passing.forget()
 
     def fail(self, error: BaseException) -> None:
-        """End it with an error."""
+        """Tell whoever made it of an error."""
         if self.future is not None:
             self.future.set_exception(error)
         elif self.signal is not None:
@@ -215,6 +247,8 @@ class Calls:
             if waiting is None or waiting.is_given_up:
                 return None
             waiting.is_given_up = True
+        if waiting.passing is not None:
+            waiting.passing.forget()
         self._gave_up(number, waiting)
         return waiting
 
@@ -231,8 +265,10 @@ class Calls:
         for number, waiting in waiting_now:
             if peer is None or waiting.peer == peer:
                 taken = self.take(number)
-                if taken is not None and not taken.is_given_up:
-                    taken.fail(error.fresh())
+                if taken is not None:
+                    taken.end()
+                    if not taken.is_given_up:
+                        taken.fail(error.fresh())
 
     def close(self) -> None:
         """End all calls, and the thread."""
@@ -265,9 +301,13 @@ class Calls:
                 if not late:
                     self._changed.wait(self._next_end - now if self._ends else None)
             for number in late:
-                waiting = self.give_up(number)
-                if waiting is not None:
-                    waiting.fail(late_error(waiting))
+                self._end_late(number)
+
+    def _end_late(self, number: int) -> None:
+        # By itself, so that nothing of the call is kept until there is another one: it may hold references.
+        waiting = self.give_up(number)
+        if waiting is not None:
+            waiting.fail(late_error(waiting))
 
 
 def late_error(waiting: Waiting) -> DistributedTimeoutError:

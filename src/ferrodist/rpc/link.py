@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
+    from ferrodist.backends.listening import Listener
     from ferrodist.backends.request import Request
     from ferrodist.rpc.buffers import Buffers
     from ferrodist.rpc.messages import Content
@@ -93,11 +94,15 @@ class Link:
         self._buffers = receiver.buffers
         self._lock = threading.Lock()
         self._is_over = False
+        self._listener: Listener | None = None
         self._under_way: set[Request] = set()  # what is larger than a frame, both ways
 
     def start(self) -> None:
         """Receive from now on."""
-        self._listener = self._pair.listen(self._other, FRAME_BYTES, self._heard, self._ended, tag=_FRAME_TAG)
+        try:
+            self._listener = self._pair.listen(self._other, FRAME_BYTES, self._heard, self._ended, tag=_FRAME_TAG)
+        except DistributedError as error:
+            self._ended(error)
 
     def send(self, kind: MessageKind, number: int, content: Content) -> None:
         """Send a message; its tensors are not to be changed until it is there.
@@ -124,11 +129,16 @@ class Link:
         for tensor in apart:
             self._send_apart(bytes_of(tensor), kind, number)
 
-    def close(self) -> None:
-        """Send nothing more, and receive nothing more."""
+    def close(self, seconds: float) -> None:
+        """Send nothing more, and receive nothing more.
+
+        Args:
+            seconds: How long the other side may take to take the goodbye.
+        """
         self._is_over = True
-        self._listener.close()
-        self._pair.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._pair.close(seconds)
 
     def _check_size(self, size: int, size_of_content: int) -> None:
         if size > self._limit:

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 __all__ = [
-    "ARRAYS",
+    "EXTENSIONS",
     "MARKS",
+    "NO_NUMBER",
+    "REFERENCE_MARK",
     "Call",
     "Content",
     "Failure",
@@ -54,6 +56,10 @@ class MessageKind(enum.IntEnum):
 
     INTERNAL_CALL = 4
     """A call of an agent to another one, which is served at once."""
+
+
+NO_NUMBER = 0
+"""Of calls that are not answered."""
 
 
 class FailureKind(enum.IntEnum):
@@ -127,7 +133,13 @@ def _put_array(value: Any) -> Any:
 ARRAYS = Extension(mark="array", take_apart=_take_array, put_together=_put_array)
 """Numpy arrays as tensors."""
 
-MARKS = (ARRAYS.mark,)
+EXTENSIONS = (ARRAYS,)
+"""What goes from rank to rank beside nested values."""
+
+REFERENCE_MARK = "rref"
+"""Of references, whose extension each agent has its own of for each rank."""
+
+MARKS = (ARRAYS.mark, REFERENCE_MARK)
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _ENCODE = msgspec.msgpack.Encoder().encode

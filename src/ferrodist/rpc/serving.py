@@ -25,6 +25,9 @@ from ferrodist.rpc.messages import Call, Failure, FailureKind
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    Answer = Callable[[Any], None]
+    """Takes what a call has come to, a value or a `Failure`; must not raise."""
+
     from ferrodist.rpc.calls import Waits
 
 __all__ = ["Functions", "Served", "Workers"]
@@ -59,6 +62,10 @@ class Functions:
         """The function of a name, or None."""
         return self._functions.get(name)
 
+    def classes(self) -> set[type]:
+        """Those that are classes."""
+        return {function for function in list(self._functions.values()) if isinstance(function, type)}
+
     def names(self) -> list[str]:
         """All names."""
         return sorted(self._functions)
@@ -67,9 +74,10 @@ class Functions:
 class Served(ABC):
     """A call that has come, until it is answered."""
 
-    __slots__ = ("_cancel", "is_withdrawn")
+    __slots__ = ("_cancel", "function", "is_withdrawn")
 
     def __init__(self) -> None:
+        self.function: Callable[..., Any] | None = None  # in place of the one of the call's name
         self.is_withdrawn = False
         self._cancel: Callable[[], object] | None = None
 
@@ -162,6 +170,7 @@ class Workers:
         """Serve what is there, and end the threads. A thread that is in a call that doesn't end is left behind."""
         with self._lock:
             self._is_closed = True
+            threads = [*self._threads, self._overseer]
             idle, self._idle = self._idle, []
             leader, self._leader = self._leader, None
             self._num_running += len(idle) + (leader is not None)
@@ -169,8 +178,8 @@ class Workers:
             sleeper.release()
         if leader is not None:
             leader.set()
-        for thread in (*self._threads, self._overseer):
-            self._call_overseer()
+        self._call_overseer()
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(_LEAVE_SECONDS)
         if self._loop is not None and self._loop_thread is not None:
@@ -288,7 +297,7 @@ class Workers:
         except Exception as error:  # noqa: BLE001 - it is the caller's
             served.answer(Failure(FailureKind.UNDECODABLE, "", str(error), ""))
             return
-        function = self._functions.find(call.name)
+        function = served.function or self._functions.find(call.name)
         if function is None:
             known = ", ".join(self._functions.names()) or "none"
             text = f"there is no function {call.name!r} here: register it; there are {known}"

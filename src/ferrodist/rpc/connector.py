@@ -1,0 +1,212 @@
+"""Which ranks an agent can talk to now."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLostError
+from ferrodist.rpc.errands import Errands
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.errors import DistributedError
+    from ferrodist.rpc.backends import RpcBackend
+    from ferrodist.rpc.callers import Neighbor
+
+__all__ = ["Connector", "Owner"]
+
+_FAREWELL_SECONDS = 2.0
+"""How long `Connector.close` waits for all ranks together to take its goodbye."""
+
+_NO_VERSION = (-1, -1)
+
+
+class Owner(Protocol):
+    """Who is told of who comes and goes. Of one rank, `joined` and `lost` take turns."""
+
+    def meet(self, peer: int, pair: Backend, ended: Callable[[Neighbor, DistributedError], None]) -> Neighbor:
+        """Make a neighbor of a rank, which is started once calls may go to it."""
+
+    def joined(self, peer: int) -> None:
+        """A rank is there, for the first time or again; calls may go to it when this has returned."""
+
+    def lost(self, peer: int, error: PeerLostError) -> None:
+        """Nothing more will come for what was sent to a rank until now."""
+
+
+class Connector:
+    """The neighbors of one agent.
+
+    Args:
+        backend: How ranks reach each other; closed with this.
+        owner: Who is told.
+        name: Of the thread that tells of ends.
+    """
+
+    def __init__(self, backend: RpcBackend, owner: Owner, name: str) -> None:
+        self._backend = backend
+        self._owner = owner
+        self._ends = Errands(name)  # links tell of theirs where nothing may block
+        self.neighbors: dict[int, Neighbor] = {}  # that can be talked to now; read without the lock
+        self._versions: dict[int, tuple[int, int]] = {}
+        self._ending: set[Neighbor] = set()
+        self._lost: dict[int, PeerLostError] = {}
+        self._busy: set[int] = set()  # ranks of which the owner is being told
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def start(self) -> None:
+        """Begin to look for the other ranks; waits for none.
+
+        Raises:
+            RuntimeError: The backend serves another agent.
+            DistributedError: The backend can't be opened; this is closed.
+        """
+        try:
+            self._backend.open(self)
+        except BaseException:
+            self._refuse()
+            self._leave()
+            raise
+
+    def neighbor(self, peer: int, deadline: Deadline) -> Neighbor:
+        """A rank that can be talked to, waiting for one that has never been there.
+
+        Raises:
+            PeerLostError: It was there and is gone.
+            DistributedTimeoutError: It has not come in time.
+            GroupClosedError: This was closed.
+        """
+        found = self.neighbors.get(peer)
+        if found is not None:
+            return found
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_settled(peer) or peer in self._lost, deadline.remaining())
+            if peer in self._lost and not self._is_settled(peer):
+                error = self._lost[peer]
+                raise PeerLostError(error.message + self._backend.absence(peer), ranks=(peer,)) from error.__cause__
+            return self._found(peer, deadline)
+
+    def wait_for(self, peer: int, deadline: Deadline) -> None:
+        """Return when a rank is there: one that was lost, when it is there again.
+
+        Raises:
+            DistributedTimeoutError, GroupClosedError: As for `neighbor`.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_settled(peer), deadline.remaining())
+            self._found(peer, deadline)
+
+    def _is_settled(self, peer: int) -> bool:
+        return self._closed or peer in self.neighbors
+
+    def _found(self, peer: int, deadline: Deadline) -> Neighbor:
+        if self._closed:
+            raise GroupClosedError("the agent was closed")
+        if peer in self.neighbors:
+            return self.neighbors[peer]
+        raise DistributedTimeoutError(
+            f"rank {peer} was not there within {deadline.timeout:g} s.{self._backend.absence(peer)} Was it started,"
+            " with this address, name and secret?",
+            ranks=(peer,),
+        )
+
+    def close(self) -> None:
+        """Say goodbye to all, and receive nothing more."""
+        if self._refuse():
+            self._backend.close()
+            self._leave()
+
+    def _refuse(self) -> bool:
+        """Have all that waits, and all that comes from now on, raise; False where that was done before."""
+        with self._changed:
+            is_first = not self._closed
+            self._closed = True
+            self._changed.notify_all()
+        return is_first
+
+    def _leave(self) -> None:
+        with self._changed:
+            neighbors = [*self.neighbors.values(), *self._ending]
+        farewell = Deadline(_FAREWELL_SECONDS)  # for all: ranks that are stopped take no goodbye
+        for neighbor in neighbors:
+            neighbor.close(farewell.remaining())
+        self._ends.close()
+
+    # What the backend tells.
+
+    def joined(self, peer: int, pair: Backend, version: tuple[int, int]) -> None:
+        """See `Peers`."""
+        with self._turn(peer) as may_go_on:
+            if may_go_on and version > self._versions.get(peer, _NO_VERSION):
+                self._versions[peer] = version
+                neighbor = self._owner.meet(peer, pair, self._link_ended)
+                before = self.neighbors.get(peer)
+                if before is not None:
+                    self._replace(before)
+                self._owner.joined(peer)
+                if self._publish(neighbor):
+                    neighbor.start()
+                    return
+        pair.close(0)
+
+    def _replace(self, neighbor: Neighbor) -> None:
+        text = f"rank {neighbor.rank} was started again, or has made a new connection for one that broke"
+        error = PeerLostError(text, ranks=(neighbor.rank,))
+        neighbor.pair.abort(error)  # so that its link ends
+        self._end(neighbor, error)
+
+    def _publish(self, neighbor: Neighbor) -> bool:
+        with self._changed:
+            if self._closed:
+                return False
+            self._lost.pop(neighbor.rank, None)
+            self.neighbors[neighbor.rank] = neighbor
+            self._changed.notify_all()
+            return True
+
+    # What links tell.
+
+    def _link_ended(self, neighbor: Neighbor, error: DistributedError) -> None:
+        self._ends.put(lambda: self._take_end(neighbor, error))
+
+    def _take_end(self, neighbor: Neighbor, error: DistributedError) -> None:
+        peer = neighbor.rank
+        if not isinstance(error, PeerLostError) or error.ranks != (peer,):
+            error = PeerLostError(f"rank {peer} can't be reached any more: {error}", ranks=(peer,))
+        with self._turn(peer) as may_go_on:
+            if may_go_on and self.neighbors.get(peer) is neighbor:
+                self._end(neighbor, error)
+        self._backend.lost(peer, neighbor.pair)
+        neighbor.close(0)
+        with self._changed:
+            self._ending.discard(neighbor)
+
+    def _end(self, neighbor: Neighbor, error: PeerLostError) -> None:
+        with self._changed:
+            del self.neighbors[neighbor.rank]
+            self._ending.add(neighbor)
+            self._lost[neighbor.rank] = error
+            self._changed.notify_all()
+        self._owner.lost(neighbor.rank, error)
+
+    @contextlib.contextmanager
+    def _turn(self, peer: int) -> Iterator[bool]:
+        """Tell the owner of a rank in one thread at a time; False when there is nothing to tell any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or peer not in self._busy)
+            may_go_on = not self._closed
+            if may_go_on:
+                self._busy.add(peer)
+        try:
+            yield may_go_on
+        finally:
+            if may_go_on:
+                with self._changed:
+                    self._busy.discard(peer)
+                    self._changed.notify_all()

@@ -1,0 +1,854 @@
+"""References to objects on other ranks."""
+
+import concurrent.futures
+import copy
+import functools
+import gc
+import pickle
+import random
+import threading
+import weakref
+
+import pytest
+import torch
+
+from ferrodist.backends.simulated import SimulatedBackend
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedTimeoutError, PeerLostError, RpcError
+from ferrodist.rpc.agent import RpcAgent
+from ferrodist.rpc.messages import Call
+from ferrodist.rpc.reference_tables import ReferenceCounts, part_of
+from ferrodist.rpc.references import RRef
+from ferrodist.rpc.remote_objects import CREATE, FETCH, METHOD, REGISTER, RELEASE
+from ferrodist.testing import run_ranks
+
+NOTHING = ReferenceCounts(for_others=0, for_itself=0, elsewhere=0)
+
+
+def until(condition):
+    """Wait for what comes of itself, when references have gone, but leave the interpreter to what does it."""
+    deadline, never = Deadline(10), threading.Event()
+    while not condition():
+        assert not deadline.expired
+        gc.collect()
+        never.wait(0.01)
+    assert condition()
+
+
+def run_agents(program, world_size=3, backend="simulated", functions=None, *, check=True, **options):
+    """Each rank with an agent; at the end no rank may have any reference left.
+
+    Args:
+        functions: Called with the agent, for more functions.
+        check: Whether to see to that.
+    """
+
+    def on_rank(group):
+        agent = RpcAgent(group, **options)
+        for name, function in {**FUNCTIONS, **(functions(agent) if functions else {})}.items():
+            agent.register(name, function)
+        group.barrier()
+        try:
+            result = program(agent)
+            if check:
+                gc.collect()
+                until(lambda: agent.num_references() == NOTHING)
+            return result
+        finally:
+            group.barrier()
+            agent.close()
+
+    return run_ranks(on_rank, world_size, backend=backend)
+
+
+def only_on(rank, program):
+    """The others serve."""
+    return lambda agent: program(agent) if agent.rank == rank else None
+
+
+class Counter:
+    """What is made on other ranks."""
+
+    limit = 100
+    Inner = dict
+
+    def __init__(self, start=0):
+        self.count = start
+        self.hook = len
+
+    def add(self, amount=1, *, to=0):
+        self.count += amount + to
+        return self.count
+
+    def fail(self):
+        raise KeyError("lost")
+
+    def another(self):
+        return Counter(self.count)
+
+    async def slow_add(self, amount):
+        return self.add(amount)
+
+    @classmethod
+    def kind(cls):
+        return cls.__name__
+
+    @staticmethod
+    def double(number):
+        return 2 * number
+
+    @property
+    def doubled(self):
+        raise AssertionError
+
+    def _secret(self):
+        raise AssertionError
+
+
+class Finer(Counter):
+    """Not registered itself."""
+
+
+class Strange:
+    """Not registered at all."""
+
+    def use(self):
+        raise AssertionError
+
+
+class Holder:
+    """Holds a reference."""
+
+    def __init__(self, reference):
+        self.reference = reference
+
+    def take(self):
+        return self.reference
+
+    def use(self, amount):
+        return self.reference.rpc_sync().add(amount)
+
+    def drop(self):
+        self.reference = None
+
+
+def fail(text):
+    raise KeyError(text)
+
+
+def use(reference, amount=1):
+    return reference.rpc_sync().add(amount)
+
+
+FUNCTIONS = {
+    "Counter": Counter,
+    "Holder": Holder,
+    "finer": functools.partial(Finer),
+    "strange": functools.partial(Strange),
+    "object": object,  # which opens nothing else
+    "echo": lambda value: value,
+    "fail": fail,
+    "use": use,
+}
+
+
+@pytest.mark.parametrize("backend", ["simulated", "tcp-threads", "native-threads", "native"])
+def test_any_rank_makes_objects_on_any(backend):
+    """All at once, on themselves too; methods are called there, in all three ways."""
+
+    def program(agent):
+        counters = [agent.remote(to, "Counter", 10 * to) for to in range(agent.world_size)]
+        assert [each.owner for each in counters] == [0, 1, 2]
+        assert [each.is_owner for each in counters] == [to == agent.rank for to in range(3)]
+        for counter in counters:
+            start = 10 * counter.owner
+            assert counter.rpc_sync().add(2, to=1) == start + 3
+            assert counter.rpc_async().slow_add(1).result() == start + 4
+            other = counter.remote().another()
+            assert other.owner == counter.owner
+            assert other.rpc_sync().add() == start + 5
+            assert counter.remote().add().to_here() == start + 5
+            assert (counter.rpc_sync().kind(), counter.rpc_sync().double(3)) == ("Counter", 6)
+
+    run_agents(program, 3, backend)
+
+
+def test_creation_is_not_waited_for():
+    """Until the object is used: by its maker, or a third rank."""
+    release = threading.Event()
+
+    def make():
+        release.wait(10)
+        return Counter(5)
+
+    def program(agent):
+        counter = agent.remote(1, "make")
+        copied, called = agent.remote(1, "echo", 0), counter.rpc_async().add(1)
+        third = agent.rpc_async(2, "use", counter)
+        assert copied.to_here() == 0
+        assert not called.done()
+        assert not third.done()
+        release.set()
+        assert {called.result(), third.result()} == {6, 7}
+
+    run_agents(only_on(0, program), functions=lambda agent: {"make": make})
+
+
+def test_an_object_that_is_waited_for_in_vain():
+    """Copies, methods and the owner itself give up at their timeout."""
+    release = threading.Event()
+
+    def program(agent):
+        slow = agent.remote(1 - agent.rank, "hold")
+        with pytest.raises(DistributedTimeoutError, match="rank"):
+            slow.to_here(timeout=0.05)
+        with pytest.raises(DistributedTimeoutError, match="rank"):
+            slow.rpc_sync(timeout=0.05).add()
+        own = agent.remote(agent.rank, "hold")
+        with pytest.raises(DistributedTimeoutError, match=r"not made yet, after 0\.05 s"):
+            own.local_value(timeout=0.05)
+        both.wait(10)
+        release.set()
+        assert slow.to_here() == own.local_value() == 3
+
+    both = threading.Barrier(2)
+    run_agents(program, 2, functions=lambda agent: {"hold": lambda: release.wait(10) and 3})
+
+
+def test_failures_of_creation():
+    """Whoever uses the object is told; the owner too, and a third rank."""
+
+    def program(agent):
+        for to in range(2):
+            reference = agent.remote(to, "fail", "lost")
+            with pytest.raises(RpcError, match=f"failed on rank {to}: KeyError: 'lost'") as failure:
+                reference.to_here()
+            assert failure.value.type_name == "KeyError"
+            assert "raise KeyError(text)" in failure.value.remote_traceback
+            with pytest.raises(RpcError, match="KeyError: 'lost'"):
+                reference.rpc_sync().add()
+            with pytest.raises(RpcError, match="KeyError: 'lost'"):
+                reference.remote().another().to_here()
+            with pytest.raises(RpcError, match="KeyError: 'lost'"):
+                agent.rpc_sync(2, "use", reference)
+            with pytest.raises(RpcError, match="there is no function 'none' here: register it"):
+                agent.remote(to, "none").to_here()
+        with pytest.raises(RpcError, match="failed on rank 0: KeyError: 'lost'"):
+            agent.remote(0, "fail", "lost").local_value()
+        with pytest.raises(TypeError, match="is of type object"):
+            agent.remote(1, "echo", object())
+        with pytest.raises(ValueError, match=r"takes the name of a function that was registered, not 'ferrodist\."):
+            agent.remote(1, "ferrodist.create")
+        with pytest.raises(ValueError, match="no rank 3"):
+            agent.remote(3, "echo", 1)
+
+    run_agents(only_on(0, program))
+
+
+def test_copies():
+    """Of plain values, at the owner too: what is done to one is not done to the other."""
+
+    def program(agent):
+        for to in range(2):
+            value = agent.remote(to, "echo", {"a": [torch.ones(3), 1]})
+            first = value.to_here()
+            first["a"][0] += 1
+            first["a"].append(2)
+            assert torch.equal(value.to_here()["a"][0], torch.ones(3))
+            assert len(value.to_here()["a"]) == 2
+            with pytest.raises(RpcError, match="is of type Counter"):
+                agent.remote(to, "Counter").to_here()
+
+    run_agents(only_on(0, program), 2)
+
+
+def test_local_values():
+    """The owner has the object itself, others are told what to do."""
+
+    def program(agent):
+        value = [agent.rank]
+        own = agent.reference(value)
+        assert own.local_value() is value
+        assert own.to_here() == value
+        assert agent.num_references().for_itself == 1
+        other = agent.remote(1 - agent.rank, "echo", 1)
+        with pytest.raises(ValueError, match=f"on rank {1 - agent.rank}, not here: take to_here.. for a copy, or call"):
+            other.local_value()
+        assert other.to_here() == 1
+
+    run_agents(program, 2)
+
+
+@pytest.mark.parametrize("name", ["hook", "doubled", "limit", "Inner", "nothing", "mro"])
+def test_what_is_no_method(name):
+    """Attributes of the object, properties, what a class holds or its own class has."""
+
+    def program(agent):
+        for to in range(2):
+            with pytest.raises(RpcError, match=f"Counter has no method {name!r}"):
+                getattr(agent.remote(to, "Counter").rpc_sync(), name)()
+
+    run_agents(only_on(0, program), 2)
+
+
+def test_what_has_no_methods():
+    """Objects of classes that are not registered: which their owner has to do. Subclasses of one that is have."""
+
+    def program(agent):
+        assert agent.remote(1, "finer", 1).rpc_sync().add() == 2
+        text = (
+            r"methods of Strange can't be called: register its class with its owner's agent, as in agent.register\('S"
+        )
+        strange = agent.remote(1, "strange")
+        with pytest.raises(RpcError, match=text):
+            strange.rpc_sync().use()
+        with pytest.raises(RpcError, match=text):
+            strange.remote().use().to_here()
+        for value in ([3], torch.ones(2), 7):
+            with pytest.raises(RpcError, match="can't be called: register its class"):
+                agent.remote(1, "echo", value).rpc_sync().clear()
+
+    run_agents(only_on(0, program), 2)
+
+
+def test_private_methods():
+    """Are refused by who is asked, and by the owner."""
+
+    def program(agent):
+        counter = agent.remote(1, "Counter")
+        for name in ("_secret", "__len__", "_none"):
+            with pytest.raises(AttributeError, match="is no public method"):
+                getattr(counter.rpc_sync(), name)
+            with pytest.raises(RpcError, match=f"'{name}' is no public method"):
+                agent.rpc_sync(1, f"{METHOD}{name}", None, counter, (), {})
+
+    run_agents(only_on(0, program), 2)
+
+
+def test_failures_of_methods():
+    """As those of functions; the object stays."""
+
+    def program(agent):
+        counter = agent.remote(1, "Counter")
+        with pytest.raises(RpcError, match="fail' failed on rank 1: KeyError: 'lost'") as failure:
+            counter.rpc_sync().fail()
+        assert 'raise KeyError("lost")' in failure.value.remote_traceback
+        with pytest.raises(RpcError, match="TypeError"):
+            counter.rpc_sync().add(1, 2, 3)
+        with pytest.raises(RpcError, match=r"the result: .*is of type Counter"):
+            counter.rpc_sync().another()
+        with pytest.raises(TypeError, match="is of type object"):
+            counter.rpc_sync().add(object())
+        assert counter.rpc_sync().add() == 1
+
+    run_agents(only_on(0, program), 2)
+
+
+def test_a_reference_is_passed_on():
+    """From 0 to 2, which uses the object of 1 when 0 has no reference any more, and then lets it go."""
+    ended = threading.Event()
+
+    def make():
+        counter = Counter()
+        weakref.finalize(counter, ended.set)
+        return counter
+
+    def program(agent):
+        counter = agent.remote(1, "make")
+        holder = agent.remote(2, "Holder", counter)
+        assert holder.rpc_sync().use(2) == 2
+        del counter
+        until(lambda: agent.rpc_sync(1, "users") == [2])
+        assert holder.rpc_sync().use(3) == 5
+        assert not ended.is_set()
+        holder.rpc_sync().drop()
+        assert ended.wait(10)
+
+    def users(agent):
+        kept = agent._objects.tables._kept.values()
+        return lambda: sorted(user for each in kept for user in each.counts)
+
+    run_agents(only_on(0, program), functions=lambda agent: {"make": make, "users": users(agent)})
+
+
+def test_references_within_values():
+    """In lists, dicts and tuples, twice in one message: a rank has one of each object."""
+
+    def program(agent):
+        counter, own = agent.remote(1, "Counter"), agent.reference([1])
+        value = {"a": [counter, (own, counter)], 3: agent.remote(2, "Counter")}
+        for to in range(3):
+            found = agent.rpc_sync(to, "echo", value)
+            assert found["a"][0] is counter
+            assert found["a"][1][0] is own
+            assert found["a"][1][1] is counter
+            assert found[3] is value[3]
+        until(lambda: agent.num_references() == ReferenceCounts(for_others=0, for_itself=1, elsewhere=2))
+
+    run_agents(only_on(0, program))
+
+
+def test_the_owner_gets_its_own():
+    """What comes home is the local reference; what stays abroad keeps the object after that is gone."""
+
+    def program(agent):
+        value = Counter(7)
+        holder = agent.remote(1, "Holder", agent.reference(value))
+        assert holder.rpc_sync().use(1) == 8
+        assert agent.num_references().for_others == 1
+        back = holder.rpc_sync().take()
+        assert back.is_owner
+        assert back.local_value() is value
+
+    run_agents(only_on(0, program), 2)
+
+
+def test_results_with_references():
+    """Of objects of who answers, of who asks, and of third ranks; in copies of objects too."""
+
+    def program(agent):
+        counter = agent.remote(1, "Counter", 5)
+        assert agent.rpc_sync(1, "new").rpc_sync().add() == 1
+        holder = agent.remote(2, "Holder", counter)
+        assert holder.rpc_sync().take() is counter
+        del counter
+        taken = holder.rpc_sync().take()
+        assert (taken.owner, taken.rpc_sync().add()) == (1, 6)
+        kept = agent.remote(2, "echo", [taken, agent.reference(3), agent.remote(2, "Counter")])
+        del taken
+        for found in (kept.to_here(), kept.to_here()):
+            assert [each.owner for each in found] == [1, 0, 2]
+            assert found[1].local_value() == 3
+        assert found[0].rpc_sync().add() == 7
+        nested = agent.remote(2, "new")
+        assert nested.to_here().rpc_sync().add() == 1
+
+    def functions(agent):
+        return {"new": lambda: agent.remote(agent.rank, "Counter")}
+
+    run_agents(only_on(0, program), functions=functions)
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_a_user_that_dies(how):
+    """Its references are gone, and objects that nobody else has are freed; those of others are not."""
+    ended, died = threading.Event(), threading.Event()
+
+    def make():
+        counter = Counter()
+        weakref.finalize(counter, ended.set)
+        return counter
+
+    held = []
+
+    def on_rank(group):
+        agent = RpcAgent(group)
+        for name, function in {**FUNCTIONS, "make": make, "hold": held.append}.items():
+            agent.register(name, function)
+        group.barrier()
+        if agent.rank == 0:
+            mine, its = agent.remote(1, "make"), agent.remote(1, "make")
+            for reference in (mine, its):
+                agent.rpc_sync(2, "hold", reference)
+            del its, reference
+            until(lambda: agent.num_references().elsewhere == 1)
+            died.set()
+            assert ended.wait(10)
+            assert mine.rpc_sync().add() == 1
+            with pytest.raises(PeerLostError):
+                agent.rpc_sync(2, "hold", mine)
+            until(lambda: agent.rpc_sync(1, "echo", 1) == 1)
+            over.set()
+        else:
+            assert died.wait(10) if agent.rank == 2 else over.wait(10)
+        if agent.rank != 2 or how == "close":
+            agent.close()
+        else:
+            agent._connector.neighbors[1].pair.abort("it dies")
+            agent._connector.neighbors[0].pair.abort("it dies")
+            over.wait(10)
+            agent.close()
+
+    over = threading.Event()
+    run_ranks(on_rank, 3, backend="simulated")
+
+
+def test_an_owner_that_dies():
+    """Who uses the object is told, and who passes it on; who lets it go is not held up."""
+    left = threading.Event()
+
+    def program(agent):
+        if agent.rank == 1:
+            assert left.wait(10)
+            agent.close()
+        elif agent.rank == 0:
+            counter = agent.remote(1, "Counter")
+            counter.rpc_sync().add()
+            left.set()
+            until(lambda: 1 in agent._connector._lost)
+            with pytest.raises(PeerLostError, match="rank 1"):
+                counter.rpc_sync().add()
+            with pytest.raises(PeerLostError, match="rank 1"):
+                counter.to_here()
+            with pytest.raises(PeerLostError, match="rank 1"):
+                agent.rpc_sync(2, "use", counter)
+            with pytest.raises(PeerLostError, match="rank 1"):
+                agent.remote(1, "Counter").to_here()
+            del counter
+            gc.collect()
+            until(lambda: agent.num_references() == NOTHING)
+
+    run_agents(program, check=False)
+
+
+def test_what_could_not_be_sent():
+    """Is counted for nobody: too large, with something beside it that can't travel, to a rank that is not there."""
+
+    def program(agent):
+        counter, own = agent.remote(1, "Counter"), agent.reference(1)
+        counter.rpc_sync().add()
+        for references in ([own], [counter], [own, counter]):
+            with pytest.raises(ValueError, match="is larger than"):
+                agent.rpc_sync(2, "echo", (references, b"x" * 20_000))
+            with pytest.raises(TypeError, match="is of type object"):
+                agent.rpc_sync(2, "echo", (references, object()))
+            with pytest.raises(RpcError, match="is larger than"):
+                agent.rpc_sync(2, "large", references)
+            with pytest.raises(TypeError, match="is of type object"):
+                agent.remote(2, "Holder", (references, object()))
+        until(lambda: agent.num_references() == ReferenceCounts(for_others=0, for_itself=1, elsewhere=1))
+        until(lambda: agent.rpc_sync(1, "users") == [0])
+
+    def functions(agent):
+        def users():
+            return sorted(user for each in agent._objects.tables._kept.values() for user in each.counts)
+
+        return {"users": users, "large": lambda references: (references, b"x" * 20_000)}
+
+    run_agents(only_on(0, program), functions=functions, message_limit=10_000)
+
+
+def test_workers_that_all_wait():
+    """Each rank's only worker passes on, copies and registers what the other ones own, while theirs do the same."""
+    barrier = threading.Barrier(3)
+
+    def functions(agent):
+        def turn(reference):
+            barrier.wait(10)
+            copied = reference.to_here()
+            back = agent.rpc_async((agent.rank + 1) % 3, "echo", reference)  # to a rank whose worker waits
+            barrier.wait(10)
+            futures.append(back)
+            return [reference, copied]
+
+        return {"turn": turn}
+
+    futures = []
+
+    def program(agent):
+        right = (agent.rank + 1) % 3
+        theirs = agent.remote((agent.rank + 2) % 3, "echo", agent.rank)
+        assert theirs.to_here() == agent.rank
+        start.wait(10)
+        found = agent.rpc_sync(right, "turn", theirs, timeout=10)
+        assert found[0] is theirs
+        assert found[1] == agent.rank
+        start.wait(10)
+        if agent.rank == 0:
+            concurrent.futures.wait(futures, 10)
+            futures.clear()
+
+    start = threading.Barrier(3)
+    run_agents(program, functions=functions, num_workers=1)
+
+
+def test_callbacks_pass_references_on():
+    """In the thread that brings the owner's answer, which is what the owner's next one comes by."""
+
+    def program(agent):
+        passed = concurrent.futures.Future()
+        future = agent.rpc_async(1, "new")
+        future.add_done_callback(lambda found: passed.set_result(agent.rpc_async(2, "use", found.result(), timeout=10)))
+        assert passed.result(10).result() == 1
+
+    def functions(agent):
+        return {"new": lambda: hold.wait(10) and agent.reference(Counter())}
+
+    hold = threading.Event()
+    hold.set()
+    run_agents(only_on(0, program), functions=functions)
+
+
+def test_objects_made_of_references():
+    """Whose creation waits for a registration: what is done with them at once comes after it."""
+
+    def program(agent):
+        for _ in range(20):
+            counter = agent.remote(2, "Counter")
+            holder = agent.remote(1, "Holder", counter)
+            outer = agent.remote(2, "Holder", holder)
+            assert agent.rpc_sync(1, "echo", [holder])[0] is holder
+            assert holder.rpc_sync().use(1) == 1
+            assert outer.rpc_sync().take() is holder
+            agent.remote(1, "Holder", counter)  # nobody waits for that one
+            holder.remote().take()
+
+    run_agents(only_on(0, program))
+
+
+def test_references_of_other_agents():
+    """Are refused; so is pickling. A copy is the same reference."""
+
+    def program(agent):
+        reference = agent.reference(1)
+        assert copy.copy(reference) is reference
+        assert copy.deepcopy([reference])[0] is reference
+        with pytest.raises(TypeError, match="can't be pickled"):
+            pickle.dumps(reference)
+        other = RpcAgent(SimulatedBackend.create_group(1)[0])
+        with pytest.raises(TypeError, match=r"RRef\(owner=0.*of another agent"):
+            agent.rpc_sync(1 - agent.rank, "echo", [other.reference(1)])
+        other.close()
+
+    run_agents(program, 2)
+
+
+def test_ids_of_agents_one_after_the_other():
+    """Are never the same, though ranks and numbers are."""
+
+    def on_rank(group):
+        found = []
+        for _ in range(2):
+            agent = RpcAgent(group)
+            agent.register("echo", lambda value: value)
+            group.barrier()
+            found.append(part_of(agent.remote(1 - agent.rank, "echo", 1)).id)
+            group.barrier()
+            agent.close()
+        return found
+
+    for first, second in run_ranks(on_rank, 2, backend="simulated"):
+        assert first[:2] == second[:2]
+        assert first.number == second.number
+        assert first.incarnation != second.incarnation
+
+
+class Liar:
+    """Travels as a reference, and is none."""
+
+    def __init__(self, *plain):
+        self.plain = plain
+
+
+def let_liars_pass(agent):
+    """Have an agent send what no agent would."""
+    objects = agent._objects
+    take_apart = objects._take_apart
+    for peer, (*others, own) in objects.extensions.items():
+        objects.extensions[peer] = (*others, own.__class__(
+            mark=own.mark,
+            take_apart=lambda value: value.plain if isinstance(value, Liar) else take_apart(value),
+            put_together=own.put_together,
+        ))  # fmt: skip
+
+
+def test_ids_that_are_none():
+    """The call is not served, and the next one is."""
+
+    def program(agent):
+        let_liars_pass(agent)
+        for plain in ((), (1, 0, 5), (1, 0, 5, "x"), (9, 0, 1, 1), (1, -1, 1, 1), (1, 0, True, 1), (1.0, 0, 1, 1)):
+            with pytest.raises(RpcError, match="what should name a remote object does not"):
+                agent.rpc_sync(1, "echo", Liar(*plain))
+        with pytest.raises(RpcError, match="the object was freed: its owner knows of no reference to it"):
+            agent.rpc_sync(1, "use", Liar(1, 0, 1, 1))
+        with pytest.raises(RpcError, match=r"failed on rank 1: RpcError: .* on rank 0: the object was freed"):
+            agent.rpc_sync(1, "use", Liar(0, 0, 1, 1))
+        assert agent.rpc_sync(1, "echo", 1) == 1
+
+    run_agents(only_on(0, program), 2)
+
+
+def test_calls_that_no_agent_makes():
+    """Are refused, or passed over; the object is still there, and everything else too."""
+
+    def program(agent):
+        counter = agent.remote(1, "Counter")
+        counter.rpc_sync().add()
+        id_ = tuple(part_of(counter).id)
+        for name, arguments in (
+            (CREATE, (id_, "Counter", (), {})),
+            (CREATE, ((0, 0, 1, 1), "Counter", (), {})),
+            (CREATE, ((1, 2, 1, 1), "Counter", (), {})),
+            (CREATE, ((1, 0, 1), "Counter", (), {})),
+            (CREATE, ((1, 0, 1, 1), FETCH, (), {})),
+            (CREATE, ()),
+            (FETCH, (3,)),
+            (FETCH, (agent.remote(2, "Counter"),)),
+            (f"{METHOD}add", (id_, counter, (), {})),
+            (f"{METHOD}add", (None, 3, (), {})),
+            (REGISTER, (2, [(1, 0, 1, 1, 1)])),
+            (REGISTER, (1, [(*id_, 1)])),
+            (REGISTER, (7, [(*id_, 1)])),
+            (REGISTER, (2, [(*id_, 0)])),
+            (REGISTER, (2, [3])),
+            ("ferrodist.nothing", ()),
+        ):
+            with pytest.raises(RpcError, match=f"the call of '{name}' on rank 1"):
+                agent.rpc_sync(1, name, *arguments)
+        for arguments in (
+            (0, [(*id_, -5)]),
+            (0, [(1, 0, 1, 1, 5)]),
+            (0, [(*id_, 0)]),
+            (0, [id_]),
+            (2, [(*id_, 5)]),
+            (9, [(*id_, 5)]),
+            (0, 3),
+            (),
+        ):
+            agent.send_unanswered(1, Call(RELEASE, arguments, {}))
+        assert counter.rpc_sync().add() == 2
+        agent.send_unanswered(1, Call(RELEASE, (0, [(*id_, 1000)]), {}))
+        with pytest.raises(RpcError, match="the object was freed"):
+            counter.rpc_sync().add()
+        with pytest.raises(RpcError, match="the object was freed"):
+            agent.rpc_sync(2, "use", counter)
+        with pytest.raises(ValueError, match=r"names that begin with 'ferrodist\.' are the agents' own"):
+            agent.register("ferrodist.mine", print)
+
+    run_agents(only_on(0, program))
+
+
+def test_statistics_do_not_count_registrations():
+    """What users call is counted, and only that."""
+
+    def program(agent):
+        counter = agent.remote(1, "Counter")
+        for _ in range(3):
+            agent.rpc_sync(2, "echo", counter)
+        assert agent.statistics().answered == 4
+        del counter
+
+    run_agents(only_on(0, program))
+
+
+def test_a_closed_agent_forgets():
+    """Its objects end with it, and references that end later trouble nobody."""
+    ended = threading.Event()
+
+    def program(agent):
+        value = Counter()
+        weakref.finalize(value, ended.set)
+        kept, other = agent.reference(value), agent.reference(1)
+        del value
+        agent.close()
+        assert ended.is_set()
+        with pytest.raises(RpcError, match="freed"):
+            kept.local_value()
+        del kept, other
+
+    agent = RpcAgent(SimulatedBackend.create_group(1)[0])
+    program(agent)
+    assert agent.num_references() == NOTHING
+
+
+def check_usable(reference):
+    """It has not been freed: its owner knows what it is."""
+    error = reference.rpc_async().add(1).exception()
+    assert error is None or "register its class" in str(error) or "Holder has no method" in str(error)
+
+
+class Walk:
+    """One rank's random steps: it makes, passes, uses, fetches and drops."""
+
+    def __init__(self, agent, seed):
+        self.agent = agent
+        self.random = random.Random(seed)
+        self.references = []
+        self.lock = threading.Lock()
+        agent.register("take", self.take)
+        agent.register("give", self.give)
+
+    def take(self, references, *, keep):
+        """What another rank passes."""
+        with self.lock:
+            self.references += references[:keep]
+        return [each for each in references[::-1] if isinstance(each, RRef)]
+
+    def give(self, number):
+        """What another rank asks for."""
+        with self.lock:
+            return {"found": self.references[:number]}
+
+    def some(self):
+        """Some of its own."""
+        with self.lock:
+            return self.random.sample(self.references, min(len(self.references), self.random.randrange(4)))
+
+    def step(self):
+        """One step, or more."""
+        to = self.random.randrange(self.agent.world_size)
+        match self.random.randrange(7):
+            case 0:
+                made = self.agent.remote(to, "Holder", self.some())
+            case 1:
+                made = self.agent.remote(to, "Counter", 1)
+            case 2:
+                self.agent.rpc_sync(to, "take", self.some(), keep=self.random.randrange(3))
+                return
+            case 3:
+                found = self.agent.rpc_sync(to, "give", self.random.randrange(3))["found"]
+                made = found[0] if found else None
+            case 4:
+                made = self.agent.reference([*self.some()])
+            case 5:
+                made = self.agent.remote(to, "echo", self.some())
+                if self.random.random() < 0.5:
+                    made.to_here()
+            case _:
+                with self.lock:
+                    self.random.shuffle(self.references)
+                    del self.references[self.random.randrange(len(self.references) + 1) :]
+                return
+        if made is not None and self.random.random() < 0.7:
+            with self.lock:
+                self.references.append(made)
+        elif made is not None:
+            made.rpc_async()
+        for each in self.some():
+            check_usable(each)
+
+
+@pytest.mark.parametrize(("backend", "seed"), [("simulated", 1), ("native-threads", 2)])
+def test_random_steps(backend, seed):
+    """After hundreds of them, in which no object was freed too early, no rank keeps anything."""
+    walks = {}
+
+    def functions(agent):
+        walks[agent.rank] = Walk(agent, seed * 10 + agent.rank)
+        return {}
+
+    def program(agent):
+        walk = walks[agent.rank]
+        for _ in range(80):
+            walk.step()
+        with walk.lock:
+            for each in walk.references:
+                check_usable(each)
+        met.wait(60)
+        walk.references.clear()
+
+    met = threading.Barrier(4)
+    run_agents(program, 4, backend, functions)
+
+
+def test_many_threads_share_a_reference():
+    """And pass it on at the same time, while the receiver lets it go again and again."""
+
+    def program(agent):
+        counter = agent.remote(1, "Counter")
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            futures = [pool.submit(agent.rpc_sync, 2, "use", counter) for _ in range(60)]
+            assert sorted(future.result() for future in futures) == list(range(1, 61))
+
+    run_agents(only_on(0, program))
