@@ -16,6 +16,7 @@
     pipelines     Pipeline, PipelineSchedule, PipelineOutput, Microbatches, LossReduction; schedules and what splits
                   models are in ferrodist.parallel.pipeline
     checkpoints   checkpoint: save_distributed, load_distributed, AsyncCheckpointer, ...
+    calls         rpc: RpcContext, RpcAgent, RRef, TcpRpcBackend, ...
     errors        DistributedError and the tree below it, drawn in ferrodist.errors
 
 Names load when they are first used, so that ``ferrodist run`` starts without torch.
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ferrodist import checkpoint as checkpoint
+    from ferrodist import rpc as rpc
     from ferrodist.backends.base import Backend as Backend
     from ferrodist.backends.native import GlooBackend as GlooBackend
     from ferrodist.backends.native import NativeBackend as NativeBackend
@@ -248,7 +250,7 @@ _HOMES = {
     "tensor.recording": ["record_redistributions"],
     "tensor.replication": ["allow_replication"],
 }
-_PACKAGES = ["checkpoint"]
+_PACKAGES = ["checkpoint", "rpc"]
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = ["__version__", *_PACKAGES, *_HOME_OF]  # noqa: PLE0604 - names that __getattr__ gives

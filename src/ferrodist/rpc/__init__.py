@@ -1,1 +1,34 @@
-"""Calls of registered functions on other ranks, and references to what they have there."""
+"""Calls of registered functions on other ranks, and references to what they keep there.
+
+::
+
+    calls        RpcContext, RpcAgent -> Future, RpcStatistics; RpcError
+    references   RRef, ReferenceCounts
+    ways         RpcBackend: GroupRpcBackend (any group), TcpRpcBackend (no group; processes may be started again),
+                 SimulatedRpcBackend (threads)
+"""
+
+from ferrodist.errors import RpcError
+from ferrodist.rpc.agent import DEFAULT_MESSAGE_LIMIT, RpcAgent
+from ferrodist.rpc.backends import GroupRpcBackend, RpcBackend, SimulatedRpcBackend
+from ferrodist.rpc.calls import Future
+from ferrodist.rpc.context import RpcContext
+from ferrodist.rpc.reference_tables import ReferenceCounts
+from ferrodist.rpc.references import RRef
+from ferrodist.rpc.statistics import RpcStatistics
+from ferrodist.rpc.tcp_backend import TcpRpcBackend
+
+__all__ = [
+    "DEFAULT_MESSAGE_LIMIT",
+    "Future",
+    "GroupRpcBackend",
+    "RRef",
+    "ReferenceCounts",
+    "RpcAgent",
+    "RpcBackend",
+    "RpcContext",
+    "RpcError",
+    "RpcStatistics",
+    "SimulatedRpcBackend",
+    "TcpRpcBackend",
+]

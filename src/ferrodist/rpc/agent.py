@@ -22,15 +22,26 @@ from ferrodist.rpc.backends import GroupRpcBackend, RpcBackend
 from ferrodist.rpc.buffers import Buffers
 from ferrodist.rpc.callers import Neighbor, Office, OwnCaller
 from ferrodist.rpc.calls import Calls, Future, Waiting, Waits, late_error
-from ferrodist.rpc.connector import Connector
-from ferrodist.rpc.messages import NO_NUMBER, Call, Failure, FailureKind, MessageKind, unpack_failure, unpack_result
+from ferrodist.rpc.connector import Connector, lost_error
+from ferrodist.rpc.draining import COME, LEAVE, LOOK, Draining
+from ferrodist.rpc.messages import (
+    HELLO,
+    NO_NUMBER,
+    Call,
+    Failure,
+    FailureKind,
+    MessageKind,
+    unpack_failure,
+    unpack_result,
+)
+from ferrodist.rpc.names import Names
 from ferrodist.rpc.object_calls import ObjectCalls
 from ferrodist.rpc.remote_objects import CREATE, OWN_NAMES, REGISTER, RemoteObjects
 from ferrodist.rpc.serving import Functions, Served, Workers
 from ferrodist.rpc.statistics import Counters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from ferrodist.backends.listening import Signal
     from ferrodist.errors import PeerLostError
@@ -58,10 +69,13 @@ class RpcAgent:
 
     Args:
         backend: How ranks reach each other; or a group, whose messages then do.
+        functions: What others may call, by name, from the start; see `register`.
+        name: By which others may call this rank, beside its number.
         num_workers: Threads that serve calls at a time. One that waits for a call of its own does not count.
         most_outstanding: Calls to one rank that may be without a result; who makes more waits. As many of each other
             rank wait here for their turn, at most.
         message_limit: Bytes that the arguments of a call, or its result, may have.
+        allow_pickle: Whether values of any other types may travel, pickled. Whoever calls can then run anything here.
 
     Raises:
         TypeError, ValueError: An argument is wrong.
@@ -70,35 +84,48 @@ class RpcAgent:
     def __init__(
         self,
         backend: RpcBackend | Backend,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
         *,
+        name: str | None = None,
         num_workers: int = 8,
         most_outstanding: int = 1024,
         message_limit: int = DEFAULT_MESSAGE_LIMIT,
+        allow_pickle: bool = False,
     ) -> None:
         numbers = {"num_workers": num_workers, "most_outstanding": most_outstanding, "message_limit": message_limit}
-        for name, number in numbers.items():
-            if check_integer(number, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {number}")
+        for option, number in numbers.items():
+            if check_integer(number, option) < 1:
+                raise ValueError(f"{option} must be at least 1, not {number}")
         if isinstance(backend, Backend):
             backend = GroupRpcBackend(backend)
         if not isinstance(backend, RpcBackend):
             raise TypeError(f"an RpcAgent is made with an RpcBackend or a group, not {type(backend).__name__}")
         self._backend = backend
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"the name of a rank is a text, not {name!r}")
         self._functions = Functions()
+        for each, function in (functions or {}).items():
+            self.register(each, function)
         self._waits = waits = Waits(backend.signal)
         self._counters = Counters()
         label = f"ferrodist-rpc-{backend.rank}"
         self._calls = Calls(f"{label}-timeouts", self._gave_up)
         self._workers = Workers(self._functions, num_workers, f"{label}-worker", waits)
-        self._objects = RemoteObjects(self)
+        self._names = Names()
+        if name is not None:
+            self._names.add(backend.rank, name)
+        self._draining = Draining(self)
+        self._objects = RemoteObjects(self, allow_pickle=allow_pickle)
+        self._object_calls = ObjectCalls(self._objects, self)
         self._office = Office(
             self._workers,
             waits,
             self._counters,
             Buffers(),
             self._objects,
-            ObjectCalls(self._objects, self),
+            self._serve_internal,
             self._answered,
+            name,
             backend.timeout,
             most_outstanding,
             message_limit,
@@ -155,11 +182,11 @@ class RpcAgent:
         self._functions.register(name, function)
         return function
 
-    def rpc_sync(self, to: int, name: str, *arguments: Any, timeout: float | None = None, **keywords: Any) -> Any:
+    def rpc_sync(self, to: int | str, name: str, *arguments: Any, timeout: float | None = None, **keywords: Any) -> Any:
         """Call a function of a rank, and wait for its result.
 
         Args:
-            to: The rank; this one's functions are called without the network.
+            to: The rank, or its name; this one's functions are called without the network.
             name: That the function was registered with there.
             arguments: Nested tuples, lists and dicts of tensors, numpy arrays, numbers, text, bytes and None.
             timeout: Seconds until this gives up; None takes the backend's. The function is not stopped by that, unless
@@ -174,7 +201,7 @@ class RpcAgent:
         """
         seconds = self._backend.timeout if timeout is None else check_timeout(timeout)
         signal = self._waits.signal()
-        waiting = Waiting(self._rank_of(to), name, seconds, signal=signal)
+        waiting = Waiting(self._rank_of(to, seconds), name, seconds, signal=signal)
         is_worker = self._workers.begin_wait()
         try:
             self._await(self._begin(waiting, Call(name, arguments, keywords)), waiting, signal)
@@ -185,14 +212,16 @@ class RpcAgent:
             raise waiting.found
         return self._open(waiting, *waiting.found)
 
-    def rpc_async(self, to: int, name: str, *arguments: Any, timeout: float | None = None, **keywords: Any) -> Future:
+    def rpc_async(
+        self, to: int | str, name: str, *arguments: Any, timeout: float | None = None, **keywords: Any
+    ) -> Future:
         """Call a function of a rank, as `rpc_sync`; its result, or what that raises, is the future's.
 
         Tensors must not be changed until the future is done.
         """
         seconds = self._backend.timeout if timeout is None else check_timeout(timeout)
         future = Future()
-        waiting = Waiting(self._rank_of(to), name, seconds, future=future)
+        waiting = Waiting(self._rank_of(to, seconds), name, seconds, future=future)
         try:
             self._begin(waiting, Call(name, arguments, keywords))
         except DistributedError as error:
@@ -200,11 +229,11 @@ class RpcAgent:
                 future.set_exception(error)
         return future
 
-    def remote(self, to: int, name: str, *arguments: Any, timeout: float | None = None, **keywords: Any) -> RRef:
+    def remote(self, to: int | str, name: str, *arguments: Any, timeout: float | None = None, **keywords: Any) -> RRef:
         """Call a function of a rank, or make an instance of a class, and leave the result there; does not wait.
 
         Args:
-            to: The rank, which may be this one.
+            to: The rank, or its name; it may be this one.
             name: That the function, or class, was registered with there.
             arguments: As for `rpc_sync`.
             timeout: Seconds until what uses the reference is told that there is no result; None takes the backend's.
@@ -219,7 +248,7 @@ class RpcAgent:
         """
         if not isinstance(name, str) or name.startswith(OWN_NAMES):
             raise ValueError(f"remote() takes the name of a function that was registered, not {name!r}")
-        return self._objects.create(self._rank_of(to), CREATE, (name, arguments, keywords), timeout)
+        return self._objects.create(self._rank_of(to, timeout), CREATE, (name, arguments, keywords), timeout)
 
     def reference(self, value: Any) -> RRef:
         """A reference to something here, whose owner is this rank; the object is not copied."""
@@ -271,6 +300,18 @@ class RpcAgent:
             ) from next(iter(failed.values()))
         return [future.result() for future in futures]
 
+    def drain(self, timeout: float | None = None) -> None:
+        """Return when all ranks have called this and no call is under way anywhere; until then calls are served.
+
+        Args:
+            timeout: Seconds until this gives up; None takes the backend's.
+
+        Raises:
+            DistributedTimeoutError: It takes longer. It says who keeps the others waiting.
+            PeerLostError: Rank 0 is gone, which sees to this. Other ranks that are lost are not waited for.
+        """
+        self._draining.wait(Deadline(self.timeout if timeout is None else check_timeout(timeout)))
+
     def close(self) -> None:
         """End all calls that are under way, here and for those who wait for this rank."""
         if self._closed:
@@ -284,7 +325,9 @@ class RpcAgent:
 
     # Calls of this rank.
 
-    def _rank_of(self, to: int) -> int:
+    def _rank_of(self, to: int | str, seconds: float | None = None) -> int:
+        if isinstance(to, str):
+            return self._names.find(to, Deadline(self.timeout if seconds is None else seconds))
         rank = to if type(to) is int else check_integer(to, "to")
         if not 0 <= rank < self.world_size:
             raise InvalidRankError(f"there is no rank {rank} to call: they are 0 to {self.world_size - 1}")
@@ -325,10 +368,12 @@ class RpcAgent:
                 sent = passing.send(send, failed, Deadline(waiting.seconds))
                 if waiting.future is not None:
                     waiting.future.sent = sent
-        except BaseException:
+        except BaseException as error:
             if self._calls.take(number) is None:  # whoever waits has been told already
                 return number
             waiting.end()
+            if isinstance(error, DistributedError) and not self._closed:
+                raise lost_error(waiting.peer, error) from error
             raise
         return number
 
@@ -390,7 +435,21 @@ class RpcAgent:
             return unpack_result(content, waiting.peer, self._objects.extensions[waiting.peer])
         raise self.error_of(waiting.name, waiting.peer, unpack_failure(content, waiting.peer))
 
-    # What remote objects need; see `RemoteCalls` and `Server`.
+    def _serve_internal(self, peer: int, call: Call, answer: Callable[[Any], None]) -> None:
+        """See `Office`."""
+        if call.name == HELLO:
+            if len(call.arguments) == 1 and isinstance(call.arguments[0], str):
+                self._names.add(peer, call.arguments[0])
+        elif call.name in (COME, LOOK, LEAVE):
+            answer(self._draining.serve(peer, call))
+        else:
+            self._object_calls.serve(peer, call, answer)
+
+    # What remote objects need, and draining; see `Requester`, `Server` and `Drainer`.
+
+    def num_calls(self) -> tuple[int, int]:
+        """How many calls this rank has made, and how many of these have ended."""
+        return self._calls.num_made, self._calls.num_ended
 
     def start(self, to: int, call: Call, seconds: float) -> Future:
         """Call a function of the agents' own, however many calls have no result."""
@@ -439,11 +498,13 @@ class RpcAgent:
     def joined(self, peer: int) -> None:
         """A rank is there, for the first time or again."""
         self._objects.joined(peer)
+        self._draining.joined(peer)
 
     def lost(self, peer: int, error: PeerLostError) -> None:
         """Nothing more will come for what was sent to a rank until now."""
         self._calls.fail(peer, error)
         self._objects.lost(peer)
+        self._draining.lost(peer)
 
 
 class _Prepared(Served):

@@ -13,6 +13,8 @@ from ferrodist.errors import DistributedError, ProtocolError
 from ferrodist.rpc.calls import Waits, Window
 from ferrodist.rpc.link import Link
 from ferrodist.rpc.messages import (
+    HELLO,
+    NO_NUMBER,
     Call,
     Failure,
     FailureKind,
@@ -26,12 +28,11 @@ from ferrodist.rpc.messages import (
 from ferrodist.rpc.serving import Served, Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.rpc.buffers import Buffers
     from ferrodist.rpc.messages import Content
-    from ferrodist.rpc.object_calls import ObjectCalls
     from ferrodist.rpc.passing import Passing
     from ferrodist.rpc.remote_objects import RemoteObjects
     from ferrodist.rpc.statistics import Counters
@@ -49,8 +50,9 @@ class Office:
         counters: Of calls.
         buffers: Where large tensors arrive.
         objects: What references refer to.
-        object_calls: Serves the agents' own calls.
+        serve_internal: Serves the agents' own calls: called with a rank, its call, and what takes the answer.
         answered: Called with a rank, the number of a call of this rank, and what it has come to.
+        name: Of this rank, if it has one.
         timeout: Seconds that owners of references in an answer may take.
         most_outstanding: Calls that a rank may have without a result.
         message_limit: Bytes that a message may have.
@@ -61,8 +63,9 @@ class Office:
     counters: Counters
     buffers: Buffers
     objects: RemoteObjects
-    object_calls: ObjectCalls
+    serve_internal: Callable[[int, Call, Callable[[Any], None]], None]
     answered: Callable[[int, int, MessageKind, Content], None]
+    name: str | None
     timeout: float
     most_outstanding: int
     message_limit: int
@@ -167,7 +170,7 @@ class Caller(ABC):
         except ProtocolError as error:
             answer(Failure(FailureKind.UNDECODABLE, "", str(error), ""))
         else:
-            self._office.object_calls.serve(self.rank, call, answer)
+            self._office.serve_internal(self.rank, call, answer)
 
     def _send_answer(self, number: int, found: Any) -> None:
         if isinstance(found, Failure):
@@ -228,6 +231,10 @@ class Neighbor(Caller):
     def start(self) -> None:
         """Receive from now on."""
         self._link.start()
+        if self._office.name is not None:
+            hello, _ = self.write_call(Call(HELLO, (self._office.name,), {}))
+            with contextlib.suppress(DistributedError):  # its end is told apart
+                self.send(MessageKind.INTERNAL_CALL, NO_NUMBER, hello)
 
     def send(self, kind: MessageKind, number: int, content: Content) -> None:
         """See `Link.send`."""
@@ -244,6 +251,11 @@ class Neighbor(Caller):
     def buffers(self) -> Buffers:
         """See `Receiver`."""
         return self._office.buffers
+
+    @property
+    def marks(self) -> Sequence[str]:
+        """See `Receiver`."""
+        return self._office.objects.marks
 
     def attend(self, change: int) -> None:
         """See `Receiver`."""

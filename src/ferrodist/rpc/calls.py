@@ -196,11 +196,16 @@ class Calls:
     Args:
         name: Of the thread that ends what is late.
         gave_up: Called with a call, and its number, that nobody waits for any more.
+
+    Attributes:
+        num_made: Calls of users.
+        num_ended: Those of them that have been answered, or will not be.
     """
 
     def __init__(self, name: str, gave_up: Callable[[int, Waiting], None]) -> None:
         self._gave_up = gave_up
         self._next_number = 0
+        self.num_made = self.num_ended = 0
         self._waiting: dict[int, Waiting] = {}
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -221,6 +226,7 @@ class Calls:
                 raise self._closed.fresh()
             self._next_number += 1
             number = self._next_number
+            self.num_made += waiting.caller is not None
             self._waiting[number] = waiting
             if waiting.future is not None:  # who waits for a signal looks at the time
                 self._add_end(waiting.started + waiting.seconds, number)
@@ -238,6 +244,7 @@ class Calls:
             if waiting is not None and peer is not None and waiting.peer != peer:
                 self._waiting[number] = waiting
                 return None
+            self.num_ended += waiting is not None and waiting.caller is not None
             return waiting
 
     def give_up(self, number: int) -> Waiting | None:

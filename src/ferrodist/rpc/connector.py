@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ferrodist.rpc.backends import RpcBackend
     from ferrodist.rpc.callers import Neighbor
 
-__all__ = ["Connector", "Owner"]
+__all__ = ["Connector", "Owner", "lost_error"]
 
 _FAREWELL_SECONDS = 2.0
 """How long `Connector.close` waits for all ranks together to take its goodbye."""
@@ -177,11 +177,10 @@ class Connector:
 
     def _take_end(self, neighbor: Neighbor, error: DistributedError) -> None:
         peer = neighbor.rank
-        if not isinstance(error, PeerLostError) or error.ranks != (peer,):
-            error = PeerLostError(f"rank {peer} can't be reached any more: {error}", ranks=(peer,))
+        lost = lost_error(peer, error)
         with self._turn(peer) as may_go_on:
             if may_go_on and self.neighbors.get(peer) is neighbor:
-                self._end(neighbor, error)
+                self._end(neighbor, lost)
         self._backend.lost(peer, neighbor.pair)
         neighbor.close(0)
         with self._changed:
@@ -210,3 +209,10 @@ class Connector:
                 with self._changed:
                     self._busy.discard(peer)
                     self._changed.notify_all()
+
+
+def lost_error(peer: int, error: DistributedError) -> PeerLostError:
+    """What the end of a group with a rank means for calls to it: groups have errors and numbers of their own."""
+    if isinstance(error, PeerLostError) and error.ranks == (peer,):
+        return error
+    return PeerLostError(f"rank {peer} can't be reached any more: {error}", ranks=(peer,))

@@ -21,11 +21,11 @@ import torch
 
 from ferrodist.collectives.letters import Apart, Parcel, read_letter_bytes, write_letter_bytes
 from ferrodist.collectives.views import bytes_of
-from ferrodist.errors import DistributedError, ProtocolError, SizeMismatchError
-from ferrodist.rpc.messages import MARKS, MessageKind
+from ferrodist.errors import DistributedError, GroupClosedError, ProtocolError, SizeMismatchError
+from ferrodist.rpc.messages import MessageKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.listening import Listener
@@ -62,6 +62,10 @@ class Receiver(Protocol):
     def buffers(self) -> Buffers:
         """Where large tensors arrive."""
 
+    @property
+    def marks(self) -> Sequence[str]:
+        """Of the extensions that values may have."""
+
     def attend(self, change: int) -> None:
         """So many large messages more are on their way, and are moved by who waits for a `Signal`."""
 
@@ -93,7 +97,7 @@ class Link:
         self._limit = limit
         self._buffers = receiver.buffers
         self._lock = threading.Lock()
-        self._is_over = False
+        self._over: DistributedError | None = None  # why it has ended
         self._listener: Listener | None = None
         self._under_way: set[Request] = set()  # what is larger than a frame, both ways
 
@@ -112,6 +116,8 @@ class Link:
             TypeError: A tensor can't travel.
             DistributedError: The rank was lost, or the link is closed.
         """
+        if self._over is not None:  # looked at after whoever waits for an answer can be found by who is told of it
+            raise self._over.fresh()
         apart: list[torch.Tensor] = []
         if isinstance(content, bytes):
             form, memory = _Form.PLAIN, memoryview(content)
@@ -135,7 +141,7 @@ class Link:
         Args:
             seconds: How long the other side may take to take the goodbye.
         """
-        self._is_over = True
+        self._over = GroupClosedError("the agent was closed")
         if self._listener is not None:
             self._listener.close()
         self._pair.close(seconds)
@@ -210,7 +216,7 @@ class Link:
             self._receiver.received(self._peer, kind, number, bytes(memory))
             return
         try:
-            parcel, apart = read_letter_bytes(memory, MARKS)
+            parcel, apart = read_letter_bytes(memory, self._receiver.marks)
         except Exception as error:  # noqa: BLE001 - whatever it is, it was sent
             text = f"rank {self._peer} sent what is no value: {error}"
             self._receiver.garbled(self._peer, kind, number, ProtocolError(text, ranks=(self._peer,)))
@@ -231,8 +237,8 @@ class Link:
         self._keep(request, lambda: self._if_well(request, next_one))
 
     def _ended(self, error: DistributedError) -> None:
-        if not self._is_over:
-            self._is_over = True
+        if self._over is None:
+            self._over = error
             self._receiver.lost(self._peer, error)
 
 

@@ -8,6 +8,7 @@ calls are; everything else as a letter (`collectives/letters.py`) of nested valu
 from __future__ import annotations
 
 import enum
+import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXTENSIONS",
-    "MARKS",
+    "HELLO",
     "NO_NUMBER",
+    "PICKLED",
     "REFERENCE_MARK",
     "Call",
     "Content",
@@ -57,6 +59,9 @@ class MessageKind(enum.IntEnum):
     INTERNAL_CALL = 4
     """A call of an agent to another one, which is served at once."""
 
+
+HELLO = "ferrodist.hello"
+"""(name): what the rank is called that calls this. It has no answer."""
 
 NO_NUMBER = 0
 """Of calls that are not answered."""
@@ -139,7 +144,18 @@ EXTENSIONS = (ARRAYS,)
 REFERENCE_MARK = "rref"
 """Of references, whose extension each agent has its own of for each rank."""
 
-MARKS = (ARRAYS.mark, REFERENCE_MARK)
+
+def _take_object(value: Any) -> bytes | None:
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return None
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise TypeError(f"can't be pickled: {error}") from error
+
+
+PICKLED = Extension(mark="pickle", take_apart=_take_object, put_together=pickle.loads)
+"""Whatever else Python knows; the last to be asked, and only where whoever calls is trusted with everything."""
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _ENCODE = msgspec.msgpack.Encoder().encode

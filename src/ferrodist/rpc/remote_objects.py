@@ -16,7 +16,7 @@ from ferrodist.collectives.nested_values import Extension
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, DistributedTimeoutError
 from ferrodist.rpc.errands import Errands
-from ferrodist.rpc.messages import EXTENSIONS, REFERENCE_MARK, Call, Failure
+from ferrodist.rpc.messages import EXTENSIONS, PICKLED, REFERENCE_MARK, Call, Failure
 from ferrodist.rpc.passing import Passing
 from ferrodist.rpc.reference_tables import Held, Kept, Tables, kept_of, part_of
 from ferrodist.rpc.references import ReferenceId, RRef
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ferrodist.rpc.messages import Content
     from ferrodist.rpc.outcome import Outcome
 
-__all__ = ["CREATE", "FETCH", "METHOD", "OWN_NAMES", "REGISTER", "RELEASE", "Caller", "RemoteObjects"]
+__all__ = ["CREATE", "FETCH", "METHOD", "OWN_NAMES", "REGISTER", "RELEASE", "RemoteObjects", "Requester"]
 
 OWN_NAMES = "ferrodist."
 """What names of functions that users can't register begin with."""
@@ -51,7 +51,7 @@ RELEASE = f"{OWN_NAMES}release"
 _TOKEN_BITS = 63
 
 
-class Caller(Protocol):
+class Requester(Protocol):
     """What an agent does for its remote objects."""
 
     @property
@@ -84,6 +84,7 @@ class RemoteObjects:
 
     Args:
         caller: The agent.
+        allow_pickle: Whether anything else may be in messages, too.
 
     Attributes:
         rank: This rank.
@@ -91,15 +92,18 @@ class RemoteObjects:
         tables: What references there are.
         errands: Sends what comes when they end.
         extensions: For each rank, what may be in messages from it, and to it.
+        marks: Of these.
     """
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: Requester, *, allow_pickle: bool) -> None:
         self._caller = caller
         self.rank = caller.rank
         self.world_size = caller.world_size
         self.errands = Errands(f"ferrodist-rpc-{self.rank}-references")
         self.tables = Tables(self, self.errands, self._release_held)
-        self.extensions = {peer: (*EXTENSIONS, self.extension_for(peer)) for peer in range(self.world_size)}
+        last = (PICKLED,) if allow_pickle else ()
+        self.extensions = {peer: (*EXTENSIONS, self.extension_for(peer), *last) for peer in range(self.world_size)}
+        self.marks = tuple(extension.mark for extension in self.extensions[self.rank])
         self._incarnation = secrets.randbits(_TOKEN_BITS)
         self._numbers = itertools.count()
         self._packing = threading.local()

@@ -219,8 +219,8 @@ class TcpRpcBackend(RpcBackend):
         """Take in what the roster says of a lower rank."""
         with self._changed:
             known = self._found.get(peer)
-            connected, pair = self._pairs.get(peer, (None, None))
-            if entry in (known, connected) or (known is not None and known.incarnation > entry.incarnation):
+            pair = self._pairs[peer][1] if peer in self._pairs else None
+            if entry == known or (known is not None and known.incarnation > entry.incarnation):
                 return
             if not entry.address:
                 self._found.pop(peer, None)
@@ -265,7 +265,10 @@ class TcpRpcBackend(RpcBackend):
                 self._failures.pop(peer, None)
                 self._pairs[peer] = entry, pair
                 self._dialed.discard(peer)
-                is_stale = self._found.get(peer) != entry
+                is_stale, is_late = self._found.get(peer) != entry, self._closed
+            if is_late:
+                pair.close(0)
+                return
             if is_stale:
                 pair.abort(PeerLostError(f"rank {peer} was started again", ranks=(peer,)))
             assert self._peers is not None

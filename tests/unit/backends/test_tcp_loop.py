@@ -110,3 +110,19 @@ def test_without_epoll_links_are_read_on(monkeypatch: pytest.MonkeyPatch) -> Non
         far[1].sendall(_FRAME.pack())
         assert handler.wait_for(lambda: handler.num_frames == 4)
         loop.stop()
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_a_link_of_a_loop_that_is_stopped_at_once(is_started: bool) -> None:
+    """It is closed, whether or not the thread has come to watch it."""
+    with check_leaks():
+        for _ in range(20):
+            loop = LinkLoop(_Recorder(), 2, "ferrodist-test")
+            ours, theirs = socket.socketpair()
+            link = Link(ours, 1)
+            if is_started:
+                loop.start()
+            loop.touch(link)
+            loop.stop()
+            assert ours.fileno() == -1
+            theirs.close()

@@ -248,7 +248,8 @@ def test_an_end_that_one_side_has_not_noticed(job):
     meet(*agents)
     future = agents[0].rpc_async(1, "hold", 1)
     assert started.wait(_PATIENCE)
-    agents[0]._connector.neighbors[1].pair.link_ended = lambda *_args, **_options: None
+    pair = agents[0]._connector.neighbors[1].pair
+    pair.link_ended = lambda link, *_args, **_options: pair._links.pop(link.peer)
     break_connection(agents[1], 0)
     with pytest.raises(PeerLostError, match="made a new connection for one that broke"):
         future.result(_PATIENCE)

@@ -116,7 +116,9 @@ class LinkLoop:
             self._release()
 
     def _release(self) -> None:
-        for link in list(self._links):
+        with self._lock:
+            unwatched = self._touched - self._links.keys()  # new ones, if this was stopped at once
+        for link in (*self._links, *unwatched):
             link.close()
         self._selector.close()
         if self._ends is not None:

@@ -1,0 +1,65 @@
+"""`RpcContext`: an agent for the length of a with-block, which ends when nothing is under way any more."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from ferrodist.deadline import check_timeout
+from ferrodist.rpc.agent import RpcAgent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.rpc.backends import RpcBackend
+
+__all__ = ["RpcContext"]
+
+
+class RpcContext:
+    """Calls and serves calls in a with-block: ``with RpcContext(group, {"add": add}) as agent:``.
+
+    The end of the block waits until all ranks have come to theirs and no call is under way, and serves calls until
+    then; a rank that only serves has an empty block. A block that raises ends at once, and its rank is lost to the
+    others.
+
+    Args:
+        backend: How ranks reach each other; or a group, whose messages then do.
+        functions: What others may call, by name.
+        drain_timeout: Seconds that the end of the block may take; None takes the backend's timeout.
+        options: As for `RpcAgent`.
+
+    Raises:
+        DistributedTimeoutError: At the end: it takes too long. It says who keeps the others waiting.
+        PeerLostError: At the end: rank 0 is gone, which sees to it.
+    """
+
+    def __init__(
+        self,
+        backend: RpcBackend | Backend,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
+        *,
+        drain_timeout: float | None = None,
+        **options: Any,
+    ) -> None:
+        self._drain_timeout = None if drain_timeout is None else check_timeout(drain_timeout)
+        self._make = functools.partial(RpcAgent, backend, functions, **options)
+        self._agent: RpcAgent | None = None
+
+    def __enter__(self) -> RpcAgent:
+        if self._agent is not None:
+            raise RuntimeError("this RpcContext has been entered already: make another one")
+        self._agent = self._make()
+        return self._agent
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._agent is not None
+        try:
+            if kind is None:
+                self._agent.drain(self._drain_timeout)
+        finally:
+            self._agent.close()

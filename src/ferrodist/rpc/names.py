@@ -1,0 +1,46 @@
+"""What ranks are called, beside their numbers."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from ferrodist.errors import InvalidRankError
+
+if TYPE_CHECKING:
+    from ferrodist.deadline import Deadline
+
+__all__ = ["Names"]
+
+
+class Names:
+    """The names of ranks that are there, as each has told."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._names: dict[int, str] = {}
+
+    def add(self, rank: int, name: str) -> None:
+        """A rank has a name."""
+        with self._changed:
+            self._names[rank] = name
+            self._changed.notify_all()
+
+    def find(self, name: str, deadline: Deadline) -> int:
+        """The rank of a name, waiting for one that has not been there yet.
+
+        Raises:
+            InvalidRankError: There is none in time, or more than one.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: name in self._names.values(), deadline.remaining())
+            ranks = [rank for rank, each in self._names.items() if each == name]
+            if len(ranks) == 1:
+                return ranks[0]
+            known = ", ".join(f"{each!r} (rank {rank})" for rank, each in sorted(self._names.items())) or "none"
+        if ranks:
+            raise InvalidRankError(f"ranks {sorted(ranks)} are all called {name!r}: give each a name of its own")
+        raise InvalidRankError(
+            f"no rank called {name!r} was there within {deadline.timeout:g} s; the names are {known}: agents are given"
+            " theirs when they are made"
+        )

@@ -1,0 +1,92 @@
+"""The roster: which process is which rank now."""
+
+import threading
+
+import pytest
+
+from ferrodist.rendezvous import MemoryStore
+from ferrodist.rpc.roster import Roster, _pack
+from ferrodist.testing import check_leaks
+
+_PATIENCE = 60.0
+
+
+class Observed(MemoryStore):
+    """A store that lets a test act between two operations of others."""
+
+    def __init__(self):
+        super().__init__()
+        self.on_set = lambda key: None
+        self.deleted = threading.Semaphore(0)
+
+    def set(self, key, value, *, timeout=None):
+        super().set(key, value, timeout=timeout)
+        self.on_set(key)
+
+    def delete(self, key, *, timeout=None):
+        was_there = super().delete(key, timeout=timeout)
+        if was_there:
+            self.deleted.release()
+        return was_there
+
+    def bells(self):
+        return sorted(key for key in self._values if key.startswith("bell/"))
+
+
+def test_the_newest_process_counts():
+    """A process that is slow to write where it listens does not write over its successor, nor when it leaves."""
+    store = MemoryStore()
+    first, second = (Roster(store, 0, 1, _PATIENCE) for _ in range(2))
+    slow = first.enter("a:1")
+    newest = second.enter("b:2")
+    assert (slow.incarnation, newest.incarnation) == (1, 2)
+    assert slow.token != newest.token
+    first._write(slow)
+    assert store.get("process/0") == _pack(newest)
+    first.leave()
+    assert store.get("process/0") == _pack(newest)
+    second.leave()
+    assert store.get("process/0") != _pack(newest)
+    third = Roster(store, 0, 1, _PATIENCE).enter("c:3")
+    assert store.get("process/0") == _pack(third)
+
+
+def test_a_bell_is_heard_once():
+    """Whoever is woken looks again, and then waits: the bell is gone."""
+    store = Observed()
+    found = []
+    with check_leaks():
+        higher = Roster(store, 1, 2, _PATIENCE)
+        higher.enter("b:2")
+        higher.watch(lambda rank, entry: found.append((rank, entry.address)), pytest.fail)
+        lower = Roster(store, 0, 2, _PATIENCE)
+        lower.enter("a:1")
+        assert store.deleted.acquire(timeout=_PATIENCE)
+        higher.leave()
+    assert found[-1] == (0, "a:1")
+    assert len(found) <= 2
+    assert store.bells() == []
+
+
+def test_a_rank_that_starts_while_its_bell_is_rung():
+    """The bell of the one that it replaces does not stay; its own is rung."""
+    store = Observed()
+    Roster(store, 1, 2, _PATIENCE).enter("b:1")
+
+    def start(key):
+        if key == "bell/1/1":
+            store.on_set = lambda key: None
+            store.add("incarnation/1", 1)
+
+    store.on_set = start
+    Roster(store, 0, 2, _PATIENCE).enter("a:1")
+    assert store.bells() == ["bell/1/2"]
+
+
+def test_few_bells_stay():
+    """Of any number of processes of a rank that did not leave, no more than two."""
+    store = Observed()
+    for _ in range(5):
+        for rank in (0, 1):
+            Roster(store, rank, 2, _PATIENCE).enter("a:1")
+            assert len(store.bells()) <= 4
