@@ -2,7 +2,7 @@
 
 ::
 
-    calls        RpcContext, RpcAgent -> Future, RpcStatistics; RpcError
+    calls        RpcContext, RpcAgent -> Future, RpcStatistics; current_agent in what is called; RpcError
     references   RRef, ReferenceCounts
     ways         RpcBackend: GroupRpcBackend (any group), TcpRpcBackend (no group; processes may be started again),
                  SimulatedRpcBackend (threads)
@@ -15,6 +15,7 @@ from ferrodist.rpc.calls import Future
 from ferrodist.rpc.context import RpcContext
 from ferrodist.rpc.reference_tables import ReferenceCounts
 from ferrodist.rpc.references import RRef
+from ferrodist.rpc.serving import current_agent
 from ferrodist.rpc.statistics import RpcStatistics
 from ferrodist.rpc.tcp_backend import TcpRpcBackend
 
@@ -31,4 +32,5 @@ __all__ = [
     "RpcStatistics",
     "SimulatedRpcBackend",
     "TcpRpcBackend",
+    "current_agent",
 ]

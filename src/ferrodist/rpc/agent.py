@@ -110,7 +110,7 @@ class RpcAgent:
         self._counters = Counters()
         label = f"ferrodist-rpc-{backend.rank}"
         self._calls = Calls(f"{label}-timeouts", self._gave_up)
-        self._workers = Workers(self._functions, num_workers, f"{label}-worker", waits)
+        self._workers = Workers(self, self._functions, num_workers, f"{label}-worker", waits)
         self._names = Names()
         if name is not None:
             self._names.add(backend.rank, name)

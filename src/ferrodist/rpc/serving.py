@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import inspect
 import threading
 import traceback
@@ -28,9 +29,10 @@ if TYPE_CHECKING:
     Answer = Callable[[Any], None]
     """Takes what a call has come to, a value or a `Failure`; must not raise."""
 
+    from ferrodist.rpc.agent import RpcAgent
     from ferrodist.rpc.calls import Waits
 
-__all__ = ["Functions", "Served", "Workers"]
+__all__ = ["Functions", "Served", "Workers", "current_agent"]
 
 _LEAVE_SECONDS = 5.0
 """How long a thread may take to end what it is in."""
@@ -38,6 +40,21 @@ _LEAVE_SECONDS = 5.0
 _LEAD_SECONDS = 0.001
 _TICK_SECONDS = 0.001
 _MOST_IDLE_TICKS = 5
+
+
+_serving: contextvars.ContextVar[Any] = contextvars.ContextVar("ferrodist-rpc-agent")
+
+
+def current_agent() -> RpcAgent:
+    """The agent that serves the call this function is called in, for calls of its own.
+
+    Raises:
+        RuntimeError: No agent calls this.
+    """
+    try:
+        return _serving.get()  # type: ignore[no-any-return]
+    except LookupError:
+        raise RuntimeError("current_agent() is for functions that an agent serves, and this is none") from None
 
 
 class Functions:
@@ -106,13 +123,15 @@ class Workers:
     """Threads that call functions, in the order in which calls come; asynchronous ones run in one event loop.
 
     Args:
+        agent: Whose they are.
         functions: What may be called.
         num_workers: How many threads may be at a call at once.
         name: Of the threads.
         waits: What threads wait with.
     """
 
-    def __init__(self, functions: Functions, num_workers: int, name: str, waits: Waits) -> None:
+    def __init__(self, agent: RpcAgent, functions: Functions, num_workers: int, name: str, waits: Waits) -> None:
+        self._agent = agent
         self._functions = functions
         self._num_workers = num_workers
         self._name = name
@@ -240,6 +259,7 @@ class Workers:
 
     def _work(self) -> None:
         self._local.is_worker = True
+        _serving.set(self._agent)
         while True:
             try:
                 served = self._queue.popleft()

@@ -8,7 +8,6 @@ import threading
 import pytest
 
 from ferrodist.deadline import Deadline
-from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     AuthenticationError,
     DistributedTimeoutError,
@@ -236,7 +235,7 @@ def test_a_broken_connection(job, side):
         meet(*agents)
         assert [agent.rpc_sync(1 - agent.rank, "echo", number) for agent in agents] == [number] * 2
     release.set()
-    with pytest.raises(PeerLostError, match=f"rank {1 - side} died: its connection"):
+    with pytest.raises(PeerLostError, match=f"rank {1 - side} (died: its connection|.* one that broke)"):
         future.result()
 
 
