@@ -7,10 +7,12 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <random>
 #include <thread>
 #include <tuple>
@@ -444,6 +446,78 @@ void a_rank_that_computes_takes_messages(const Net& net) {
     std::printf("a rank that computes takes messages\n");
 }
 
+// One thread of a rank waits for a signal that another one gives, which also asks for messages ahead, while they come:
+// each signal ends one wait, and each message is told of though nobody waits for it, in their order.
+void a_signal_ends_a_wait(const Net& net, std::uint64_t num_rounds) {
+    const Group group = make_group(net);
+    Messenger& own = *group[1];
+    std::atomic<std::uint64_t> num_woken{0};
+    std::atomic<bool> has_ended{false};
+    std::atomic<std::uint64_t> num_heard{0};
+    Transfer signal(any_source, Tag{});
+    std::thread waiter([&] {
+        for (std::uint64_t round = 1; round <= num_rounds; ++round) {
+            require(own.wait(signal, patience), "a signal is lost");
+            signal.has_ended.store(false);
+            num_woken.store(round);
+        }
+    });
+    std::thread sender([&] {
+        for (std::uint64_t number = 0; !has_ended.load(); ++number) {
+            while (number > num_heard.load() + 1000 && !has_ended.load()) std::this_thread::yield();
+            Send send(reinterpret_cast<const std::byte*>(&number), sizeof(number), 1, Tag{1, 5});
+            group[0]->start(send);
+            require(group[0]->wait(send, patience), "a send does not end");
+        }
+    });
+    struct Place {
+        std::uint64_t number = 0;
+        std::atomic<bool> is_told{false};
+        std::optional<Receive> receive;
+    };
+    std::array<Place, 4> places;
+    const auto ask = [&](Place& place) {
+        place.is_told.store(false);
+        auto* data = reinterpret_cast<std::byte*>(&place.number);
+        Receive& receive = place.receive.emplace(data, sizeof(place.number), 0, Tag{1, 5});
+        receive.owner = &place.is_told;
+        receive.is_watched = true;
+        own.start_heard(receive);
+    };
+    for (Place& place : places) ask(place);
+    own.listen(*places[0].receive);
+    const auto hear = [&] {
+        while (places[num_heard % places.size()].is_told.load()) {
+            Place& place = places[num_heard % places.size()];
+            require(place.number == num_heard++, "out of order");
+            ask(place);
+        }
+        own.do_work();
+    };
+    const Deadline deadline(patience);
+    for (std::uint64_t round = 1; round <= num_rounds; ++round) {
+        if (round % 7 == 0) std::this_thread::sleep_for(std::chrono::microseconds(50));  // the waiter falls asleep
+        own.signal(signal);
+        while (num_woken.load() != round) {
+            hear();
+            require(!deadline.expired(), "a signal is lost");
+        }
+    }
+    waiter.join();
+    for (const std::uint64_t goal = num_heard + 100; num_heard < goal; hear()) {  // nobody waits: the keeper tells
+        require(!deadline.expired(), "a message is not told of");
+        std::this_thread::yield();
+    }
+    has_ended.store(true);
+    sender.join();
+    for (Place& place : places) {
+        if (!place.receive->has_ended.load()) own.cancel(*place.receive);
+    }
+    leave(group);
+    std::printf("%llu signals, %llu messages heard\n", static_cast<unsigned long long>(num_rounds),
+                static_cast<unsigned long long>(num_heard));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -454,6 +528,11 @@ int main(int argc, char** argv) {
         what_was_sent_stays(net);
         a_rank_that_computes_takes_messages(net);
     }
+    for (Net net : {local(2), remote(2)})
+        for (const bool is_crowded : {false, true}) {
+            net.is_crowded = is_crowded;
+            a_signal_ends_a_wait(net, total / 20);
+        }
     what_is_no_message_is_refused();
     a_connection_that_ends_is_told();
     for (const Net& net : {local(5), remote(5), mixed(5)}) any_source_takes_all(net, total / 60);

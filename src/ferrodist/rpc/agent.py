@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import time
@@ -131,6 +132,7 @@ class RpcAgent:
             message_limit,
         )
         self._closed = False
+        atexit.register(self.close)  # a thread that is in torch while the interpreter ends takes the process down
         self._own = OwnCaller(backend.rank, self._office)
         self._connector = Connector(backend, self, f"{label}-ends")
         try:
@@ -208,9 +210,12 @@ class RpcAgent:
         finally:
             if is_worker:
                 self._workers.end_wait()
-        if isinstance(waiting.found, BaseException):
-            raise waiting.found
-        return self._open(waiting, *waiting.found)
+        if waiting.error is not None:
+            try:
+                raise waiting.error
+            finally:
+                waiting.error = None  # whose traceback has this frame, and with it what may be waited for to be freed
+        return waiting.value
 
     def rpc_async(
         self, to: int | str, name: str, *arguments: Any, timeout: float | None = None, **keywords: Any
@@ -317,6 +322,7 @@ class RpcAgent:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
         self._connector.close()
         self._own.close(0)
         self._calls.close()
@@ -418,17 +424,13 @@ class RpcAgent:
             return
         if waiting.name != REGISTER:
             self._counters.count_answer(time.monotonic() - waiting.started)
-        if waiting.signal is not None:
-            waiting.found = kind, content
-            waiting.signal.set()
-            return
-        assert waiting.future is not None
+        # At once, in the order in which messages come: what comes next may give back a reference in this.
         try:
             value = self._open(waiting, kind, content)
         except Exception as error:  # noqa: BLE001 - it is the caller's
-            waiting.future.set_exception(error)
+            waiting.fail(error)
         else:
-            waiting.future.set_result(value)
+            waiting.succeed(value)
 
     def _open(self, waiting: Waiting, kind: MessageKind, content: Any) -> Any:
         if kind is MessageKind.RESULT:
@@ -467,7 +469,7 @@ class RpcAgent:
         """Call a function of the agents' own that has no answer."""
         caller = self._caller(Waiting(to, call.name, 0.0))
         content, _ = caller.write_call(call)
-        caller.send(MessageKind.INTERNAL_CALL, NO_NUMBER, content)
+        caller.send(MessageKind.NOTICE, NO_NUMBER, content)
 
     def submit(self, call: Call, answer: Callable[[Any], None], function: Callable[..., Any] | None = None) -> None:
         """Have a worker call a function: that of the call's name, or another one."""

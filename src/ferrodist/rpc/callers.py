@@ -142,8 +142,9 @@ class Caller(ABC):
         """Act on a message of this rank."""
         if kind is MessageKind.CALL:
             self._take_call(number, content)
-        elif kind is MessageKind.INTERNAL_CALL:
-            self._take_internal_call(number, content)
+        elif kind in (MessageKind.INTERNAL_CALL, MessageKind.NOTICE):
+            answer = functools.partial(self._send_answer, number) if kind is MessageKind.INTERNAL_CALL else _no_answer
+            self._take_internal_call(content, answer)
         elif kind is MessageKind.WITHDRAWAL:
             served = self._served.get(number)
             if served is not None:
@@ -163,8 +164,7 @@ class Caller(ABC):
             raise ProtocolError(f"rank {self.rank} made call {number} twice", ranks=(self.rank,))
         self._office.workers.submit(served)
 
-    def _take_internal_call(self, number: int, content: Content) -> None:
-        answer = functools.partial(self._send_answer, number)
+    def _take_internal_call(self, content: Content, answer: Callable[[Any], None]) -> None:
         try:
             call = self.read_call(content)
         except ProtocolError as error:
@@ -202,6 +202,10 @@ class Caller(ABC):
                 self.send(MessageKind.FAILURE, number, pack_failure(short))
 
 
+def _no_answer(found: Any) -> None:
+    del found  # nobody waits for it
+
+
 class OwnCaller(Caller):
     """This rank, which calls itself without a network; tensors are not copied."""
 
@@ -234,7 +238,7 @@ class Neighbor(Caller):
         if self._office.name is not None:
             hello, _ = self.write_call(Call(HELLO, (self._office.name,), {}))
             with contextlib.suppress(DistributedError):  # its end is told apart
-                self.send(MessageKind.INTERNAL_CALL, NO_NUMBER, hello)
+                self.send(MessageKind.NOTICE, NO_NUMBER, hello)
 
     def send(self, kind: MessageKind, number: int, content: Content) -> None:
         """See `Link.send`."""

@@ -138,7 +138,7 @@ class Waiting:
         name: Of the function.
         seconds: How long whoever made it waits.
         future: Where its result goes; or
-        signal: what the thread waits for that made it. It finds the result in ``found``.
+        signal: what the thread waits for that made it. It finds the result in ``value``, or an error in ``error``.
 
     Attributes:
         caller: The rank, as who has the call's place in a window; none where the call has none.
@@ -147,7 +147,7 @@ class Waiting:
 
     __slots__ = (
         "caller",
-        "found",
+        "error",
         "future",
         "is_given_up",
         "name",
@@ -156,6 +156,7 @@ class Waiting:
         "seconds",
         "signal",
         "started",
+        "value",
     )
 
     def __init__(
@@ -167,7 +168,8 @@ class Waiting:
         self.future = future
         self.signal = signal
         self.started = time.monotonic()
-        self.found: Any = None
+        self.value: Any = None
+        self.error: BaseException | None = None
         self.is_given_up = False
         self.caller: Caller | None = None
         self.passing: Passing | None = None
@@ -179,12 +181,20 @@ class Waiting:
         if self.passing is not None:
             self.passing.forget()
 
+    def succeed(self, value: Any) -> None:
+        """Give whoever made it the result."""
+        if self.future is not None:
+            self.future.set_result(value)
+        elif self.signal is not None:
+            self.value = value
+            self.signal.set()
+
     def fail(self, error: BaseException) -> None:
         """Tell whoever made it of an error."""
         if self.future is not None:
             self.future.set_exception(error)
         elif self.signal is not None:
-            self.found = error
+            self.error = error
             self.signal.set()
 
 

@@ -15,6 +15,7 @@ import functools
 import math
 import struct
 import threading
+from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -99,6 +100,8 @@ class Link:
         self._lock = threading.Lock()
         self._over: DistributedError | None = None  # why it has ended
         self._listener: Listener | None = None
+        self._arriving: set[int] = set()  # messages of which only the frame has come, by their tags
+        self._notices: deque[tuple[set[int], bytes]] = deque()  # and those of them that each has to wait for
         self._under_way: set[Request] = set()  # what is larger than a frame, both ways
 
     def start(self) -> None:
@@ -188,11 +191,17 @@ class Link:
             pass  # the group has ended, which is told apart
 
     def _take(self, frame: bytes) -> None:
-        kind_number, form, _, size, number = _HEAD.unpack_from(frame)
+        kind_number, form, _, size, _ = _HEAD.unpack_from(frame)
         kind = _KINDS.get(kind_number)
         if kind is None or form not in _FORMS or size > self._limit:
             raise ProtocolError(f"rank {self._peer} sent what is no message of an agent", ranks=(self._peer,))
+        if kind is not MessageKind.NOTICE or not self._is_held(frame):
+            self._take_checked(kind, frame)
+
+    def _take_checked(self, kind: MessageKind, frame: bytes) -> None:
+        _, form, _, size, number = _HEAD.unpack_from(frame)
         if size > _ROOM:
+            self._arriving.add(_tag(kind, number))
             memory = bytes_of(torch.empty(size, dtype=torch.uint8, device="cpu"))
             request = self._pair.irecv(memory, self._other, tag=_tag(kind, number))
             self._keep(request, lambda: self._if_well(request, self._read, kind, number, form, memory))
@@ -214,18 +223,23 @@ class Link:
     def _read(self, kind: MessageKind, number: int, form: _Form, memory: memoryview) -> None:
         if form == _Form.PLAIN:
             self._receiver.received(self._peer, kind, number, bytes(memory))
+            self._settle(kind, number)
             return
         try:
             parcel, apart = read_letter_bytes(memory, self._receiver.marks)
         except Exception as error:  # noqa: BLE001 - whatever it is, it was sent
             text = f"rank {self._peer} sent what is no value: {error}"
             self._receiver.garbled(self._peer, kind, number, ProtocolError(text, ranks=(self._peer,)))
+            self._settle(kind, number)
             return
+        if apart:
+            self._arriving.add(_tag(kind, number))
         self._receive_apart(kind, number, parcel, apart)
 
     def _receive_apart(self, kind: MessageKind, number: int, parcel: Parcel, apart: list[Apart]) -> None:
         if not apart:
             self._receiver.received(self._peer, kind, number, parcel)
+            self._settle(kind, number)
             return
         first, rest = apart[0], apart[1:]
         if min(first.shape) < 0 or math.prod(first.shape) * first.dtype.itemsize > self._limit:
@@ -235,6 +249,28 @@ class Link:
         request = self._pair.irecv(bytes_of(tensor), self._other, tag=_tag(kind, number))
         next_one = functools.partial(self._receive_apart, kind, number, parcel, rest)
         self._keep(request, lambda: self._if_well(request, next_one))
+
+    def _is_held(self, frame: bytes) -> bool:
+        """Whether a notice has to wait for what was sent before it."""
+        with self._lock:
+            if not self._arriving and not self._notices:
+                return False
+            self._notices.append((set(self._arriving), frame))
+            return True
+
+    def _settle(self, kind: MessageKind, number: int) -> None:
+        """A message has come whole: take the notices that waited for it."""
+        if not self._arriving:
+            return
+        ready = []
+        with self._lock:
+            self._arriving.discard(_tag(kind, number))
+            for waits, _ in self._notices:
+                waits.discard(_tag(kind, number))
+            while self._notices and not self._notices[0][0]:
+                ready.append(self._notices.popleft()[1])
+        for frame in ready:
+            self._take_checked(MessageKind.NOTICE, frame)
 
     def _ended(self, error: DistributedError) -> None:
         if self._over is None:

@@ -59,12 +59,15 @@ class MessageKind(enum.IntEnum):
     INTERNAL_CALL = 4
     """A call of an agent to another one, which is served at once."""
 
+    NOTICE = 5
+    """The same without an answer, and after all that was sent before."""
+
 
 HELLO = "ferrodist.hello"
 """(name): what the rank is called that calls this. It has no answer."""
 
 NO_NUMBER = 0
-"""Of calls that are not answered."""
+"""Of a `NOTICE`."""
 
 
 class FailureKind(enum.IntEnum):

@@ -6,6 +6,8 @@ import functools
 import gc
 import pickle
 import random
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -127,6 +129,10 @@ class Holder:
 
     def use(self, amount):
         return self.reference.rpc_sync().add(amount)
+
+    def give_away(self, much):
+        reference, self.reference = self.reference, None
+        return reference, much
 
     def drop(self):
         self.reference = None
@@ -594,6 +600,66 @@ def test_objects_made_of_references():
             holder.remote().take()
 
     run_agents(only_on(0, program))
+
+
+def test_a_reference_that_comes_while_the_last_one_goes():
+    """Before it is known that this went: there is a new one, for the object here and the one elsewhere."""
+
+    def program(agent):
+        own, other = agent.reference(Counter()), agent.remote(1, "Counter")
+        holder = agent.remote(1, "Holder", [own, other])
+        assert holder.rpc_sync().take() == [own, other]
+        go = threading.Event()
+        agent._objects.errands.put(functools.partial(go.wait, 10))
+        del own, other
+        own, other = holder.rpc_sync().take()
+        holder.rpc_sync().drop()
+        go.set()
+        done = threading.Event()
+        agent._objects.errands.put(done.set)
+        assert done.wait(10)
+        assert (use(own), use(other)) == (1, 1)
+
+    run_agents(only_on(0, program), 2)
+
+
+_UNCLOSED = """
+import threading
+from ferrodist.backends.simulated import SimulatedBackend
+from ferrodist.rpc.agent import RpcAgent
+
+agents = []
+def make(group):
+    agents.append(RpcAgent(group))
+    agents[-1].register("echo", lambda value: value)
+threads = [threading.Thread(target=make, args=(group,)) for group in SimulatedBackend.create_group(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+kept = [agents[0].remote(1 - agents[0].rank, "echo", agents[0].reference(number)) for number in range(50)]
+for reference in kept[:25]: reference.rpc_async()
+kept.append(kept)
+"""
+
+
+def test_agents_that_nobody_closed():
+    """The interpreter ends without a word, whatever is under way, and whatever references there are."""
+    found = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error", "-c", _UNCLOSED], capture_output=True, timeout=60, check=False
+    )
+    assert (found.returncode, found.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("backend", ["simulated", "native-threads"])
+def test_a_reference_that_comes_home_with_much_else(backend):
+    """Its object is there, though the rank that sent it gives it back while the rest of the message is on its way."""
+
+    def program(agent):
+        for _ in range(20):
+            holder = agent.remote(1, "Holder", agent.reference(Counter()))
+            home, _ = holder.rpc_sync().give_away(torch.ones(600_000))
+            assert use(home) == 1
+
+    run_agents(only_on(0, program), 2, backend)
 
 
 def test_references_of_other_agents():
