@@ -385,16 +385,18 @@ class RpcAgent:
 
     def _await(self, number: int, waiting: Waiting, signal: Signal) -> None:
         """Wait for a result. One that is found while this gives up sets the signal, which is waited for then."""
-        try:
-            has_come = signal.wait(max(0.0, waiting.started + waiting.seconds - time.monotonic()))
-        except BaseException:  # the handler of an interruption raised it
-            if self._calls.give_up(number) is None:
+        end = waiting.started + waiting.seconds
+        while not waiting.has_ended:
+            try:
+                has_come = signal.wait(max(0.0, end - time.monotonic()))
+            except BaseException:  # the handler of an interruption raised it
+                if self._calls.give_up(number) is None:
+                    signal.wait(_AGES)
+                raise
+            if not has_come:
+                if self._calls.give_up(number) is not None:
+                    raise late_error(waiting)
                 signal.wait(_AGES)
-            raise
-        if not has_come:
-            if self._calls.give_up(number) is not None:
-                raise late_error(waiting)
-            signal.wait(_AGES)
 
     def _caller(self, waiting: Waiting) -> Caller:
         if self._closed:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Calls", "Future", "Waiting", "Waits", "Window", "late_error"]
 
+_AGES = 1e6  # seconds
 _MOST_ENDED = 1000
 """Calls that have ended and whose timeouts are still known."""
 
@@ -115,9 +116,13 @@ class Window:
                     self._free -= 1
                     return True
                 self._waiting.append(signal)
-            has_come = signal.wait(max(0.0, end - time.monotonic()))
+            try:
+                has_come = signal.wait(max(0.0, end - time.monotonic()))
+            except BaseException:  # the handler of an interruption raised it
+                self._give_up(signal)
+                raise
             if not has_come and not self._give_up(signal):
-                signal.wait(threading.TIMEOUT_MAX)  # it is about to be set
+                signal.wait(_AGES)  # it is about to be set
                 has_come = True
             if not has_come:
                 return False
@@ -149,6 +154,7 @@ class Waiting:
         "caller",
         "error",
         "future",
+        "has_ended",
         "is_given_up",
         "name",
         "passing",
@@ -170,7 +176,7 @@ class Waiting:
         self.started = time.monotonic()
         self.value: Any = None
         self.error: BaseException | None = None
-        self.is_given_up = False
+        self.has_ended = self.is_given_up = False
         self.caller: Caller | None = None
         self.passing: Passing | None = None
 
@@ -187,6 +193,7 @@ class Waiting:
             self.future.set_result(value)
         elif self.signal is not None:
             self.value = value
+            self.has_ended = True
             self.signal.set()
 
     def fail(self, error: BaseException) -> None:
@@ -195,6 +202,7 @@ class Waiting:
             self.future.set_exception(error)
         elif self.signal is not None:
             self.error = error
+            self.has_ended = True
             self.signal.set()
 
 

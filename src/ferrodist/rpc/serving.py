@@ -37,6 +37,7 @@ __all__ = ["Functions", "Served", "Workers", "current_agent"]
 _LEAVE_SECONDS = 5.0
 """How long a thread may take to end what it is in."""
 
+_AGES = 1e6  # seconds
 _LEAD_SECONDS = 0.001
 _TICK_SECONDS = 0.001
 _MOST_IDLE_TICKS = 5
@@ -297,16 +298,16 @@ class Workers:
         """Be awake for a while; whether nothing has come, and this worker is among the idle ones."""
         signal = self._waits.signal()
         while True:
-            if signal.wait(_LEAD_SECONDS):
-                return False
+            was_set = signal.wait(_LEAD_SECONDS)
             with self._lock:
-                if self._leader is not signal:
+                if self._leader is not signal:  # this one was woken
                     break
-                if not self._num_moving or self._is_closed:
+                if not was_set and (not self._num_moving or self._is_closed):
                     self._leader = None
                     self._idle.append(sleeper)
                     return True
-        signal.wait(threading.TIMEOUT_MAX)  # it was woken just now
+        if not was_set:
+            signal.wait(_AGES)
         return False
 
     # Calls.
