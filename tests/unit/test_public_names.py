@@ -117,6 +117,7 @@ PUBLIC = [
     "reduce_scatter",
     "reduce_scatter_tensor",
     "register_backend",
+    "rpc",
     "scatter",
     "scatter_object",
     "send",
