@@ -31,12 +31,10 @@ class _Program:
 
     def __init__(self, rank: int, world_size: int, address: str, **options: Any) -> None:
         self._backend = TcpRpcBackend(rank, world_size, address, secret="s", timeout=_PATIENCE, **options)
-        self._agent = RpcAgent(self._backend)
         self._futures: list[Any] = []
         self._held = threading.Event()
-        self._agent.register("add", lambda value: value + rank)
-        self._agent.register("process", os.getpid)
-        self._agent.register("hold", self._hold)
+        functions = {"add": lambda value: value + rank, "process": os.getpid, "hold": self._hold}
+        self._agent = RpcAgent(self._backend, functions)
 
     def _hold(self) -> None:
         self._held.set()

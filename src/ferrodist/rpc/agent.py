@@ -21,13 +21,14 @@ from ferrodist.errors import (
 )
 from ferrodist.rpc.backends import GroupRpcBackend, RpcBackend
 from ferrodist.rpc.buffers import Buffers
-from ferrodist.rpc.callers import Neighbor, Office, OwnCaller
+from ferrodist.rpc.callers import Neighbor, Office, OwnCaller, Reply
 from ferrodist.rpc.calls import Calls, Future, Waiting, Waits, late_error
 from ferrodist.rpc.connector import Connector, lost_error
 from ferrodist.rpc.draining import COME, LEAVE, LOOK, Draining
 from ferrodist.rpc.messages import (
     HELLO,
     NO_NUMBER,
+    OWN_NAMES,
     Call,
     Failure,
     FailureKind,
@@ -37,7 +38,7 @@ from ferrodist.rpc.messages import (
 )
 from ferrodist.rpc.names import Names
 from ferrodist.rpc.object_calls import ObjectCalls
-from ferrodist.rpc.remote_objects import CREATE, OWN_NAMES, REGISTER, RemoteObjects
+from ferrodist.rpc.remote_objects import CREATE, REGISTER, RemoteObjects
 from ferrodist.rpc.serving import Functions, Served, Workers
 from ferrodist.rpc.statistics import Counters
 
@@ -73,8 +74,8 @@ class RpcAgent:
         functions: What others may call, by name, from the start; see `register`.
         name: By which others may call this rank, beside its number.
         num_workers: Threads that serve calls at a time. One that waits for a call of its own does not count.
-        most_outstanding: Calls to one rank that may be without a result; who makes more waits. As many of each other
-            rank wait here for their turn, at most.
+        most_outstanding: Calls to one rank that may be without a result; who makes more waits. A rank that makes more
+            than twice as many here, which no agent with the same number does, is refused.
         message_limit: Bytes that the arguments of a call, or its result, may have.
         allow_pickle: Whether values of any other types may travel, pickled. Whoever calls can then run anything here.
 
@@ -203,7 +204,8 @@ class RpcAgent:
         """
         seconds = self._backend.timeout if timeout is None else check_timeout(timeout)
         signal = self._waits.signal()
-        waiting = Waiting(self._rank_of(to, seconds), name, seconds, signal=signal)
+        rank, seconds = self._find(to, seconds)
+        waiting = Waiting(rank, name, seconds, signal=signal)
         is_worker = self._workers.begin_wait()
         try:
             self._await(self._begin(waiting, Call(name, arguments, keywords)), waiting, signal)
@@ -225,8 +227,9 @@ class RpcAgent:
         Tensors must not be changed until the future is done.
         """
         seconds = self._backend.timeout if timeout is None else check_timeout(timeout)
-        future = Future()
-        waiting = Waiting(self._rank_of(to, seconds), name, seconds, future=future)
+        future = Future(self._workers)
+        rank, seconds = self._find(to, seconds)
+        waiting = Waiting(rank, name, seconds, future=future)
         try:
             self._begin(waiting, Call(name, arguments, keywords))
         except DistributedError as error:
@@ -253,7 +256,8 @@ class RpcAgent:
         """
         if not isinstance(name, str) or name.startswith(OWN_NAMES):
             raise ValueError(f"remote() takes the name of a function that was registered, not {name!r}")
-        return self._objects.create(self._rank_of(to, timeout), CREATE, (name, arguments, keywords), timeout)
+        rank, seconds = self._find(to, self.timeout if timeout is None else check_timeout(timeout))
+        return self._objects.create(rank, CREATE, (name, arguments, keywords), seconds)
 
     def reference(self, value: Any) -> RRef:
         """A reference to something here, whose owner is this rank; the object is not copied."""
@@ -312,7 +316,7 @@ class RpcAgent:
             timeout: Seconds until this gives up; None takes the backend's.
 
         Raises:
-            DistributedTimeoutError: It takes longer. It says who keeps the others waiting.
+            DistributedTimeoutError: It takes longer. Rank 0's says who keeps the others waiting.
             PeerLostError: Rank 0 is gone, which sees to this. Other ranks that are lost are not waited for.
         """
         self._draining.wait(Deadline(self.timeout if timeout is None else check_timeout(timeout)))
@@ -331,9 +335,14 @@ class RpcAgent:
 
     # Calls of this rank.
 
-    def _rank_of(self, to: int | str, seconds: float | None = None) -> int:
-        if isinstance(to, str):
-            return self._names.find(to, Deadline(self.timeout if seconds is None else seconds))
+    def _find(self, to: int | str, seconds: float) -> tuple[int, float]:
+        """The rank that is meant, and how many of so many seconds are left when its name is known."""
+        if not isinstance(to, str):
+            return self._rank_of(to), seconds
+        deadline = Deadline(seconds)
+        return self._names.find(to, deadline), deadline.remaining()
+
+    def _rank_of(self, to: int) -> int:
         rank = to if type(to) is int else check_integer(to, "to")
         if not 0 <= rank < self.world_size:
             raise InvalidRankError(f"there is no rank {rank} to call: they are 0 to {self.world_size - 1}")
@@ -457,7 +466,7 @@ class RpcAgent:
 
     def start(self, to: int, call: Call, seconds: float) -> Future:
         """Call a function of the agents' own, however many calls have no result."""
-        future = Future()
+        future = Future(self._workers)
         waiting = Waiting(to, call.name, seconds, future=future)
         try:
             content, waiting.passing = self._caller(waiting).write_call(call)
@@ -475,7 +484,10 @@ class RpcAgent:
 
     def submit(self, call: Call, answer: Callable[[Any], None], function: Callable[..., Any] | None = None) -> None:
         """Have a worker call a function: that of the call's name, or another one."""
-        self._workers.submit(_Prepared(call, answer, function, self._counters))
+        prepared = _Prepared(call, answer, function, self._counters)
+        if isinstance(answer, Reply):
+            answer.leave_to(prepared)
+        self._workers.submit(prepared)
 
     def classes(self) -> set[type]:
         """The classes that were registered."""
@@ -487,7 +499,7 @@ class RpcAgent:
             return DistributedTimeoutError(f"rank {peer}: {failure.text}", ranks=(peer,))
         how = "{} failed on rank {}" if failure.kind is FailureKind.RAISED else "the call of {} on rank {}"
         return RpcError(
-            f"{how.format(repr(name), peer)}: {failure.text}",
+            f"{how.format(repr(name.removeprefix(OWN_NAMES)), peer)}: {failure.text}",
             ranks=(peer,),
             type_name=failure.type_name,
             traceback=failure.traceback,

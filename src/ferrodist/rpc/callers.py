@@ -6,7 +6,7 @@ import contextlib
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, ProtocolError
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from ferrodist.rpc.remote_objects import RemoteObjects
     from ferrodist.rpc.statistics import Counters
 
-__all__ = ["Caller", "Neighbor", "Office", "OwnCaller"]
+__all__ = ["Caller", "Neighbor", "Office", "OwnCaller", "Reply"]
+
+_MOST_BESIDE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,47 @@ class _Incoming(Served):
         self._caller.answer(self._number, found)
 
 
+class Withdrawable(Protocol):
+    """What is done for a caller, until it is answered."""
+
+    def withdraw(self) -> None:
+        """The caller waits no more."""
+
+
+class Reply:
+    """Takes what a call of an agent's own has come to, which may be a call of a function in turn.
+
+    Args:
+        caller: Who made it.
+        number: Of it.
+    """
+
+    __slots__ = ("_caller", "_number", "_served", "is_withdrawn")
+
+    def __init__(self, caller: Caller, number: int) -> None:
+        self._caller = caller
+        self._number = number
+        self._served: Served | None = None
+        self.is_withdrawn = False
+
+    def __call__(self, found: Any) -> None:
+        """Send it."""
+        self._served = None  # which keeps this, and the function
+        self._caller.reply(self._number, found)
+
+    def withdraw(self) -> None:
+        """The caller waits no more."""
+        self.is_withdrawn = True
+        if self._served is not None:
+            self._served.withdraw()
+
+    def leave_to(self, served: Served) -> None:
+        """It will be answered by the call of a function."""
+        self._served = served
+        if self.is_withdrawn:
+            served.withdraw()
+
+
 class Caller(ABC):
     """A rank that makes calls here, and is called.
 
@@ -103,7 +146,7 @@ class Caller(ABC):
         self.rank = rank
         self.window = Window(office.most_outstanding, office.waits)
         self._office = office
-        self._served: dict[int, Served] = {}  # by number: calls that have come and are not answered
+        self._served: dict[int, Withdrawable] = {}  # by number: calls that have come and are not answered
 
     def write_call(self, call: Call) -> tuple[Content, Passing | None]:
         """A call to this rank, written down, and the references in it; see `pack_call`."""
@@ -119,8 +162,12 @@ class Caller(ABC):
 
     def answer(self, number: int, found: Any) -> None:
         """Send what a call has come to, a value or a `Failure`; does not raise."""
-        self._served.pop(number, None)
         self._office.counters.count("failed" if isinstance(found, Failure) else "served")
+        self.reply(number, found)
+
+    def reply(self, number: int, found: Any) -> None:
+        """`answer`, of what is no call of a user's."""
+        self._served.pop(number, None)
         self._send_answer(number, found)
 
     def close(self, seconds: float) -> None:
@@ -142,9 +189,12 @@ class Caller(ABC):
         """Act on a message of this rank."""
         if kind is MessageKind.CALL:
             self._take_call(number, content)
-        elif kind in (MessageKind.INTERNAL_CALL, MessageKind.NOTICE):
-            answer = functools.partial(self._send_answer, number) if kind is MessageKind.INTERNAL_CALL else _no_answer
-            self._take_internal_call(content, answer)
+        elif kind is MessageKind.INTERNAL_CALL:
+            reply = Reply(self, number)
+            if self._has_room(number, content) and self._is_new(number, reply):
+                self._take_internal_call(content, reply)
+        elif kind is MessageKind.NOTICE:
+            self._take_internal_call(content, _no_answer)
         elif kind is MessageKind.WITHDRAWAL:
             served = self._served.get(number)
             if served is not None:
@@ -153,16 +203,25 @@ class Caller(ABC):
             self._office.answered(self.rank, number, kind, content)
 
     def _take_call(self, number: int, content: Content) -> None:
-        if len(self._served) >= self._office.most_outstanding:
-            with contextlib.suppress(ProtocolError):
-                self.read_call(content)  # references in it have been counted for this rank
-            text = f"rank {self.rank} has {len(self._served)} calls here without a result, as many as may be"
-            self._send_answer(number, Failure(FailureKind.OVERLOADED, "", text, ""))
-            return
         served = _Incoming(self, number, content)
+        if self._has_room(number, content) and self._is_new(number, served):
+            self._office.workers.submit(served)
+
+    def _has_room(self, number: int, content: Content) -> bool:
+        # Agents' calls of each other that take no place in a window are few: one for each answer with references.
+        most = 2 * self._office.most_outstanding + _MOST_BESIDE
+        if len(self._served) < most:
+            return True
+        with contextlib.suppress(ProtocolError):
+            self.read_call(content)  # references in it have been counted for this rank
+        text = f"rank {self.rank} has {len(self._served)} calls here without a result, as many as may be"
+        self._send_answer(number, Failure(FailureKind.OVERLOADED, "", text, ""))
+        return False
+
+    def _is_new(self, number: int, served: Withdrawable) -> bool:
         if self._served.setdefault(number, served) is not served:
             raise ProtocolError(f"rank {self.rank} made call {number} twice", ranks=(self.rank,))
-        self._office.workers.submit(served)
+        return True
 
     def _take_internal_call(self, content: Content, answer: Callable[[Any], None]) -> None:
         try:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import heapq
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
+from ferrodist.rpc.messages import OWN_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from ferrodist.rpc.callers import Caller
     from ferrodist.rpc.outcome import Outcome
     from ferrodist.rpc.passing import Passing
+    from ferrodist.rpc.serving import Workers
 
 __all__ = ["Calls", "Future", "Waiting", "Waits", "Window", "late_error"]
 
@@ -58,12 +61,47 @@ class Future(concurrent.futures.Future[Any]):
 
     sent: Outcome[BaseException | None] | None = None
 
+    def __init__(self, workers: Workers) -> None:
+        super().__init__()
+        self._workers = workers
+
     def cancel(self) -> bool:
         """A call goes on until its result comes, or its timeout."""
         return False
 
+    def result(self, timeout: float | None = None) -> Any:
+        """The call's result; raises what the call has failed with, or TimeoutError after so many seconds."""
+        self._await(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the call has failed with, or None; raises TimeoutError after so many seconds."""
+        self._await(timeout)
+        return super().exception(0)
+
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.wrap_future(self).__await__()
+
+    def _await(self, timeout: float | None) -> None:
+        """Wait as `RpcAgent.rpc_sync` does: a worker gives its place to another one, and messages are moved."""
+        if self.done():
+            return
+        end = time.monotonic() + (_AGES if timeout is None else timeout)
+        signal = self._workers.waits.signal()
+
+        def tell(_: object) -> None:
+            signal.set()
+
+        self.add_done_callback(tell)
+        is_worker = self._workers.begin_wait()
+        try:
+            while not self.done() and (left := end - time.monotonic()) > 0:
+                signal.wait(left)
+        finally:
+            if is_worker:
+                self._workers.end_wait()
+            with self._condition, contextlib.suppress(ValueError):  # it has been called
+                self._done_callbacks.remove(tell)  # type: ignore[attr-defined]
 
 
 class Window:
@@ -179,6 +217,11 @@ class Waiting:
         self.has_ended = self.is_given_up = False
         self.caller: Caller | None = None
         self.passing: Passing | None = None
+
+    @property
+    def title(self) -> str:
+        """What errors call the function."""
+        return self.name.removeprefix(OWN_NAMES)
 
     def end(self) -> None:
         """Give back what it takes up, when it was answered or will not be."""
@@ -338,7 +381,7 @@ class Calls:
 def late_error(waiting: Waiting) -> DistributedTimeoutError:
     """What a call ends with whose result does not come."""
     return DistributedTimeoutError(
-        f"rank {waiting.peer} did not answer the call of {waiting.name!r} within {waiting.seconds:g} s."
-        " Is it busy? Look at its statistics, or pass a longer timeout",
+        f"rank {waiting.peer} did not answer the call of {waiting.title!r} within {waiting.seconds:g} s."
+        " Is it busy, or does the function wait for something? Pass a longer timeout where it may",
         ranks=(waiting.peer,),
     )

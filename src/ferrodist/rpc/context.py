@@ -32,7 +32,7 @@ class RpcContext:
         options: As for `RpcAgent`.
 
     Raises:
-        DistributedTimeoutError: At the end: it takes too long. It says who keeps the others waiting.
+        DistributedTimeoutError: At the end: it takes too long. Rank 0's says who keeps the others waiting.
         PeerLostError: At the end: rank 0 is gone, which sees to it.
     """
 

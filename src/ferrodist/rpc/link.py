@@ -233,8 +233,16 @@ class Link:
             self._settle(kind, number)
             return
         if apart:
+            self._check_apart(memory.nbytes, apart)
             self._arriving.add(_tag(kind, number))
         self._receive_apart(kind, number, parcel, apart)
+
+    def _check_apart(self, size: int, apart: list[Apart]) -> None:
+        for each in apart:
+            size += math.prod(each.shape) * each.dtype.itemsize
+            if min(each.shape, default=0) < 0 or size > self._limit:
+                text = f"rank {self._peer} sent a tensor of shape {each.shape} in a message of {size:,} bytes"
+                raise ProtocolError(text, ranks=(self._peer,))
 
     def _receive_apart(self, kind: MessageKind, number: int, parcel: Parcel, apart: list[Apart]) -> None:
         if not apart:
@@ -242,8 +250,6 @@ class Link:
             self._settle(kind, number)
             return
         first, rest = apart[0], apart[1:]
-        if min(first.shape) < 0 or math.prod(first.shape) * first.dtype.itemsize > self._limit:
-            raise ProtocolError(f"rank {self._peer} sent a tensor of shape {first.shape}", ranks=(self._peer,))
         tensor = self._buffers.make(first.shape, first.dtype)
         parcel.tensors[first.number] = tensor
         request = self._pair.irecv(bytes_of(tensor), self._other, tag=_tag(kind, number))

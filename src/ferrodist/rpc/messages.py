@@ -27,6 +27,7 @@ __all__ = [
     "EXTENSIONS",
     "HELLO",
     "NO_NUMBER",
+    "OWN_NAMES",
     "PICKLED",
     "REFERENCE_MARK",
     "Call",
@@ -62,6 +63,9 @@ class MessageKind(enum.IntEnum):
     NOTICE = 5
     """The same without an answer, and after all that was sent before."""
 
+
+OWN_NAMES = "ferrodist."
+"""What names of functions that users can't register begin with: agents call these of each other."""
 
 HELLO = "ferrodist.hello"
 """(name): what the rank is called that calls this. It has no answer."""

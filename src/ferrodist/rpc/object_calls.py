@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ferrodist.collectives.letters import Parcel
 from ferrodist.errors import RpcError, describe_error
-from ferrodist.rpc.messages import Call, Failure, FailureKind, pack_result, unpack_result
+from ferrodist.rpc.messages import OWN_NAMES, Call, Failure, FailureKind, pack_result, unpack_result
 from ferrodist.rpc.methods import find_method
 from ferrodist.rpc.reference_tables import Kept, kept_of
 from ferrodist.rpc.references import ReferenceId, RRef
-from ferrodist.rpc.remote_objects import CREATE, FETCH, METHOD, OWN_NAMES, REGISTER, RELEASE
+from ferrodist.rpc.remote_objects import CREATE, FETCH, METHOD, REGISTER, RELEASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

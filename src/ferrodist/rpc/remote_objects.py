@@ -16,7 +16,7 @@ from ferrodist.collectives.nested_values import Extension
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, DistributedTimeoutError
 from ferrodist.rpc.errands import Errands
-from ferrodist.rpc.messages import EXTENSIONS, PICKLED, REFERENCE_MARK, Call, Failure
+from ferrodist.rpc.messages import EXTENSIONS, OWN_NAMES, PICKLED, REFERENCE_MARK, Call, Failure
 from ferrodist.rpc.passing import Passing
 from ferrodist.rpc.reference_tables import Held, Kept, Tables, kept_of, part_of
 from ferrodist.rpc.references import ReferenceId, RRef
@@ -28,10 +28,7 @@ if TYPE_CHECKING:
     from ferrodist.rpc.messages import Content
     from ferrodist.rpc.outcome import Outcome
 
-__all__ = ["CREATE", "FETCH", "METHOD", "OWN_NAMES", "REGISTER", "RELEASE", "RemoteObjects", "Requester"]
-
-OWN_NAMES = "ferrodist."
-"""What names of functions that users can't register begin with."""
+__all__ = ["CREATE", "FETCH", "METHOD", "REGISTER", "RELEASE", "RemoteObjects", "Requester"]
 
 CREATE = f"{OWN_NAMES}create"
 """(id, function, arguments, keywords): have a function make an object."""

@@ -136,7 +136,7 @@ class Workers:
         self._functions = functions
         self._num_workers = num_workers
         self._name = name
-        self._waits = waits
+        self.waits = waits
         self._queue: deque[Served] = deque()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -286,7 +286,7 @@ class Workers:
             self._num_running -= 1
             leads = self._leader is None
             if leads:
-                self._leader = self._waits.signal()
+                self._leader = self.waits.signal()
             else:
                 self._idle.append(sleeper)
         if leads and not self._lead(sleeper):
@@ -296,7 +296,7 @@ class Workers:
 
     def _lead(self, sleeper: threading.Lock) -> bool:
         """Be awake for a while; whether nothing has come, and this worker is among the idle ones."""
-        signal = self._waits.signal()
+        signal = self.waits.signal()
         while True:
             was_set = signal.wait(_LEAD_SECONDS)
             with self._lock:

@@ -47,10 +47,9 @@ class Job:
         )
 
     def agent(self, rank, *, secret=b"s", name="rpc", timeout=_PATIENCE, mark=None):
-        agent = RpcAgent(TcpRpcBackend.from_membership(self.membership(rank, secret=secret), timeout, name=name))
+        backend = TcpRpcBackend.from_membership(self.membership(rank, secret=secret), timeout, name=name)
+        agent = RpcAgent(backend, {"echo": lambda value: value, "who": lambda: mark})
         self.agents.append(agent)
-        agent.register("echo", lambda value: value)
-        agent.register("who", lambda: mark)
         return agent
 
     def close(self):
@@ -116,7 +115,8 @@ def test_ranks_meet_at_an_address(monkeypatch):
 
     def start(rank):
         own = {"listener": listener} if rank == 0 else {}
-        found[rank] = RpcAgent(TcpRpcBackend(rank, 3, address, secret="s", timeout=_PATIENCE, **own))
+        backend = TcpRpcBackend(rank, 3, address, secret="s", timeout=_PATIENCE, **own)
+        found[rank] = RpcAgent(backend, {"echo": lambda value: value})
 
     with check_leaks():
         threads = [threading.Thread(target=start, args=(rank,)) for rank in (2, 1, 0)]
