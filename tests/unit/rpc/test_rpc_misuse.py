@@ -84,3 +84,22 @@ def test_functions_that_ask_for_the_end(make, name, to):
         assert caught.value.type_name in ("SystemExit", "KeyboardInterrupt")
     assert agent.rpc_sync(to, "echo", 1) == 1
     assert agent.rpc_sync(to, "echo_slowly", 2) == 2
+
+
+def test_a_reference_that_was_never_made_keeps_nothing(make):
+    """What a lost rank should have made is forgotten, and so is what its maker had at hand."""
+    agent, other = make(FUNCTIONS)
+    other.close()
+
+    def create():
+        reference = agent.remote(1, "echo", 1)
+        with pytest.raises(PeerLostError):
+            reference.to_here()
+
+    with pytest.raises(PeerLostError):
+        agent.rpc_sync(1, "echo")
+    create()
+    patience = Deadline(_PATIENCE)
+    while agent.num_references().elsewhere:
+        assert not patience.expired, "the reference is kept"
+        gc.collect()
