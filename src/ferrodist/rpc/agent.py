@@ -234,7 +234,7 @@ class RpcAgent:
             self._begin(waiting, Call(name, arguments, keywords))
         except DistributedError as error:
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(_without_frames(error))
         return future
 
     def remote(self, to: int | str, name: str, *arguments: Any, timeout: float | None = None, **keywords: Any) -> RRef:
@@ -473,7 +473,7 @@ class RpcAgent:
             self._send(waiting, MessageKind.INTERNAL_CALL, content)
         except DistributedError as error:
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(_without_frames(error))
         return future
 
     def send_unanswered(self, to: int, call: Call) -> None:
@@ -521,6 +521,13 @@ class RpcAgent:
         self._calls.fail(peer, error)
         self._objects.lost(peer)
         self._draining.lost(peer)
+
+
+def _without_frames(error: DistributedError) -> DistributedError:
+    """An error for a future. The frames it was raised in hold what their callers have, references for one."""
+    copy = error.fresh()
+    copy.__cause__ = None  # has frames too, and its text is in the error's
+    return copy
 
 
 class _Prepared(Served):

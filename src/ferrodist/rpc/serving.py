@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import contextvars
 import inspect
+import logging
 import threading
 import traceback
 from abc import ABC, abstractmethod
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from ferrodist.rpc.calls import Waits
 
 __all__ = ["Functions", "Served", "Workers", "current_agent"]
+
+_log = logging.getLogger(__name__)
 
 _LEAVE_SECONDS = 5.0
 """How long a thread may take to end what it is in."""
@@ -330,7 +333,7 @@ class Workers:
             return
         try:
             value = function(*call.arguments, **call.keywords)
-        except Exception as error:  # noqa: BLE001 - it is the caller's
+        except BaseException as error:  # noqa: BLE001 - it is the caller's, and no reason for this thread to end
             served.answer(_failure(error))
             return
         if inspect.isawaitable(value):
@@ -342,7 +345,7 @@ class Workers:
     async def _finish(self, served: Served, value: Any) -> None:
         try:
             found = await value
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - it is the caller's
+        except BaseException as error:  # noqa: BLE001 - it is the caller's, and no reason for the loop to end
             found = _failure(error)
         served.answer(found)
 
@@ -358,7 +361,12 @@ class Workers:
         assert self._loop is not None
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
+            while True:
+                try:
+                    self._loop.run_forever()
+                    return
+                except (KeyboardInterrupt, SystemExit):  # of a task that a function started: the others go on
+                    _log.exception("a task in %s asked for the end of the process", self._name)
         finally:
             self._loop.close()
 

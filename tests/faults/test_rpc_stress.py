@@ -1,0 +1,436 @@
+"""Agents in processes call each other at random, while ranks are killed at any instant and started again.
+
+``FERRODIST_RPC_STRESS=600`` goes on for that many seconds; ``FERRODIST_RPC_SEED`` is another course of events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import random
+import signal
+import threading
+import time
+import traceback
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedTimeoutError, PeerLostError, RpcError
+from ferrodist.rendezvous import Membership, TcpStore, TcpStoreServer
+from ferrodist.rpc import RpcAgent, TcpRpcBackend
+
+SECONDS = float(os.environ.get("FERRODIST_RPC_STRESS", "8"))
+SEED = int(os.environ.get("FERRODIST_RPC_SEED", "0"))
+NUM_RANKS = 4
+NUM_CALLERS = 2  # threads of each rank that make calls
+PATIENCE = 60.0
+SECRET, NAME = b"s", "stress"
+MOST_MEMORY_GROWTH = 768 << 20  # of which much is memory that agents keep for tensors to come
+
+_fork = multiprocessing.get_context("fork")
+
+
+def serve_store(pipe):
+    """What the store's process does; ranks come and go, it stays."""
+    server = TcpStoreServer("127.0.0.1", 0, secret=SECRET, job=NAME, world_size=NUM_RANKS)
+    pipe.send(server.address)
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+    os._exit(0)
+
+
+def pattern(seed, size):
+    """A tensor that is a function of its seed."""
+    return torch.arange(size, dtype=torch.int32) * 7 + seed
+
+
+class Box:
+    """An object that others have references of."""
+
+    def __init__(self, value):
+        self._value = value
+
+    def plus(self, number):
+        """Its value and a number."""
+        return self._value + number
+
+
+class Excused(Exception):
+    """A call that came to nothing because of somebody who was killed."""
+
+
+class Rank:
+    """One process's part.
+
+    Args:
+        rank: It.
+        address: Of the store.
+        kills: How often each rank has been killed; shared by all processes.
+        progress: How many calls of each rank have succeeded; shared too.
+    """
+
+    def __init__(self, rank, address, kills, progress):
+        self.rank = rank
+        self.kills = kills
+        self.progress = progress
+        self.life = kills[rank]
+        self.met = {}  # by rank: the life in which it was last talked to
+        self.tally = Counter()
+        self.problems = []
+        self.is_over = threading.Event()
+        store = TcpStore(address, secret=SECRET, job=NAME, rank=rank, world_size=NUM_RANKS, timeout=PATIENCE)
+        membership = Membership(
+            rank=rank,
+            world_size=NUM_RANKS,
+            local_rank=None,
+            job=NAME,
+            secret=SECRET,
+            store=store,
+            host="127.0.0.1",
+            on_close=store.close,
+        )
+        functions = {
+            "plain": self.plain,
+            "tensor": self.tensor,
+            "nested": self.nested,
+            "slowly": self.slowly,
+            "dawdle": self.dawdle,
+            "fail": self.fail,
+            "make": lambda value: value,
+            "box": Box,
+            "read": self.read,
+            "give": self.give,
+        }
+        self.agent = RpcAgent(TcpRpcBackend.from_membership(membership, PATIENCE), functions, num_workers=4)
+        self.membership = membership
+        self.callers = [
+            threading.Thread(target=self.run_caller, args=(random.Random(f"{SEED} {rank} {self.life} {number}"),))
+            for number in range(NUM_CALLERS)
+        ]
+        for caller in self.callers:
+            caller.start()
+
+    # What others call.
+
+    def plain(self, token, text):
+        return [self.rank, self.life, token, text[::-1]]
+
+    def tensor(self, seed, given, size):
+        assert torch.equal(given, pattern(seed, len(given))), "arguments arrived changed"
+        return pattern(seed + self.rank, size)
+
+    def nested(self, token, path):
+        if not path:
+            return [(self.rank, token)]
+        with contextlib.suppress(Excused):
+            found = self.call(path[0], "nested", token + 1, path[1:])
+            return found if found == "excused" else [(self.rank, token), *found]
+        return "excused"
+
+    async def slowly(self, token):
+        await asyncio.sleep(0.001)
+        return [self.rank, token]
+
+    async def dawdle(self):
+        await asyncio.sleep(10 * PATIENCE)
+
+    def fail(self, token):
+        raise KeyError(f"token {token}")
+
+    def read(self, reference, number):
+        with contextlib.suppress(Excused):
+            return self.attempt([reference.owner], lambda: reference.rpc_sync(PATIENCE).plus(number))
+        return "excused"
+
+    def give(self, reference):
+        return {"back": [reference]}
+
+    # What this rank calls.
+
+    def attempt(self, ranks, action):
+        """Do something that must succeed where those ranks live, have been talked to and go on living."""
+        before = [self.kills[rank] for rank in ranks]
+        was_sure = all(self.met.get(rank) == life for rank, life in zip(ranks, before, strict=True))
+        try:
+            return action()
+        except PeerLostError as error:
+            if was_sure and before == [self.kills[rank] for rank in ranks]:
+                raise AssertionError(f"ranks {ranks} lived all the time, but: {error}") from error
+            raise Excused from error
+        except RpcError as error:
+            # Of those ranks one may not have noticed yet that another one of them has been started again.
+            if len(ranks) > 1 and error.type_name == "PeerLostError":
+                raise Excused from error
+            if "was freed" in str(error) and not (was_sure and before == [self.kills[rank] for rank in ranks]):
+                raise Excused from error
+            raise
+
+    def call(self, to, name, *arguments):
+        return self.attempt([to], lambda: self.agent.rpc_sync(to, name, *arguments, timeout=PATIENCE))
+
+    def try_plain(self, draw, to):
+        token, text = draw.getrandbits(60), "é" * draw.choice([0, 5, 5, 400])
+        own, life, found, back = self.call(to, "plain", token, text + "a")
+        assert (own, found, back) == (to, token, "a" + text)
+        self.met[to] = life
+
+    def try_many(self, draw, to):
+        tokens = [draw.getrandbits(60) for _ in range(draw.randrange(2, 50))]
+
+        def ask():
+            futures = [self.agent.rpc_async(to, "plain", token, "x", timeout=PATIENCE) for token in tokens]
+            errors = [future.exception(PATIENCE) for future in futures]
+            for error in errors:
+                if error is not None:
+                    raise error
+            return [future.result() for future in futures]
+
+        assert [(own, token) for own, _, token, _ in self.attempt([to], ask)] == [(to, token) for token in tokens]
+
+    def try_tensor(self, draw, to):
+        sizes = [draw.choice([0, 1, 100, 5000, 40_000, draw.randrange(1_200_000)]) for _ in range(2)]
+        seed = draw.randrange(1 << 20)
+        found = self.call(to, "tensor", seed, pattern(seed, sizes[0]), sizes[1])
+        other = self.call(to, "tensor", seed + 1, pattern(seed + 1, 10), sizes[1])  # is the first one still itself?
+        assert torch.equal(found, pattern(seed + to, sizes[1]))
+        assert torch.equal(other, pattern(seed + 1 + to, sizes[1]))
+
+    def try_nested(self, draw, to):
+        token, path = draw.getrandbits(40), [draw.randrange(NUM_RANKS) for _ in range(draw.randrange(4))]
+        found = self.call(to, "nested", token, path)
+        assert found in ("excused", [(rank, token + step) for step, rank in enumerate([to, *path])])
+
+    def try_slowly(self, draw, to):
+        token = draw.getrandbits(40)
+        assert self.call(to, "slowly", token) == [to, token]
+
+    def try_failing(self, draw, to):
+        token = draw.getrandbits(40)
+        with pytest.raises(RpcError, match=f"token {token}") as caught:
+            self.call(to, "fail", token)
+        assert (caught.value.type_name, caught.value.ranks) == ("KeyError", (to,))
+
+    def try_late(self, draw, to):
+        with pytest.raises(DistributedTimeoutError, match=r"within 0\.0") as caught:
+            self.attempt([to], lambda: self.agent.rpc_async(to, "dawdle", timeout=0.01).result(PATIENCE))
+        assert caught.value.ranks == (to,)
+
+    def try_reference(self, draw, to):
+        value, reader = draw.getrandbits(40), draw.randrange(NUM_RANKS)
+        reference = self.agent.remote(to, "box", value, timeout=PATIENCE)
+        found = self.attempt([to, reader], lambda: self.agent.rpc_sync(reader, "read", reference, 5, timeout=PATIENCE))
+        assert found in ("excused", value + 5)
+        back = self.attempt([to, reader], lambda: self.agent.rpc_sync(reader, "give", reference, timeout=PATIENCE))
+        assert back["back"][0] is reference
+        assert self.attempt([to], lambda: reference.rpc_sync(PATIENCE).plus(1)) == value + 1
+
+    def try_copy(self, draw, to):
+        seed = draw.randrange(1 << 20)
+        reference = self.agent.remote(to, "make", pattern(seed, 1000), timeout=PATIENCE)
+        assert torch.equal(self.attempt([to], lambda: reference.to_here(PATIENCE)), pattern(seed, 1000))
+
+    def run_caller(self, draw):
+        """Make calls until it is over."""
+        tries = [self.try_plain] * 3 + [self.try_reference] * 2
+        tries += [self.try_many, self.try_tensor, self.try_nested, self.try_slowly]
+        tries += [self.try_failing, self.try_late, self.try_copy]
+        while not self.is_over.is_set() and not self.problems:
+            each, to = draw.choice(tries), draw.randrange(NUM_RANKS)
+            started = time.monotonic()
+            try:
+                each(draw, to)
+            except Excused:
+                self.tally["excused"] += 1
+                self.is_over.wait(0.005)  # who is gone is gone for a while
+            except BaseException:
+                self.problems.append(f"rank {self.rank}, {each.__name__} of {to}: {traceback.format_exc()}")
+            else:
+                self.tally[each.__name__] += 1
+                self.progress[self.rank] += 1
+            if time.monotonic() - started > 5 * PATIENCE:
+                self.problems.append(f"rank {self.rank}: {each.__name__} of {to} took too long")
+
+    # What the supervisor has it do.
+
+    def stop(self):
+        """End the calls of this rank; gives what went wrong, and what was done."""
+        self.is_over.set()
+        for caller in self.callers:
+            caller.join(5 * PATIENCE)
+            if caller.is_alive():
+                self.problems.append(f"rank {self.rank}: a call does not end")
+        return self.problems, dict(self.tally)
+
+    def drain(self):
+        """Come to the end with the others; gives what is left of what there was."""
+        for rank in range(NUM_RANKS):
+            self.agent.wait_for_rank(rank, PATIENCE)
+        self.agent.drain(PATIENCE)
+        patience = Deadline(PATIENCE)
+        while (left := self.left()) and not patience.expired:
+            gc.collect()
+            threading.Event().wait(0.01)
+        return left
+
+    def left(self):
+        """What calls and references have left behind, in words."""
+        agent = self.agent
+        tables = agent._objects.tables
+        found = {f"keeps for {kept.counts}": kept.handle() or kept.id for kept in list(tables._kept.values())}
+        found |= {f"has {id_}": held.handle() or held.count for id_, held in list(tables._held.items())}
+        found = {what: str(which) for what, which in found.items()}
+        found["calls"] = agent.statistics().in_flight + len(agent._calls._waiting)
+        callers = [agent._own, *agent._connector.neighbors.values()]
+        found["served"] = sum(len(caller._served) for caller in callers)
+        found["places"] = sum(1024 - caller.window._free for caller in callers)
+        found["transfers"] = sum(len(caller._link._under_way) for caller in callers[1:])
+        found["moving"] = agent._workers._num_moving
+        found["running"] = agent._workers._num_waiting
+        return {f"rank {self.rank} after {self.kills[:]}: {what}": each for what, each in found.items() if each}
+
+    def close(self):
+        """End the agent; gives threads that are left."""
+        self.agent.close()
+        self.membership.close()
+        return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+
+    @classmethod
+    def run(cls, rank, address, kills, progress, pipe):
+        """What a rank's process does."""
+        faulthandler.enable()
+        torch.set_num_threads(1)
+        try:
+            made = cls(rank, address, kills, progress)
+            pipe.send(None)
+            while (name := pipe.recv()) is not None:
+                pipe.send(getattr(made, name)())
+        except EOFError:
+            pass
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+
+class Supervisor:
+    """Starts ranks, kills them and starts them again."""
+
+    def __init__(self):
+        self.kills = _fork.RawArray("Q", NUM_RANKS)
+        self.progress = _fork.RawArray("Q", NUM_RANKS)
+        self.store_pipe, theirs = _fork.Pipe()
+        self.store = _fork.Process(target=serve_store, args=(theirs,), daemon=True)
+        self.store.start()
+        theirs.close()
+        assert self.store_pipe.poll(PATIENCE)
+        self.address = self.store_pipe.recv()
+        self.ranks: dict[int, tuple[Any, Any]] = {}  # processes and their pipes
+
+    def start(self, rank):
+        """Start a rank's process, for the first time or again."""
+        pipe, theirs = _fork.Pipe()
+        arguments = (rank, self.address, self.kills, self.progress, theirs)
+        process = _fork.Process(target=Rank.run, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        self.ranks[rank] = process, pipe
+
+    def kill(self, rank):
+        """Kill a rank's process, which all know beforehand."""
+        process, pipe = self.ranks.pop(rank)
+        self.kills[rank] += 1
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        process.close()
+        pipe.close()
+
+    def answers(self, *names):
+        """Have all ranks do something at once; gives what each says, by rank."""
+        for name in names:
+            for _, pipe in self.ranks.values():
+                pipe.send(name)
+        found = {}
+        for rank, (_, pipe) in self.ranks.items():
+            assert pipe.poll(6 * PATIENCE), f"rank {rank} does not answer to {names}: {self.dump(rank)}"
+            found[rank] = pipe.recv()
+        return found
+
+    def dump(self, rank):
+        """Have a rank's process say where it is, and die."""
+        os.kill(self.ranks[rank][0].pid, signal.SIGABRT)
+        return "see its stacks"
+
+    def await_progress(self, number, end):
+        """Return when so many calls have been made from now on, or at the end."""
+        goal = sum(self.progress) + number
+        patience = Deadline(2 * PATIENCE)
+        while sum(self.progress) < goal and time.monotonic() < end:
+            ended = multiprocessing.connection.wait([each.sentinel for each, _ in self.ranks.values()], 0.002)
+            assert not ended, "a rank has ended that was not killed"
+            if patience.expired:
+                raise AssertionError(f"no calls succeed any more: {[self.dump(rank) for rank in self.ranks]}")
+
+    def end(self):
+        """Kill everything."""
+        for rank in list(self.ranks):
+            self.kill(rank)
+        self.store.kill()
+        self.store.join()
+        self.store_pipe.close()
+
+
+@pytest.fixture
+def supervisor():
+    """A supervisor whose processes are gone at the end."""
+    made = Supervisor()
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def rss_bytes(pid):
+    """Memory that a process has."""
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.timeout(SECONDS + 10 * PATIENCE)
+def test_calls_while_ranks_are_killed(supervisor):
+    """Each call has its right answer, or an error that somebody's death explains; in the end nothing is left."""
+    draw = random.Random(SEED)
+    for rank in range(NUM_RANKS):
+        supervisor.start(rank)
+    end = time.monotonic() + SECONDS
+    sizes = {}
+    while time.monotonic() < end:
+        supervisor.await_progress(draw.randrange(1, 400), end)
+        victims = draw.sample(range(NUM_RANKS), draw.choice([1, 1, 1, 2]))
+        for victim in victims:
+            supervisor.kill(victim)
+        if draw.random() < 0.7:
+            supervisor.await_progress(draw.randrange(1, 50), end)
+        for victim in victims:
+            supervisor.start(victim)
+        sizes = {rank: sizes.get(rank) or rss_bytes(process.pid) for rank, (process, _) in supervisor.ranks.items()}
+    supervisor.answers()  # of their starts
+    grown = {rank: rss_bytes(process.pid) for rank, (process, _) in supervisor.ranks.items()}
+    stopped = supervisor.answers("stop")
+    assert not [problem for problems, _ in stopped.values() for problem in problems]
+    assert sum(supervisor.kills) > 0
+    left = supervisor.answers("drain")
+    assert left == dict.fromkeys(range(NUM_RANKS), {})
+    assert supervisor.answers("close") == dict.fromkeys(range(NUM_RANKS), [])
+    assert max(grown.values()) - min(sizes.values()) < MOST_MEMORY_GROWTH
+    print(
+        f"{sum(supervisor.kills)} kills, {sum(supervisor.progress)} calls, {[tally for _, tally in stopped.values()]}"
+    )
