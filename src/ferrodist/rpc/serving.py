@@ -257,6 +257,8 @@ class Workers:
                                 break
                 seen = self._num_taken
             with self._lock:
+                if self._is_closed:  # the call for that may have ended the last tick
+                    return
                 self._is_overseen = False
                 if self._queue:
                     self._stir()
@@ -357,16 +359,21 @@ class Workers:
                 self._loop_thread.start()
             return self._loop
 
+    def _has_run(self) -> bool:
+        """Run the event loop until it is stopped; False where a task that a function started has ended it."""
+        assert self._loop is not None
+        try:
+            self._loop.run_forever()
+        except (KeyboardInterrupt, SystemExit):
+            return False
+        return True
+
     def _run_loop(self) -> None:
         assert self._loop is not None
         asyncio.set_event_loop(self._loop)
         try:
-            while True:
-                try:
-                    self._loop.run_forever()
-                    return
-                except (KeyboardInterrupt, SystemExit):  # of a task that a function started: the others go on
-                    _log.exception("a task in %s asked for the end of the process", self._name)
+            while not self._has_run():
+                _log.error("a task in %s asked for the end of the process", self._name)
         finally:
             self._loop.close()
 

@@ -2,14 +2,11 @@
 
 import asyncio
 import gc
-import threading
 
-import numpy as np
 import pytest
-import torch
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLostError, RpcError
+from ferrodist.errors import PeerLostError, RpcError
 from ferrodist.rpc import RpcAgent, SimulatedRpcBackend
 from ferrodist.testing import check_leaks
 
