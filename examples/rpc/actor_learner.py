@@ -47,7 +47,7 @@ def move(state: torch.Tensor, push_right: torch.Tensor) -> torch.Tensor:
     Returns:
         The next state.
     """
-    place, speed, angle, turn = state.unbind(dim=1)
+    _, speed, angle, turn = state.unbind(dim=1)
     force = torch.where(push_right, FORCE, -FORCE)
     mass = CART_MASS + POLE_MASS
     sine, cosine = angle.sin(), angle.cos()
@@ -79,32 +79,37 @@ class Actor:
         self._policy = make_network(2)
 
     @torch.no_grad()
-    def play(self, policy: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def play(self, policy: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Play an episode with each cart.
 
         Args:
             policy: The newest weights.
 
         Returns:
-            States (steps, carts, 4), the directions of pushes (steps, carts), and which carts were still in their
-            episode then (steps, carts): these steps have a reward of one each.
+            "states" (steps, carts, 4); of the same steps and carts the "pushes" to the right, the "chances" that these
+            pushes had, and "were_playing": whether the cart was in its episode still, which is a reward of one.
         """
         self._policy.load_state_dict(policy)
         state = 0.1 * torch.rand(self._num_carts, 4, generator=self._draw) - 0.05
         is_playing = torch.ones(self._num_carts, dtype=torch.bool)
         steps = []
         while is_playing.any() and len(steps) < self._most_steps:
-            chances = self._policy(state).softmax(dim=1)
-            push_right = torch.rand(self._num_carts, generator=self._draw) < chances[:, 1]
-            steps.append((state, push_right, is_playing))
+            chance_of_right = self._policy(state).softmax(dim=1)[:, 1]
+            push_right = torch.rand(self._num_carts, generator=self._draw) < chance_of_right
+            chance = torch.where(push_right, chance_of_right, 1 - chance_of_right)
+            steps.append((state, push_right, chance, is_playing))
             state = move(state, push_right)
             is_playing = is_playing & (state[:, 0].abs() < FARTHEST) & (state[:, 2].abs() < STEEPEST)
-        states, pushes, were_playing = (torch.stack(each) for each in zip(*steps, strict=True))
-        return states, pushes, were_playing
+        parts = [torch.stack(part) for part in zip(*steps, strict=True)]
+        return dict(zip(("states", "pushes", "chances", "were_playing"), parts, strict=True))
 
 
 class Learner:
-    """Improves a policy by REINFORCE, with a network for the returns to be expected as its baseline."""
+    """Improves a policy by REINFORCE, with a network for the returns to be expected as its baseline.
+
+    Episodes are of policies that are a few steps old. So each push counts as much more, or less, as the policy of now
+    would rather do it, up to a limit: see Schulman and others, "Proximal policy optimization algorithms" (2017).
+    """
 
     def __init__(self) -> None:
         self._policy, self._critic = make_network(2), make_network(1)
@@ -115,18 +120,22 @@ class Learner:
         """A copy of the weights: what is sent must not change on its way."""
         return {name: weight.clone() for name, weight in self._policy.state_dict().items()}
 
-    def learn(self, states: torch.Tensor, pushes: torch.Tensor, were_playing: torch.Tensor) -> float:
+    def learn(self, game: dict[str, torch.Tensor]) -> float:
         """Make a step with what `Actor.play` gives, and give the mean return of these episodes."""
+        were_playing = game["were_playing"]
         returns = torch.zeros(were_playing.shape)
         following = torch.zeros(were_playing.shape[1])
         for step in reversed(range(len(returns))):
             following = returns[step] = were_playing[step] * (1 + DISCOUNT * following)
-        states, pushes, returns = states[were_playing], pushes[were_playing].long(), returns[were_playing]
+        states, pushes, chances = (game[name][were_playing] for name in ("states", "pushes", "chances"))
+        returns = returns[were_playing]
         expected = self._critic(states).squeeze(1)
         advantages = returns - expected.detach()
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-6)
-        surprise = functional.cross_entropy(self._policy(states), pushes, reduction="none")
-        loss = (advantages * surprise).mean() + functional.smooth_l1_loss(expected, returns)
+        chance_of_right = self._policy(states).softmax(dim=1)[:, 1]
+        ratio = torch.where(pushes, chance_of_right, 1 - chance_of_right) / chances
+        gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        loss = functional.smooth_l1_loss(expected, returns) - gain.mean()
         self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
@@ -136,9 +145,9 @@ class Learner:
 def parse_arguments() -> argparse.Namespace:
     """How long to learn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--updates", type=int, default=200, help="steps of the learner (default: 200)")
+    parser.add_argument("--updates", type=int, default=100, help="steps of the learner (default: 100)")
     parser.add_argument("--carts", type=int, default=16, help="that an actor plays at once (default: 16)")
-    parser.add_argument("--most-steps", type=int, default=300, help="of an episode (default: 300)")
+    parser.add_argument("--most-steps", type=int, default=200, help="of an episode (default: 200)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, help="a PNG file for the returns")
     return parser.parse_args()
@@ -164,18 +173,18 @@ def learn(agent: fd.rpc.RpcAgent, options: argparse.Namespace) -> None:
     names = [f"actor {number}" for number in range(1, agent.world_size)] or ["learner"]
     actors = deque(
         agent.remote(name, "Actor", 1000 * options.seed + number, options.carts, options.most_steps)
-        for number, name in enumerate(names)
+        for number, name in enumerate(names[: options.updates])
     )
     means: list[float] = []
     began = time.perf_counter()
     games = deque(actor.rpc_async(timeout=PATIENCE).play(learner.policy()) for actor in actors)
     while games:
-        means.append(learner.learn(*games.popleft().result()))
+        means.append(learner.learn(games.popleft().result()))
         if len(means) + len(games) < options.updates:
             games.append(actors[0].rpc_async(timeout=PATIENCE).play(learner.policy()))
             actors.rotate(-1)
-        if len(means) % 20 == 0:
-            print(f"update {len(means):4}: {sum(means[-20:]) / 20:6.1f} steps until the pole falls", flush=True)
+        if len(means) % 10 == 0:
+            print(f"update {len(means):4}: {sum(means[-10:]) / 10:6.1f} steps until the pole falls", flush=True)
     seconds = time.perf_counter() - began
 
     first, last = (sum(part) / len(part) for part in (means[: len(names)], means[-10:]))
