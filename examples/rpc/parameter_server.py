@@ -27,6 +27,7 @@ from torch.nn import functional
 import ferrodist as fd
 
 BATCH_SIZE = 32
+LEARNING_RATE = 0.1
 PATIENCE = 60.0  # seconds that a pull or a push may take
 
 
@@ -43,7 +44,6 @@ class Parameters:
         self.staleness: Counter[int] = Counter()
         self.num_refused = 0
         self._parameters = list(model.parameters())
-        self._optimizer = torch.optim.SGD(self._parameters, lr=0.05, momentum=0.5)
         self._most_stale = most_stale
         self._version = 0
         self._lock = threading.Lock()
@@ -54,6 +54,7 @@ class Parameters:
             # A result is sent after this returns, when the next push may have changed the parameters.
             return self._version, [parameter.detach().clone() for parameter in self._parameters]
 
+    @torch.no_grad()
     def push(self, version: int, gradients: list[torch.Tensor], loss: float) -> bool:
         """Make a step, if the gradients are of parameters that are new enough; whether they are."""
         with self._lock:
@@ -64,8 +65,7 @@ class Parameters:
                 self.num_refused += 1
                 return False
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = gradient
-            self._optimizer.step()
+                parameter -= LEARNING_RATE * gradient  # noqa: PLW2901 - in place
             self._version += 1
             return True
 
@@ -177,9 +177,10 @@ def serve(agent: fd.rpc.RpcAgent, options: argparse.Namespace) -> None:
     if options.plot is not None:
         draw_plot(parameters.losses, parameters.staleness, options.plot)
     del parameters, reference
-    freed.wait(PATIENCE)  # trainers tell that they have no reference any more; the last one frees the object
+    was_freed = freed.wait(PATIENCE)  # trainers tell when they have no reference any more; the last one frees it
     counts = agent.num_references()
-    print(f"references left: {counts.for_others + counts.for_itself + counts.elsewhere}")
+    left = counts.for_others + counts.for_itself + counts.elsewhere
+    print(f"parameters {'freed' if was_freed else 'not freed'}, references left: {left}")
 
 
 def main() -> None:
