@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -230,3 +231,21 @@ def test_a_closed_agent():
 
     left, stay = threading.Event(), threading.Event()
     run_agents(program, 2, functions={"leave": lambda: left.set() or stay.wait(10)})
+
+
+def test_closing_takes_no_time():
+    """Whatever its threads were at: a burst of calls has just ended, or the last tick after one."""
+    pauses = threading.Event()
+
+    def on_rank(group):
+        for number in range(25):
+            agent = RpcAgent(group, {"add": add})
+            futures = [agent.rpc_async(1 - agent.rank, "add", value) for value in range(20)]
+            assert [future.result() for future in futures] == list(range(1, 21))
+            pauses.wait(0.001 * (number % 8))
+            agent.drain()
+            start = time.monotonic()
+            agent.close()
+            assert time.monotonic() - start < 4
+
+    run_ranks(on_rank, 2, backend="simulated")
