@@ -43,7 +43,7 @@ from ferrodist.rpc.serving import Functions, Served, Workers
 from ferrodist.rpc.statistics import Counters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from ferrodist.backends.listening import Signal
     from ferrodist.errors import PeerLostError
@@ -350,16 +350,23 @@ class RpcAgent:
 
     def _begin(self, waiting: Waiting, call: Call) -> int:
         """Make a call; what is raised is not told to who waits for it."""
-        caller = waiting.caller = self._caller(waiting)
+        if not isinstance(call.name, str):
+            raise TypeError(f"the name of a function is a text, not {call.name!r}")
+        caller = self._caller(waiting)
         content, waiting.passing = caller.write_call(call)
-        if not caller.window.enter(waiting.seconds):
+        if not caller.window.enter(0.0) and not self._await_place(caller, waiting.seconds):
             raise DistributedTimeoutError(
                 f"rank {waiting.peer} has as many calls without a result as may be, for {waiting.seconds:g} s",
                 ranks=(waiting.peer,),
             )
+        waiting.caller = caller
         return self._send(
             waiting, MessageKind.INTERNAL_CALL if call.name.startswith(OWN_NAMES) else MessageKind.CALL, content
         )
+
+    def _await_place(self, caller: Caller, seconds: float) -> bool:
+        with self.resting():
+            return caller.window.enter(seconds)
 
     def _send(self, waiting: Waiting, kind: MessageKind, content: Content) -> int:
         try:
@@ -387,7 +394,8 @@ class RpcAgent:
             if self._calls.take(number) is None:  # whoever waits has been told already
                 return number
             waiting.end()
-            if isinstance(error, DistributedError) and not self._closed:
+            is_wrong_argument = isinstance(error, (TypeError, ValueError))
+            if isinstance(error, DistributedError) and not is_wrong_argument and not self._closed:
                 raise lost_error(waiting.peer, error) from error
             raise
         return number
@@ -488,6 +496,16 @@ class RpcAgent:
         if isinstance(answer, Reply):
             answer.leave_to(prepared)
         self._workers.submit(prepared)
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Within it a thread waits for what calls bring: another one serves in its place, if it is a worker."""
+        is_worker = self._workers.begin_wait()
+        try:
+            yield
+        finally:
+            if is_worker:
+                self._workers.end_wait()
 
     def classes(self) -> set[type]:
         """The classes that were registered."""

@@ -367,7 +367,7 @@ class Calls:
                     late.append(heapq.heappop(self._ends)[1])
                 self._next_end = self._ends[0][0] if self._ends else float("inf")
                 if not late:
-                    self._changed.wait(self._next_end - now if self._ends else None)
+                    self._changed.wait(min(self._next_end - now, threading.TIMEOUT_MAX))
             for number in late:
                 self._end_late(number)
 

@@ -5,6 +5,9 @@ A message is a frame of `FRAME_BYTES`, which the other side has always asked for
 there is room, and else a message of its own, which is asked for when the frame has come; and so are its large tensors.
 These have the message's number in their tag, so that frames need not wait for them, nor for each other.
 
+Small messages so overtake large ones. Agents' calls of each other don't overtake those before: one may make an object
+that the next one uses. Notices overtake nothing: what they give back may be in a message that is on its way.
+
     kind of message: u8 | form: u8 | zero: u16 | bytes of the content: u32 | number: u64 | content, if there is room
 """
 
@@ -15,7 +18,6 @@ import functools
 import math
 import struct
 import threading
-from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -42,6 +44,13 @@ _ROOM = FRAME_BYTES - _HEAD.size
 _FRAME_TAG = 0
 _KIND_BITS = 3
 _MOST_CONTENT_BYTES = (1 << 32) - 1  # of what is no tensor
+
+
+_WAITED_FOR = {
+    MessageKind.INTERNAL_CALL: frozenset({MessageKind.INTERNAL_CALL}),
+    MessageKind.NOTICE: frozenset(MessageKind),
+}
+"""What messages of a kind must not overtake."""
 
 
 class _Form(enum.IntEnum):
@@ -101,7 +110,7 @@ class Link:
         self._over: DistributedError | None = None  # why it has ended
         self._listener: Listener | None = None
         self._arriving: set[int] = set()  # messages of which only the frame has come, by their tags
-        self._notices: deque[tuple[set[int], bytes]] = deque()  # and those of them that each has to wait for
+        self._held: list[tuple[set[int], MessageKind, bytes]] = []  # and frames, with those of them each waits for
         self._under_way: set[Request] = set()  # what is larger than a frame, both ways
 
     def start(self) -> None:
@@ -128,7 +137,8 @@ class Link:
             letter, apart = write_letter_bytes(content, "what is sent")
             form, memory = _Form.LETTER, memoryview(letter)
         size = memory.nbytes
-        self._check_size(size + sum([tensor.nbytes for tensor in apart]), size)
+        if kind is not MessageKind.FAILURE or size > _ROOM:  # why there is no result is to be told in any case
+            self._check_size(size + sum([tensor.nbytes for tensor in apart]), size)
         head = _HEAD.pack(kind, form, 0, size, number)
         if size <= _ROOM:
             self._send_frame((head + memory).ljust(FRAME_BYTES, b"\0"))
@@ -193,9 +203,9 @@ class Link:
     def _take(self, frame: bytes) -> None:
         kind_number, form, _, size, _ = _HEAD.unpack_from(frame)
         kind = _KINDS.get(kind_number)
-        if kind is None or form not in _FORMS or size > self._limit:
+        if kind is None or form not in _FORMS or size > max(self._limit, _ROOM):
             raise ProtocolError(f"rank {self._peer} sent what is no message of an agent", ranks=(self._peer,))
-        if kind is not MessageKind.NOTICE or not self._is_held(frame):
+        if kind not in _WAITED_FOR or not self._is_held(kind, frame):
             self._take_checked(kind, frame)
 
     def _take_checked(self, kind: MessageKind, frame: bytes) -> None:
@@ -256,27 +266,26 @@ class Link:
         next_one = functools.partial(self._receive_apart, kind, number, parcel, rest)
         self._keep(request, lambda: self._if_well(request, next_one))
 
-    def _is_held(self, frame: bytes) -> bool:
-        """Whether a notice has to wait for what was sent before it."""
+    def _is_held(self, kind: MessageKind, frame: bytes) -> bool:
+        """Whether a frame has to wait for what was sent before it: see [Note: frames]."""
         with self._lock:
-            if not self._arriving and not self._notices:
-                return False
-            self._notices.append((set(self._arriving), frame))
-            return True
+            waits = {tag for tag in self._arriving if _kind_of(tag) in _WAITED_FOR[kind]}
+            if waits:
+                self._held.append((waits, kind, frame))
+            return bool(waits)
 
     def _settle(self, kind: MessageKind, number: int) -> None:
-        """A message has come whole: take the notices that waited for it."""
+        """A message has come whole: take the frames that waited for it."""
         if not self._arriving:
             return
-        ready = []
         with self._lock:
             self._arriving.discard(_tag(kind, number))
-            for waits, _ in self._notices:
+            for waits, _, _ in self._held:
                 waits.discard(_tag(kind, number))
-            while self._notices and not self._notices[0][0]:
-                ready.append(self._notices.popleft()[1])
-        for frame in ready:
-            self._take_checked(MessageKind.NOTICE, frame)
+            ready = [held for held in self._held if not held[0]]
+            self._held = [held for held in self._held if held[0]]
+        for _, kind_held, frame in ready:
+            self._take_checked(kind_held, frame)
 
     def _ended(self, error: DistributedError) -> None:
         if self._over is None:
@@ -287,3 +296,7 @@ class Link:
 def _tag(kind: MessageKind, number: int) -> int:
     """Of what is too large for a frame; never that of frames."""
     return ((number << _KIND_BITS | kind) + 1) & ((1 << 62) - 1)
+
+
+def _kind_of(tag: int) -> int:
+    return (tag - 1) & ((1 << _KIND_BITS) - 1)

@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from ferrodist.deadline import Deadline
 from ferrodist.errors import describe_error
 from ferrodist.rpc.messages import Call, Failure, FailureKind
 
@@ -38,7 +39,7 @@ __all__ = ["Functions", "Served", "Workers", "current_agent"]
 _log = logging.getLogger(__name__)
 
 _LEAVE_SECONDS = 5.0
-"""How long a thread may take to end what it is in."""
+"""How long all threads together may take to end what they are in."""
 
 _AGES = 1e6  # seconds
 _LEAD_SECONDS = 0.001
@@ -202,12 +203,13 @@ class Workers:
         if leader is not None:
             leader.set()
         self._call_overseer()
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(_LEAVE_SECONDS)
         if self._loop is not None and self._loop_thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop_thread.join(_LEAVE_SECONDS)
+            threads.append(self._loop_thread)
+        patience = Deadline(_LEAVE_SECONDS)  # for all: each of them may be in a call that doesn't end
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(patience.remaining())
 
     # Who is awake. Both of these hold the lock.
 
@@ -375,6 +377,10 @@ class Workers:
             while not self._has_run():
                 _log.error("a task in %s asked for the end of the process", self._name)
         finally:
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             self._loop.close()
 
 

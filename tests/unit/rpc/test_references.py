@@ -91,6 +91,9 @@ class Counter:
     async def slow_add(self, amount):
         return self.add(amount)
 
+    def measure(self, much):
+        return much.numel()
+
     @classmethod
     def kind(cls):
         return cls.__name__
@@ -660,6 +663,23 @@ def test_a_reference_that_comes_home_with_much_else(backend):
             assert use(home) == 1
 
     run_agents(only_on(0, program), 2, backend)
+
+
+@pytest.mark.parametrize("backend", ["native-threads", "tcp-threads"])
+def test_an_object_made_of_much(backend):
+    """It can be used, and be passed on, at once: while what it is made of is still on its way."""
+
+    def program(agent):
+        for _ in range(15):
+            made = agent.remote(1, "echo", torch.ones(600_000))
+            assert agent.rpc_async(2, "echo", made).result() is made
+            assert made.to_here().shape == (600_000,)
+            counter = agent.remote(1, "Counter")
+            size = counter.rpc_async().measure(torch.ones(600_000))
+            assert counter.rpc_sync().add() == 1
+            assert size.result() == 600_000
+
+    run_agents(only_on(0, program), 3, backend)
 
 
 def test_references_of_other_agents():
