@@ -70,6 +70,7 @@ def test_the_parameter_server(tmp_path, ranks):
     assert not plot or is_png(tmp_path / "server.png")
 
 
+@pytest.mark.timeout(2 * LIMIT + 20)
 def test_the_actors_and_the_learner(tmp_path):
     """The pole stays up several times as long as at first; and the same seed gives the same numbers, to the letter."""
     pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
