@@ -63,16 +63,15 @@ class Stage:
         self._times: list[tuple[float, float]] = []
 
     @torch.no_grad()
-    def forward(self, activations: torch.Tensor | fd.rpc.RRef) -> torch.Tensor:
+    def forward(self, activations: fd.rpc.RRef) -> torch.Tensor:
         """Run the layers.
 
         Args:
-            activations: (batch, width), or a reference to what another stage makes, which is waited for.
+            activations: A reference to (batch, width), which the client has, or what another stage makes.
         """
-        if isinstance(activations, fd.rpc.RRef):
-            activations = activations.to_here(timeout=PATIENCE)
+        fetched = activations.to_here(timeout=PATIENCE)  # from its owner; waits until it is made
         began = time.monotonic()
-        found = self._layers(activations)
+        found = self._layers(fetched)
         self._times.append((began, time.monotonic()))
         return found
 
@@ -85,14 +84,24 @@ class Client:
     """Answers requests: gathers them to batches, and sends these through the stages.
 
     Args:
+        agent: Of this rank.
         stages: References to each `Stage`, in their order.
         batch_size: Requests in a batch; fewer, where they have waited for ``most_wait`` seconds.
         most_wait: See there.
         most_batches: That are on their way at once.
     """
 
-    def __init__(self, stages: list[fd.rpc.RRef], batch_size: int, most_wait: float, most_batches: int) -> None:
+    def __init__(
+        self,
+        agent: fd.rpc.RpcAgent,
+        stages: list[fd.rpc.RRef],
+        *,
+        batch_size: int,
+        most_wait: float,
+        most_batches: int,
+    ) -> None:
         self.num_batches = 0
+        self._agent = agent
         self._stages = stages
         self._batch_size = batch_size
         self._most_wait = most_wait
@@ -135,7 +144,7 @@ class Client:
 
     def _run_stages(self, batch: torch.Tensor) -> fd.rpc.Future:
         """Start a batch; nothing here waits, as each call takes a reference to what the one before will make."""
-        activations: torch.Tensor | fd.rpc.RRef = batch
+        activations = self._agent.reference(batch)
         for stage in self._stages[:-1]:
             activations = stage.remote(timeout=PATIENCE).forward(activations)
         return self._stages[-1].rpc_async(timeout=PATIENCE).forward(activations)
@@ -194,7 +203,9 @@ def serve(agent: fd.rpc.RpcAgent, options: argparse.Namespace) -> None:
     for stage in stages:
         stage.rpc_sync(timeout=PATIENCE).times()  # it has been made
 
-    client = Client(stages, options.batch_size, options.most_wait, most_batches=2 * len(stages))
+    client = Client(
+        agent, stages, batch_size=options.batch_size, most_wait=options.most_wait, most_batches=2 * len(stages)
+    )
     began = time.perf_counter()
     outputs, latencies = asyncio.run(answer_all(client, requests))
     seconds = time.perf_counter() - began

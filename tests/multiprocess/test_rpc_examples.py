@@ -69,6 +69,7 @@ def test_the_parameter_server(tmp_path):
     assert is_png(tmp_path / "server.png")
 
 
+@pytest.mark.timeout(2 * LIMIT + 20)
 def test_the_actors_and_the_learner(tmp_path):
     """The pole stays up several times as long as at first."""
     pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
