@@ -405,7 +405,7 @@ class RpcAgent:
         end = waiting.started + waiting.seconds
         while not waiting.has_ended:
             try:
-                has_come = signal.wait(max(0.0, end - time.monotonic()))
+                has_come = self._waits.wait(signal, max(0.0, end - time.monotonic()))
             except BaseException:  # the handler of an interruption raised it
                 if self._calls.give_up(number) is None:
                     signal.wait(_AGES)

@@ -39,6 +39,8 @@ class Waits:
     def __init__(self, make: Callable[[], Signal]) -> None:
         self._make = make
         self._local = threading.local()
+        self._lock = threading.Lock()
+        self.num_waiting = 0  # for calls that they have made; they move messages
 
     def signal(self) -> Signal:
         """This thread's. It waits for one thing at a time, so there is one."""
@@ -47,6 +49,16 @@ class Waits:
         except AttributeError:
             found = self._local.signal = self._make()
             return found
+
+    def wait(self, signal: Signal, seconds: float) -> bool:
+        """Wait for what a call brings; see `Signal.wait`."""
+        with self._lock:
+            self.num_waiting += 1
+        try:
+            return signal.wait(seconds)
+        finally:
+            with self._lock:
+                self.num_waiting -= 1
 
 
 class Future(concurrent.futures.Future[Any]):
@@ -96,7 +108,7 @@ class Future(concurrent.futures.Future[Any]):
         is_worker = self._workers.begin_wait()
         try:
             while not self.done() and (left := end - time.monotonic()) > 0:
-                signal.wait(left)
+                self._workers.waits.wait(signal, left)
         finally:
             if is_worker:
                 self._workers.end_wait()

@@ -167,10 +167,10 @@ class Workers:
             self._stir()
 
     def attend(self, change: int) -> None:
-        """So many more large messages are on their way; while there are any, a worker with nothing to do moves them."""
+        """So many more large messages are on their way; while there are any, somebody moves them."""
         with self._lock:
             self._num_moving += change
-            if change > 0 and self._num_running == 0 and self._leader is None:
+            if change > 0 and not (self._num_running or self._leader or self.waits.num_waiting):
                 self._wake_one()
 
     def begin_wait(self) -> bool:
