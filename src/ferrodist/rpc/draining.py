@@ -76,12 +76,16 @@ class Draining:
         if self._agent.rank == _HUB:
             self._await_all(deadline)
             self._await_quiet(deadline)
+            with self._changed:
+                self._have_come.clear()  # who hears of this may come to another end at once
             self._ask_all(LEAVE, deadline)
+            return
+        if self._leave():  # the end that this rank has given up before
             return
         self._agent.start(_HUB, Call(COME, (), {}), deadline.remaining()).result()
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or _HUB in self._lost, deadline.remaining())
-            if self._is_over:
+            if self._leave():
                 return
             if _HUB in self._lost:
                 raise PeerLostError(f"rank {_HUB} is gone, which sees to the end of all", ranks=(_HUB,))
@@ -114,6 +118,12 @@ class Draining:
             self._lost.add(peer)
             self._have_come.discard(peer)
             self._changed.notify_all()
+
+    def _leave(self) -> bool:
+        """Whether rank 0 has said that it is over; another end may come after this one."""
+        with self._changed:
+            is_over, self._is_over = self._is_over, False
+            return is_over
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._agent.world_size) if rank != _HUB and rank not in self._lost]
