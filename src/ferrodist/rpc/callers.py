@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Caller", "Neighbor", "Office", "OwnCaller"]
 
+_MOST_LETTERS, _MOST_OF_A_NAME = 300, 40
+"""Of a failure that can't travel as it is; a frame has room for them whatever the limit of messages."""
+
 
 @dataclass(frozen=True, slots=True)
 class Office:
@@ -196,9 +199,9 @@ class Caller(ABC):
         with contextlib.suppress(DistributedError):  # whoever waited is gone
             try:
                 self.send(MessageKind.FAILURE, number, pack_failure(failure))
-            except (TypeError, ValueError) as error:  # a traceback may be too large, or no text that travels
-                text = f"what it raised can't travel: {type(error).__name__}"
-                short = Failure(failure.kind, failure.type_name, text, "")
+            except (TypeError, ValueError):  # a traceback may be too large, or no text that travels
+                text = failure.text[:_MOST_LETTERS].encode("ascii", "backslashreplace")[:_MOST_LETTERS].decode("ascii")
+                short = Failure(failure.kind, failure.type_name[:_MOST_OF_A_NAME], text, "")
                 self.send(MessageKind.FAILURE, number, pack_failure(short))
 
 

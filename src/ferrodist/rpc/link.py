@@ -125,7 +125,8 @@ class Link:
             letter, apart = write_letter_bytes(content, "what is sent")
             form, memory = _Form.LETTER, memoryview(letter)
         size = memory.nbytes
-        self._check_size(size + sum([tensor.nbytes for tensor in apart]), size)
+        if kind is not MessageKind.FAILURE or size > _ROOM:  # why there is no result is to be told in any case
+            self._check_size(size + sum([tensor.nbytes for tensor in apart]), size)
         head = _HEAD.pack(kind, form, 0, size, number)
         if size <= _ROOM:
             self._send_frame((head + memory).ljust(FRAME_BYTES, b"\0"))
@@ -190,7 +191,7 @@ class Link:
     def _take(self, frame: bytes) -> None:
         kind_number, form, _, size, number = _HEAD.unpack_from(frame)
         kind = _KINDS.get(kind_number)
-        if kind is None or form not in _FORMS or size > self._limit:
+        if kind is None or form not in _FORMS or size > max(self._limit, _ROOM):
             raise ProtocolError(f"rank {self._peer} sent what is no message of an agent", ranks=(self._peer,))
         if size > _ROOM:
             memory = bytes_of(torch.empty(size, dtype=torch.uint8, device="cpu"))
@@ -228,7 +229,7 @@ class Link:
             self._receiver.received(self._peer, kind, number, parcel)
             return
         first, rest = apart[0], apart[1:]
-        if min(first.shape) < 0 or math.prod(first.shape) * first.dtype.itemsize > self._limit:
+        if min(first.shape, default=0) < 0 or math.prod(first.shape) * first.dtype.itemsize > self._limit:
             raise ProtocolError(f"rank {self._peer} sent a tensor of shape {first.shape}", ranks=(self._peer,))
         tensor = self._buffers.make(first.shape, first.dtype)
         parcel.tensors[first.number] = tensor

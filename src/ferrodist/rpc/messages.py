@@ -125,7 +125,7 @@ def _take_array(value: Any) -> torch.Tensor | None:
         return None
     try:
         return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
-    except TypeError:
+    except (TypeError, ValueError):  # of a type, or an order of bytes, that tensors don't have
         raise TypeError(f"numpy arrays of {value.dtype} don't go from rank to rank: convert it") from None
 
 
