@@ -237,6 +237,8 @@ class Workers:
                                 break
                 seen = self._num_taken
             with self._lock:
+                if self._is_closed:  # the last tick may have been the call that said so
+                    return
                 self._is_overseen = False
                 if self._queue:
                     self._stir()
