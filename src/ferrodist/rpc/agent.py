@@ -37,7 +37,7 @@ from ferrodist.rpc.messages import (
 from ferrodist.rpc.names import Names
 from ferrodist.rpc.object_calls import ObjectCalls
 from ferrodist.rpc.remote_objects import CREATE, OWN_NAMES, REGISTER, RemoteObjects
-from ferrodist.rpc.serving import Functions, Served, Workers
+from ferrodist.rpc.serving import Functions, Resting, Served, Workers
 from ferrodist.rpc.statistics import Counters
 
 if TYPE_CHECKING:
@@ -202,12 +202,8 @@ class RpcAgent:
         seconds = self._backend.timeout if timeout is None else check_timeout(timeout)
         signal = self._waits.signal()
         waiting = Waiting(self._rank_of(to, seconds), name, seconds, signal=signal)
-        is_worker = self._workers.begin_wait()
-        try:
+        with self._workers.resting():
             self._await(self._begin(waiting, Call(name, arguments, keywords)), waiting, signal)
-        finally:
-            if is_worker:
-                self._workers.end_wait()
         if isinstance(waiting.found, BaseException):
             raise waiting.found
         return self._open(waiting, *waiting.found)
@@ -221,9 +217,11 @@ class RpcAgent:
         """
         seconds = self._backend.timeout if timeout is None else check_timeout(timeout)
         future = Future()
+        future.resting = self._workers.resting
         waiting = Waiting(self._rank_of(to, seconds), name, seconds, future=future)
         try:
-            self._begin(waiting, Call(name, arguments, keywords))
+            with self._workers.resting():  # there may be as many calls as may be
+                self._begin(waiting, Call(name, arguments, keywords))
         except DistributedError as error:
             if not future.done():
                 future.set_exception(_without_frames(error))
@@ -335,13 +333,16 @@ class RpcAgent:
 
     def _begin(self, waiting: Waiting, call: Call) -> int:
         """Make a call; what is raised is not told to who waits for it."""
-        caller = waiting.caller = self._caller(waiting)
+        if not isinstance(call.name, str):
+            raise TypeError(f"the name of a function is a text, not {call.name!r}")
+        caller = self._caller(waiting)
         content, waiting.passing = caller.write_call(call)
         if not caller.window.enter(waiting.seconds):
             raise DistributedTimeoutError(
                 f"rank {waiting.peer} has as many calls without a result as may be, for {waiting.seconds:g} s",
                 ranks=(waiting.peer,),
             )
+        waiting.caller = caller
         return self._send(
             waiting, MessageKind.INTERNAL_CALL if call.name.startswith(OWN_NAMES) else MessageKind.CALL, content
         )
@@ -372,23 +373,32 @@ class RpcAgent:
             if self._calls.take(number) is None:  # whoever waits has been told already
                 return number
             waiting.end()
-            if isinstance(error, DistributedError) and not self._closed:
+            is_wrong_argument = isinstance(error, (TypeError, ValueError))
+            if isinstance(error, DistributedError) and not is_wrong_argument and not self._closed:
                 raise lost_error(waiting.peer, error) from error
             raise
         return number
 
     def _await(self, number: int, waiting: Waiting, signal: Signal) -> None:
-        """Wait for a result. One that is found while this gives up sets the signal, which is waited for then."""
+        """Wait for a result. One that is found while this gives up sets the signal, which is waited for then.
+
+        An interruption may have left its thread's signal set, which says nothing of this call.
+        """
+        end = waiting.started + waiting.seconds
+        has_come, is_late = False, False
         try:
-            has_come = signal.wait(max(0.0, waiting.started + waiting.seconds - time.monotonic()))
+            while not has_come and not is_late:
+                is_late = not signal.wait(max(0.0, end - time.monotonic()))
+                has_come = not is_late and waiting.found is not None
         except BaseException:  # the handler of an interruption raised it
             if self._calls.give_up(number) is None:
                 signal.wait(_AGES)
             raise
-        if not has_come:
-            if self._calls.give_up(number) is not None:
-                raise late_error(waiting)
+        if is_late and self._calls.give_up(number) is not None:
+            raise late_error(waiting)
+        while not has_come:
             signal.wait(_AGES)
+            has_come = waiting.found is not None
 
     def _caller(self, waiting: Waiting) -> Caller:
         if self._closed:
@@ -472,6 +482,10 @@ class RpcAgent:
     def submit(self, call: Call, answer: Callable[[Any], None], function: Callable[..., Any] | None = None) -> None:
         """Have a worker call a function: that of the call's name, or another one."""
         self._workers.submit(_Prepared(call, answer, function, self._counters))
+
+    def resting(self) -> Resting:
+        """Within it a thread waits for what calls bring; see `Workers.resting`."""
+        return self._workers.resting()
 
     def classes(self) -> set[type]:
         """The classes that were registered."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import heapq
 import threading
 import time
@@ -13,6 +14,7 @@ from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
+    from contextlib import AbstractContextManager
 
     from ferrodist.backends.listening import Signal
     from ferrodist.rpc.callers import Caller
@@ -53,9 +55,25 @@ class Future(concurrent.futures.Future[Any]):
 
     Attributes:
         sent: Where the call waits for references in it to be registered: why it could not be sent, or None if it was.
+        resting: Within it a thread waits for the call; see `Workers.resting`.
     """
 
     sent: Outcome[BaseException | None] | None = None
+    resting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The call's result; waits for it."""
+        if self.done():
+            return super().result()
+        with self.resting():
+            return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the call raises, or None; waits for that."""
+        if self.done():
+            return super().exception()
+        with self.resting():
+            return super().exception(timeout)
 
     def cancel(self) -> bool:
         """A call goes on until its result comes, or its timeout."""
@@ -115,7 +133,12 @@ class Window:
                     self._free -= 1
                     return True
                 self._waiting.append(signal)
-            has_come = signal.wait(max(0.0, end - time.monotonic()))
+            try:
+                has_come = signal.wait(max(0.0, end - time.monotonic()))
+            except BaseException:  # the handler of an interruption raised it
+                if not self._give_up(signal):
+                    signal.wait(threading.TIMEOUT_MAX)  # as below, or it would end what this thread waits for next
+                raise
             if not has_come and not self._give_up(signal):
                 signal.wait(threading.TIMEOUT_MAX)  # it is about to be set
                 has_come = True
@@ -306,7 +329,7 @@ class Calls:
                     late.append(heapq.heappop(self._ends)[1])
                 self._next_end = self._ends[0][0] if self._ends else float("inf")
                 if not late:
-                    self._changed.wait(self._next_end - now if self._ends else None)
+                    self._changed.wait(min(self._next_end - now, threading.TIMEOUT_MAX))
             for number in late:
                 self._end_late(number)
 

@@ -23,6 +23,7 @@ from ferrodist.rpc.references import ReferenceId, RRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from ferrodist.rpc.calls import Future
     from ferrodist.rpc.messages import Content
@@ -74,6 +75,9 @@ class Requester(Protocol):
 
     def send_unanswered(self, to: int, call: Call) -> None:
         """Call one that does not answer."""
+
+    def resting(self) -> AbstractContextManager[None]:
+        """Within it a thread waits for what calls bring."""
 
     def error_of(self, name: str, peer: int, failure: Failure) -> Exception:
         """What a call raises that has failed."""
@@ -166,7 +170,8 @@ class RemoteObjects:
         """See `RRef.local_value`."""
         kept = kept_of(reference)
         seconds = self._caller.timeout if timeout is None else check_timeout(timeout)
-        found = kept.outcome.wait(Deadline(seconds).remaining())
+        with self._caller.resting():
+            found = kept.outcome.wait(Deadline(seconds).remaining())
         if not found:
             raise DistributedTimeoutError(
                 f"the object is not made yet, after {seconds:g} s: pass a longer timeout", ranks=(self.rank,)

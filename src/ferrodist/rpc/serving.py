@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from ferrodist.deadline import Deadline
 from ferrodist.errors import describe_error
 from ferrodist.rpc.messages import Call, Failure, FailureKind
 
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 
     from ferrodist.rpc.calls import Waits
 
-__all__ = ["Functions", "Served", "Workers"]
+__all__ = ["Functions", "Resting", "Served", "Workers"]
 
 _log = logging.getLogger(__name__)
 
 _LEAVE_SECONDS = 5.0
-"""How long a thread may take to end what it is in."""
+"""How long all threads together may take to end what they are in."""
 
 _LEAD_SECONDS = 0.001
 _TICK_SECONDS = 0.001
@@ -105,6 +106,23 @@ class Served(ABC):
             cancel()
 
 
+class Resting:
+    """A block in which a worker, if the thread is one, waits for calls of its own."""
+
+    __slots__ = ("_workers",)
+
+    def __init__(self, workers: Workers | None) -> None:
+        self._workers = workers
+
+    def __enter__(self) -> None:
+        if self._workers is not None:
+            self._workers.begin_wait()
+
+    def __exit__(self, *_: object) -> None:
+        if self._workers is not None:
+            self._workers.end_wait()
+
+
 class Workers:
     """Threads that call functions, in the order in which calls come; asynchronous ones run in one event loop.
 
@@ -152,16 +170,17 @@ class Workers:
             if change > 0 and self._num_running == 0 and self._leader is None:
                 self._wake_one()
 
-    def begin_wait(self) -> bool:
-        """This thread waits for a call of its own; whether it is a worker, and has to `end_wait`."""
-        if not hasattr(self._local, "is_worker"):
-            return False
+    def resting(self) -> Resting:
+        """Within it this thread waits for calls of its own: others serve in its place, if it is a worker."""
+        return Resting(self if hasattr(self._local, "is_worker") else None)
+
+    def begin_wait(self) -> None:
+        """This worker waits for calls of its own, until `end_wait`."""
         with self._lock:
             self._num_running -= 1
             self._num_waiting += 1
             if self._queue:
                 self._stir()
-        return True
 
     def end_wait(self) -> None:
         """This worker goes on."""
@@ -182,12 +201,13 @@ class Workers:
         if leader is not None:
             leader.set()
         self._call_overseer()
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(_LEAVE_SECONDS)
         if self._loop is not None and self._loop_thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop_thread.join(_LEAVE_SECONDS)
+            threads.append(self._loop_thread)
+        patience = Deadline(_LEAVE_SECONDS)  # for all: each of them may be in a call that doesn't end
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(patience.remaining())
 
     # Who is awake. Both of these hold the lock.
 
@@ -342,14 +362,23 @@ class Workers:
         assert self._loop is not None
         asyncio.set_event_loop(self._loop)
         try:
-            while True:
-                try:
-                    self._loop.run_forever()
-                    return
-                except (KeyboardInterrupt, SystemExit):  # of a task that a function started: the others go on
-                    _log.exception("a task in %s asked for the end of the process", self._name)
+            while self._is_thrown_out_of(self._loop):
+                pass
         finally:
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             self._loop.close()
+
+    def _is_thrown_out_of(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Run the loop; whether a task that a function started has ended it, which is no end for the others."""
+        try:
+            loop.run_forever()
+        except (KeyboardInterrupt, SystemExit):
+            _log.exception("a task in %s asked for the end of the process", self._name)
+            return True
+        return False
 
 
 def _failure(error: BaseException) -> Failure:
