@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -400,8 +401,7 @@ def supervisor():
 
 def rss_bytes(pid):
     """Memory that a process has."""
-    with open(f"/proc/{pid}/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.timeout(SECONDS + 10 * PATIENCE)
@@ -428,8 +428,8 @@ def test_calls_while_ranks_are_killed(supervisor):
     assert not [problem for problems, _ in stopped.values() for problem in problems]
     assert sum(supervisor.kills) > 0
     left = supervisor.answers("drain")
-    assert left == dict.fromkeys(range(NUM_RANKS), {})
-    assert supervisor.answers("close") == dict.fromkeys(range(NUM_RANKS), [])
+    assert left == {rank: {} for rank in range(NUM_RANKS)}
+    assert supervisor.answers("close") == {rank: [] for rank in range(NUM_RANKS)}
     assert max(grown.values()) - min(sizes.values()) < MOST_MEMORY_GROWTH
     print(
         f"{sum(supervisor.kills)} kills, {sum(supervisor.progress)} calls, {[tally for _, tally in stopped.values()]}"

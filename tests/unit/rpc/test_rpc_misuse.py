@@ -1,8 +1,11 @@
 """What users and their functions do that agents must survive, and how they say what was wrong."""
 
 import asyncio
+import functools
 import gc
+import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ import torch
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLostError, RpcError
-from ferrodist.rpc import RpcAgent, SimulatedRpcBackend
+from ferrodist.rpc import RpcAgent, SimulatedRpcBackend, serving
 from ferrodist.testing import check_leaks
 
 _PATIENCE = 60.0
@@ -103,3 +106,218 @@ def test_a_reference_that_was_never_made_keeps_nothing(make):
     while agent.num_references().elsewhere:
         assert not patience.expired, "the reference is kept"
         gc.collect()
+
+
+@pytest.fixture
+def hold():
+    """Return a function that waits until the end of the test; and an event that ends it before, one of its start."""
+    started, release = threading.Event(), threading.Event()
+
+    def wait():
+        started.set()
+        release.wait(_PATIENCE)
+
+    wait.started, wait.release = started, release
+    yield wait
+    release.set()
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e299, 1e15])
+def test_endless_timeouts(make, hold, timeout):
+    """Of futures: others' timeouts are kept all the same."""
+    agent, _ = make({"hold": hold})
+    endless = agent.rpc_async(1, "hold", timeout=timeout)
+    for _ in range(3):
+        with pytest.raises(DistributedTimeoutError, match=r"within 0\.01 s"):
+            agent.rpc_async(1, "hold", timeout=0.01).result(_PATIENCE)
+    hold.release.set()
+    assert endless.result(_PATIENCE) is None
+
+
+def test_names_that_are_no_text(make):
+    """They are refused, and take up no place."""
+    agent, _ = make(FUNCTIONS, most_outstanding=1)
+    for name in (5, None, ["echo"], b"echo"):
+        for call in (agent.rpc_sync, agent.rpc_async):
+            with pytest.raises(TypeError, match="the name of a function is a text, not"):
+                call(1, name)
+    assert agent.rpc_sync(1, "echo", 1, timeout=_PATIENCE) == 1
+
+
+@pytest.mark.parametrize("value", [torch.eye(2).to_sparse(), torch.ones(2, device="meta"), np.arange(3).astype(">i4")])
+def test_values_that_cant_travel(make, value):
+    """They are wrong arguments, not the end of a rank; as results they are said to be the function's."""
+    agent, _ = make({**FUNCTIONS, "give": lambda: value})
+    for call in (agent.rpc_sync, lambda *given: agent.rpc_async(*given).result(_PATIENCE)):
+        with pytest.raises(TypeError):
+            call(1, "echo", value)
+    with pytest.raises(RpcError, match="the call of 'give' on rank 1"):
+        agent.rpc_sync(1, "give", timeout=_PATIENCE)
+    assert agent.rpc_sync(1, "echo", 1) == 1
+    assert agent.statistics().in_flight == 0
+
+
+@pytest.mark.parametrize("text", ["the end of it " + "x" * 5000, "a file called \udc80"])
+def test_failures_that_are_too_large_or_no_text(make, text):
+    """As much of them as can be is told; a limit for messages is none for that."""
+
+    def fail():
+        raise ValueError(text)
+
+    agent, _ = make({**FUNCTIONS, "fail": fail}, message_limit=40, num_workers=1)
+    for _ in range(2):
+        with pytest.raises(RpcError, match=r"ValueError: (the end of it xxx|a file called .udc80)") as caught:
+            agent.rpc_sync(1, "fail", timeout=_PATIENCE)
+        assert caught.value.type_name == "ValueError"
+    assert agent.rpc_sync(1, "echo", 1, timeout=_PATIENCE) == 1
+
+
+def test_one_end_after_another(make):
+    """A second drain waits for all ranks once more."""
+    agents = make(FUNCTIONS, num_ranks=3)
+    arrived = []
+    threads = []
+    for _ in range(3):
+        for agent in agents[:2]:
+            with pytest.raises(DistributedTimeoutError):  # the others have not come
+                agent.drain(0.05)
+        threads = [
+            threading.Thread(target=lambda agent=agent: (agent.drain(_PATIENCE), arrived.append(agent.rank)))
+            for agent in agents
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(arrived) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_functions_that_wait_leave_their_place(make):
+    """However they wait for calls of their own, one worker is enough."""
+    agents = make(FUNCTIONS, num_workers=1)
+
+    def bounce(agent, number):
+        other = 1 - agent.rank
+        return number if not number else agent.rpc_async(other, "bounce", number - 1).result(_PATIENCE)
+
+    def ask(agent, number):
+        call = agent.remote(1 - agent.rank, "bounce", number)
+        return [agent.broadcast_call("echo", number), agent.remote(agent.rank, "echo", 1).local_value(), call.to_here()]
+
+    for agent in agents:
+        agent.register("bounce", functools.partial(bounce, agent))
+        agent.register("ask", functools.partial(ask, agent))
+    assert agents[0].rpc_sync(0, "bounce", 3, timeout=_PATIENCE) == 0
+    assert agents[0].rpc_sync(1, "ask", 0, timeout=_PATIENCE) == [[0, 0], 1, 0]
+
+
+def test_closed_in_a_coroutine(make):
+    """An agent that one of its own functions closes ends; so do coroutines that are under way."""
+    agent, other = make(FUNCTIONS)
+    closed, begun = threading.Event(), threading.Event()
+
+    async def close():
+        other.close()
+        closed.set()
+
+    async def sleep():
+        begun.set()
+        await asyncio.sleep(10 * _PATIENCE)
+
+    other.register("close", close)
+    other.register("sleep", sleep)
+    sleeping = agent.rpc_async(1, "sleep")
+    assert begun.wait(_PATIENCE)
+    with pytest.raises(PeerLostError):
+        agent.rpc_sync(1, "close", timeout=_PATIENCE)
+    assert closed.wait(_PATIENCE)
+    with pytest.raises(PeerLostError):
+        sleeping.result(_PATIENCE)
+
+
+def test_closed_in_the_overseers_last_tick(make):
+    """The overseer ends, though it does not look at the queue again."""
+    agent, _ = make(FUNCTIONS)
+    workers = agent._workers
+    wakes, num_ticks = threading.Semaphore(0), 0
+
+    class Ticks:
+        """Closes the workers when the overseer is about to sleep."""
+
+        def acquire(self, timeout=None):
+            nonlocal num_ticks
+            num_ticks += timeout is not None
+            if timeout is not None and num_ticks == serving._MOST_IDLE_TICKS:
+                workers.close()
+            return wakes.acquire(timeout=timeout)
+
+        def release(self):
+            wakes.release()
+
+    before, workers._oversee_now = workers._oversee_now, Ticks()
+    before.release()  # the overseer waits for this one still
+    workers._overseer.join(_PATIENCE)
+    assert not workers._overseer.is_alive()
+
+
+def test_closed_while_functions_hang(make, hold, monkeypatch):
+    """All of them together are waited for as long as one."""
+    monkeypatch.setattr(serving, "_LEAVE_SECONDS", 1.5)
+    agent, other = make({"hold": hold}, num_workers=8)
+    futures = [agent.rpc_async(1, "hold") for _ in range(8)]
+    patience = Deadline(_PATIENCE)
+    while len(other._workers._threads) < 8 and not patience.expired:
+        threading.Event().wait(0.005)
+    started = time.monotonic()
+    other.close()
+    assert time.monotonic() - started < 8 * 1.5 - 2
+    for future in futures:
+        with pytest.raises(PeerLostError):
+            future.result(_PATIENCE)
+    agent.close()
+    with pytest.raises(GroupClosedError):
+        agent.rpc_sync(0, "hold")
+
+
+def interrupt_when(condition):
+    """Have a thread interrupt this one when something is so; gives the thread."""
+
+    def run():
+        patience = Deadline(_PATIENCE)
+        while not condition() and not patience.expired:
+            threading.Event().wait(0.001)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_interrupted_while_a_call_is_under_way(make, hold):
+    """The call is given up; the next ones of this thread have their own results."""
+    agent, _ = make({**FUNCTIONS, "hold": hold})
+    for number in range(5):
+        thread = interrupt_when(hold.started.is_set)
+        with pytest.raises(KeyboardInterrupt):
+            agent.rpc_sync(1, "hold", timeout=_PATIENCE)
+        thread.join()
+        hold.started.clear()
+        assert agent.rpc_sync(1, "echo", number) == number
+    hold.release.set()
+    for number in range(100):
+        assert agent.rpc_sync(1, "echo", number) == number
+
+
+def test_interrupted_while_there_is_no_place(make, hold):
+    """Whoever waited for one waits no more, and is not taken for somebody whose result has come."""
+    agent, _ = make({**FUNCTIONS, "hold": hold}, most_outstanding=1)
+    holding = agent.rpc_async(1, "hold", timeout=_PATIENCE)
+    window = agent._connector.neighbors[1].window
+    thread = interrupt_when(lambda: window._waiting)
+    with pytest.raises(KeyboardInterrupt):
+        agent.rpc_sync(1, "echo", 0, timeout=_PATIENCE)
+    thread.join()
+    hold.release.set()
+    assert holding.result(_PATIENCE) is None
+    for number in range(100):
+        assert agent.rpc_sync(1, "echo", number, timeout=_PATIENCE) == number
