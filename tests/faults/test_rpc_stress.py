@@ -12,13 +12,13 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import os
-import pathlib
 import random
 import signal
 import threading
 import time
 import traceback
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -401,7 +401,7 @@ def supervisor():
 
 def rss_bytes(pid):
     """Memory that a process has."""
-    return int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.timeout(SECONDS + 10 * PATIENCE)

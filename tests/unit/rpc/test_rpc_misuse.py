@@ -148,7 +148,7 @@ def test_names_that_are_no_text(make):
 def test_values_that_cant_travel(make, value):
     """They are wrong arguments, not the end of a rank; as results they are said to be the function's."""
     agent, _ = make({**FUNCTIONS, "give": lambda: value})
-    for call in (agent.rpc_sync, lambda *call: agent.rpc_async(*call).result(_PATIENCE)):
+    for call in (agent.rpc_sync, lambda *given: agent.rpc_async(*given).result(_PATIENCE)):
         with pytest.raises(TypeError):
             call(1, "echo", value)
     with pytest.raises(RpcError, match="the call of 'give' on rank 1"):
@@ -166,7 +166,7 @@ def test_failures_that_are_too_large_or_no_text(make, text):
 
     agent, _ = make({**FUNCTIONS, "fail": fail}, message_limit=40, num_workers=1)
     for _ in range(2):
-        with pytest.raises(RpcError, match="ValueError: (the end of it xxx|a file called .udc80)") as caught:
+        with pytest.raises(RpcError, match=r"ValueError: (the end of it xxx|a file called .udc80)") as caught:
             agent.rpc_sync(1, "fail", timeout=_PATIENCE)
         assert caught.value.type_name == "ValueError"
     assert agent.rpc_sync(1, "echo", 1, timeout=_PATIENCE) == 1
