@@ -7,6 +7,7 @@ import math
 import threading
 from typing import TYPE_CHECKING, Protocol
 
+from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["Listener", "LockSignal", "PostedListener", "Signal"]
 
 _MOST_AT_ONCE = 64
+
+_INTERRUPTION_SECONDS = 0.2
+"""How long a signal of the system may go unseen that came just before a thread fell asleep."""
 
 
 class Listener(Protocol):
@@ -54,7 +58,11 @@ class LockSignal:
 
     def wait(self, timeout: float) -> bool:
         """See `Signal`."""
-        return self._lock.acquire(timeout=min(timeout, threading.TIMEOUT_MAX))
+        deadline = Deadline(timeout)
+        while not self._lock.acquire(timeout=min(deadline.remaining(), _INTERRUPTION_SECONDS)):
+            if deadline.expired:
+                return False
+        return True
 
 
 class PostedListener:
