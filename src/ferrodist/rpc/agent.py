@@ -205,7 +205,10 @@ class RpcAgent:
         with self._workers.resting():
             self._await(self._begin(waiting, Call(name, arguments, keywords)), waiting, signal)
         if isinstance(waiting.found, BaseException):
-            raise waiting.found
+            try:
+                raise waiting.found
+            finally:
+                del waiting  # its error holds this frame, and the caller's with all that is there
         return self._open(waiting, *waiting.found)
 
     def rpc_async(
@@ -418,7 +421,10 @@ class RpcAgent:
     def _answered(self, peer: int, number: int, kind: MessageKind, content: Content) -> None:
         """See `Office`."""
         waiting = self._calls.take(number, peer)
-        if waiting is None:
+        if waiting is None:  # it has ended with its rank, or with this agent
+            if kind is MessageKind.RESULT:
+                with contextlib.suppress(Exception):
+                    unpack_result(content, peer, self._objects.extensions[peer])  # as below
             return
         waiting.end()
         if waiting.is_given_up:
