@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import multiprocessing.connection
@@ -25,9 +27,10 @@ import pytest
 import torch
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedTimeoutError, PeerLostError, RpcError
+from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLostError, RpcError
 from ferrodist.rendezvous import Membership, TcpStore, TcpStoreServer
 from ferrodist.rpc import RpcAgent, TcpRpcBackend
+from ferrodist.testing import check_leaks, run_ranks
 
 SECONDS = float(os.environ.get("FERRODIST_RPC_STRESS", "8"))
 SEED = int(os.environ.get("FERRODIST_RPC_SEED", "0"))
@@ -286,9 +289,12 @@ class Rank:
         """What calls and references have left behind, in words."""
         agent = self.agent
         tables = agent._objects.tables
-        found = {f"keeps for {kept.counts}": kept.handle() or kept.id for kept in list(tables._kept.values())}
+        kept = list(tables._kept.values())
+        found = {f"keeps {each.id}": each.handle() for each in kept}
+        # An owner counts for a rank what a third one is about to send there, and does not learn that the one died
+        # before it came there; nor that the other one did, if it knows the next process already.
+        found["abandoned objects"] = max(0, sum(each.handle() is None for each in kept) - sum(self.kills))
         found |= {f"has {id_}": held.handle() or held.count for id_, held in list(tables._held.items())}
-        found = {what: str(which) for what, which in found.items()}
         found["calls"] = agent.statistics().in_flight + len(agent._calls._waiting)
         callers = [agent._own, *agent._connector.neighbors.values()]
         found["served"] = sum(len(caller._served) for caller in callers)
@@ -296,7 +302,7 @@ class Rank:
         found["transfers"] = sum(len(caller._link._under_way) for caller in callers[1:])
         found["moving"] = agent._workers._num_moving
         found["running"] = agent._workers._num_waiting
-        return {f"rank {self.rank} after {self.kills[:]}: {what}": each for what, each in found.items() if each}
+        return {f"rank {self.rank} after {self.kills[:]}: {what}": str(each) for what, each in found.items() if each}
 
     def close(self):
         """End the agent; gives threads that are left."""
@@ -434,3 +440,191 @@ def test_calls_while_ranks_are_killed(supervisor):
     print(
         f"{sum(supervisor.kills)} kills, {sum(supervisor.progress)} calls, {[tally for _, tally in stopped.values()]}"
     )
+
+
+BACKENDS = ["simulated", "native-threads"]
+
+
+def run_agents(program, world_size, backend, functions, **options):
+    """Each rank with an agent that has functions, each of which is given the agent first; nothing may be left."""
+
+    def on_rank(group):
+        agent = RpcAgent(group, **options)
+        for name, function in functions.items():
+            agent.register(name, functools.partial(function, agent))
+        group.barrier()
+        try:
+            return program(agent)
+        finally:
+            group.barrier()
+            agent.close()
+
+    with check_leaks():
+        run_ranks(on_rank, world_size, backend=backend, timeout=PATIENCE)
+        gc.collect()  # first the references in what was raised, whose agents go with the rest
+
+
+def in_threads(number, program):
+    """Run a program in threads at once, each of which has a number; raises what one of them has raised."""
+    with concurrent.futures.ThreadPoolExecutor(number) as threads:
+        for future in [threads.submit(program, each) for each in range(number)]:
+            future.result(PATIENCE)
+
+
+def plus(agent, one, other):
+    """A sum, so that each answer tells its call."""
+    return one + other + agent.rank
+
+
+async def plus_later(agent, one, other):
+    """The same, of a coroutine."""
+    await asyncio.sleep(0)
+    return one + other + agent.rank
+
+
+def bounce(agent, hops, token):
+    """Call from rank to rank, back and forth; gives the ranks."""
+    if not hops:
+        return [agent.rank + token]
+    to = (agent.rank + hops % 2 + 1) % agent.world_size
+    call = agent.rpc_sync if hops % 3 else lambda *call: agent.rpc_async(*call).result(PATIENCE)
+    return [agent.rank + token, *call(to, "bounce", hops - 1, token)]
+
+
+def bounced(rank, world_size, hops, token):
+    """What `bounce` gives."""
+    found = [rank + token]
+    for left in range(hops, 0, -1):
+        rank = (rank + left % 2 + 1) % world_size
+        found.append(rank + token)
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_thousand_calls_at_once(backend):
+    """Eight threads of each rank have them outstanding at the same time; each answer goes to its call."""
+
+    def program(agent):
+        def ask(thread):
+            for turn in range(2):
+                calls = [(number % 2, 1000 * thread + number, turn) for number in range(125)]
+                futures = [
+                    agent.rpc_async(to, "plus_later" if number % 5 else "plus", number, turn)
+                    for to, number, turn in calls
+                ]
+                assert [future.result(PATIENCE) for future in futures] == [to + one + turn for to, one, turn in calls]
+
+        in_threads(8, ask)
+        assert agent.statistics().in_flight == 0
+
+    run_agents(program, 2, backend, {"plus": plus, "plus_later": plus_later})
+
+
+@pytest.mark.parametrize("most_outstanding", [1, 2, 3])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_few_calls_at_once(backend, most_outstanding):
+    """More threads than calls may be outstanding: each gets its turn."""
+
+    def program(agent):
+        def ask(thread):
+            draw = random.Random(f"{SEED} {agent.rank} {thread}")
+            for number in range(60):
+                to = draw.randrange(agent.world_size)
+                if draw.random() < 0.5:
+                    assert agent.rpc_sync(to, "plus", number, thread) == number + thread + to
+                else:
+                    futures = [agent.rpc_async(to, "plus", number, each) for each in range(5)]
+                    assert [future.result(PATIENCE) for future in futures] == [number + each + to for each in range(5)]
+
+        in_threads(4, ask)
+        assert agent.statistics().in_flight == 0
+
+    run_agents(program, 3, backend, {"plus": plus}, most_outstanding=most_outstanding, num_workers=1)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_back_and_forth(backend, num_workers):
+    """Many more ranks than cores, whose functions call each other: nobody waits for a worker that waits for it."""
+
+    def program(agent):
+        def ask(thread):
+            for turn in range(6):
+                hops, token = 1 + (thread + turn) % 7, 1000 * thread + turn
+                to = (agent.rank + turn) % agent.world_size
+                assert agent.rpc_sync(to, "bounce", hops, token) == bounced(to, agent.world_size, hops, token)
+
+        in_threads(3, ask)
+        agent.drain(PATIENCE)
+        assert agent.statistics().in_flight == 0
+
+    run_agents(program, 6, backend, {"bounce": bounce}, num_workers=num_workers)
+
+
+async def sleep(agent):
+    """Be at it until the caller is gone."""
+    del agent
+    await asyncio.sleep(10 * PATIENCE)
+
+
+def plus_of_tensor(agent, tensor):
+    """Of a tensor, which may be large."""
+    return tensor + agent.rank
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_agents_are_closed_at_any_moment(backend):
+    """Calls that are under way, here or there, end with an error that says so; closing takes no time."""
+
+    def program(agent, seed):
+        draw = random.Random(f"{SEED} {seed} {agent.rank}")
+        enough, num_calls = threading.Event(), [0]
+        moment, found = draw.randrange(1, 120), []
+
+        def ask(thread):
+            calls = random.Random(f"{SEED} {seed} {agent.rank} {thread}")
+            while True:
+                to, number = calls.randrange(agent.world_size), calls.randrange(1000)
+                try:
+                    num_calls[0] += 1
+                    if num_calls[0] >= moment:
+                        enough.set()
+                    match calls.randrange(5):
+                        case 0:
+                            assert agent.rpc_sync(to, "plus", number, 1) == number + 1 + to
+                        case 1:
+                            futures = [agent.rpc_async(to, "plus_later", number, each) for each in range(4)]
+                            assert [each.result(PATIENCE) for each in futures] == [number + i + to for i in range(4)]
+                        case 2:
+                            agent.rpc_sync(to, "bounce", 3, number)
+                        case 3:
+                            size = calls.choice([10, 50_000, 400_000])
+                            tensor = agent.rpc_sync(to, "plus_of_tensor", torch.full((size,), float(number)))
+                            assert torch.equal(tensor, torch.full((size,), float(number + to)))
+                        case 4:
+                            agent.rpc_async(to, "sleep")
+                            assert agent.remote(to, "plus", number, 1).to_here() == number + 1 + to
+                except GroupClosedError:
+                    return
+                except PeerLostError as error:
+                    found.append(error.ranks == (to,))
+                except RpcError as error:
+                    found.append("PeerLostError" in str(error) or "GroupClosedError" in str(error))
+
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            asking = [threads.submit(ask, thread) for thread in range(2)]
+            assert enough.wait(PATIENCE)
+            started = time.monotonic()
+            agent.close()
+            took = time.monotonic() - started
+            for future in asking:
+                future.result(PATIENCE)
+        assert took < PATIENCE / 2
+        assert all(found)
+        assert agent.statistics().in_flight == 0
+        assert not agent._calls._waiting
+
+    functions = {"plus": plus, "plus_later": plus_later, "bounce": bounce, "sleep": sleep}
+    functions["plus_of_tensor"] = plus_of_tensor
+    for seed in range(6):
+        run_agents(lambda agent, seed=seed: program(agent, seed), 3, backend, functions, num_workers=2)

@@ -216,7 +216,7 @@ class RpcAgent:
             try:
                 raise waiting.error
             finally:
-                waiting.error = None  # whose traceback has this frame, and with it what may be waited for to be freed
+                del waiting  # its error holds this frame, and the caller's with all that is there
         return waiting.value
 
     def rpc_async(
@@ -433,7 +433,10 @@ class RpcAgent:
     def _answered(self, peer: int, number: int, kind: MessageKind, content: Content) -> None:
         """See `Office`."""
         waiting = self._calls.take(number, peer)
-        if waiting is None:
+        if waiting is None:  # it has ended with its rank, or with this agent
+            if kind is MessageKind.RESULT:
+                with contextlib.suppress(Exception):
+                    unpack_result(content, peer, self._objects.extensions[peer])  # as below
             return
         waiting.end()
         if waiting.is_given_up:

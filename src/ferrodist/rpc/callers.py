@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -293,6 +294,8 @@ class Neighbor(Caller):
         self.pair = pair
         self._ended = ended
         self._link = Link(pair, rank, self, office.message_limit)
+        self._taking = threading.RLock()  # what belongs to objects; to send may be to receive
+        self._is_lost = False
 
     def start(self) -> None:
         """Receive from now on."""
@@ -310,6 +313,19 @@ class Neighbor(Caller):
         """Send nothing more, and receive nothing more."""
         self._link.close(seconds)
         super().close(seconds)
+
+    def forget(self) -> None:
+        """Let it have no more to do with objects here: what it has left behind is about to be cleared away.
+
+        Messages of their own that follow a frame may be taken after the end of the link has been told.
+        """
+        with self._taking:
+            self._is_lost = True
+
+    def _take_internal_call(self, content: Content, answer: Callable[[Any], None]) -> None:
+        with self._taking:
+            if not self._is_lost:
+                super()._take_internal_call(content, answer)
 
     # What the link tells.
 

@@ -192,6 +192,7 @@ class Connector:
             self._ending.add(neighbor)
             self._lost[neighbor.rank] = error
             self._changed.notify_all()
+        neighbor.forget()
         self._owner.lost(neighbor.rank, error)
 
     @contextlib.contextmanager

@@ -203,13 +203,14 @@ class Workers:
         if leader is not None:
             leader.set()
         self._call_overseer()
-        if self._loop is not None and self._loop_thread is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            threads.append(self._loop_thread)
         patience = Deadline(_LEAVE_SECONDS)  # for all: each of them may be in a call that doesn't end
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(patience.remaining())
+        if self._loop is not None and self._loop_thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            if self._loop_thread is not threading.current_thread():
+                self._loop_thread.join(_LEAVE_SECONDS)
 
     # Who is awake. Both of these hold the lock.
 
@@ -341,10 +342,21 @@ class Workers:
             served.answer(_failure(error))
             return
         if inspect.isawaitable(value):
-            finishing = asyncio.run_coroutine_threadsafe(self._finish(served, value), self._event_loop())
-            served.on_withdrawal(finishing.cancel)
+            self._finish_later(served, value)
         else:
             served.answer(value)
+
+    def _finish_later(self, served: Served, value: Any) -> None:
+        finishing = self._finish(served, value)
+        try:
+            future = asyncio.run_coroutine_threadsafe(finishing, self._event_loop())
+        except RuntimeError:  # closed meanwhile
+            finishing.close()
+            if inspect.iscoroutine(value):
+                value.close()
+            served.answer(Failure(FailureKind.EXPIRED, "", "the agent was closed", ""))
+        else:
+            served.on_withdrawal(future.cancel)
 
     async def _finish(self, served: Served, value: Any) -> None:
         try:
@@ -356,6 +368,8 @@ class Workers:
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
+                if self._is_closed:
+                    raise RuntimeError("the agent was closed")
                 self._loop = asyncio.new_event_loop()
                 self._loop_thread = threading.Thread(target=self._run_loop, name=f"{self._name}-async", daemon=True)
                 self._loop_thread.start()
@@ -377,6 +391,7 @@ class Workers:
             while not self._has_run():
                 _log.error("a task in %s asked for the end of the process", self._name)
         finally:
+            self._loop.run_until_complete(asyncio.sleep(0))  # what is not begun could not be cancelled in peace
             tasks = asyncio.all_tasks(self._loop)
             for task in tasks:
                 task.cancel()

@@ -1,11 +1,13 @@
 """What users and their functions do that agents must survive, and how they say what was wrong."""
 
 import asyncio
+import contextlib
 import functools
 import gc
 import signal
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ import torch
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLostError, RpcError
 from ferrodist.rpc import RpcAgent, SimulatedRpcBackend, serving
+from ferrodist.rpc.messages import Call, MessageKind
+from ferrodist.rpc.remote_objects import CREATE
 from ferrodist.testing import check_leaks
 
 _PATIENCE = 60.0
@@ -321,3 +325,44 @@ def test_interrupted_while_there_is_no_place(make, hold):
     assert holding.result(_PATIENCE) is None
     for number in range(100):
         assert agent.rpc_sync(1, "echo", number, timeout=_PATIENCE) == number
+
+
+def test_what_comes_after_the_end_of_a_rank(make):
+    """A large message may be taken after the loss was told: it makes no object, which nobody would take away."""
+    agent, other = make(FUNCTIONS)
+    before = agent._connector.neighbors[1]
+    to_agent = other._connector.neighbors[0]
+    identity = (0, 1, other._objects._incarnation, 99)
+    content, _ = to_agent.write_call(Call(CREATE, (identity, "echo", (1,), {}), {}))
+    before._take(MessageKind.INTERNAL_CALL, 99, content)
+    assert agent.num_references().for_others == 1
+    other.close()
+    with pytest.raises(PeerLostError):
+        agent.rpc_sync(1, "echo")
+    patience = Deadline(_PATIENCE)
+    while agent.num_references().for_others and not patience.expired:
+        threading.Event().wait(0.005)
+    before._take(MessageKind.INTERNAL_CALL, 99, content)
+    assert agent.num_references().for_others == 0
+
+
+def test_errors_keep_nothing(make):
+    """What a caller has at hand is free as soon as its error is, without a garbage collection."""
+    agent, other = make(FUNCTIONS)
+    other.register("hold", other.close)
+
+    class Large:
+        """What a caller has."""
+
+    def call():
+        large = Large()
+        with contextlib.suppress(PeerLostError):
+            agent.rpc_sync(1, "hold")
+        return weakref.ref(large)
+
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert call()() is None
+    finally:
+        gc.enable()
