@@ -13,7 +13,8 @@ from ferrodist.errors import DistributedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.backends.base import Backend
+    from typing_extensions import Buffer
+
     from ferrodist.backends.request import Request
 
 __all__ = ["Listener", "LockSignal", "PostedListener", "Signal"]
@@ -39,6 +40,13 @@ class Signal(Protocol):
 
     def wait(self, timeout: float) -> bool:
         """Wait until it is set, for so many seconds; whether it was, and it no longer is."""
+
+
+class Receiving(Protocol):
+    """What a `PostedListener` needs of a backend."""
+
+    def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
+        """Start to receive a message."""
 
 
 class LockSignal:
@@ -70,7 +78,7 @@ class PostedListener:
 
     def __init__(
         self,
-        group: Backend,
+        group: Receiving,
         where: tuple[int, int],
         size_bytes: int,
         heard: Callable[[list[bytes]], None],

@@ -9,13 +9,12 @@
 """
 
 from ferrodist.errors import RpcError
-from ferrodist.rpc.agent import DEFAULT_MESSAGE_LIMIT, RpcAgent
+from ferrodist.rpc.agent import DEFAULT_MESSAGE_LIMIT, RpcAgent, current_agent
 from ferrodist.rpc.backends import GroupRpcBackend, RpcBackend, SimulatedRpcBackend
 from ferrodist.rpc.calls import Future
 from ferrodist.rpc.context import RpcContext
 from ferrodist.rpc.reference_tables import ReferenceCounts
 from ferrodist.rpc.references import RRef
-from ferrodist.rpc.serving import current_agent
 from ferrodist.rpc.statistics import RpcStatistics
 from ferrodist.rpc.tcp_backend import TcpRpcBackend
 

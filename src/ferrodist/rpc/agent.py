@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import functools
 import time
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from ferrodist.backends.base import Backend
 from ferrodist.collectives.prepare import check_integer
@@ -39,7 +39,7 @@ from ferrodist.rpc.messages import (
 from ferrodist.rpc.names import Names
 from ferrodist.rpc.object_calls import ObjectCalls
 from ferrodist.rpc.remote_objects import CREATE, REGISTER, RemoteObjects
-from ferrodist.rpc.serving import Functions, Served, Workers
+from ferrodist.rpc.serving import Functions, Served, Workers, serving
 from ferrodist.rpc.statistics import Counters
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
-__all__ = ["DEFAULT_MESSAGE_LIMIT", "RpcAgent"]
+__all__ = ["DEFAULT_MESSAGE_LIMIT", "RpcAgent", "current_agent"]
 
 DEFAULT_MESSAGE_LIMIT = 1 << 30
 """Bytes that the arguments of a call, or its result, may have."""
@@ -420,9 +420,9 @@ class RpcAgent:
             raise GroupClosedError("the agent was closed")
         if waiting.peer == self.rank:
             return self._own
-        return self._connector.neighbors.get(waiting.peer) or self._connector.neighbor(
-            waiting.peer, Deadline(waiting.seconds)
-        )
+        found = self._connector.neighbors.get(waiting.peer)
+        found = found or self._connector.neighbor(waiting.peer, Deadline(waiting.seconds))
+        return cast("Caller", found)  # which `meet` has made
 
     def _gave_up(self, number: int, waiting: Waiting) -> None:
         self._counters.count("timed_out")
@@ -549,6 +549,18 @@ def _without_frames(error: DistributedError) -> DistributedError:
     copy = error.fresh()
     copy.__cause__ = None  # has frames too, and its text is in the error's
     return copy
+
+
+def current_agent() -> RpcAgent:
+    """The agent that serves the call this function is called in, for calls of its own.
+
+    Raises:
+        RuntimeError: No agent calls this.
+    """
+    try:
+        return serving.get()  # type: ignore[no-any-return]
+    except LookupError:
+        raise RuntimeError("current_agent() is for functions that an agent serves, and this is none") from None
 
 
 class _Prepared(Served):

@@ -8,7 +8,7 @@ import contextlib
 import heapq
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
 from ferrodist.rpc.messages import OWN_NAMES
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from ferrodist.backends.listening import Signal
-    from ferrodist.rpc.callers import Caller
+    from ferrodist.deadline import Deadline
+    from ferrodist.rpc.messages import Content, MessageKind
     from ferrodist.rpc.outcome import Outcome
-    from ferrodist.rpc.passing import Passing
-    from ferrodist.rpc.serving import Workers
 
 __all__ = ["Calls", "Future", "Waiting", "Waits", "Window", "late_error"]
 
@@ -61,6 +60,41 @@ class Waits:
                 self.num_waiting -= 1
 
 
+class Waiters(Protocol):
+    """Whose threads wait for calls."""
+
+    @property
+    def waits(self) -> Waits:
+        """What they wait with."""
+
+    def begin_wait(self) -> bool:
+        """This thread waits; whether it has to `end_wait`."""
+
+    def end_wait(self) -> None:
+        """It goes on."""
+
+
+class Callee(Protocol):
+    """A rank that is called."""
+
+    @property
+    def window(self) -> Window:
+        """Of calls to it."""
+
+    def send(self, kind: MessageKind, number: int, content: Content) -> None:
+        """Send it a message."""
+
+
+class Passed(Protocol):
+    """The references in a call, which may have to be told of before it goes; see `Passing`."""
+
+    def send(self, transmit: Callable[[], None], failed: Callable[[BaseException], None], deadline: Deadline) -> Any:
+        """Send the call, now or soon."""
+
+    def forget(self) -> None:
+        """Keep them no more."""
+
+
 class Future(concurrent.futures.Future[Any]):
     """The result of a call that is under way: a `concurrent.futures.Future` that can be awaited.
 
@@ -73,7 +107,7 @@ class Future(concurrent.futures.Future[Any]):
 
     sent: Outcome[BaseException | None] | None = None
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Waiters) -> None:
         super().__init__()
         self._workers = workers
 
@@ -227,8 +261,8 @@ class Waiting:
         self.value: Any = None
         self.error: BaseException | None = None
         self.has_ended = self.is_given_up = False
-        self.caller: Caller | None = None
-        self.passing: Passing | None = None
+        self.caller: Callee | None = None
+        self.passing: Passed | None = None
 
     @property
     def title(self) -> str:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.errors import DistributedError
     from ferrodist.rpc.backends import RpcBackend
-    from ferrodist.rpc.callers import Neighbor
 
 __all__ = ["Connector", "Owner", "lost_error"]
 
@@ -24,6 +23,22 @@ _FAREWELL_SECONDS = 2.0
 """How long `Connector.close` waits for all ranks together to take its goodbye."""
 
 _NO_VERSION = (-1, -1)
+
+
+class Neighbor(Protocol):
+    """A rank that is there, and the link to it."""
+
+    rank: int
+    pair: Backend
+
+    def start(self) -> None:
+        """Receive from now on."""
+
+    def forget(self) -> None:
+        """Have no more to do with objects here."""
+
+    def close(self, seconds: float) -> None:
+        """Say goodbye, which may take so long."""
 
 
 class Owner(Protocol):

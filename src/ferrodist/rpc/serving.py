@@ -31,10 +31,9 @@ if TYPE_CHECKING:
     Answer = Callable[[Any], None]
     """Takes what a call has come to, a value or a `Failure`; must not raise."""
 
-    from ferrodist.rpc.agent import RpcAgent
     from ferrodist.rpc.calls import Waits
 
-__all__ = ["Functions", "Served", "Workers", "current_agent"]
+__all__ = ["Functions", "Served", "Workers", "serving"]
 
 _log = logging.getLogger(__name__)
 
@@ -47,19 +46,8 @@ _TICK_SECONDS = 0.001
 _MOST_IDLE_TICKS = 5
 
 
-_serving: contextvars.ContextVar[Any] = contextvars.ContextVar("ferrodist-rpc-agent")
-
-
-def current_agent() -> RpcAgent:
-    """The agent that serves the call this function is called in, for calls of its own.
-
-    Raises:
-        RuntimeError: No agent calls this.
-    """
-    try:
-        return _serving.get()  # type: ignore[no-any-return]
-    except LookupError:
-        raise RuntimeError("current_agent() is for functions that an agent serves, and this is none") from None
+serving: contextvars.ContextVar[Any] = contextvars.ContextVar("ferrodist-rpc-agent")
+"""The agent that serves what a thread is at."""
 
 
 class Functions:
@@ -135,7 +123,7 @@ class Workers:
         waits: What threads wait with.
     """
 
-    def __init__(self, agent: RpcAgent, functions: Functions, num_workers: int, name: str, waits: Waits) -> None:
+    def __init__(self, agent: object, functions: Functions, num_workers: int, name: str, waits: Waits) -> None:
         self._agent = agent
         self._functions = functions
         self._num_workers = num_workers
@@ -268,7 +256,7 @@ class Workers:
 
     def _work(self) -> None:
         self._local.is_worker = True
-        _serving.set(self._agent)
+        serving.set(self._agent)
         while True:
             try:
                 served = self._queue.popleft()

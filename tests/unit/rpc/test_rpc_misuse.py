@@ -297,6 +297,15 @@ def interrupt_when(condition):
     return thread
 
 
+@pytest.fixture
+def _interruptible():
+    """Has the system's signal raise, which programs in the background may be started to ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_interrupted_while_a_call_is_under_way(make, hold):
     """The call is given up; the next ones of this thread have their own results."""
     agent, _ = make({**FUNCTIONS, "hold": hold})
@@ -312,6 +321,7 @@ def test_interrupted_while_a_call_is_under_way(make, hold):
         assert agent.rpc_sync(1, "echo", number) == number
 
 
+@pytest.mark.usefixtures("_interruptible")
 def test_interrupted_while_there_is_no_place(make, hold):
     """Whoever waited for one waits no more, and is not taken for somebody whose result has come."""
     agent, _ = make({**FUNCTIONS, "hold": hold}, most_outstanding=1)
