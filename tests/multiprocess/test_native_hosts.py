@@ -160,7 +160,7 @@ def test_a_bad_cable() -> None:
 
 @pytest.mark.parametrize(("task", "hosts"), [("until_cut", [0, 1, 0, 1]), ("receive_until_cut", [0, 1])])
 def test_a_cut_cable(task: str, hosts: list[int]) -> None:
-    """Ranks that lose each other raise soon after the deadline of the call, and each host names ranks of the other one."""
+    """Ranks that lose each other raise soon after the deadline of the call; each host names ranks of the other one."""
     with TwoHosts() as network:
         network.start(task, hosts, "10.77.0.1")
         assert set(network.heard()) == {"running"}
