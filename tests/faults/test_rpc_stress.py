@@ -288,20 +288,20 @@ class Rank:
     def left(self):
         """What calls and references have left behind, in words."""
         agent = self.agent
-        tables = agent._objects.tables
+        tables = agent._switchboard.objects.tables
         kept = list(tables._kept.values())
         found = {f"keeps {each.id}": each.handle() for each in kept}
         # An owner counts for a rank what a third one is about to send there, and does not learn that the one died
         # before it came there; nor that the other one did, if it knows the next process already.
         found["abandoned objects"] = max(0, sum(each.handle() is None for each in kept) - sum(self.kills))
         found |= {f"has {id_}": held.handle() or held.count for id_, held in list(tables._held.items())}
-        found["calls"] = agent.statistics().in_flight + len(agent._calls._waiting)
-        callers = [agent._own, *agent._connector.neighbors.values()]
+        found["calls"] = agent.statistics().in_flight + len(agent._switchboard.outgoing.calls._waiting)
+        callers = [agent._switchboard.own, *agent._switchboard.connector.neighbors.values()]
         found["served"] = sum(len(caller._served) for caller in callers)
         found["places"] = sum(1024 - caller.window._free for caller in callers)
         found["transfers"] = sum(len(caller._link._under_way) for caller in callers[1:])
-        found["moving"] = agent._workers._num_moving
-        found["running"] = agent._workers._num_waiting
+        found["moving"] = agent._switchboard.workers._num_moving
+        found["running"] = agent._switchboard.workers._num_waiting
         return {f"rank {self.rank} after {self.kills[:]}: {what}": str(each) for what, each in found.items() if each}
 
     def close(self):
@@ -622,7 +622,7 @@ def test_agents_are_closed_at_any_moment(backend):
         assert took < PATIENCE / 2
         assert all(found)
         assert agent.statistics().in_flight == 0
-        assert not agent._calls._waiting
+        assert not agent._switchboard.outgoing.calls._waiting
 
     functions = {"plus": plus, "plus_later": plus_later, "bounce": bounce, "sleep": sleep}
     functions["plus_of_tensor"] = plus_of_tensor

@@ -11,8 +11,8 @@
 from ferrodist.errors import RpcError
 from ferrodist.rpc.agent import DEFAULT_MESSAGE_LIMIT, RpcAgent, current_agent
 from ferrodist.rpc.backends import GroupRpcBackend, RpcBackend, SimulatedRpcBackend
-from ferrodist.rpc.calls import Future
 from ferrodist.rpc.context import RpcContext
+from ferrodist.rpc.futures import Future
 from ferrodist.rpc.reference_tables import ReferenceCounts
 from ferrodist.rpc.references import RRef
 from ferrodist.rpc.statistics import RpcStatistics

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import contextlib
 import heapq
 import threading
 import time
@@ -14,64 +11,18 @@ from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClo
 from ferrodist.rpc.messages import OWN_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from ferrodist.backends.listening import Signal
     from ferrodist.deadline import Deadline
+    from ferrodist.rpc.futures import Future
     from ferrodist.rpc.messages import Content, MessageKind
-    from ferrodist.rpc.outcome import Outcome
+    from ferrodist.rpc.window import Window
 
-__all__ = ["Calls", "Future", "Waiting", "Waits", "Window", "late_error"]
+__all__ = ["Calls", "Waiting", "late_error"]
 
-_AGES = 1e6  # seconds
 _MOST_ENDED = 1000
 """Calls that have ended and whose timeouts are still known."""
-
-
-class Waits:
-    """What the threads of an agent wait with, one `Signal` each.
-
-    Args:
-        make: Makes one.
-    """
-
-    def __init__(self, make: Callable[[], Signal]) -> None:
-        self._make = make
-        self._local = threading.local()
-        self._lock = threading.Lock()
-        self.num_waiting = 0  # for calls that they have made; they move messages
-
-    def signal(self) -> Signal:
-        """This thread's. It waits for one thing at a time, so there is one."""
-        try:
-            return self._local.signal  # type: ignore[no-any-return]
-        except AttributeError:
-            found = self._local.signal = self._make()
-            return found
-
-    def wait(self, signal: Signal, seconds: float) -> bool:
-        """Wait for what a call brings; see `Signal.wait`."""
-        with self._lock:
-            self.num_waiting += 1
-        try:
-            return signal.wait(seconds)
-        finally:
-            with self._lock:
-                self.num_waiting -= 1
-
-
-class Waiters(Protocol):
-    """Whose threads wait for calls."""
-
-    @property
-    def waits(self) -> Waits:
-        """What they wait with."""
-
-    def begin_wait(self) -> bool:
-        """This thread waits; whether it has to `end_wait`."""
-
-    def end_wait(self) -> None:
-        """It goes on."""
 
 
 class Callee(Protocol):
@@ -93,130 +44,6 @@ class Passed(Protocol):
 
     def forget(self) -> None:
         """Keep them no more."""
-
-
-class Future(concurrent.futures.Future[Any]):
-    """The result of a call that is under way: a `concurrent.futures.Future` that can be awaited.
-
-    Callbacks run in the thread that brings the result and must not wait for other calls. It can't be cancelled: a call
-    ends by its timeout.
-
-    Attributes:
-        sent: Where the call waits for references in it to be registered: why it could not be sent, or None if it was.
-    """
-
-    sent: Outcome[BaseException | None] | None = None
-
-    def __init__(self, workers: Waiters) -> None:
-        super().__init__()
-        self._workers = workers
-
-    def cancel(self) -> bool:
-        """A call goes on until its result comes, or its timeout."""
-        return False
-
-    def result(self, timeout: float | None = None) -> Any:
-        """The call's result; raises what the call has failed with, or TimeoutError after so many seconds."""
-        self._await(timeout)
-        return super().result(0)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What the call has failed with, or None; raises TimeoutError after so many seconds."""
-        self._await(timeout)
-        return super().exception(0)
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.wrap_future(self).__await__()
-
-    def _await(self, timeout: float | None) -> None:
-        """Wait as `RpcAgent.rpc_sync` does: a worker gives its place to another one, and messages are moved."""
-        if self.done():
-            return
-        end = time.monotonic() + (_AGES if timeout is None else timeout)
-        signal = self._workers.waits.signal()
-
-        def tell(_: object) -> None:
-            signal.set()
-
-        self.add_done_callback(tell)
-        is_worker = self._workers.begin_wait()
-        try:
-            while not self.done() and (left := end - time.monotonic()) > 0:
-                self._workers.waits.wait(signal, left)
-        finally:
-            if is_worker:
-                self._workers.end_wait()
-            with self._condition, contextlib.suppress(ValueError):  # it has been called
-                self._done_callbacks.remove(tell)  # type: ignore[attr-defined]
-
-
-class Window:
-    """How many calls to a rank may have no result, and who waits until there are fewer.
-
-    Args:
-        size: How many.
-        waits: Of the agent.
-    """
-
-    def __init__(self, size: int, waits: Waits) -> None:
-        self._free = size
-        self._enough = max(1, size // 4)
-        self._waits = waits
-        self._lock = threading.Lock()
-        self._waiting: list[Signal] = []
-
-    def enter(self, seconds: float) -> bool:
-        """Take a place, and wait for one for so long; whether there was one."""
-        with self._lock:
-            if self._free > 0 and not self._waiting:
-                self._free -= 1
-                return True
-        return self._wait(time.monotonic() + seconds)
-
-    def leave(self) -> None:
-        """Give a place back."""
-        with self._lock:
-            self._free += 1
-            # Who waits is woken for some at once: it would be for each else, which costs more than a call.
-            woken = self._waiting if self._waiting and self._free >= self._enough else []
-            if woken:
-                self._waiting = []
-        for signal in woken:
-            signal.set()
-
-    def close(self) -> None:
-        """Let everybody in: the link says what is wrong."""
-        with self._lock:
-            self._free = self._enough = 1 << 62
-            woken, self._waiting = self._waiting, []
-        for signal in woken:
-            signal.set()
-
-    def _wait(self, end: float) -> bool:
-        signal = self._waits.signal()
-        while True:
-            with self._lock:
-                if self._free > 0:
-                    self._free -= 1
-                    return True
-                self._waiting.append(signal)
-            try:
-                has_come = signal.wait(max(0.0, end - time.monotonic()))
-            except BaseException:  # the handler of an interruption raised it
-                self._give_up(signal)
-                raise
-            if not has_come and not self._give_up(signal):
-                signal.wait(_AGES)  # it is about to be set
-                has_come = True
-            if not has_come:
-                return False
-
-    def _give_up(self, signal: Signal) -> bool:
-        with self._lock:
-            if signal not in self._waiting:
-                return False
-            self._waiting.remove(signal)
-            return True
 
 
 class Waiting:
@@ -365,6 +192,11 @@ class Calls:
             waiting.passing.forget()
         self._gave_up(number, waiting)
         return waiting
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether all calls have ended for good."""
+        return self._closed is not None
 
     @property
     def count(self) -> int:

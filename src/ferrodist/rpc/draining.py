@@ -17,7 +17,7 @@ from ferrodist.rpc.messages import Call
 
 if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
-    from ferrodist.rpc.calls import Future
+    from ferrodist.rpc.futures import Future
 
 __all__ = ["COME", "LEAVE", "LOOK", "Drainer", "Draining"]
 

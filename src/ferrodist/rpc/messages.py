@@ -18,7 +18,7 @@ import torch
 
 from ferrodist.collectives.letters import Parcel
 from ferrodist.collectives.nested_values import Extension
-from ferrodist.errors import ProtocolError
+from ferrodist.errors import DistributedTimeoutError, ProtocolError, RpcError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -35,6 +35,7 @@ __all__ = [
     "Failure",
     "FailureKind",
     "MessageKind",
+    "error_of",
     "pack_call",
     "pack_failure",
     "pack_result",
@@ -265,6 +266,19 @@ def unpack_failure(content: Content, src: int) -> Failure:
     except Exception as error:
         raise _no(f"failure: {error}", src) from error
     raise _no("failure", src)
+
+
+def error_of(name: str, peer: int, failure: Failure) -> Exception:
+    """What a call raises that has failed."""
+    if failure.kind is FailureKind.EXPIRED:
+        return DistributedTimeoutError(f"rank {peer}: {failure.text}", ranks=(peer,))
+    how = "{} failed on rank {}" if failure.kind is FailureKind.RAISED else "the call of {} on rank {}"
+    return RpcError(
+        f"{how.format(repr(name.removeprefix(OWN_NAMES)), peer)}: {failure.text}",
+        ranks=(peer,),
+        type_name=failure.type_name,
+        traceback=failure.traceback,
+    )
 
 
 def _no(what: str, src: int) -> ProtocolError:

@@ -51,8 +51,9 @@ class ObjectCalls:
     def serve(self, peer: int, call: Call, answer: Answer) -> None:
         """Serve a call whose name begins with `OWN_NAMES`."""
         if call.name == RELEASE:
-            with contextlib.suppress(ValueError):  # nobody waits for an answer
+            with contextlib.suppress(ValueError):  # nobody is to know
                 self._objects.tables.release(*self._counts(call))
+            answer(None)
             return
         try:
             self._serve(peer, call, answer)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ferrodist.deadline import Deadline
-    from ferrodist.rpc.calls import Future
     from ferrodist.rpc.errands import Errands
+    from ferrodist.rpc.futures import Future
     from ferrodist.rpc.reference_tables import Tables
     from ferrodist.rpc.references import ReferenceId, RRef
 

@@ -23,8 +23,8 @@ from ferrodist.rpc.references import RRef
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ferrodist.rpc.calls import Future
     from ferrodist.rpc.errands import Errands
+    from ferrodist.rpc.futures import Future
     from ferrodist.rpc.references import ReferenceId, Referring
 
 __all__ = ["Held", "Kept", "ReferenceCounts", "Tables", "kept_of", "part_of"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.rpc.calls import Future
+    from ferrodist.rpc.futures import Future
 
 __all__ = ["Methods", "RRef", "ReferenceId", "Referring"]
 

@@ -16,7 +16,7 @@ from ferrodist.collectives.nested_values import Extension
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, DistributedTimeoutError
 from ferrodist.rpc.errands import Errands
-from ferrodist.rpc.messages import EXTENSIONS, OWN_NAMES, PICKLED, REFERENCE_MARK, Call, Failure
+from ferrodist.rpc.messages import EXTENSIONS, OWN_NAMES, PICKLED, REFERENCE_MARK, Call, Failure, error_of
 from ferrodist.rpc.passing import Passing
 from ferrodist.rpc.reference_tables import Held, Kept, Tables, kept_of, part_of
 from ferrodist.rpc.references import ReferenceId, RRef
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from ferrodist.rpc.calls import Future
+    from ferrodist.rpc.futures import Future
     from ferrodist.rpc.messages import Content
     from ferrodist.rpc.outcome import Outcome
 
@@ -64,7 +64,7 @@ class Requester(Protocol):
     def timeout(self) -> float:
         """Seconds a call may take that names no timeout itself."""
 
-    def rpc_async(self, to: int, name: str, *arguments: Any, timeout: float | None = None) -> Future:
+    def call_async(self, to: int, call: Call, seconds: float) -> Future:
         """Call a function."""
 
     def start(self, to: int, call: Call, seconds: float) -> Future:
@@ -75,9 +75,6 @@ class Requester(Protocol):
 
     def resting(self) -> AbstractContextManager[None]:
         """Within it a thread waits for what calls bring."""
-
-    def error_of(self, name: str, peer: int, failure: Failure) -> Exception:
-        """What a call raises that has failed."""
 
 
 class RemoteObjects:
@@ -149,11 +146,10 @@ class RemoteObjects:
         """
         id_ = ReferenceId(to, self.rank, self._incarnation, next(self._numbers))
         if to != self.rank:
-            creation = self._caller.rpc_async(to, name, tuple(id_), *rest, timeout=timeout)
-            return self.tables.hold(id_, creation)
+            return self.tables.hold(id_, self._call(to, name, (tuple(id_), *rest), timeout))
         _, handle = self.tables.keep(id_)
         assert handle is not None
-        self._caller.rpc_async(to, name, tuple(id_), *rest, timeout=timeout)
+        self._call(to, name, (tuple(id_), *rest), timeout)
         return handle
 
     def keep(self, value: Any) -> RRef:
@@ -174,19 +170,19 @@ class RemoteObjects:
                 f"the object is not made yet, after {seconds:g} s: pass a longer timeout", ranks=(self.rank,)
             )
         if isinstance(found[0], Failure):
-            raise self._caller.error_of("local_value", self.rank, found[0])
+            raise error_of("local_value", self.rank, found[0])
         return found[0]
 
     def fetch(self, reference: RRef, timeout: float | None) -> Future:
         """See `RRef.to_here`."""
-        return self._caller.rpc_async(reference.owner, FETCH, reference, timeout=timeout)
+        return self._call(reference.owner, FETCH, (reference,), timeout)
 
     def call_method(
         self, reference: RRef, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any], *, timeout: float | None
     ) -> Future:
         """See `RRef.rpc_async`."""
         call = (None, reference, arguments, keywords)
-        return self._caller.rpc_async(reference.owner, f"{METHOD}{name}", *call, timeout=timeout)
+        return self._call(reference.owner, f"{METHOD}{name}", call, timeout)
 
     def create_by_method(
         self, reference: RRef, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any], *, timeout: float | None
@@ -206,6 +202,10 @@ class RemoteObjects:
         """Forget everything."""
         self.errands.close()
         self.tables.clear()
+
+    def _call(self, to: int, name: str, arguments: tuple[Any, ...], timeout: float | None) -> Future:
+        seconds = self._caller.timeout if timeout is None else check_timeout(timeout)
+        return self._caller.call_async(to, Call(name, arguments, {}), seconds)
 
     # What `Passing` needs.
 

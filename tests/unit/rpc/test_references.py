@@ -18,7 +18,7 @@ from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError, PeerLostError, RpcError
 from ferrodist.rpc.agent import RpcAgent
-from ferrodist.rpc.messages import OWN_NAMES, Call
+from ferrodist.rpc.messages import HELLO, OWN_NAMES, Call
 from ferrodist.rpc.reference_tables import ReferenceCounts, part_of
 from ferrodist.rpc.references import RRef
 from ferrodist.rpc.remote_objects import CREATE, FETCH, METHOD, REGISTER, RELEASE
@@ -246,7 +246,7 @@ def test_failures_of_creation():
             agent.remote(0, "fail", "lost").local_value()
         with pytest.raises(TypeError, match="is of type object"):
             agent.remote(1, "echo", object())
-        with pytest.raises(ValueError, match=r"takes the name of a function that was registered, not 'ferrodist\."):
+        with pytest.raises(ValueError, match=r"'ferrodist\..*' can't be called"):
             agent.remote(1, "ferrodist.create")
         with pytest.raises(ValueError, match="no rank 3"):
             agent.remote(3, "echo", 1)
@@ -320,6 +320,11 @@ def test_what_has_no_methods():
     run_agents(only_on(0, program), 2)
 
 
+def call_inside(agent, name, *arguments):
+    """Call one of the agents' own functions of rank 1, as agents do."""
+    return agent._switchboard.outgoing.call(1, Call(name, arguments, {}), agent.timeout)
+
+
 def test_private_methods():
     """Are refused by who is asked, and by the owner."""
 
@@ -329,7 +334,7 @@ def test_private_methods():
             with pytest.raises(AttributeError, match="is no public method"):
                 getattr(counter.rpc_sync(), name)
             with pytest.raises(RpcError, match=f"'{name}' is no public method"):
-                agent.rpc_sync(1, f"{METHOD}{name}", None, counter, (), {})
+                call_inside(agent, f"{METHOD}{name}", None, counter, (), {})
 
     run_agents(only_on(0, program), 2)
 
@@ -374,7 +379,7 @@ def test_a_reference_is_passed_on():
         assert ended.wait(10)
 
     def users(agent):
-        kept = agent._objects.tables._kept.values()
+        kept = agent._switchboard.objects.tables._kept.values()
         return lambda: sorted(user for each in kept for user in each.counts)
 
     run_agents(only_on(0, program), functions=lambda agent: {"make": make, "users": users(agent)})
@@ -473,8 +478,8 @@ def test_a_user_that_dies(how):
         if agent.rank != 2 or how == "close":
             agent.close()
         else:
-            agent._connector.neighbors[1].pair.abort("it dies")
-            agent._connector.neighbors[0].pair.abort("it dies")
+            agent._switchboard.connector.neighbors[1].pair.abort("it dies")
+            agent._switchboard.connector.neighbors[0].pair.abort("it dies")
             over.wait(10)
             agent.close()
 
@@ -494,7 +499,7 @@ def test_an_owner_that_dies():
             counter = agent.remote(1, "Counter")
             counter.rpc_sync().add()
             left.set()
-            until(lambda: 1 in agent._connector._lost)
+            until(lambda: 1 in agent._switchboard.connector._lost)
             with pytest.raises(PeerLostError, match="rank 1"):
                 counter.rpc_sync().add()
             with pytest.raises(PeerLostError, match="rank 1"):
@@ -530,7 +535,7 @@ def test_what_could_not_be_sent():
 
     def functions(agent):
         def users():
-            return sorted(user for each in agent._objects.tables._kept.values() for user in each.counts)
+            return sorted(user for each in agent._switchboard.objects.tables._kept.values() for user in each.counts)
 
         return {"users": users, "large": lambda references: (references, b"x" * 20_000)}
 
@@ -613,13 +618,13 @@ def test_a_reference_that_comes_while_the_last_one_goes():
         holder = agent.remote(1, "Holder", [own, other])
         assert holder.rpc_sync().take() == [own, other]
         go = threading.Event()
-        agent._objects.errands.put(functools.partial(go.wait, 10))
+        agent._switchboard.objects.errands.put(functools.partial(go.wait, 10))
         del own, other
         own, other = holder.rpc_sync().take()
         holder.rpc_sync().drop()
         go.set()
         done = threading.Event()
-        agent._objects.errands.put(done.set)
+        agent._switchboard.objects.errands.put(done.set)
         assert done.wait(10)
         assert (use(own), use(other)) == (1, 1)
 
@@ -728,7 +733,7 @@ class Liar:
 
 def let_liars_pass(agent):
     """Have an agent send what no agent would."""
-    objects = agent._objects
+    objects = agent._switchboard.objects
     take_apart = objects._take_apart
     for peer, (*others, own) in objects.extensions.items():
         objects.extensions[peer] = (*others, own.__class__(
@@ -781,6 +786,8 @@ def test_calls_that_no_agent_makes():
             ("ferrodist.nothing", ()),
         ):
             with pytest.raises(RpcError, match=f"the call of '{name.removeprefix(OWN_NAMES)}' on rank 1"):
+                call_inside(agent, name, *arguments)
+            with pytest.raises(ValueError, match=f"agents' own: '{name}' can't be called"):
                 agent.rpc_sync(1, name, *arguments)
         for arguments in (
             (0, [(*id_, -5)]),
@@ -792,9 +799,11 @@ def test_calls_that_no_agent_makes():
             (0, 3),
             (),
         ):
-            agent.send_unanswered(1, Call(RELEASE, arguments, {}))
+            agent._switchboard.send_unanswered(1, Call(RELEASE, arguments, {}))
+            assert call_inside(agent, RELEASE, *arguments) is None
+        assert call_inside(agent, HELLO, 3) is None
         assert counter.rpc_sync().add() == 2
-        agent.send_unanswered(1, Call(RELEASE, (0, [(*id_, 1000)]), {}))
+        agent._switchboard.send_unanswered(1, Call(RELEASE, (0, [(*id_, 1000)]), {}))
         with pytest.raises(RpcError, match="the object was freed"):
             counter.rpc_sync().add()
         with pytest.raises(RpcError, match="the object was freed"):

@@ -1,21 +1,15 @@
-"""Who calls functions here: the other ranks, each at the end of a link, and this one itself."""
+"""Who calls functions here, and is called: another rank, or this one itself."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, ProtocolError
-from ferrodist.rpc.calls import Waits, Window
-from ferrodist.rpc.link import Link
 from ferrodist.rpc.messages import (
-    HELLO,
-    NO_NUMBER,
     Call,
     Failure,
     FailureKind,
@@ -26,55 +20,22 @@ from ferrodist.rpc.messages import (
     unpack_call,
     unpack_result,
 )
-from ferrodist.rpc.serving import Served, Workers
+from ferrodist.rpc.serving import Served
+from ferrodist.rpc.window import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from ferrodist.backends.base import Backend
-    from ferrodist.rpc.buffers import Buffers
     from ferrodist.rpc.messages import Content
+    from ferrodist.rpc.office import Office
     from ferrodist.rpc.passing import Passing
-    from ferrodist.rpc.remote_objects import RemoteObjects
-    from ferrodist.rpc.statistics import Counters
 
-__all__ = ["Caller", "Neighbor", "Office", "OwnCaller", "Reply"]
+__all__ = ["Caller", "OwnCaller", "Reply"]
 
 _MOST_BESIDE = 100
 
 _MOST_LETTERS, _MOST_OF_A_NAME = 300, 40
 """Of a failure that can't travel as it is; a frame has room for them whatever the limit of messages."""
-
-
-@dataclass(frozen=True, slots=True)
-class Office:
-    """What an agent's callers share.
-
-    Args:
-        workers: Who serve them.
-        waits: What threads wait with.
-        counters: Of calls.
-        buffers: Where large tensors arrive.
-        objects: What references refer to.
-        serve_internal: Serves the agents' own calls: called with a rank, its call, and what takes the answer.
-        answered: Called with a rank, the number of a call of this rank, and what it has come to.
-        name: Of this rank, if it has one.
-        timeout: Seconds that owners of references in an answer may take.
-        most_outstanding: Calls that a rank may have without a result.
-        message_limit: Bytes that a message may have.
-    """
-
-    workers: Workers
-    waits: Waits
-    counters: Counters
-    buffers: Buffers
-    objects: RemoteObjects
-    serve_internal: Callable[[int, Call, Callable[[Any], None]], None]
-    answered: Callable[[int, int, MessageKind, Content], None]
-    name: str | None
-    timeout: float
-    most_outstanding: int
-    message_limit: int
 
 
 class _Incoming(Served):
@@ -275,88 +236,3 @@ class OwnCaller(Caller):
     def send(self, kind: MessageKind, number: int, content: Content) -> None:
         """Take a message of its own."""
         self._take(kind, number, content)
-
-
-class Neighbor(Caller):
-    """Another rank; it is its link's `Receiver`.
-
-    Args:
-        rank: It.
-        office: Of the agent.
-        pair: A group of this rank and that one, which the neighbor closes.
-        ended: Called with this, and why nothing comes any more; must not block.
-    """
-
-    def __init__(
-        self, rank: int, office: Office, pair: Backend, ended: Callable[[Neighbor, DistributedError], None]
-    ) -> None:
-        super().__init__(rank, office)
-        self.pair = pair
-        self._ended = ended
-        self._link = Link(pair, rank, self, office.message_limit)
-        self._taking = threading.RLock()  # what belongs to objects; to send may be to receive
-        self._is_lost = False
-
-    def start(self) -> None:
-        """Receive from now on."""
-        self._link.start()
-        if self._office.name is not None:
-            hello, _ = self.write_call(Call(HELLO, (self._office.name,), {}))
-            with contextlib.suppress(DistributedError):  # its end is told apart
-                self.send(MessageKind.NOTICE, NO_NUMBER, hello)
-
-    def send(self, kind: MessageKind, number: int, content: Content) -> None:
-        """See `Link.send`."""
-        self._link.send(kind, number, content)
-
-    def close(self, seconds: float) -> None:
-        """Send nothing more, and receive nothing more."""
-        self._link.close(seconds)
-        super().close(seconds)
-
-    def forget(self) -> None:
-        """Let it have no more to do with objects here: what it has left behind is about to be cleared away.
-
-        Messages of their own that follow a frame may be taken after the end of the link has been told.
-        """
-        with self._taking:
-            self._is_lost = True
-
-    def _take_internal_call(self, content: Content, answer: Callable[[Any], None]) -> None:
-        with self._taking:
-            if not self._is_lost:
-                super()._take_internal_call(content, answer)
-
-    # What the link tells.
-
-    @property
-    def buffers(self) -> Buffers:
-        """See `Receiver`."""
-        return self._office.buffers
-
-    @property
-    def marks(self) -> Sequence[str]:
-        """See `Receiver`."""
-        return self._office.objects.marks
-
-    def attend(self, change: int) -> None:
-        """See `Receiver`."""
-        self._office.workers.attend(change)
-
-    def received(self, peer: int, kind: MessageKind, number: int, content: Content) -> None:
-        """See `Receiver`."""
-        del peer
-        self._take(kind, number, content)
-
-    def garbled(self, peer: int, kind: MessageKind, number: int, error: DistributedError) -> None:
-        """See `Receiver`."""
-        failure = Failure(FailureKind.UNDECODABLE, "", str(error), "")
-        if kind in (MessageKind.CALL, MessageKind.INTERNAL_CALL):
-            self._send_answer(number, failure)
-        else:
-            self._office.answered(peer, number, MessageKind.FAILURE, pack_failure(failure))
-
-    def lost(self, peer: int, error: DistributedError) -> None:
-        """See `Receiver`."""
-        del peer
-        self._ended(self, error)

@@ -1,0 +1,237 @@
+"""The threads that serve calls.
+
+[Note: who takes a call]
+To wake a thread costs more than a small call. So one worker that has nothing to do is awake for a while, and moves
+messages meanwhile: what it hears itself it serves itself (`Workers._lead`). And while a worker is at something, what
+comes waits for it: only when it has taken nothing for a tick others are woken, by the overseer. A worker that waits for
+a call of its own does not count, nor against `num_workers`: ranks that call each other back and forth would else run
+out of workers and wait for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from ferrodist.deadline import Deadline
+from ferrodist.rpc.event_loop import EventLoop
+from ferrodist.rpc.serving import Served, serve, serving
+from ferrodist.rpc.waits import AGES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ferrodist.rpc.functions import Functions
+    from ferrodist.rpc.waits import Waits
+
+__all__ = ["Workers"]
+
+_LEAVE_SECONDS = 5.0
+"""How long all threads together may take to end what they are in."""
+
+_LEAD_SECONDS = 0.001
+_TICK_SECONDS = 0.001
+_MOST_IDLE_TICKS = 5
+
+
+class Workers:
+    """Threads that call functions, in the order in which calls come; asynchronous ones run in one event loop.
+
+    Args:
+        agent: Whose they are.
+        functions: What may be called.
+        num_workers: How many threads may be at a call at once.
+        name: Of the threads.
+        waits: What threads wait with.
+    """
+
+    def __init__(self, agent: object, functions: Functions, num_workers: int, name: str, waits: Waits) -> None:
+        self._agent = agent
+        self._functions = functions
+        self._num_workers = num_workers
+        self._name = name
+        self.waits = waits
+        self._queue: deque[Served] = deque()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._num_running = 0  # workers that are at a call, or about to look for one
+        self._num_waiting = 0  # workers that wait for calls of their own
+        self._num_taken = 0
+        self._num_moving = 0
+        self._idle: list[threading.Lock] = []  # each is released to wake a worker
+        self._leader: Any = None  # the signal of the one that is awake with nothing to do
+        self._is_closed = False
+        self._local = threading.local()
+        self._is_overseen = False
+        self._oversee_now = threading.Lock()
+        self._oversee_now.acquire()
+        self._overseer = threading.Thread(target=self._oversee, name=f"{name}-overseer", daemon=True)
+        self._overseer.start()
+        self._event_loop = EventLoop(f"{name}-async")
+
+    def submit(self, served: Served) -> None:
+        """Have a call served; does not wait."""
+        with self._lock:
+            self._queue.append(served)
+            self._stir()
+
+    def attend(self, change: int) -> None:
+        """So many more large messages are on their way; while there are any, somebody moves them."""
+        with self._lock:
+            self._num_moving += change
+            if change > 0 and not (self._num_running or self._leader or self.waits.num_waiting):
+                self._wake_one()
+
+    def begin_wait(self) -> bool:
+        """This thread waits for a call of its own; whether it is a worker, and has to `end_wait`."""
+        if not hasattr(self._local, "is_worker"):
+            return False
+        with self._lock:
+            self._num_running -= 1
+            self._num_waiting += 1
+            if self._queue:
+                self._stir()
+        return True
+
+    def end_wait(self) -> None:
+        """This worker goes on."""
+        with self._lock:
+            self._num_running += 1
+            self._num_waiting -= 1
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Within it a thread waits for what calls bring: another one serves in its place, if it is a worker."""
+        is_worker = self.begin_wait()
+        try:
+            yield
+        finally:
+            if is_worker:
+                self.end_wait()
+
+    def close(self) -> None:
+        """Serve what is there, and end the threads. A thread that is in a call that doesn't end is left behind."""
+        with self._lock:
+            self._is_closed = True
+            threads = [*self._threads, self._overseer]
+            idle, self._idle = self._idle, []
+            leader, self._leader = self._leader, None
+            self._num_running += len(idle) + (leader is not None)
+        for sleeper in idle:
+            sleeper.release()
+        if leader is not None:
+            leader.set()
+        self._call_overseer()
+        patience = Deadline(_LEAVE_SECONDS)  # for all: each of them may be in a call that doesn't end
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(patience.remaining())
+        self._event_loop.close(_LEAVE_SECONDS)
+
+    # Who is awake. Both of these hold the lock.
+
+    def _stir(self) -> None:
+        """See that somebody takes what is in the queue: at once, or the overseer sees to it."""
+        if self._num_running == 0:
+            self._wake_one()
+        elif not self._is_overseen:
+            self._is_overseen = True
+            self._call_overseer()
+
+    def _call_overseer(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it has been called
+            self._oversee_now.release()
+
+    def _wake_one(self) -> bool:
+        """One more worker runs, if there may be one."""
+        if self._leader is not None:
+            self._leader.set()
+            self._leader = None
+        elif self._idle:
+            self._idle.pop().release()
+        elif len(self._threads) - self._num_waiting < self._num_workers and not self._is_closed:
+            number = len(self._threads)
+            thread = threading.Thread(target=self._work, name=f"{self._name}-{number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        else:
+            return False
+        self._num_running += 1
+        return True
+
+    def _oversee(self) -> None:
+        """Wake more workers where those that run take nothing for a tick."""
+        while True:
+            self._oversee_now.acquire()
+            seen, num_idle_ticks = -1, 0
+            while num_idle_ticks < _MOST_IDLE_TICKS or self._queue:
+                if self._is_closed:
+                    return
+                self._oversee_now.acquire(timeout=_TICK_SECONDS)
+                num_idle_ticks = 0 if self._queue else num_idle_ticks + 1
+                if self._queue and self._num_taken == seen:
+                    with self._lock:
+                        for _ in range(len(self._queue)):
+                            if not self._wake_one():
+                                break
+                seen = self._num_taken
+            with self._lock:
+                if self._is_closed:  # the call for that may have ended the last tick
+                    return
+                self._is_overseen = False
+                if self._queue:
+                    self._stir()
+
+    def _work(self) -> None:
+        self._local.is_worker = True
+        serving.set(self._agent)
+        while True:
+            try:
+                served = self._queue.popleft()
+            except IndexError:
+                if not self._rest():
+                    return
+                continue
+            self._num_taken += 1  # a hint: two threads may count as one
+            serve(served, self._functions, self._event_loop.finish)
+            del served  # arguments may be large
+
+    def _rest(self) -> bool:
+        """Wait until there may be something to do; False when there will be nothing any more."""
+        sleeper = threading.Lock()
+        sleeper.acquire()
+        with self._lock:
+            if self._queue:
+                return True
+            if self._is_closed or len(self._threads) - self._num_waiting > self._num_workers:
+                self._num_running -= 1
+                self._threads.remove(threading.current_thread())
+                return False
+            self._num_running -= 1
+            leads = self._leader is None
+            if leads:
+                self._leader = self.waits.signal()
+            else:
+                self._idle.append(sleeper)
+        if leads and not self._lead(sleeper):
+            return True
+        sleeper.acquire()
+        return True
+
+    def _lead(self, sleeper: threading.Lock) -> bool:
+        """Be awake for a while; whether nothing has come, and this worker is among the idle ones."""
+        signal = self.waits.signal()
+        while True:
+            was_set = signal.wait(_LEAD_SECONDS)
+            with self._lock:
+                if self._leader is not signal:  # this one was woken
+                    break
+                if not was_set and (not self._num_moving or self._is_closed):
+                    self._leader = None
+                    self._idle.append(sleeper)
+                    return True
+        if not was_set:
+            signal.wait(AGES)
+        return False
