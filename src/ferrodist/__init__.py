@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     from ferrodist.errors import ProtocolError as ProtocolError
     from ferrodist.errors import RankFailedError as RankFailedError
     from ferrodist.errors import RendezvousError as RendezvousError
+    from ferrodist.errors import RpcError as RpcError
     from ferrodist.errors import SelfSendError as SelfSendError
     from ferrodist.errors import SizeMismatchError as SizeMismatchError
     from ferrodist.errors import UnsupportedOpError as UnsupportedOpError
@@ -207,6 +208,7 @@ _HOMES = {
         "ProtocolError",
         "RankFailedError",
         "RendezvousError",
+        "RpcError",
         "SelfSendError",
         "SizeMismatchError",
         "UnsupportedOpError",

@@ -55,6 +55,7 @@ PUBLIC = [
     "Replicate",
     "RowParallel",
     "RowParallelLinear",
+    "RpcError",
     "SelfSendError",
     "Send",
     "SequenceParallel",

@@ -21,7 +21,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["MAX_LEVELS", "Extension", "Plan", "check_plan", "flatten", "unflatten"]
+__all__ = ["MAX_LEVELS", "Extension", "Plan", "check_plan", "flatten", "is_encodable", "unflatten"]
 
 Plan = list[Any]
 """Plain data: a mark, and what belongs to it."""
@@ -122,6 +122,15 @@ def flatten(value: Any, what: str, extensions: Sequence[Extension] = ()) -> tupl
     return plan, list(flattening.tensors.values())
 
 
+def is_encodable(text: str) -> bool:
+    """Whether a text can be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _plain(value: Any) -> Any:
     match value:
         case None | bool():
@@ -133,6 +142,8 @@ def _plain(value: Any) -> Any:
         case float():
             return float.__float__(value)
         case str():
+            if not is_encodable(value):
+                raise _MisfitError(f"is {value!r}, which holds half of a surrogate pair: pass it as bytes")
             return str.__str__(value)
         case bytes():
             return bytes(memoryview(value))

@@ -7,6 +7,7 @@ import functools
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ferrodist.backends.base import Backend
+from ferrodist.collectives.nested_values import is_encodable
 from ferrodist.collectives.prepare import check_integer
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import InvalidRankError, RpcError, ranks_text
@@ -74,6 +75,8 @@ class RpcAgent:
             raise TypeError(f"an RpcAgent is made with an RpcBackend or a group, not {type(backend).__name__}")
         if name is not None and not isinstance(name, str):
             raise TypeError(f"the name of a rank is a text, not {name!r}")
+        if name is not None and not is_encodable(name):
+            raise ValueError(f"the name {name!r} holds half of a surrogate pair: take another one")
         self._functions = Functions()
         for each, function in (functions or {}).items():
             self._functions.register(each, function)
@@ -146,7 +149,7 @@ class RpcAgent:
             arguments: Nested tuples, lists and dicts of tensors, numpy arrays, numbers, text, bytes and None.
             timeout: Seconds until this gives up; None takes the backend's. The function is not stopped by that, unless
                 it is ``async``, but one whose turn has not come by then is not called.
-            keywords: More arguments, by name.
+            keywords: More arguments, by name; one called ``timeout`` is this call's own.
 
         Raises:
             RpcError: The function raised, or there is none of that name.

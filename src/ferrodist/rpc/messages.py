@@ -188,8 +188,8 @@ def pack_call(call: Call, extensions: Sequence[Extension]) -> Content:
     if _are_plain(call.arguments) and _are_plain(call.keywords.values()):
         try:
             return _ENCODE((call.name, call.arguments, call.keywords))
-        except OverflowError:
-            pass  # an integer of more than 64 bits, which is named below
+        except (OverflowError, UnicodeEncodeError):
+            pass  # an integer of more than 64 bits, or half of a surrogate pair, which is named below
     value = [call.name, tuple(call.arguments), call.keywords]
     try:
         return Parcel.of(value, "", extensions)
@@ -227,9 +227,9 @@ def pack_result(value: Any, extensions: Sequence[Extension]) -> Content:
     if type(value) in _PLAIN:
         try:
             return _ENCODE(value)
-        except OverflowError:
+        except (OverflowError, UnicodeEncodeError):
             pass  # as above
-    return Parcel.of(value, "the result: ", extensions)
+    return Parcel.of(value, "the result", extensions)
 
 
 def unpack_result(content: Content, src: int, extensions: Sequence[Extension]) -> Any:

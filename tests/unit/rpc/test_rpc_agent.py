@@ -99,7 +99,7 @@ def test_failures_are_told():
             agent.rpc_sync(to, "add")
         with pytest.raises(TypeError, match=r"argument \[0\] is of type object"):
             agent.rpc_sync(to, "echo", object())
-        with pytest.raises(RpcError, match=r"the result: .*is of type object"):
+        with pytest.raises(RpcError, match=r"the result is of type object"):
             agent.rpc_sync(to, "object")
         return agent.rpc_sync(to, "echo", 1)
 

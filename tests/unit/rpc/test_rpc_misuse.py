@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import re
 import signal
 import threading
 import time
@@ -49,6 +50,14 @@ async def echo_slowly(value):
     """The same, later."""
     await asyncio.sleep(0)
     return value
+
+
+class Giver:
+    """Its method gives its keywords."""
+
+    def give(self, /, **keywords):
+        """Them."""
+        return keywords
 
 
 def exit_process():
@@ -147,6 +156,58 @@ def test_names_that_are_no_text(make):
             with pytest.raises(TypeError, match="the name of a function is a text, not"):
                 call(1, name)
     assert agent.rpc_sync(1, "echo", 1, timeout=_PATIENCE) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "place"),
+    [
+        (("a file called \udc80",), "argument [0] is"),
+        ((1, {"name": "\ud800"}), "argument [1]['name'] is"),
+        (({"\ud800": 1},), "argument [0] is"),
+    ],
+)
+def test_half_a_surrogate_pair(make, given, place):
+    """Python's texts may have one, which no other text has: the argument is named."""
+    agent, _ = make(FUNCTIONS)
+    where = re.escape(f"the call of 'echo': {place}")
+    with pytest.raises(TypeError, match=f"{where}.*half of a surrogate pair"):
+        agent.rpc_sync(1, "echo", *given)
+    with pytest.raises(TypeError, match=r"keyword \['value'\] is .*half of a surrogate pair"):
+        agent.rpc_sync(1, "echo", value="\ud800")
+    with pytest.raises(ValueError, match="half of a surrogate pair: take another one"):
+        make(num_ranks=1, name="\ud800")
+
+
+def test_keywords_of_any_name(make):
+    """The names of a call's own parameters are the function's, too."""
+
+    def give(**keywords):
+        return keywords
+
+    agent, _ = make({"give": give, "Giver": Giver})
+    given = {"self": 1, "to": 2, "name": 3, "arguments": 4, "keywords": 5, "method": 6}
+    assert agent.rpc_sync(1, "give", **given) == given
+    assert agent.rpc_async(1, "give", **given).result(_PATIENCE) == given
+    assert agent.remote(1, "give", **given).to_here(_PATIENCE) == given
+    assert agent.broadcast_call("give", **given) == [given, given]
+    giver = agent.remote(1, "Giver")
+    assert giver.rpc_sync().give(**given) == given
+
+
+def test_more_calls_than_another_rank_takes(hold):
+    """Agents that disagree about how many there may be: those beyond are refused, the others are served."""
+    few, many = SimulatedRpcBackend.create_group(2)
+    with check_leaks(), contextlib.ExitStack() as agents:
+        agents.callback(RpcAgent(few, {"hold": hold}, most_outstanding=1).close)
+        agent = RpcAgent(many)
+        agents.callback(agent.close)
+        futures = [agent.rpc_async(0, "hold") for _ in range(110)]
+        refused = [future for future in futures[102:] if "as many as may be" in str(future.exception(_PATIENCE))]
+        assert len(refused) == 8
+        assert all(isinstance(future.exception(), RpcError) for future in refused)
+        hold.release.set()
+        assert [future.result(_PATIENCE) for future in futures[:102]] == [None] * 102
+        assert agent.rpc_async(0, "hold").result(_PATIENCE) is None
 
 
 @pytest.mark.parametrize("value", [torch.eye(2).to_sparse(), torch.ones(2, device="meta"), np.arange(3).astype(">i4")])
