@@ -288,12 +288,10 @@ class Rank:
     def left(self):
         """What calls and references have left behind, in words."""
         agent = self.agent
-        tables = agent._objects.tables
+        tables = agent._objects.counting.tables
         kept = list(tables._kept.values())
-        found = {f"keeps {each.id}": each.handle() for each in kept}
-        # An owner counts for a rank what a third one is about to send there, and does not learn that the one died
-        # before it came there; nor that the other one did, if it knows the next process already.
-        found["abandoned objects"] = max(0, sum(each.handle() is None for each in kept) - sum(self.kills))
+        found = {f"keeps {each.id}": each.handle() or each.counts or "what was registered" for each in kept}
+        found["registered"] = [vars(each) for each in tables._registrations._by_passage.values()]
         found |= {f"has {id_}": held.handle() or held.count for id_, held in list(tables._held.items())}
         found["calls"] = agent.statistics().in_flight + len(agent._calls._waiting)
         callers = [agent._own, *agent._connector.neighbors.values()]

@@ -24,6 +24,7 @@ from ferrodist.rpc.buffers import Buffers
 from ferrodist.rpc.callers import Neighbor, Office, OwnCaller, Reply
 from ferrodist.rpc.calls import Calls, Future, Waiting, Waits, late_error
 from ferrodist.rpc.connector import Connector, lost_error
+from ferrodist.rpc.counting import REGISTER
 from ferrodist.rpc.draining import COME, LEAVE, LOOK, Draining
 from ferrodist.rpc.messages import (
     HELLO,
@@ -38,7 +39,7 @@ from ferrodist.rpc.messages import (
 )
 from ferrodist.rpc.names import Names
 from ferrodist.rpc.object_calls import ObjectCalls
-from ferrodist.rpc.remote_objects import CREATE, REGISTER, RemoteObjects
+from ferrodist.rpc.remote_objects import CREATE, RemoteObjects
 from ferrodist.rpc.serving import Functions, Served, Workers, serving
 from ferrodist.rpc.statistics import Counters
 
@@ -265,7 +266,7 @@ class RpcAgent:
 
     def num_references(self) -> ReferenceCounts:
         """How many objects this rank keeps for others and for itself, and how many other ranks keep for it."""
-        return self._objects.tables.look()
+        return self._objects.counting.tables.look()
 
     def wait_for_rank(self, rank: int, timeout: float | None = None) -> None:
         """Return when a rank can be called: one that was lost, when it has been started again.
@@ -487,11 +488,20 @@ class RpcAgent:
                 future.set_exception(_without_frames(error))
         return future
 
-    def send_unanswered(self, to: int, call: Call) -> None:
-        """Call a function of the agents' own that has no answer."""
-        caller = self._caller(Waiting(to, call.name, 0.0))
-        content, _ = caller.write_call(call)
-        caller.send(MessageKind.NOTICE, NO_NUMBER, content)
+    def send_unanswered(self, to: int, name: str, make: Callable[[], tuple[Any, ...] | None]) -> None:
+        """Call a function of the agents' own that has no answer.
+
+        Args:
+            to: The rank.
+            name: Of the function.
+            make: Makes the arguments, or None if there is nothing to call it for. It is called when the connection is
+                known, so that it may make what belongs to that.
+        """
+        caller = self._caller(Waiting(to, name, 0.0))
+        arguments = make()
+        if arguments is not None:
+            content, _ = caller.write_call(Call(name, arguments, {}))
+            caller.send(MessageKind.NOTICE, NO_NUMBER, content)
 
     def submit(self, call: Call, answer: Callable[[Any], None], function: Callable[..., Any] | None = None) -> None:
         """Have a worker call a function: that of the call's name, or another one."""
@@ -532,15 +542,15 @@ class RpcAgent:
         """Make a neighbor of a rank."""
         return Neighbor(peer, self._office, pair, ended)
 
-    def joined(self, peer: int) -> None:
-        """A rank is there, for the first time or again."""
-        self._objects.joined(peer)
+    def joined(self, peer: int, incarnation: int) -> None:
+        """A rank is there, for the first time or again, as such a process of it."""
+        self._objects.counting.joined(peer, incarnation)
         self._draining.joined(peer)
 
     def lost(self, peer: int, error: PeerLostError) -> None:
         """Nothing more will come for what was sent to a rank until now."""
         self._calls.fail(peer, error)
-        self._objects.lost(peer)
+        self._objects.counting.lost(peer)
         self._draining.lost(peer)
 
 
