@@ -121,6 +121,7 @@ class Counting:
             count = self.tables.give_back(held)
             return (_plain({held.id: count}),) if count else None
 
+        self.confirm(held.id.owner)  # what is given back must have been: an older errand may have led here
         self._tell(held.id.owner, RELEASE, make)
 
     def confirm(self, owner: int) -> None:
