@@ -12,6 +12,7 @@ deeper than `MAX_LEVELS`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -189,6 +190,8 @@ def check_plan(plan: Any, num_tensors: int, marks: Sequence[str] = (), *, levels
 def unflatten(plan: Plan, tensors: Sequence[Any], extensions: Sequence[Extension] = ()) -> Any:
     """Put a value together again, with something in the place of each tensor.
 
+    Each part that is an extension's is put together once, also where another one raises: it may be counted.
+
     Raises:
         ValueError: An extension says so.
     """
@@ -199,10 +202,24 @@ def unflatten(plan: Plan, tensors: Sequence[Any], extensions: Sequence[Extension
         case "plain":
             return content
         case "tuple":
-            return tuple([unflatten(each, tensors, extensions) for each in content])
+            return tuple(_unflatten_all(content, tensors, extensions))
         case "list":
-            return [unflatten(each, tensors, extensions) for each in content]
+            return _unflatten_all(content, tensors, extensions)
         case "dict":
-            return {key: unflatten(each, tensors, extensions) for key, each in content}
+            values = _unflatten_all([each for _, each in content], tensors, extensions)
+            return {key: value for (key, _), value in zip(content, values, strict=True)}
     extension = next(each for each in extensions if each.mark == mark)
     return extension.put_together(unflatten(content, tensors, extensions))
+
+
+def _unflatten_all(plans: Sequence[Plan], tensors: Sequence[Any], extensions: Sequence[Extension]) -> list[Any]:
+    found: list[Any] = []
+    try:
+        for plan in plans:
+            found.append(unflatten(plan, tensors, extensions))  # noqa: PERF401 - what is found so far is to be known
+    except Exception:
+        for plan in plans[len(found) + 1 :]:
+            with contextlib.suppress(Exception):
+                unflatten(plan, tensors, extensions)
+        raise
+    return found

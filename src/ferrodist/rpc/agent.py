@@ -198,7 +198,7 @@ class RpcAgent:
 
     def num_references(self) -> ReferenceCounts:
         """How many objects this rank keeps for others and for itself, and how many other ranks keep for it."""
-        return self._switchboard.objects.tables.look()
+        return self._switchboard.objects.counting.tables.look()
 
     def wait_for_rank(self, rank: int, timeout: float | None = None) -> None:
         """Return when a rank can be called: one that was lost, when it has been started again.

@@ -25,7 +25,8 @@ class Peers(Protocol):
         Args:
             peer: The rank.
             pair: A new group of this rank and that one, in the order of their numbers. Whoever is told closes it.
-            version: Of two groups with a peer the one of the higher version counts, whichever is told first.
+            version: Which process of the peer it is, of which later ones have higher numbers, the same for all ranks;
+                and which group with that. Of two groups the one of the higher version counts, whichever is told first.
         """
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ferrodist.collectives.letters import Parcel
 from ferrodist.collectives.nested_values import Extension
-from ferrodist.errors import DistributedTimeoutError, ProtocolError, RpcError
+from ferrodist.errors import DistributedTimeoutError, PeerLostError, ProtocolError, RpcError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EXTENSIONS",
     "HELLO",
+    "MET",
     "NO_NUMBER",
     "OWN_NAMES",
     "PICKLED",
@@ -70,6 +71,9 @@ OWN_NAMES = "ferrodist."
 
 HELLO = "ferrodist.hello"
 """(name): what the rank is called that calls this. It has no answer."""
+
+MET = "ferrodist.met"
+"""(): whoever calls this knows of the connection, and so of whatever is sent to it from now on. It has no answer."""
 
 NO_NUMBER = 0
 """Of a `NOTICE`."""
@@ -203,6 +207,7 @@ def unpack_call(content: Content, src: int, extensions: Sequence[Extension]) -> 
 
     Raises:
         ProtocolError: It is none.
+        PeerLostError: A reference in it is not taken; see `Tables.arrived`.
     """
     try:
         if isinstance(content, bytes):
@@ -213,6 +218,8 @@ def unpack_call(content: Content, src: int, extensions: Sequence[Extension]) -> 
             match content.open(extensions):
                 case [str(name), tuple(arguments), dict(keywords)]:
                     return Call(name, arguments, keywords)
+    except PeerLostError:  # of a reference that is not taken
+        raise
     except Exception as error:
         raise _no(f"call: {error}", src) from error
     raise _no("call", src)
@@ -237,6 +244,7 @@ def unpack_result(content: Content, src: int, extensions: Sequence[Extension]) -
 
     Raises:
         ProtocolError: It is none.
+        PeerLostError: As for `unpack_call`.
     """
     try:
         if not isinstance(content, bytes):
@@ -244,6 +252,8 @@ def unpack_result(content: Content, src: int, extensions: Sequence[Extension]) -
         value = _DECODE_RESULT(content)
         if type(value) in _PLAIN:
             return value
+    except PeerLostError:
+        raise
     except Exception as error:
         raise _no(f"result: {error}", src) from error
     raise _no("result", src)

@@ -11,6 +11,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError
 from ferrodist.rpc.calls import Calls, Waiting, late_error
 from ferrodist.rpc.connector import lost_error
+from ferrodist.rpc.counting import REGISTER
 from ferrodist.rpc.futures import Future
 from ferrodist.rpc.messages import (
     NO_NUMBER,
@@ -21,7 +22,6 @@ from ferrodist.rpc.messages import (
     unpack_failure,
     unpack_result,
 )
-from ferrodist.rpc.remote_objects import REGISTER
 from ferrodist.rpc.waits import AGES
 
 if TYPE_CHECKING:
@@ -97,11 +97,20 @@ class Outgoing:
 
         return self._promise(future, begin)
 
-    def send_unanswered(self, to: int, call: Call) -> None:
-        """Call a function of the agents' own that has no answer."""
+    def send_unanswered(self, to: int, name: str, make: Callable[[], tuple[Any, ...] | None]) -> None:
+        """Call a function of the agents' own that has no answer.
+
+        Args:
+            to: The rank.
+            name: Of the function.
+            make: Makes the arguments, or None if there is nothing to call it for. It is called when the connection is
+                known, so that it may make what belongs to that.
+        """
         caller = self._caller(to, 0.0)
-        content, _ = caller.write_call(call)
-        caller.send(MessageKind.NOTICE, NO_NUMBER, content)
+        arguments = make()
+        if arguments is not None:
+            content, _ = caller.write_call(Call(name, arguments, {}))
+            caller.send(MessageKind.NOTICE, NO_NUMBER, content)
 
     def answered(self, peer: int, number: int, kind: MessageKind, content: Content) -> None:
         """Take what a call has come to; see `Office`."""

@@ -138,9 +138,9 @@ class Switchboard:
         """Call a function of the agents' own, however many calls have no result."""
         return self.outgoing.start(to, call, seconds)
 
-    def send_unanswered(self, to: int, call: Call) -> None:
-        """Call a function of the agents' own that has no answer."""
-        self.outgoing.send_unanswered(to, call)
+    def send_unanswered(self, to: int, name: str, make: Callable[[], tuple[Any, ...] | None]) -> None:
+        """Call a function of the agents' own that has no answer; see `Outgoing.send_unanswered`."""
+        self.outgoing.send_unanswered(to, name, make)
 
     def submit(self, call: Call, answer: Callable[[Any], None], function: Callable[..., Any] | None = None) -> None:
         """Have a worker call a function: that of the call's name, or another one."""
@@ -163,15 +163,15 @@ class Switchboard:
         """Make a neighbor of a rank."""
         return Neighbor(peer, self._office, pair, ended)
 
-    def joined(self, peer: int) -> None:
-        """A rank is there, for the first time or again."""
-        self.objects.joined(peer)
+    def joined(self, peer: int, incarnation: int) -> None:
+        """A rank is there, for the first time or again, as such a process of it."""
+        self.objects.counting.joined(peer, incarnation)
         self.draining.joined(peer)
 
     def lost(self, peer: int, error: PeerLostError) -> None:
         """Nothing more will come for what was sent to a rank until now."""
         self.outgoing.lost(peer, error)
-        self.objects.lost(peer)
+        self.objects.counting.lost(peer)
         self.draining.lost(peer)
 
 
