@@ -65,12 +65,7 @@ class Town:
         """Start a process of a rank, and connect it with others."""
         self.incarnations[rank] += 1
         place = self.places[rank] = Place(rank, 3, PATIENCE)
-        functions = {
-            "Counter": Counter,
-            "Holder": list,
-            "take": self.taken.append,
-            "wait": lambda: self.busy.wait(PATIENCE),
-        }
+        functions = {"Counter": Counter, "Holder": list, "take": self.taken.append, "wait": self.busy.wait}
         self.agents[rank] = RpcAgent(place, functions, num_workers=1)
         for peer in peers:
             self.connect(rank, peer)
@@ -330,16 +325,25 @@ def test_sender_and_receiver_lose_each_other(town):
         call.result()
     lost.wait()
     town.connect(SENDER, RECEIVER)
-    confirmed = town.hold(RECEIVER, OWNER, CONFIRM)
-    town.agents[SENDER].rpc_sync(RECEIVER, "take", counter)  # is not what was lost
-    confirmed.wait()
+    message = town.hold(SENDER, RECEIVER, "take")
+    call = town.agents[SENDER].rpc_async(RECEIVER, "take", counter)  # is not what was lost
+    message.wait()
     assert town.kept() == (1, 2)
-    confirmed.let_go()
-    until(lambda: town.kept() == (1, 1))
     lost.let_go()
+    until(lambda: town.kept() == (1, 1))
+    message.let_go()
+    call.result()
     until(lambda: town.kept() == (1, 0))
     del counter
     assert town.taken[0].rpc_sync().add() == 2
+
+
+def test_a_receiver_that_the_owner_has_lost(town):
+    """It is sent no reference to what it could not use, though the sender still has it."""
+    town.cut(OWNER, RECEIVER)
+    with pytest.raises(PeerLostError, match="can't be sent references to objects of rank 0, which has lost it"):
+        town.agents[SENDER].rpc_sync(RECEIVER, "take", town.object())
+    assert town.taken == []
 
 
 def test_what_was_counted_before_a_break_is_not_given_back_after_it(town):
