@@ -145,12 +145,16 @@ class Tables:
                 self._settled[owner].append((registrar, ticket))
         self._errands.put(functools.partial(self._teller.confirm, owner))
 
-    def take_confirmed(self, owner: int) -> tuple[list[tuple[Passage, ReferenceId]], list[Passage]]:
-        """What an owner is to be told: which references have come, and of which messages no more will."""
+    def take_confirmed(self, owner: int, most: int) -> tuple[list[tuple[Passage, ReferenceId]], list[Passage]]:
+        """So much of what an owner is to be told: which references have come, and of which messages no more will."""
         with self._lock:
             connection = self._peers[owner].connection
-            arrived, settled = self._arrived.pop(owner, []), self._settled.pop(owner, [])
-        return [(passage, id_) for when, passage, id_ in arrived if when == connection], settled
+            arrived, settled = self._arrived[owner], self._settled[owner]
+            arrived[:] = [each for each in arrived if each[0] == connection]  # others are not counted any more
+            found = [(passage, id_) for _, passage, id_ in arrived[:most]]
+            last = settled[: most - len(found)]
+            del arrived[: len(found)], settled[: len(last)]
+            return found, last
 
     def give_back(self, held: Held) -> int:
         """How many references an owner is to be told of that this rank has no more."""

@@ -390,6 +390,36 @@ def test_what_has_come_before_a_break_is_not_given_back_after_it(town):
     assert town.taken[0].rpc_sync().add() == 1
 
 
+def test_the_connection_changes_while_references_are_given_back(town, monkeypatch):
+    """What goes by the new one was counted in it: by then the owner counts what is on its way there."""
+    values, calls = [town.agents[OWNER].reference(Counter())], []
+    town.agents[OWNER].rpc_sync(RECEIVER, "take", values[0])
+    find = town.agents[RECEIVER]._caller
+
+    def find_late(waiting):
+        if waiting.name == RELEASE and not calls:
+            town.cut(OWNER, RECEIVER)
+            town.connect(OWNER, RECEIVER)
+            calls.append(town.hold(OWNER, RECEIVER, "take"))
+            calls.append(town.agents[OWNER].rpc_async(RECEIVER, "take", values[0]))
+        return find(waiting)
+
+    monkeypatch.setattr(town.agents[RECEIVER], "_caller", find_late)
+    town.taken.clear()
+    until(lambda: len(calls) == 2)
+    held, call = calls
+    held.wait()
+    done = threading.Event()
+    town.agents[RECEIVER]._objects.errands.put(done.set)
+    assert done.wait(PATIENCE)
+    town.agents[RECEIVER].remote(OWNER, "Counter").rpc_sync().add()  # comes after whatever was said before
+    held.let_go()
+    call.result()
+    values.clear()
+    assert town.taken[0].rpc_sync().add() == 1
+    calls.clear()
+
+
 def test_what_could_not_be_sent_to_one_connection_is_not_taken_off_another_one(town):
     """A message that fails with the old one, when there is a new one, by which others have gone."""
     value = town.agents[OWNER].reference(Counter())

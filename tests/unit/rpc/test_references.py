@@ -756,6 +756,33 @@ def test_ids_that_are_none():
     run_agents(only_on(0, program), 2)
 
 
+def test_many_references_in_one_message():
+    """Ranks tell each other of them in messages that are small, however small all have to be."""
+
+    def program(agent):
+        counters = [agent.remote(1, "Counter") for _ in range(70)]
+        holder = agent.remote(2, "Holder", counters)
+        assert holder.rpc_sync().take() == counters
+        counters.clear()
+        holder.rpc_sync().drop()
+
+    run_agents(only_on(0, program), message_limit=9_000)
+
+
+def test_registrations_that_are_too_large():
+    """Are an error of the call, also where that waits for something else; nothing is counted."""
+
+    def program(agent):
+        counters = [agent.remote(1, "Counter") for _ in range(70)]
+        assert counters[-1].rpc_sync().add() == 1
+        with pytest.raises(ValueError, match="is larger than 1,000"):
+            agent.rpc_sync(2, "echo", counters)
+        with pytest.raises(ValueError, match="is larger than 1,000"):
+            agent.rpc_sync(2, "echo", [agent.remote(2, "Holder", counters[0]), *counters])
+
+    run_agents(only_on(0, program), message_limit=1_000)
+
+
 class Unreadable:
     """Can be pickled, and not be read."""
 
