@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, ProtocolError
+from ferrodist.errors import DistributedError, PeerLostError, ProtocolError
 from ferrodist.rpc.messages import (
     Call,
     Failure,
@@ -177,7 +177,7 @@ class Caller(ABC):
         most = 2 * self._office.most_outstanding + _MOST_BESIDE
         if len(self._served) < most:
             return True
-        with contextlib.suppress(ProtocolError):
+        with contextlib.suppress(ProtocolError, PeerLostError):
             self.read_call(content)  # references in it have been counted for this rank
         text = f"rank {self.rank} has {len(self._served)} calls here without a result, as many as may be"
         self._send_answer(number, Failure(FailureKind.OVERLOADED, "", text, ""))
@@ -191,7 +191,7 @@ class Caller(ABC):
     def _take_internal_call(self, content: Content, answer: Callable[[Any], None]) -> None:
         try:
             call = self.read_call(content)
-        except ProtocolError as error:
+        except (ProtocolError, PeerLostError) as error:
             answer(Failure(FailureKind.UNDECODABLE, "", str(error), ""))
         else:
             self._office.serve_internal(self.rank, call, answer)

@@ -5,7 +5,6 @@ Calls of these names are the agents' own; `ObjectCalls` serves them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import secrets
@@ -46,6 +45,7 @@ LOST = f"{OWN_NAMES}lost"
 """(rank, ticket): whoever calls this has lost a rank, and what it has sent there, up to this ticket, may not come."""
 
 _TICKET_BITS = 62
+_MOST_AT_ONCE = 32  # in one message, which so is small whatever the limit of messages
 
 
 class Telling(Protocol):
@@ -126,22 +126,31 @@ class Counting:
 
     def confirm(self, owner: int) -> None:
         """See `Teller`."""
+        is_more = True
 
         def make() -> tuple[Any, ...] | None:
-            arrived, settled = self.tables.take_confirmed(owner)
-            return ([(*passage, *id_) for passage, id_ in arrived], settled) if arrived or settled else None
+            nonlocal is_more
+            arrived, settled = self.tables.take_confirmed(owner, _MOST_AT_ONCE)
+            is_more = bool(arrived or settled)
+            return ([(*passage, *id_) for passage, id_ in arrived], settled) if is_more else None
 
-        self._tell(owner, CONFIRM, make)
+        while is_more and self._tell(owner, CONFIRM, make):
+            pass
 
     def settle(self, user: int) -> None:
         """See `Teller`."""
         for registrar, tickets in self.tables.take_unsettled(user).items():
-            self._tell(user, SETTLE, functools.partial(_same, (registrar, tickets)))
+            for start in range(0, len(tickets), _MOST_AT_ONCE):
+                arguments = (registrar, tickets[start : start + _MOST_AT_ONCE])
+                self._tell(user, SETTLE, functools.partial(_same, arguments))
 
-    def _tell(self, to: int, name: str, make: Callable[[], tuple[Any, ...] | None]) -> None:
+    def _tell(self, to: int, name: str, make: Callable[[], tuple[Any, ...] | None]) -> bool:
         """Tell a rank, if it is there: else it has lost this one, and what was counted between them."""
-        with contextlib.suppress(DistributedError):
+        try:
             self._caller.send_unanswered(to, name, make)
+        except DistributedError:
+            return False
+        return True
 
 
 def _same(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -112,10 +112,15 @@ class Passing:
         if error is not None or self._has_ended:
             end(error or _given_up())
             return
-        calls = {}
-        for owner, counts in self._foreign.items():
-            assert self._ticket is not None
-            calls[owner] = self._objects.counting.register(owner, self._peer, self._ticket, counts, deadline)
+        calls: dict[int, Future] = {}
+        try:
+            for owner, counts in self._foreign.items():
+                assert self._ticket is not None
+                calls[owner] = self._objects.counting.register(owner, self._peer, self._ticket, counts, deadline)
+        except ValueError as too_large:  # to be told of, for the limit of messages
+            self._give_back()
+            end(too_large)
+            return
         # The answers' thread is not to be held up by what may be a large message.
         _after(
             [call.add_done_callback for call in calls.values()],

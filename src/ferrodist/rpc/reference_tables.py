@@ -92,8 +92,9 @@ class Tables:
         self._held: dict[ReferenceId, Held] = {}
         self._peers: defaultdict[int, _Peer] = defaultdict(_Peer)
         self._registrations = Registrations()  # at their owner
-        self._arrived: defaultdict[int, list[tuple[int, Passage, ReferenceId]]] = defaultdict(list)  # by owners, who
-        self._settled: defaultdict[int, list[tuple[int, Passage]]] = defaultdict(list)  # are to be told in a connection
+        # What owners are to be told: what has come, and by which connection with them; and of what no more will.
+        self._arrived: defaultdict[int, list[tuple[int, Passage, ReferenceId]]] = defaultdict(list)
+        self._settled: defaultdict[int, list[Passage]] = defaultdict(list)
         self._refused: set[tuple[int, Passage]] = set()  # with owners: what is not to come any more
 
     # Objects of other ranks.
@@ -139,21 +140,21 @@ class Tables:
     def refuse(self, owner: int, registrar: int, tickets: Iterable[int]) -> None:
         """Take nothing more of what a rank has sent with these tickets, and tell the owner what has come of it."""
         with self._lock:
-            connection = self._peers[owner].connection
             for ticket in tickets:
                 self._refused.add((owner, (registrar, ticket)))
-                self._settled[owner].append((connection, (registrar, ticket)))
+                self._settled[owner].append((registrar, ticket))
         self._errands.put(functools.partial(self._teller.confirm, owner))
 
-    def take_confirmed(self, owner: int) -> tuple[list[tuple[Passage, ReferenceId]], list[Passage]]:
-        """What an owner is to be told: which references have come, and of which messages no more will."""
+    def take_confirmed(self, owner: int, most: int) -> tuple[list[tuple[Passage, ReferenceId]], list[Passage]]:
+        """So much of what an owner is to be told: which references have come, and of which messages no more will."""
         with self._lock:
             connection = self._peers[owner].connection
-            arrived, settled = self._arrived.pop(owner, []), self._settled.pop(owner, [])
-        return (
-            [(passage, id_) for when, passage, id_ in arrived if when == connection],
-            [passage for when, passage in settled if when == connection],
-        )
+            arrived, settled = self._arrived[owner], self._settled[owner]
+            arrived[:] = [each for each in arrived if each[0] == connection]  # others are not counted any more
+            found = [(passage, id_) for _, passage, id_ in arrived[:most]]
+            last = settled[: most - len(found)]
+            del arrived[: len(found)], settled[: len(last)]
+            return found, last
 
     def give_back(self, held: Held) -> int:
         """How many references an owner is to be told of that this rank has no more."""

@@ -15,7 +15,7 @@ from ferrodist.errors import DistributedError, PeerLostError, RpcError
 from ferrodist.rpc import remote_objects
 from ferrodist.rpc.counting import CONFIRM, LOST, REGISTER, RELEASE, SETTLE, UNREGISTER
 from ferrodist.rpc.futures import Future
-from ferrodist.rpc.messages import MET, Call, Failure, pack_call, unpack_call
+from ferrodist.rpc.messages import MET, Call, Failure, FailureKind, pack_call, unpack_call
 from ferrodist.rpc.object_calls import ObjectCalls
 from ferrodist.rpc.remote_objects import CREATE, RemoteObjects
 
@@ -172,7 +172,15 @@ class Process:
         if kind == "call":
             self.undecoded.append((peer, content, answer, False))
         else:
+            self.serve(peer, content, answer)
+
+    def serve(self, peer, content, answer):
+        try:
             call = unpack_call(content, peer, self.objects.extensions[peer])
+        except PeerLostError as error:
+            self.world.seen["an object that was refused"] += 1
+            answer(Failure(FailureKind.UNDECODABLE, "", str(error), ""))
+        else:
             self.world.seen[call.name] += 1
             self.calls.serve(peer, call, answer)
 
@@ -275,7 +283,9 @@ class World:
         if to == process.rank:
             reference = process.objects.keep(1)
         else:
-            reference = process.objects.create(to, CREATE, ("make", (1,), {}), None)
+            chosen = self.choose(process) if process.references and self.random.random() < 0.3 else 1
+            reference = process.objects.create(to, CREATE, ("make", (chosen,), {}), None)
+            del chosen
             id_, creation = reference._part.id, reference._part.creation
             self.unmade.add(id_)
             creation.add_done_callback(lambda future: future.exception() or self.unmade.discard(id_))
@@ -283,8 +293,10 @@ class World:
         return reference
 
     def send(self, process, to):
-        chosen = [self.random.choice(process.references) for _ in range(self.random.randrange(1, 3))]
-        process._call(to, Call("hold", (chosen,), {}), "call")
+        process._call(to, Call("hold", (self.choose(process),), {}), "call")
+
+    def choose(self, process):
+        return [self.random.choice(process.references) for _ in range(self.random.randrange(1, 3))]
 
     def kill(self, process):
         process.is_alive = False

@@ -65,7 +65,7 @@ class Town:
         """Start a process of a rank, and connect it with others."""
         self.incarnations[rank] += 1
         place = self.places[rank] = Place(rank, 3, PATIENCE)
-        functions = {"Counter": Counter, "take": self.taken.append, "wait": lambda: self.busy.wait(PATIENCE)}
+        functions = {"Counter": Counter, "Holder": list, "take": self.taken.append, "wait": self.busy.wait}
         self.agents[rank] = RpcAgent(place, functions, num_workers=1)
         for peer in peers:
             self.connect(rank, peer)
@@ -186,7 +186,7 @@ def test_a_message_that_comes_when_nobody_counts_on_it_any_more(town):
     own, its = town.agents[SENDER].reference(1), town.agents[SENDER].remote(RECEIVER, "Counter")
     its.rpc_sync().add()
     town.busy.clear()
-    waiting = town.agents[SENDER].rpc_async(RECEIVER, "wait")
+    waiting = town.agents[SENDER].rpc_async(RECEIVER, "wait", PATIENCE)
     call = town.agents[SENDER].rpc_async(RECEIVER, "take", [town.object(), own, its])
     until(lambda: town.kept() == (1, 1))
     until(lambda: len(town.agents[RECEIVER]._switchboard.workers._queue) == 1 or call.done())
@@ -201,6 +201,20 @@ def test_a_message_that_comes_when_nobody_counts_on_it_any_more(town):
     town.connect(OWNER, SENDER)
     town.agents[SENDER].rpc_sync(RECEIVER, "take", town.object())  # what comes now has another ticket
     assert town.taken[0].rpc_sync().add() == 2
+
+
+def test_an_object_that_is_made_of_what_nobody_counts_on_any_more(town):
+    """It is not made; who asked for it is told why."""
+    counter = town.object()
+    held = town.hold(SENDER, RECEIVER, "Holder")
+    holder = town.agents[SENDER].remote(RECEIVER, "Holder", counter)
+    held.wait()
+    town.cut(OWNER, SENDER)
+    until(lambda: town.kept() == (0, 0))
+    held.let_go()
+    assert "rank 0 has lost rank 1" in str(holder._part.creation.exception())
+    with pytest.raises(RpcError, match="the object was freed"):
+        holder.to_here()
 
 
 def test_a_result_that_comes_when_nobody_counts_on_it_any_more(town):
@@ -276,6 +290,19 @@ def test_a_receiver_that_the_owner_has_not_met(town, is_met):
         town.pairs.clear()
 
 
+def test_a_receiver_that_the_owner_never_meets(town):
+    """The next process of its rank comes: the sender, which does not know of that one yet, waits no more."""
+    town.kill(RECEIVER)
+    town.start(RECEIVER, SENDER)
+    old = town.agents[RECEIVER]
+    call = town.agents[SENDER].rpc_async(RECEIVER, "take", town.object())
+    until(lambda: town.kept() == (1, 1))
+    town.start(RECEIVER, OWNER)
+    with pytest.raises(PeerLostError, match="or knows that it was started again"):
+        call.result()
+    old.close()
+
+
 def test_a_sender_that_gives_up_before_the_owner_has_met_the_receiver(town):
     """What it has registered is forgotten."""
     counter = town.object()
@@ -298,16 +325,25 @@ def test_sender_and_receiver_lose_each_other(town):
         call.result()
     lost.wait()
     town.connect(SENDER, RECEIVER)
-    confirmed = town.hold(RECEIVER, OWNER, CONFIRM)
-    town.agents[SENDER].rpc_sync(RECEIVER, "take", counter)  # is not what was lost
-    confirmed.wait()
+    message = town.hold(SENDER, RECEIVER, "take")
+    call = town.agents[SENDER].rpc_async(RECEIVER, "take", counter)  # is not what was lost
+    message.wait()
     assert town.kept() == (1, 2)
-    confirmed.let_go()
-    until(lambda: town.kept() == (1, 1))
     lost.let_go()
+    until(lambda: town.kept() == (1, 1))
+    message.let_go()
+    call.result()
     until(lambda: town.kept() == (1, 0))
     del counter
     assert town.taken[0].rpc_sync().add() == 2
+
+
+def test_a_receiver_that_the_owner_has_lost(town):
+    """It is sent no reference to what it could not use, though the sender still has it."""
+    town.cut(OWNER, RECEIVER)
+    with pytest.raises(PeerLostError, match="can't be sent references to objects of rank 0, which has lost it"):
+        town.agents[SENDER].rpc_sync(RECEIVER, "take", town.object())
+    assert town.taken == []
 
 
 def test_what_was_counted_before_a_break_is_not_given_back_after_it(town):
@@ -330,6 +366,59 @@ def test_what_was_counted_before_a_break_is_not_given_back_after_it(town):
     held.let_go()
     call.result()
     assert town.taken[0].rpc_sync().add() == 1
+
+
+def test_what_has_come_before_a_break_is_not_given_back_after_it(town):
+    """The owner counts nothing of it any more, but what is on its way."""
+    value = town.agents[OWNER].reference(Counter())
+    town.agents[OWNER].rpc_sync(RECEIVER, "take", value)
+    town.cut(OWNER, RECEIVER)
+    town.connect(OWNER, RECEIVER)
+    held = town.hold(OWNER, RECEIVER, "take")
+    call = town.agents[OWNER].rpc_async(RECEIVER, "take", value)
+    held.wait()
+    town.taken.clear()
+    receiver = town.agents[RECEIVER]
+    until(lambda: receiver.num_references().elsewhere == 0)
+    done = threading.Event()
+    receiver._switchboard.objects.errands.put(done.set)
+    assert done.wait(PATIENCE)
+    town.agents[RECEIVER].remote(OWNER, "Counter").rpc_sync().add()  # comes after whatever was said before
+    held.let_go()
+    call.result()
+    del value
+    assert town.taken[0].rpc_sync().add() == 1
+
+
+def test_the_connection_changes_while_references_are_given_back(town, monkeypatch):
+    """What goes by the new one was counted in it: by then the owner counts what is on its way there."""
+    values, calls = [town.agents[OWNER].reference(Counter())], []
+    town.agents[OWNER].rpc_sync(RECEIVER, "take", values[0])
+    switchboard = town.agents[RECEIVER]._switchboard
+    send = switchboard.send_unanswered
+
+    def send_late(to, name, make):
+        if name == RELEASE and not calls:
+            town.cut(OWNER, RECEIVER)
+            town.connect(OWNER, RECEIVER)
+            calls.append(town.hold(OWNER, RECEIVER, "take"))
+            calls.append(town.agents[OWNER].rpc_async(RECEIVER, "take", values[0]))
+        return send(to, name, make)
+
+    monkeypatch.setattr(switchboard, "send_unanswered", send_late)
+    town.taken.clear()
+    until(lambda: len(calls) == 2)
+    held, call = calls
+    held.wait()
+    done = threading.Event()
+    town.agents[RECEIVER]._switchboard.objects.errands.put(done.set)
+    assert done.wait(PATIENCE)
+    town.agents[RECEIVER].remote(OWNER, "Counter").rpc_sync().add()  # comes after whatever was said before
+    held.let_go()
+    call.result()
+    values.clear()
+    assert town.taken[0].rpc_sync().add() == 1
+    calls.clear()
 
 
 def test_what_could_not_be_sent_to_one_connection_is_not_taken_off_another_one(town):

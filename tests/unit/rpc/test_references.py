@@ -16,10 +16,10 @@ import torch
 
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedTimeoutError, PeerLostError, RpcError
+from ferrodist.errors import DistributedTimeoutError, PeerLostError, ProtocolError, RpcError
 from ferrodist.rpc.agent import RpcAgent
 from ferrodist.rpc.counting import CONFIRM, LOST, MET, REGISTER, RELEASE, SETTLE, UNREGISTER
-from ferrodist.rpc.messages import OWN_NAMES, Call
+from ferrodist.rpc.messages import HELLO, OWN_NAMES, Call
 from ferrodist.rpc.reference_parts import part_of
 from ferrodist.rpc.reference_tables import ReferenceCounts
 from ferrodist.rpc.references import RRef
@@ -760,6 +760,59 @@ def test_ids_that_are_none():
         assert agent.rpc_sync(1, "echo", 1) == 1
 
     run_agents(only_on(0, program), 2)
+
+
+def test_many_references_in_one_message():
+    """Ranks tell each other of them in messages that are small, however small all have to be."""
+
+    def program(agent):
+        counters = [agent.remote(1, "Counter") for _ in range(70)]
+        holder = agent.remote(2, "Holder", counters)
+        assert holder.rpc_sync().take() == counters
+        counters.clear()
+        holder.rpc_sync().drop()
+
+    run_agents(only_on(0, program), message_limit=9_000)
+
+
+def test_registrations_that_are_too_large():
+    """Are an error of the call, also where that waits for something else; nothing is counted."""
+
+    def program(agent):
+        counters = [agent.remote(1, "Counter") for _ in range(70)]
+        assert counters[-1].rpc_sync().add() == 1
+        with pytest.raises(ValueError, match="is larger than 1,000"):
+            agent.rpc_sync(2, "echo", counters)
+        with pytest.raises(ValueError, match="is larger than 1,000"):
+            agent.rpc_sync(2, "echo", [agent.remote(2, "Holder", counters[0]), *counters])
+
+    run_agents(only_on(0, program), message_limit=1_000)
+
+
+class Unreadable:
+    """Can be pickled, and not be read."""
+
+    def __reduce__(self):
+        return fail, ("unreadable",)
+
+
+def test_references_beside_what_cannot_be_read():
+    """They have come all the same, and are given back; in calls and results."""
+
+    def program(agent):
+        own, theirs, third = agent.reference(1), agent.remote(1, "Counter"), agent.remote(2, "Counter")
+        value = [own, Unreadable(), theirs, (third, own), Unreadable()]
+        with pytest.raises(RpcError, match="rank 0 sent what is no call: 'unreadable'"):
+            agent.rpc_sync(1, "echo", value)
+        made = agent.remote(1, "beside", [own, theirs, third])
+        with pytest.raises(ProtocolError, match="rank 1 sent what is no result: 'unreadable'"):
+            made.to_here()
+        del made
+        until(lambda: agent.num_references().for_others == 0)
+        assert use(third) == 1
+
+    functions = {"beside": lambda value: [Unreadable(), *value]}
+    run_agents(only_on(0, program), functions=lambda agent: functions, allow_pickle=True)
 
 
 def test_calls_that_no_agent_makes():
