@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, PeerLostError, ProtocolError
+from ferrodist.errors import DistributedError, PeerLostError, ProtocolError, describe_error
 from ferrodist.rpc.messages import (
     Call,
     Failure,
@@ -211,6 +211,8 @@ class Caller(ABC):
                 sent.when_set(passing.forget)
         except (TypeError, ValueError, DistributedError) as error:
             self._fail_answer(number, error)
+        except Exception as error:  # noqa: BLE001 - a value of the user's may raise anything when it is looked at
+            self._fail_answer(number, TypeError(f"the result can't travel: {describe_error(error)}"))
 
     def _fail_answer(self, number: int, error: BaseException) -> None:
         """An answer can't travel, or is too large, or its caller is gone."""
@@ -220,7 +222,7 @@ class Caller(ABC):
         with contextlib.suppress(DistributedError):  # whoever waited is gone
             try:
                 self.send(MessageKind.FAILURE, number, pack_failure(failure))
-            except (TypeError, ValueError):  # a traceback may be too large, or no text that travels
+            except Exception:  # noqa: BLE001 - a traceback may be too large, or no text that travels
                 text = failure.text[:_MOST_LETTERS].encode("ascii", "backslashreplace")[:_MOST_LETTERS].decode("ascii")
                 short = Failure(failure.kind, failure.type_name[:_MOST_OF_A_NAME], text, "")
                 self.send(MessageKind.FAILURE, number, pack_failure(short))

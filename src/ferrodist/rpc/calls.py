@@ -96,6 +96,11 @@ class Waiting:
         """What errors call the function."""
         return self.name.removeprefix(OWN_NAMES)
 
+    @property
+    def left(self) -> float:
+        """How many of its seconds are left."""
+        return max(0.0, self.started + self.seconds - time.monotonic())
+
     def end(self) -> None:
         """Give back what it takes up, when it was answered or will not be."""
         if self.caller is not None:
@@ -106,7 +111,7 @@ class Waiting:
     def succeed(self, value: Any) -> None:
         """Give whoever made it the result."""
         if self.future is not None:
-            self.future.set_result(value)
+            self.future.settle(value)
         elif self.signal is not None:
             self.value = value
             self.has_ended = True
@@ -115,7 +120,7 @@ class Waiting:
     def fail(self, error: BaseException) -> None:
         """Tell whoever made it of an error."""
         if self.future is not None:
-            self.future.set_exception(error)
+            self.future.settle(None, error)
         elif self.signal is not None:
             self.error = error
             self.has_ended = True

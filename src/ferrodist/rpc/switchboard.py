@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, cast
 
 from ferrodist.deadline import Deadline
@@ -78,17 +79,17 @@ class Switchboard:
             self.workers, self.counters, self._caller, self.objects.extensions, f"{label}-timeouts"
         )
         self._office = Office(
-            self.workers,
-            self.workers.waits,
-            self.counters,
-            Buffers(),
-            self.objects,
-            self._serve_internal,
-            self.outgoing.answered,
-            name,
-            self.timeout,
-            most_outstanding,
-            message_limit,
+            workers=self.workers,
+            waits=self.workers.waits,
+            counters=self.counters,
+            buffers=Buffers(),
+            objects=self.objects,
+            serve_internal=self._serve_internal,
+            answered=self.outgoing.answered,
+            name=name,
+            timeout=self.timeout,
+            most_outstanding=most_outstanding,
+            message_limit=message_limit,
         )
         self.own = OwnCaller(self.rank, self._office)
         self.connector = Connector(backend, self, f"{label}-ends")
@@ -98,11 +99,12 @@ class Switchboard:
         if self._is_closed:
             return
         self._is_closed = True
-        self.outgoing.close()
-        self.connector.close()
-        self.own.close(0)
-        self.workers.close()
-        self.objects.close()
+        with contextlib.ExitStack() as parts:  # each of them, whatever another one raises; the last one first
+            parts.callback(self.objects.close)
+            parts.callback(self.workers.close)
+            parts.callback(self.own.close, 0)
+            parts.callback(self.connector.close)
+            parts.callback(self.outgoing.close)
 
     def _caller(self, peer: int, seconds: float) -> Caller:
         """A rank that is called; see `Outgoing`."""
