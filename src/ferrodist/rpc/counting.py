@@ -139,7 +139,7 @@ class Counting:
 
     def settle(self, user: int) -> None:
         """See `Teller`."""
-        for registrar, tickets in self.tables.take_unsettled(user).items():
+        for registrar, tickets in self.tables.unsettled(user).items():
             for start in range(0, len(tickets), _MOST_AT_ONCE):
                 arguments = (registrar, tickets[start : start + _MOST_AT_ONCE])
                 self._tell(user, SETTLE, functools.partial(_same, arguments))

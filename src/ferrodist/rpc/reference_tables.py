@@ -70,7 +70,7 @@ class Teller(Protocol):
         """Something came: `Tables.take_confirmed` says what."""
 
     def settle(self, user: int) -> None:
-        """A rank is to say what has come: `Tables.take_unsettled` says of which messages."""
+        """A rank is to say what has come: `Tables.unsettled` says of which messages."""
 
 
 class Tables:
@@ -277,13 +277,12 @@ class Tables:
             found = [each for each in self._registrations.of(registrar) if each.user == user and each.ticket <= ticket]
         self._settle(found)
 
-    def take_unsettled(self, user: int) -> dict[int, list[int]]:
-        """Of which messages a rank is to say what has come: tickets by senders. It is asked once."""
+    def unsettled(self, user: int) -> dict[int, list[int]]:
+        """Of which messages a rank is to say what has come: tickets by senders."""
         tickets: dict[int, list[int]] = {}
         with self._lock:
             for each in self._registrations.to(user):
-                if each.must_settle and not each.is_asked:
-                    each.is_asked = True
+                if each.must_settle:
                     tickets.setdefault(each.registrar, []).append(each.ticket)
         return tickets
 

@@ -57,8 +57,7 @@ class Registration:
         answer: Takes whether the message may go.
 
     Attributes:
-        must_settle: Whether the user is to say what has come, for no more will, and
-        is_asked: whether it has been asked to.
+        must_settle: Whether the user is to say what has come, for no more will.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Registration:
         self.user = user
         self.incarnation = incarnation
         self.counts = counts
-        self.must_settle = self.is_asked = False
+        self.must_settle = False
         self._answer: Callable[[Any], None] | None = answer
 
     @property

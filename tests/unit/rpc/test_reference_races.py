@@ -105,6 +105,15 @@ class Town:
         """Hold up the messages of a rank to another one which have a name in them; see `Held`."""
         return Held(self.agents[rank]._switchboard.connector.neighbors[peer], name)
 
+    def rest(self, *ranks):
+        """Return when ranks have done, and told rank 0 of, what there was to do when references have gone."""
+        gc.collect()
+        for rank in (*ranks, OWNER):
+            done = threading.Event()
+            self.agents[rank]._switchboard.objects.errands.put(done.set)
+            assert done.wait(PATIENCE)
+            self.agents[rank].rpc_sync(OWNER, "wait", 0)  # comes after what was said before
+
     def object(self):
         """A reference of rank 1's to an object of rank 0's, which has been made."""
         counter = self.agents[SENDER].remote(OWNER, "Counter")
@@ -166,6 +175,11 @@ def test_the_sender_dies_before_it_has_sent(town):
     assert town.kept() == (1, 1)
     town.kill(SENDER)
     until(lambda: town.kept() == (0, 0))
+    assert len(town.agents[RECEIVER]._switchboard.objects.counting.tables._refused) == 1
+    town.start(SENDER, RECEIVER, OWNER)
+    assert not town.agents[RECEIVER]._switchboard.objects.counting.tables._refused  # nothing comes of what is gone
+    town.agents[SENDER].rpc_sync(RECEIVER, "take", town.object())
+    assert town.taken[0].rpc_sync().add() == 2
 
 
 def test_the_sender_dies_before_its_message_is_confirmed(town):
@@ -266,6 +280,7 @@ def test_the_receiver_is_started_again_before_it_has_confirmed(town):
     town.start(RECEIVER, OWNER, SENDER)
     town.agents[SENDER].rpc_sync(RECEIVER, "take", counter)
     del counter
+    town.rest(SENDER)
     assert town.taken.pop().rpc_sync().add() == 2
 
 
@@ -335,6 +350,7 @@ def test_sender_and_receiver_lose_each_other(town):
     call.result()
     until(lambda: town.kept() == (1, 0))
     del counter
+    town.rest(SENDER)
     assert town.taken[0].rpc_sync().add() == 2
 
 
@@ -380,13 +396,11 @@ def test_what_has_come_before_a_break_is_not_given_back_after_it(town):
     town.taken.clear()
     receiver = town.agents[RECEIVER]
     until(lambda: receiver.num_references().elsewhere == 0)
-    done = threading.Event()
-    receiver._switchboard.objects.errands.put(done.set)
-    assert done.wait(PATIENCE)
-    town.agents[RECEIVER].remote(OWNER, "Counter").rpc_sync().add()  # comes after whatever was said before
+    town.rest(RECEIVER)
     held.let_go()
     call.result()
     del value
+    town.rest()
     assert town.taken[0].rpc_sync().add() == 1
 
 
@@ -410,15 +424,31 @@ def test_the_connection_changes_while_references_are_given_back(town, monkeypatc
     until(lambda: len(calls) == 2)
     held, call = calls
     held.wait()
-    done = threading.Event()
-    town.agents[RECEIVER]._switchboard.objects.errands.put(done.set)
-    assert done.wait(PATIENCE)
-    town.agents[RECEIVER].remote(OWNER, "Counter").rpc_sync().add()  # comes after whatever was said before
+    town.rest(RECEIVER)
     held.let_go()
     call.result()
     values.clear()
+    town.rest()
     assert town.taken[0].rpc_sync().add() == 1
     calls.clear()
+
+
+def test_what_a_rank_sends_itself_is_not_given_back(town):
+    """The owner has counted nothing of that; something else is on its way meanwhile."""
+    counter = town.object()
+    town.agents[SENDER].rpc_sync(OWNER, "take", counter)
+    own = town.taken.pop()
+    town.agents[SENDER].rpc_sync(SENDER, "take", counter)
+    held = town.hold(OWNER, SENDER, "take")
+    call = town.agents[OWNER].rpc_async(SENDER, "take", own)
+    held.wait()
+    town.taken.clear()
+    del counter, own
+    town.rest(SENDER)
+    held.let_go()
+    call.result()
+    town.rest()
+    assert town.taken[0].rpc_sync().add() == 2
 
 
 def test_what_could_not_be_sent_to_one_connection_is_not_taken_off_another_one(town):
