@@ -381,7 +381,7 @@ def test_nothing_is_freed_too_early_and_nothing_is_left(monkeypatch, breaks):
     """Of objects of three ranks that pass references on, die, are started again, and lose each other."""
     monkeypatch.setattr(remote_objects, "Errands", Errands)
     seen = Counter()
-    for seed in range(600):
+    for seed in range(250):
         world = World(seed, breaks=breaks)
         try:
             world.run(130)
