@@ -97,6 +97,9 @@ class SubBackend(NonBlockingBackend):
         self._root.open_subgroup(self.group_id, self._root_ranks, self.name)
         self._root.subgroups.add(self)
         self.collectives = self._root.subgroup_collectives(self)
+        self.carries_cpu_tensors = self._root.carries_cpu_tensors
+        self.device_collectives = self._root.subgroup_device_collectives(self)
+        self.device_messages = self._root.subgroup_device_messages(self)
         self.tensor_messages = self._root.subgroup_tensor_messages(self)
 
     @staticmethod

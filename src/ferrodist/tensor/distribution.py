@@ -118,6 +118,6 @@ def _empty_part(tensor: torch.Tensor, placement: Placement, num_ranks: int, at: 
 def _scatter(tensor: torch.Tensor, dim: int, root: int, group: Backend) -> torch.Tensor:
     sizes = compute_shard_sizes(tensor.shape[dim], group.world_size)
     shape = [*tensor.shape[:dim], sizes[group.rank], *tensor.shape[dim + 1 :]]
-    target = prepare_out(None, shape, tensor.dtype, dim=dim)
+    target = prepare_out(None, shape, tensor.dtype, device=tensor.device, dim=dim)
     whole = tensor if group.rank == root else None
     return scatter_by_sizes(whole, target, sizes, root, dim=dim, group=group, timeout=group.timeout)
