@@ -1,0 +1,52 @@
+"""Both kinds of tensors in one group: a host's backend for the CPU, NCCL for GPUs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ferrodist.backends.nccl.controlled import ControlledBackend
+
+if TYPE_CHECKING:
+    from ferrodist.backends.base import Backend
+    from ferrodist.backends.nccl.collectives import NcclCollectives
+
+__all__ = ["HybridBackend"]
+
+
+class HybridBackend(ControlledBackend):
+    """A rank of a group that carries bytes and tensors on the CPU by one backend, and tensors on GPUs by NCCL.
+
+    The communicators of NCCL are made when the first collective or message on a GPU comes.
+
+    Args:
+        control: A group of the same ranks, a `NativeBackend` or `TcpBackend`; this one closes it.
+        stream: A `torch.cuda.Stream` for all of the group's work on the GPU; None makes one for each group.
+        settings: ``library`` and ``streams``, for tests.
+    """
+
+    def __init__(self, control: Backend, **settings: Any) -> None:
+        super().__init__(control, **settings)
+        self.collectives = control.collectives
+        self.quick = control.quick
+        self.tensor_messages = control.tensor_messages
+
+    def close(self, timeout: float | None = None) -> None:
+        """Leave the group; see `Backend.close`."""
+        self.quick = self.tensor_messages = None  # as the control group does with its own
+        super().close(timeout)
+
+    def tcp(self) -> Backend:
+        """The group of the host: what carries bytes and tensors on the CPU."""
+        return self._control
+
+    def nccl(self) -> NcclCollectives:
+        """The engine of tensors on GPUs."""
+        engine: NcclCollectives = self.device_collectives
+        return engine
+
+    def synchronize_nccl(self, timeout: float | None = None) -> None:
+        """Wait on the host until NCCL has done what this rank has launched in this group: `synchronize`."""
+        self.synchronize(timeout)
+
+    def _check_tag(self, tag: int) -> None:
+        """All messages are carried."""

@@ -1,0 +1,93 @@
+"""Operations that are on a stream."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.backends.nccl.streams import Event, Stream, Streams
+    from ferrodist.errors import DistributedError
+
+__all__ = ["NO_PLACE", "Enqueued", "Launched"]
+
+NO_PLACE = -1
+"""In place of a sequence number: messages have none."""
+
+
+class Launched:
+    """One operation on a stream, until the GPU has come past its end.
+
+    Args:
+        what: In words.
+        sequence: Its place among the group's collectives, or `NO_PLACE`.
+        timeout: Seconds it may take from when the GPU has come to it.
+        start: Where it begins.
+        end: Where it ends.
+        peers: The other sides of messages.
+        kept: Tensors that must live until it has ended.
+    """
+
+    __slots__ = ("_came_at", "_start", "end", "kept", "peers", "sequence", "timeout", "what")
+
+    def __init__(
+        self,
+        *,
+        what: str,
+        sequence: int,
+        timeout: float,
+        start: Event,
+        end: Event,
+        peers: tuple[int, ...],
+        kept: Sequence[torch.Tensor],
+    ) -> None:
+        self.what = what
+        self.sequence = sequence
+        self.timeout = timeout
+        self._start = start
+        self.end = end
+        self.peers = peers
+        self.kept = kept
+        self._came_at: float | None = None
+
+    def is_late(self, now: float) -> bool:
+        """Whether its time has passed, which begins when the GPU is seen to have come to it."""
+        if self._came_at is None:
+            if self._start.query():
+                self._came_at = now
+            return False
+        return now - self._came_at > self.timeout
+
+
+class Enqueued:
+    """What a thread has launched asynchronously; see `Enqueued` of collectives/engine.py."""
+
+    __slots__ = ("_device", "_group", "_launched", "_streams")
+
+    def __init__(
+        self, launched: Sequence[Launched], group: Backend, streams: Streams, device: torch.device | None
+    ) -> None:
+        self._launched = launched
+        self._group = group
+        self._streams = streams
+        self._device = device
+
+    @property
+    def error(self) -> DistributedError | None:
+        """Why it will not be done, or was done for nothing."""
+        return self._group.failure
+
+    def done(self) -> bool:
+        """Whether the GPU has come past it, or the group has failed."""
+        return self._group.failure is not None or all(launched.end.query() for launched in self._launched)
+
+    def wait_on_stream(self) -> None:
+        """Have the current stream wait for it; the host does not."""
+        if self._launched:
+            assert self._device is not None
+            current: Stream = self._streams.current(self._device)
+            current.wait_event(self._launched[-1].end)  # of one stream, so it is the last to be passed
