@@ -263,7 +263,8 @@ class NcclCollectives:
         is_even = set(send_counts) | set(receive_counts) == {unit}
 
         def work(lane: Lane) -> None:
-            self._counts.tell(self._group, sequence, send_counts, receive_counts)
+            rows = [[count // unit if unit else 0 for count in counts] for counts in (send_counts, receive_counts)]
+            self._counts.tell(self._group, sequence, *rows)
             if not is_even:
                 self._counts.wait(self._group, sequence, str(call), Deadline(timeout))
             outgoing, incoming = _parts(source, send_counts), _parts(out, receive_counts)

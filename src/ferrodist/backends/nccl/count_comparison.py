@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CountComparison"]
 
-_MESSAGE = struct.Struct("<Qqq")  # sequence, elements to the receiver, elements expected from it
+_MESSAGE = struct.Struct("<Qqq")  # sequence, rows to the receiver, rows expected from it
 _TAG = channel_tag(Channel.DEVICE_COUNT, 0)
 _LOOK_SECONDS = 0.05
 
@@ -105,18 +105,21 @@ class CountComparison:
                 del self._own[sequence]
             to_here, from_here = theirs
             if to_here != expected:
-                self._error = self._mismatch(sequence, rank, to_here, self._rank, expected)
+                self._error = self._mismatch(sequence, (rank, to_here), (self._rank, expected))
             elif from_here != sent:
-                self._error = self._mismatch(sequence, self._rank, sent, rank, from_here)
+                self._error = self._mismatch(sequence, (self._rank, sent), (rank, from_here))
             error = self._error
             self._changed.notify_all()
         if error is not None:
             self._found(error)
 
-    def _mismatch(self, sequence: int, sender: int, sent: int, receiver: int, expected: int) -> SizeMismatchError:
+    def _mismatch(self, sequence: int, sends: tuple[int, int], expects: tuple[int, int]) -> SizeMismatchError:
+        """The error of a rank that sends another number than a rank expects."""
+        (sender, sent), (receiver, expected) = sends, expects
         return SizeMismatchError(
-            f"all_to_all on GPU tensors in group {self._name!r}, operation {sequence}: rank {sender} sends {sent}"
-            f" elements to rank {receiver}, which expects {expected}. The group has failed.",
+            f"all_to_all on GPU tensors in group {self._name!r}, operation {sequence}: rank {receiver} expects {expected}"
+            f" {'row' if expected == 1 else 'rows'} from rank {sender} (recv_counts[{sender}]), which sends it {sent}"
+            f" (its send_counts[{receiver}]): they must be equal.",
             ranks=(sender,),
         )
 

@@ -192,7 +192,7 @@ class Launcher:
         with self._ended_by(what), self._launching:
             self._check()
             self._deadline = deadline
-            lane = self.open(tensors[0].device, what, deadline)
+            lane = self.open(tensors[0].device, Call(operation="messages"), deadline)
             self._put(what, tensors, lambda: work(lane), timeout=timeout, peers=tuple(peers))
 
     def catch_up(self, device: torch.device) -> None:
@@ -270,7 +270,7 @@ class Launcher:
 
     # The communicator.
 
-    def open(self, device: torch.device, call: Call | str, deadline: Deadline) -> Lane:
+    def open(self, device: torch.device, call: Call, deadline: Deadline) -> Lane:
         """The lane, made with the other ranks when this is the first work of the group."""
         with self._launching:
             if self._lane is None:
@@ -283,7 +283,7 @@ class Launcher:
                 )
             return self._lane
 
-    def _open(self, device: torch.device, call: Call | str, deadline: Deadline) -> Lane:
+    def _open(self, device: torch.device, call: Call, deadline: Deadline) -> Lane:
         self._streams.check(device)
         group = self._group
         library, reason, unique_id = None, "", b""
@@ -295,7 +295,7 @@ class Launcher:
             reason = describe_error(error)
         half = MAX_PAYLOAD - 1
         head = b"\0" + reason.encode()[:half] if reason else b"\1" + unique_id[:half]
-        said = self._share("open NCCL", head, deadline.remaining())
+        said = self._share(call.operation, head, deadline.remaining(), what="on GPUs")
         without = [rank for rank, answer in enumerate(said) if answer[:1] != b"\1"]
         if without:
             raise BackendUnavailable(
@@ -303,7 +303,7 @@ class Launcher:
                 f" {reason or said[without[0]][1:].decode(errors='replace')}",
                 ranks=tuple(without),
             )
-        rest = self._share("open NCCL", unique_id[half:], deadline.remaining())
+        rest = self._share("unique id of NCCL", unique_id[half:], deadline.remaining())
         assert library is not None
         communicator = library.open(said[0][1:] + rest[0], group.rank, group.world_size, device)
         self._communicator, self._device = communicator, device
@@ -314,12 +314,13 @@ class Launcher:
         self._await_ready(communicator, str(call), deadline)
         return Lane(communicator, self._stream_on(device), partial(_await_launch, weakref.ref(self)))
 
-    def _share(self, operation: str, payload: bytes, timeout: float) -> list[bytes]:
+    def _share(self, operation: str, payload: bytes, timeout: float, *, what: str = "") -> list[bytes]:
         """As `Collectives.share`, by what compares the calls of the group's host."""
         engine = self._group.collectives
         if engine is None:
-            return self._group.agreement.reach(Call(operation=operation, payload=payload), timeout)
-        shared: list[bytes] = engine.share(operation, payload, timeout=timeout, sequence=engine.reserve())
+            return self._group.agreement.reach(Call(operation=operation, reduce_op=what, payload=payload), timeout)
+        name = f"{operation} {what}" if what else operation
+        shared: list[bytes] = engine.share(name, payload, timeout=timeout, sequence=engine.reserve())
         return shared
 
     def await_launch(self) -> None:
