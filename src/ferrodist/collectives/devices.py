@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from ferrodist.collectives.operation import collectives_of
+from ferrodist.collectives.staged import staged_collectives_of
+from ferrodist.collectives.staged_messages import StagedMessages
 from ferrodist.errors import UnsupportedOpError
 
 if TYPE_CHECKING:
@@ -13,7 +16,10 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.collectives.engine import Collectives, DeviceMessages
 
-__all__ = ["engine_of", "messages_of"]
+__all__ = ["FALLBACK_VARIABLE", "engine_of", "messages_of"]
+
+FALLBACK_VARIABLE = "FERRODIST_ENABLE_GPU_FALLBACK"
+"""1 lets tensors on GPUs go through the host's memory in groups that have no engine for them; read at each call."""
 
 
 def engine_of(group: Backend, device: torch.device) -> Collectives:
@@ -26,9 +32,10 @@ def engine_of(group: Backend, device: torch.device) -> Collectives:
         _check_carries_cpu(group)
         return collectives_of(group)
     engine: Collectives | None = group.device_collectives
-    if engine is None:
-        raise _uncarried(group, device)
-    return engine
+    if engine is not None:
+        return engine
+    _check_fallback(group, device)
+    return staged_collectives_of(group)
 
 
 def messages_of(group: Backend, device: torch.device) -> DeviceMessages | None:
@@ -41,9 +48,10 @@ def messages_of(group: Backend, device: torch.device) -> DeviceMessages | None:
         _check_carries_cpu(group)
         return None
     messages: DeviceMessages | None = group.device_messages
-    if messages is None:
-        raise _uncarried(group, device)
-    return messages
+    if messages is not None:
+        return messages
+    _check_fallback(group, device)
+    return StagedMessages(group)
 
 
 def _check_carries_cpu(group: Backend) -> None:
@@ -54,8 +62,12 @@ def _check_carries_cpu(group: Backend) -> None:
         )
 
 
-def _uncarried(group: Backend, device: torch.device) -> UnsupportedOpError:
-    return UnsupportedOpError(
-        f"group {group.name!r} has nothing that carries tensors on {device}: make the group with backend 'hybrid' or"
-        " 'nccl', or pass tensor.cpu()"
-    )
+def _check_fallback(group: Backend, device: torch.device) -> None:
+    """Raise UnsupportedOpError unless tensors on a GPU may go through the host's memory in a group."""
+    _check_carries_cpu(group)
+    if os.environ.get(FALLBACK_VARIABLE) != "1":
+        raise UnsupportedOpError(
+            f"group {group.name!r} has no engine for tensors on {device}: make the group with backend 'hybrid' or"
+            f" 'nccl'; or set {FALLBACK_VARIABLE}=1, on all ranks, for them to go through the host's memory; or pass"
+            " tensor.cpu()"
+        )

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ferrodist.collectives.point_to_point import Recv, Send
+    from ferrodist.collectives.batches import Recv, Send
     from ferrodist.collectives.reduce_op import Op
     from ferrodist.errors import DistributedError
 

@@ -7,16 +7,15 @@ tag stay in order however many threads send or receive them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
 from ferrodist.backends.base import check_peer
-from ferrodist.backends.request import wait_all
 from ferrodist.backends.tags import ANY_SOURCE, check_user_tag
+from ferrodist.collectives.batches import Recv, Send, batch_on_host, receive_into, wait_for, whom
 from ferrodist.collectives.devices import messages_of
-from ferrodist.collectives.prepare import check_integer, check_out, check_tensor, group_and_timeout, prepare_out
+from ferrodist.collectives.prepare import check_integer, check_out, check_tensor, group_and_timeout
 from ferrodist.collectives.quick_messages import (
     NOT_BEGUN,
     Progress,
@@ -29,7 +28,6 @@ from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.collectives.tensor_heads import MAX_DIMS
 from ferrodist.collectives.tensor_transfers import TensorReceive, start_body, start_send
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -42,7 +40,6 @@ __all__ = [
     "Recv",
     "Send",
     "batch",
-    "batch_on_host",
     "begin_send",
     "recv",
     "recv_into",
@@ -52,24 +49,6 @@ __all__ = [
 
 
 _HOST = torch.device("cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """A send for `batch`: ``tensor`` to rank ``dst``, under ``tag``."""
-
-    tensor: torch.Tensor
-    dst: int
-    tag: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Recv:
-    """A receive for `batch`: into ``tensor`` from rank ``src`` (or `ANY_SOURCE`), under ``tag``."""
-
-    tensor: torch.Tensor
-    src: int
-    tag: int = 0
 
 
 def send(
@@ -107,7 +86,7 @@ def send(
         messages.exchange([Send(tensor, dst, tag)], timeout=limit)
         return
     requests = _continue_send(chosen, Send(tensor, dst, tag), begun)
-    _wait_for(requests, Deadline(limit, elapsed=begun.seconds), chosen, f"send to {_whom(dst)}")
+    wait_for(requests, Deadline(limit, elapsed=begun.seconds), chosen, f"send to {whom(dst)}")
 
 
 @overload
@@ -187,7 +166,7 @@ def recv(
         (peer,) = messages.exchange([incoming], timeout=limit)
         return (incoming.tensor, peer) if return_source else incoming.tensor
     receive = TensorReceive(chosen, src, tag, shape=shape, dtype=dtype)
-    _wait_for([receive], Deadline(limit, elapsed=begun.seconds), chosen, f"recv from {_whom(src)}")
+    wait_for([receive], Deadline(limit, elapsed=begun.seconds), chosen, f"recv from {whom(src)}")
     return (receive.finish(), receive.peer) if return_source else receive.finish()
 
 
@@ -213,8 +192,8 @@ def recv_into(
     messages = messages_of(chosen, tensor.device)
     if messages is not None:
         return messages.exchange([incoming], timeout=limit)[0]
-    receive = _receive_into(chosen, incoming)
-    _wait_for([receive], Deadline(limit, elapsed=result.seconds), chosen, f"recv_into from {_whom(src)}")
+    receive = receive_into(chosen, incoming)
+    wait_for([receive], Deadline(limit, elapsed=result.seconds), chosen, f"recv_into from {whom(src)}")
     receive.finish()
     return receive.peer
 
@@ -293,7 +272,7 @@ def sendrecv(
         receive.cancel()
         raise
     deadline = Deadline(limit, elapsed=result.seconds)
-    _wait_for(requests, deadline, chosen, f"sendrecv with {_whom(dst)} and {_whom(src)}")
+    wait_for(requests, deadline, chosen, f"sendrecv with {whom(dst)} and {whom(src)}")
     return (receive.finish(), receive.peer) if return_source else receive.finish()
 
 
@@ -327,31 +306,6 @@ def batch(
     if messages is not None:
         return messages.exchange(operations, timeout=limit)
     return batch_on_host(operations, chosen, limit)
-
-
-def batch_on_host(operations: Sequence[Send | Recv], group: Backend, timeout: float) -> list[int]:
-    """`batch` of operations that have been checked, with tensors on the CPU."""
-    receives: dict[int, TensorReceive] = {}
-    requests: list[Request] = []
-    try:
-        for i, operation in enumerate(operations):
-            if isinstance(operation, Recv):
-                receives[i] = _receive_into(group, operation)
-                requests.append(receives[i])
-        for operation in operations:
-            if isinstance(operation, Send):
-                requests.extend(start_send(group, operation.tensor, operation.dst, operation.tag))
-    except BaseException:
-        for request in requests:
-            request.cancel()
-        raise
-    what = ", ".join(
-        f"send to {_whom(op.dst)}" if isinstance(op, Send) else f"recv from {_whom(op.src)}" for op in operations
-    )
-    _wait_for(requests, Deadline(timeout), group, what)
-    for receive in receives.values():
-        receive.finish()
-    return [op.dst if isinstance(op, Send) else receives[i].peer for i, op in enumerate(operations)]
 
 
 def _recv_on(
@@ -410,28 +364,3 @@ def _continue_send(group: Backend, operation: Send, begun: Progress) -> list[Req
     if begun.number is not None:
         return start_body(group, operation.tensor, operation.dst, begun.number)
     return start_send(group, operation.tensor, operation.dst, operation.tag)
-
-
-def _receive_into(group: Backend, operation: Recv) -> TensorReceive:
-    tensor = operation.tensor
-    with torch.no_grad():
-        target = prepare_out(tensor, tensor.shape, tensor.dtype)
-    return TensorReceive(group, operation.src, operation.tag, shape=tensor.shape, dtype=tensor.dtype, target=target)
-
-
-def _wait_for(requests: list[Request], deadline: Deadline, group: Backend, what: str) -> None:
-    try:
-        wait_all(requests, deadline)
-    except DistributedTimeoutError as error:
-        if group.failure is not None:
-            raise
-        raise DistributedTimeoutError(
-            f"{what} on group {group.name!r}: not done after {deadline.elapsed():.2f} s of"
-            f" {deadline.timeout:g} s allowed{error.detail} (rank {group.rank}). The other side has not made the"
-            " matching call.",
-            ranks=tuple(rank for rank in error.ranks if rank != ANY_SOURCE),
-        ) from None
-
-
-def _whom(rank: int) -> str:
-    return "any rank" if rank == ANY_SOURCE else f"rank {rank}"
