@@ -292,7 +292,10 @@ class FakeCommunicator:
                 return
             other = waiting.popleft()
             source, target = (work, other) if work.kind == "send" else (other, work)
-            if source.tensors[0].numel() == target.tensors[0].numel() and source.tensors[0].dtype == target.tensors[0].dtype:
+            if (
+                source.tensors[0].numel() == target.tensors[0].numel()
+                and source.tensors[0].dtype == target.tensors[0].dtype
+            ):
                 target.tensors[0].copy_(source.tensors[0])
                 source.is_done = target.is_done = True
             # else both wait for ever, as NCCL would

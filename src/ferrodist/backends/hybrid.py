@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.backends.nccl.controlled import ControlledBackend
+from ferrodist.backends.nccl.controlled import ControlledBackend, control_of, reasons_without_nccl
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.backends.nccl.collectives import NcclCollectives
+    from ferrodist.deadline import Deadline
+    from ferrodist.rendezvous import Membership
 
-__all__ = ["HybridBackend"]
+__all__ = ["HybridBackend", "best_backend"]
 
 
 class HybridBackend(ControlledBackend):
@@ -50,3 +52,13 @@ class HybridBackend(ControlledBackend):
 
     def _check_tag(self, tag: int) -> None:
         """All messages are carried."""
+
+
+def best_backend(membership: Membership, timeout: float, deadline: Deadline) -> Backend:
+    """What ``init_process_group(None)`` makes: a hybrid group where all ranks have NCCL and a GPU, else the host's."""
+    control = control_of(membership, timeout, deadline)
+    try:
+        return control if reasons_without_nccl(control, deadline) else HybridBackend(control)
+    except BaseException:
+        control.close()
+        raise

@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 from nccl_fakes import fake_groups, send_cpu_tensors_to_nccl
 
-from ferrodist.backends.process_group import use_group
-from ferrodist.backends.sub import SubBackend
 from ferrodist.testing import run_ranks
 from ferrodist.testing.collective_conformance import COLLECTIVE_CHECKS
 
 if TYPE_CHECKING:
-    from ferrodist.backends.base import Backend
     from ferrodist.testing.collective_checks.harness import CollectiveCheck
 
 

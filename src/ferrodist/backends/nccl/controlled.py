@@ -12,17 +12,18 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.base import NonBlockingBackend
+from ferrodist.backends.call import MAX_PAYLOAD, Call
 from ferrodist.backends.native import NativeBackend, is_native_available
 from ferrodist.backends.nccl.collectives import NcclCollectives
 from ferrodist.backends.nccl.launcher import Launcher
-from ferrodist.backends.nccl.library import load_nccl
+from ferrodist.backends.nccl.library import load_nccl, why_no_nccl
 from ferrodist.backends.nccl.messages import NcclMessages
 from ferrodist.backends.nccl.streams import CudaStreams
 from ferrodist.backends.nccl.watch import Watch
 from ferrodist.backends.sub import SubBackend
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.weak import held_now
-from ferrodist.errors import GroupClosedError, InvalidRankError, PeerLostError
+from ferrodist.errors import BackendUnavailable, GroupClosedError, InvalidRankError, PeerLostError, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,13 +39,20 @@ if TYPE_CHECKING:
     from ferrodist.errors import DistributedError
     from ferrodist.rendezvous import Membership
 
-__all__ = ["ControlledBackend", "control_of"]
+__all__ = ["ControlledBackend", "control_of", "reasons_without_nccl"]
 
 
 def control_of(membership: Membership, timeout: float, deadline: Deadline) -> Backend:
     """The control group of ranks that have met: native where it is installed."""
     kind = NativeBackend if is_native_available() else TcpBackend
     return kind.from_membership(membership, timeout, deadline)
+
+
+def reasons_without_nccl(control: Backend, deadline: Deadline) -> dict[int, str]:
+    """Why ranks have no NCCL, by rank; all ranks call it."""
+    own = (why_no_nccl() or "").encode()[:MAX_PAYLOAD]
+    said = control.agreement.reach(Call(operation="is there NCCL", payload=own), deadline.remaining())
+    return {rank: reason.decode(errors="replace") for rank, reason in enumerate(said) if reason}
 
 
 class ControlledBackend(NonBlockingBackend):
@@ -80,9 +88,22 @@ class ControlledBackend(NonBlockingBackend):
 
     @classmethod
     def from_membership(cls, membership: Membership, timeout: float, deadline: Deadline) -> Self:
-        """Make the group of all ranks that met; see `TcpBackend.from_membership`."""
+        """Make the group of all ranks that met, over a native control group, or TCP where there is no engine.
+
+        Raises:
+            BackendUnavailable: On all ranks, when one can't use NCCL; with the reason.
+        """
         control = control_of(membership, timeout, deadline)
         try:
+            reasons = reasons_without_nccl(control, deadline)
+            if reasons:
+                own = why_no_nccl() if control.rank in reasons else None
+                first = min(reasons)
+                raise BackendUnavailable(
+                    f"{cls.__name__} needs NCCL on all ranks, and {ranks_text(tuple(reasons))} can't use it:"
+                    f" {own or reasons[first]}. 'ferrodist doctor' tells what is there.",
+                    ranks=tuple(reasons),
+                )
             return cls(control)
         except BaseException:
             control.close()
