@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.backends.request import wait_all
+from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.letters import Parcel, read_letter, write_letter
 from ferrodist.collectives.point_to_point import begin_send, recv
 from ferrodist.collectives.tensor_transfers import TensorReceive, start_send
@@ -29,7 +30,11 @@ def send_parcel(parcel: Parcel, dst: int, tag: int, group: Backend) -> list[Requ
 
     Raises:
         TypeError: A tensor can't travel.
+        UnsupportedOpError: It is on a GPU, and the group carries none there.
     """
+    for tensor in parcel.tensors:
+        if tensor.is_cuda:
+            engine_of(group, tensor.device)
     letter, apart = write_letter(parcel, "what goes from stage to stage")
     requests = begin_send(letter, dst, tag=tag, group=group)
     for tensor in apart:
@@ -44,12 +49,14 @@ class Receipt:
         src: The rank that sends it.
         tag: Under which.
         group: The group.
+        device: Where tensors are put that the sender has on a GPU.
         is_ahead: Whether to begin at once, which is worth it for what is large. Else what is small comes by itself, and
             taking it when it is needed costs a fraction.
     """
 
-    def __init__(self, src: int, tag: int, group: Backend, *, is_ahead: bool) -> None:
+    def __init__(self, src: int, tag: int, group: Backend, *, device: torch.device, is_ahead: bool) -> None:
         self._group = group
+        self._device = device
         self._src = src
         self._tag = tag
         self._lock = threading.Lock()
@@ -82,6 +89,9 @@ class Receipt:
         wait_all([body for _, body in self._bodies], deadline)
         for number, body in self._bodies:
             self._parcel.tensors[number] = body.finish()
+        for number, is_on_gpu in enumerate(self._parcel.is_on_gpu):
+            if is_on_gpu:
+                self._parcel.tensors[number] = self._parcel.tensors[number].to(self._device)
         return self._parcel
 
     @property

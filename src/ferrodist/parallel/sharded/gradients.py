@@ -87,7 +87,7 @@ class FlatGradients:
         axes, layout = self._axes, self._layout
         rows = buffer.take(layout.num_shards * layout.row_size, self.dtype, self.settle)
         self._fill(rows)
-        self._row = torch.empty(layout.row_size, dtype=self.dtype, device="cpu")
+        self._row = rows.new_empty(layout.row_size)
         if axes.shard is not None:
             self._from_buffer = async_reduce_scatter(rows, ReduceOp.MEAN, group=axes.shard, out=self._row)
         elif axes.replicate is not None:

@@ -1,0 +1,24 @@
+"""What tests on a real GPU have in common; they are skipped, with the reason, where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def _why_not() -> str:
+    """Why nothing can be tested on a GPU here; this makes no CUDA context, which forked ranks could not use."""
+    if not torch.backends.cuda.is_built():
+        return "this torch is built without CUDA"
+    return "" if torch.cuda.device_count() else "no CUDA device is here"
+
+
+_REASON = _why_not()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU."""
+    if _REASON:
+        for item in items:
+            if "gpu" in item.path.parts:
+                item.add_marker(pytest.mark.skip(reason=_REASON))
