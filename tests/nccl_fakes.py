@@ -1,8 +1,9 @@
 """A fake of NCCL and of CUDA's streams, at the edges of ferrodist's own code: for tests without a GPU.
 
-It works on tensors of the CPU, with ranks as threads, and records what it is asked for. What NCCL does in its own way it
-does so, too: it matches by order alone, drops NaN in minima and maxima, and multiplies by a mean's factor first. It can
-do more slowly than it says: with ``is_lazy`` an operation is on its stream at once, and done when all have come to it.
+It works on tensors of the CPU, with ranks as threads, and records what it is asked for. What NCCL does in its own way
+it does so, too: it matches by order alone, drops NaN in minima and maxima, and multiplies by a mean's factor first.
+With ``is_lazy`` an operation is on its stream at once, and done when all ranks have come to it; without, it comes onto
+its stream only then.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.backends.hybrid import HybridBackend
 from ferrodist.backends.nccl.communicator import NcclError
 from ferrodist.backends.nccl.dtypes import NCCL_DTYPES
+from ferrodist.backends.simulated import SimulatedBackend
+from ferrodist.collectives import devices, operation, point_to_point
+from ferrodist.errors import UnsupportedOpError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -84,8 +89,6 @@ class FakeStreams:
 
     def check(self, device: torch.device) -> None:
         if self.is_capturing:
-            from ferrodist import UnsupportedOpError
-
             raise UnsupportedOpError("a graph is being captured")
 
     def make(self, device: torch.device) -> FakeStream:
@@ -168,7 +171,8 @@ class FakeCommunicator:
         self.begun: list[FakeWork] = []
 
     def is_ready(self) -> bool:
-        assert not self.is_aborted and not self.is_destroyed, "asked of a communicator that is gone"
+        assert not self.is_aborted, "asked of a communicator that was aborted"
+        assert not self.is_destroyed, "asked of a communicator that is gone"
         if self.failure is not None:
             raise NcclError(self.failure)
         if self.is_finalizing and self.refuses_to_finalize:
@@ -366,9 +370,6 @@ def fake_groups(
     world_size: int, *, nccl: FakeNccl | None = None, kind: Any = None, timeout: float = 60.0, control: Any = None
 ) -> list[Any]:
     """Groups whose NCCL is a fake, for `run_ranks`: by default `HybridBackend` over groups of threads."""
-    from ferrodist.backends.hybrid import HybridBackend
-    from ferrodist.backends.simulated import SimulatedBackend
-
     shared = FakeNccl() if nccl is None else nccl
     controls = control(world_size) if control else SimulatedBackend.create_group(world_size, timeout=timeout)
     return [(kind or HybridBackend)(one, library=lambda: shared, streams=FakeStreams()) for one in controls]
@@ -376,8 +377,6 @@ def fake_groups(
 
 def send_cpu_tensors_to_nccl(monkeypatch: Any) -> None:
     """Have collectives and messages take tensors of the CPU for such of a GPU, in groups with NCCL."""
-    from ferrodist.collectives import devices, operation, point_to_point
-
     monkeypatch.setattr(
         devices, "collectives_of", lambda group: group.device_collectives or operation.collectives_of(group)
     )

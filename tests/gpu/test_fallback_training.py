@@ -163,9 +163,7 @@ def test_pipeline(schedule: str) -> None:
         expected = [parameter.grad.clone() for parameter in whole.parameters()]
         whole.zero_grad()
         stages = split_sequential(whole, 2)
-        pipeline = fd.Pipeline(
-            stages[group.rank], group, schedule=_schedule(schedule), loss_fn=functional.mse_loss
-        )
+        pipeline = fd.Pipeline(stages[group.rank], group, schedule=_schedule(schedule), loss_fn=functional.mse_loss)
         loss = pipeline.step(inputs if group.rank == 0 else None, targets if group.rank == 1 else None)
         assert abs(float(loss) - alone.item()) < 1e-5
         mine = expected[4 * group.rank : 4 * group.rank + 4]

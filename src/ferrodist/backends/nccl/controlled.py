@@ -95,19 +95,22 @@ class ControlledBackend(NonBlockingBackend):
         """
         control = control_of(membership, timeout, deadline)
         try:
-            reasons = reasons_without_nccl(control, deadline)
-            if reasons:
-                own = why_no_nccl() if control.rank in reasons else None
-                first = min(reasons)
-                raise BackendUnavailable(
-                    f"{cls.__name__} needs NCCL on all ranks, and {ranks_text(tuple(reasons))} can't use it:"
-                    f" {own or reasons[first]}. 'ferrodist doctor' tells what is there.",
-                    ranks=tuple(reasons),
-                )
+            cls._check_nccl(control, deadline)
             return cls(control)
         except BaseException:
             control.close()
             raise
+
+    @classmethod
+    def _check_nccl(cls, control: Backend, deadline: Deadline) -> None:
+        reasons = reasons_without_nccl(control, deadline)
+        if reasons:
+            reason = (control.rank in reasons and why_no_nccl()) or reasons[min(reasons)]
+            raise BackendUnavailable(
+                f"{cls.__name__} needs NCCL on all ranks, and {ranks_text(tuple(reasons))} can't use it: {reason}."
+                " 'ferrodist doctor' tells what is there.",
+                ranks=tuple(reasons),
+            )
 
     @property
     def failure(self) -> DistributedError | None:

@@ -117,9 +117,9 @@ class CountComparison:
         """The error of a rank that sends another number than a rank expects."""
         (sender, sent), (receiver, expected) = sends, expects
         return SizeMismatchError(
-            f"all_to_all on GPU tensors in group {self._name!r}, operation {sequence}: rank {receiver} expects {expected}"
-            f" {'row' if expected == 1 else 'rows'} from rank {sender} (recv_counts[{sender}]), which sends it {sent}"
-            f" (its send_counts[{receiver}]): they must be equal.",
+            f"all_to_all on GPU tensors in group {self._name!r}, operation {sequence}: rank {receiver} expects"
+            f" {expected} {'row' if expected == 1 else 'rows'} from rank {sender} (recv_counts[{sender}]), which"
+            f" sends it {sent} (its send_counts[{receiver}]): they must be equal.",
             ranks=(sender,),
         )
 

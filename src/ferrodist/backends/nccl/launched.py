@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,44 +14,45 @@ if TYPE_CHECKING:
     from ferrodist.backends.nccl.streams import Event, Stream, Streams
     from ferrodist.errors import DistributedError
 
-__all__ = ["NO_PLACE", "Enqueued", "Launched"]
+__all__ = ["NO_PLACE", "Enqueued", "Launched", "Launching"]
 
 NO_PLACE = -1
 """In place of a sequence number: messages have none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launching:
+    """An operation, for messages of errors.
+
+    Args:
+        what: In words.
+        sequence: Its place among the group's collectives, or `NO_PLACE`.
+        timeout: Seconds it may take from when the GPU has come to it.
+        peers: The other sides of messages.
+    """
+
+    what: str
+    sequence: int = NO_PLACE
+    timeout: float
+    peers: tuple[int, ...] = ()
 
 
 class Launched:
     """One operation on a stream, until the GPU has come past its end.
 
     Args:
-        what: In words.
-        sequence: Its place among the group's collectives, or `NO_PLACE`.
-        timeout: Seconds it may take from when the GPU has come to it.
+        operation: Which it is.
         start: Where it begins.
         end: Where it ends.
-        peers: The other sides of messages.
         kept: Tensors that must live until it has ended.
     """
 
-    __slots__ = ("_came_at", "_start", "end", "kept", "peers", "sequence", "timeout", "what")
+    __slots__ = ("_came_at", "_start", "end", "kept", "operation")
 
-    def __init__(
-        self,
-        *,
-        what: str,
-        sequence: int,
-        timeout: float,
-        start: Event,
-        end: Event,
-        peers: tuple[int, ...],
-        kept: Sequence[torch.Tensor],
-    ) -> None:
-        self.what = what
-        self.sequence = sequence
-        self.timeout = timeout
+    def __init__(self, operation: Launching, *, start: Event, end: Event, kept: Sequence[torch.Tensor]) -> None:
+        self.operation = operation
         self._start = start
         self.end = end
-        self.peers = peers
         self.kept = kept
         self._came_at: float | None = None
 
@@ -60,7 +62,7 @@ class Launched:
             if self._start.query():
                 self._came_at = now
             return False
-        return now - self._came_at > self.timeout
+        return now - self._came_at > self.operation.timeout
 
 
 class Enqueued:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from ferrodist.backends.call import MAX_PAYLOAD, Call
 from ferrodist.backends.nccl.call_ring import CallRing
 from ferrodist.backends.nccl.communicator import NcclError
-from ferrodist.backends.nccl.launched import NO_PLACE, Enqueued, Launched
+from ferrodist.backends.nccl.launched import Enqueued, Launched, Launching
 from ferrodist.backends.nccl.progress import Progress
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -108,7 +108,7 @@ class Launcher:
         self.watch = watch
         self._stream = stream
         self._turn = threading.Condition()
-        self._num_reserved = self.num_begun = 0
+        self._num_reserved = self._num_begun = self.num_called = 0
         self._launching = threading.RLock()
         self._lane: Lane | None = None
         self._device: torch.device | None = None
@@ -118,8 +118,8 @@ class Launcher:
         self._local = threading.local()
         # The group's listeners keep these for as long as it lasts: they must not keep a group that was dropped.
         self._calls = CallRing(group, self.reporter())
-        self._progress = Progress(group, partial(_num_begun_of, weakref.ref(self)))
-        self._deadline: Deadline | None = None  # of what is being launched
+        self._progress = Progress(group, partial(_num_called_by, weakref.ref(self)))
+        self._now: tuple[Launching, Deadline] | None = None  # what is being launched
         self._process = os.getpid()
 
     def reporter(self) -> Callable[[DistributedError], None]:
@@ -137,7 +137,7 @@ class Launcher:
     def await_turn(self, sequence: int, deadline: Deadline | None = None) -> None:
         """Return when all before have been launched, or the group has ended."""
         with self._turn:
-            while self.num_begun < sequence and self._group.failure is None:
+            while self._num_begun < sequence and self._group.failure is None:
                 self._turn.wait(_LOOK_SECONDS if deadline is None else min(_LOOK_SECONDS, deadline.remaining()))
                 if deadline is not None and deadline.expired:
                     raise DistributedTimeoutError(
@@ -147,7 +147,7 @@ class Launcher:
 
     def _pass_turn(self, sequence: int) -> None:
         with self._turn:
-            self.num_begun = max(self.num_begun, sequence + 1)
+            self._num_begun = max(self._num_begun, sequence + 1)
             self._turn.notify_all()
 
     # Work.
@@ -172,15 +172,17 @@ class Launcher:
         """
         deadline = Deadline(timeout)
         call = call.at(sequence)
+        operation = Launching(what=str(call), sequence=sequence, timeout=timeout)
         with self._ended_by(call):
             self.await_turn(sequence, deadline)
             try:
                 with self._launching:
                     self._check()
-                    self._deadline = deadline
+                    self._now = operation, deadline
                     lane = self.open(tensors[0].device, call, deadline)
+                    self.num_called = sequence + 1
                     self._calls.tell(self._group, call)
-                    self._put(str(call), tensors, lambda: work(lane), timeout=timeout, sequence=sequence)
+                    self._put(operation, tensors, work, lane)
             finally:
                 self._pass_turn(sequence)
 
@@ -189,11 +191,12 @@ class Launcher:
     ) -> None:
         """Put messages on the stream, which have no place among the collectives; ``peers`` are the other sides."""
         deadline = Deadline(timeout)
+        operation = Launching(what=what, timeout=timeout, peers=tuple(peers))
         with self._ended_by(what), self._launching:
             self._check()
-            self._deadline = deadline
+            self._now = operation, deadline
             lane = self.open(tensors[0].device, Call(operation="messages"), deadline)
-            self._put(what, tensors, lambda: work(lane), timeout=timeout, peers=tuple(peers))
+            self._put(operation, tensors, work, lane)
 
     def catch_up(self, device: torch.device) -> None:
         """Put the caller's stream behind all that has been launched."""
@@ -226,16 +229,7 @@ class Launcher:
         """Whether something has been launched whose end has not been seen."""
         return bool(self._outstanding)
 
-    def _put(
-        self,
-        what: str,
-        tensors: Sequence[torch.Tensor],
-        work: Callable[[], None],
-        *,
-        timeout: float,
-        sequence: int = NO_PLACE,
-        peers: tuple[int, ...] = (),
-    ) -> None:
+    def _put(self, operation: Launching, tensors: Sequence[torch.Tensor], work: Work, lane: Lane) -> None:
         device = tensors[0].device
         self._streams.check(device)
         stream, caller = self._stream_on(device), self._streams.current(device)
@@ -245,19 +239,11 @@ class Launcher:
             if is_elsewhere:
                 stream.wait_event(self._streams.record(caller))
             start = self._streams.record(stream)
-            work()
+            work(lane)
             end = self._streams.record(stream)
         if is_elsewhere and started is None:
             caller.wait_event(end)
-        launched = Launched(
-            what=what,
-            sequence=sequence,
-            timeout=timeout,
-            start=start,
-            end=end,
-            peers=peers,
-            kept=() if started is None else tuple(tensors),
-        )
+        launched = Launched(operation, start=start, end=end, kept=() if started is None else tuple(tensors))
         if started is not None:
             started.append(launched)
         self._outstanding.append(launched)
@@ -311,7 +297,7 @@ class Launcher:
         self._finalizer.atexit = False
         self._calls.open(group)
         self._progress.open(group)
-        self._await_ready(communicator, str(call), deadline)
+        self._await_ready(communicator)
         return Lane(communicator, self._stream_on(device), partial(_await_launch, weakref.ref(self)))
 
     def _share(self, operation: str, payload: bytes, timeout: float, *, what: str = "") -> list[bytes]:
@@ -326,21 +312,18 @@ class Launcher:
     def await_launch(self) -> None:
         """Return when NCCL has put on the stream what it was asked for."""
         assert self._communicator is not None
-        assert self._deadline is not None
-        self._await_ready(self._communicator, "NCCL", self._deadline)
+        self._await_ready(self._communicator)
 
-    def _await_ready(self, communicator: Communicator, what: str, deadline: Deadline) -> None:
+    def _await_ready(self, communicator: Communicator) -> None:
         """Return when what was begun is there; in a failed group, or when another rank is late, it never is."""
+        assert self._now is not None
+        operation, deadline = self._now
         for pause in _pauses():
             if communicator.is_ready():
                 return
             self._check()
             if deadline.expired:
-                raise DistributedTimeoutError(
-                    f"{what} on group {self._group.name!r}: NCCL has not connected rank {self._group.rank} with the"
-                    f" others within {deadline.timeout:g} s. Is a rank late, or a network interface the wrong one"
-                    " (NCCL_SOCKET_IFNAME)? NCCL_DEBUG=INFO tells what it does."
-                )
+                raise self._progress.late_error(self._group, operation)
             time.sleep(pause)
 
     # Ends.
@@ -377,7 +360,7 @@ class Launcher:
         self._look()
         oldest = next(iter(self._outstanding), None)
         if oldest is not None and oldest.is_late(now):
-            self._group.abort(self._progress.late_error(self._group, oldest))
+            self._group.abort(self._progress.late_error(self._group, oldest.operation))
         return bool(self._outstanding)
 
     def fail(self, error: DistributedError) -> None:
@@ -478,9 +461,9 @@ def _report(launcher: Callable[[], Launcher | None], error: DistributedError) ->
         found.watch.report(found, error)
 
 
-def _num_begun_of(launcher: Callable[[], Launcher | None]) -> int:
+def _num_called_by(launcher: Callable[[], Launcher | None]) -> int:
     found = launcher()
-    return 0 if found is None else found.num_begun
+    return 0 if found is None else found.num_called
 
 
 def _await_launch(launcher: Callable[[], Launcher | None]) -> None:

@@ -1,4 +1,4 @@
-"""How far the ranks have come with what they launch: who is late is asked when somebody is."""
+"""How far the ranks have come with what they call: who is late is asked when somebody is."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.listening import Listener
-    from ferrodist.backends.nccl.launched import Launched
+    from ferrodist.backends.nccl.launched import Launching
 
 __all__ = ["Progress"]
 
-_MESSAGE = struct.Struct("<BQQ")  # kind, number of the question, operations launched
+_MESSAGE = struct.Struct("<BQQ")  # kind, number of the question, operations called
 _QUESTION, _ANSWER = 0, 1
 _TAG = channel_tag(Channel.DEVICE_PROGRESS, 0)
 
 
 class Progress:
-    """Asks the ranks of a group how many operations they have launched, and answers that.
+    """Asks the ranks of a group how many operations they have called, and answers that.
 
     Args:
         group: The group.
-        num_launched: Gives this rank's number.
+        num_called: Gives this rank's number.
     """
 
-    def __init__(self, group: Backend, num_launched: Callable[[], int]) -> None:
-        self._num_launched = num_launched
+    def __init__(self, group: Backend, num_called: Callable[[], int]) -> None:
+        self._num_called = num_called
         self._rank = group.rank
         self._listeners: list[Listener] = []
         self._changed = threading.Condition()
@@ -56,7 +56,7 @@ class Progress:
         for listener in self._listeners:
             listener.close()
 
-    def late_error(self, group: Backend, launched: Launched) -> DistributedTimeoutError:
+    def late_error(self, group: Backend, launched: Launching) -> DistributedTimeoutError:
         """The error of an operation whose time has passed."""
         where = f"{launched.what} on group {group.name!r}"
         after = f"within {launched.timeout:g} s"
@@ -105,7 +105,7 @@ class Progress:
         for message in messages:
             kind, number, count = _MESSAGE.unpack(message)
             if kind == _QUESTION:
-                send(rank, _MESSAGE.pack(_ANSWER, number, self._num_launched()))
+                send(rank, _MESSAGE.pack(_ANSWER, number, self._num_called()))
                 continue
             with self._changed:
                 if number == self._num_questions:
