@@ -372,7 +372,10 @@ def fake_groups(
     """Groups whose NCCL is a fake, for `run_ranks`: by default `HybridBackend` over groups of threads."""
     shared = FakeNccl() if nccl is None else nccl
     controls = control(world_size) if control else SimulatedBackend.create_group(world_size, timeout=timeout)
-    return [(kind or HybridBackend)(one, library=lambda: shared, streams=FakeStreams()) for one in controls]
+    groups = [(kind or HybridBackend)(one, library=lambda: shared, streams=FakeStreams()) for one in controls]
+    for group in groups:
+        group.shared = shared
+    return groups
 
 
 def send_cpu_tensors_to_nccl(monkeypatch: Any) -> None:

@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Lane", "Launcher"]
 
-_FIRST_PAUSE_SECONDS = 5e-6
+_NUM_QUICK_LOOKS = 100
+_FIRST_PAUSE_SECONDS = 20e-6
 _LONGEST_PAUSE_SECONDS = 1e-3
 _LOOK_SECONDS = 0.05
 _ABORT_SECONDS = 2.0
@@ -346,15 +347,10 @@ class Launcher:
 
     def look(self, now: float) -> bool:
         """Let go of what has ended, and end the group for what is late. For the watch; whether anything is left."""
-        failure = self._group.failure
-        communicator = self._communicator
-        if failure is None and communicator is not None:
-            try:
-                communicator.is_ready()
-            except NcclError as error:
-                self._group.abort(self._worded(error))
-                failure = self._group.failure
-        if failure is not None:
+        error = self._nccl_error()
+        if error is not None:
+            self._group.abort(error)
+        if self._group.failure is not None:
             self.end()
             return False
         self._look()
@@ -362,6 +358,22 @@ class Launcher:
         if oldest is not None and oldest.is_late(now):
             self._group.abort(self._progress.late_error(self._group, oldest.operation))
         return bool(self._outstanding)
+
+    def _nccl_error(self) -> NcclError | None:
+        """What NCCL has failed with, as far as that can be asked now.
+
+        Only one thread at a time may ask: that also ends what the question finds to be done.
+        """
+        if self._group.failure is not None or not self._launching.acquire(blocking=False):
+            return None  # who launches asks, too
+        try:
+            if self._communicator is not None:
+                self._communicator.is_ready()
+        except NcclError as error:
+            return self._worded(error)
+        finally:
+            self._launching.release()
+        return None
 
     def fail(self, error: DistributedError) -> None:
         """End the group for what the watch was told."""
@@ -473,8 +485,10 @@ def _await_launch(launcher: Callable[[], Launcher | None]) -> None:
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds between looks at what no thread can wait for: more and more."""
+    """Seconds between looks at what no thread can wait for: none at first, then more and more."""
     pause = _FIRST_PAUSE_SECONDS
+    for _ in range(_NUM_QUICK_LOOKS):
+        yield 0.0
     while True:
         yield pause
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
