@@ -121,6 +121,7 @@ class Launcher:
         self._calls = CallRing(group, self.reporter())
         self._progress = Progress(group, partial(_num_called_by, weakref.ref(self)))
         self._now: tuple[Launching, Deadline] | None = None  # what is being launched
+        self._found: DistributedError | None = None  # what comparisons have found, and the watch not yet told
         self._process = os.getpid()
 
     def reporter(self) -> Callable[[DistributedError], None]:
@@ -224,6 +225,11 @@ class Launcher:
         started: list[Launched] = self._local.started
         self._local.started = None
         return Enqueued(started, self._group, self._streams, self._device)
+
+    def note(self, error: DistributedError) -> None:
+        """Have the group end for what a comparison has found: who found it must not block."""
+        self._found = error
+        self.watch.report(self, error)
 
     @property
     def has_outstanding(self) -> bool:
@@ -441,6 +447,8 @@ class Launcher:
                 f"group {self._group.name!r} belongs to the process that this one was forked from: CUDA does not"
                 " survive a fork"
             )
+        if self._found is not None and self._group.failure is None:
+            self._group.abort(self._found)
         failure = self._group.failure
         if failure is not None:
             raise failure.fresh()
@@ -470,7 +478,7 @@ class Launcher:
 def _report(launcher: Callable[[], Launcher | None], error: DistributedError) -> None:
     found = launcher()
     if found is not None:
-        found.watch.report(found, error)
+        found.note(error)
 
 
 def _num_called_by(launcher: Callable[[], Launcher | None]) -> int:
