@@ -79,6 +79,7 @@ class ControlledBackend(NonBlockingBackend):
         self._library = library
         self._streams = CudaStreams() if streams is None else streams
         self.agreement = control.agreement
+        self.subgroups = control.subgroups  # which tells the control group of those that are dropped
         self._watch = Watch(f"ferrodist-nccl-{control.name}-{control.rank}")
         self._launchers: weakref.WeakValueDictionary[int, Launcher] = weakref.WeakValueDictionary()  # by group
         self._launcher = self._launcher_of(self)
@@ -163,7 +164,7 @@ class ControlledBackend(NonBlockingBackend):
         if isinstance(self._control.failure, GroupClosedError):
             return
         for launcher in held_now(self._launchers.values):
-            launcher.release()
+            launcher.release(self.failure or launcher.failure)
         self._watch.close()
         self._control.close(timeout)
         self._run_close_callbacks()
@@ -236,7 +237,7 @@ class ControlledBackend(NonBlockingBackend):
         """See `Backend.close_subgroup`."""
         launcher = self._launchers.pop(group_id, None)
         if launcher is not None:
-            launcher.release()
+            launcher.release(self._control.subgroup_failure(group_id, members))
         self._control.close_subgroup(group_id, members)
 
     def subgroup_collectives(self, subgroup: Backend) -> Any:

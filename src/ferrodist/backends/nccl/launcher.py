@@ -232,6 +232,11 @@ class Launcher:
         self.watch.report(self, error)
 
     @property
+    def failure(self) -> DistributedError | None:
+        """What the group has failed with."""
+        return self._group.failure
+
+    @property
     def has_outstanding(self) -> bool:
         """Whether something has been launched whose end has not been seen."""
         return bool(self._outstanding)
@@ -404,11 +409,15 @@ class Launcher:
             if has_lock:
                 self._launching.release()
 
-    def release(self) -> None:
-        """Let go of the communicator, when what it sends has been taken, or was not in time."""
+    def release(self, failure: DistributedError | None) -> None:
+        """Let go of the communicator: when what it sends has been taken, or was not in time, or the group has failed.
+
+        Args:
+            failure: What the group had failed with before this rank closed it, if it had.
+        """
         self._calls.close()
         self._progress.close()
-        if self._group.failure is not None:
+        if failure is not None:
             self.end()
             return
         with self._launching:

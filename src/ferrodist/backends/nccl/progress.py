@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -45,10 +47,10 @@ class Progress:
 
     def open(self, group: Backend) -> None:
         """Begin to listen to all others."""
-        send = partial(_send, group.try_send, group.isend)
+        itself = weakref.ref(group)  # the listeners must not keep a group that was dropped
         for rank in range(group.world_size):
             if rank != self._rank:
-                hear = partial(self._hear, rank, send)
+                hear = partial(self._hear, rank, itself)
                 self._listeners.append(group.listen(rank, _MESSAGE.size, hear, self._nothing_more, tag=_TAG))
 
     def close(self) -> None:
@@ -94,18 +96,20 @@ class Progress:
             question = _MESSAGE.pack(_QUESTION, self._num_questions, 0)
         for rank in range(group.world_size):
             if rank != group.rank:
-                _send(group.try_send, group.isend, rank, question)
+                _send(group, rank, question)
         deadline = Deadline(within)
         with self._changed:
             while len(self._answers) < group.world_size - 1 and not deadline.expired:
                 self._changed.wait(deadline.remaining())
             return dict(self._answers)
 
-    def _hear(self, rank: int, send: Callable[[int, bytes], None], messages: list[bytes]) -> None:
+    def _hear(self, rank: int, itself: Callable[[], Backend | None], messages: list[bytes]) -> None:
         for message in messages:
             kind, number, count = _MESSAGE.unpack(message)
             if kind == _QUESTION:
-                send(rank, _MESSAGE.pack(_ANSWER, number, self._num_called()))
+                group = itself()
+                if group is not None:
+                    _send(group, rank, _MESSAGE.pack(_ANSWER, number, self._num_called()))
                 continue
             with self._changed:
                 if number == self._num_questions:
@@ -116,9 +120,7 @@ class Progress:
         """The group has ended, which the watch sees by itself."""
 
 
-def _send(try_send: Callable[..., bool], isend: Callable[..., object], rank: int, message: bytes) -> None:
-    try:
-        if not try_send(message, rank, tag=_TAG):
-            isend(message, rank, tag=_TAG)
-    except DistributedError:
-        pass  # a rank that is gone does not answer, and needs no answer
+def _send(group: Backend, rank: int, message: bytes) -> None:
+    with contextlib.suppress(DistributedError):  # a rank that is gone does not answer, and needs no answer
+        if not group.try_send(message, rank, tag=_TAG):
+            group.isend(message, rank, tag=_TAG)
