@@ -150,7 +150,7 @@ def test_conformance(check: Callable[[Backend], None], monkeypatch: pytest.Monke
         with making:
             if id(group) not in made:
                 streams = FakeStreams("early")
-                made[id(group)] = StagedCollectives(group, lambda _: streams, 4096)
+                made[id(group)] = StagedCollectives(group, lambda _: streams, 1 << 16)
             return made[id(group)]
 
     monkeypatch.setattr(devices, "collectives_of", staged_of)
@@ -305,7 +305,7 @@ def test_a_device_that_fails_ends_the_group() -> None:
         tensor = gpu.put(torch.ones(100))
         if group.rank == 1:
             gpu.streams.put(gpu.streams.current(), lambda: 1 // 0, "fault")
-        with pytest.raises(fd.GroupAbortedError if group.rank == 0 else ZeroDivisionError, match=""):
+        with pytest.raises(fd.GroupAbortedError if group.rank == 0 else ZeroDivisionError):
             gpu.call("allreduce", tensor, tensor, ReduceOp.SUM)
 
     run_ranks(on_rank, 2)
