@@ -4,9 +4,9 @@
 
 Ranks are processes of one host, which share its GPUs: rank r has GPU r, modulo their number. Measured in the same
 processes, with all ranks at it at once: copies from pinned memory to the GPU and back, each alone and both at once; the
-CPU engine's allreduce of as many bytes, of plain tensors; and the fallback's of tensors on the GPU. A rate is a
-tensor's bytes by the slower rank's time, the median of the rounds. The result is compared with that of the CPU, bit for
-bit.
+CPU engine's allreduce of as many bytes, of plain tensors and of symmetric ones; and the fallback's of tensors on the
+GPU. A rate is a tensor's bytes by the slower rank's time, the median of the rounds. The result is compared with that of
+the CPU, bit for bit.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def measure(group: fd.Backend, num_bytes: int, num_rounds: int) -> dict[str, flo
     pinned = [torch.empty(count, pin_memory=True) for _ in range(2)]
     other = torch.empty_like(far)
     out, result = torch.empty_like(near), torch.empty_like(far)
+    shared, shared_out = (fd.empty_symmetric((count,), group=group) for _ in range(2))
+    shared.copy_(near)
     down, up = torch.cuda.Stream(), torch.cuda.Stream()
 
     def copy(*, goes_down: bool, goes_up: bool) -> None:
@@ -56,6 +58,7 @@ def measure(group: fd.Backend, num_bytes: int, num_rounds: int) -> dict[str, flo
         "host to GPU": lambda: copy(goes_down=False, goes_up=True),
         "both at once": lambda: copy(goes_down=True, goes_up=True),
         "allreduce on the CPU": lambda: fd.allreduce(near, group=group, out=out),
+        "of symmetric tensors": lambda: fd.allreduce(shared, group=group, out=shared_out),
         "allreduce on the GPU": fall_back,
     }
     found = {name: statistics.median(_time(way, group, num_rounds)) for name, way in ways.items()}
@@ -89,8 +92,9 @@ def main() -> None:
     rates = {name: num_bytes / max(result[name] for result in results) / 1e9 for name in results[0]}
     for name, rate in rates.items():
         print(f"{name:24} {rate:7.2f} GB/s")
-    slower = min(rates["both at once"], rates["allreduce on the CPU"])
-    print(f"{'of the slower':24} {rates['allreduce on the GPU'] / slower:7.2f}")
+    for name in ("allreduce on the CPU", "of symmetric tensors"):
+        slower = min(rates["both at once"], rates[name])
+        print(f"to the slower of PCIe and the {name}: {rates['allreduce on the GPU'] / slower:.2f}")
 
 
 if __name__ == "__main__":

@@ -196,12 +196,10 @@ def test_remote_calls_refuse_tensors_on_a_gpu() -> None:
     """Calls carry tensors on the CPU, and say so."""
 
     def on_rank(group: Backend) -> None:
-        with fd.rpc.RpcAgent(fd.rpc.GroupRpcBackend(group)) as agent:
-            agent.register("double", _double)
-            group.barrier()
+        with fd.rpc.RpcContext(group, {"double": _double}) as agent:
             with pytest.raises(fd.UnsupportedOpError, match=r"pass tensor.cpu\(\)"):
-                agent.rpc_sync(1 - group.rank, "double", args=(torch.ones(2, device="cuda"),))
-            group.barrier()
+                agent.rpc_sync(1 - group.rank, "double", torch.ones(2, device="cuda"))
+            assert agent.rpc_sync(1 - group.rank, "double", torch.ones(2)).tolist() == [2, 2]
 
     run_ranks(on_rank, 2, backend="native")
 

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SEGMENT_BYTES", "Lane", "NotReachedError", "Segment", "wait_until_passed"]
 
-SEGMENT_BYTES = 4 << 20
-"""What passes through a slot at once, in each direction. A constant: ranks must divide their tensors alike."""
+SEGMENT_BYTES = 8 << 20
+"""What passes through a slot at once, in each direction. A constant: ranks must divide their tensors alike. For two
+ranks on one H100 it is the fastest: 14 GB/s, where 4 MiB give 10 and 16 MiB 11."""
 
 _NUM_SLOTS = 3
 
