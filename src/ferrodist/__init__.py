@@ -8,7 +8,7 @@
                   is_nccl_available
     collectives   allreduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, barrier and
                   their forms; ReduceOp, premultiplied_sum; async_* -> PendingCollective; coalesce;
-                  empty_symmetric
+                  empty_symmetric; gpu_allreduce, gpu_broadcast
     objects       all_gather_object, broadcast_object, gather_object, scatter_object, send_object, recv_object
     messages      send, recv, recv_into, sendrecv, batch(Send, Recv), ANY_SOURCE
     training      DDP, FSDP, LocalSGD, DiLoCo, SyncBatchNorm1d, ...; comm_hooks; parallelize and the styles of its plans
@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     from ferrodist.collectives.gathering import async_reduce_scatter as async_reduce_scatter
     from ferrodist.collectives.gathering import reduce_scatter as reduce_scatter
     from ferrodist.collectives.gathering import reduce_scatter_tensor as reduce_scatter_tensor
+    from ferrodist.collectives.gpu import gpu_allreduce as gpu_allreduce
+    from ferrodist.collectives.gpu import gpu_broadcast as gpu_broadcast
     from ferrodist.collectives.objects import all_gather_object as all_gather_object
     from ferrodist.collectives.objects import broadcast_object as broadcast_object
     from ferrodist.collectives.objects import gather_object as gather_object
@@ -182,6 +184,7 @@ _HOMES = {
         "reduce_scatter",
         "reduce_scatter_tensor",
     ],
+    "collectives.gpu": ["gpu_allreduce", "gpu_broadcast"],
     "collectives.reductions": ["allreduce", "async_allreduce", "async_broadcast", "broadcast", "reduce"],
     "collectives.scattering": ["gather", "scatter"],
     "collectives.objects": [

@@ -178,6 +178,36 @@ def test_messages() -> None:
     run_ranks(on_rank, 2, backend="native")
 
 
+def test_objects() -> None:
+    """Tensors on a GPU inside of objects are refused, or come pickled, on the GPU."""
+
+    def on_rank(group: Backend) -> None:
+        value = {"tensor": torch.full((3,), float(group.rank), device="cuda")}
+        with pytest.raises(TypeError, match="msgpack can't carry"):
+            fd.all_gather_object(value)
+        found = fd.all_gather_object(value, allow_pickle=True)
+        assert [each["tensor"].tolist() for each in found] == [[0.0] * 3, [1.0] * 3]
+        assert all(each["tensor"].is_cuda for each in found)
+
+    run_ranks(on_rank, 2, backend="native")
+
+
+def test_remote_calls_refuse_tensors_on_a_gpu() -> None:
+    """Calls carry tensors on the CPU, and say so."""
+
+    def on_rank(group: Backend) -> None:
+        with fd.rpc.RpcContext(group, {"double": _double}) as agent:
+            with pytest.raises(fd.UnsupportedOpError, match=r"pass tensor.cpu\(\)"):
+                agent.rpc_sync(1 - group.rank, "double", torch.ones(2, device="cuda"))
+            assert agent.rpc_sync(1 - group.rank, "double", torch.ones(2)).tolist() == [2, 2]
+
+    run_ranks(on_rank, 2, backend="native")
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return 2 * tensor
+
+
 def test_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything on a GPU is refused with what to do, before anything is sent."""
     monkeypatch.delenv("FERRODIST_ENABLE_GPU_FALLBACK")

@@ -149,21 +149,26 @@ def test_models_from_the_meta_device() -> None:
     run_ranks(on_rank, 2, backend="native")
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
-def test_pipeline(schedule: str) -> None:
+@pytest.mark.parametrize("batch", [16, 2048], ids=["small messages", "large messages"])
+@pytest.mark.parametrize(
+    "schedule",
+    [fd.PipelineSchedule.GPIPE, fd.PipelineSchedule.ONE_F_ONE_B, fd.PipelineSchedule.ZERO_BUBBLE_H1],
+    ids=lambda schedule: schedule.name,
+)
+def test_pipeline(schedule: fd.PipelineSchedule, batch: int) -> None:
     """Stages on the GPU, with messages through the host, have the losses and gradients of one process."""
 
     def on_rank(group: Backend) -> None:
         torch.manual_seed(0)
         layers = [torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Tanh()) for _ in range(4)]
         whole = torch.nn.Sequential(*layers).cuda()
-        inputs, targets = torch.randn(16, 300, device="cuda"), torch.randn(16, 300, device="cuda")
+        inputs, targets = torch.randn(batch, 300, device="cuda"), torch.randn(batch, 300, device="cuda")
         alone = functional.mse_loss(whole(inputs), targets)
         alone.backward()
         expected = [parameter.grad.clone() for parameter in whole.parameters()]
         whole.zero_grad()
         stages = split_sequential(whole, 2)
-        pipeline = fd.Pipeline(stages[group.rank], group, schedule=_schedule(schedule), loss_fn=functional.mse_loss)
+        pipeline = fd.Pipeline(stages[group.rank], group, 4, schedule=schedule, loss_fn=functional.mse_loss)
         loss = pipeline.step(inputs if group.rank == 0 else None, targets if group.rank == 1 else None)
         assert abs(float(loss) - alone.item()) < 1e-5
         mine = expected[4 * group.rank : 4 * group.rank + 4]
@@ -171,10 +176,6 @@ def test_pipeline(schedule: str) -> None:
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
 
     run_ranks(on_rank, 2, backend="native")
-
-
-def _schedule(name: str) -> Any:
-    raise NotImplementedError(name)
 
 
 def test_sync_batch_norm() -> None:

@@ -101,6 +101,8 @@ PUBLIC = [
     "factories",
     "gather",
     "gather_object",
+    "gpu_allreduce",
+    "gpu_broadcast",
     "init_process_group",
     "is_gloo_available",
     "is_initialized",

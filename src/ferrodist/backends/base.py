@@ -318,6 +318,12 @@ class Backend(ABC):
         del group_id, members
         return self.failure
 
+    def end_with(self, group_id: int, leader_id: int) -> None:  # noqa: B027 - may stay as it is
+        """Be told that a sub-group fails when another group of this backend does, which has the same ranks.
+
+        This form does nothing, which is right for a backend that can't tell the messages of groups apart.
+        """
+
     def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> None:  # noqa: B027 - may stay as it is
         """Be told that this rank has made a sub-group of ``members`` (ranks of this group, in its order).
 

@@ -48,6 +48,12 @@ class Streams(Protocol):
     def pinned(self, size_bytes: int) -> torch.Tensor:
         """Make host memory that the device copies from and to by itself: bytes."""
 
+    def pin(self, memory: torch.Tensor) -> bool:
+        """Let the device do so with memory of others, until `unpin`; False when it can't."""
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """End that, before the memory goes."""
+
 
 class CudaStreams:
     """`Streams` of a CUDA device."""
@@ -93,6 +99,20 @@ class CudaStreams:
     def pinned(self, size_bytes: int) -> torch.Tensor:
         """Allocate page-locked memory."""
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def pin(self, memory: torch.Tensor) -> bool:
+        """Register it with the driver."""
+        with torch.cuda.device(self._device):
+            return int(_runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Take it from the driver."""
+        with torch.cuda.device(self._device):
+            _runtime().cudaHostUnregister(memory.data_ptr())
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 _known: dict[torch.device, CudaStreams] = {}

@@ -11,10 +11,14 @@ The bits are those of the whole in one call: every reduction folds element by el
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ferrodist.backends.call import Call
 from ferrodist.backends.sub import SubBackend
@@ -23,14 +27,13 @@ from ferrodist.collectives.operation import collectives_of
 from ferrodist.collectives.reduce_op import DTYPES, Op, ReduceOp
 from ferrodist.collectives.staged_plan import Parts, Plan
 from ferrodist.collectives.staging import SEGMENT_BYTES, Lane, NotReachedError
+from ferrodist.collectives.symmetric import empty_symmetric
 from ferrodist.collectives.turns import Turns
 from ferrodist.deadline import Deadline, Elapsed
-from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
+from ferrodist.errors import BackendUnavailable, DistributedError, DistributedTimeoutError, GroupClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import torch
 
     from ferrodist.backends.base import Backend
     from ferrodist.collectives.device_streams import Streams
@@ -45,6 +48,9 @@ _KEY = "collectives.staged"
 # elements of their own largest part.
 _HEAD = struct.Struct("<Bbihqq")
 _NUM_COMPARED = 5
+
+_CLOSE_SECONDS = 1.0
+"""How long closing a group waits for copies to a device."""
 
 
 class StagedCollectives:
@@ -68,7 +74,9 @@ class StagedCollectives:
         self._turns = Turns(lambda: group.failure)
         self._lanes: dict[torch.device, Lane] = {}
         self._inner: SubBackend | None = None
+        self._has_shared = False
         group.on_synchronize(self._synchronize)
+        group.on_close(self._drop_lanes)
 
     def reserve(self) -> int:
         """Take the next position among the group's collectives."""
@@ -243,6 +251,8 @@ class StagedCollectives:
             raise
 
     def _do(self, plan: Plan, deadline: Deadline, sequence: int) -> None:
+        if self._group.failure is not None:
+            raise self._group.failure.fresh()
         if not self._turns.wait_for(sequence, deadline):
             raise self._late(plan, deadline, "what this rank started before it has not ended")
         device = plan.like.device
@@ -256,7 +266,10 @@ class StagedCollectives:
             lane.run([plan.segment(first, engine, lambda: (deadline.remaining(), sequence))], plan.like.dtype, deadline)
             return
         windows = plan.windows(self._agree(plan, deadline, sequence), self._segment_bytes)
-        engine = collectives_of(self._inner_group())
+        inner = self._inner_group()
+        if not self._has_shared:
+            self._share_memory(inner, lane, deadline)
+        engine = collectives_of(inner)
         segments = [
             plan.segment(window, engine, lambda: (deadline.remaining(), engine.reserve())) for window in windows
         ]
@@ -282,9 +295,29 @@ class StagedCollectives:
         """The group of the segments; see [Note: two groups]."""
         if self._inner is None:
             group = self._group
-            inner = self._inner = SubBackend(group, range(group.world_size), name=group.name, label="staged")
+            inner = self._inner = SubBackend(
+                group, range(group.world_size), name=group.name, label="staged", ends_with_parent=True
+            )
             group.on_close(inner.close)
         return self._inner
+
+    def _share_memory(self, inner: SubBackend, lane: Lane, deadline: Deadline) -> None:
+        """Have the first device's slots in symmetric memory, where there is any: then nothing is copied aside.
+
+        All ranks come to this in the same operation. Where a rank's other devices take turns with the first, the engine
+        copies aside.
+        """
+        self._has_shared = True
+        if inner.collectives is None:
+            return
+        try:
+            memory = empty_symmetric((lane.shared_bytes,), torch.uint8, group=inner, timeout=deadline.remaining())
+        except BackendUnavailable:  # on all ranks
+            return
+        release = lane.share(memory, deadline)
+        if release is not None:
+            # It may be collected without being closed; and at exit the driver goes by itself.
+            weakref.finalize(lane, release).atexit = False
 
     def _late(self, plan: Plan, deadline: Deadline, why: str) -> DistributedTimeoutError:
         return DistributedTimeoutError(
@@ -306,6 +339,13 @@ class StagedCollectives:
                 f"what was started on GPUs in group {self._group.name!r} is not done after {Elapsed.of(deadline)} (rank"
                 f" {self._group.rank}): call synchronize() again"
             ) from None
+
+    def _drop_lanes(self) -> None:
+        """Free their memory, unless a device that does not come to its end may still copy from it."""
+        for device, lane in list(self._lanes.items()):
+            with contextlib.suppress(Exception):  # of a device that has failed, too
+                lane.synchronize(Deadline(_CLOSE_SECONDS))
+                del self._lanes[device]
 
 
 _making = threading.Lock()

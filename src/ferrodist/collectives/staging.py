@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SEGMENT_BYTES", "Lane", "NotReachedError", "Segment", "wait_until_passed"]
 
-SEGMENT_BYTES = 4 << 20
-"""What passes through a slot at once, in each direction. A constant: ranks must divide their tensors alike."""
+SEGMENT_BYTES = 8 << 20
+"""What passes through a slot at once, in each direction. A constant: ranks must divide their tensors alike. For two
+ranks on one H100 it is the fastest: 14 GB/s, where 4 MiB give 10 and 16 MiB 11."""
 
 _NUM_SLOTS = 3
 
@@ -69,7 +71,7 @@ class _Slot:
 
     def __init__(self, streams: Streams, size_bytes: int) -> None:
         self._streams = streams
-        self._size_bytes = size_bytes
+        self.size_bytes = size_bytes
         self._buffers: list[torch.Tensor | None] = [None, None]
         self.near = self.far = torch.empty(0, device="cpu")
         self.filled: Any = None
@@ -80,13 +82,17 @@ class _Slot:
         self.near = self._view(0, dtype, near_count)
         self.far = self._view(1, dtype, far_count)
 
+    def adopt(self, memory: torch.Tensor) -> None:
+        """Have this as the near buffer, once its own is not in use any more."""
+        self._buffers[0] = memory
+
     def _view(self, which: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         if not count:
             return torch.empty(0, dtype=dtype, device="cpu")
         size_bytes = count * dtype.itemsize
         memory = self._buffers[which]
         if memory is None or memory.numel() < size_bytes:
-            memory = self._buffers[which] = self._streams.pinned(max(size_bytes, self._size_bytes))
+            memory = self._buffers[which] = self._streams.pinned(max(size_bytes, self.size_bytes))
         return memory[:size_bytes].view(dtype)
 
 
@@ -104,6 +110,26 @@ class Lane:
         self._up = streams.make()
         self._slots = [_Slot(streams, size_bytes) for _ in range(_NUM_SLOTS)]
         self._last_up: Any = None
+
+    @property
+    def shared_bytes(self) -> int:
+        """What `share` takes."""
+        return sum(slot.size_bytes for slot in self._slots)
+
+    def share(self, memory: torch.Tensor, deadline: Deadline) -> Callable[[], None] | None:
+        """Use memory as the near buffers of all slots, which other ranks can read, if the device can copy to it.
+
+        Returns:
+            What is to be called before the memory goes, when this is not used any more; None if it is not used.
+        """
+        self.synchronize(deadline)  # copies up may be under way from the buffers before
+        if not self._streams.pin(memory):
+            return None
+        start = 0
+        for slot in self._slots:
+            slot.adopt(memory[start : start + slot.size_bytes])
+            start += slot.size_bytes
+        return partial(self._streams.unpin, memory)
 
     def run(self, segments: Sequence[Segment], dtype: torch.dtype, deadline: Deadline) -> None:
         """Do the segments, in order. What they write is there in the order of the caller's current stream.

@@ -50,6 +50,8 @@ class FakeStreams:
         self.log: list[str] = []
         self.pinned_bytes: list[int] = []
         self.kept: list[tuple[int, str]] = []
+        self.pins: list[int] = []
+        self.can_pin = True
         self.is_stuck = False
         self._random = random.Random(seed)
         self._lock = threading.RLock()
@@ -94,6 +96,13 @@ class FakeStreams:
     def pinned(self, size_bytes: int) -> torch.Tensor:
         self.pinned_bytes.append(size_bytes)
         return torch.full((size_bytes,), 0xA5, dtype=torch.uint8)
+
+    def pin(self, memory: torch.Tensor) -> bool:
+        self.pins.append(memory.data_ptr())
+        return self.can_pin
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        self.pins.remove(memory.data_ptr())
 
     # For tests: work of the caller's, and what the device does.
 

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.backends.weak import held_now
 from ferrodist.errors import DistributedError, describe_error
@@ -16,12 +16,24 @@ from ferrodist.errors import DistributedError, describe_error
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.backends.nccl.launcher import Launcher
-
-__all__ = ["Watch"]
+__all__ = ["Watch", "Watched"]
 
 _PERIOD_SECONDS = 0.01
 _JOIN_SECONDS = 3.0
+
+
+class Watched(Protocol):
+    """A group's work on GPUs, as the watch sees it."""
+
+    @property
+    def has_outstanding(self) -> bool:
+        """Whether something has been launched whose end has not been seen."""
+
+    def look(self, now: float) -> bool:
+        """Let go of what has ended, and end the group for what is late; whether anything is left."""
+
+    def fail(self, error: DistributedError) -> None:
+        """End the group."""
 
 
 class Watch:
@@ -38,12 +50,12 @@ class Watch:
         self._name = name
         self._clock = clock
         self._changed = threading.Condition()
-        self._busy: set[Launcher] = set()
-        self._reports: deque[tuple[Launcher, DistributedError]] = deque()
+        self._busy: set[Watched] = set()
+        self._reports: deque[tuple[Watched, DistributedError]] = deque()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def look_after(self, launcher: Launcher) -> None:
+    def look_after(self, launcher: Watched) -> None:
         """Look at a group's work from now on, until there is none."""
         if launcher in self._busy:
             return
@@ -51,7 +63,7 @@ class Watch:
             self._busy.add(launcher)
             self._wake()
 
-    def report(self, launcher: Launcher, error: DistributedError) -> None:
+    def report(self, launcher: Watched, error: DistributedError) -> None:
         """Have the group ended in the watch's thread: who reports must not block."""
         with self._changed:
             self._reports.append((launcher, error))
@@ -93,7 +105,7 @@ class Watch:
             launcher = None  # type: ignore[assignment] # or its group would live until the next work
 
     @staticmethod
-    def _look(launcher: Launcher, now: float) -> bool:
+    def _look(launcher: Watched, now: float) -> bool:
         try:
             return launcher.look(now)
         except Exception as error:  # noqa: BLE001 - CUDA tells by any class that a device is lost

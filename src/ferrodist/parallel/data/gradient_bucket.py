@@ -184,6 +184,8 @@ class GradientBucket:
             pending[1].wait()
             self._keep(result)
         numbers: list[complex] = self._trailer.tolist()
+        if self.group.failure is not None:  # on a GPU, where wait() may return before the work has ended
+            raise self.group.failure.fresh()
         self._shares = numbers[: 2 * len(self.parameters)]
         check_marks(numbers[2 * len(self.parameters) :], self.group)
 

@@ -237,7 +237,7 @@ class Executor:
         is_ahead = (key.edge, key.is_gradient) in self._large
         taker = self._stages[key.edge.source if key.is_gradient else key.edge.target]
         self._receipts[key] = Receipt(
-            self._giver(key), self._tag(key), self._group, device=taker.device, is_ahead=is_ahead
+            self._giver(key), self._tag(key), self._group, is_ahead=is_ahead, device=taker.device
         )
 
     def _giver(self, key: _Key) -> int:

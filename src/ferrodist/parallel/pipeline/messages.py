@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Receipt", "send_parcel"]
 
+_HOST = torch.device("cpu")
+
 
 def send_parcel(parcel: Parcel, dst: int, tag: int, group: Backend) -> list[Request]:
     """Start to send a value; its tensors are not to be changed until the requests are done.
@@ -49,12 +51,12 @@ class Receipt:
         src: The rank that sends it.
         tag: Under which.
         group: The group.
-        device: Where tensors are put that the sender has on a GPU.
         is_ahead: Whether to begin at once, which is worth it for what is large. Else what is small comes by itself, and
             taking it when it is needed costs a fraction.
+        device: Where tensors are put that the sender has on a GPU.
     """
 
-    def __init__(self, src: int, tag: int, group: Backend, *, device: torch.device, is_ahead: bool) -> None:
+    def __init__(self, src: int, tag: int, group: Backend, *, is_ahead: bool, device: torch.device = _HOST) -> None:
         self._group = group
         self._device = device
         self._src = src

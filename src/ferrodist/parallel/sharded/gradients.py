@@ -116,6 +116,9 @@ class FlatGradients:
             return
         layout = self._layout
         present = (row[layout.shard_size :][: len(self._pieces)] != 0).tolist()
+        for group in (self._axes.shard, self._axes.replicate):
+            if group is not None and group.failure is not None:  # on a GPU wait() may return before the work has ended
+                raise group.failure.fresh()
         means = row[: layout.shard_size]
         for place, parameter in enumerate(self._pieces):
             if not present[place]:
