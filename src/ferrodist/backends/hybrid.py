@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ferrodist.backends.nccl.controlled import ControlledBackend, control_of, reasons_without_nccl
+from ferrodist.backends.nccl.library import load_nccl
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ferrodist.backends.base import Backend
     from ferrodist.backends.nccl.collectives import NcclCollectives
+    from ferrodist.backends.nccl.communicator import Library
+    from ferrodist.backends.nccl.streams import Stream, Streams
     from ferrodist.deadline import Deadline
     from ferrodist.rendezvous import Membership
 
@@ -23,11 +28,19 @@ class HybridBackend(ControlledBackend):
     Args:
         control: A group of the same ranks, a `NativeBackend` or `TcpBackend`; this one closes it.
         stream: A `torch.cuda.Stream` for all of the group's work on the GPU; None makes one for each group.
-        settings: ``library`` and ``streams``, for tests.
+        library: Gives NCCL, or raises BackendUnavailable; for tests.
+        streams: CUDA's; for tests.
     """
 
-    def __init__(self, control: Backend, **settings: Any) -> None:
-        super().__init__(control, **settings)
+    def __init__(
+        self,
+        control: Backend,
+        *,
+        stream: Stream | None = None,
+        library: Callable[[], Library] = load_nccl,
+        streams: Streams | None = None,
+    ) -> None:
+        super().__init__(control, stream=stream, library=library, streams=streams)
         self.collectives = control.collectives
         self.quick = control.quick
         self.tensor_messages = control.tensor_messages

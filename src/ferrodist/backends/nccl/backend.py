@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ferrodist.backends.nccl.controlled import ControlledBackend
+from ferrodist.backends.nccl.library import load_nccl
 from ferrodist.backends.nccl.refusing import HostAgreement
 from ferrodist.backends.tags import Channel, channel_of_tag
 from ferrodist.errors import UnsupportedOpError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ferrodist.backends.base import Backend
+    from ferrodist.backends.nccl.communicator import Library
+    from ferrodist.backends.nccl.streams import Stream, Streams
 
 __all__ = ["NcclBackend"]
 
@@ -26,13 +31,21 @@ class NcclBackend(ControlledBackend):
     Args:
         control: A group of the same ranks, of any backend but this; this one closes it.
         stream: A `torch.cuda.Stream` for all of the group's work on the GPU; None makes one for each group.
-        settings: ``library`` and ``streams``, for tests.
+        library: Gives NCCL, or raises BackendUnavailable; for tests.
+        streams: CUDA's; for tests.
     """
 
     carries_cpu_tensors = False
 
-    def __init__(self, control: Backend, **settings: Any) -> None:
-        super().__init__(control, **settings)
+    def __init__(
+        self,
+        control: Backend,
+        *,
+        stream: Stream | None = None,
+        library: Callable[[], Library] = load_nccl,
+        streams: Streams | None = None,
+    ) -> None:
+        super().__init__(control, stream=stream, library=library, streams=streams)
         self.collectives = HostAgreement(self, control.collectives)
 
     def _check_tag(self, tag: int) -> None:
