@@ -91,6 +91,9 @@ class FakeStreams:
         if self.is_capturing:
             raise UnsupportedOpError("a graph is being captured")
 
+    def begin_watching(self) -> None:
+        self.log.append(f"watch in {threading.current_thread().name}")
+
     def make(self, device: torch.device) -> FakeStream:
         self.made.append(FakeStream(f"own {len(self.made)}"))
         return self.made[-1]

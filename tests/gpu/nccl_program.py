@@ -155,11 +155,54 @@ def streams(group: fd.Backend) -> None:
         result = handle.wait()
         assert result[0].item() == result[-1].item() == p * i + p * (p - 1) / 2, i
     assert all(handle.done() for handle in handles)
-    own = torch.cuda.Stream()
-    if isinstance(group, fd.HybridBackend):
-        assert group.nccl() is group.device_collectives
-    del own
+    pending = fd.async_allreduce(torch.ones(1 << 20, device=GPU))
+    assert pending.wait(timeout=30)[5].item() == p
     group.synchronize()
+
+
+def graphs(group: fd.Backend) -> None:
+    """Graphs are captured beside outstanding work, and refuse to take in collectives."""
+    pool = torch.randn(2048, 2048, device=GPU)
+    fd.allreduce(pool)
+    group.synchronize()
+    torch.mm(pool, pool)
+    handles = [fd.async_allreduce(torch.ones(1 << 24, device=GPU)) for _ in range(10)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(50):
+            result = torch.mm(pool, pool)
+        time.sleep(0.1)  # the watch looks meanwhile
+    graph.replay()
+    torch.testing.assert_close(result, torch.mm(pool, pool))
+    for handle in handles:
+        handle.wait()
+    group.synchronize()
+    if group.world_size == 1:
+        alone = fd.new_group([0])
+        fd.allreduce(torch.ones(1, device=GPU), group=alone)
+
+        def capture() -> None:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                torch.ones(1, device=GPU).add_(1)
+                fd.allreduce(pool, group=alone)
+
+        with pytest.raises(fd.UnsupportedOpError, match="CUDA graph"):
+            capture()
+        torch.cuda.synchronize()
+
+
+def given_stream(group: fd.Backend) -> None:
+    """Work goes to a stream that the user gives."""
+    (control,) = fd.SimulatedBackend.create_group(1)
+    stream = torch.cuda.Stream()
+    alone = fd.HybridBackend(control, stream=stream)
+    with torch.cuda.stream(stream):
+        value = torch.full((1 << 20,), 3.0, device=GPU)
+        assert fd.allreduce(value, group=alone).sum().item() == 3 << 20
+    assert fd.allreduce(torch.ones(4, device=GPU), group=alone).sum().item() == 4
+    alone.synchronize()
+    alone.close()
+    del group
 
 
 def messages(group: fd.Backend) -> None:
@@ -308,6 +351,8 @@ PARTS = {
         reductions,
         movement,
         streams,
+        graphs,
+        given_stream,
         messages,
         subgroups,
         mismatch,
@@ -319,10 +364,10 @@ PARTS = {
 }
 
 
-def main(backend: str, names: list[str]) -> None:
+def main(meeting: str, backend: str, names: list[str]) -> None:
     """Run some parts on this rank."""
     torch.cuda.set_device(GPU)
-    group = fd.init_process_group(backend, timeout=60)
+    group = fd.init_process_group(backend, init_method=meeting, timeout=60)
     for name in names:
         began = time.monotonic()
         PARTS[name](group)
@@ -334,4 +379,4 @@ def main(backend: str, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -43,7 +43,7 @@ class Communicator(Protocol):
         """Whether all that was begun is on its stream; raises NcclError when the communicator has failed."""
 
     def group(self) -> contextlib.AbstractContextManager[None]:
-        """What is called inside goes to the GPU as one."""
+        """What is called inside goes to the GPU as one. The communicator's GPU is the current one."""
 
     def all_reduce(self, out: torch.Tensor, source: torch.Tensor, dtype: int, op: int, *, stream: int) -> None:
         """Fold over the ranks into every ``out``, which may be ``source``."""
@@ -155,12 +155,11 @@ class _NcclCommunicator:
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        with _on(self._device):
-            self._call("group_start")
-            try:
-                yield
-            finally:
-                self._call("group_end")
+        self._call("group_start")
+        try:
+            yield
+        finally:
+            self._call("group_end")
 
     def all_reduce(self, out: torch.Tensor, source: torch.Tensor, dtype: int, op: int, *, stream: int) -> None:
         arguments = (source.data_ptr(), out.data_ptr(), source.numel(), dtype, op)

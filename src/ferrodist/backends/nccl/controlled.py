@@ -80,7 +80,7 @@ class ControlledBackend(NonBlockingBackend):
         self._streams = CudaStreams() if streams is None else streams
         self.agreement = control.agreement
         self.subgroups = control.subgroups  # which tells the control group of those that are dropped
-        self._watch = Watch(f"ferrodist-nccl-{control.name}-{control.rank}")
+        self._watch = Watch(f"ferrodist-nccl-{control.name}-{control.rank}", self._streams.begin_watching)
         self._launchers: weakref.WeakValueDictionary[int, Launcher] = weakref.WeakValueDictionary()  # by group
         self._launcher = self._launcher_of(self)
         self.device_collectives = NcclCollectives(self, self._launcher)

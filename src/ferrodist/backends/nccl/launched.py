@@ -25,13 +25,13 @@ class Launching:
     """An operation, for messages of errors.
 
     Args:
-        what: In words.
+        what: Put into words when needed.
         sequence: Its place among the group's collectives, or `NO_PLACE`.
         timeout: Seconds it may take from when the GPU has come to it.
         peers: The other sides of messages.
     """
 
-    what: str
+    what: object
     sequence: int = NO_PLACE
     timeout: float
     peers: tuple[int, ...] = ()

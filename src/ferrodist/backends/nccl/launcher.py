@@ -174,7 +174,7 @@ class Launcher:
         """
         deadline = Deadline(timeout)
         call = call.at(sequence)
-        operation = Launching(what=str(call), sequence=sequence, timeout=timeout)
+        operation = Launching(what=call, sequence=sequence, timeout=timeout)
         with self._ended_by(call):
             self.await_turn(sequence, deadline)
             try:

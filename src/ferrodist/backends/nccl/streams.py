@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+import contextlib
+import importlib
+from typing import Any, Protocol
 
 import torch
 
 from ferrodist.errors import UnsupportedOpError
-
-if TYPE_CHECKING:
-    import contextlib
 
 __all__ = ["CudaStreams", "Event", "Stream", "Streams"]
 
@@ -38,6 +37,9 @@ class Streams(Protocol):
     def check(self, device: torch.device) -> None:
         """Raise UnsupportedOpError where work can't be put on streams and watched."""
 
+    def begin_watching(self) -> None:
+        """Prepare the calling thread for nothing but looks at events."""
+
     def make(self, device: torch.device) -> Stream:
         """A stream of the group's own."""
 
@@ -61,6 +63,12 @@ class CudaStreams:
                 f"a collective or message on {device} inside the capture of a CUDA graph: ferrodist compares calls and"
                 " watches deadlines on the host, which a replayed graph would pass by. Call it outside."
             )
+
+    def begin_watching(self) -> None:
+        """See `Streams`: a look at an event would break what another thread captures as a graph."""
+        with contextlib.suppress(ImportError):  # of the binding's own needs: without it there is no NCCL either
+            runtime = importlib.import_module("cuda.bindings.runtime")
+            runtime.cudaThreadExchangeStreamCaptureMode(runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)
 
     def make(self, device: torch.device) -> Stream:
         """See `Streams`; of high priority, for other ranks wait for it."""

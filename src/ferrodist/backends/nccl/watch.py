@@ -43,11 +43,15 @@ class Watch:
 
     Args:
         name: The thread's.
+        begin: Called in it at first.
         clock: Where the time comes from.
     """
 
-    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, name: str, begin: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._name = name
+        self._begin = begin
         self._clock = clock
         self._changed = threading.Condition()
         self._busy: set[Watched] = set()
@@ -89,6 +93,7 @@ class Watch:
         self._changed.notify_all()
 
     def _run(self) -> None:
+        self._begin()
         while self._await_work():
             with contextlib.suppress(IndexError):
                 while True:
