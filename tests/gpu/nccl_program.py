@@ -293,13 +293,18 @@ def late(group: fd.Backend) -> None:
 
 
 def killed(group: fd.Backend) -> None:
-    """A rank that is killed is reported, and the others go on without it."""
+    """A rank that is killed while a GPU waits for it is reported, and the others go on without it."""
     fd.allreduce(torch.ones(4, device=GPU))
     group.synchronize()
-    if group.rank == group.world_size - 1:
+    last = group.world_size - 1
+    if group.rank == last:
+        group.recv(bytearray(1), 0)
         os.kill(os.getpid(), signal.SIGKILL)
+    fd.allreduce(torch.ones(4, device=GPU))
+    if group.rank == 0:
+        group.send(b"x", last)
     began = time.monotonic()
-    error = raised(fd.PeerLostError, group, lambda: fd.allreduce(torch.ones(4, device=GPU)))
+    error = raised(fd.PeerLostError, group, lambda: None)
     print(f"rank {group.rank}: {time.monotonic() - began:.3f} s: {error}")
     assert error.ranks == (group.world_size - 1,)
     torch.cuda.synchronize()

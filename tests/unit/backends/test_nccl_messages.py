@@ -40,7 +40,7 @@ def test_every_dtype_goes_round(dtype: torch.dtype, world_size: int) -> None:
             expected = torch.full(tuple(reversed(shape)), left + 1).to(dtype)
             assert got.shape == expected.shape
             assert got.dtype is expected.dtype
-            assert bytes(got.reshape(-1).view(torch.uint8)) == bytes(expected.reshape(-1).view(torch.uint8))
+            assert torch.equal(got.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
 
     run_ranks(program, world_size, backend=fake_groups)
 
