@@ -57,9 +57,9 @@ def measure(group: fd.Backend, num_bytes: int, num_rounds: int) -> dict[str, flo
         "GPU to host": lambda: copy(goes_down=True, goes_up=False),
         "host to GPU": lambda: copy(goes_down=False, goes_up=True),
         "both at once": lambda: copy(goes_down=True, goes_up=True),
-        "allreduce on the CPU": lambda: fd.allreduce(near, group=group, out=out),
-        "of symmetric tensors": lambda: fd.allreduce(shared, group=group, out=shared_out),
-        "allreduce on the GPU": fall_back,
+        "on the CPU, ordinary": lambda: fd.allreduce(near, group=group, out=out),
+        "on the CPU, symmetric": lambda: fd.allreduce(shared, group=group, out=shared_out),
+        "on the GPU": fall_back,
     }
     found = {name: statistics.median(_time(way, group, num_rounds)) for name, way in ways.items()}
     if not torch.equal(result.cpu(), out):
@@ -92,9 +92,9 @@ def main() -> None:
     rates = {name: num_bytes / max(result[name] for result in results) / 1e9 for name in results[0]}
     for name, rate in rates.items():
         print(f"{name:24} {rate:7.2f} GB/s")
-    for name in ("allreduce on the CPU", "of symmetric tensors"):
-        slower = min(rates["both at once"], rates[name])
-        print(f"to the slower of PCIe and the {name}: {rates['allreduce on the GPU'] / slower:.2f}")
+    for name in ("on the CPU, ordinary", "on the CPU, symmetric"):
+        ratio = rates["on the GPU"] / min(rates["both at once"], rates[name])
+        print(f"{ratio:.2f} of the slower of copies and allreduce {name}")
 
 
 if __name__ == "__main__":

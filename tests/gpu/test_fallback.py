@@ -235,6 +235,20 @@ def test_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(on_rank, 2, backend="native")
 
 
+def test_graphs() -> None:
+    """What a CUDA graph captures can't go through the host; the group goes on."""
+
+    def on_rank(group: Backend) -> None:
+        tensor = torch.ones(3, device="cuda")
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            tensor.add_(0)
+            with pytest.raises(fd.UnsupportedOpError, match="graph"):
+                fd.allreduce(tensor)
+        assert fd.allreduce(tensor).tolist() == [2, 2, 2]
+
+    run_ranks(on_rank, 2, backend="native")
+
+
 def test_mismatches() -> None:
     """Ranks that differ in count, or in the kind of device, raise the same."""
 

@@ -314,7 +314,7 @@ class StagedCollectives:
             memory = empty_symmetric((lane.shared_bytes,), torch.uint8, group=inner, timeout=deadline.remaining())
         except BackendUnavailable:  # on all ranks
             return
-        release = lane.share(memory, deadline)
+        release = lane.share(memory)
         if release is not None:
             # It may be collected without being closed; and at exit the driver goes by itself.
             weakref.finalize(lane, release).atexit = False

@@ -43,7 +43,7 @@ class Parts:
         return sum(window.sizes(self.counts))
 
     def within(self, window: Window) -> list[torch.Tensor]:
-        """What a window shows of the parts that have something there."""
+        """What a window shows of each part, which may be nothing."""
         if self.tensor is None:
             return []
         sizes = window.sizes(self.counts)
@@ -51,7 +51,6 @@ class Parts:
         return [
             self.tensor[start + window.begin : start + window.begin + size]
             for start, size in zip(starts, sizes, strict=False)
-            if size
         ]
 
 

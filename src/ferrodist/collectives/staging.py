@@ -116,13 +116,14 @@ class Lane:
         """What `share` takes."""
         return sum(slot.size_bytes for slot in self._slots)
 
-    def share(self, memory: torch.Tensor, deadline: Deadline) -> Callable[[], None] | None:
+    def share(self, memory: torch.Tensor) -> Callable[[], None] | None:
         """Use memory as the near buffers of all slots, which other ranks can read, if the device can copy to it.
+
+        The buffers before are torch's, which keeps them until copies from them are done.
 
         Returns:
             What is to be called before the memory goes, when this is not used any more; None if it is not used.
         """
-        self.synchronize(deadline)  # copies up may be under way from the buffers before
         if not self._streams.pin(memory):
             return None
         start = 0

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from fake_streams import SCHEDULES, FakeStreams
 
 import ferrodist as fd
-from ferrodist.collectives import gathering
+from ferrodist.collectives import gathering, operation
 from ferrodist.collectives.coalescing import coalesce
 from ferrodist.collectives.devices import engine_of, messages_of
 from ferrodist.collectives.operation import Fusible, Operation, collectives_of, run_later, run_now
@@ -203,6 +204,42 @@ def test_enqueued_operations_that_fail(group: Backend) -> None:
     with pytest.raises(fd.PeerLostError) as caught:
         pending.wait()
     assert caught.value is not engine.works[-1].error
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_started_operations_of_a_blocking_engine(
+    group: Backend, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run in the queue's thread on a stream of its own, after the starter's and before each waiter's."""
+    streams = FakeStreams(schedule)
+    monkeypatch.setattr(operation, "streams_of", lambda _: streams)
+    tensor = torch.ones(2)
+    streams.put(streams.current(), lambda: tensor.mul_(3), "fill")
+
+    def run(_: int) -> None:
+        assert streams.current() is not starting
+        streams.put(streams.current(), lambda: tensor.add_(1), "work")
+
+    starting = streams.current()
+    pending = run_later(
+        Operation(
+            name="add",
+            group=group,
+            engine=collectives_of(group),
+            device=_CUDA,
+            timeout=1.0,
+            run=run,
+            finish=lambda: tensor,
+        )
+    )
+    for waiting in (starting, streams.make(), streams.make()):
+        seen = torch.zeros(2)
+        with streams.using(waiting):
+            found = pending.wait()
+            streams.put(waiting, lambda seen=seen: seen.copy_(tensor), "read")
+            streams.run_until(streams.record(waiting))
+        assert found is tensor
+        assert seen.tolist() == [4, 4]
 
 
 def test_blocking_calls_of_an_enqueueing_engine(group: Backend) -> None:

@@ -363,8 +363,35 @@ def test_synchronize_waits_for_the_device() -> None:
         gpu.streams.is_stuck = False
         group.synchronize()
         assert tensor.tolist() == [2, 2, 2]
+        place = gpu.staged.reserve()  # of an operation that has not begun
+        with pytest.raises(fd.DistributedTimeoutError):
+            group.synchronize(0.01)
+        gpu.staged.allreduce(tensor, tensor, ReduceOp.SUM, timeout=30.0, sequence=place)
+        group.synchronize()
+        assert tensor.tolist() == [4, 4, 4]
 
     run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_handover(schedule: str) -> None:
+    """Work that another thread does on a stream of its own is after what started it, and before what takes it."""
+    streams = FakeStreams(schedule)
+    tensor, seen = torch.zeros(3), torch.zeros(3)
+    streams.put(streams.current(), lambda: tensor.fill_(2), "fill")
+    handover = Handover(streams)
+
+    def work() -> None:
+        with handover.running():
+            streams.put(streams.current(), lambda: tensor.mul_(5), "work")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    handover.take()
+    streams.put(streams.current(), lambda: seen.copy_(tensor), "read")
+    streams.run_until(streams.record(streams.current()))
+    assert seen.tolist() == [10, 10, 10]
 
 
 @pytest.mark.parametrize("backend", ["simulated", "native-threads"])
@@ -402,6 +429,27 @@ def test_started_operations_take_turns(backend: str) -> None:
         group.synchronize()
 
     run_ranks(on_rank, 2, backend=backend)
+
+
+def test_time_counts_from_the_turn() -> None:
+    """An operation that was started waits for those before it, before its time begins; and not when the group fails."""
+
+    def on_rank(group: Backend) -> None:
+        gpu = Gpu(group)
+        first, second, third = (gpu.staged.reserve() for _ in range(3))
+        waiting = [threading.Thread(target=gpu.staged.await_turn, args=(place,)) for place in (second, third)]
+        for thread in waiting:
+            thread.start()
+            thread.join(0.05)
+        assert all(thread.is_alive() for thread in waiting)
+        tensor = gpu.put(torch.ones(2))
+        gpu.staged.allreduce(tensor, tensor, ReduceOp.SUM, timeout=30.0, sequence=first)
+        waiting[0].join()
+        assert waiting[1].is_alive()
+        group.abort("enough")
+        waiting[1].join()
+
+    run_ranks(on_rank, 2)
 
 
 def test_messages() -> None:
