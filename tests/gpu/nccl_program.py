@@ -330,6 +330,26 @@ def training(group: fd.Backend) -> None:
     group.synchronize()
 
 
+def sharded(group: fd.Backend) -> None:
+    """A step of FSDP on GPUs gives what one process gets from all the data."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 15), torch.nn.ReLU(), torch.nn.Linear(15, 3)).to(GPU)
+    alone = torch.nn.Sequential(torch.nn.Linear(8, 15), torch.nn.ReLU(), torch.nn.Linear(15, 3)).to(GPU)
+    alone.load_state_dict(model.state_dict())
+    data = torch.randn(8 * group.world_size, 8, device=GPU)
+    fsdp = fd.FSDP(model)
+    for module, batch in ((fsdp, data[8 * group.rank : 8 * (group.rank + 1)]), (alone, data)):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(batch).square().mean().backward()
+            optimizer.step()
+    mine = fsdp.full_state_dict()
+    for name, expected in alone.state_dict().items():
+        torch.testing.assert_close(mine[name].to(GPU), expected)
+    group.synchronize()
+
+
 def timings(group: fd.Backend) -> None:
     """Host's and GPU's time of allreduces; printed."""
     for count in (1, 1 << 18, 1 << 24):
@@ -363,6 +383,7 @@ PARTS = {
         mismatch,
         late,
         training,
+        sharded,
         timings,
         killed,
     )

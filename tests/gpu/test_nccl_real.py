@@ -15,7 +15,7 @@ from ferrodist.backends.nccl.library import load_nccl, why_no_nccl
 
 _PROGRAM = Path(__file__).with_name("nccl_program.py")
 _ORDERLY = ("reductions", "movement", "streams", "graphs", "given_stream", "messages", "subgroups")
-_PARTS = {"hybrid": (*_ORDERLY, "training"), "nccl": _ORDERLY}  # DDP compares models on the host
+_PARTS = {"hybrid": (*_ORDERLY, "training", "sharded"), "nccl": _ORDERLY}  # DDP and FSDP compare models on the host
 _RANKS_ON_ONE_GPU = (2, 30, 3)
 """The first NCCL that lets ranks share a GPU, with the variables below."""
 
