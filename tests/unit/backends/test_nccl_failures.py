@@ -94,6 +94,38 @@ def test_different_calls_end_the_group_on_all_ranks(difference: str, odd: int, i
         assert "disagree about operation 1 on GPU tensors" in message
 
 
+def test_a_wait_with_a_timeout_tells_of_different_calls() -> None:
+    """An asynchronous call is not done before it has been compared, so a wait on the host raises what is wrong."""
+
+    def program(group: fd.Backend) -> None:
+        begin(group)
+        op = fd.ReduceOp.SUM if group.rank else fd.ReduceOp.MAX
+        with pytest.raises(fd.CollectiveMismatchError, match=r"max.*sum|sum.*max"):
+            fd.async_allreduce(torch.ones(4), op).wait(timeout=30)
+
+    run_ranks(program, 2, backend=lazy_groups)
+
+
+def test_a_call_that_others_have_not_made_is_not_done() -> None:
+    """A broadcast's root needs nobody on the GPU; it is done when its call has been compared, all the same."""
+
+    def program(group: fd.Backend) -> None:
+        begin(group)
+        if group.rank == 0:
+            pending = fd.async_broadcast(torch.ones(4), 0)
+            pending._work._launched[0].end._works.clear()  # the GPU has come past it
+            assert not pending.done()
+            group.barrier()
+            pending.wait(timeout=30)
+            assert pending.done()
+        else:
+            group.barrier()
+            fd.broadcast(torch.ones(4), 0)
+        group.synchronize()
+
+    run_ranks(program, 2, backend=lazy_groups)
+
+
 @pytest.mark.parametrize("groups", [fake_groups, lazy_groups])
 def test_the_communicators_of_a_failed_group_are_aborted(groups) -> None:
     """When a group fails its communicators are aborted, so that kernels which wait end."""

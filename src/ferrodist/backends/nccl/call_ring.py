@@ -74,6 +74,10 @@ class CallRing:
         """How many calls of this rank have not been compared yet."""
         return len(self._own)
 
+    def is_compared(self, sequence: int) -> bool:
+        """Whether a call of this rank has been compared."""
+        return sequence not in self._own
+
     def close(self) -> None:
         """Hear nothing more."""
         if self._listener is not None:

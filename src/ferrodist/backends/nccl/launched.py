@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
-    from ferrodist.backends.base import Backend
     from ferrodist.backends.nccl.streams import Event, Stream, Streams
     from ferrodist.errors import DistributedError
 
@@ -66,26 +65,43 @@ class Launched:
 
 
 class Enqueued:
-    """What a thread has launched asynchronously; see `Enqueued` of collectives/engine.py."""
+    """What a thread has launched asynchronously; see `Enqueued` of collectives/engine.py.
 
-    __slots__ = ("_device", "_group", "_launched", "_streams")
+    Args:
+        launched: In order.
+        streams: CUDA's.
+        device: Where it is.
+        failure: Tells why the group has failed, or will.
+        is_compared: Tells whether the call of a place has been compared.
+    """
+
+    __slots__ = ("_device", "_failure", "_is_compared", "_launched", "_streams")
 
     def __init__(
-        self, launched: Sequence[Launched], group: Backend, streams: Streams, device: torch.device | None
+        self,
+        launched: Sequence[Launched],
+        streams: Streams,
+        device: torch.device | None,
+        *,
+        failure: Callable[[], DistributedError | None],
+        is_compared: Callable[[int], bool],
     ) -> None:
         self._launched = launched
-        self._group = group
         self._streams = streams
         self._device = device
+        self._failure = failure
+        self._is_compared = is_compared
 
     @property
     def error(self) -> DistributedError | None:
         """Why it will not be done, or was done for nothing."""
-        return self._group.failure
+        return self._failure()
 
     def done(self) -> bool:
-        """Whether the GPU has come past it, or the group has failed."""
-        return self._group.failure is not None or all(launched.end.query() for launched in self._launched)
+        """Whether the GPU has come past it and the calls have been compared, or the group has failed."""
+        return self._failure() is not None or all(
+            launched.end.query() and self._is_compared(launched.operation.sequence) for launched in self._launched
+        )
 
     def wait_on_stream(self) -> None:
         """Have the current stream wait for it; the host does not."""

@@ -224,7 +224,13 @@ class Launcher:
         """What has been launched since `begin_async`."""
         started: list[Launched] = self._local.started
         self._local.started = None
-        return Enqueued(started, self._group, self._streams, self._device)
+        return Enqueued(
+            started,
+            self._streams,
+            self._device,
+            failure=lambda: self.failure or self._found,
+            is_compared=self._calls.is_compared,
+        )
 
     def note(self, error: DistributedError) -> None:
         """Have the group end for what a comparison has found: who found it must not block."""
