@@ -4,7 +4,8 @@
 
     groups        init_process_group, destroy_process_group, default_group, is_initialized, new_group, use_group
     backends      Backend, NativeBackend, GlooBackend, TcpBackend, SimulatedBackend, SubBackend, register_backend;
-                  is_native_available, is_gloo_available
+                  HybridBackend, NcclBackend, NcclUniqueId, reduce_op_to_nccl; is_native_available, is_gloo_available,
+                  is_nccl_available
     collectives   allreduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, barrier and
                   their forms; ReduceOp, premultiplied_sum; async_* -> PendingCollective; coalesce;
                   empty_symmetric; gpu_allreduce, gpu_broadcast
@@ -29,10 +30,15 @@ if TYPE_CHECKING:
     from ferrodist import checkpoint as checkpoint
     from ferrodist import rpc as rpc
     from ferrodist.backends.base import Backend as Backend
+    from ferrodist.backends.hybrid import HybridBackend as HybridBackend
     from ferrodist.backends.native import GlooBackend as GlooBackend
     from ferrodist.backends.native import NativeBackend as NativeBackend
     from ferrodist.backends.native import is_gloo_available as is_gloo_available
     from ferrodist.backends.native import is_native_available as is_native_available
+    from ferrodist.backends.nccl import NcclBackend as NcclBackend
+    from ferrodist.backends.nccl import NcclUniqueId as NcclUniqueId
+    from ferrodist.backends.nccl import is_nccl_available as is_nccl_available
+    from ferrodist.backends.nccl import reduce_op_to_nccl as reduce_op_to_nccl
     from ferrodist.backends.process_group import default_group as default_group
     from ferrodist.backends.process_group import destroy_process_group as destroy_process_group
     from ferrodist.backends.process_group import init_process_group as init_process_group
@@ -146,6 +152,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "backends.base": ["Backend"],
+    "backends.hybrid": ["HybridBackend"],
+    "backends.nccl": ["NcclBackend", "NcclUniqueId", "is_nccl_available", "reduce_op_to_nccl"],
     "backends.native": ["GlooBackend", "NativeBackend", "is_gloo_available", "is_native_available"],
     "backends.process_group": [
         "default_group",

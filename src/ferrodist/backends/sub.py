@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
+import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -175,9 +176,15 @@ class SubBackend(NonBlockingBackend):
         """Receive whatever comes from a rank; see `Backend.listen`."""
         peer = self._root_ranks[check_peer(self, src)]
         self._check_open()
-        return self._root.listen(
-            peer, size_bytes, heard, lambda error: ended(self.told_here(error)), tag=self._tag(tag)
-        )
+        itself = weakref.ref(
+            self
+        )  # the outermost group keeps the listener, which must not keep a group that was dropped
+
+        def tell(error: DistributedError) -> None:
+            group = itself()
+            ended(error if group is None else group.told_here(error))
+
+        return self._root.listen(peer, size_bytes, heard, tell, tag=self._tag(tag))
 
     def signal(self) -> Signal:
         """See `Backend.signal`."""
