@@ -51,6 +51,8 @@ class PendingCollective(ABC, Generic[T_co]):
     Its input and output must not be changed, and its output not be read, until `wait` has returned. Any number
     may be outstanding; those of one group run in the order in which they were started, and so must be started in
     the same order on all ranks.
+
+    Of tensors on a GPU `wait` also orders the current stream after it, whether or not the host waits for the device.
     """
 
     def __init__(self, op_name: str, group_name: str) -> None:

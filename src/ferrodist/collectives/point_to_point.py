@@ -70,7 +70,8 @@ def send(
         timeout: Seconds; None takes the group's.
 
     Raises:
-        TypeError: ``tensor`` can't travel: no dense CPU tensor of a known dtype.
+        TypeError: ``tensor`` can't travel: no dense tensor of a known dtype, or on a GPU in a group that carries none
+            there.
         ValueError: ``tensor`` has more than 12 dims, or ``tag`` is out of range.
         SelfSendError, InvalidRankError: ``dst`` is this rank, or not in the group.
         DistributedTimeoutError: A large tensor was not received in time; it will not be.

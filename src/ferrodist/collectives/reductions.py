@@ -57,6 +57,7 @@ def allreduce(
         RuntimeError: ``out`` is given where gradients would be lost; raised before anything is sent.
         NotImplementedError: ``tensor`` or ``out`` carries a tangent of forward-mode differentiation, or this is inside
             of a functorch transform (vmap, torch.func.grad) or of make_fx; raised before anything is sent.
+        UnsupportedOpError: ``tensor`` is on a GPU, and the group has no engine for it; raised before anything is sent.
         CollectiveMismatchError: On all ranks, when one called something else.
         DistributedTimeoutError: On all ranks, when one is late.
         PeerLostError: On all ranks, when one died.
