@@ -174,7 +174,7 @@ def test_no_gpu_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "built without CUDA" in library.why_no_gpu()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert "CUDA_VISIBLE_DEVICES" in library.why_no_gpu()
     assert "CUDA_VISIBLE_DEVICES" in library.why_no_nccl()
     assert not fd.is_nccl_available()

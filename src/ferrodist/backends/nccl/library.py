@@ -54,7 +54,7 @@ def why_no_gpu() -> str | None:
     """Why there is no CUDA device for this process, in words; None when there is one."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA: install a build of torch with it"
-    if not torch.cuda.is_available():
+    if not torch.cuda.device_count():  # which leaves CUDA alone where it can: a process that has begun it can't fork
         return "torch sees no GPU: look at nvidia-smi, at the driver, and at CUDA_VISIBLE_DEVICES"
     return None
 
