@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.nccl.launched import NO_PLACE
-from ferrodist.backends.request import answer_seconds
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, ranks_text
@@ -27,6 +26,9 @@ __all__ = ["Progress"]
 _MESSAGE = struct.Struct("<BQQ")  # kind, number of the question, operations called
 _QUESTION, _ANSWER = 0, 1
 _TAG = channel_tag(Channel.DEVICE_PROGRESS, 0)
+
+_ANSWER_SECONDS = 1.0
+"""How long ranks have to answer. They do at once, but for those that have been stopped, or get no processor."""
 
 
 class Progress:
@@ -69,7 +71,7 @@ class Progress:
                 f"{where}: {others} did not make the matching call {after}. {advice}", ranks=launched.peers
             )
         where += f", operation {launched.sequence}"
-        answers = self._ask(group, answer_seconds(launched.timeout))
+        answers = self._ask(group)
         silent = tuple(rank for rank in range(group.world_size) if rank != group.rank and rank not in answers)
         late = tuple(rank for rank, number in sorted(answers.items()) if number <= launched.sequence)
         if late:
@@ -88,7 +90,7 @@ class Progress:
             f" rank's stream? {advice}"
         )
 
-    def _ask(self, group: Backend, within: float) -> dict[int, int]:
+    def _ask(self, group: Backend) -> dict[int, int]:
         """What the others answer in time, by rank."""
         with self._changed:
             self._num_questions += 1
@@ -97,7 +99,7 @@ class Progress:
         for rank in range(group.world_size):
             if rank != group.rank:
                 _send(group, rank, question)
-        deadline = Deadline(within)
+        deadline = Deadline(_ANSWER_SECONDS)
         with self._changed:
             while len(self._answers) < group.world_size - 1 and not deadline.expired:
                 self._changed.wait(deadline.remaining())
