@@ -117,7 +117,7 @@ def _runtime() -> Any:
 
 def is_capturing() -> bool:
     """Whether a CUDA graph captures what the calling thread puts into its current stream."""
-    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+    return torch.version.cuda is not None and torch.cuda.is_current_stream_capturing()
 
 
 _known: dict[torch.device, CudaStreams] = {}
