@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -23,7 +24,24 @@ _SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL
 _KILLED = -9
 _SECONDS = 100.0
 
-_WHY_NOT = why_no_nccl()
+_PROBE = """
+import json
+from ferrodist.backends.nccl.library import load_nccl, why_no_nccl
+why = why_no_nccl()
+print(json.dumps([why, [] if why else load_nccl().version]))
+"""
+
+
+def _probe() -> tuple[str | None, tuple[int, ...]]:
+    """Why NCCL can't be used, and its version: asked in another process, so that tests can fork here."""
+    if not torch.backends.cuda.is_built():
+        return why_no_nccl(), ()
+    said = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=True, timeout=60)
+    why, version = json.loads(said.stdout.splitlines()[-1])
+    return why, tuple(version)
+
+
+_WHY_NOT, _VERSION = _probe()
 pytestmark = [
     pytest.mark.skipif(_WHY_NOT is not None, reason=f"NCCL can't be used here: {_WHY_NOT}"),
     pytest.mark.timeout(150),
@@ -33,22 +51,21 @@ pytestmark = [
 def _why_not_two() -> str | None:
     if _WHY_NOT is not None or torch.cuda.device_count() > 1:
         return _WHY_NOT
-    version = load_nccl().version
-    if version >= _RANKS_ON_ONE_GPU:
+    if _VERSION >= _RANKS_ON_ONE_GPU:
         return None
-    return f"there is one GPU, which two ranks can't share with NCCL {'.'.join(map(str, version))}"
+    return f"there is one GPU, which two ranks can't share with NCCL {'.'.join(map(str, _VERSION))}"
 
 
 _WHY_NOT_TWO = _why_not_two()
 needs_two = pytest.mark.skipif(_WHY_NOT_TWO is not None, reason=str(_WHY_NOT_TWO))
 
 
-def run(meeting: Path, world_size: int, backend: str, *parts: str) -> list[int]:
-    """Run parts of the program on ranks that are processes; returns their exit codes, and prints what they say."""
+def run(meeting: Path, world_size: int, backend: str, *parts: str, program: Path = _PROGRAM) -> list[int]:
+    """Run parts of a program on ranks that are processes; returns their exit codes, and prints what they say."""
     environment = {**os.environ, **_SHARED_GPU, "WORLD_SIZE": str(world_size)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(_PROGRAM), f"file://{meeting}/meet", backend, *parts],
+            [sys.executable, str(program), f"file://{meeting}/meet", backend, *parts],
             env={**environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

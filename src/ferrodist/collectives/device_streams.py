@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-__all__ = ["CudaStreams", "Handover", "Streams", "streams_of"]
+__all__ = ["CudaStreams", "Handover", "Streams", "is_capturing", "streams_of"]
 
 
 class Streams(Protocol):
@@ -113,6 +113,11 @@ class CudaStreams:
 
 def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph captures what the calling thread puts into its current stream."""
+    return torch.version.cuda is not None and torch.cuda.is_current_stream_capturing()
 
 
 _known: dict[torch.device, CudaStreams] = {}

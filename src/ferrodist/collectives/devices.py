@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import torch
-
+from ferrodist.collectives.device_streams import is_capturing
 from ferrodist.collectives.operation import collectives_of
 from ferrodist.collectives.staged import staged_collectives_of
 from ferrodist.collectives.staged_messages import StagedMessages
 from ferrodist.errors import UnsupportedOpError
 
 if TYPE_CHECKING:
+    import torch
+
     from ferrodist.backends.base import Backend
     from ferrodist.collectives.engine import Collectives, DeviceMessages
 
@@ -71,7 +72,7 @@ def _check_fallback(group: Backend, device: torch.device) -> None:
             f" 'nccl'; or set {FALLBACK_VARIABLE}=1, on all ranks, for them to go through the host's memory; or pass"
             " tensor.cpu()"
         )
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise UnsupportedOpError(
             "a CUDA graph can't capture what goes through the host's memory: call it outside of the graph"
         )

@@ -522,6 +522,9 @@ def test_the_variable_allows_the_fallback(call: Any, monkeypatch: pytest.MonkeyP
     assert isinstance(found, StagedCollectives if call is fd.allreduce else StagedMessages)
     if call is fd.allreduce:
         assert find(group, cuda) is found
+    monkeypatch.setattr(devices, "is_capturing", lambda: True)
+    with pytest.raises(fd.UnsupportedOpError, match="CUDA graph"):
+        find(group, cuda)
     group.carries_cpu_tensors = False
     with pytest.raises(fd.UnsupportedOpError, match="GPUs alone"):
         find(group, cuda)
