@@ -25,7 +25,7 @@ import torch
 
 from ferrodist.collectives.letters import Apart, Parcel, read_letter_bytes, write_letter_bytes
 from ferrodist.collectives.views import bytes_of
-from ferrodist.errors import DistributedError, GroupClosedError, ProtocolError, SizeMismatchError
+from ferrodist.errors import DistributedError, GroupClosedError, ProtocolError, SizeMismatchError, UnsupportedOpError
 from ferrodist.rpc.messages import MessageKind
 
 if TYPE_CHECKING:
@@ -152,6 +152,10 @@ class Link:
         if isinstance(content, bytes):
             form, memory = _Form.PLAIN, memoryview(content)
         else:
+            if any(content.is_on_gpu):
+                raise UnsupportedOpError(
+                    "what is sent has a tensor on a GPU: calls carry those on the CPU, pass tensor.cpu()"
+                )
             letter, apart = write_letter_bytes(content, "what is sent")
             form, memory = _Form.LETTER, memoryview(letter)
         size = memory.nbytes
