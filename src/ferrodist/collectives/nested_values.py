@@ -158,7 +158,9 @@ def _plain(value: Any) -> Any:
             return value
         case int():
             if not _LEAST_INT <= value <= _MOST_INT:
-                raise _MisfitError(f"is {value}: integers that go from rank to rank are -2**63 to 2**64 - 1, which have 64 bits")
+                raise _MisfitError(
+                    f"is {value}: integers that go from rank to rank are -2**63 to 2**64 - 1, which have 64 bits"
+                )
             return int.__int__(value)
         case float():
             return float.__float__(value)

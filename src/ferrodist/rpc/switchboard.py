@@ -167,12 +167,14 @@ class Switchboard:
         """A rank is there, for the first time or again, as such a process of it."""
         self.objects.counting.joined(peer, incarnation)
         self.draining.joined(peer)
+        self.names.joined(peer)
 
     def lost(self, peer: int, error: PeerLostError) -> None:
         """Nothing more will come for what was sent to a rank until now."""
         self.outgoing.lost(peer, error)
         self.objects.counting.lost(peer)
         self.draining.lost(peer)
+        self.names.lost(peer)
 
 
 class _Prepared(Served):

@@ -124,7 +124,13 @@ def test_arrays_in_files(tmp_path):
 def test_pickled_arrays():
     """Where pickles are allowed, arrays that are no tensors arrive as what they are."""
     made = [RpcAgent(way, {"echo": echo}, allow_pickle=True) for way in SimulatedRpcBackend.create_group(2)]
-    values = [NO_PLAIN_ARRAYS[0], np.array([{1}], dtype=object), np.array(["a"]), np.arange(3, dtype=">i4"), np.arange(2)]
+    values = [
+        NO_PLAIN_ARRAYS[0],
+        np.array([{1}], dtype=object),
+        np.array(["a"]),
+        np.arange(3, dtype=">i4"),
+        np.arange(2),
+    ]
     *found, _ = made[0].rpc_sync(1, "echo", *values, timeout=_PATIENCE)
     for agent in made:
         agent.close()
