@@ -6,8 +6,8 @@ tuple, list, dict                                the same, of plans
 None, bool, int, float, str, bytes               itself
 what an `Extension` knows                        the plan of what it makes of that
 
-What is of a subclass of these arrives as these: a named tuple as a tuple, numpy's float64 as a float. An int has 64 bits,
-with or without sign. Nothing is nested deeper than `MAX_LEVELS`.
+What is of a subclass of these arrives as these: a named tuple as a tuple, numpy's float64 as a float. An int has 64
+bits, with or without sign. Nothing is nested deeper than `MAX_LEVELS`.
 """
 
 from __future__ import annotations

@@ -80,8 +80,7 @@ class RpcAgent:
             _check_number("most_outstanding", most_outstanding)
             _check_number("message_limit", message_limit, LEAST_MESSAGE_LIMIT)
             _check_name(name)
-            if not isinstance(allow_pickle, bool):
-                raise TypeError(f"allow_pickle is True or False, not {allow_pickle!r}")
+            _check_bool("allow_pickle", allow_pickle)
             self._functions.register_all({} if functions is None else functions)
         except (TypeError, ValueError):
             backend.refuse()
@@ -288,6 +287,11 @@ class RpcAgent:
 def _check_number(option: str, number: int, least: int = 1) -> None:
     if check_integer(number, option) < least:
         raise ValueError(f"{option} must be at least {least}, not {number}")
+
+
+def _check_bool(option: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{option} is True or False, not {value!r}")
 
 
 def _check_name(name: str | None) -> None:

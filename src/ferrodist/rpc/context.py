@@ -23,6 +23,12 @@ _OPTIONS = tuple(
 )
 
 
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in _OPTIONS:
+            raise TypeError(f"RpcContext has no option {name!r}; there are drain_timeout, {', '.join(_OPTIONS)}")
+
+
 class RpcContext:
     """Calls and serves calls in a with-block: ``with RpcContext(group, {"add": add}) as agent:``.
 
@@ -52,9 +58,7 @@ class RpcContext:
     ) -> None:
         try:
             self._drain_timeout = None if drain_timeout is None else check_timeout(drain_timeout)
-            unknown = sorted(set(options).difference(_OPTIONS))
-            if unknown:
-                raise TypeError(f"RpcContext has no option {unknown[0]!r}; there are {', '.join(_OPTIONS)}")
+            _check_options(options)
         except (TypeError, ValueError):
             if isinstance(backend, RpcBackend):
                 backend.refuse()

@@ -145,8 +145,8 @@ def _take_array(value: Any) -> torch.Tensor | None:
         return None
     if type(value) not in _ARRAYS:
         raise TypeError(
-            f"is of type {type(value).__name__}, of which only the elements would arrive: pass numpy.asarray(...) of it,"
-            " with what else belongs to it beside that"
+            f"is of type {type(value).__name__}, of which only the elements would arrive: pass numpy.asarray(...) of"
+            " it, and what else belongs to it beside that"
         )
     try:
         tensor = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))

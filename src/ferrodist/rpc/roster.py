@@ -180,7 +180,7 @@ class Roster:
             if not self._closed:
                 ended(f" No process can join again, for the store through which they meet is gone: {error}.")
             return
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody else tells of it
             _log.exception("rank %d looks for other ranks no more", self._rank)
             ended(f" This process finds no other one any more: {describe_error(error)}.")
             return

@@ -254,7 +254,7 @@ class TcpRpcBackend(RpcBackend):
     def _run_dialer(self, peer: int) -> None:
         try:
             self._dial(peer)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody else tells of it
             self._failures[peer] = error
             _log.exception("rank %d can't connect to rank %d", self.rank, peer)
             with self._changed:

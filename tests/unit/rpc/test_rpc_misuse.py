@@ -468,7 +468,7 @@ def test_pickles_are_allowed_by_a_bool(make, value):
 def test_unknown_options_of_a_context():
     """They are told when it is made; so are those that there are."""
     backend, _ = SimulatedRpcBackend.create_group(2)
-    with pytest.raises(TypeError, match="RpcContext has no option 'workers'; there are name, num_workers, most"):
+    with pytest.raises(TypeError, match="RpcContext has no option 'workers'; there are drain_timeout, name, num_"):
         RpcContext(backend, FUNCTIONS, workers=3)
 
 
