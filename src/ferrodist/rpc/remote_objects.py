@@ -207,7 +207,7 @@ class RemoteObjects:
         part = part_of(reference)
         if isinstance(part, Kept) or part.creation is None:
             return None
-        sent = part.creation.sent
+        sent = part.creation._sent  # noqa: SLF001 - users have no use for it
         return None if sent is None or sent.look() == [None] else sent
 
     def _take_apart(self, peer: int, value: Any) -> tuple[int, ...] | None:
