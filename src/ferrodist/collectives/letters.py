@@ -26,7 +26,7 @@ from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.views import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["Apart", "Parcel", "read_letter", "read_letter_bytes", "write_letter", "write_letter_bytes"]
 
@@ -59,9 +59,15 @@ class Parcel:
     """For each of them whether the sender has it on a GPU; here it is on the CPU until somebody moves it."""
 
     @classmethod
-    def of(cls, value: Any, what: str, extensions: Sequence[Extension] = ()) -> Parcel:
+    def of(
+        cls,
+        value: Any,
+        what: str,
+        extensions: Sequence[Extension] = (),
+        check: Callable[[torch.Tensor], None] | None = None,
+    ) -> Parcel:
         """Take a value apart; see `flatten`."""
-        plan, tensors = flatten(value, what, extensions)
+        plan, tensors = flatten(value, what, extensions, check)
         return cls(plan, tensors, [tensor.requires_grad for tensor in tensors], [tensor.is_cuda for tensor in tensors])
 
     def copy(self) -> Parcel:

@@ -3,11 +3,11 @@
 in the value                                     in the plan
 tensor                                           its number; one that is there twice has one
 tuple, list, dict                                the same, of plans
-None, bool, int of 64 bits, float, str, bytes    itself
+None, bool, int, float, str, bytes               itself
 what an `Extension` knows                        the plan of what it makes of that
 
-What is of a subclass of these arrives as these: a named tuple as a tuple, numpy's float64 as a float. Nothing is nested
-deeper than `MAX_LEVELS`.
+What is of a subclass of these arrives as these: a named tuple as a tuple, numpy's float64 as a float. An int has 64
+bits, with or without sign. Nothing is nested deeper than `MAX_LEVELS`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_LEVELS = 100
 """Of tuples, lists and dicts in each other."""
 
 _TENSOR, _TUPLE, _LIST, _DICT, _PLAIN = "tensor", "tuple", "list", "dict", "plain"
-_INT_BITS = 64
+_LEAST_INT, _MOST_INT = -(1 << 63), (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Extension:
     Args:
         mark: Its name in plans, the same on all ranks.
         take_apart: Called with a value that is none of the table's; gives what stands for it, or None for what is not
-            of this kind.
+            of this kind. Raises TypeError for what can't travel, which says why: "is ...", after the place.
         put_together: The reverse. Raises ValueError for what nothing was taken apart into.
     """
 
@@ -62,15 +62,17 @@ class _MisfitError(TypeError):
 class _Flattening:
     """One value on its way into a plan."""
 
-    def __init__(self, extensions: Sequence[Extension]) -> None:
+    def __init__(self, extensions: Sequence[Extension], check: Callable[[torch.Tensor], None] | None) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
         self._numbers: dict[int, int] = {}
         self._extensions = extensions
+        self._check = check
 
     def plan_of(self, value: Any, levels: int) -> Plan:
         if isinstance(value, torch.Tensor):
-            self.tensors.setdefault(id(value), value)
-            return [_TENSOR, self._numbers.setdefault(id(value), len(self._numbers))]
+            if id(value) not in self.tensors:
+                self._add(value)
+            return [_TENSOR, self._numbers[id(value)]]
         if not isinstance(value, (tuple, list, Mapping)):
             return self._of_one(value, levels)
         self._check_levels(levels)
@@ -78,6 +80,15 @@ class _Flattening:
             return [_DICT, [self._pair(key, each, levels - 1) for key, each in value.items()]]
         mark = _TUPLE if isinstance(value, tuple) else _LIST
         return [mark, [self._member(place, each, levels - 1) for place, each in enumerate(value)]]
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        if self._check is not None:
+            try:
+                self._check(tensor)
+            except TypeError as error:
+                raise _MisfitError(str(error)) from None
+        self._numbers[id(tensor)] = len(self._numbers)
+        self.tensors[id(tensor)] = tensor
 
     def _member(self, place: object, value: Any, levels: int) -> Plan:
         try:
@@ -93,7 +104,10 @@ class _Flattening:
 
     def _of_one(self, value: Any, levels: int) -> Plan:
         for extension in self._extensions:
-            inner = extension.take_apart(value)
+            try:
+                inner = extension.take_apart(value)
+            except TypeError as error:
+                raise _MisfitError(str(error)) from None
             if inner is not None:
                 self._check_levels(levels)
                 return [extension.mark, self.plan_of(inner, levels - 1)]
@@ -104,18 +118,24 @@ class _Flattening:
             raise _MisfitError(f"is nested more than {MAX_LEVELS} levels deep, or in itself")
 
 
-def flatten(value: Any, what: str, extensions: Sequence[Extension] = ()) -> tuple[Plan, list[torch.Tensor]]:
+def flatten(
+    value: Any,
+    what: str,
+    extensions: Sequence[Extension] = (),
+    check: Callable[[torch.Tensor], None] | None = None,
+) -> tuple[Plan, list[torch.Tensor]]:
     """Take a value apart.
 
     Args:
         value: Nested as the table above says.
         what: What it is, for errors.
         extensions: What else may be in it.
+        check: Called with each tensor; raises TypeError as `Extension.take_apart` does.
 
     Raises:
         TypeError: It holds something else; the place is named.
     """
-    flattening = _Flattening(extensions)
+    flattening = _Flattening(extensions, check)
     try:
         plan = flattening.plan_of(value, MAX_LEVELS)
     except _MisfitError as misfit:
@@ -137,8 +157,10 @@ def _plain(value: Any) -> Any:
         case None | bool():
             return value
         case int():
-            if value.bit_length() >= _INT_BITS:
-                raise _MisfitError(f"is {value}: integers that go from rank to rank have 64 bits")
+            if not _LEAST_INT <= value <= _MOST_INT:
+                raise _MisfitError(
+                    f"is {value}: integers that go from rank to rank are -2**63 to 2**64 - 1, which have 64 bits"
+                )
             return int.__int__(value)
         case float():
             return float.__float__(value)

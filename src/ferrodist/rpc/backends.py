@@ -56,6 +56,9 @@ class RpcBackend(ABC):
         del peer
         return ""
 
+    def refuse(self) -> None:  # noqa: B027 - may stay as it is
+        """Be told that an agent was not made: close, unless another agent has this. This form does nothing."""
+
     def signal(self) -> Signal:
         """Something for a thread to wait for until messages of the groups bring it; see `Backend.signal`."""
         return LockSignal()

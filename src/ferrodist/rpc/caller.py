@@ -135,6 +135,10 @@ class Caller(ABC):
         self._served.pop(number, None)
         self._send_answer(number, found)
 
+    def num_served(self) -> int:
+        """How many of its calls of functions have no answer; those of methods count for themselves."""
+        return sum(isinstance(each, _Incoming) for each in self._served.copy().values())
+
     def close(self, seconds: float) -> None:
         """Serve nothing more of it, and call it no more.
 

@@ -57,7 +57,7 @@ class Waiting:
         signal: what the thread waits for that made it. It finds the result in ``value``, or an error in ``error``.
 
     Attributes:
-        caller: The rank, as who has the call's place in a window; none where the call has none.
+        caller: The rank, as who has the call's place in a window; none where the call has none, and is no user's.
         passing: The references in it.
     """
 
@@ -205,9 +205,9 @@ class Calls:
 
     @property
     def count(self) -> int:
-        """How many calls have no result."""
+        """How many calls of users have no result."""
         with self._lock:
-            return sum(not waiting.is_given_up for waiting in self._waiting.values())
+            return sum(waiting.caller is not None and not waiting.is_given_up for waiting in self._waiting.values())
 
     def fail(self, peer: int | None, error: DistributedError) -> None:
         """End the calls of a rank, or of all."""

@@ -36,12 +36,10 @@ class Future(concurrent.futures.Future[Any]):
 
     Callbacks run in the thread that brings the result and must not wait for other calls. It can't be cancelled: a call
     ends by its timeout.
-
-    Attributes:
-        sent: Where the call waits for references in it to be registered: why it could not be sent, or None if it was.
     """
 
-    sent: Outcome[BaseException | None] | None = None
+    _sent: Outcome[BaseException | None] | None = None
+    """Where the call waits for references in it to be registered: why it could not be sent, or None if it was."""
 
     def __init__(self, workers: Waiters) -> None:
         super().__init__()

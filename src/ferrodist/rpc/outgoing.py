@@ -11,7 +11,6 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, RpcError
 from ferrodist.rpc.calls import Calls, Waiting, late_error
 from ferrodist.rpc.connector import lost_error
-from ferrodist.rpc.counting import REGISTER
 from ferrodist.rpc.futures import Future
 from ferrodist.rpc.messages import (
     NO_NUMBER,
@@ -124,11 +123,12 @@ class Outgoing:
             return
         waiting.end()
         if waiting.is_given_up:
-            self._counters.count("late")
+            if waiting.caller is not None:
+                self._counters.count("late")
             with contextlib.suppress(Exception):
                 self._open(waiting, kind, content)  # references in it have been counted for this rank
             return
-        if waiting.name != REGISTER:
+        if waiting.caller is not None:
             self._counters.count_answer(time.monotonic() - waiting.started)
         # At once, in the order in which messages come: what comes next may give back a reference in this.
         try:
@@ -194,7 +194,7 @@ class Outgoing:
                 send = functools.partial(caller.send, kind, number, content)
                 sent = passing.send(send, failed, Deadline(waiting.left))
                 if waiting.future is not None:
-                    waiting.future.sent = sent
+                    waiting.future._sent = sent  # noqa: SLF001 - users have no use for it
         except BaseException as error:
             if self.calls.take(number) is None:  # whoever waits has been told already
                 return number
@@ -219,8 +219,8 @@ class Outgoing:
             signal.wait(_MOMENT_SECONDS)  # another thread has taken it, and is about to end it
 
     def _gave_up(self, number: int, waiting: Waiting) -> None:
-        self._counters.count("timed_out")
         if waiting.caller is not None:
+            self._counters.count("timed_out")
             with contextlib.suppress(DistributedError):  # or there is nobody who serves it
                 waiting.caller.send(MessageKind.WITHDRAWAL, number, b"")
 

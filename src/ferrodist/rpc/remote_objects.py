@@ -16,7 +16,16 @@ from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedTimeoutError
 from ferrodist.rpc.counting import Counting, Telling
 from ferrodist.rpc.errands import Errands
-from ferrodist.rpc.messages import EXTENSIONS, OWN_NAMES, PICKLED, REFERENCE_MARK, Call, Failure, error_of
+from ferrodist.rpc.messages import (
+    EXTENSIONS,
+    EXTENSIONS_BESIDE_PICKLES,
+    OWN_NAMES,
+    PICKLED,
+    REFERENCE_MARK,
+    Call,
+    Failure,
+    error_of,
+)
 from ferrodist.rpc.passing import Passing
 from ferrodist.rpc.reference_parts import Kept, kept_of, part_of
 from ferrodist.rpc.references import ReferenceId, RRef
@@ -89,8 +98,8 @@ class RemoteObjects:
         self.errands = Errands(f"ferrodist-rpc-{self.rank}-references")
         self.counting = Counting(self, caller, self.errands)
         self._tables = self.counting.tables
-        last = (PICKLED,) if allow_pickle else ()
-        self.extensions = {peer: (*EXTENSIONS, self.extension_for(peer), *last) for peer in range(self.world_size)}
+        first, last = (EXTENSIONS_BESIDE_PICKLES, (PICKLED,)) if allow_pickle else (EXTENSIONS, ())
+        self.extensions = {peer: (*first, self.extension_for(peer), *last) for peer in range(self.world_size)}
         self.marks = tuple(extension.mark for extension in self.extensions[self.rank])
         self._incarnation = secrets.randbits(_TOKEN_BITS)
         self._numbers = itertools.count()
@@ -198,14 +207,14 @@ class RemoteObjects:
         part = part_of(reference)
         if isinstance(part, Kept) or part.creation is None:
             return None
-        sent = part.creation.sent
+        sent = part.creation._sent  # noqa: SLF001 - users have no use for it
         return None if sent is None or sent.look() == [None] else sent
 
     def _take_apart(self, peer: int, value: Any) -> tuple[int, ...] | None:
         if not isinstance(value, RRef):
             return None
         if value._objects is not self:  # noqa: SLF001 - users have no use for it
-            raise TypeError(f"{value!r} is of another agent: a reference is passed on by the agent that has it")
+            raise TypeError(f"is {value!r} of another agent: a reference is passed on by the agent that has it")
         packing = self._packing
         if packing.references is None:
             packing.references = []

@@ -92,6 +92,7 @@ class Switchboard:
             message_limit=message_limit,
         )
         self.own = OwnCaller(self.rank, self._office)
+        self.draining.add(self.own)
         self.connector = Connector(backend, self, f"{label}-ends")
 
     def close(self) -> None:
@@ -147,6 +148,7 @@ class Switchboard:
     def submit(self, call: Call, answer: Callable[[Any], None], function: Callable[..., Any] | None = None) -> None:
         """Have a worker call a function: that of the call's name, or another one."""
         prepared = _Prepared(call, answer, function, self.counters)
+        self.draining.add(prepared)
         if isinstance(answer, Reply):
             answer.leave_to(prepared)
         self.workers.submit(prepared)
@@ -163,24 +165,28 @@ class Switchboard:
 
     def meet(self, peer: int, pair: Backend, ended: Callable[[Neighbor, DistributedError], None]) -> Neighbor:
         """Make a neighbor of a rank."""
-        return Neighbor(peer, self._office, pair, ended)
+        neighbor = Neighbor(peer, self._office, pair, ended)
+        self.draining.add(neighbor)
+        return neighbor
 
     def joined(self, peer: int, incarnation: int) -> None:
         """A rank is there, for the first time or again, as such a process of it."""
         self.objects.counting.joined(peer, incarnation)
         self.draining.joined(peer)
+        self.names.joined(peer)
 
     def lost(self, peer: int, error: PeerLostError) -> None:
         """Nothing more will come for what was sent to a rank until now."""
         self.outgoing.lost(peer, error)
         self.objects.counting.lost(peer)
         self.draining.lost(peer)
+        self.names.lost(peer)
 
 
 class _Prepared(Served):
     """A call that has been read."""
 
-    __slots__ = ("_answer", "_call", "_counters")
+    __slots__ = ("__weakref__", "_answer", "_call", "_counters", "_is_answered")
 
     def __init__(
         self,
@@ -194,6 +200,11 @@ class _Prepared(Served):
         self._call: Call | None = call
         self._answer = answer
         self._counters = counters
+        self._is_answered = False
+
+    def num_served(self) -> int:
+        """One, until what follows from it has begun."""
+        return not self._is_answered
 
     def read(self) -> Call:
         call, self._call = self._call, None
@@ -203,3 +214,4 @@ class _Prepared(Served):
     def answer(self, found: Any) -> None:
         self._counters.count("failed" if isinstance(found, Failure) else "served")
         self._answer(found)
+        self._is_answered = True

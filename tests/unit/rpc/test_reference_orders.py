@@ -114,7 +114,7 @@ class Process:
             if passing is None:
                 connection.send(self, kind, number, content)
             else:
-                future.sent = passing.send(
+                future._sent = passing.send(
                     lambda: connection.send(self, kind, number, content), failed, Deadline(self.timeout)
                 )
                 future.add_done_callback(passing.forget)

@@ -779,14 +779,14 @@ def test_registrations_that_are_too_large():
     """Are an error of the call, also where that waits for something else; nothing is counted."""
 
     def program(agent):
-        counters = [agent.remote(1, "Counter") for _ in range(70)]
+        counters = [agent.remote(1, "Counter") for _ in range(200)]
         assert counters[-1].rpc_sync().add() == 1
-        with pytest.raises(ValueError, match="is larger than 1,000"):
+        with pytest.raises(ValueError, match="is larger than 8,192"):
             agent.rpc_sync(2, "echo", counters)
-        with pytest.raises(ValueError, match="is larger than 1,000"):
+        with pytest.raises(ValueError, match="is larger than 8,192"):
             agent.rpc_sync(2, "echo", [agent.remote(2, "Holder", counters[0]), *counters])
 
-    run_agents(only_on(0, program), message_limit=1_000)
+    run_agents(only_on(0, program), message_limit=8192)
 
 
 class Unreadable:
