@@ -64,6 +64,7 @@ class _Flattening:
 
     def __init__(self, extensions: Sequence[Extension]) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
+        self.marks: set[str] = set()
         self._numbers: dict[int, int] = {}
         self._extensions = extensions
 
@@ -96,6 +97,7 @@ class _Flattening:
             inner = extension.take_apart(value)
             if inner is not None:
                 self._check_levels(levels)
+                self.marks.add(extension.mark)
                 return [extension.mark, self.plan_of(inner, levels - 1)]
         return [_PLAIN, _plain(value)]
 
@@ -104,13 +106,16 @@ class _Flattening:
             raise _MisfitError(f"is nested more than {MAX_LEVELS} levels deep, or in itself")
 
 
-def flatten(value: Any, what: str, extensions: Sequence[Extension] = ()) -> tuple[Plan, list[torch.Tensor]]:
+def flatten(
+    value: Any, what: str, extensions: Sequence[Extension] = (), marks: set[str] | None = None
+) -> tuple[Plan, list[torch.Tensor]]:
     """Take a value apart.
 
     Args:
         value: Nested as the table above says.
         what: What it is, for errors.
         extensions: What else may be in it.
+        marks: Those of what else is in it are added to these.
 
     Raises:
         TypeError: It holds something else; the place is named.
@@ -120,6 +125,8 @@ def flatten(value: Any, what: str, extensions: Sequence[Extension] = ()) -> tupl
         plan = flattening.plan_of(value, MAX_LEVELS)
     except _MisfitError as misfit:
         raise TypeError(f"{what}{misfit.place} {misfit.wrong}") from None
+    if marks is not None:
+        marks |= flattening.marks
     return plan, list(flattening.tensors.values())
 
 

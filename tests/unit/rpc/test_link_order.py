@@ -1,8 +1,9 @@
-"""What must not overtake what, in the messages of a link; see [Note: frames] in `link.py`."""
+"""What must not overtake what, in the messages of a link; see [Note: turns] in `turns.py`."""
 
 import pytest
 
-from ferrodist.rpc.link import FRAME_BYTES, Link
+from ferrodist.rpc.frames import FRAME_BYTES
+from ferrodist.rpc.link import Link
 from ferrodist.rpc.messages import MessageKind
 
 LARGE = b"x" * FRAME_BYTES
@@ -38,6 +39,7 @@ class Way:
         self.other = None
         self.sent = {}  # bodies, by their tags
         self.asked = {}  # by tags: where one of them goes, and its request
+        self.reason = None  # why it was aborted
 
     def listen(self, src, size, heard, ended, *, tag):
         self.heard = heard
@@ -56,6 +58,9 @@ class Way:
         assert tag not in self.asked
         self.asked[tag] = memory, Transfer()
         return self.asked[tag][1]
+
+    def abort(self, reason):
+        self.reason = reason
 
     def bring(self, tag):
         """A body comes."""
