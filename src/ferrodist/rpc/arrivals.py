@@ -145,10 +145,7 @@ class Arrival:
                 tensor = self._intake.buffers.make(each.shape, each.dtype)
             except (RuntimeError, MemoryError):
                 self._parcel = None
-                text = (
-                    f"there is no memory for a tensor of {each.size_bytes:,} bytes that rank {self._intake.peer} sent"
-                )
-                self._error = ProtocolError(text, ranks=(self._intake.peer,))
+                self._error = self._no_memory(each.size_bytes)
             else:
                 self._parcel.tensors[each.number] = tensor
                 return bytes_of(tensor)
