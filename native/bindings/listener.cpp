@@ -9,6 +9,7 @@
 #include <tuple>
 #include <utility>
 
+#include "bindings/interruptions.h"
 #include "bindings/released.h"
 #include "bindings/told.h"
 #include "engine/messenger.h"
@@ -75,7 +76,13 @@ public:
     void act() override {
         if (is_acting_) return;
         is_acting_ = true;
-        while (!is_closed_ && nb::len(messages_) != 0) call(nb::object(heard_), std::exchange(messages_, nb::list()));
+        // The handler of an interruption may raise wherever Python runs, before a message is taken out of the list, too.
+        for (int num_raised = 0; !is_closed_ && nb::len(messages_) != 0;) {
+            nb::list batch = std::exchange(messages_, nb::list());
+            if (call(nb::object(heard_), batch) || ++num_raised > most_raised) continue;
+            for (const nb::handle newer : messages_) batch.append(newer);
+            messages_ = std::move(batch);
+        }
         if (!is_closed_ && ending_) call(std::move(ended_), nb::cast(*std::exchange(ending_, std::nullopt)));
         is_acting_ = false;
         if (num_asked_ == 0 && self_ != nullptr) Py_DECREF(std::exchange(self_, nullptr));
@@ -94,12 +101,16 @@ private:
         std::optional<Receive> receive;
     };
 
-    static void call(const nb::object& function, const nb::object& argument) {
-        if (!function.is_valid()) return;
+    static constexpr int most_raised = 3;
+
+    static bool call(const nb::object& function, const nb::object& argument) {
+        if (!function.is_valid()) return true;
         try {
             function(argument);
+            return true;
         } catch (nb::python_error& error) {
-            error.discard_as_unraisable(function);
+            raise_later(error, function);
+            return false;
         }
     }
 

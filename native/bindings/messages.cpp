@@ -7,6 +7,7 @@
 
 #include <optional>
 
+#include "bindings/interruptions.h"
 #include "bindings/released.h"
 #include "bindings/listener.h"
 #include "bindings/message_arguments.h"
@@ -66,7 +67,7 @@ void call(nb::handle function, nb::args arguments = nb::borrow<nb::args>(nb::mak
     try {
         function(*arguments);
     } catch (nb::python_error& error) {
-        error.discard_as_unraisable(function);
+        raise_later(error, function);
     }
 }
 
@@ -78,6 +79,7 @@ void Request::act() {
 // Does what concerns Python of what has happened in the messenger. `tell(kind, rank, group, size)` hears of what ranks did
 // wrong, and of their ends.
 void do_work(Messenger& messenger, nb::handle tell) {
+    const Interruptions::Working working;
     const Work work = messenger.take_work();
     for (Transfer* ended = work.first_ended; ended != nullptr;) {
         Told& told = *static_cast<Told*>(ended->owner);

@@ -358,7 +358,8 @@ class Backend(ABC):
             src: The rank.
             size_bytes: Of every message.
             heard: Takes messages, in the order in which they were sent, in any thread, but in one at a time; must not
-                block or raise.
+                block or raise. Where the handler of an interruption raises in it, it hears those again that are still
+                in its list, and the thread then raises.
             ended: Takes why no more come.
             tag: As in `recv`.
         """

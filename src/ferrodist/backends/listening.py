@@ -90,7 +90,9 @@ class PostedListener:
         self._ended = ended
         self._buffer = bytearray(size_bytes)
         self._lock = threading.Lock()
-        self._is_acting = self._is_due = self._is_closed = False
+        self._is_due = self._is_closed = False
+        self._actor: int | None = None  # the thread that takes what has come
+        self._messages: list[bytes] = []  # and was not heard
         self._request = self._post()
         self._request.add_done_callback(self._act)
 
@@ -104,28 +106,47 @@ class PostedListener:
 
     def _act(self) -> None:
         """A receive has ended: take what is there. Runs in whichever thread ended it, one at a time."""
-        with self._lock:
-            self._is_due = True
-            if self._is_acting:
-                return  # whoever is at it looks again
-            self._is_acting = True
-        while self._is_wanted():
-            messages: list[bytes] = []
-            error = self._take(messages)
-            if messages and not self._is_closed:
-                self._heard(messages)
-            if error is not None:
-                if not self._is_closed:
-                    self._is_closed = True
-                    self._ended(error)
-                return
-            self._request.add_done_callback(self._act)
+        thread, is_mine, interruption = threading.get_ident(), False, None
+        try:
+            with self._lock:
+                self._is_due = True
+                if self._actor is not None:
+                    return  # which looks again
+                is_mine, self._actor = True, thread
+            while self._is_wanted():
+                try:
+                    self._hear()
+                except BaseException as error:  # noqa: BLE001, PERF203 - raised below, when nothing is left behind
+                    self._is_due |= bool(self._messages) and interruption is None
+                    interruption = interruption or error
+        finally:
+            if is_mine and self._actor == thread:
+                self._actor = None
+        if interruption is not None:
+            raise interruption
 
     def _is_wanted(self) -> bool:
         with self._lock:
-            self._is_acting = self._is_due and not self._is_closed
-            self._is_due = False
-            return self._is_acting
+            if self._is_due and not self._is_closed:
+                self._is_due = False
+                return True
+            self._actor = None
+            return False
+
+    def _hear(self) -> None:
+        error = None
+        if not self._messages:
+            error = self._take(self._messages)
+        try:
+            if self._messages and not self._is_closed:
+                self._heard(self._messages)
+                self._messages.clear()
+        finally:
+            if error is None and not self._is_closed:
+                self._request.add_done_callback(self._act)
+        if error is not None and not self._is_closed:
+            self._is_closed = True
+            self._ended(error)
 
     def _take(self, messages: list[bytes]) -> DistributedError | None:
         try:

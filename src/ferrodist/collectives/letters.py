@@ -28,7 +28,15 @@ from ferrodist.collectives.views import bytes_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Apart", "Parcel", "read_letter", "read_letter_bytes", "write_letter", "write_letter_bytes"]
+__all__ = [
+    "Apart",
+    "Parcel",
+    "UnreadableError",
+    "read_letter",
+    "read_letter_bytes",
+    "write_letter",
+    "write_letter_bytes",
+]
 
 _MOST_INSIDE_BYTES = 240 << 10
 """Of a letter: what costs less to copy than to send by itself, and what the engine takes at once."""
@@ -38,6 +46,9 @@ _LENGTH = struct.Struct("<Q")
 _APART = -1
 _COPIED_BYTES = 4096
 """Of a tensor that is copied faster than a view of its place is made."""
+
+_MOST_BYTES = 1 << 62
+_MOST_DIMS_NAMED = 64
 
 _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
@@ -50,13 +61,15 @@ class Parcel:
         plan: How it is nested.
         tensors: Its tensors; what is received has no history.
         wants_gradient: For each of them whether the sender has a use for its gradient.
+        is_on_gpu: For each whether the sender has it on a GPU; here it is on the CPU until somebody moves it.
+        marks: Of the extensions that took parts of it apart; none of what was received.
     """
 
     plan: Plan
     tensors: list[torch.Tensor]
     wants_gradient: list[bool]
     is_on_gpu: list[bool]
-    """For each of them whether the sender has it on a GPU; here it is on the CPU until somebody moves it."""
+    marks: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -67,8 +80,10 @@ class Parcel:
         check: Callable[[torch.Tensor], None] | None = None,
     ) -> Parcel:
         """Take a value apart; see `flatten`."""
-        plan, tensors = flatten(value, what, extensions, check)
-        return cls(plan, tensors, [tensor.requires_grad for tensor in tensors], [tensor.is_cuda for tensor in tensors])
+        marks: set[str] = set()
+        plan, tensors = flatten(value, what, extensions, check, marks)
+        wants_gradient, is_on_gpu = [each.requires_grad for each in tensors], [each.is_cuda for each in tensors]
+        return cls(plan, tensors, wants_gradient, is_on_gpu, frozenset(marks))
 
     def copy(self) -> Parcel:
         """The same with tensors of its own."""
@@ -119,6 +134,37 @@ class Apart:
     number: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of it."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def check(self) -> int:
+        """See that there may be such a tensor; gives its size.
+
+        Raises:
+            ValueError: There may not.
+        """
+        size = self.dtype.itemsize
+        for dim in self.shape:
+            size *= max(dim, 1)  # torch counts so, too: a dim without elements does not make up for the others
+            if dim < 0 or size > _MOST_BYTES:
+                raise ValueError(f"there is no tensor of shape {self.shape[:_MOST_DIMS_NAMED]}")
+        return size
+
+
+class UnreadableError(ValueError):
+    """A letter is no value.
+
+    Args:
+        wrong: What is wrong with it.
+        apart: What comes after it, or None where that can't be said.
+    """
+
+    def __init__(self, wrong: str, apart: list[Apart] | None) -> None:
+        super().__init__(wrong)
+        self.apart = apart
 
 
 def write_letter(parcel: Parcel, what: str, room: int = _MOST_INSIDE_BYTES) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -184,26 +230,33 @@ def read_letter(letter: torch.Tensor, marks: Sequence[str] = ()) -> tuple[Parcel
         what that is, in the order in which it comes.
 
     Raises:
-        Exception: It is no letter.
+        UnreadableError: It is no letter, or what it holds is no value, or has other marks.
     """
     return read_letter_bytes(bytes_of(letter), marks)
 
 
 def read_letter_bytes(memory: memoryview, marks: Sequence[str] = ()) -> tuple[Parcel, list[Apart]]:
     """`read_letter`, for who receives bytes; these are writable."""
-    (length,) = _LENGTH.unpack_from(memory)
-    head = _HEADS.decode(memory[_LENGTH.size : _LENGTH.size + length])
-    check_plan(head.plan, len(head.pieces), marks)
+    try:
+        (length,) = _LENGTH.unpack_from(memory)
+        head = _HEADS.decode(memory[_LENGTH.size : _LENGTH.size + length])
+        dtypes = [DTYPES[piece.dtype] for piece in head.pieces]
+    except Exception as error:
+        raise UnreadableError(str(error), None) from error
+    apart = [
+        Apart(number, dtype, piece.shape)
+        for number, (piece, dtype) in enumerate(zip(head.pieces, dtypes, strict=True))
+        if piece.start == _APART
+    ]
     first = _aligned(_LENGTH.size + length)
     tensors: list[Any] = []
-    apart = []
-    for number, piece in enumerate(head.pieces):
-        dtype = DTYPES[piece.dtype]
-        if piece.start == _APART:
-            apart.append(Apart(number, dtype, piece.shape))
-            tensors.append(None)
-        else:
-            tensors.append(_tensor_at(memory, first + piece.start, dtype, piece.shape))
+    try:
+        check_plan(head.plan, len(head.pieces), marks)
+        for piece, dtype in zip(head.pieces, dtypes, strict=True):
+            is_apart = piece.start == _APART
+            tensors.append(None if is_apart else _tensor_at(memory, first + piece.start, dtype, piece.shape))
+    except Exception as error:
+        raise UnreadableError(str(error), apart) from error
     wants, is_on_gpu = [piece.wants_gradient for piece in head.pieces], [piece.is_on_gpu for piece in head.pieces]
     return Parcel(head.plan, tensors, wants, is_on_gpu), apart
 

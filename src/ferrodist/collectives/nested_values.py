@@ -64,6 +64,7 @@ class _Flattening:
 
     def __init__(self, extensions: Sequence[Extension], check: Callable[[torch.Tensor], None] | None) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
+        self.marks: set[str] = set()
         self._numbers: dict[int, int] = {}
         self._extensions = extensions
         self._check = check
@@ -110,6 +111,7 @@ class _Flattening:
                 raise _MisfitError(str(error)) from None
             if inner is not None:
                 self._check_levels(levels)
+                self.marks.add(extension.mark)
                 return [extension.mark, self.plan_of(inner, levels - 1)]
         return [_PLAIN, _plain(value)]
 
@@ -123,6 +125,7 @@ def flatten(
     what: str,
     extensions: Sequence[Extension] = (),
     check: Callable[[torch.Tensor], None] | None = None,
+    marks: set[str] | None = None,
 ) -> tuple[Plan, list[torch.Tensor]]:
     """Take a value apart.
 
@@ -131,6 +134,7 @@ def flatten(
         what: What it is, for errors.
         extensions: What else may be in it.
         check: Called with each tensor; raises TypeError as `Extension.take_apart` does.
+        marks: Those of what else is in it are added to these.
 
     Raises:
         TypeError: It holds something else; the place is named.
@@ -140,6 +144,8 @@ def flatten(
         plan = flattening.plan_of(value, MAX_LEVELS)
     except _MisfitError as misfit:
         raise TypeError(f"{what}{misfit.place} {misfit.wrong}") from None
+    if marks is not None:
+        marks |= flattening.marks
     return plan, list(flattening.tensors.values())
 
 

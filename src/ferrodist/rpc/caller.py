@@ -171,6 +171,13 @@ class Caller(ABC):
         else:
             self._office.answered(self.rank, number, kind, content)
 
+    def _take_withdrawn(self, number: int, content: Content) -> None:
+        """Refuse a call whose caller had given up while its tensors were on their way: they may have changed."""
+        with contextlib.suppress(ProtocolError, PeerLostError):
+            self.read_call(content)  # references in it have been counted for this rank
+        text = "the call's tensors were on their way until its caller had given up"
+        self.answer(number, Failure(FailureKind.EXPIRED, "", text, ""))
+
     def _take_call(self, number: int, content: Content) -> None:
         served = _Incoming(self, number, content)
         if self._has_room(number, content) and self._is_new(number, served):

@@ -48,7 +48,9 @@ class Neighbor(Caller):
         self.pair = pair
         self._ended = ended
         self._link = Link(pair, rank, self, office.message_limit)
-        self._taking = threading.RLock()  # what belongs to objects; to send may be to receive
+        self._taking = threading.RLock()  # what belongs to objects
+        self._taker: int | None = None  # the thread that has it
+        self._later: list[tuple[int, Any]] = []  # its answers: to send may be to receive, from other ranks too
         self._is_lost = False
 
     def start(self) -> None:
@@ -82,8 +84,24 @@ class Neighbor(Caller):
 
     def _take_internal_call(self, content: Content, answer: Callable[[Any], None]) -> None:
         with self._taking:
-            if not self._is_lost:
+            if self._is_lost:
+                return
+            before, self._taker = self._taker, threading.get_ident()
+            try:
                 super()._take_internal_call(content, answer)
+            finally:
+                self._taker = before
+                answers: list[tuple[int, Any]] = []
+                if before is None:
+                    answers, self._later = self._later, answers
+        for number, found in answers:
+            super()._send_answer(number, found)
+
+    def _send_answer(self, number: int, found: Any) -> None:
+        if self._taker == threading.get_ident():
+            self._later.append((number, found))
+        else:
+            super()._send_answer(number, found)
 
     # What the link tells.
 
@@ -105,6 +123,11 @@ class Neighbor(Caller):
         """See `Receiver`."""
         del peer
         self._take(kind, number, content)
+
+    def withdrawn(self, peer: int, kind: MessageKind, number: int, content: Content) -> None:
+        """See `Receiver`."""
+        del peer, kind
+        self._take_withdrawn(number, content)
 
     def garbled(self, peer: int, kind: MessageKind, number: int, error: DistributedError) -> None:
         """See `Receiver`."""

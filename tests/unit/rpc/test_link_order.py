@@ -1,106 +1,13 @@
-"""What must not overtake what, in the messages of a link; see [Note: frames] in `link.py`."""
+"""What must not overtake what, in the messages of a link; see [Note: turns] in `turns.py`."""
 
 import pytest
+from link_ends import LARGE, Ends, large_parcel
 
-from ferrodist.rpc.link import FRAME_BYTES, Link
-from ferrodist.rpc.messages import MessageKind
+from ferrodist.collectives.letters import Parcel
+from ferrodist.errors import ProtocolError
+from ferrodist.rpc.messages import REFERENCE_MARK, MessageKind
 
-LARGE = b"x" * FRAME_BYTES
-
-
-class Transfer:
-    """A request that ends when it is told to."""
-
-    def __init__(self):
-        self.is_done = False
-        self.then = []
-
-    def done(self):
-        return self.is_done
-
-    def wait(self, timeout):
-        assert self.is_done
-
-    def add_done_callback(self, callback):
-        self.then.append(callback)
-
-    def end(self):
-        self.is_done = True
-        for callback in self.then:
-            callback()
-
-
-class Way:
-    """A pair's end: frames go to who listens at once, the rest when it is let go."""
-
-    def __init__(self, rank):
-        self.rank = rank
-        self.other = None
-        self.sent = {}  # bodies, by their tags
-        self.asked = {}  # by tags: where one of them goes, and its request
-
-    def listen(self, src, size, heard, ended, *, tag):
-        self.heard = heard
-
-    def try_send(self, frame, dst, *, tag):
-        self.other.heard([bytes(frame)])
-        return True
-
-    def isend(self, memory, dst, *, tag):
-        self.sent[tag] = bytes(memory)
-        request = Transfer()
-        request.is_done = True
-        return request
-
-    def irecv(self, memory, src, *, tag):
-        assert tag not in self.asked
-        self.asked[tag] = memory, Transfer()
-        return self.asked[tag][1]
-
-    def bring(self, tag):
-        """A body comes."""
-        memory, request = self.asked.pop(tag)
-        memory[:] = self.other.sent[tag]
-        request.end()
-
-
-class Heard:
-    """A receiver: numbers of messages, in the order in which they have been dealt with."""
-
-    buffers = None
-    marks = ()
-
-    def __init__(self):
-        self.numbers = []
-        self.meanwhile = {}  # by numbers: what happens while a message is dealt with
-
-    def attend(self, change):
-        pass
-
-    def received(self, peer, kind, number, content):
-        self.meanwhile.pop(number, lambda: None)()
-        self.numbers.append(number)
-
-
-class Ends:
-    """A link that sends, and one that receives."""
-
-    def __init__(self):
-        ways = Way(0), Way(1)
-        ways[0].other, ways[1].other = ways[1], ways[0]
-        self.heard = Heard()
-        self.there = ways[1]
-        self.sender = Link(ways[0], 1, Heard(), 1 << 20)
-        receiver = Link(ways[1], 0, self.heard, 1 << 20)
-        receiver.start()
-
-    def send(self, kind, number, content=b"small"):
-        self.sender.send(kind, number, content)
-
-    def bring(self):
-        """The only body that is asked for comes."""
-        (tag,) = self.there.asked
-        self.there.bring(tag)
+REFERENCES = Parcel(["plain", 1], [], [], frozenset({REFERENCE_MARK}))
 
 
 def test_what_waits_is_waited_for_in_turn():
@@ -140,3 +47,90 @@ def test_notices_wait_for_everything():
     assert ends.heard.numbers == [3, 4]
     ends.bring()
     assert ends.heard.numbers == [3, 4, 1, 2, 5]
+
+
+@pytest.mark.parametrize("kind", [MessageKind.CALL, MessageKind.RESULT])
+def test_references_wait_for_what_makes_their_objects(kind):
+    """Small calls and results with references don't overtake large calls of agents; those without do."""
+    ends = Ends()
+    ends.send(MessageKind.INTERNAL_CALL, 1, LARGE)
+    ends.send(kind, 2, REFERENCES)
+    ends.send(kind, 3)
+    assert ends.heard.numbers == [3]
+    ends.bring()
+    assert ends.heard.numbers == [3, 1, 2]
+    ends.send(MessageKind.CALL, 4, LARGE)
+    ends.send(kind, 5, REFERENCES)  # waits for agents' calls only
+    assert ends.heard.numbers == [3, 1, 2, 5]
+
+
+def test_what_is_behind_a_garbled_message():
+    """It waits until that has come whole, and no longer."""
+    ends = Ends()
+    parcel = large_parcel()
+    ends.send(MessageKind.INTERNAL_CALL, 1, Parcel(["unknown", parcel.plan], parcel.tensors, [False]))
+    ends.send(MessageKind.INTERNAL_CALL, 2)
+    assert ends.heard.numbers == []
+    ends.bring()
+    assert ends.heard.numbers == [2]
+    assert "'unknown'" in str(ends.heard.garbled_ones[1])
+
+
+def test_a_number_that_comes_twice():
+    """While its first message is under way: what belongs to which can't be told."""
+    ends = Ends()
+    ends.send(MessageKind.CALL, 1, LARGE)
+    ends.send(MessageKind.RESULT, 1, LARGE)  # numbers are those of one side
+    assert ends.there.reason is None
+    ends.send(MessageKind.CALL, 1, LARGE)
+    assert isinstance(ends.there.reason, ProtocolError)
+    assert "the CALL 1 twice" in str(ends.there.reason)
+
+
+def test_withdrawn_while_tensors_are_on_their_way():
+    """They may be torn: whoever serves is told in place of the call, not after it."""
+    ends = Ends()
+    ends.send(MessageKind.CALL, 1, large_parcel())
+    ends.send(MessageKind.CALL, 2, large_parcel())
+    ends.send(MessageKind.WITHDRAWAL, 1, b"")
+    assert ends.heard.numbers == []
+    ends.bring_all()
+    assert ends.heard.withdrawn_ones == [1]
+    assert ends.heard.numbers == [2]
+
+
+@pytest.mark.parametrize("kind", [MessageKind.CALL, MessageKind.INTERNAL_CALL])
+def test_withdrawn_while_a_letter_is_on_its_way(kind):
+    """It is the call's own: the withdrawal comes after it."""
+    ends = Ends()
+    ends.send(kind, 1, LARGE)
+    ends.send(MessageKind.WITHDRAWAL, 1, b"")
+    ends.bring()
+    assert ends.heard.kinds == [kind, MessageKind.WITHDRAWAL]
+
+
+def test_withdrawn_while_it_is_held_up():
+    """A small call, behind a large one."""
+    ends = Ends()
+    ends.send(MessageKind.INTERNAL_CALL, 1, LARGE)
+    ends.send(MessageKind.CALL, 2, REFERENCES)
+    ends.send(MessageKind.WITHDRAWAL, 2, b"")
+    ends.bring()
+    assert ends.heard.kinds == [MessageKind.INTERNAL_CALL, MessageKind.CALL, MessageKind.WITHDRAWAL]
+
+
+def test_an_interruption_costs_one_message():
+    """What its handler raises comes out in the end; what else has come was dealt with."""
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    ends = Ends()
+    ends.heard.meanwhile[2] = interrupt
+    frames = ends.frames([1, 2, 3])
+    with pytest.raises(KeyboardInterrupt):
+        ends.there.heard(frames)
+    assert frames == []
+    assert ends.heard.numbers == [1, 3]
+    ends.send(MessageKind.CALL, 4)
+    assert ends.heard.numbers == [1, 3, 4]

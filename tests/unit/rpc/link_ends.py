@@ -1,0 +1,155 @@
+"""Two links with a way between them that a test opens, for tests of what links do."""
+
+from collections import deque
+
+import torch
+
+from ferrodist.collectives.letters import Parcel
+from ferrodist.rpc.buffers import Buffers
+from ferrodist.rpc.frames import FRAME_BYTES, Form, pack_frame
+from ferrodist.rpc.link import Link
+from ferrodist.rpc.messages import MessageKind
+
+LARGE = b"x" * FRAME_BYTES
+LIMIT = 1 << 22
+
+
+def large_parcel(num_tensors=1):
+    """A message with tensors that come by themselves."""
+    return Parcel.of([torch.full((100_000,), float(number)) for number in range(num_tensors)], "it")
+
+
+class Transfer:
+    """A request that ends when it is told to."""
+
+    def __init__(self):
+        self.is_done = False
+        self.then = []
+        self.before = None
+
+    def done(self):
+        return self.is_done
+
+    def wait(self, timeout):
+        assert self.is_done
+
+    def add_done_callback(self, callback):
+        self.then.append(callback)
+        if self.before is not None:
+            self.before()
+
+    def end(self):
+        self.is_done = True
+        for callback in self.then:
+            callback()
+
+
+class Way:
+    """A pair's end: frames go to who listens at once, the rest when it is let go."""
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.other = None
+        self.sent = {}  # bodies, by their tags, in their order
+        self.is_quick = False  # bodies come while they are asked for, as soon as nobody looks
+        self.asked = {}  # by tags: where one of them goes, and its request
+        self.reason = None  # why it was aborted
+
+    def listen(self, src, size, heard, ended, *, tag):
+        self.heard = heard
+
+    def try_send(self, frame, dst, *, tag):
+        self.other.heard([bytes(frame)])
+        return True
+
+    def isend(self, memory, dst, *, tag):
+        self.sent.setdefault(tag, deque()).append(bytes(memory))
+        request = Transfer()
+        request.is_done = True
+        return request
+
+    def irecv(self, memory, src, *, tag):
+        assert tag not in self.asked
+        request = Transfer()
+        self.asked[tag] = memory, request
+        if self.is_quick:
+            request.before = lambda: self.bring(tag)
+        return request
+
+    def abort(self, reason):
+        self.reason = reason
+
+    def bring(self, tag):
+        """A body comes."""
+        memory, request = self.asked.pop(tag)
+        memory[:] = self.other.sent[tag].popleft()
+        request.end()
+
+
+class Heard:
+    """A receiver: numbers of messages, in the order in which they have been dealt with."""
+
+    marks = ()
+
+    def __init__(self):
+        self.buffers = Buffers()
+        self.numbers = []
+        self.kinds = []
+        self.contents = {}
+        self.withdrawn_ones = []
+        self.garbled_ones = {}
+        self.num_moving = 0
+        self.meanwhile = {}  # by numbers: what happens while a message is dealt with
+
+    def attend(self, change):
+        self.num_moving += change
+
+    def received(self, peer, kind, number, content):
+        self.meanwhile.pop(number, lambda: None)()
+        self.numbers.append(number)
+        self.kinds.append(kind)
+        self.contents[number] = content
+
+    def withdrawn(self, peer, kind, number, content):
+        self.withdrawn_ones.append(number)
+
+    def garbled(self, peer, kind, number, error):
+        self.garbled_ones[number] = error
+
+
+class Ends:
+    """A link that sends, and one that receives."""
+
+    def __init__(self):
+        ways = Way(0), Way(1)
+        ways[0].other, ways[1].other = ways[1], ways[0]
+        self.heard = Heard()
+        self.here, self.there = ways
+        self.sender = Link(ways[0], 1, Heard(), 8 * LIMIT)
+        receiver = Link(ways[1], 0, self.heard, LIMIT)
+        receiver.start()
+
+    def send(self, kind, number, content=b"small"):
+        self.sender.send(kind, number, content)
+
+    def frames(self, numbers):
+        """Frames of small calls."""
+        return [
+            pack_frame(MessageKind.CALL, Form.PLAIN, each, memoryview(b"x"), has_references=False) for each in numbers
+        ]
+
+    def collect(self):
+        """From now on frames are put in a list: it, and what hears them."""
+        frames, hear = [], self.there.heard
+        self.there.heard = frames.extend
+        return frames, hear
+
+    def bring(self):
+        """The only body that is asked for comes."""
+        (tag,) = self.there.asked
+        self.there.bring(tag)
+
+    def bring_all(self):
+        """All bodies come that are asked for."""
+        while self.there.asked:
+            self.there.bring(next(iter(self.there.asked)))

@@ -1,0 +1,78 @@
+"""Memory that large tensors arrive in; see `Buffers`."""
+
+import gc
+
+import pytest
+import torch
+
+from ferrodist.rpc import RpcAgent
+from ferrodist.rpc.buffers import Buffers
+from ferrodist.testing import run_ranks
+
+SIZE = 2 << 20
+
+
+MAKES = [
+    lambda tensor: tensor,
+    lambda tensor: tensor[10:20],
+    lambda tensor: tensor.numpy(),
+    lambda tensor: tensor.view(torch.int32),
+    lambda tensor: memoryview(tensor.numpy()),
+]
+"""Whatever may be made of a tensor and keeps its memory."""
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_memory_in_use_is_not_given_out(make):
+    """For as long as anything is left that was made of it; it is then."""
+    buffers = Buffers()
+    tensor = buffers.make((SIZE,), torch.uint8)
+    place = tensor.data_ptr()
+    kept = make(tensor)
+    del tensor
+    gc.collect()
+    others = [buffers.make((SIZE,), torch.uint8) for _ in range(3)]
+    assert place not in [each.data_ptr() for each in others]
+    del kept
+    gc.collect()
+    assert buffers.make((SIZE,), torch.uint8).data_ptr() == place
+
+
+def test_what_is_kept_is_bounded():
+    """In bytes, whatever the sizes; what is larger than all together is never kept, nor what is small."""
+    buffers = Buffers(3 * SIZE)
+    for sizes in ([SIZE] * 5, [SIZE + 1] * 2, [2 * SIZE, 2 * SIZE], [4 * SIZE, 10]):
+        tensors = [buffers.make((size,), torch.uint8) for size in sizes]
+        del tensors
+        gc.collect()
+        kept = [memory.nbytes for each in buffers._kept.values() for memory in each]
+        assert sum(kept) == buffers._num_kept_bytes <= 3 * SIZE
+        assert kept
+
+
+@pytest.mark.parametrize("backend", ["simulated", "native"])
+def test_results_that_are_held(backend):
+    """They, their views and arrays of them stay as they came, whatever comes after them."""
+
+    def make(number):
+        return torch.full((SIZE // 4,), float(number))
+
+    def program(group):
+        agent = RpcAgent(group, {"make": make})
+        group.barrier()
+        try:
+            if group.rank:
+                return
+            held = []
+            for number in range(12):
+                tensor = agent.rpc_sync(1, "make", number)
+                held.append((number, MAKES[number % 3](tensor)))
+                del tensor
+                agent.rpc_sync(1, "make", -1)
+            for number, part in held:
+                assert part.min() == part.max() == number
+        finally:
+            group.barrier()
+            agent.close()
+
+    run_ranks(program, 2, backend=backend)

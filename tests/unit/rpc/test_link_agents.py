@@ -1,0 +1,148 @@
+"""What agents make of links: late calls, garbled results, answers of others, objects made of much."""
+
+import threading
+
+import pytest
+import torch
+
+from ferrodist.errors import DistributedError, RpcError
+from ferrodist.rpc import RpcAgent, SimulatedRpcBackend
+from ferrodist.rpc.messages import Call, MessageKind
+from ferrodist.rpc.remote_objects import CREATE
+from ferrodist.testing import check_leaks, run_ranks
+
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def make():
+    """Return a function that makes agents, each with the options given for it; nothing of them may be left behind."""
+    made = []
+
+    def make_agents(functions, *options):
+        for way, given in zip(SimulatedRpcBackend.create_group(len(options)), options, strict=True):
+            made.append(RpcAgent(way, functions, **given))
+        return made
+
+    with check_leaks():
+        yield make_agents
+        for agent in made:
+            agent.close()
+
+
+def neighbor_of(agent, rank):
+    """What an agent has of another rank."""
+    return agent._switchboard.connector.neighbors[rank]
+
+
+def test_answers_of_other_ranks(make):
+    """Whoever guesses the number of a call to another rank answers nothing."""
+    hold = threading.Event()
+    agents = make({"hold": lambda: hold.wait(PATIENCE), "echo": lambda: 1}, {}, {}, {})
+    for rank in (1, 2):
+        assert agents[0].rpc_sync(rank, "echo") == 1
+    future = agents[0].rpc_async(1, "hold")
+    (number,) = agents[0]._switchboard.outgoing.calls._waiting
+    neighbor_of(agents[2], 0).send(MessageKind.RESULT, number, b"\xa6forged")
+    neighbor_of(agents[2], 0).send(MessageKind.FAILURE, number, b"\xa6forged")
+    assert agents[2].rpc_sync(0, "echo") == 1
+    assert not future.done()
+    hold.set()
+    assert future.result(PATIENCE) is True
+
+
+def test_results_that_cannot_be_read(make):
+    """An agent that was made without pickles tells its own caller; the next call is good."""
+    large = torch.zeros(100_000)
+    functions = {"give": lambda: [large, {1, 2}], "echo": lambda: 1}
+    agent, other = make(functions, {}, {"allow_pickle": True})
+    for _ in range(2):
+        with pytest.raises(RpcError, match=r"rank 1 sent what is no value.*'pickle'"):
+            agent.rpc_sync(1, "give", timeout=PATIENCE)
+    assert agent.rpc_sync(1, "echo") == 1
+    for each in (agent, other):
+        assert each._switchboard.workers._num_moving == 0
+        assert all(not neighbor._link._under_way for neighbor in each._switchboard.connector.neighbors.values())
+
+
+def test_a_limit_that_another_agent_has_not(make):
+    """Both are told what it is."""
+    agent, _ = make({"echo": len}, {}, {"message_limit": 1 << 20})
+    with pytest.raises(DistributedError, match="message_limit is 1,048,576: make all agents with the same"):
+        agent.rpc_sync(1, "echo", torch.zeros(1 << 20), timeout=PATIENCE)
+
+
+def test_answers_go_without_the_lock(make):
+    """To send may be to receive, also from other ranks."""
+    agent, other = make({"echo": lambda: 1}, {}, {})
+    assert agent.rpc_sync(1, "echo") == 1
+    neighbor = neighbor_of(other, 0)
+    send, could_take = neighbor._link.send, []
+
+    def look():
+        could_take.append(neighbor._taking.acquire(blocking=False))
+        if could_take[-1]:
+            neighbor._taking.release()
+
+    def look_and_send(*message):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        send(*message)
+
+    neighbor._link.send = look_and_send
+    future = agent._switchboard.start(1, Call("ferrodist.nothing", (), {}), PATIENCE)  # is refused at once
+    assert future.exception(PATIENCE) is not None
+    assert could_take == [True]
+
+
+@pytest.mark.parametrize("kind", [MessageKind.CALL, MessageKind.INTERNAL_CALL])
+def test_withdrawn_before_its_tensors_were_there(make, kind):
+    """It is refused, and its function is not called: they may be torn."""
+    called = []
+    agent, other = make({"take": called.append}, {}, {})
+    agent.rpc_sync(1, "take", 0)
+    answers = []
+    neighbor = neighbor_of(other, 0)
+    neighbor.send = lambda *message: answers.append(message)
+    call = Call("take", (1,), {})
+    if kind is MessageKind.INTERNAL_CALL:
+        call = Call(CREATE, ((1, 0, agent._switchboard.objects._incarnation, 99), "take", (1,), {}), {})
+    content, _ = neighbor_of(agent, 1).write_call(call)
+    neighbor.withdrawn(0, kind, 99, content)
+    ((answer, number, text),) = answers
+    del neighbor.send
+    assert (answer, number) == (MessageKind.FAILURE, 99)
+    assert b"its caller had given up" in text
+    assert called == [0]
+    assert other.num_references().for_others == 0
+
+
+@pytest.mark.parametrize("backend", ["simulated", "tcp", "native"])
+def test_objects_made_of_much_are_used_at_once(backend):
+    """By functions that are called with the reference, or that return one."""
+
+    def make_here(number):
+        agent = fd_agents[1 - number]
+        return agent.remote(number, "Box", torch.ones(1 << 20))
+
+    fd_agents = {}
+
+    def program(group):
+        agent = fd_agents[group.rank] = RpcAgent(group, {"Box": torch.sum, "use": use, "make_here": make_here})
+        group.barrier()
+        try:
+            if group.rank == 0:
+                for _ in range(10):
+                    reference = agent.remote(1, "Box", torch.ones(1 << 20))
+                    assert agent.rpc_sync(1, "use", reference, timeout=PATIENCE) == 1 << 20
+                    returned = agent.rpc_sync(1, "make_here", 0, timeout=PATIENCE)
+                    assert returned.local_value(PATIENCE) == 1 << 20
+        finally:
+            group.barrier()
+            agent.close()
+
+    def use(reference):
+        return reference.local_value(PATIENCE).item()
+
+    run_ranks(program, 2, backend=backend)
