@@ -121,16 +121,26 @@ def test_arrays_in_files(tmp_path):
     assert passed([array])[0][0].tolist() == [1, 2, 3]
 
 
+NO_TENSORS = [
+    np.array([{1}], dtype=object),
+    np.array(["a"]),
+    np.arange(3, dtype=">i4"),
+    np.arange(3, dtype=np.uint16),
+]
+
+
+@pytest.mark.parametrize("value", NO_TENSORS, ids=lambda value: str(value.dtype))
+def test_arrays_that_are_no_tensors(value):
+    """Their type is named, and the place."""
+    expected = re.escape(f"keyword ['value'][0] is a numpy array of {value.dtype}, which does not go")
+    with pytest.raises(TypeError, match=expected):
+        pack_call(Call("echo", (), {"value": [value]}), EXTENSIONS)
+
+
 def test_pickled_arrays():
     """Where pickles are allowed, arrays that are no tensors arrive as what they are."""
     made = [RpcAgent(way, {"echo": echo}, allow_pickle=True) for way in SimulatedRpcBackend.create_group(2)]
-    values = [
-        NO_PLAIN_ARRAYS[0],
-        np.array([{1}], dtype=object),
-        np.array(["a"]),
-        np.arange(3, dtype=">i4"),
-        np.arange(2),
-    ]
+    values = [NO_PLAIN_ARRAYS[0], *NO_TENSORS, np.arange(2)]
     *found, _ = made[0].rpc_sync(1, "echo", *values, timeout=_PATIENCE)
     for agent in made:
         agent.close()
