@@ -22,7 +22,6 @@ from ferrodist.rpc.messages import (
     unpack_failure,
     unpack_result,
 )
-from ferrodist.rpc.waits import AGES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +35,9 @@ if TYPE_CHECKING:
     from ferrodist.rpc.workers import Workers
 
 __all__ = ["Outgoing"]
+
+_FOUND_SECONDS = 10.0
+"""How long a result that has been found may take to be told."""
 
 
 class Outgoing:
@@ -208,14 +210,16 @@ class Outgoing:
         while not waiting.has_ended:
             try:
                 has_come = self._workers.waits.wait(signal, max(0.0, end - time.monotonic()))
-            except BaseException:  # the handler of an interruption raised it
+            except BaseException:  # the handler of an interruption raised it, when the signal was set or before that
                 if self.calls.give_up(number) is None:
-                    signal.wait(AGES)
+                    self._workers.waits.renew()
                 raise
             if not has_come:
-                if self.calls.give_up(number) is not None:
-                    raise late_error(waiting)
-                signal.wait(AGES)
+                # An interruption of who has found it may have kept it from being told.
+                if self.calls.give_up(number) is None and signal.wait(_FOUND_SECONDS):
+                    continue
+                self._workers.waits.renew()
+                raise late_error(waiting)
 
     def _gave_up(self, number: int, waiting: Waiting) -> None:
         self._counters.count("timed_out")

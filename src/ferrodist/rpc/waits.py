@@ -37,6 +37,10 @@ class Waits:
             found = self._local.signal = self._make()
             return found
 
+    def renew(self) -> None:
+        """Give this thread another signal: the one that it has may be set when nobody waits for that any more."""
+        self._local.signal = self._make()
+
     def wait(self, signal: Signal, seconds: float) -> bool:
         """Wait for what a call brings; see `Signal.wait`."""
         with self._lock:
