@@ -35,7 +35,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Outgoing"]
 
+_LOOK_SECONDS = 1.0
+"""How long a thread sleeps that may not be told, as an interruption came between."""
+
 _MOMENT_SECONDS = 0.01
+_FOUND_SECONDS = 10.0
+"""How long a result that has been found may take to be told."""
 
 
 class Outgoing:
@@ -209,12 +214,13 @@ class Outgoing:
         """Wait for a result. The signal may be set for what this thread has waited for before, too."""
         try:
             while not waiting.has_ended and (left := waiting.left) > 0:
-                self._workers.waits.wait(signal, left)
+                self._workers.waits.wait(signal, min(left, _LOOK_SECONDS))
         except BaseException:  # the handler of an interruption raised it
             self.calls.give_up(number)
             raise
+        patience = Deadline(_FOUND_SECONDS)
         while not waiting.has_ended:
-            if self.calls.give_up(number) is not None:
+            if self.calls.give_up(number) is not None or patience.expired:
                 raise late_error(waiting)
             signal.wait(_MOMENT_SECONDS)  # another thread has taken it, and is about to end it
 

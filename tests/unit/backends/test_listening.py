@@ -6,6 +6,7 @@ import time
 import pytest
 
 from ferrodist.backends.listening import LockSignal
+from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.backends.sub import SubBackend
 from ferrodist.errors import DistributedError, GroupAbortedError, GroupClosedError, PeerLostError
 from ferrodist.testing import run_ranks
@@ -250,3 +251,28 @@ def test_who_waits_for_a_signal_hears(backend):
         listener.close()
 
     run_ranks(on_rank, 2, backend=backend)
+
+
+@pytest.mark.parametrize("when", ["before it is taken", "after it was taken"])
+def test_interrupted_while_it_hears(when):
+    """What was not taken is heard again, and what comes later is heard: the interruption is raised all the same."""
+    one, other = SimulatedBackend.create_group(2)
+    heard, are_left = [], 1
+
+    def hear(messages):
+        nonlocal are_left
+        is_first, are_left = are_left, 0
+        if is_first and when == "before it is taken":
+            raise KeyboardInterrupt
+        heard.extend(messages)
+        messages.clear()
+        if is_first:
+            raise KeyboardInterrupt
+
+    other.listen(0, SIZE, hear, print)
+    with pytest.raises(KeyboardInterrupt):
+        send(one, 0, 1)
+    send(one, 1, 1)
+    assert heard == [message(0), message(1)]
+    for group in (one, other):
+        group.close()

@@ -62,7 +62,9 @@ def test_tensors_that_are_too_much_together():
     assert "message_limit" in str(ends.there.reason)
 
 
-@pytest.mark.parametrize("pieces", [[[99, (1,), False, False, -1]], [["x", (1,), False, False, -1]], [[0, "x", False, False, -1]]])
+@pytest.mark.parametrize(
+    "pieces", [[[99, (1,), False, False, -1]], [["x", (1,), False, False, -1]], [[0, "x", False, False, -1]]]
+)
 def test_letters_that_dont_say_what_follows(pieces):
     """Nothing could be read after them."""
     ends = Ends()
