@@ -7,7 +7,7 @@ from ferrodist.collectives.letters import Parcel
 from ferrodist.errors import ProtocolError
 from ferrodist.rpc.messages import REFERENCE_MARK, MessageKind
 
-REFERENCES = Parcel(["plain", 1], [], [], frozenset({REFERENCE_MARK}))
+REFERENCES = Parcel(["plain", 1], [], [], [], frozenset({REFERENCE_MARK}))
 
 
 def test_what_waits_is_waited_for_in_turn():
@@ -68,7 +68,7 @@ def test_what_is_behind_a_garbled_message():
     """It waits until that has come whole, and no longer."""
     ends = Ends()
     parcel = large_parcel()
-    ends.send(MessageKind.INTERNAL_CALL, 1, Parcel(["unknown", parcel.plan], parcel.tensors, [False]))
+    ends.send(MessageKind.INTERNAL_CALL, 1, Parcel(["unknown", parcel.plan], parcel.tensors, [False], [False]))
     ends.send(MessageKind.INTERNAL_CALL, 2)
     assert ends.heard.numbers == []
     ends.bring()
