@@ -54,6 +54,7 @@ def run_agents(program, world_size=3, backend="simulated", functions=None, *, ch
         group.barrier()
         try:
             result = program(agent)
+            group.barrier()  # or ranks that look for garbage would keep the others from their program
             if check:
                 gc.collect()
                 until(lambda: agent.num_references() == NOTHING)
