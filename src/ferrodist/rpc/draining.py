@@ -103,6 +103,13 @@ class Draining:
         self._num_hubs_lost = 0
         self._token = secrets.randbits(_TOKEN_BITS)
         self._is_over = False
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Let nobody wait any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
     def add(self, caller: Busy) -> None:
         """Somebody may make calls here, which are to end before this does; it is kept by who serves them."""
@@ -125,9 +132,12 @@ class Draining:
         num_before = self._num_hubs_lost  # it may be there again before this thread looks
         self._agent.start(_HUB, Call(COME, (self._token,), {}), deadline.remaining()).result()
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over or self._num_hubs_lost != num_before, deadline.remaining())
+            self._changed.wait_for(
+                lambda: self._is_over or self._is_closed or self._num_hubs_lost != num_before, deadline.remaining()
+            )
             if self._leave():
                 return
+            self._check_open()
             if self._num_hubs_lost != num_before:
                 raise PeerLostError(f"rank {_HUB} is gone, which sees to the end of all", ranks=(_HUB,))
         raise DistributedTimeoutError(
@@ -168,6 +178,10 @@ class Draining:
             is_over, self._is_over = self._is_over, False
             return is_over
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise GroupClosedError("the agent was closed")
+
     def _look(self) -> _Look:
         with self._changed:
             return _Look(*self._agent.num_calls(), sum(caller.num_served() for caller in self._callers))
@@ -184,7 +198,9 @@ class Draining:
     def _await_all(self, deadline: Deadline) -> list[int]:
         """Who has come, when all have that are there."""
         with self._changed:
-            if self._changed.wait_for(lambda: not self._missing(), deadline.remaining()):
+            has_ended = self._changed.wait_for(lambda: self._is_closed or not self._missing(), deadline.remaining())
+            self._check_open()
+            if has_ended:
                 return sorted(self._have_come)
             missing = self._missing()
         raise DistributedTimeoutError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from ferrodist.errors import InvalidRankError
+from ferrodist.errors import GroupClosedError, InvalidRankError
 
 if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
@@ -23,6 +23,13 @@ class Names:
         self._changed = threading.Condition()
         self._names: dict[int, str] = {}
         self._lost: dict[str, int] = {}  # which rank had a name last
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Let nobody wait for a name any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
     def add(self, rank: int, name: str) -> None:
         """A rank has a name."""
@@ -49,9 +56,14 @@ class Names:
 
         Raises:
             InvalidRankError: There is none in time, or more than one.
+            GroupClosedError: The agent is closed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: name in self._names.values() or name in self._lost, deadline.remaining())
+            self._changed.wait_for(
+                lambda: self._is_closed or name in self._names.values() or name in self._lost, deadline.remaining()
+            )
+            if self._is_closed:
+                raise GroupClosedError("the agent was closed")
             ranks = [rank for rank, each in self._names.items() if each == name]
             if not ranks and name in self._lost:
                 return self._lost[name]

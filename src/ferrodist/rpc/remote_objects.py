@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ferrodist.collectives.nested_values import Extension
 from ferrodist.deadline import Deadline, check_timeout
-from ferrodist.errors import DistributedTimeoutError
+from ferrodist.errors import DistributedTimeoutError, GroupClosedError
 from ferrodist.rpc.counting import Counting, Telling
 from ferrodist.rpc.errands import Errands
 from ferrodist.rpc.messages import (
@@ -104,6 +104,7 @@ class RemoteObjects:
         self._incarnation = secrets.randbits(_TOKEN_BITS)
         self._numbers = itertools.count()
         self._packing = threading.local()
+        self._is_closed = False
 
     def extension_for(self, peer: int) -> Extension:
         """How references travel to a rank, within `pack`, and from it."""
@@ -145,6 +146,7 @@ class RemoteObjects:
             rest: The call's arguments after the object's id.
             timeout: Of the call.
         """
+        self._check_open()
         id_ = ReferenceId(to, self.rank, self._incarnation, next(self._numbers))
         if to != self.rank:
             return self._tables.hold(id_, self._call(to, name, (tuple(id_), *rest), timeout))
@@ -155,6 +157,7 @@ class RemoteObjects:
 
     def keep(self, value: Any) -> RRef:
         """Have an object of this rank."""
+        self._check_open()
         kept, handle = self._tables.keep(ReferenceId(self.rank, self.rank, self._incarnation, next(self._numbers)))
         assert handle is not None
         kept.outcome.set(value)
@@ -166,6 +169,8 @@ class RemoteObjects:
         seconds = self._caller.timeout if timeout is None else check_timeout(timeout)
         with self._caller.resting():
             found = kept.outcome.wait(Deadline(seconds).remaining())
+        if isinstance(next(iter(found), None), Failure):
+            self._check_open()
         if not found:
             raise DistributedTimeoutError(
                 f"the object is not made yet, after {seconds:g} s: pass a longer timeout", ranks=(self.rank,)
@@ -190,6 +195,15 @@ class RemoteObjects:
     ) -> RRef:
         """See `RRef.remote`."""
         return self.create(reference.owner, f"{METHOD}{name}", (reference, arguments, keywords), timeout)
+
+    def refuse(self) -> None:
+        """Make nothing more, and let nobody wait for what is being made."""
+        self._is_closed = True
+        self._tables.clear()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise GroupClosedError("the agent was closed")
 
     def close(self) -> None:
         """Forget everything."""

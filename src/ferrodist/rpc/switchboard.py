@@ -106,6 +106,9 @@ class Switchboard:
             parts.callback(self.own.close, 0)
             parts.callback(self.connector.close)
             parts.callback(self.outgoing.close)
+            parts.callback(self.objects.refuse)
+            parts.callback(self.draining.close)
+            parts.callback(self.names.close)
 
     def _caller(self, peer: int, seconds: float) -> Caller:
         """A rank that is called; see `Outgoing`."""

@@ -8,11 +8,12 @@ import time
 import pytest
 import torch
 
-from ferrodist.errors import RpcError
+from ferrodist.errors import GroupClosedError, RpcError
 from ferrodist.rpc import RpcAgent, RpcContext, SimulatedRpcBackend
 from ferrodist.rpc.futures import Future
 from ferrodist.rpc.messages import MessageKind
 from ferrodist.rpc.neighbor import Neighbor
+from ferrodist.rpc.reference_tables import ReferenceCounts
 from ferrodist.rpc.waits import Waits
 from ferrodist.rpc.window import Window
 from ferrodist.testing import check_leaks, run_ranks
@@ -172,6 +173,48 @@ def test_futures_that_users_end(make):
     late.set_result("mine")
     assert isinstance(agent.rpc_async(1, "nothing", timeout=PATIENCE).exception(PATIENCE), RpcError)
     assert agent.rpc_sync(1, "one", timeout=PATIENCE) == 1
+
+
+CALLS_WHILE_CLOSING = {
+    "drain": lambda agent: agent.drain(PATIENCE),
+    "name": lambda agent: agent.rpc_sync("nobody", "one", timeout=PATIENCE),
+    "call": lambda agent: agent.rpc_sync(1, "hold", timeout=PATIENCE),
+    "object": lambda agent: agent.remote(0, "hold").local_value(PATIENCE),
+    "copy": lambda agent: agent.remote(1, "hold").to_here(PATIENCE),
+}
+
+
+@pytest.mark.parametrize("name", list(CALLS_WHILE_CLOSING))
+def test_what_waits_when_an_agent_is_closed(make, name):
+    """It is told so at once, and what comes afterwards, too."""
+    release = threading.Event()
+    agent, _ = make({"hold": lambda: release.wait(PATIENCE), "one": lambda: 1})
+    call = CALLS_WHILE_CLOSING[name]
+
+    def close():
+        time.sleep(0.05)  # most often it waits by then
+        agent.close()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    started = time.monotonic()
+    with pytest.raises(GroupClosedError):
+        call(agent)
+    assert time.monotonic() - started < PATIENCE / 2
+    release.set()
+    closing.join()
+    with pytest.raises(GroupClosedError):
+        call(agent)
+
+
+def test_references_of_a_closed_agent(make):
+    """None is made."""
+    agent, _ = make({"one": lambda: 1})
+    agent.close()
+    for call in (lambda: agent.reference(3), lambda: agent.remote(0, "one"), lambda: agent.remote(1, "one")):
+        with pytest.raises(GroupClosedError, match="the agent was closed"):
+            call()
+    assert agent.num_references() == ReferenceCounts(for_others=0, for_itself=0, elsewhere=0)
 
 
 class Workers:
