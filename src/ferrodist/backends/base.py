@@ -57,6 +57,9 @@ class Backend(ABC):
     collectives: Any = None
     """The backend's own `Collectives` for this group, or None: then messages carry them."""
 
+    mover: Any = None
+    """What moves bytes for all ranks at once, or None: see `collectives/moved.py`."""
+
     quick: Any = None
     """The engine's short way for plain calls, or None: see `collectives/quick.py`."""
 

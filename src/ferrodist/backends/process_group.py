@@ -7,9 +7,11 @@ import contextlib
 import sys
 import threading
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.base import Backend
+from ferrodist.backends.mpi import MpiBackend
 from ferrodist.backends.native import GlooBackend, NativeBackend, is_native_available
 from ferrodist.backends.sub import SubBackend
 from ferrodist.backends.tcp import TcpBackend
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from ferrodist.rendezvous import Membership
 
     Factory = Callable[[Membership, float, Deadline], Backend]
+    Opener = Callable[[int | None, int | None, str | None, float, Deadline], tuple[Backend, Membership | None]]
 
 __all__ = [
     "default_group",
@@ -36,7 +39,7 @@ __all__ = [
     "use_group",
 ]
 
-_ANNOUNCED = ("mpi", "ucc", "nccl", "hybrid")
+_ANNOUNCED = ("ucc", "nccl", "hybrid")
 
 _local_group: ContextVar[Backend | None] = ContextVar("ferrodist_group", default=None)
 _lock = threading.Lock()
@@ -68,8 +71,9 @@ def init_process_group(
     it is aborted first, so that the other ranks raise `GroupAbortedError`, which says what that was.
 
     Args:
-        backend: "native", "gloo", "tcp", or a name given to `register_backend`; None takes native where it is
-            installed.
+        backend: "native", "gloo", "tcp", "mpi", or a name given to `register_backend`; None takes native where it is
+            installed. With "mpi" the ranks are those that ``mpiexec`` has started, and ``init_method`` and ``secret``
+            are not needed.
         rank: This rank; None takes RANK from the environment.
         world_size: Number of ranks; None takes WORLD_SIZE.
         init_method: ``env://`` (the default: torchrun's variables MASTER_ADDR and MASTER_PORT), ``tcp://host:port``
@@ -85,22 +89,42 @@ def init_process_group(
         BackendUnavailable: This installation has no such backend.
         ValueError: ``backend`` or ``init_method`` is unknown, or the environment lacks a variable.
     """
-    factory = _factory(backend)
+    opener = _OPENERS.get(backend or "") or partial(_meet_and_open, _factory(backend), secret=secret)
     deadline = Deadline(check_timeout(timeout))
     with _lock:
         if _process.group is not None:
             raise ValueError("this process has a default group: call destroy_process_group() before making another")
-        membership = rendezvous(
-            init_method, rank=rank, world_size=world_size, timeout=deadline.remaining(), secret=secret
-        )
-        try:
-            group = factory(membership, timeout, deadline)
-        except BaseException:
-            membership.close()
-            raise
+        group, membership = opener(rank, world_size, init_method, timeout, deadline)
         _process.group, _process.membership = group, membership
     atexit.register(_leave_at_exit)
     return group
+
+
+def _meet_and_open(
+    factory: Factory,
+    rank: int | None,
+    world_size: int | None,
+    init_method: str | None,
+    timeout: float,
+    deadline: Deadline,
+    *,
+    secret: str | bytes | None,
+) -> tuple[Backend, Membership]:
+    membership = rendezvous(init_method, rank=rank, world_size=world_size, timeout=deadline.remaining(), secret=secret)
+    try:
+        return factory(membership, timeout, deadline), membership
+    except BaseException:
+        membership.close()
+        raise
+
+
+def _open_mpi(
+    rank: int | None, world_size: int | None, init_method: str | None, timeout: float, deadline: Deadline
+) -> tuple[Backend, None]:
+    """The group of an MPI job, whose ranks MPI has brought together."""
+    if init_method is not None:
+        raise ValueError(f"the mpi backend's ranks have met through MPI: leave init_method={init_method!r} out")
+    return MpiBackend.of_job(rank, world_size, timeout, deadline), None
 
 
 def destroy_process_group() -> None:
@@ -214,7 +238,7 @@ def register_backend(name: str, factory: Factory) -> None:
     Raises:
         ValueError: The name is taken.
     """
-    if name in _FACTORIES or name in _ANNOUNCED:
+    if name in _FACTORIES or name in _OPENERS or name in _ANNOUNCED:
         raise ValueError(f"there is a backend {name!r} already")
     _FACTORIES[name] = factory
 
@@ -230,7 +254,7 @@ def _factory(name: str | None) -> Factory:
 
 
 def _known() -> str:
-    return ", ".join(sorted(_FACTORIES))
+    return ", ".join(sorted([*_FACTORIES, *_OPENERS]))
 
 
 _FACTORIES: dict[str, Factory] = {
@@ -238,3 +262,6 @@ _FACTORIES: dict[str, Factory] = {
     "native": NativeBackend.from_membership,
     "tcp": TcpBackend.from_membership,
 }
+
+_OPENERS: dict[str, Opener] = {"mpi": _open_mpi}
+"""Backends whose ranks meet by themselves."""

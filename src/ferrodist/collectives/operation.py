@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from ferrodist.collectives.moved import MovedCollectives
 from ferrodist.collectives.pending import OperationQueue, PendingCollective, QueuedCollective
 from ferrodist.collectives.reference import ReferenceCollectives
 
@@ -86,13 +87,14 @@ collector: ContextVar[Collector | None] = ContextVar("ferrodist_collector", defa
 
 
 def collectives_of(group: Backend) -> Collectives:
-    """The engine of a group: its own when it offers one, else the reference implementation."""
+    """The engine of a group: its own when it offers one, else ours over its mover, or else over its messages."""
     engine: Collectives | None = group.collectives
     if engine is not None:
         return engine
     found = group.attachments.get(_KEY)
     if found is None:
-        found = group.attachments.setdefault(_KEY, ReferenceCollectives(group))
+        made = ReferenceCollectives(group) if group.mover is None else MovedCollectives(group)
+        found = group.attachments.setdefault(_KEY, made)
     assert isinstance(found, ReferenceCollectives)
     return found
 
