@@ -20,7 +20,6 @@ from ferrodist.backends.mpi.library import library_version
 from ferrodist.backends.mpi.messenger import Messenger, Outgoing
 from ferrodist.backends.mpi.mover import MpiMover
 from ferrodist.backends.mpi.progress import Progress
-from ferrodist.backends.mpi.waiting import keep_for_ever, wait_until
 from ferrodist.backends.request import Late, answer_seconds
 from ferrodist.backends.tags import group_of_tag, group_tag
 from ferrodist.backends.tcp.live import track
@@ -432,15 +431,14 @@ class MpiBackend(MailboxBackend):
 
     def _release(self) -> None:
         """All ranks have left: called by the thread that moved the frames, as its last act."""
-        has_failed = _WORLD in self._failures
-        if not has_failed:  # of a group that has failed something may be under way
+        if _WORLD not in self._failures:  # of a group that has failed something may be under way
             for communicator in self._communicators:
                 world.call_safely(self._mpi, communicator.Free)
-        world.forget(self, has_failed=has_failed)
+        world.forget(self)
 
     def has_parted(self, timeout: float) -> bool:
-        """Wait until all ranks have left the group; whether they have, and it had not failed."""
-        return self._progress.join(timeout) and _WORLD not in self._failures
+        """Wait until all ranks have left the group; whether they have."""
+        return self._progress.join(timeout)
 
     def leave_to_parent(self, error: DistributedError) -> None:
         """In a forked child: the group stays the parent's, and using it here raises ``error``, and does not hang."""
@@ -468,16 +466,14 @@ class MpiBackend(MailboxBackend):
                 f"{library_version()} can't make a group of the ranks that are left: use Open MPI, started with"
                 " mpiexec --with-ft ulfm"
             )
-        try:
-            communicator, request = self._messages.Ishrink()
-            if not wait_until(request.Test, deadline):
-                keep_for_ever(request)
-                raise DistributedTimeoutError(
-                    f"shrink of group {self.name!r} on rank {self.rank}: not all of the ranks that are left called it"
-                    f" within {limit:g} s"
-                )
-        except mpi.Exception as error:
-            raise world.translate(mpi, error) from error
+        communicator = world.in_thread(self._messages.Shrink, deadline)
+        if isinstance(communicator, Exception):
+            raise world.translate(mpi, communicator) from communicator
+        if communicator is None:
+            raise DistributedTimeoutError(
+                f"shrink of group {self.name!r} on rank {self.rank}: not all of the ranks that are left called it"
+                f" within {limit:g} s"
+            )
         communicator.Set_errhandler(mpi.ERRORS_RETURN)
         return MpiBackend(
             communicator, timeout=self.timeout, name=name or self.name, connect_timeout=deadline.remaining()

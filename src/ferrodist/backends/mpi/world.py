@@ -27,7 +27,7 @@ if TYPE_CHECKING:
             """Leave it."""
 
         def has_parted(self, timeout: float) -> bool:
-            """Wait until all ranks have left it; whether they have, and it had not failed."""
+            """Wait until all ranks have left it; whether they have."""
 
 
 __all__ = ["duplicate", "forget", "start", "translate", "use"]
@@ -43,7 +43,6 @@ _PARTING_SECONDS = 5.0
 
 _open: set[Open] = set()
 _starting = threading.Lock()
-_has_failed = False
 
 
 def start() -> Any:
@@ -73,25 +72,29 @@ def use(group: Open) -> None:
     _open.add(group)
 
 
-def forget(group: Open, *, has_failed: bool) -> None:
+def forget(group: Open) -> None:
     """All ranks have left a group."""
-    global _has_failed  # noqa: PLW0603 - a process has one MPI
-    _has_failed |= has_failed
     _open.discard(group)
 
 
 def _end() -> None:
-    """End MPI, where that can't wait for ever: when every rank has left every group, and nothing is under way."""
+    """End MPI when every rank has left every group: its end waits for all ranks. Else leave that to mpiexec."""
     mpi = load()
     if mpi.Is_finalized():
         return
-    parted = not _has_failed
     deadline = Deadline(_PARTING_SECONDS)
     for group in list(_open):
         group.close()
-        parted &= group.has_parted(deadline.remaining())
-    if parted and num_kept() == 0:
+    if not all([group.has_parted(deadline.remaining()) for group in list(_open)]):
+        return
+    if num_kept() == 0:
         mpi.Finalize()
+        return
+    # What failed groups have left under way keeps neither MPICH nor Open MPI from ending. It might another one, so this
+    # thread, which is the one to end MPI, does not wait for it for ever.
+    ending = threading.Thread(target=mpi.Finalize, name="ferrodist-mpi-end", daemon=True)
+    ending.start()
+    ending.join(_PARTING_SECONDS)
 
 
 def translate(mpi: Any, error: Exception) -> DistributedError:
@@ -177,3 +180,22 @@ def call_safely(mpi: Any, action: Callable[[], Any]) -> Any:
         return action()
     except (mpi.Exception, NotImplementedError):
         return None
+
+
+def in_thread(action: Callable[[], Any], deadline: Deadline) -> Any:
+    """What a call of MPI's that blocks returns or raises, or None if it does not by the deadline, and goes on.
+
+    For Open MPI 5.0's MPIX_Comm_ishrink, which would not block, ends with an internal error.
+    """
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(action())
+        except Exception as error:  # noqa: BLE001 - it is the outcome
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="ferrodist-mpi-call", daemon=True)
+    thread.start()
+    thread.join(deadline.remaining())
+    return outcome[0] if outcome else None
