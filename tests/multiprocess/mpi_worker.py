@@ -1,4 +1,4 @@
-"""What the ranks of `test_mpi.py` run, started by an MPI's own mpiexec: python mpi_worker.py task folder [arguments]."""
+"""What the ranks of `test_mpi.py` run, started by an MPI's mpiexec: python mpi_worker.py TASK FOLDER [ARGUMENTS]."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import json
 import mmap
 import os
 import pickle
+import signal
 import struct
 import sys
 import time
 import traceback
-import faulthandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.mpi import world
+from ferrodist.backends.mpi import mover, world
 from ferrodist.backends.mpi.waiting import wait_until
 from ferrodist.backends.process_group import use_group
 from ferrodist.deadline import Deadline
@@ -47,7 +47,8 @@ class SharedNumber:
         with self.get_lock():
             if os.fstat(self._file).st_size == 0:
                 os.write(self._file, _RECORD.pack(value))
-        self._memory = mmap.mmap(self._file, _RECORD.size)
+        # As elements: struct would write byte by byte, and others would read what is half written.
+        self._memory = memoryview(mmap.mmap(self._file, _RECORD.size)).cast("d")
 
     @contextlib.contextmanager
     def get_lock(self) -> Iterator[None]:
@@ -57,11 +58,11 @@ class SharedNumber:
 
     @property
     def value(self) -> float:
-        return _RECORD.unpack_from(self._memory)[0]
+        return self._memory[0]
 
     @value.setter
     def value(self, value: float) -> None:
-        _RECORD.pack_into(self._memory, 0, value)
+        self._memory[0] = value
 
     def set(self) -> None:
         self.value = 1
@@ -112,8 +113,8 @@ class MpiRunner:
             self._communicators[size] = members if self._all.Get_rank() < size else None
 
     @property
-    def rank(self) -> int:
-        return self._all.Get_rank()
+    def num_ranks(self) -> int:
+        return self._all.Get_size()
 
     def meet(self, communicator: Any) -> None:
         """A barrier that takes no processor."""
@@ -145,55 +146,91 @@ class MpiRunner:
         self.meet(self._all)
 
 
-def conform(folder: Path, sizes: str, *names: str) -> dict[str, Any]:
-    """Run both suites, or what of them is named; returns what failed, and how long each took."""
+def conform(folder: Path, num_ranks: str) -> dict[str, Any]:
+    """Run both suites, the collectives' with ``num_ranks``; and some of it with two ranks, in pieces."""
     runner = MpiRunner()
     things = SharedThings(folder)
     for module in (harness, deadlines, endings):
         module.multiprocessing = things
     failures: dict[str, str] = {}
-    seconds: dict[str, float] = {}
 
     def attempt(name: str, check: Callable[[], object]) -> None:
-        if names and name.partition("-")[0] not in names:
-            return
-        start = time.monotonic()
-        (folder / f'now-{runner.rank}').write_text(name)
         try:
             check()
         except Exception:
             failures[name] = traceback.format_exc()
-        seconds[name] = time.monotonic() - start
 
-    for size in map(int, sizes.split(",")):
-        for check in BACKEND_CHECKS:
-            if runner.is_member(max(size, 3 if check.__name__ in () else size)):
-                attempt(f"{check.__name__}-{size}", functools.partial(check, _Raised(runner), size))
-        for collective in COLLECTIVE_CHECKS:
-            if runner.is_member(size):
-                attempt(f"{collective.__name__}-{size}", functools.partial(runner.run, size, collective))
+    for check in BACKEND_CHECKS if runner.is_member(3) else ():
+        attempt(check.__name__, functools.partial(check, runner, 3))
+    whole = [(int(num_ranks), mover.MOST_BYTES, check) for check in COLLECTIVE_CHECKS]
+    for size, most, check in [*whole, *((2, 500, check) for check in _SOME)]:
+        if runner.is_member(size):
+            mover.MOST_BYTES, mover.PIECE_BYTES = most, most // 2
+            attempt(f"{check.__name__} of {size} ranks, at most {most} bytes", lambda: runner.run(size, check))  # noqa: B023
     runner.finish()
-    return {"failures": failures, "seconds": seconds}
+    return {"failures": failures, "num_ranks": runner.num_ranks}
 
 
-class _Raised:
-    """A runner that leaves out the ranks that a check has no use for."""
+_SOME = [
+    check
+    for check in COLLECTIVE_CHECKS
+    if check.__name__
+    in {
+        "reductions_of_every_size",
+        "movement_of_every_size",
+        "movement_from_every_root",
+        "uneven_exchange",
+    }
+]
 
-    def __init__(self, runner: MpiRunner) -> None:
-        self._runner = runner
 
-    def run(self, world_size: int, fn: Callable[[Backend], Any]) -> list[Any]:
-        return self._runner.run(world_size, fn)
+def kill(_folder: Path) -> dict[str, Any]:
+    """Rank 1 is killed in an allreduce; the others tell what they see, and go on in a group of their own."""
+    group = fd.init_process_group("mpi", timeout=_PATIENCE)
+    pair, survivors = fd.new_group([0, 1]), fd.new_group([0, 2])
+    tensor = torch.ones(300_000)
+    struck_at = torch.zeros(1, dtype=torch.float64)
+    try:
+        while True:
+            if group.rank == 1:
+                struck_at[0] = time.monotonic()
+            fd.broadcast(struck_at, 1, out=struck_at)
+            if group.rank == 1 and tensor[0] > 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            fd.allreduce(tensor, out=tensor)
+    except fd.PeerLostError as error:
+        answer = {"ranks": error.ranks, "seconds": time.monotonic() - float(struck_at)}
+    for name, subgroup in (("pair", pair), ("survivors", survivors)):
+        if subgroup is not None:
+            try:
+                answer[name] = fd.allreduce(torch.ones(2), group=subgroup).tolist()
+            except fd.PeerLostError as error:
+                answer[name] = type(error).__name__
+    rest = group.shrink(timeout=_PATIENCE, name="rest")
+    answer["rest"] = fd.allreduce(torch.full((100_000,), group.rank + 1.0), group=rest)[-1].item()
+    rest.close()
+    return answer
+
+
+def meet(_folder: Path) -> dict[str, Any]:
+    """Rank 1 does not come to a group; the others tell what they see."""
+    communicator = world.start().COMM_WORLD.Dup()
+    found = {}
+    if communicator.Get_rank() != 1:
+        try:
+            fd.init_process_group("mpi", timeout=0.3)
+        except fd.RendezvousError as error:
+            found = {"ranks": error.ranks, "message": error.message}
+    assert wait_until(communicator.Ibarrier().Test, Deadline(_PATIENCE)), "a rank is missing"
+    return found
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(100)
-    task, folder, *arguments = sys.argv[1:]
-    tasks = {"conform": conform}
-    answer = tasks[task](Path(folder), *arguments)
+    task, folder = sys.argv[1], Path(sys.argv[2])
+    answer = {"conform": conform, "kill": kill, "meet": meet}[task](folder, *sys.argv[3:])
     rank = world.start().COMM_WORLD.Get_rank()
-    (Path(folder) / f"answer-{rank}.json").write_text(json.dumps(answer))
+    (folder / f"answer-{rank}.json").write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import contextlib
 import sys
 import threading
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ferrodist.rendezvous import Membership
 
     Factory = Callable[[Membership, float, Deadline], Backend]
-    Opener = Callable[[int | None, int | None, str | None, float, Deadline], tuple[Backend, Membership | None]]
+    Opener = Callable[["_Asked", Deadline], tuple[Backend, Membership | None]]
 
 __all__ = [
     "default_group",
@@ -54,6 +55,17 @@ class _Process:
 
 
 _process = _Process()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """The arguments of `init_process_group`."""
+
+    rank: int | None
+    world_size: int | None
+    init_method: str | None
+    timeout: float
+    secret: str | bytes | None
 
 
 def init_process_group(
@@ -89,42 +101,38 @@ def init_process_group(
         BackendUnavailable: This installation has no such backend.
         ValueError: ``backend`` or ``init_method`` is unknown, or the environment lacks a variable.
     """
-    opener = _OPENERS.get(backend or "") or partial(_meet_and_open, _factory(backend), secret=secret)
+    opener = _OPENERS.get(backend or "") or partial(_meet_and_open, _factory(backend))
     deadline = Deadline(check_timeout(timeout))
+    asked = _Asked(rank=rank, world_size=world_size, init_method=init_method, timeout=timeout, secret=secret)
     with _lock:
         if _process.group is not None:
             raise ValueError("this process has a default group: call destroy_process_group() before making another")
-        group, membership = opener(rank, world_size, init_method, timeout, deadline)
+        group, membership = opener(asked, deadline)
         _process.group, _process.membership = group, membership
     atexit.register(_leave_at_exit)
     return group
 
 
-def _meet_and_open(
-    factory: Factory,
-    rank: int | None,
-    world_size: int | None,
-    init_method: str | None,
-    timeout: float,
-    deadline: Deadline,
-    *,
-    secret: str | bytes | None,
-) -> tuple[Backend, Membership]:
-    membership = rendezvous(init_method, rank=rank, world_size=world_size, timeout=deadline.remaining(), secret=secret)
+def _meet_and_open(factory: Factory, asked: _Asked, deadline: Deadline) -> tuple[Backend, Membership]:
+    membership = rendezvous(
+        asked.init_method,
+        rank=asked.rank,
+        world_size=asked.world_size,
+        timeout=deadline.remaining(),
+        secret=asked.secret,
+    )
     try:
-        return factory(membership, timeout, deadline), membership
+        return factory(membership, asked.timeout, deadline), membership
     except BaseException:
         membership.close()
         raise
 
 
-def _open_mpi(
-    rank: int | None, world_size: int | None, init_method: str | None, timeout: float, deadline: Deadline
-) -> tuple[Backend, None]:
+def _open_mpi(asked: _Asked, deadline: Deadline) -> tuple[Backend, None]:
     """The group of an MPI job, whose ranks MPI has brought together."""
-    if init_method is not None:
-        raise ValueError(f"the mpi backend's ranks have met through MPI: leave init_method={init_method!r} out")
-    return MpiBackend.of_job(rank, world_size, timeout, deadline), None
+    if asked.init_method is not None:
+        raise ValueError(f"the mpi backend's ranks have met through MPI: leave init_method={asked.init_method!r} out")
+    return MpiBackend.of_job(asked.rank, asked.world_size, asked.timeout, deadline), None
 
 
 def destroy_process_group() -> None:

@@ -220,9 +220,7 @@ class MovedCollectives(ReferenceCollectives):
         """Send part r of ``source`` to rank r, and collect what the ranks sent here in ``out``."""
         said = b"".join(map(_COUNT.pack, send_counts))
         travels = len(said) <= MAX_PAYLOAD
-        with self._turn(
-            call_of("all_to_all", source, count=unit), said if travels else b"", timeout, sequence
-        ) as run:
+        with self._turn(call_of("all_to_all", source, count=unit), said if travels else b"", timeout, sequence) as run:
             run.check_counts(said, receive_counts, unit, travels=travels)
             rank = run.rank
             torch.split(out, list(receive_counts))[rank].copy_(torch.split(source, list(send_counts))[rank])
@@ -292,9 +290,7 @@ class _MovedRun(Run):
         """Raise when a rank sends this one another number of elements than it expects."""
         if travels:
             place = self.rank * _COUNT.size
-            coming = [
-                _COUNT.unpack_from(self.payload(rank, len(said)), place)[0] for rank in range(self.world_size)
-            ]
+            coming = [_COUNT.unpack_from(self.payload(rank, len(said)), place)[0] for rank in range(self.world_size)]
         else:
             places = [(rank * _COUNT.size, _COUNT.size) for rank in range(self.world_size)]
             table = bytearray(len(said))

@@ -88,7 +88,9 @@ class ReferenceCollectives:
     def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int) -> None:
         """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
         tiny = is_tiny(source, op)
-        run = self._enter(call_of("allreduce", source, op=op), payload_for(source if tiny else None, op), timeout, sequence)
+        run = self._enter(
+            call_of("allreduce", source, op=op), payload_for(source if tiny else None, op), timeout, sequence
+        )
         if tiny:
             out.copy_(fold(op, run.tensors(source.dtype, [source.numel()] * run.world_size), run.factors(op)))
         elif run.world_size == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import shutil
 import subprocess
@@ -15,16 +14,9 @@ if TYPE_CHECKING:
 
     from ferrodist.launch.spec import LaunchSpec
 
-__all__ = ["MpiLauncher", "find_mpiexec", "mpiexec_command", "mpiexec_environment", "run_mpiexec"]
+__all__ = ["find_mpiexec", "mpiexec_command", "mpiexec_environment", "run_mpiexec"]
 
 _VERSION_SECONDS = 30
-
-
-class MpiLauncher(enum.Enum):
-    """Who starts an MPI's ranks."""
-
-    MPIEXEC = "mpiexec"  # the MPI's own, which this process becomes
-    PMI = "pmi"  # this process, as MPICH's process manager
 
 
 def find_mpiexec() -> str:

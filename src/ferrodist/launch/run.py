@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from ferrodist.launch.console import complain
 from ferrodist.launch.environment import LOOPBACK, Attempt, find_free_port, rank_environment, usable_cores
-from ferrodist.launch.mpi import MpiLauncher, run_mpiexec
+from ferrodist.launch.mpi import run_mpiexec
 from ferrodist.launch.pmi import PmiServer
 from ferrodist.launch.report import failure_report, stop_report
 from ferrodist.launch.signals import SignalInbox
-from ferrodist.launch.spec import DEFAULT_TIMEOUT_BEFORE_KILL, LaunchSpec, ProgramKind
+from ferrodist.launch.spec import DEFAULT_TIMEOUT_BEFORE_KILL, LaunchSpec, MpiLauncher, ProgramKind
 from ferrodist.launch.worker_group import GroupOutcome, RankProcess, Sinks, WorkerGroup
 from ferrodist.rendezvous.secret import make_secret
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from ferrodist.deadline import check_timeout
 from ferrodist.launch.limits import check_rank_count
-from ferrodist.launch.mpi import MpiLauncher
 
-__all__ = ["DEFAULT_TIMEOUT_BEFORE_KILL", "LaunchSpec", "ProgramKind"]
+__all__ = ["DEFAULT_TIMEOUT_BEFORE_KILL", "LaunchSpec", "MpiLauncher", "ProgramKind"]
 
 DEFAULT_TIMEOUT_BEFORE_KILL = 5.0
 """Seconds between asking the ranks to end and SIGKILL."""
@@ -25,6 +24,13 @@ class ProgramKind(enum.Enum):
     SCRIPT = "script"  # python program args
     MODULE = "module"  # python -m program args
     EXECUTABLE = "executable"  # program args
+
+
+class MpiLauncher(enum.Enum):
+    """Who starts an MPI's ranks."""
+
+    MPIEXEC = "mpiexec"  # the MPI's own, which this process becomes
+    PMI = "pmi"  # this process, as MPICH's process manager
 
 
 def _secret_of_environment() -> str | None:

@@ -17,7 +17,9 @@ from ferrodist.deadline import Deadline, Elapsed
 from ferrodist.errors import DistributedTimeoutError
 
 if TYPE_CHECKING:
-    from ferrodist.backends.mpi.backend import MpiBackend
+    from collections.abc import Callable
+
+    from ferrodist.backends.base import Backend
     from ferrodist.backends.mpi.turns import Turns
     from ferrodist.errors import DistributedError
 
@@ -39,10 +41,12 @@ class MpiAgreement(Agreement):
     Args:
         group: The group.
         mover: Its communicator's collectives.
+        find_behind: ``find_behind(sequence)`` asks who has not entered the collective at a position.
     """
 
-    def __init__(self, group: MpiBackend, mover: Mover) -> None:
+    def __init__(self, group: Backend, mover: Mover, find_behind: Callable[[int], tuple[int, ...]]) -> None:
         super().__init__(group)
+        self._find_behind = find_behind
         self._backend = group
         self._mover = mover
         self.num_entered = 0
@@ -68,7 +72,7 @@ class MpiAgreement(Agreement):
                 if not self._mover.wait_for([request], deadline):
                     if group.failure is not None:
                         raise group.failure.fresh()
-                    late = group.find_behind(sequence)
+                    late = self._find_behind(sequence)
                     raise self._fail(self.late_error(call, late, Elapsed.of(deadline)))
             except (KeyboardInterrupt, SystemExit) as error:  # this rank is out of step with the others
                 group.abort(f"rank {group.rank} left {call} by {type(error).__name__}")
@@ -85,7 +89,7 @@ class MpiAgreement(Agreement):
     def _queued_error(self, call: Call, deadline: Deadline) -> DistributedTimeoutError:
         return DistributedTimeoutError(
             f"{call} on group {self._backend.name!r}, operation {call.sequence}: the operations before it on rank"
-            f" {self._backend.rank} had not ended after {Elapsed.of(deadline)}. Collectives of a group run one after the"
-            " other: wait for those that were started, or pass a larger timeout.",
+            f" {self._backend.rank} had not ended after {Elapsed.of(deadline)}. Collectives of a group run one after"
+            " the other: wait for those that were started, or pass a larger timeout.",
             ranks=(self._backend.rank,),
         )

@@ -30,7 +30,6 @@ from ferrodist.errors import (
     DistributedTimeoutError,
     InvalidRankError,
     InvalidWorldSizeError,
-    PeerLostError,
     ProtocolError,
     error_from_wire,
     error_to_wire,
@@ -73,8 +72,8 @@ class MpiBackend(MailboxBackend):
     """A rank of a group over MPI: Open MPI, MPICH, or another one that mpi4py drives.
 
     MPI moves bytes: collectives by its own non-blocking collectives, messages by its messages. Which call belongs to
-    which is agreed on before, and what is reduced is folded here, in rank order. So errors, deadlines and bits are those
-    of the other backends, in every dtype.
+    which is agreed on before, and what is reduced is folded here, in rank order. So errors, deadlines and bits are
+    those of the other backends, in every dtype.
 
     The ranks are started by ``mpiexec``, ``srun`` or ``ferrodist run --mpi``. All of them make the group, and may make
     several. MPI is started with the first, unless the program has, and ended when the interpreter exits and all ranks
@@ -132,7 +131,7 @@ class MpiBackend(MailboxBackend):
         }
         self._messenger = Messenger(mpi, self._messages, self._on_frame)
         self.mover = MpiMover(mpi, collective, self._is_in_vain, self._explain)
-        self.agreement: MpiAgreement = MpiAgreement(self, self.mover)
+        self.agreement: MpiAgreement = MpiAgreement(self, self.mover, self._find_behind)
         self._process = os.getpid()
         self._progress = Progress(
             look=self._look,
@@ -282,7 +281,9 @@ class MpiBackend(MailboxBackend):
         if message is None:
             return  # withdrawn, or its group has failed
         if not message.granted or frame.offset != message.num_received or frame.size_bytes != message.size_bytes:
-            raise ProtocolError(f"a piece of message {frame.message} of rank {source} out of its order", ranks=(source,))
+            raise ProtocolError(
+                f"a piece of message {frame.message} of rank {source} out of its order", ranks=(source,)
+            )
         end = frame.offset + len(payload)
         if end == frame.size_bytes:
             self._incoming.pop((source, frame.message), None)
@@ -342,7 +343,7 @@ class MpiBackend(MailboxBackend):
         who = f"{ranks_text(silent)} of group {self.name!r}"
         return Late(ranks=silent, detail=f" ({who} {'does' if len(silent) == 1 else 'do'} not answer)")
 
-    def find_behind(self, sequence: int) -> tuple[int, ...]:
+    def _find_behind(self, sequence: int) -> tuple[int, ...]:
         """The ranks that have not entered a collective, or don't answer; all others when every one has."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         silent = self._find_silent(others, answer_seconds(self.timeout))

@@ -1,7 +1,7 @@
 """Frames over an MPI communicator: what goes out waits in order, what comes in is handed over in order.
 
-MPI gets copies, so whatever becomes of a message, no user's buffer is MPI's. What it has been given can't be taken back;
-so of each rank's messages only `_WINDOW_BYTES` are given to it at a time, and the rest can be.
+MPI gets copies, so whatever becomes of a message, no user's buffer is MPI's. What it has been given can't be taken
+back; so of each rank's messages only `_WINDOW_BYTES` are given to it at a time, and the rest can be.
 """
 
 from __future__ import annotations

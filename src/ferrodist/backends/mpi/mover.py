@@ -27,7 +27,7 @@ __all__ = ["MpiMover"]
 MOST_BYTES = (1 << 31) - 1
 """What the counts of one MPI collective can say."""
 
-_PIECE_BYTES = 1 << 30
+PIECE_BYTES = 1 << 30
 
 
 class MpiMover:
@@ -91,7 +91,9 @@ class MpiMover:
             return self._exchange([(peer, parts[self.rank]) for peer in peers], [(peer, parts[peer]) for peer in peers])
         return [self._communicator.Iallgatherv(self._mpi.IN_PLACE, self._divided(out, sizes))]
 
-    def all_to_all(self, out: memoryview, incoming: Sequence[Block], source: memoryview, outgoing: Sequence[Block]) -> list[Any]:
+    def all_to_all(
+        self, out: memoryview, incoming: Sequence[Block], source: memoryview, outgoing: Sequence[Block]
+    ) -> list[Any]:
         """Send block r of ``source`` to rank r, and take rank r's into block r of ``out``.
 
         A block is where it begins and its size. This rank's own are of no bytes: what stays here is not moved.
@@ -161,4 +163,4 @@ def _parts(data: memoryview, sizes: Sequence[int]) -> list[memoryview]:
 
 
 def _pieces(data: memoryview) -> list[memoryview]:
-    return [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
+    return [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]

@@ -12,10 +12,10 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.deadline import Deadline
-
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ferrodist.deadline import Deadline
 
 __all__ = ["Pace", "keep_for_ever", "num_kept", "wait_until"]
 

@@ -60,7 +60,7 @@ def start() -> Any:
             atexit.register(_end)
         if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
             raise BackendUnavailable(
-                f"{library_version()} does not let several threads call it (MPI_THREAD_MULTIPLE), which ferrodist needs:"
+                f"{library_version()} does not let several threads call it (MPI_THREAD_MULTIPLE), as ferrodist needs:"
                 " start MPI with MPI.Init_thread(MPI.THREAD_MULTIPLE), or not at all and leave that to ferrodist; or"
                 " use a library that is built for it"
             )
@@ -85,7 +85,7 @@ def _end() -> None:
     deadline = Deadline(_PARTING_SECONDS)
     for group in list(_open):
         group.close()
-    if not all([group.has_parted(deadline.remaining()) for group in list(_open)]):
+    if not all(group.has_parted(deadline.remaining()) for group in list(_open)):
         return
     if num_kept() == 0:
         mpi.Finalize()
@@ -124,7 +124,7 @@ def duplicate(mpi: Any, parent: Any, name: str, deadline: Deadline) -> tuple[Any
                 keep_for_ever(request)
                 raise RendezvousError(
                     f"group {name!r}: all ranks are there, but {library_version()} made no communicator within"
-                    f" {deadline.timeout:g} s"
+                    f" {deadline.timeout:.3g} s"
                 )
             copy.Set_errhandler(mpi.ERRORS_RETURN)
             copies.append(copy)
@@ -144,9 +144,7 @@ def _meet(mpi: Any, parent: Any, name: str, deadline: Deadline) -> None:
         if not wait_until(lambda: all(request.Test() for request in here.values()), deadline):
             for peer, request in here.items():
                 missing[peer] = not request.Test()
-        answers = [
-            parent.Isend([missing, size, mpi.BYTE], peer, _MEETING_TAG) for peer in here if not missing[peer]
-        ]
+        answers = [parent.Isend([missing, size, mpi.BYTE], peer, _MEETING_TAG) for peer in here if not missing[peer]]
         _finish(answers, Deadline(_ANSWER_GRACE_SECONDS))
         for peer, request in here.items():
             if missing[peer]:
@@ -161,7 +159,7 @@ def _meet(mpi: Any, parent: Any, name: str, deadline: Deadline) -> None:
     ranks = tuple(int(peer) for peer in np.flatnonzero(missing))
     if ranks:
         raise RendezvousError(
-            f"{ranks_text(ranks)} did not come to group {name!r} within {deadline.timeout:g} s: every rank of the MPI"
+            f"{ranks_text(ranks)} did not come to group {name!r} within {deadline.timeout:.3g} s: every rank of the MPI"
             " job makes it. Look at what is going on there, or pass a larger timeout; MPI's ranks can't meet again"
             " after this.",
             ranks=ranks,
