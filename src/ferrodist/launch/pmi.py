@@ -6,6 +6,7 @@ over a stream. Each rank inherits one end of a pair of sockets (`PMI_FD`), so no
 
 from __future__ import annotations
 
+import secrets
 import selectors
 import socket
 import threading
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PmiServer"]
 
-_KVS_NAME = "ferrodist"
 _MAX_VALUE = 4096
 _MAX_KEYS = 1 << 20
 _RECEIVE_BYTES = 1 << 16
@@ -34,8 +34,11 @@ class PmiServer:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
+        # MPICH names the memory by it in which ranks of a host first meet: another job's would be taken for this one's.
+        self._name = f"ferrodist-{secrets.token_hex(8)}"
         self._pairs = [socket.socketpair() for _ in range(world_size)]
-        self._values: dict[str, str] = {}
+        # Which ranks share a host: on one host from number 0 on, all of them. MPICH else takes each for a host.
+        self._values: dict[str, str] = {"PMI_process_mapping": f"(vector,(0,1,{world_size}))"}
         self._in_barrier: set[int] = set()
         self._rests = [b""] * world_size
         self._selector = selectors.DefaultSelector()
@@ -46,7 +49,7 @@ class PmiServer:
             "get_maxes": lambda *_: f"cmd=maxes kvsname_max=64 keylen_max=256 vallen_max={_MAX_VALUE}",
             "get_appnum": lambda *_: "cmd=appnum appnum=0",
             "get_universe_size": lambda *_: f"cmd=universe_size size={world_size}",
-            "get_my_kvsname": lambda *_: f"cmd=my_kvsname kvsname={_KVS_NAME}",
+            "get_my_kvsname": lambda *_: f"cmd=my_kvsname kvsname={self._name}",
             "put": self._put,
             "get": self._get,
             "barrier_in": self._enter_barrier,

@@ -393,9 +393,12 @@ class MpiBackend(MailboxBackend):
 
     def _explain(self, error: Exception) -> None:
         """End the group for what MPI raised: for the ranks that have died, if that is the reason."""
+        mpi = self._mpi
+        deaths = {mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED}
         self._patrol()
-        if self.failure is None and not self._parted:
-            self.abort(world.translate(self._mpi, error))
+        is_known = bool(self._parted) and isinstance(error, mpi.Exception) and error.Get_error_class() in deaths
+        if self.failure is None and not is_known:  # one that had left before it died is nobody's loss
+            self.abort(world.translate(mpi, error))
 
     # Notices, and the end.
 
@@ -437,9 +440,12 @@ class MpiBackend(MailboxBackend):
                 world.call_safely(self._mpi, communicator.Free)
         world.forget(self)
 
-    def has_parted(self, timeout: float) -> bool:
-        """Wait until all ranks have left the group; whether they have."""
-        return self._progress.join(timeout)
+    def has_parted(self, patience: float) -> bool:
+        """Wait until all ranks have left the group; whether they have, ``patience`` seconds after a failure."""
+        while not self._progress.join(patience):
+            if _WORLD in self._failures or os.getpid() != self._process:
+                return False
+        return True
 
     def leave_to_parent(self, error: DistributedError) -> None:
         """In a forked child: the group stays the parent's, and using it here raises ``error``, and does not hang."""

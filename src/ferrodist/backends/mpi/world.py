@@ -26,8 +26,8 @@ if TYPE_CHECKING:
         def close(self) -> None:
             """Leave it."""
 
-        def has_parted(self, timeout: float) -> bool:
-            """Wait until all ranks have left it; whether they have."""
+        def has_parted(self, patience: float) -> bool:
+            """Wait until all ranks have left it; whether they have, ``patience`` seconds after a failure."""
 
 
 __all__ = ["duplicate", "forget", "start", "translate", "use"]
@@ -39,7 +39,7 @@ _ANSWER_GRACE_SECONDS = 0.5
 """How long past its deadline a rank waits for rank 0 to say which rank is missing."""
 
 _PARTING_SECONDS = 5.0
-"""How long a process that ends waits for the others' goodbyes."""
+"""How long a process that ends waits, after a failure, for the goodbyes of the others, and for MPI's end."""
 
 _open: set[Open] = set()
 _starting = threading.Lock()
@@ -78,14 +78,18 @@ def forget(group: Open) -> None:
 
 
 def _end() -> None:
-    """End MPI when every rank has left every group: its end waits for all ranks. Else leave that to mpiexec."""
+    """End MPI once every rank has left every group: its end waits for all ranks.
+
+    While no group has failed this waits as MPI does, without limit: for mpiexec ends the job when a process has ended
+    and has not ended MPI. After a failure others may never come, and that is what mpiexec is left to do.
+    """
     mpi = load()
     if mpi.Is_finalized():
         return
-    deadline = Deadline(_PARTING_SECONDS)
-    for group in list(_open):
+    groups = list(_open)
+    for group in groups:
         group.close()
-    if not all(group.has_parted(deadline.remaining()) for group in list(_open)):
+    if not all(group.has_parted(_PARTING_SECONDS) for group in groups):
         return
     if num_kept() == 0:
         mpi.Finalize()
