@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,7 @@ from ferrodist.errors import (
     DistributedTimeoutError,
     InvalidRankError,
     InvalidWorldSizeError,
+    PeerLostError,
     ProtocolError,
     error_from_wire,
     error_to_wire,
@@ -50,10 +53,29 @@ _LOW_64 = (1 << 64) - 1
 _CLOSE_SECONDS = 5.0
 """How long `MpiBackend.close` waits until what this rank has sent is with MPI's other ranks."""
 
+_GRACE_SECONDS = 0.2
+_PARKING_SECONDS = 0.5
+"""How long the news that a rank has left waits for that rank's own."""
+
 _MAX_REASON = 10_000
 """Characters of an error message, and ranks, that an ABORT frame carries."""
 
 _DIED = Departure(what="died: MPI reports its process as failed")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parked:
+    """The end of a group that another rank tells of, before the rank that is its reason has.
+
+    Args:
+        group_id: The group.
+        error: The reason.
+        deadline: When to act on it all the same.
+    """
+
+    group_id: int
+    error: DistributedError
+    deadline: Deadline
 
 
 class _Receive(GroupReceive):
@@ -114,6 +136,7 @@ class MpiBackend(MailboxBackend):
         self._offers: dict[int, Send] = {}  # by message number: waiting for a GRANT
         self._incoming: dict[tuple[int, int], Message] = {}  # by source and number: offered to this rank, not whole
         self._streaming = threading.RLock()  # a message's pieces are queued as one
+        self._parked: list[_Parked] = []
         self._parted: set[int] = set()  # ranks that have left the world, or died
         self._answers: Counter[int] = Counter()  # by rank: PONGs
         self._entered: dict[int, int] = {}  # by rank: collectives it has entered, as it last said
@@ -130,7 +153,7 @@ class MpiBackend(MailboxBackend):
             Kind.PONG: self._on_pong,
         }
         self._messenger = Messenger(mpi, self._messages, self._on_frame)
-        self.mover = MpiMover(mpi, collective, self._is_in_vain, self._explain)
+        self.mover = MpiMover(mpi, collective, self._is_in_vain, self._explain, self._grace)
         self.agreement: MpiAgreement = MpiAgreement(self, self.mover, self._find_behind)
         self._process = os.getpid()
         self._progress = Progress(
@@ -299,12 +322,38 @@ class MpiBackend(MailboxBackend):
             name, text, ranks = msgspec.msgpack.decode(payload, type=tuple[str, str, tuple[int, ...]])
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"an ABORT frame whose reason can't be read ({error})", ranks=(source,)) from None
-        if self._is_told(source, frame):
-            self._fail_group(frame.group, error_from_wire(name, text, ranks))
+        if not self._is_told(source, frame):
+            return
+        reason = error_from_wire(name, text, ranks)
+        if self._unheard_leavers(frame.group, reason):
+            self._parked.append(_Parked(frame.group, reason, Deadline(_PARKING_SECONDS)))
+        else:
+            self._fail_group(frame.group, reason)
+
+    def _unheard_leavers(self, group_id: int, error: DistributedError) -> set[int]:
+        """The ranks that a group is told to have lost, and that have not said goodbye here yet.
+
+        What they sent before that is on its way too, and others may have been faster to say that they left: see
+        [Note: left and died].
+        """
+        members = self._members.get(group_id, ())
+        if not isinstance(error, PeerLostError) or not all(rank < len(members) for rank in error.ranks):
+            return set()
+        named = {members[rank] for rank in error.ranks} - {self.rank}
+        return {rank for rank in named if self._departure(group_id, rank) is None}
+
+    def _act_on_parked(self) -> None:
+        """Fail groups whose lost ranks have been heard of meanwhile, or have not for long."""
+        for parked in self._parked.copy():
+            if parked.deadline.expired or not self._unheard_leavers(parked.group_id, parked.error):
+                with contextlib.suppress(ValueError):  # another thread has
+                    self._parked.remove(parked)
+                    self._fail_group(parked.group_id, parked.error)
 
     def _on_left(self, source: int, frame: Frame, _payload: memoryview) -> None:
         if self._is_told(source, frame):
             self._peer_left(frame.group, source)
+        self._act_on_parked()
         if frame.group == _WORLD:
             self._entered[source] = frame.message
             self._parted.add(source)
@@ -372,8 +421,17 @@ class MpiBackend(MailboxBackend):
                 return True
         return False
 
+    def _grace(self) -> float:
+        """Seconds for which a collective may still end that this rank is in, when the group has failed.
+
+        A rank that left after this collective makes the next one fail, and the news of that may be here before the
+        last bytes of this one.
+        """
+        return _GRACE_SECONDS if isinstance(self.failure, PeerLostError) else 0.0
+
     def _patrol(self) -> None:
         """Look whether ranks have died, where MPI tells; called from time to time."""
+        self._act_on_parked()
         if not self._watches_deaths:
             return
         mpi, messages = self._mpi, self._messages

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from ferrodist.backends.call import CALL_SIZE
 from ferrodist.backends.mpi.turns import Turns
 from ferrodist.backends.mpi.waiting import keep_for_ever, wait_until
+from ferrodist.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from ferrodist.deadline import Deadline
 
     Block = tuple[int, int]
 
@@ -40,11 +39,18 @@ class MpiMover:
         communicator: One that nothing else uses.
         is_in_vain: Whether a wait is: the group has failed, or does with this for a rank that has left it.
         explain: Ends the group for an exception of MPI's.
+        grace: Seconds that a wait which has become vain goes on.
     """
 
     def __init__(
-        self, mpi: Any, communicator: Any, is_in_vain: Callable[[], bool], explain: Callable[[Exception], None]
+        self,
+        mpi: Any,
+        communicator: Any,
+        is_in_vain: Callable[[], bool],
+        explain: Callable[[Exception], None],
+        grace: Callable[[], float],
     ) -> None:
+        self._grace = grace
         self._mpi = mpi
         self._communicator = communicator
         self._is_in_vain = is_in_vain
@@ -65,6 +71,8 @@ class MpiMover:
         is_done = False
         try:
             is_done = wait_until(done, deadline, self._is_in_vain)
+            if not is_done and self._is_in_vain():
+                is_done = wait_until(done, Deadline(self._grace()))
         except self._mpi.Exception as error:
             self._explain(error)
         finally:
