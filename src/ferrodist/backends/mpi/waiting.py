@@ -1,9 +1,9 @@
 """Waiting for MPI, which tells nobody when something has come: one has to look.
 
 [Note: looking for what comes]
-MPI's own blocking calls look without pause, and return for no deadline. Here every wait looks, gives way, and looks
-again: at first to whoever wants the processor, and after some hundred looks by sleeping, for longer and longer. Ranks
-often are more than processors, and what a rank waits for needs one.
+MPI's own blocking calls look without pause, and return for no deadline. Here every wait looks some twenty times, which
+takes as many microseconds, then gives way between looks to whoever wants the processor, and after some hundred looks
+sleeps, for longer and longer. Ranks often are more than processors, and what a rank waits for needs one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Pace", "keep_for_ever", "num_kept", "wait_until"]
 
-_YIELDS = 300
+_BARE_LOOKS = 20
+_LOOKS_AWAKE = 300
 _SHORTEST_SECONDS = 20e-6
 _LONGEST_SECONDS = 1e-3
 _GROWTH = 1.1
@@ -49,8 +50,9 @@ class Pace:
     def rest(self, longest: float) -> bool:
         """Let others run, for at most so many seconds; whether that was sleep."""
         self._num_looks += 1
-        if self._num_looks < _YIELDS:
-            _give_way()
+        if self._num_looks < _LOOKS_AWAKE:
+            if self._num_looks > _BARE_LOOKS:
+                _give_way()
             return False
         time.sleep(min(self._seconds, self._longest, longest))
         self._seconds = min(self._seconds * _GROWTH, self._longest)
