@@ -138,6 +138,7 @@ class MpiBackend(MailboxBackend):
         self._streaming = threading.RLock()  # a message's pieces are queued as one
         self._parked: list[_Parked] = []
         self._parted: set[int] = set()  # ranks that have left the world, or died
+        self._has_said_goodbye = False
         self._answers: Counter[int] = Counter()  # by rank: PONGs
         self._entered: dict[int, int] = {}  # by rank: collectives it has entered, as it last said
         self._watches_deaths = world.call_safely(mpi, self._messages.Get_failed) is not None
@@ -483,16 +484,21 @@ class MpiBackend(MailboxBackend):
             return  # closed already, or in a forked child: MPI is the parent's
         try:
             self._leave_groups()
+            self._has_said_goodbye = True
             self.move_until(self._messenger.is_idle, deadline.remaining())
         finally:
             self._run_close_callbacks()
 
     def _is_over(self) -> bool:
-        """Whether nothing comes any more: this rank has closed the group, and so have all others."""
-        return self._ended is not None and len(self._parted) == self.world_size - 1 and self._messenger.is_idle()
+        """Whether nothing comes or goes any more: this rank has said that it left the group, and so have all others.
+
+        A rank that is closing it has not said so yet, and the others wait for that.
+        """
+        return self._has_said_goodbye and len(self._parted) == self.world_size - 1 and self._messenger.is_idle()
 
     def _release(self) -> None:
         """All ranks have left: called by the thread that moved the frames, as its last act."""
+        self._messenger.end()  # a thread that closes the group may look yet
         if _WORLD not in self._failures:  # of a group that has failed something may be under way
             for communicator in self._communicators:
                 world.call_safely(self._mpi, communicator.Free)

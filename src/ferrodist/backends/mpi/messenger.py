@@ -75,6 +75,7 @@ class Messenger:
         self._sending = threading.Lock()  # not held while anyone is told of anything
         self._receiving = threading.Lock()
         self._status = mpi.Status()
+        self._has_ended = False
         self.num_coming = 0
 
     def push(self, destination: int, outgoing: Outgoing) -> None:
@@ -82,7 +83,7 @@ class Messenger:
         way = self._ways[destination]
         taken: list[Outgoing] = []
         with self._sending:
-            if way.is_lost:
+            if way.is_lost or self._has_ended:
                 return
             if outgoing.frame.kind in _URGENT:
                 self._give(way, destination, outgoing, taken)
@@ -126,12 +127,17 @@ class Messenger:
             for request, _ in way.coming:
                 keep_for_ever(request)
 
+    def end(self) -> None:
+        """Return when no thread uses the communicator, and none will: it may be freed."""
+        with self._receiving, self._sending:
+            self._has_ended = True
+
     def look(self) -> bool:
         """Move what can be moved, without waiting; whether there was anything. Raises what MPI raises."""
         if not self._receiving.acquire(blocking=False):
             return False
         try:
-            return self._look_out() | self._look_in()
+            return False if self._has_ended else self._look_out() | self._look_in()
         finally:
             self._receiving.release()
 
