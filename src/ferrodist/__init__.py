@@ -4,10 +4,11 @@
 
     groups        init_process_group, destroy_process_group, default_group, is_initialized, new_group, use_group
     backends      Backend, NativeBackend, GlooBackend, TcpBackend, MpiBackend, SimulatedBackend, SubBackend,
-                  register_backend; is_native_available, is_gloo_available, is_mpi_available
+                  register_backend; HybridBackend, NcclBackend, NcclUniqueId, reduce_op_to_nccl; is_native_available,
+                  is_gloo_available, is_mpi_available, is_nccl_available
     collectives   allreduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, barrier and
                   their forms; ReduceOp, premultiplied_sum; async_* -> PendingCollective; coalesce;
-                  empty_symmetric
+                  empty_symmetric; gpu_allreduce, gpu_broadcast
     objects       all_gather_object, broadcast_object, gather_object, scatter_object, send_object, recv_object
     messages      send, recv, recv_into, sendrecv, batch(Send, Recv), ANY_SOURCE
     training      DDP, FSDP, LocalSGD, DiLoCo, SyncBatchNorm1d, ...; comm_hooks; parallelize and the styles of its plans
@@ -29,12 +30,17 @@ if TYPE_CHECKING:
     from ferrodist import checkpoint as checkpoint
     from ferrodist import rpc as rpc
     from ferrodist.backends.base import Backend as Backend
+    from ferrodist.backends.hybrid import HybridBackend as HybridBackend
     from ferrodist.backends.mpi import MpiBackend as MpiBackend
     from ferrodist.backends.mpi import is_mpi_available as is_mpi_available
     from ferrodist.backends.native import GlooBackend as GlooBackend
     from ferrodist.backends.native import NativeBackend as NativeBackend
     from ferrodist.backends.native import is_gloo_available as is_gloo_available
     from ferrodist.backends.native import is_native_available as is_native_available
+    from ferrodist.backends.nccl import NcclBackend as NcclBackend
+    from ferrodist.backends.nccl import NcclUniqueId as NcclUniqueId
+    from ferrodist.backends.nccl import is_nccl_available as is_nccl_available
+    from ferrodist.backends.nccl import reduce_op_to_nccl as reduce_op_to_nccl
     from ferrodist.backends.process_group import default_group as default_group
     from ferrodist.backends.process_group import destroy_process_group as destroy_process_group
     from ferrodist.backends.process_group import init_process_group as init_process_group
@@ -58,6 +64,8 @@ if TYPE_CHECKING:
     from ferrodist.collectives.gathering import async_reduce_scatter as async_reduce_scatter
     from ferrodist.collectives.gathering import reduce_scatter as reduce_scatter
     from ferrodist.collectives.gathering import reduce_scatter_tensor as reduce_scatter_tensor
+    from ferrodist.collectives.gpu import gpu_allreduce as gpu_allreduce
+    from ferrodist.collectives.gpu import gpu_broadcast as gpu_broadcast
     from ferrodist.collectives.objects import all_gather_object as all_gather_object
     from ferrodist.collectives.objects import broadcast_object as broadcast_object
     from ferrodist.collectives.objects import gather_object as gather_object
@@ -147,7 +155,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "backends.base": ["Backend"],
+    "backends.hybrid": ["HybridBackend"],
     "backends.mpi": ["MpiBackend", "is_mpi_available"],
+    "backends.nccl": ["NcclBackend", "NcclUniqueId", "is_nccl_available", "reduce_op_to_nccl"],
     "backends.native": ["GlooBackend", "NativeBackend", "is_gloo_available", "is_native_available"],
     "backends.process_group": [
         "default_group",
@@ -178,6 +188,7 @@ _HOMES = {
         "reduce_scatter",
         "reduce_scatter_tensor",
     ],
+    "collectives.gpu": ["gpu_allreduce", "gpu_broadcast"],
     "collectives.reductions": ["allreduce", "async_allreduce", "async_broadcast", "broadcast", "reduce"],
     "collectives.scattering": ["gather", "scatter"],
     "collectives.objects": [

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ferrodist.bench import add_bench_arguments, bench_options, run_bench
 from ferrodist.ckpt import add_ckpt_arguments, run_ckpt
 from ferrodist.demo import add_demo_arguments, demo_options, run_demo
+from ferrodist.doctor import add_doctor_arguments, run_doctor
 from ferrodist.errors import DistributedError
 from ferrodist.launch.console import complain, discard
 from ferrodist.launch.run import add_run_arguments, launch, spec_from_arguments
@@ -200,4 +201,23 @@ def _ckpt(arguments: argparse.Namespace) -> int:
         raise UsageError(str(error)) from None
 
 
-_COMMANDS: tuple[Callable[[Subcommands], None], ...] = (_add_run, _add_secret, _add_demo, _add_bench, _add_ckpt)
+def _add_doctor(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="show which backends this machine has, and why not others",
+        description="Show what is there for ferrodist on this machine: backends, engines and GPUs, their versions, and"
+        " why something can't be used.",
+        allow_abbrev=False,
+    )
+    add_doctor_arguments(parser)
+    parser.set_defaults(handler=run_doctor, parser=parser)
+
+
+_COMMANDS: tuple[Callable[[Subcommands], None], ...] = (
+    _add_run,
+    _add_secret,
+    _add_demo,
+    _add_bench,
+    _add_ckpt,
+    _add_doctor,
+)

@@ -80,10 +80,12 @@ class Rank:
         address: Of the store.
         kills: How often each rank has been killed; shared by all processes.
         progress: How many calls of each rank have succeeded; shared too.
+        passes_on: Whether it does little but to pass on references to objects of rank 0, which is not killed.
     """
 
-    def __init__(self, rank, address, kills, progress):
+    def __init__(self, rank, address, kills, progress, passes_on):
         self.rank = rank
+        self.passes_on = passes_on
         self.kills = kills
         self.progress = progress
         self.life = kills[rank]
@@ -113,6 +115,7 @@ class Rank:
             "box": Box,
             "read": self.read,
             "give": self.give,
+            "relay": self.relay,
         }
         self.agent = RpcAgent(TcpRpcBackend.from_membership(membership, PATIENCE), functions, num_workers=4)
         self.membership = membership
@@ -157,6 +160,14 @@ class Rank:
 
     def give(self, reference):
         return {"back": [reference]}
+
+    def relay(self, reference, path):
+        if not path:
+            return self.read(reference, 0)
+        with contextlib.suppress(Excused):
+            ranks = [path[0], reference.owner]
+            return self.attempt(ranks, lambda: self.agent.rpc_sync(path[0], "relay", reference, path[1:]))
+        return "excused"
 
     # What this rank calls.
 
@@ -237,6 +248,12 @@ class Rank:
         assert back["back"][0] is reference
         assert self.attempt([to], lambda: reference.rpc_sync(PATIENCE).plus(1)) == value + 1
 
+    def try_relay(self, draw, to):
+        value, path = draw.getrandbits(40), [draw.randrange(NUM_RANKS) for _ in range(draw.randrange(4))]
+        reference = self.agent.remote(0, "box", value, timeout=PATIENCE)
+        found = self.attempt([0, to], lambda: self.agent.rpc_sync(to, "relay", reference, path, timeout=PATIENCE))
+        assert found in ("excused", value)
+
     def try_copy(self, draw, to):
         seed = draw.randrange(1 << 20)
         reference = self.agent.remote(to, "make", pattern(seed, 1000), timeout=PATIENCE)
@@ -246,7 +263,9 @@ class Rank:
         """Make calls until it is over."""
         tries = [self.try_plain] * 3 + [self.try_reference] * 2
         tries += [self.try_many, self.try_tensor, self.try_nested, self.try_slowly]
-        tries += [self.try_failing, self.try_late, self.try_copy]
+        tries += [self.try_failing, self.try_late, self.try_copy, self.try_relay]
+        if self.passes_on:
+            tries = [self.try_plain, *[self.try_relay] * 5]
         while not self.is_over.is_set() and not self.problems:
             each, to = draw.choice(tries), draw.randrange(NUM_RANKS)
             started = time.monotonic()
@@ -288,12 +307,10 @@ class Rank:
     def left(self):
         """What calls and references have left behind, in words."""
         agent = self.agent
-        tables = agent._switchboard.objects.tables
+        tables = agent._switchboard.objects.counting.tables
         kept = list(tables._kept.values())
-        found = {f"keeps {each.id}": each.handle() for each in kept}
-        # An owner counts for a rank what a third one is about to send there, and does not learn that the one died
-        # before it came there; nor that the other one did, if it knows the next process already.
-        found["abandoned objects"] = max(0, sum(each.handle() is None for each in kept) - sum(self.kills))
+        found = {f"keeps {each.id}": each.handle() or each.counts or "what was registered" for each in kept}
+        found["registered"] = [vars(each) for each in tables._registrations._by_passage.values()]
         found |= {f"has {id_}": held.handle() or held.count for id_, held in list(tables._held.items())}
         found["calls"] = agent.statistics().in_flight + len(agent._switchboard.outgoing.calls._waiting)
         callers = [agent._switchboard.own, *agent._switchboard.connector.neighbors.values()]
@@ -311,12 +328,12 @@ class Rank:
         return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
 
     @classmethod
-    def run(cls, rank, address, kills, progress, pipe):
+    def run(cls, rank, address, kills, progress, passes_on, pipe):
         """What a rank's process does."""
         faulthandler.enable()
         torch.set_num_threads(1)
         try:
-            made = cls(rank, address, kills, progress)
+            made = cls(rank, address, kills, progress, passes_on)
             pipe.send(None)
             while (name := pipe.recv()) is not None:
                 pipe.send(getattr(made, name)())
@@ -329,9 +346,14 @@ class Rank:
 
 
 class Supervisor:
-    """Starts ranks, kills them and starts them again."""
+    """Starts ranks, kills them and starts them again.
 
-    def __init__(self):
+    Args:
+        pass_on: See `Rank`.
+    """
+
+    def __init__(self, pass_on):
+        self.pass_on = pass_on
         self.kills = _fork.RawArray("Q", NUM_RANKS)
         self.progress = _fork.RawArray("Q", NUM_RANKS)
         self.store_pipe, theirs = _fork.Pipe()
@@ -345,7 +367,7 @@ class Supervisor:
     def start(self, rank):
         """Start a rank's process, for the first time or again."""
         pipe, theirs = _fork.Pipe()
-        arguments = (rank, self.address, self.kills, self.progress, theirs)
+        arguments = (rank, self.address, self.kills, self.progress, self.pass_on, theirs)
         process = _fork.Process(target=Rank.run, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -396,9 +418,9 @@ class Supervisor:
 
 
 @pytest.fixture
-def supervisor():
+def supervisor(pass_on):
     """A supervisor whose processes are gone at the end."""
-    made = Supervisor()
+    made = Supervisor(pass_on)
     try:
         yield made
     finally:
@@ -410,8 +432,9 @@ def rss_bytes(pid):
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.parametrize("pass_on", [False, True])
 @pytest.mark.timeout(SECONDS + 10 * PATIENCE)
-def test_calls_while_ranks_are_killed(supervisor):
+def test_calls_while_ranks_are_killed(supervisor, pass_on):
     """Each call has its right answer, or an error that somebody's death explains; in the end nothing is left."""
     draw = random.Random(SEED)
     for rank in range(NUM_RANKS):
@@ -420,7 +443,7 @@ def test_calls_while_ranks_are_killed(supervisor):
     sizes = {}
     while time.monotonic() < end:
         supervisor.await_progress(draw.randrange(1, 400), end)
-        victims = draw.sample(range(NUM_RANKS), draw.choice([1, 1, 1, 2]))
+        victims = draw.sample(range(pass_on, NUM_RANKS), draw.choice([1, 1, 1, 2]))
         for victim in victims:
             supervisor.kill(victim)
         if draw.random() < 0.7:

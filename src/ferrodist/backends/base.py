@@ -21,7 +21,7 @@ from ferrodist.backends.listening import Listener, LockSignal, PostedListener, S
 from ferrodist.backends.request import Late, Request, ThreadedRequest, answer_seconds
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.backends.weak import held_now
-from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, check_timeout
+from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
 from ferrodist.errors import (
     DistributedError,
     DistributedTimeoutError,
@@ -60,6 +60,15 @@ class Backend(ABC):
     mover: Any = None
     """What moves bytes for all ranks at once, or None: see `collectives/moved.py`."""
 
+    carries_cpu_tensors: bool = True
+    """Whether collectives and messages of tensors on the CPU may use this group; its barriers and objects' sizes do."""
+
+    device_collectives: Any = None
+    """The backend's own `Collectives` for tensors on GPUs, or None."""
+
+    device_messages: Any = None
+    """The backend's own `DeviceMessages`, or None."""
+
     quick: Any = None
     """The engine's short way for plain calls, or None: see `collectives/quick.py`."""
 
@@ -78,6 +87,7 @@ class Backend(ABC):
         self._timeout = check_timeout(timeout)
         self._name = name
         self._close_callbacks: list[Callable[[], None]] = []
+        self._synchronizers: list[Callable[[float], None]] = []
         self._threaded: dict[tuple[str, int], list[tuple[int, ThreadedRequest]]] = {}
         self._threaded_lock = threading.Lock()
         self.subgroups: WeakSet[Backend] = WeakSet()
@@ -113,6 +123,16 @@ class Backend(ABC):
 
     def subgroup_collectives(self, subgroup: Backend) -> Any:
         """What a sub-group made from this group has as its `collectives`."""
+        del subgroup
+        return None
+
+    def subgroup_device_collectives(self, subgroup: Backend) -> Any:
+        """What a sub-group made from this group has as its `device_collectives`."""
+        del subgroup
+        return None
+
+    def subgroup_device_messages(self, subgroup: Backend) -> Any:
+        """What a sub-group made from this group has as its `device_messages`."""
         del subgroup
         return None
 
@@ -203,6 +223,23 @@ class Backend(ABC):
         else:
             engine.barrier(timeout=limit, sequence=engine.reserve())
 
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Return when what this rank has started on GPUs in this group is done there; the host waits.
+
+        Raises:
+            DistributedTimeoutError: It is not done in time.
+            DistributedError: What the group has failed with, if it has.
+        """
+        deadline = Deadline(self.timeout if timeout is None else check_timeout(timeout))
+        for wait in self._synchronizers:
+            wait(deadline.remaining())
+        if self.failure is not None:
+            raise self.failure.fresh()
+
+    def on_synchronize(self, wait: Callable[[float], None]) -> None:
+        """Have `synchronize` call ``wait(seconds)``. For who starts work on GPUs for this group."""
+        self._synchronizers.append(wait)
+
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
         """Start `send` and return at once. This form repeats the blocking call in a thread.
 
@@ -283,6 +320,12 @@ class Backend(ABC):
         """Why a sub-group made from this group can't be used any more, or None."""
         del group_id, members
         return self.failure
+
+    def end_with(self, group_id: int, leader_id: int) -> None:  # noqa: B027 - may stay as it is
+        """Be told that a sub-group fails when another group of this backend does, which has the same ranks.
+
+        This form does nothing, which is right for a backend that can't tell the messages of groups apart.
+        """
 
     def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> None:  # noqa: B027 - may stay as it is
         """Be told that this rank has made a sub-group of ``members`` (ranks of this group, in its order).

@@ -123,6 +123,7 @@ class MailboxBackend(NonBlockingBackend):
         self._sends: set[Send] = set()
         self._members: dict[int, tuple[int, ...]] = {_WORLD: tuple(range(world_size))}
         self._names: dict[int, str] = {_WORLD: name}
+        self._followers: dict[int, set[int]] = {}  # groups that fail with a group
         self._failures: dict[int, DistributedError] = {}  # by group
         self._left: dict[tuple[int, int], Departure] = {}  # by group and rank
         self._died: dict[int, Departure] = {}  # by rank
@@ -291,6 +292,14 @@ class MailboxBackend(NonBlockingBackend):
         if self._fail_group(group_id, error):
             self._notify_abort(group_id, members, error)
 
+    def end_with(self, group_id: int, leader_id: int) -> None:
+        """Have a sub-group fail on this rank when another group does here."""
+        with self._state_lock:
+            self._followers.setdefault(leader_id, set()).add(group_id)
+            failure = self._failures.get(leader_id)
+        if failure is not None:
+            self._fail_group(group_id, failure)
+
     def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> None:
         """Learn who belongs to a sub-group, so that the death of one fails it.
 
@@ -315,6 +324,7 @@ class MailboxBackend(NonBlockingBackend):
             return
         with self._state_lock:
             self._closed.add(group_id)
+            self._followers.pop(group_id, None)
             self._members.pop(group_id, None)
             self._names.pop(group_id, None)
             failure = self._failures.pop(group_id, None)
@@ -387,8 +397,11 @@ class MailboxBackend(NonBlockingBackend):
             if self._ended is not None or group_id in self._failures or group_id in self._closed:
                 return False
             self._failures[group_id] = error
+            followers = tuple(self._followers.get(group_id, ()))
         self._end_transfers(lambda group, _: error if group == group_id else None)
         self._forget_messages(lambda message: group_of_tag(message.tag) == group_id)
+        for follower in followers:
+            self._fail_group(follower, error)
         return True
 
     def _may_be_ahead(self, group_id: int, rank: int) -> bool:

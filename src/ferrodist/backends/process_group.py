@@ -12,8 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.base import Backend
+from ferrodist.backends.hybrid import HybridBackend, best_backend
 from ferrodist.backends.mpi import MpiBackend
-from ferrodist.backends.native import GlooBackend, NativeBackend, is_native_available
+from ferrodist.backends.native import GlooBackend, NativeBackend
+from ferrodist.backends.nccl import NcclBackend
 from ferrodist.backends.sub import SubBackend
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
@@ -40,7 +42,7 @@ __all__ = [
     "use_group",
 ]
 
-_ANNOUNCED = ("ucc", "nccl", "hybrid")
+_ANNOUNCED = ("ucc",)
 
 _local_group: ContextVar[Backend | None] = ContextVar("ferrodist_group", default=None)
 _lock = threading.Lock()
@@ -83,9 +85,9 @@ def init_process_group(
     it is aborted first, so that the other ranks raise `GroupAbortedError`, which says what that was.
 
     Args:
-        backend: "native", "gloo", "tcp", "mpi", or a name given to `register_backend`; None takes native where it is
-            installed. With "mpi" the ranks are those that ``mpiexec`` has started, and ``init_method`` and ``secret``
-            are not needed.
+        backend: "native", "gloo", "tcp", "hybrid", "nccl", "mpi", or a name given to `register_backend`. None takes
+            hybrid where every rank has NCCL and a GPU, else native where it is installed, else tcp. With "mpi" the
+            ranks are those that ``mpiexec`` has started, and ``init_method`` and ``secret`` are not needed.
         rank: This rank; None takes RANK from the environment.
         world_size: Number of ranks; None takes WORLD_SIZE.
         init_method: ``env://`` (the default: torchrun's variables MASTER_ADDR and MASTER_PORT), ``tcp://host:port``
@@ -98,7 +100,7 @@ def init_process_group(
 
     Raises:
         RendezvousError: On every rank, when some did not come; they are named.
-        BackendUnavailable: This installation has no such backend.
+        BackendUnavailable: This installation has no such backend, or some rank can't use it.
         ValueError: ``backend`` or ``init_method`` is unknown, or the environment lacks a variable.
     """
     opener = _OPENERS.get(backend or "") or partial(_meet_and_open, _factory(backend))
@@ -252,7 +254,9 @@ def register_backend(name: str, factory: Factory) -> None:
 
 
 def _factory(name: str | None) -> Factory:
-    chosen = name or ("native" if is_native_available() else "tcp")
+    if name is None:
+        return best_backend
+    chosen = name
     if chosen in _FACTORIES:
         return _FACTORIES[chosen]
     if chosen in _ANNOUNCED:
@@ -267,7 +271,9 @@ def _known() -> str:
 
 _FACTORIES: dict[str, Factory] = {
     "gloo": GlooBackend.from_membership,
+    "hybrid": HybridBackend.from_membership,
     "native": NativeBackend.from_membership,
+    "nccl": NcclBackend.from_membership,
     "tcp": TcpBackend.from_membership,
 }
 

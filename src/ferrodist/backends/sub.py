@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
+import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,7 @@ class SubBackend(NonBlockingBackend):
         timeout: Seconds a blocking call may take when it names no timeout itself; None takes the parent's.
         name: What error messages call the group.
         label: Sub-groups of the same ranks are counted for each label by itself; the same on all members.
+        ends_with_parent: Whether it fails when ``parent`` does, which has the same ranks.
 
     Raises:
         InvalidRankError: A rank is not in ``parent``, comes twice, or this rank is not among them.
@@ -74,6 +76,7 @@ class SubBackend(NonBlockingBackend):
         timeout: float | None = None,
         name: str | None = None,
         label: str = "",
+        ends_with_parent: bool = False,
     ) -> None:
         members = self.check_members(parent, ranks)
         if parent.rank not in members:
@@ -96,7 +99,12 @@ class SubBackend(NonBlockingBackend):
         self.group_id = _next_id(parent, self._root_ranks, label)
         self._root.open_subgroup(self.group_id, self._root_ranks, self.name)
         self._root.subgroups.add(self)
+        if ends_with_parent:
+            self._root.end_with(self.group_id, parent.group_id)
         self.collectives = self._root.subgroup_collectives(self)
+        self.carries_cpu_tensors = self._root.carries_cpu_tensors
+        self.device_collectives = self._root.subgroup_device_collectives(self)
+        self.device_messages = self._root.subgroup_device_messages(self)
         self.tensor_messages = self._root.subgroup_tensor_messages(self)
 
     @staticmethod
@@ -168,9 +176,15 @@ class SubBackend(NonBlockingBackend):
         """Receive whatever comes from a rank; see `Backend.listen`."""
         peer = self._root_ranks[check_peer(self, src)]
         self._check_open()
-        return self._root.listen(
-            peer, size_bytes, heard, lambda error: ended(self.told_here(error)), tag=self._tag(tag)
-        )
+        itself = weakref.ref(
+            self
+        )  # the outermost group keeps the listener, which must not keep a group that was dropped
+
+        def tell(error: DistributedError) -> None:
+            group = itself()
+            ended(error if group is None else group.told_here(error))
+
+        return self._root.listen(peer, size_bytes, heard, tell, tag=self._tag(tag))
 
     def signal(self) -> Signal:
         """See `Backend.signal`."""

@@ -11,7 +11,16 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["ANY_SOURCE", "Channel", "channel_tag", "check_tag", "check_user_tag", "group_of_tag", "group_tag"]
+__all__ = [
+    "ANY_SOURCE",
+    "Channel",
+    "channel_of_tag",
+    "channel_tag",
+    "check_tag",
+    "check_user_tag",
+    "group_of_tag",
+    "group_tag",
+]
 
 ANY_SOURCE = -1
 """As ``src`` of a receive: take the first message with the right tag, whoever sent it."""
@@ -29,11 +38,20 @@ class Channel(IntEnum):
     DATA = 3  # the data of a collective, numbered by its sequence
     TENSOR_HEAD = 4  # dtype and shape of a tensor sent point to point, numbered by the user's tag
     TENSOR_BODY = 5  # its elements, numbered by the message
+    DEVICE_CALL = 6  # calls on GPU tensors, compared while the GPUs work
+    DEVICE_PROGRESS = 7  # how far ranks have come with these
+    DEVICE_COUNT = 8  # elements that one rank sends another in an uneven exchange, numbered by its sequence
+    DEVICE_HEAD = 9  # what a tensor is that is sent from GPU to GPU
 
 
 def channel_tag(channel: Channel, number: int) -> int:
     """The tag of message ``number`` (0 to 2**56-1) of a channel."""
     return channel << _NUMBER_BITS | number
+
+
+def channel_of_tag(tag: int) -> int:
+    """The channel of a tag, of any group."""
+    return tag >> _NUMBER_BITS & 0xFF
 
 
 def check_user_tag(tag: int) -> int:

@@ -111,8 +111,9 @@ def _start(collected: list[_Collected], group: Backend) -> None:
     runs = _runs(collected)
     run_later(_comparison(runs, group))
     for members in runs:
-        run_later(_fused(members))
+        joined = run_later(_fused(members))
         for _, pending in members:
+            pending.follow(joined)  # which knows when it is done on a GPU, too
             pending.start()
 
 
@@ -157,11 +158,21 @@ def _comparison(runs: list[list[_Collected]], group: Backend) -> Operation[None]
             group.abort(error)
             raise error
 
-    return Operation(name="coalesce", group=group, timeout=timeout, run=run, finish=lambda: None)
+    return Operation(
+        name="coalesce",
+        group=group,
+        engine=collectives_of(group),
+        device=None,
+        timeout=timeout,
+        run=run,
+        finish=lambda: None,
+    )
 
 
 def _describe(operation: Operation[object]) -> str:
-    return f"{operation.name}[{operation.fusible.source.numel()}]" if operation.fusible else operation.name
+    count = f"[{operation.fusible.source.numel()}]" if operation.fusible else ""
+    place = "" if operation.device is None or operation.device.type == "cpu" else f" on {operation.device.type}"
+    return f"{operation.name}{count}{place}"
 
 
 def _fused(members: list[_Collected]) -> Operation[None]:
@@ -176,8 +187,9 @@ def _fused(members: list[_Collected]) -> Operation[None]:
             if len(parts) > 1:
                 out = torch.cat([part.source for part in parts])
                 parts[0].run(out, out, timeout, sequence)
-                for part, piece in zip(parts, torch.split(out, [part.out.numel() for part in parts]), strict=True):
-                    part.out.copy_(piece)
+                pieces.extend(torch.split(out, [part.out.numel() for part in parts]))
+                if not enqueues:
+                    take_pieces()
             else:
                 first.run(sequence)
         except BaseException as error:
@@ -187,4 +199,18 @@ def _fused(members: list[_Collected]) -> Operation[None]:
         for operation, pending in members:
             pending.succeed(operation.finish)
 
-    return Operation(name=first.name, group=first.group, timeout=timeout, run=run, finish=lambda: None)
+    def take_pieces() -> None:
+        for part, piece in zip(parts, pieces, strict=False):  # there are none of a run of one
+            part.out.copy_(piece)
+
+    pieces: list[torch.Tensor] = []
+    enqueues = getattr(first.engine, "enqueue", False)
+    return Operation(
+        name=first.name,
+        group=first.group,
+        engine=first.engine,
+        device=first.device,
+        timeout=timeout,
+        run=run,
+        finish=take_pieces if enqueues else lambda: None,  # else in the order of the stream of who waits
+    )

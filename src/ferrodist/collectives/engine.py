@@ -9,15 +9,19 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ferrodist.collectives.batches import Recv, Send
     from ferrodist.collectives.reduce_op import Op
+    from ferrodist.errors import DistributedError
 
-__all__ = ["Collectives"]
+__all__ = ["Collectives", "DeviceMessages", "Enqueued", "EnqueuingCollectives"]
 
 
 class Collectives(Protocol):
     """The tensor collectives of one group, as an engine does them.
 
-    All tensors are one-dimensional, contiguous and on the CPU, of a dtype in `DTYPES`; arguments have been checked.
+    All tensors are one-dimensional, contiguous, and on the device that the engine serves, of a dtype in `DTYPES`;
+    arguments have been checked. On a GPU they are read and written in the order of the caller's current stream; whether
+    the host waits for it is the engine's affair.
     Every method blocks for at most ``timeout`` seconds, compares the call with the other ranks', and ends the group
     when it fails. ``sequence`` comes from `reserve`, which ranks call in the same order; the calls themselves may
     run in any. A method may write its ``out`` while it reads ``source``'s parts that it has not sent, so the two may
@@ -121,3 +125,45 @@ class Collectives(Protocol):
 
         ``unit`` elements are what the users count in, which ranks compare: a row, or in an even exchange a whole part.
         """
+
+
+class Enqueued(Protocol):
+    """Work that an engine has put on a stream of its own. The engine keeps its tensors until it is done."""
+
+    @property
+    def error(self) -> DistributedError | None:
+        """Why it will not be done, or was done for nothing, as far as is known."""
+
+    def done(self) -> bool:
+        """Whether the stream has come to its end; never blocks."""
+
+    def wait_on_stream(self) -> None:
+        """Have the current stream wait for it; the host does not."""
+
+
+class DeviceMessages(Protocol):
+    """Tensors on GPUs from rank to rank, in one group."""
+
+    def exchange(self, operations: Sequence[Send | Recv], *, timeout: float) -> list[int]:
+        """Do all of these at the same time; returns the other rank of each.
+
+        The tensors have any strides and are on one device, in the order of whose current stream they are read and
+        written. Arguments have been checked.
+        """
+
+
+class EnqueuingCollectives(Collectives, Protocol):
+    """`Collectives` whose methods return when the work is on a stream, without a wait for other ranks.
+
+    What a thread calls between `begin_async` and `end_async` is not ordered before what comes after in its current
+    stream. No other thread is affected, but may have to wait: ranks must enqueue in the order in which they `reserve`.
+    """
+
+    enqueue: bool
+    """True. Engines without the attribute are none of these."""
+
+    def begin_async(self) -> None:
+        """Let the current stream not wait for what this thread calls, until `end_async`."""
+
+    def end_async(self) -> Enqueued:
+        """What was called since `begin_async`; it is called once after each of these, also when a call has raised."""

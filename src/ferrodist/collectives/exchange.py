@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 
+from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.differentiable import attach, records_history
 from ferrodist.collectives.operation import Operation, collectives_of, run_later, run_now
 from ferrodist.collectives.prepare import (
@@ -46,10 +47,14 @@ def barrier(group: Backend | None = None, *, timeout: float | None = None) -> No
         return
     chosen, limit = group_and_timeout(group, timeout)
 
-    def run(sequence: int) -> None:
-        collectives_of(chosen).barrier(timeout=limit, sequence=sequence)
+    engine = collectives_of(chosen)
 
-    run_now(Operation(name="barrier", group=chosen, timeout=limit, run=run, finish=lambda: None))
+    def run(sequence: int) -> None:
+        engine.barrier(timeout=limit, sequence=sequence)
+
+    run_now(
+        Operation(name="barrier", group=chosen, engine=engine, device=None, timeout=limit, run=run, finish=lambda: None)
+    )
 
 
 def monitored_barrier(group: Backend | None = None, *, timeout: float | None = None) -> None:
@@ -126,6 +131,8 @@ def async_all_to_all(
         Operation(
             name=operation.name,
             group=operation.group,
+            engine=operation.engine,
+            device=operation.device,
             timeout=operation.timeout,
             run=operation.run,
             finish=lambda: finish(operation.finish()),
@@ -157,13 +164,7 @@ def _all_to_all(
         )
         return operation, lambda joined: joined
     parts = list(tensors)
-    for i, part in enumerate(parts):
-        check_tensor(part, f"tensors[{i}]")
-        if part.shape != parts[0].shape or part.dtype is not parts[0].dtype:
-            raise ValueError(
-                f"tensors[{i}] is {part.dtype} of shape {tuple(part.shape)}, tensors[0] {parts[0].dtype} of shape"
-                f" {tuple(parts[0].shape)}: all must be alike, or use all_to_all_single_uneven"
-            )
+    _check_parts(parts)
     if len(parts) != size:
         raise ValueError(f"all_to_all needs one tensor for each of the {size} ranks, not {len(parts)}")
     outs = None if out is None else _check_outs(out, parts)
@@ -182,6 +183,21 @@ def _all_to_all(
         return outs
 
     return operation, finish
+
+
+def _check_parts(parts: Sequence[torch.Tensor]) -> None:
+    """Raise unless the tensors can travel and are alike."""
+    for i, part in enumerate(parts):
+        check_tensor(part, f"tensors[{i}]")
+        if part.device != parts[0].device:
+            raise ValueError(
+                f"tensors[{i}] is on {part.device}, tensors[0] on {parts[0].device}: pass tensors of one device"
+            )
+        if part.shape != parts[0].shape or part.dtype is not parts[0].dtype:
+            raise ValueError(
+                f"tensors[{i}] is {part.dtype} of shape {tuple(part.shape)}, tensors[0] {parts[0].dtype} of shape"
+                f" {tuple(parts[0].shape)}: all must be alike, or use all_to_all_single_uneven"
+            )
 
 
 def _check_outs(out: torch.Tensor | Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -265,12 +281,13 @@ def _all_to_all_rows(
     timeout: float,
 ) -> Operation[torch.Tensor]:
     row = math.prod(tensor.shape[1:])
+    engine = engine_of(group, tensor.device)
     source = flatten(tensor)
     target = prepare_out(out, (sum(receive_rows), *tensor.shape[1:]), tensor.dtype, tensor)
     recorded = records_history(tensor) and out is None
 
     def run(sequence: int) -> None:
-        collectives_of(group).all_to_all(
+        engine.all_to_all(
             target.flat,
             source,
             [rows * row for rows in send_rows],
@@ -289,4 +306,6 @@ def _all_to_all_rows(
         result = target.finish()
         return attach(tensor, result, backward) if recorded else result
 
-    return Operation(name="all_to_all", group=group, timeout=timeout, run=run, finish=finish)
+    return Operation(
+        name="all_to_all", group=group, engine=engine, device=tensor.device, timeout=timeout, run=run, finish=finish
+    )

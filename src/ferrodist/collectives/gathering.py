@@ -7,6 +7,7 @@ import struct
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.differentiable import attach, records_history
 from ferrodist.collectives.fold import widen
 from ferrodist.collectives.operation import Operation, collectives_of, refuse_in_coalesce, run_later, run_now
@@ -47,7 +48,7 @@ __all__ = [
     "share_sizes",
 ]
 
-_SIZE = struct.Struct("<qqq")  # size along the dim, the dim, number of dims
+_SIZE = struct.Struct("<qqqq")  # size along the dim, the dim, number of dims, whether it is on a GPU
 
 
 def all_gather(
@@ -133,22 +134,26 @@ def all_gather_uneven(
     return run_now(_all_gather(tensor, dim, chosen, out, deadline.remaining(), sizes))
 
 
+_PLACES = ("on the CPU", "on a GPU")
+
+
 def share_sizes(operation: str, tensor: torch.Tensor, dim: int, group: Backend, timeout: float) -> list[int]:
     """Learn every rank's size along a dim, which must be the same dim of as many on all ranks."""
     refuse_in_coalesce(operation)
+    engine_of(group, tensor.device)  # or an error, before the others count on this rank
     engine = collectives_of(group)
-    payload = _SIZE.pack(tensor.shape[dim], dim, tensor.dim())
+    payload = _SIZE.pack(tensor.shape[dim], dim, tensor.dim(), tensor.is_cuda)
     heads = [
         _SIZE.unpack(head) for head in engine.share(operation, payload, timeout=timeout, sequence=engine.reserve())
     ]
     differing = tuple(rank for rank, head in enumerate(heads) if head[1:] != heads[0][1:])
     if differing:
         said = "; ".join(
-            f"rank {rank} joins along dim {heads[rank][1]} of {heads[rank][2]}" for rank in (0, differing[0])
+            f"rank {rank} joins along dim {heads[rank][1]} of {heads[rank][2]}, {_PLACES[heads[rank][3]]}"
+            for rank in (0, differing[0])
         )
         error = CollectiveMismatchError(
-            f"the ranks of group {group.name!r} disagree about the dim of {operation}: {said}."
-            " Pass the same everywhere.",
+            f"the ranks of group {group.name!r} disagree about {operation}: {said}. Pass the same everywhere.",
             ranks=differing,
         )
         group.abort(error)
@@ -168,6 +173,7 @@ def _all_gather(  # noqa: PLR0917 - the public signature, by position
     tensor = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
     dim = check_dim(tensor, dim)
     chosen, limit = group_and_timeout(group, timeout)
+    engine = engine_of(chosen, tensor.device)
     prepare = prepare_out if sizes is None else prepare_late_out
     sizes = [tensor.shape[dim]] * chosen.world_size if sizes is None else sizes
     source = flatten(tensor.detach().movedim(dim, 0))
@@ -176,7 +182,7 @@ def _all_gather(  # noqa: PLR0917 - the public signature, by position
     recorded = records_history(tensor) and out is None
 
     def run(sequence: int) -> None:
-        collectives_of(chosen).all_gather(target.flat, source, join.counts, dim=dim, timeout=limit, sequence=sequence)
+        engine.all_gather(target.flat, source, join.counts, dim=dim, timeout=limit, sequence=sequence)
 
     def finish() -> torch.Tensor:
         result = target.finish()
@@ -184,7 +190,9 @@ def _all_gather(  # noqa: PLR0917 - the public signature, by position
             return result
         return attach(tensor, result, partial(reduce_scatter_by_sizes, sizes=sizes, dim=dim, group=chosen))
 
-    return Operation(name="all_gather", group=chosen, timeout=limit, run=run, finish=finish)
+    return Operation(
+        name="all_gather", group=chosen, engine=engine, device=tensor.device, timeout=limit, run=run, finish=finish
+    )
 
 
 class Join:
@@ -282,6 +290,7 @@ def _reduce_scatter(  # noqa: PLR0917 - the public signature, by position
     check_reduction(tensor.dtype, op)
     dim = check_dim(tensor, dim)
     chosen, limit = group_and_timeout(group, timeout)
+    engine = engine_of(chosen, tensor.device)
     sizes = compute_shard_sizes(tensor.shape[dim], chosen.world_size) if sizes is None else sizes
     moved = tensor.detach().movedim(dim, 0)
     row = math.prod(moved.shape[1:])
@@ -292,14 +301,15 @@ def _reduce_scatter(  # noqa: PLR0917 - the public signature, by position
 
     def run(sequence: int) -> None:
         counts = [size * row for size in sizes]
-        engine = collectives_of(chosen)
         engine.reduce_scatter(target.flat, source, counts, op, dim=dim, timeout=limit, sequence=sequence)
 
     def finish() -> torch.Tensor:
         result = target.finish()
         return attach(tensor, result, partial(_reduce_scatter_backward, op, sizes, dim, chosen)) if recorded else result
 
-    return Operation(name="reduce_scatter", group=chosen, timeout=limit, run=run, finish=finish)
+    return Operation(
+        name="reduce_scatter", group=chosen, engine=engine, device=tensor.device, timeout=limit, run=run, finish=finish
+    )
 
 
 def _reduce_scatter_backward(

@@ -5,7 +5,8 @@ A value goes as a letter, which is one tensor of bytes, and the tensors that are
 
     length of the head | head: the plan of the value, and dtype, shape, place of each tensor | padding | small tensors
 
-So what is small costs one message, and nobody has to know beforehand what comes.
+So what is small costs one message, and nobody has to know beforehand what comes. Tensors on a GPU are copied to the
+host's memory to be written.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.views import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["Apart", "Parcel", "read_letter", "read_letter_bytes", "write_letter", "write_letter_bytes"]
 
@@ -54,16 +55,25 @@ class Parcel:
     plan: Plan
     tensors: list[torch.Tensor]
     wants_gradient: list[bool]
+    is_on_gpu: list[bool]
+    """For each of them whether the sender has it on a GPU; here it is on the CPU until somebody moves it."""
 
     @classmethod
-    def of(cls, value: Any, what: str, extensions: Sequence[Extension] = ()) -> Parcel:
+    def of(
+        cls,
+        value: Any,
+        what: str,
+        extensions: Sequence[Extension] = (),
+        check: Callable[[torch.Tensor], None] | None = None,
+    ) -> Parcel:
         """Take a value apart; see `flatten`."""
-        plan, tensors = flatten(value, what, extensions)
-        return cls(plan, tensors, [tensor.requires_grad for tensor in tensors])
+        plan, tensors = flatten(value, what, extensions, check)
+        return cls(plan, tensors, [tensor.requires_grad for tensor in tensors], [tensor.is_cuda for tensor in tensors])
 
     def copy(self) -> Parcel:
         """The same with tensors of its own."""
-        return Parcel(self.plan, [tensor.detach().clone() for tensor in self.tensors], self.wants_gradient)
+        tensors = [tensor.detach().clone() for tensor in self.tensors]
+        return Parcel(self.plan, tensors, self.wants_gradient, self.is_on_gpu)
 
     def open(self, extensions: Sequence[Extension] = ()) -> Any:
         """The value, with the parcel's tensors."""
@@ -77,12 +87,14 @@ class _Piece(msgspec.Struct, frozen=True, array_like=True):
         dtype: Its place among those that travel.
         shape: Of it.
         wants_gradient: As in `Parcel`.
+        is_on_gpu: As in `Parcel`.
         start: Where it begins, in bytes from the first of the small tensors; or that it comes by itself.
     """
 
     dtype: int
     shape: tuple[int, ...]
     wants_gradient: bool
+    is_on_gpu: bool
     start: int
 
 
@@ -133,12 +145,14 @@ def write_letter_bytes(
     """`write_letter`, for who sends bytes."""
     pieces, inside, apart = [], [], []
     end = 0  # of the small tensors, from where these begin
-    for given, wants in zip(parcel.tensors, parcel.wants_gradient, strict=True):
+    for given, wants, is_on_gpu in zip(parcel.tensors, parcel.wants_gradient, parcel.is_on_gpu, strict=True):
         check_tensor(given, what)
-        tensor = given.detach().resolve_conj().resolve_neg()
+        tensor = given.detach().resolve_conj().resolve_neg().cpu()
         size = _aligned(tensor.nbytes)
         fits = end + size <= room
-        pieces.append(_Piece(_DTYPE_NUMBERS[tensor.dtype], tuple(tensor.shape), wants, end if fits else _APART))
+        pieces.append(
+            _Piece(_DTYPE_NUMBERS[tensor.dtype], tuple(tensor.shape), wants, is_on_gpu, end if fits else _APART)
+        )
         if fits:
             inside.append((tensor, end))
             end += size
@@ -190,7 +204,8 @@ def read_letter_bytes(memory: memoryview, marks: Sequence[str] = ()) -> tuple[Pa
             tensors.append(None)
         else:
             tensors.append(_tensor_at(memory, first + piece.start, dtype, piece.shape))
-    return Parcel(head.plan, tensors, [piece.wants_gradient for piece in head.pieces]), apart
+    wants, is_on_gpu = [piece.wants_gradient for piece in head.pieces], [piece.is_on_gpu for piece in head.pieces]
+    return Parcel(head.plan, tensors, wants, is_on_gpu), apart
 
 
 def _aligned(size_bytes: int) -> int:

@@ -3,15 +3,16 @@
 in the value                                     in the plan
 tensor                                           its number; one that is there twice has one
 tuple, list, dict                                the same, of plans
-None, bool, int of 64 bits, float, str, bytes    itself
+None, bool, int, float, str, bytes               itself
 what an `Extension` knows                        the plan of what it makes of that
 
-What is of a subclass of these arrives as these: a named tuple as a tuple, numpy's float64 as a float. Nothing is nested
-deeper than `MAX_LEVELS`.
+What is of a subclass of these arrives as these: a named tuple as a tuple, numpy's float64 as a float. An int has 64
+bits, with or without sign. Nothing is nested deeper than `MAX_LEVELS`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ MAX_LEVELS = 100
 """Of tuples, lists and dicts in each other."""
 
 _TENSOR, _TUPLE, _LIST, _DICT, _PLAIN = "tensor", "tuple", "list", "dict", "plain"
-_INT_BITS = 64
+_LEAST_INT, _MOST_INT = -(1 << 63), (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class Extension:
     Args:
         mark: Its name in plans, the same on all ranks.
         take_apart: Called with a value that is none of the table's; gives what stands for it, or None for what is not
-            of this kind.
+            of this kind. Raises TypeError for what can't travel, which says why: "is ...", after the place.
         put_together: The reverse. Raises ValueError for what nothing was taken apart into.
     """
 
@@ -61,15 +62,17 @@ class _MisfitError(TypeError):
 class _Flattening:
     """One value on its way into a plan."""
 
-    def __init__(self, extensions: Sequence[Extension]) -> None:
+    def __init__(self, extensions: Sequence[Extension], check: Callable[[torch.Tensor], None] | None) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
         self._numbers: dict[int, int] = {}
         self._extensions = extensions
+        self._check = check
 
     def plan_of(self, value: Any, levels: int) -> Plan:
         if isinstance(value, torch.Tensor):
-            self.tensors.setdefault(id(value), value)
-            return [_TENSOR, self._numbers.setdefault(id(value), len(self._numbers))]
+            if id(value) not in self.tensors:
+                self._add(value)
+            return [_TENSOR, self._numbers[id(value)]]
         if not isinstance(value, (tuple, list, Mapping)):
             return self._of_one(value, levels)
         self._check_levels(levels)
@@ -77,6 +80,15 @@ class _Flattening:
             return [_DICT, [self._pair(key, each, levels - 1) for key, each in value.items()]]
         mark = _TUPLE if isinstance(value, tuple) else _LIST
         return [mark, [self._member(place, each, levels - 1) for place, each in enumerate(value)]]
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        if self._check is not None:
+            try:
+                self._check(tensor)
+            except TypeError as error:
+                raise _MisfitError(str(error)) from None
+        self._numbers[id(tensor)] = len(self._numbers)
+        self.tensors[id(tensor)] = tensor
 
     def _member(self, place: object, value: Any, levels: int) -> Plan:
         try:
@@ -92,7 +104,10 @@ class _Flattening:
 
     def _of_one(self, value: Any, levels: int) -> Plan:
         for extension in self._extensions:
-            inner = extension.take_apart(value)
+            try:
+                inner = extension.take_apart(value)
+            except TypeError as error:
+                raise _MisfitError(str(error)) from None
             if inner is not None:
                 self._check_levels(levels)
                 return [extension.mark, self.plan_of(inner, levels - 1)]
@@ -103,18 +118,24 @@ class _Flattening:
             raise _MisfitError(f"is nested more than {MAX_LEVELS} levels deep, or in itself")
 
 
-def flatten(value: Any, what: str, extensions: Sequence[Extension] = ()) -> tuple[Plan, list[torch.Tensor]]:
+def flatten(
+    value: Any,
+    what: str,
+    extensions: Sequence[Extension] = (),
+    check: Callable[[torch.Tensor], None] | None = None,
+) -> tuple[Plan, list[torch.Tensor]]:
     """Take a value apart.
 
     Args:
         value: Nested as the table above says.
         what: What it is, for errors.
         extensions: What else may be in it.
+        check: Called with each tensor; raises TypeError as `Extension.take_apart` does.
 
     Raises:
         TypeError: It holds something else; the place is named.
     """
-    flattening = _Flattening(extensions)
+    flattening = _Flattening(extensions, check)
     try:
         plan = flattening.plan_of(value, MAX_LEVELS)
     except _MisfitError as misfit:
@@ -136,8 +157,10 @@ def _plain(value: Any) -> Any:
         case None | bool():
             return value
         case int():
-            if value.bit_length() >= _INT_BITS:
-                raise _MisfitError(f"is {value}: integers that go from rank to rank have 64 bits")
+            if not _LEAST_INT <= value <= _MOST_INT:
+                raise _MisfitError(
+                    f"is {value}: integers that go from rank to rank are -2**63 to 2**64 - 1, which have 64 bits"
+                )
             return int.__int__(value)
         case float():
             return float.__float__(value)
@@ -189,6 +212,8 @@ def check_plan(plan: Any, num_tensors: int, marks: Sequence[str] = (), *, levels
 def unflatten(plan: Plan, tensors: Sequence[Any], extensions: Sequence[Extension] = ()) -> Any:
     """Put a value together again, with something in the place of each tensor.
 
+    Each part that is an extension's is put together once, also where another one raises: it may be counted.
+
     Raises:
         ValueError: An extension says so.
     """
@@ -199,10 +224,24 @@ def unflatten(plan: Plan, tensors: Sequence[Any], extensions: Sequence[Extension
         case "plain":
             return content
         case "tuple":
-            return tuple([unflatten(each, tensors, extensions) for each in content])
+            return tuple(_unflatten_all(content, tensors, extensions))
         case "list":
-            return [unflatten(each, tensors, extensions) for each in content]
+            return _unflatten_all(content, tensors, extensions)
         case "dict":
-            return {key: unflatten(each, tensors, extensions) for key, each in content}
+            values = _unflatten_all([each for _, each in content], tensors, extensions)
+            return {key: value for (key, _), value in zip(content, values, strict=True)}
     extension = next(each for each in extensions if each.mark == mark)
     return extension.put_together(unflatten(content, tensors, extensions))
+
+
+def _unflatten_all(plans: Sequence[Plan], tensors: Sequence[Any], extensions: Sequence[Extension]) -> list[Any]:
+    found: list[Any] = []
+    try:
+        for plan in plans:
+            found.append(unflatten(plan, tensors, extensions))  # noqa: PERF401 - what is found so far is to be known
+    except Exception:
+        for plan in plans[len(found) + 1 :]:
+            with contextlib.suppress(Exception):
+                unflatten(plan, tensors, extensions)
+        raise
+    return found

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
+from ferrodist.collectives.device_streams import Handover, streams_of
 from ferrodist.collectives.moved import MovedCollectives
-from ferrodist.collectives.pending import OperationQueue, PendingCollective, QueuedCollective
+from ferrodist.collectives.pending import EnqueuedCollective, OperationQueue, PendingCollective, QueuedCollective
 from ferrodist.collectives.reference import ReferenceCollectives
 
 if TYPE_CHECKING:
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engine import Collectives
+    from ferrodist.collectives.engine import Collectives, EnqueuingCollectives
 
 __all__ = [
     "Collector",
@@ -58,14 +61,18 @@ class Operation(Generic[T]):
     Args:
         name: The collective's name.
         group: Where it runs.
+        engine: What runs it.
+        device: Where its tensors are; None when it has none.
         timeout: Seconds that `run` may take.
-        run: ``run(sequence)`` blocks until it is done.
+        run: ``run(sequence)`` blocks until it is done, or with some engines until it is on a stream.
         finish: Makes the user's result, once `run` has returned; in the user's thread.
         fusible: How it can be joined with others of its kind, or None.
     """
 
     name: str
     group: Backend
+    engine: Collectives
+    device: torch.device | None
     timeout: float
     run: Callable[[int], None]
     finish: Callable[[], T]
@@ -113,7 +120,7 @@ def refuse_in_coalesce(name: str) -> None:
 def run_now(operation: Operation[T]) -> T:
     """Run in the calling thread. Operations that were started before may still be under way: they don't mix."""
     refuse_in_coalesce(operation.name)
-    operation.run(collectives_of(operation.group).reserve())
+    operation.run(operation.engine.reserve())
     return operation.finish()
 
 
@@ -122,19 +129,43 @@ def run_later(operation: Operation[T]) -> PendingCollective[T]:
     block = collector.get()
     if block is not None:
         return block.collect(operation)  # type: ignore[arg-type, return-value]
+    engine = operation.engine
+    if getattr(engine, "enqueue", False):
+        return _enqueue(operation, cast("EnqueuingCollectives", engine))
     pending: QueuedCollective[T] = QueuedCollective(operation.name, operation.group.name)
-
-    def job(sequence: int) -> None:
-        try:
-            collectives_of(operation.group).await_turn(sequence)
-            operation.run(sequence)
-        except BaseException as error:  # noqa: BLE001 - it is raised in wait()
-            pending.fail(error)
-        else:
-            pending.succeed(operation.finish)
-
     if operation.group.failure is not None:
-        job(collectives_of(operation.group).reserve())  # it fails at once, and with it all that were joined into it
+        _run_job(operation, pending, None, engine.reserve())  # it fails, and with it all that were joined into it
+        return pending
+    on_host = operation.device is None or operation.device.type == "cpu"
+    handover = None if on_host or operation.device is None else Handover(streams_of(operation.device))
+    OperationQueue.of(operation.group).submit(engine.reserve, partial(_run_job, operation, pending, handover))
+    return pending
+
+
+def _run_job(operation: Operation[T], pending: QueuedCollective[T], handover: Handover | None, sequence: int) -> None:
+    """Run an operation for who waits for ``pending``; it does not raise."""
+    try:
+        with contextlib.nullcontext() if handover is None else handover.running():
+            operation.engine.await_turn(sequence)
+            operation.run(sequence)
+    except BaseException as error:  # noqa: BLE001 - it is raised in wait()
+        pending.fail(error)
     else:
-        OperationQueue.of(operation.group).submit(collectives_of(operation.group).reserve, job)
+        pending.succeed(operation.finish, order=None if handover is None else handover.take)
+
+
+def _enqueue(operation: Operation[T], engine: EnqueuingCollectives) -> PendingCollective[T]:
+    """Put it on a stream, in the calling thread: no other one is needed, for that waits for nobody."""
+    pending: EnqueuedCollective[T] = EnqueuedCollective(operation.name, operation.group.name)
+    engine.begin_async()
+    try:
+        operation.run(engine.reserve())
+    except Exception as error:  # noqa: BLE001 - it is raised in wait()
+        engine.end_async()
+        pending.fail(error)
+    except BaseException:
+        engine.end_async()
+        raise
+    else:
+        pending.succeed(engine.end_async(), operation.finish)
     return pending

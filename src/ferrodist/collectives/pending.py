@@ -6,6 +6,7 @@ import atexit
 import os
 import queue
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from functools import partial
@@ -19,11 +20,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
+    from ferrodist.collectives.engine import Enqueued
 
-__all__ = ["OperationQueue", "PendingCollective", "QueuedCollective"]
+__all__ = ["EnqueuedCollective", "OperationQueue", "PendingCollective", "QueuedCollective"]
 
 _JOIN_SECONDS = 1.0
 """How long closing a queue waits for its thread, which only an operation that ignores its group's end can hold up."""
+
+# Between two looks at a stream, for which no thread can wait for a limited time.
+_FIRST_PAUSE_SECONDS = 20e-6
+_LONGEST_PAUSE_SECONDS = 1e-3
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -45,6 +51,8 @@ class PendingCollective(ABC, Generic[T_co]):
     Its input and output must not be changed, and its output not be read, until `wait` has returned. Any number
     may be outstanding; those of one group run in the order in which they were started, and so must be started in
     the same order on all ranks.
+
+    Of tensors on a GPU `wait` also orders the current stream after it, whether or not the host waits for the device.
     """
 
     def __init__(self, op_name: str, group_name: str) -> None:
@@ -102,6 +110,8 @@ class QueuedCollective(PendingCollective[T_co]):
         self._ended = threading.Event()
         self._is_started = True
         self._lock = threading.Lock()
+        self._leader: PendingCollective[object] | None = None
+        self._order: Callable[[], None] | None = None
         self._finish: Callable[[], T_co] | None = None
         self._result: T_co | None = None
         self._has_result = False
@@ -109,7 +119,7 @@ class QueuedCollective(PendingCollective[T_co]):
 
     def done(self) -> bool:
         """Whether it has ended; see `PendingCollective.done`."""
-        return self._ended.is_set()
+        return self._ended.is_set() and (self._leader is None or self._leader.done())
 
     def wait(self, timeout: float | None = None) -> T_co:
         """Block until it has ended and return its result; see `PendingCollective.wait`."""
@@ -120,7 +130,11 @@ class QueuedCollective(PendingCollective[T_co]):
             raise self._still_under_way(timeout)
         if self._error is not None:
             raise self._error.fresh() if isinstance(self._error, DistributedError) else self._error
+        if self._leader is not None:
+            self._leader.wait(timeout)
         with self._lock:
+            if self._order is not None:
+                self._order()
             if not self._has_result:
                 assert self._finish is not None
                 # In the waiting thread: it records autograd history, which belongs to the thread that goes on with it.
@@ -138,15 +152,79 @@ class QueuedCollective(PendingCollective[T_co]):
         """Say that it has started after all."""
         self._is_started = True
 
-    def succeed(self, finish: Callable[[], T_co]) -> None:
-        """End it; the first `wait` calls ``finish()`` for the result. For who runs the operation."""
+    def succeed(self, finish: Callable[[], T_co], *, order: Callable[[], None] | None = None) -> None:
+        """End it; the first `wait` calls ``finish()`` for the result. For who runs the operation.
+
+        Each `wait` calls ``order()``, which orders the waiting thread's stream after what was done on a GPU.
+        """
+        self._order = order
         self._finish = finish
         self._ended.set()
+
+    def follow(self, leader: PendingCollective[object]) -> None:
+        """Say that it has ended when ``leader`` has, and well only if that has."""
+        self._leader = leader
 
     def fail(self, error: BaseException) -> None:
         """End it with an error. For who runs the operation."""
         self._error = error
         self._ended.set()
+
+
+class EnqueuedCollective(PendingCollective[T_co]):
+    """A collective that is on a stream of a GPU: `wait` orders the current stream after it, and not the host.
+
+    With a ``timeout`` the host waits, too.
+    """
+
+    def __init__(self, op_name: str, group_name: str) -> None:
+        super().__init__(op_name, group_name)
+        self._lock = threading.Lock()
+        self._work: Enqueued | None = None
+        self._finish: Callable[[], T_co] | None = None
+        self._result: T_co | None = None
+        self._has_result = False
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, on the device too; see `PendingCollective.done`."""
+        return self._error is not None or self._work is None or self._work.error is not None or self._work.done()
+
+    def wait(self, timeout: float | None = None) -> T_co:
+        """Order the current stream after it and return its result; see `PendingCollective.wait`.
+
+        What the other ranks do wrong may be raised later, by `Backend.synchronize` or another call in the group: with
+        a ``timeout`` it is raised here.
+        """
+        self._check_process()
+        if timeout is not None:
+            deadline, pause = Deadline(timeout), _FIRST_PAUSE_SECONDS
+            while not self.done():
+                if deadline.expired:
+                    raise self._still_under_way(timeout)
+                time.sleep(min(pause, deadline.remaining()))
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        error = self._error or (None if self._work is None else self._work.error)
+        if error is not None:
+            raise error.fresh() if isinstance(error, DistributedError) else error
+        with self._lock:
+            if self._work is not None:  # each time: another thread has another current stream
+                self._work.wait_on_stream()
+            if not self._has_result:
+                assert self._finish is not None
+                self._result = self._finish()
+                self._has_result = True
+                self._finish = None
+        return self._result  # type: ignore[return-value]
+
+    def succeed(self, work: Enqueued, finish: Callable[[], T_co]) -> None:
+        """Say that it is on a stream; the first `wait` calls ``finish()`` for the result."""
+        self._work = work
+        self._finish = finish
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error, before it is on a stream."""
+        self._error = error
 
 
 class OperationQueue:

@@ -7,21 +7,27 @@ tag stay in order however many threads send or receive them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
 from ferrodist.backends.base import check_peer
-from ferrodist.backends.request import wait_all
 from ferrodist.backends.tags import ANY_SOURCE, check_user_tag
-from ferrodist.collectives.prepare import check_integer, check_out, check_tensor, group_and_timeout, prepare_out
-from ferrodist.collectives.quick_messages import Progress, quick_recv, quick_recv_into, quick_send, quick_sendrecv
+from ferrodist.collectives.batches import Recv, Send, batch_on_host, receive_into, wait_for, whom
+from ferrodist.collectives.devices import messages_of
+from ferrodist.collectives.prepare import check_integer, check_out, check_tensor, group_and_timeout
+from ferrodist.collectives.quick_messages import (
+    NOT_BEGUN,
+    Progress,
+    quick_recv,
+    quick_recv_into,
+    quick_send,
+    quick_sendrecv,
+)
 from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.collectives.tensor_heads import MAX_DIMS
 from ferrodist.collectives.tensor_transfers import TensorReceive, start_body, start_send
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,25 +35,20 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.backends.request import Request
 
-__all__ = ["ANY_SOURCE", "Recv", "Send", "batch", "begin_send", "recv", "recv_into", "send", "sendrecv"]
+__all__ = [
+    "ANY_SOURCE",
+    "Recv",
+    "Send",
+    "batch",
+    "begin_send",
+    "recv",
+    "recv_into",
+    "send",
+    "sendrecv",
+]
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """A send for `batch`: ``tensor`` to rank ``dst``, under ``tag``."""
-
-    tensor: torch.Tensor
-    dst: int
-    tag: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Recv:
-    """A receive for `batch`: into ``tensor`` from rank ``src`` (or `ANY_SOURCE`), under ``tag``."""
-
-    tensor: torch.Tensor
-    src: int
-    tag: int = 0
+_HOST = torch.device("cpu")
 
 
 def send(
@@ -69,7 +70,8 @@ def send(
         timeout: Seconds; None takes the group's.
 
     Raises:
-        TypeError: ``tensor`` can't travel: no dense CPU tensor of a known dtype.
+        TypeError: ``tensor`` can't travel: no dense tensor of a known dtype, or on a GPU in a group that carries none
+            there.
         ValueError: ``tensor`` has more than 12 dims, or ``tag`` is out of range.
         SelfSendError, InvalidRankError: ``dst`` is this rank, or not in the group.
         DistributedTimeoutError: A large tensor was not received in time; it will not be.
@@ -80,8 +82,12 @@ def send(
         return
     chosen, limit = group_and_timeout(group, timeout)
     _check(Send(tensor, dst, tag), chosen)
+    messages = messages_of(chosen, tensor.device)
+    if messages is not None:
+        messages.exchange([Send(tensor, dst, tag)], timeout=limit)
+        return
     requests = _continue_send(chosen, Send(tensor, dst, tag), begun)
-    _wait_for(requests, Deadline(limit, elapsed=begun.seconds), chosen, f"send to {_whom(dst)}")
+    wait_for(requests, Deadline(limit, elapsed=begun.seconds), chosen, f"send to {whom(dst)}")
 
 
 @overload
@@ -93,6 +99,7 @@ def recv(
     tag: int = 0,
     group: Backend | None = None,
     timeout: float | None = None,
+    device: torch.device | str | None = None,
     return_source: Literal[False] = False,
 ) -> torch.Tensor: ...
 @overload
@@ -104,6 +111,7 @@ def recv(
     tag: int = 0,
     group: Backend | None = None,
     timeout: float | None = None,
+    device: torch.device | str | None = None,
     return_source: Literal[True],
 ) -> tuple[torch.Tensor, int]: ...
 def recv(
@@ -114,6 +122,7 @@ def recv(
     tag: int = 0,
     group: Backend | None = None,
     timeout: float | None = None,
+    device: torch.device | str | None = None,
     return_source: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, int]:
     """Receive a tensor.
@@ -125,6 +134,8 @@ def recv(
         tag: The tag it is sent with.
         group: The group; None is the default group.
         timeout: Seconds; None takes the group's.
+        device: Where it is made, which is where the sender's is: a GPU, for which shape and dtype must be given; None
+            is the CPU.
         return_source: Return the rank that sent it too, for `ANY_SOURCE`.
 
     Returns:
@@ -138,15 +149,25 @@ def recv(
         ValueError: ``shape`` has a size below 0 or more than 12 dims, or ``tag`` is out of range.
         SelfSendError, InvalidRankError, PeerLostError: As for `send`.
     """
-    result = quick_recv(shape, dtype, src, tag=tag, group=group, timeout=timeout)
-    if not isinstance(result, Progress):
-        return result if return_source else result[0]
+    place = _HOST if device is None else torch.device(device)
+    begun = NOT_BEGUN
+    if place.type == "cpu":
+        result = quick_recv(shape, dtype, src, tag=tag, group=group, timeout=timeout)
+        if not isinstance(result, Progress):
+            return result if return_source else result[0]
+        begun = result
     chosen, limit = group_and_timeout(group, timeout)
     if dtype is not None:
         check_dtype(dtype)
     shape = None if shape is None else _check_shape(shape)
+    messages = messages_of(chosen, place)
+    if messages is not None:
+        incoming = _recv_on(place, shape, dtype, src, tag)
+        _check(incoming, chosen)
+        (peer,) = messages.exchange([incoming], timeout=limit)
+        return (incoming.tensor, peer) if return_source else incoming.tensor
     receive = TensorReceive(chosen, src, tag, shape=shape, dtype=dtype)
-    _wait_for([receive], Deadline(limit, elapsed=result.seconds), chosen, f"recv from {_whom(src)}")
+    wait_for([receive], Deadline(limit, elapsed=begun.seconds), chosen, f"recv from {whom(src)}")
     return (receive.finish(), receive.peer) if return_source else receive.finish()
 
 
@@ -169,8 +190,11 @@ def recv_into(
     chosen, limit = group_and_timeout(group, timeout)
     incoming = Recv(tensor, src, tag)
     _check(incoming, chosen)
-    receive = _receive_into(chosen, incoming)
-    _wait_for([receive], Deadline(limit, elapsed=result.seconds), chosen, f"recv_into from {_whom(src)}")
+    messages = messages_of(chosen, tensor.device)
+    if messages is not None:
+        return messages.exchange([incoming], timeout=limit)[0]
+    receive = receive_into(chosen, incoming)
+    wait_for([receive], Deadline(limit, elapsed=result.seconds), chosen, f"recv_into from {whom(src)}")
     receive.finish()
     return receive.peer
 
@@ -235,6 +259,12 @@ def sendrecv(
     outgoing = Send(tensor, dst, tag)
     _check(outgoing, chosen)
     shape = None if shape is None else _check_shape(shape)
+    messages = messages_of(chosen, tensor.device)
+    if messages is not None:
+        incoming = _recv_on(tensor.device, shape, tensor.dtype, src, tag)
+        _check(incoming, chosen)
+        _, peer = messages.exchange([outgoing, incoming], timeout=limit)
+        return (incoming.tensor, peer) if return_source else incoming.tensor
     receive = TensorReceive(chosen, src, tag, shape=shape, dtype=tensor.dtype)
     requests: list[Request] = [receive]
     try:
@@ -243,7 +273,7 @@ def sendrecv(
         receive.cancel()
         raise
     deadline = Deadline(limit, elapsed=result.seconds)
-    _wait_for(requests, deadline, chosen, f"sendrecv with {_whom(dst)} and {_whom(src)}")
+    wait_for(requests, deadline, chosen, f"sendrecv with {whom(dst)} and {whom(src)}")
     return (receive.finish(), receive.peer) if return_source else receive.finish()
 
 
@@ -268,27 +298,24 @@ def batch(
     operations = list(operations)
     for operation in operations:
         _check(operation, chosen)
-    receives: dict[int, TensorReceive] = {}
-    requests: list[Request] = []
-    try:
-        for i, operation in enumerate(operations):
-            if isinstance(operation, Recv):
-                receives[i] = _receive_into(chosen, operation)
-                requests.append(receives[i])
-        for operation in operations:
-            if isinstance(operation, Send):
-                requests.extend(start_send(chosen, operation.tensor, operation.dst, operation.tag))
-    except BaseException:
-        for request in requests:
-            request.cancel()
-        raise
-    what = ", ".join(
-        f"send to {_whom(op.dst)}" if isinstance(op, Send) else f"recv from {_whom(op.src)}" for op in operations
-    )
-    _wait_for(requests, Deadline(limit), chosen, what)
-    for receive in receives.values():
-        receive.finish()
-    return [op.dst if isinstance(op, Send) else receives[i].peer for i, op in enumerate(operations)]
+        if operation.tensor.device != operations[0].tensor.device:
+            raise ValueError(
+                f"batch has tensors on {operations[0].tensor.device} and on {operation.tensor.device}: pass tensors of"
+                " one device"
+            )
+    messages = messages_of(chosen, operations[0].tensor.device if operations else _HOST)
+    if messages is not None:
+        return messages.exchange(operations, timeout=limit)
+    return batch_on_host(operations, chosen, limit)
+
+
+def _recv_on(
+    device: torch.device, shape: tuple[int, ...] | None, dtype: torch.dtype | None, src: int, tag: int
+) -> Recv:
+    """A receive of a fresh tensor on a GPU."""
+    if shape is None or dtype is None:
+        raise ValueError(f"a tensor that is received on {device} must be of known shape and dtype: pass both")
+    return Recv(torch.empty(shape, dtype=dtype, device=device), src, tag)
 
 
 def _check_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -338,28 +365,3 @@ def _continue_send(group: Backend, operation: Send, begun: Progress) -> list[Req
     if begun.number is not None:
         return start_body(group, operation.tensor, operation.dst, begun.number)
     return start_send(group, operation.tensor, operation.dst, operation.tag)
-
-
-def _receive_into(group: Backend, operation: Recv) -> TensorReceive:
-    tensor = operation.tensor
-    with torch.no_grad():
-        target = prepare_out(tensor, tensor.shape, tensor.dtype)
-    return TensorReceive(group, operation.src, operation.tag, shape=tensor.shape, dtype=tensor.dtype, target=target)
-
-
-def _wait_for(requests: list[Request], deadline: Deadline, group: Backend, what: str) -> None:
-    try:
-        wait_all(requests, deadline)
-    except DistributedTimeoutError as error:
-        if group.failure is not None:
-            raise
-        raise DistributedTimeoutError(
-            f"{what} on group {group.name!r}: not done after {deadline.elapsed():.2f} s of"
-            f" {deadline.timeout:g} s allowed{error.detail} (rank {group.rank}). The other side has not made the"
-            " matching call.",
-            ranks=tuple(rank for rank in error.ranks if rank != ANY_SOURCE),
-        ) from None
-
-
-def _whom(rank: int) -> str:
-    return "any rank" if rank == ANY_SOURCE else f"rank {rank}"

@@ -1,4 +1,4 @@
-"""What users pass, turned into what engines take: flat, contiguous tensors on the CPU."""
+"""What users pass, turned into what engines take: flat, contiguous tensors, where the user's are."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ __all__ = [
     "prepare_late_out",
     "prepare_out",
 ]
+
+
+_DEVICE_TYPES = ("cpu", "cuda")
 
 
 def group_and_timeout(group: Backend | None, timeout: float | None) -> tuple[Backend, float]:
@@ -77,7 +80,8 @@ def check_tensor(tensor: torch.Tensor, name: str = "tensor") -> None:
     """Raise unless collectives can carry ``tensor``.
 
     Raises:
-        TypeError: It is no dense CPU tensor of a known dtype.
+        TypeError: It is no dense tensor of a known dtype on the CPU or a GPU. Whether a group carries what is on a GPU
+            is `engine_of`'s question.
         NotImplementedError: It carries a forward-mode tangent, or this is inside of a functorch transform or
             of make_fx.
     """
@@ -85,8 +89,10 @@ def check_tensor(tensor: torch.Tensor, name: str = "tensor") -> None:
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise UnsupportedOpError(f"{name} has layout {tensor.layout}: pass a dense tensor (to_dense())")
-    if tensor.device.type != "cpu":
-        raise UnsupportedOpError(f"{name} is on {tensor.device}: this backend carries CPU tensors, pass {name}.cpu()")
+    if tensor.device.type not in _DEVICE_TYPES:
+        raise UnsupportedOpError(
+            f"{name} is on {tensor.device}: groups carry tensors on the CPU and on CUDA devices, pass {name}.cpu()"
+        )
     check_dtype(tensor.dtype)
     if _is_traced():
         raise NotImplementedError(
@@ -173,6 +179,8 @@ def check_out(
         raise ValueError(f"out has shape {tuple(out.shape)}, the result has {tuple(shape)}")
     if dtype is not None and out.dtype is not dtype:
         raise TypeError(f"out is {out.dtype}, the result is {dtype}")
+    if source is not None and out.device != source.device:
+        raise ValueError(f"out is on {out.device}, the tensor on {source.device}: pass tensors of one device")
     if torch.is_grad_enabled() and (out.requires_grad or (source is not None and source.requires_grad)):
         raise RuntimeError(
             "out= does not support automatic differentiation: use the result of the functional form, or torch.no_grad()"
@@ -187,6 +195,7 @@ def prepare_out(
     dtype: torch.dtype,
     source: torch.Tensor | None = None,
     *,
+    device: torch.device | None = None,
     dim: int = 0,
     in_place: bool = False,
 ) -> Target:
@@ -197,21 +206,25 @@ def prepare_out(
         shape: The result's shape.
         dtype: The result's dtype.
         source: The call's input, if any.
+        device: Where a fresh tensor is made; None makes it where ``source`` is, or on the CPU.
         dim: The dim that is joined or divided, from 0.
         in_place: Whether the engine may write to its input, when that is ``out``.
 
     Raises:
-        ValueError: ``out`` has another shape, or elements that share memory, as those of an expanded tensor do.
+        ValueError: ``out`` has another shape, is on another device than ``source``, or has elements that share memory,
+            as those of an expanded tensor do.
         TypeError: ``out`` has another dtype.
         RuntimeError: Gradients would be lost: an input or ``out`` requires grad while grad mode is on.
     """
     check_out(out, source, shape=shape, dtype=dtype)
-    result = torch.empty(tuple(shape), dtype=dtype, device="cpu") if out is None else out
+    if device is None:
+        device = torch.device("cpu") if source is None else source.device
+    result = torch.empty(tuple(shape), dtype=dtype, device=device) if out is None else out
     view = result.movedim(dim, 0) if dim else result
     plain = view.is_contiguous() and not view.is_conj() and not view.is_neg()
     if plain and (source is None or not shares_memory(result, source) or (in_place and _same(result, source))):
         return Target(flat=view.detach().view(-1), result=result)
-    return Target(flat=torch.empty(result.numel(), dtype=dtype, device="cpu"), result=result, view=view)
+    return Target(flat=torch.empty(result.numel(), dtype=dtype, device=result.device), result=result, view=view)
 
 
 def prepare_late_out(
@@ -220,6 +233,7 @@ def prepare_late_out(
     dtype: torch.dtype,
     source: torch.Tensor | None = None,
     *,
+    device: torch.device | None = None,
     dim: int = 0,
 ) -> Target:
     """`prepare_out` for a result whose shape was learned from other ranks, which are in the call already.
@@ -228,9 +242,10 @@ def prepare_late_out(
     has: the group goes on.
     """
     try:
-        return prepare_out(out, shape, dtype, source, dim=dim)
+        return prepare_out(out, shape, dtype, source, device=device, dim=dim)
     except (ValueError, TypeError, RuntimeError) as error:
-        return replace(prepare_out(None, shape, dtype, dim=dim), refusal=error)
+        device = source.device if device is None and source is not None else device
+        return replace(prepare_out(None, shape, dtype, device=device, dim=dim), refusal=error)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

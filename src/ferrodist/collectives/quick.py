@@ -120,7 +120,7 @@ def _part(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor | None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and not tensor.requires_grad
+    return type(tensor) is torch.Tensor and tensor.is_cpu and not tensor.requires_grad
 
 
 class _Started(PendingCollective[torch.Tensor]):

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.differentiable import attach, records_history
 from ferrodist.collectives.fold import widen
 from ferrodist.collectives.gathering import all_gather, scale_gradient
-from ferrodist.collectives.operation import Fusible, Operation, collectives_of, run_later, run_now
+from ferrodist.collectives.operation import Fusible, Operation, run_later, run_now
 from ferrodist.collectives.prepare import (
     check_out_of_root,
     check_root,
@@ -56,6 +57,7 @@ def allreduce(
         RuntimeError: ``out`` is given where gradients would be lost; raised before anything is sent.
         NotImplementedError: ``tensor`` or ``out`` carries a tangent of forward-mode differentiation, or this is inside
             of a functorch transform (vmap, torch.func.grad) or of make_fx; raised before anything is sent.
+        UnsupportedOpError: ``tensor`` is on a GPU, and the group has no engine for it; raised before anything is sent.
         CollectiveMismatchError: On all ranks, when one called something else.
         DistributedTimeoutError: On all ranks, when one is late.
         PeerLostError: On all ranks, when one died.
@@ -83,9 +85,9 @@ def _allreduce(
     check_tensor(tensor)
     check_reduction(tensor.dtype, op)
     chosen, limit = group_and_timeout(group, timeout)
+    engine = engine_of(chosen, tensor.device)
     target = prepare_out(out, tensor.shape, tensor.dtype, tensor, in_place=True)
     source = flatten(tensor)
-    engine = collectives_of(chosen)
 
     def on(target: torch.Tensor, flat: torch.Tensor, timeout: float, sequence: int) -> None:
         engine.allreduce(target, flat, op, timeout=timeout, sequence=sequence)
@@ -96,10 +98,12 @@ def _allreduce(
 
     recorded = records_history(tensor)
     # Ranks whose factors happen to be equal would join premultiplied sums that other ranks can't.
-    fusible = Fusible(key=("allreduce", tensor.dtype, op), source=source, out=target.flat, run=on)
+    fusible = Fusible(key=("allreduce", tensor.dtype, tensor.device, op), source=source, out=target.flat, run=on)
     return Operation(
         name="allreduce",
         group=chosen,
+        engine=engine,
+        device=tensor.device,
         timeout=limit,
         run=partial(on, target.flat, source, limit),
         finish=finish,
@@ -172,6 +176,7 @@ def reduce(
     check_reduction(tensor.dtype, op)
     chosen, limit = group_and_timeout(group, timeout)
     dst = check_root(chosen, dst, "dst")
+    engine = engine_of(chosen, tensor.device)
     is_root = chosen.rank == dst
     check_out_of_root(chosen, dst, out)
     target = prepare_out(out, tensor.shape if is_root else (0,), tensor.dtype, tensor, in_place=True)
@@ -179,9 +184,7 @@ def reduce(
     recorded = records_history(tensor) and out is None
 
     def run(sequence: int) -> None:
-        collectives_of(chosen).reduce(
-            target.flat if is_root else None, source, op, dst, timeout=limit, sequence=sequence
-        )
+        engine.reduce(target.flat if is_root else None, source, op, dst, timeout=limit, sequence=sequence)
 
     def finish() -> torch.Tensor:
         result = target.finish()
@@ -192,7 +195,11 @@ def reduce(
             else result
         )
 
-    return run_now(Operation(name="reduce", group=chosen, timeout=limit, run=run, finish=finish))
+    return run_now(
+        Operation(
+            name="reduce", group=chosen, engine=engine, device=tensor.device, timeout=limit, run=run, finish=finish
+        )
+    )
 
 
 def _reduce_backward(
@@ -260,6 +267,7 @@ def _broadcast(
     check_tensor(tensor)
     chosen, limit = group_and_timeout(group, timeout)
     root = check_root(chosen, root, "root")
+    engine = engine_of(chosen, tensor.device)
     target = prepare_out(out, tensor.shape, tensor.dtype, tensor, in_place=True)
     source = flatten(tensor) if chosen.rank == root else target.flat
     recorded = records_history(tensor) and out is None
@@ -267,7 +275,7 @@ def _broadcast(
     def on(flat: torch.Tensor, source: torch.Tensor, timeout: float, sequence: int) -> None:
         if source.data_ptr() != flat.data_ptr():
             flat.copy_(source)
-        collectives_of(chosen).broadcast(flat, root, timeout=timeout, sequence=sequence)
+        engine.broadcast(flat, root, timeout=timeout, sequence=sequence)
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
         total = reduce(grad, root, group=chosen)
@@ -280,8 +288,10 @@ def _broadcast(
     return Operation(
         name="broadcast",
         group=chosen,
+        engine=engine,
+        device=tensor.device,
         timeout=limit,
         run=partial(on, target.flat, source, limit),
         finish=finish,
-        fusible=Fusible(key=("broadcast", tensor.dtype, root), source=source, out=target.flat, run=on),
+        fusible=Fusible(key=("broadcast", tensor.dtype, tensor.device, root), source=source, out=target.flat, run=on),
     )

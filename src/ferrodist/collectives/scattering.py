@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.differentiable import attach, records_history
 from ferrodist.collectives.gathering import Join, share_sizes
 from ferrodist.collectives.operation import Operation, collectives_of, refuse_in_coalesce, run_now
@@ -37,9 +39,9 @@ __all__ = ["gather", "gather_by_sizes", "scatter", "scatter_by_sizes"]
 
 _MAX_SCATTER_DIMS = 12
 
-# Every rank's dim and src; of the root also: dtype's place in DTYPES, records history, dims, shape.
+# Every rank's dim and src; of the root also: dtype's place in DTYPES, records history, is on a GPU, dims, shape.
 _SCATTER_CALL = struct.Struct("<ii")
-_SCATTER_HEAD = struct.Struct(f"<iiBBB{_MAX_SCATTER_DIMS}q")
+_SCATTER_HEAD = struct.Struct(f"<iiB??B{_MAX_SCATTER_DIMS}q")
 
 
 def gather(
@@ -97,20 +99,21 @@ def gather_by_sizes(
 ) -> torch.Tensor:
     """`gather` of parts of which rank r's has ``sizes[r]`` of ``dim``, as all ranks know."""
     is_root = group.rank == dst
+    engine = engine_of(group, part.device)
     join = Join(part, dim, sizes)
     source = flatten(part.detach().movedim(dim, 0))
     if is_root:
         target = prepare_late_out(out, join.shape, part.dtype, part, dim=dim)
     else:
-        target = prepare_out(None, (0,), part.dtype)
+        target = prepare_out(None, (0,), part.dtype, device=part.device)
     recorded = records_history(part) and out is None
 
     def run(sequence: int) -> None:
         flat = target.flat if is_root else None
-        collectives_of(group).gather(flat, source, join.counts, dst, timeout=timeout, sequence=sequence)
+        engine.gather(flat, source, join.counts, dst, timeout=timeout, sequence=sequence)
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
-        fresh = prepare_out(None, part.shape, part.dtype, dim=dim)
+        fresh = prepare_out(None, part.shape, part.dtype, device=part.device, dim=dim)
         whole = grad if is_root else None
         return scatter_by_sizes(whole, fresh, sizes, dst, dim=dim, group=group, timeout=group.timeout)
 
@@ -118,7 +121,11 @@ def gather_by_sizes(
         result = target.finish()
         return attach(part, result, backward, once=True) if recorded else result
 
-    return run_now(Operation(name="gather", group=group, timeout=timeout, run=run, finish=finish))
+    return run_now(
+        Operation(
+            name="gather", group=group, engine=engine, device=part.device, timeout=timeout, run=run, finish=finish
+        )
+    )
 
 
 def scatter(
@@ -133,8 +140,8 @@ def scatter(
     """Divide rank ``src``'s tensor over the ranks along ``dim``.
 
     Sizes that the world size doesn't divide follow `compute_shard_sizes`. The other ranks learn shape and dtype from
-    ``src``, at the cost of one more agreement. An ``out`` that doesn't fit they find only then: they take part before
-    they raise, and the group goes on.
+    ``src``, and whether it is on a GPU, at the cost of one more agreement. An ``out`` that doesn't fit they find only
+    then: they take part before they raise, and the group goes on.
 
     Backward is a collective of all ranks. ``loss.backward()`` comes through here by itself. ``torch.autograd.grad``
     goes only where one of its inputs lies: for it the other ranks pass an empty tensor that requires grad, as `gather`
@@ -150,8 +157,8 @@ def scatter(
         timeout: Seconds; None takes the group's.
 
     Returns:
-        ``out``, or a fresh tensor: this rank's part. Differentiable once, when ``src``'s tensor requires grad: on all
-        ranks.
+        ``out``, or a fresh tensor: this rank's part, where ``tensor`` is, or on the current device of the kind of
+        ``src``'s. Differentiable once, when ``src``'s tensor requires grad: on all ranks.
 
     Raises:
         ValueError: ``tensor`` is missing on ``src``, has elements elsewhere, or has no dim or too many; ``out`` has
@@ -179,7 +186,9 @@ def scatter(
             )
         shape = [*tensor.shape, *[0] * (_MAX_SCATTER_DIMS - tensor.dim())]
         check_out(out, tensor, shape=_part_shape(tensor.shape, dim, chosen), dtype=tensor.dtype)
-        head = _SCATTER_HEAD.pack(dim, src, DTYPES.index(tensor.dtype), records_history(tensor), tensor.dim(), *shape)
+        engine_of(chosen, tensor.device)
+        facts = (DTYPES.index(tensor.dtype), records_history(tensor), tensor.is_cuda)
+        head = _SCATTER_HEAD.pack(dim, src, *facts, tensor.dim(), *shape)
     elif tensor is not None:
         check_tensor(tensor)
         if tensor.numel():
@@ -189,14 +198,27 @@ def scatter(
     engine = collectives_of(chosen)
     heads = engine.share("scatter", head, timeout=limit, sequence=engine.reserve())
     _compare_scatters(heads, chosen)
-    dim, _, place, recorded, num_dims, *shape = _SCATTER_HEAD.unpack(heads[src])
+    dim, _, place, recorded, is_cuda, num_dims, *shape = _SCATTER_HEAD.unpack(heads[src])
     sizes = compute_shard_sizes(shape[dim], chosen.world_size)
+    device = _device_of_part(is_cuda, tensor, out)
     whole = tensor
-    if whole is None or (recorded and not whole.requires_grad):
-        whole = torch.empty(0, requires_grad=bool(recorded), device="cpu")  # so that backward comes through here too
+    is_elsewhere = whole is not None and whole.device != device
+    if whole is None or is_elsewhere or (recorded and not whole.requires_grad):
+        whole = torch.empty(0, requires_grad=recorded, device=device)  # so that backward comes through here too
     with torch.enable_grad() if recorded else torch.no_grad():
         target = prepare_late_out(out, _part_shape(shape[:num_dims], dim, chosen), DTYPES[place], whole, dim=dim)
+        if is_elsewhere:
+            target = replace(target, refusal=ValueError(f"rank {src}'s tensor is on a {device.type}: pass one there"))
         return scatter_by_sizes(whole, target, sizes, src, dim=dim, group=chosen, timeout=deadline.remaining())
+
+
+def _device_of_part(is_cuda: bool, *given: torch.Tensor | None) -> torch.device:  # noqa: FBT001 - read from a head
+    """Where this rank's part is to be: where what it has given is, if that is a device of the root's kind."""
+    kind = "cuda" if is_cuda else "cpu"
+    found = next((tensor.device for tensor in given if tensor is not None and tensor.device.type == kind), None)
+    if found is not None:
+        return found
+    return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
 
 
 def _part_shape(shape: Sequence[int], dim: int, group: Backend) -> list[int]:
@@ -208,7 +230,7 @@ def _compare_scatters(heads: Sequence[bytes], group: Backend) -> None:
     """Raise, the same on every rank, unless all ranks scatter the tensor of one rank along one dim."""
     said = [_SCATTER_CALL.unpack_from(head) for head in heads]
     if len({src for _, src in said}) == 1:
-        dim, _, _, _, num_dims, *_ = _SCATTER_HEAD.unpack(heads[said[0][1]])
+        dim, _, _, _, _, num_dims, *_ = _SCATTER_HEAD.unpack(heads[said[0][1]])
         if all(other in (dim, dim - num_dims) for other, _ in said):
             return
     calls = "; ".join(f"rank {rank} called scatter(src={src}, dim={dim})" for rank, (dim, src) in enumerate(said))
@@ -233,11 +255,12 @@ def scatter_by_sizes(
     is_root = group.rank == src
     part = target.result
     whole = tensor if tensor is not None else part.new_empty(0)
+    engine = engine_of(group, part.device)
     source = flatten(whole.detach().movedim(dim, 0)) if is_root else None
     counts = Join(part, dim, sizes).counts
 
     def run(sequence: int) -> None:
-        collectives_of(group).scatter(target.flat, source, counts, src, timeout=timeout, sequence=sequence)
+        engine.scatter(target.flat, source, counts, src, timeout=timeout, sequence=sequence)
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
         joined = gather_by_sizes(grad, sizes, src, dim=dim, group=group, timeout=group.timeout)
@@ -247,4 +270,8 @@ def scatter_by_sizes(
         result = target.finish()
         return attach(whole, result, backward, once=True) if records_history(whole) else result
 
-    return run_now(Operation(name="scatter", group=group, timeout=timeout, run=run, finish=finish))
+    return run_now(
+        Operation(
+            name="scatter", group=group, engine=engine, device=part.device, timeout=timeout, run=run, finish=finish
+        )
+    )

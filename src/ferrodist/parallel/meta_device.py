@@ -37,13 +37,19 @@ def find_initialiser(
     return give
 
 
-def materialise(name: str, module: torch.nn.Module, init: Callable[[torch.nn.Module], object] | None) -> None:
+def materialise(
+    name: str,
+    module: torch.nn.Module,
+    init: Callable[[torch.nn.Module], object] | None,
+    device: torch.device | str = "cpu",
+) -> None:
     """Give a module's own parameters and buffers that are on the meta device memory and values; others keep theirs.
 
     Args:
         name: The module's.
         module: It is changed in place.
         init: Gives its own parameters and buffers their values; None calls its ``reset_parameters``.
+        device: Where they get memory.
 
     Raises:
         UnsupportedOpError: Nothing gives it values.
@@ -56,7 +62,7 @@ def materialise(name: str, module: torch.nn.Module, init: Callable[[torch.nn.Mod
     for key, tensor in tensors.items():
         if tensor is None or not tensor.is_meta:
             continue
-        real = torch.empty_like(tensor, device="cpu")
+        real = torch.empty_like(tensor, device=device)
         if isinstance(tensor, torch.nn.Parameter):
             setattr(module, key, torch.nn.Parameter(real, requires_grad=tensor.requires_grad))
         else:

@@ -73,7 +73,7 @@ def write_obstacle(tensor: torch.Tensor) -> str:
     """Why nothing can be written to a tensor; empty when it can."""
     if tensor.is_inference():
         return "was made under inference_mode"
-    if tensor.layout is torch.strided and tensor.device.type == "cpu":
+    if tensor.layout is torch.strided and tensor.device.type != "meta":
         with contextlib.suppress(RuntimeError):  # without memory of its own, as a DTensor: check_tensor refuses it
             if elements_overlap(tensor):
                 return "has elements that share memory (expand, as_strided)"

@@ -28,10 +28,15 @@ if TYPE_CHECKING:
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
-__all__ = ["DEFAULT_MESSAGE_LIMIT", "RpcAgent", "current_agent"]
+__all__ = ["DEFAULT_MESSAGE_LIMIT", "LEAST_MESSAGE_LIMIT", "RpcAgent", "current_agent"]
 
 DEFAULT_MESSAGE_LIMIT = 1 << 30
 """Bytes that the arguments of a call, or its result, may have."""
+
+LEAST_MESSAGE_LIMIT = 8 << 10
+"""What agents say to each other of their own has room in that."""
+
+_MOST_OF_A_NAME = 255
 
 
 class RpcAgent:
@@ -47,11 +52,11 @@ class RpcAgent:
         num_workers: Threads that serve calls at a time. One that waits for a call of its own does not count.
         most_outstanding: Calls to one rank that may be without a result; who makes more waits. A rank that makes more
             than twice as many here, which no agent with the same number does, is refused.
-        message_limit: Bytes that the arguments of a call, or its result, may have.
+        message_limit: Bytes that the arguments of a call, or its result, may have; 8 KiB at least.
         allow_pickle: Whether values of any other types may travel, pickled. Whoever calls can then run anything here.
 
     Raises:
-        TypeError, ValueError: An argument is wrong.
+        TypeError, ValueError: An argument is wrong. The backend is closed, unless another agent has it.
     """
 
     def __init__(
@@ -65,21 +70,21 @@ class RpcAgent:
         message_limit: int = DEFAULT_MESSAGE_LIMIT,
         allow_pickle: bool = False,
     ) -> None:
-        numbers = {"num_workers": num_workers, "most_outstanding": most_outstanding, "message_limit": message_limit}
-        for option, number in numbers.items():
-            if check_integer(number, option) < 1:
-                raise ValueError(f"{option} must be at least 1, not {number}")
         if isinstance(backend, Backend):
             backend = GroupRpcBackend(backend)
         if not isinstance(backend, RpcBackend):
             raise TypeError(f"an RpcAgent is made with an RpcBackend or a group, not {type(backend).__name__}")
-        if name is not None and not isinstance(name, str):
-            raise TypeError(f"the name of a rank is a text, not {name!r}")
-        if name is not None and not is_encodable(name):
-            raise ValueError(f"the name {name!r} holds half of a surrogate pair: take another one")
         self._functions = Functions()
-        for each, function in (functions or {}).items():
-            self._functions.register(each, function)
+        try:
+            _check_number("num_workers", num_workers)
+            _check_number("most_outstanding", most_outstanding)
+            _check_number("message_limit", message_limit, LEAST_MESSAGE_LIMIT)
+            _check_name(name)
+            _check_bool("allow_pickle", allow_pickle)
+            self._functions.register_all({} if functions is None else functions)
+        except (TypeError, ValueError):
+            backend.refuse()
+            raise
         self._switchboard = Switchboard(
             self,
             backend,
@@ -131,9 +136,11 @@ class RpcAgent:
 
         Raises:
             TypeError: It is no function, or the name is no text.
-            ValueError: There is another one of that name, or agents have such names for themselves.
+            ValueError: There is another one of that name, it is empty, or agents have such names for themselves.
         """
         if function is None:
+            if not isinstance(name, str):
+                raise TypeError(f"@agent.register takes a name: @agent.register('name'), before {name!r}")
             return functools.partial(self.register, name)
         self._functions.register(name, function)
         return function
@@ -198,7 +205,7 @@ class RpcAgent:
 
     def num_references(self) -> ReferenceCounts:
         """How many objects this rank keeps for others and for itself, and how many other ranks keep for it."""
-        return self._switchboard.objects.tables.look()
+        return self._switchboard.objects.counting.tables.look()
 
     def wait_for_rank(self, rank: int, timeout: float | None = None) -> None:
         """Return when a rank can be called: one that was lost, when it has been started again.
@@ -275,6 +282,27 @@ class RpcAgent:
         if not 0 <= rank < self.world_size:
             raise InvalidRankError(f"there is no rank {rank} to call: they are 0 to {self.world_size - 1}")
         return rank
+
+
+def _check_number(option: str, number: int, least: int = 1) -> None:
+    if check_integer(number, option) < least:
+        raise ValueError(f"{option} must be at least {least}, not {number}")
+
+
+def _check_bool(option: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{option} is True or False, not {value!r}")
+
+
+def _check_name(name: str | None) -> None:
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a rank is a text, not {name!r}")
+    if not is_encodable(name):
+        raise ValueError(f"the name {name!r} holds half of a surrogate pair: take another one")
+    if not 0 < len(name.encode()) <= _MOST_OF_A_NAME:
+        raise ValueError(f"the name of a rank has 1 to {_MOST_OF_A_NAME} bytes, not {len(name.encode())}")
 
 
 def _named(name: str) -> str:

@@ -25,7 +25,8 @@ class Peers(Protocol):
         Args:
             peer: The rank.
             pair: A new group of this rank and that one, in the order of their numbers. Whoever is told closes it.
-            version: Of two groups with a peer the one of the higher version counts, whichever is told first.
+            version: Which process of the peer it is, of which later ones have higher numbers, the same for all ranks;
+                and which group with that. Of two groups the one of the higher version counts, whichever is told first.
         """
 
 
@@ -54,6 +55,9 @@ class RpcBackend(ABC):
         """Why a rank that is not there has not come: sentences with a space in front, or nothing. Takes no lock."""
         del peer
         return ""
+
+    def refuse(self) -> None:  # noqa: B027 - may stay as it is
+        """Be told that an agent was not made: close, unless another agent has this. This form does nothing."""
 
     def signal(self) -> Signal:
         """Something for a thread to wait for until messages of the groups bring it; see `Backend.signal`."""

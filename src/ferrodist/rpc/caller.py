@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, ProtocolError
+from ferrodist.errors import DistributedError, PeerLostError, ProtocolError, describe_error
 from ferrodist.rpc.messages import (
     Call,
     Failure,
@@ -135,6 +135,10 @@ class Caller(ABC):
         self._served.pop(number, None)
         self._send_answer(number, found)
 
+    def num_served(self) -> int:
+        """How many of its calls of functions have no answer; those of methods count for themselves."""
+        return sum(isinstance(each, _Incoming) for each in self._served.copy().values())
+
     def close(self, seconds: float) -> None:
         """Serve nothing more of it, and call it no more.
 
@@ -177,7 +181,7 @@ class Caller(ABC):
         most = 2 * self._office.most_outstanding + _MOST_BESIDE
         if len(self._served) < most:
             return True
-        with contextlib.suppress(ProtocolError):
+        with contextlib.suppress(ProtocolError, PeerLostError):
             self.read_call(content)  # references in it have been counted for this rank
         text = f"rank {self.rank} has {len(self._served)} calls here without a result, as many as may be"
         self._send_answer(number, Failure(FailureKind.OVERLOADED, "", text, ""))
@@ -191,7 +195,7 @@ class Caller(ABC):
     def _take_internal_call(self, content: Content, answer: Callable[[Any], None]) -> None:
         try:
             call = self.read_call(content)
-        except ProtocolError as error:
+        except (ProtocolError, PeerLostError) as error:
             answer(Failure(FailureKind.UNDECODABLE, "", str(error), ""))
         else:
             self._office.serve_internal(self.rank, call, answer)
@@ -211,6 +215,8 @@ class Caller(ABC):
                 sent.when_set(passing.forget)
         except (TypeError, ValueError, DistributedError) as error:
             self._fail_answer(number, error)
+        except Exception as error:  # noqa: BLE001 - a value of the user's may raise anything when it is looked at
+            self._fail_answer(number, TypeError(f"the result can't travel: {describe_error(error)}"))
 
     def _fail_answer(self, number: int, error: BaseException) -> None:
         """An answer can't travel, or is too large, or its caller is gone."""
@@ -220,7 +226,7 @@ class Caller(ABC):
         with contextlib.suppress(DistributedError):  # whoever waited is gone
             try:
                 self.send(MessageKind.FAILURE, number, pack_failure(failure))
-            except (TypeError, ValueError):  # a traceback may be too large, or no text that travels
+            except Exception:  # noqa: BLE001 - a traceback may be too large, or no text that travels
                 text = failure.text[:_MOST_LETTERS].encode("ascii", "backslashreplace")[:_MOST_LETTERS].decode("ascii")
                 short = Failure(failure.kind, failure.type_name[:_MOST_OF_A_NAME], text, "")
                 self.send(MessageKind.FAILURE, number, pack_failure(short))

@@ -57,7 +57,7 @@ class Waiting:
         signal: what the thread waits for that made it. It finds the result in ``value``, or an error in ``error``.
 
     Attributes:
-        caller: The rank, as who has the call's place in a window; none where the call has none.
+        caller: The rank, as who has the call's place in a window; none where the call has none, and is no user's.
         passing: The references in it.
     """
 
@@ -96,6 +96,11 @@ class Waiting:
         """What errors call the function."""
         return self.name.removeprefix(OWN_NAMES)
 
+    @property
+    def left(self) -> float:
+        """How many of its seconds are left."""
+        return max(0.0, self.started + self.seconds - time.monotonic())
+
     def end(self) -> None:
         """Give back what it takes up, when it was answered or will not be."""
         if self.caller is not None:
@@ -106,7 +111,7 @@ class Waiting:
     def succeed(self, value: Any) -> None:
         """Give whoever made it the result."""
         if self.future is not None:
-            self.future.set_result(value)
+            self.future.settle(value)
         elif self.signal is not None:
             self.value = value
             self.has_ended = True
@@ -115,7 +120,7 @@ class Waiting:
     def fail(self, error: BaseException) -> None:
         """Tell whoever made it of an error."""
         if self.future is not None:
-            self.future.set_exception(error)
+            self.future.settle(None, error)
         elif self.signal is not None:
             self.error = error
             self.has_ended = True
@@ -200,9 +205,9 @@ class Calls:
 
     @property
     def count(self) -> int:
-        """How many calls have no result."""
+        """How many calls of users have no result."""
         with self._lock:
-            return sum(not waiting.is_given_up for waiting in self._waiting.values())
+            return sum(waiting.caller is not None and not waiting.is_given_up for waiting in self._waiting.values())
 
     def fail(self, peer: int | None, error: DistributedError) -> None:
         """End the calls of a rank, or of all."""

@@ -47,8 +47,8 @@ class Owner(Protocol):
     def meet(self, peer: int, pair: Backend, ended: Callable[[Neighbor, DistributedError], None]) -> Neighbor:
         """Make a neighbor of a rank, which is started once calls may go to it."""
 
-    def joined(self, peer: int) -> None:
-        """A rank is there, for the first time or again; calls may go to it when this has returned."""
+    def joined(self, peer: int, incarnation: int) -> None:
+        """A rank is there, perhaps again, as such a process of it; calls may go to it when this has returned."""
 
     def lost(self, peer: int, error: PeerLostError) -> None:
         """Nothing more will come for what was sent to a rank until now."""
@@ -164,7 +164,7 @@ class Connector:
                 before = self.neighbors.get(peer)
                 if before is not None:
                     self._replace(before)
-                self._owner.joined(peer)
+                self._owner.joined(peer, version[0])
                 if self._publish(neighbor):
                     neighbor.start()
                     return

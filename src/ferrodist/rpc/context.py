@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.deadline import check_timeout
 from ferrodist.rpc.agent import RpcAgent
+from ferrodist.rpc.backends import RpcBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
     from ferrodist.backends.base import Backend
-    from ferrodist.rpc.backends import RpcBackend
 
 __all__ = ["RpcContext"]
+
+_OPTIONS = tuple(
+    name for name, each in inspect.signature(RpcAgent).parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY
+)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in _OPTIONS:
+            raise TypeError(f"RpcContext has no option {name!r}; there are drain_timeout, {', '.join(_OPTIONS)}")
 
 
 class RpcContext:
@@ -32,6 +43,7 @@ class RpcContext:
         options: As for `RpcAgent`.
 
     Raises:
+        TypeError: There is no such option. The backend is closed, unless an agent has it.
         DistributedTimeoutError: At the end: it takes too long. Rank 0's says who keeps the others waiting.
         PeerLostError: At the end: rank 0 is gone, which sees to it.
     """
@@ -44,7 +56,13 @@ class RpcContext:
         drain_timeout: float | None = None,
         **options: Any,
     ) -> None:
-        self._drain_timeout = None if drain_timeout is None else check_timeout(drain_timeout)
+        try:
+            self._drain_timeout = None if drain_timeout is None else check_timeout(drain_timeout)
+            _check_options(options)
+        except (TypeError, ValueError):
+            if isinstance(backend, RpcBackend):
+                backend.refuse()
+            raise
         self._make = functools.partial(RpcAgent, backend, functions, **options)
         self._agent: RpcAgent | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import threading
@@ -12,6 +13,8 @@ from ferrodist.rpc.messages import Failure, FailureKind
 from ferrodist.rpc.serving import failure_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ferrodist.rpc.serving import Served
 
 __all__ = ["EventLoop"]
@@ -24,10 +27,12 @@ class EventLoop:
 
     Args:
         name: Of the thread.
+        begin: Called in it, first of all.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, begin: Callable[[], None]) -> None:
         self._name = name
+        self._begin = begin
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -52,7 +57,8 @@ class EventLoop:
             self._is_closed = True
             loop, thread = self._loop, self._thread
         if loop is not None and thread is not None:
-            loop.call_soon_threadsafe(loop.stop)
+            with contextlib.suppress(RuntimeError):  # it has ended
+                loop.call_soon_threadsafe(loop.stop)
             if thread is not threading.current_thread():
                 thread.join(seconds)
 
@@ -68,9 +74,12 @@ class EventLoop:
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
+        self._begin()
         try:
-            while not _has_run(loop):
-                _log.error("a task in %s asked for the end of the process", self._name)
+            while not self._is_closed:
+                _run_until_stopped(loop)
+                if not self._is_closed:
+                    _log.error("a function in %s asked for the end of the event loop, or of the process", self._name)
         finally:
             loop.run_until_complete(asyncio.sleep(0))  # what is not begun could not be cancelled in peace
             tasks = asyncio.all_tasks(loop)
@@ -88,10 +97,6 @@ async def _finish(served: Served, value: Any) -> None:
     served.answer(found)
 
 
-def _has_run(loop: asyncio.AbstractEventLoop) -> bool:
-    """Run an event loop until it is stopped; False where a task that a function started has ended it."""
-    try:
+def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):  # which a task may raise
         loop.run_forever()
-    except (KeyboardInterrupt, SystemExit):
-        return False
-    return True

@@ -5,18 +5,30 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+from ferrodist.deadline import check_timeout
 from ferrodist.rpc.waits import AGES
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from ferrodist.rpc.outcome import Outcome
     from ferrodist.rpc.waits import Waiters
 
+    _Callback = Callable[[concurrent.futures.Future[Any]], object]
+
 __all__ = ["Future"]
+
+_log = logging.getLogger(__name__)
+
+_PENDING = "PENDING"
+
+_LOOK_SECONDS = 1.0
+"""How long a thread sleeps that may not be told of the end, as an interruption came between."""
 
 
 class Future(concurrent.futures.Future[Any]):
@@ -24,12 +36,10 @@ class Future(concurrent.futures.Future[Any]):
 
     Callbacks run in the thread that brings the result and must not wait for other calls. It can't be cancelled: a call
     ends by its timeout.
-
-    Attributes:
-        sent: Where the call waits for references in it to be registered: why it could not be sent, or None if it was.
     """
 
-    sent: Outcome[BaseException | None] | None = None
+    _sent: Outcome[BaseException | None] | None = None
+    """Where the call waits for references in it to be registered: why it could not be sent, or None if it was."""
 
     def __init__(self, workers: Waiters) -> None:
         super().__init__()
@@ -49,6 +59,18 @@ class Future(concurrent.futures.Future[Any]):
         self._await(timeout)
         return super().exception(0)
 
+    def add_done_callback(self, fn: _Callback) -> None:
+        """Have ``fn(future)`` called at the end, or now; what it raises is logged."""
+        super().add_done_callback(functools.partial(_call_guarded, fn))
+
+    def settle(self, value: Any, error: BaseException | None = None) -> None:
+        """End it, if it has not ended: a function of the user's may have done that."""
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            if error is None:
+                self.set_result(value)
+            else:
+                self.set_exception(error)
+
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.wrap_future(self).__await__()
 
@@ -56,19 +78,30 @@ class Future(concurrent.futures.Future[Any]):
         """Wait as `RpcAgent.rpc_sync` does: a worker gives its place to another one, and messages are moved."""
         if self.done():
             return
-        end = time.monotonic() + (AGES if timeout is None else timeout)
+        end = time.monotonic() + (AGES if timeout is None else check_timeout(timeout))
         signal = self._workers.waits.signal()
 
         def tell(_: object) -> None:
             signal.set()
 
-        self.add_done_callback(tell)
         is_worker = self._workers.begin_wait()
         try:
+            super().add_done_callback(tell)
             while not self.done() and (left := end - time.monotonic()) > 0:
-                self._workers.waits.wait(signal, left)
+                self._workers.waits.wait(signal, min(left, _LOOK_SECONDS))
         finally:
             if is_worker:
                 self._workers.end_wait()
-            with self._condition, contextlib.suppress(ValueError):  # it has been called
-                self._done_callbacks.remove(tell)  # type: ignore[attr-defined]
+            with self._condition, contextlib.suppress(ValueError):  # an interruption came before it was added
+                if self._state == _PENDING:  # or they are being called
+                    self._done_callbacks.remove(tell)  # type: ignore[attr-defined]
+
+
+def _call_guarded(fn: _Callback, future: concurrent.futures.Future[Any]) -> None:
+    """Call a callback. It runs where messages are received: what ends a thread would end that, and hold up others."""
+    try:
+        fn(future)
+    except Exception:
+        raise  # which `concurrent.futures` logs
+    except BaseException:  # noqa: BLE001 - see above
+        _log.exception("a callback of a call's future raised what ends threads")

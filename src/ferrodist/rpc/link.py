@@ -18,13 +18,14 @@ import functools
 import math
 import struct
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ferrodist.collectives.letters import Apart, Parcel, read_letter_bytes, write_letter_bytes
 from ferrodist.collectives.views import bytes_of
-from ferrodist.errors import DistributedError, GroupClosedError, ProtocolError, SizeMismatchError
+from ferrodist.errors import DistributedError, GroupClosedError, ProtocolError, SizeMismatchError, UnsupportedOpError
 from ferrodist.rpc.messages import MessageKind
 
 if TYPE_CHECKING:
@@ -56,6 +57,23 @@ _WAITED_FOR = {
 class _Form(enum.IntEnum):
     PLAIN = 0
     LETTER = 1
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A frame that waits.
+
+    Args:
+        kind: Of the message.
+        frame: It.
+        waits: Tags of the messages before it that have not come whole.
+        is_taken: Whether a thread takes it now.
+    """
+
+    kind: MessageKind
+    frame: bytes
+    waits: set[int]
+    is_taken: bool = False
 
 
 _FORMS = frozenset(_Form)
@@ -110,7 +128,7 @@ class Link:
         self._over: DistributedError | None = None  # why it has ended
         self._listener: Listener | None = None
         self._arriving: set[int] = set()  # messages of which only the frame has come, by their tags
-        self._held: list[tuple[set[int], MessageKind, bytes]] = []  # and frames, with those of them each waits for
+        self._held: list[_Held] = []  # and frames, in the order in which they came
         self._under_way: set[Request] = set()  # what is larger than a frame, both ways
 
     def start(self) -> None:
@@ -134,6 +152,10 @@ class Link:
         if isinstance(content, bytes):
             form, memory = _Form.PLAIN, memoryview(content)
         else:
+            if any(content.is_on_gpu):
+                raise UnsupportedOpError(
+                    "what is sent has a tensor on a GPU: calls carry those on the CPU, pass tensor.cpu()"
+                )
             letter, apart = write_letter_bytes(content, "what is sent")
             form, memory = _Form.LETTER, memoryview(letter)
         size = memory.nbytes
@@ -271,11 +293,14 @@ class Link:
 
     def _is_held(self, kind: MessageKind, frame: bytes) -> bool:
         """Whether a frame has to wait for what was sent before it: see [Note: frames]."""
+        if not (self._arriving or self._held):
+            return False
         with self._lock:
             waits = {tag for tag in self._arriving if _kind_of(tag) in _WAITED_FOR[kind]}
-            if waits:
-                self._held.append((waits, kind, frame))
-            return bool(waits)
+            is_held = bool(waits) or any(each.kind in _WAITED_FOR[kind] for each in self._held)
+            if is_held:
+                self._held.append(_Held(kind, frame, waits))
+            return is_held
 
     def _settle(self, kind: MessageKind, number: int) -> None:
         """A message has come whole: take the frames that waited for it."""
@@ -283,12 +308,33 @@ class Link:
             return
         with self._lock:
             self._arriving.discard(_tag(kind, number))
-            for waits, _, _ in self._held:
-                waits.discard(_tag(kind, number))
-            ready = [held for held in self._held if not held[0]]
-            self._held = [held for held in self._held if held[0]]
-        for _, kind_held, frame in ready:
-            self._take_checked(kind_held, frame)
+            for each in self._held:
+                each.waits.discard(_tag(kind, number))
+        while (ready := self._next_ready()) is not None:
+            self._take_checked(ready.kind, ready.frame)
+            self._let_go(ready)
+
+    def _next_ready(self) -> _Held | None:
+        """A frame that nothing before it keeps any more, for one thread to take."""
+        with self._lock:
+            before: set[MessageKind] = set()
+            for each in self._held:
+                if not (each.waits or each.is_taken or before & _WAITED_FOR[each.kind]):
+                    each.is_taken = True
+                    return each
+                before.add(each.kind)
+            return None
+
+    def _let_go(self, held: _Held) -> None:
+        """A frame was taken: those that came after it wait no more, but for what follows it."""
+        tag = _tag(held.kind, _HEAD.unpack_from(held.frame)[-1])
+        with self._lock:
+            place = self._held.index(held)
+            if tag in self._arriving:
+                for each in self._held[place + 1 :]:
+                    if held.kind in _WAITED_FOR[each.kind]:
+                        each.waits.add(tag)
+            del self._held[place]
 
     def _ended(self, error: DistributedError) -> None:
         if self._over is None:

@@ -7,6 +7,7 @@ calls are; everything else as a letter (`collectives/letters.py`) of nested valu
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import pickle
 from dataclasses import dataclass
@@ -18,14 +19,18 @@ import torch
 
 from ferrodist.collectives.letters import Parcel
 from ferrodist.collectives.nested_values import Extension
-from ferrodist.errors import DistributedTimeoutError, ProtocolError, RpcError
+from ferrodist.collectives.prepare import check_tensor
+from ferrodist.collectives.reduce_op import check_dtype
+from ferrodist.errors import DistributedTimeoutError, PeerLostError, ProtocolError, RpcError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 __all__ = [
     "EXTENSIONS",
+    "EXTENSIONS_BESIDE_PICKLES",
     "HELLO",
+    "MET",
     "NO_NUMBER",
     "OWN_NAMES",
     "PICKLED",
@@ -70,6 +75,9 @@ OWN_NAMES = "ferrodist."
 
 HELLO = "ferrodist.hello"
 """(name): what the rank is called that calls this. It has no answer."""
+
+MET = "ferrodist.met"
+"""(): whoever calls this knows of the connection, and so of whatever is sent to it from now on. It has no answer."""
 
 NO_NUMBER = 0
 """Of a `NOTICE`."""
@@ -128,13 +136,31 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     traceback: str
 
 
+_ARRAYS = frozenset({np.ndarray, np.memmap})
+"""A masked array, a matrix, or a user's own kind is more than its elements."""
+
+
 def _take_array(value: Any) -> torch.Tensor | None:
     if not isinstance(value, np.ndarray):
         return None
+    if type(value) not in _ARRAYS:
+        raise TypeError(
+            f"is of type {type(value).__name__}, of which only the elements would arrive: pass numpy.asarray(...) of"
+            " it, and what else belongs to it beside that"
+        )
     try:
-        return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+        tensor = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+        check_dtype(tensor.dtype)
     except (TypeError, ValueError):  # of a type, or an order of bytes, that tensors don't have
-        raise TypeError(f"numpy arrays of {value.dtype} don't go from rank to rank: convert it") from None
+        raise TypeError(f"is a numpy array of {value.dtype}, which does not go from rank to rank: convert it") from None
+    return tensor
+
+
+def _take_array_that_fits(value: Any) -> torch.Tensor | None:
+    try:
+        return _take_array(value)
+    except TypeError:
+        return None
 
 
 def _put_array(value: Any) -> Any:
@@ -148,6 +174,9 @@ ARRAYS = Extension(mark="array", take_apart=_take_array, put_together=_put_array
 
 EXTENSIONS = (ARRAYS,)
 """What goes from rank to rank beside nested values."""
+
+EXTENSIONS_BESIDE_PICKLES = (dataclasses.replace(ARRAYS, take_apart=_take_array_that_fits),)
+"""The same where `PICKLED` takes what they can't."""
 
 REFERENCE_MARK = "rref"
 """Of references, whose extension each agent has its own of for each rank."""
@@ -179,6 +208,27 @@ def _are_plain(values: Iterable[Any]) -> bool:
     return True
 
 
+def _check_tensor(tensor: torch.Tensor) -> None:
+    if tensor.is_nested:
+        raise TypeError("is a nested tensor: pass tensor.unbind()")
+    try:
+        check_tensor(tensor, "it")
+    except (TypeError, NotImplementedError) as error:
+        raise TypeError(f"is a tensor that does not go from rank to rank: {error}") from None
+
+
+def _place_in(call: Call, text: str) -> str:
+    """What an error says, with the place as who made the call knows it."""
+    prefixes = {"[1]": "argument ", "[2]": "keyword "}
+    if call.name.startswith(OWN_NAMES):  # the last two arguments are what a function is to have
+        last = len(call.arguments) - 1
+        prefixes = {f"[1][{last - 1}]": "argument ", f"[1][{last}]": "keyword "}
+    for prefix, kind in prefixes.items():
+        if text.startswith(f"{prefix}["):
+            return kind + text.removeprefix(prefix)
+    return text.lstrip()
+
+
 def pack_call(call: Call, extensions: Sequence[Extension]) -> Content:
     """Write a call down.
 
@@ -192,10 +242,10 @@ def pack_call(call: Call, extensions: Sequence[Extension]) -> Content:
             pass  # an integer of more than 64 bits, or half of a surrogate pair, which is named below
     value = [call.name, tuple(call.arguments), call.keywords]
     try:
-        return Parcel.of(value, "", extensions)
+        return Parcel.of(value, "", extensions, _check_tensor)
     except TypeError as error:
-        place = str(error).replace("[1]", "argument ", 1).replace("[2]", "keyword ", 1)
-        raise TypeError(f"the call of {call.name!r}: {place}") from None
+        title = call.name.removeprefix(OWN_NAMES)
+        raise TypeError(f"the call of {title!r}: {_place_in(call, str(error))}") from None
 
 
 def unpack_call(content: Content, src: int, extensions: Sequence[Extension]) -> Call:
@@ -203,6 +253,7 @@ def unpack_call(content: Content, src: int, extensions: Sequence[Extension]) -> 
 
     Raises:
         ProtocolError: It is none.
+        PeerLostError: A reference in it is not taken; see `Tables.arrived`.
     """
     try:
         if isinstance(content, bytes):
@@ -213,6 +264,8 @@ def unpack_call(content: Content, src: int, extensions: Sequence[Extension]) -> 
             match content.open(extensions):
                 case [str(name), tuple(arguments), dict(keywords)]:
                     return Call(name, arguments, keywords)
+    except PeerLostError:  # of a reference that is not taken
+        raise
     except Exception as error:
         raise _no(f"call: {error}", src) from error
     raise _no("call", src)
@@ -229,7 +282,7 @@ def pack_result(value: Any, extensions: Sequence[Extension]) -> Content:
             return _ENCODE(value)
         except (OverflowError, UnicodeEncodeError):
             pass  # as above
-    return Parcel.of(value, "the result", extensions)
+    return Parcel.of(value, "the result", extensions, _check_tensor)
 
 
 def unpack_result(content: Content, src: int, extensions: Sequence[Extension]) -> Any:
@@ -237,6 +290,7 @@ def unpack_result(content: Content, src: int, extensions: Sequence[Extension]) -
 
     Raises:
         ProtocolError: It is none.
+        PeerLostError: As for `unpack_call`.
     """
     try:
         if not isinstance(content, bytes):
@@ -244,6 +298,8 @@ def unpack_result(content: Content, src: int, extensions: Sequence[Extension]) -
         value = _DECODE_RESULT(content)
         if type(value) in _PLAIN:
             return value
+    except PeerLostError:
+        raise
     except Exception as error:
         raise _no(f"result: {error}", src) from error
     raise _no("result", src)

@@ -14,17 +14,35 @@ __all__ = ["Names"]
 
 
 class Names:
-    """The names of ranks that are there, as each has told."""
+    """The names of ranks, as each has told.
+
+    A name is that of the rank which is there; of lost ones only where none is, so that calls of it raise at once.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._names: dict[int, str] = {}
+        self._lost: dict[str, int] = {}  # which rank had a name last
 
     def add(self, rank: int, name: str) -> None:
         """A rank has a name."""
         with self._changed:
             self._names[rank] = name
             self._changed.notify_all()
+
+    def joined(self, rank: int) -> None:
+        """A rank is there, for the first time or again, and has not told its name."""
+        with self._changed:
+            self._forget(rank)
+
+    def lost(self, rank: int) -> None:
+        """A rank is gone."""
+        with self._changed:
+            name = self._names.get(rank)
+            self._forget(rank)
+            if name is not None:
+                self._lost[name] = rank
+                self._changed.notify_all()
 
     def find(self, name: str, deadline: Deadline) -> int:
         """The rank of a name, waiting for one that has not been there yet.
@@ -33,8 +51,10 @@ class Names:
             InvalidRankError: There is none in time, or more than one.
         """
         with self._changed:
-            self._changed.wait_for(lambda: name in self._names.values(), deadline.remaining())
+            self._changed.wait_for(lambda: name in self._names.values() or name in self._lost, deadline.remaining())
             ranks = [rank for rank, each in self._names.items() if each == name]
+            if not ranks and name in self._lost:
+                return self._lost[name]
             if len(ranks) == 1:
                 return ranks[0]
             known = ", ".join(f"{each!r} (rank {rank})" for rank, each in sorted(self._names.items())) or "none"
@@ -44,3 +64,7 @@ class Names:
             f"no rank called {name!r} was there within {deadline.timeout:g} s; the names are {known}: agents are given"
             " theirs when they are made"
         )
+
+    def _forget(self, rank: int) -> None:
+        self._names.pop(rank, None)
+        self._lost = {name: each for name, each in self._lost.items() if each != rank}

@@ -11,6 +11,7 @@ from ferrodist.rpc.caller import Caller
 from ferrodist.rpc.link import Link
 from ferrodist.rpc.messages import (
     HELLO,
+    MET,
     NO_NUMBER,
     Call,
     Failure,
@@ -53,10 +54,14 @@ class Neighbor(Caller):
     def start(self) -> None:
         """Receive from now on."""
         self._link.start()
+        self._tell(Call(MET, (), {}))
         if self._office.name is not None:
-            hello, _ = self.write_call(Call(HELLO, (self._office.name,), {}))
-            with contextlib.suppress(DistributedError):  # its end is told apart
-                self.send(MessageKind.NOTICE, NO_NUMBER, hello)
+            self._tell(Call(HELLO, (self._office.name,), {}))
+
+    def _tell(self, call: Call) -> None:
+        content, _ = self.write_call(call)
+        with contextlib.suppress(DistributedError):  # its end is told apart
+            self.send(MessageKind.NOTICE, NO_NUMBER, content)
 
     def send(self, kind: MessageKind, number: int, content: Content) -> None:
         """See `Link.send`."""

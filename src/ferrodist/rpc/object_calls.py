@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ferrodist.collectives.letters import Parcel
 from ferrodist.errors import RpcError, describe_error
+from ferrodist.rpc.count_calls import CountCalls
 from ferrodist.rpc.messages import OWN_NAMES, Call, Failure, FailureKind, pack_result, unpack_result
 from ferrodist.rpc.methods import find_method
-from ferrodist.rpc.reference_tables import Kept, kept_of
+from ferrodist.rpc.reference_parts import Kept, kept_of
 from ferrodist.rpc.references import ReferenceId, RRef
-from ferrodist.rpc.remote_objects import CREATE, FETCH, METHOD, REGISTER, RELEASE
+from ferrodist.rpc.remote_objects import CREATE, FETCH, METHOD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -47,24 +47,18 @@ class ObjectCalls:
     def __init__(self, objects: RemoteObjects, server: Server) -> None:
         self._objects = objects
         self._server = server
+        self._counts = CountCalls(objects.counting.tables, objects.rank, objects.world_size)
 
     def serve(self, peer: int, call: Call, answer: Answer) -> None:
         """Serve a call whose name begins with `OWN_NAMES`."""
-        if call.name == RELEASE:
-            with contextlib.suppress(ValueError):  # nobody is to know
-                self._objects.tables.release(*self._counts(call))
-            answer(None)
-            return
         try:
-            self._serve(peer, call, answer)
+            if not self._counts.serve(peer, call, answer):
+                self._serve(peer, call, answer)
         except (RpcError, ValueError) as error:
             answer(_refused(str(error)))
 
     def _serve(self, peer: int, call: Call, answer: Answer) -> None:
         match call.name, call.arguments:
-            case str(name), _ if name == REGISTER:
-                self._objects.tables.register(*self._counts(call))
-                answer(None)
             case str(name), (RRef() as target,) if name == FETCH:
                 kept_of(target).outcome.when_set(
                     lambda found: self._objects.errands.put(functools.partial(self._give, peer, found, answer))
@@ -87,8 +81,8 @@ class ObjectCalls:
         if id_.owner != self._objects.rank or id_.creator != peer:
             raise ValueError(f"rank {peer} can't name an object so")
         if peer == self._objects.rank:
-            return kept_of(self._objects.tables.own(id_))
-        kept, _ = self._objects.tables.keep(id_, peer)
+            return kept_of(self._objects.counting.tables.own(id_))
+        kept, _ = self._objects.counting.tables.keep(id_, peer)
         return kept
 
     def _settling(self, kept: Kept, answer: Answer) -> Answer:
@@ -119,17 +113,6 @@ class ObjectCalls:
             then(_refused(str(error)))
             return
         self._server.submit(call, then, method)
-
-    def _counts(self, call: Call) -> tuple[int, dict[ReferenceId, int]]:
-        match call.arguments:
-            case (int(user), list(items)) if 0 <= user < self._objects.world_size and user != self._objects.rank:
-                counts = {}
-                for item in items:
-                    if not (isinstance(item, tuple) and len(item) == 5 and isinstance(item[-1], int) and item[-1] > 0):
-                        raise ValueError("it is no number of references")
-                    counts[ReferenceId.of(item[:-1], self._objects.world_size)] = item[-1]
-                return user, counts
-        raise ValueError("it says nothing of references")
 
 
 def _refused(text: str) -> Failure:

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError, DistributedTimeoutError
+from ferrodist.errors import DistributedError, DistributedTimeoutError, RpcError
 from ferrodist.rpc.calls import Calls, Waiting, late_error
 from ferrodist.rpc.connector import lost_error
 from ferrodist.rpc.futures import Future
@@ -21,8 +21,6 @@ from ferrodist.rpc.messages import (
     unpack_failure,
     unpack_result,
 )
-from ferrodist.rpc.remote_objects import REGISTER
-from ferrodist.rpc.waits import AGES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +34,8 @@ if TYPE_CHECKING:
     from ferrodist.rpc.workers import Workers
 
 __all__ = ["Outgoing"]
+
+_MOMENT_SECONDS = 0.01
 
 
 class Outgoing:
@@ -92,16 +92,26 @@ class Outgoing:
         waiting = Waiting(to, call.name, seconds, future=future)
 
         def begin() -> None:
-            content, waiting.passing = self._caller(to, seconds).write_call(call)
-            self._send(waiting, MessageKind.INTERNAL_CALL, content)
+            caller = self._caller(to, seconds)
+            content, waiting.passing = caller.write_call(call)
+            self._send(waiting, caller, MessageKind.INTERNAL_CALL, content)
 
         return self._promise(future, begin)
 
-    def send_unanswered(self, to: int, call: Call) -> None:
-        """Call a function of the agents' own that has no answer."""
+    def send_unanswered(self, to: int, name: str, make: Callable[[], tuple[Any, ...] | None]) -> None:
+        """Call a function of the agents' own that has no answer.
+
+        Args:
+            to: The rank.
+            name: Of the function.
+            make: Makes the arguments, or None if there is nothing to call it for. It is called when the connection is
+                known, so that it may make what belongs to that.
+        """
         caller = self._caller(to, 0.0)
-        content, _ = caller.write_call(call)
-        caller.send(MessageKind.NOTICE, NO_NUMBER, content)
+        arguments = make()
+        if arguments is not None:
+            content, _ = caller.write_call(Call(name, arguments, {}))
+            caller.send(MessageKind.NOTICE, NO_NUMBER, content)
 
     def answered(self, peer: int, number: int, kind: MessageKind, content: Content) -> None:
         """Take what a call has come to; see `Office`."""
@@ -113,17 +123,21 @@ class Outgoing:
             return
         waiting.end()
         if waiting.is_given_up:
-            self._counters.count("late")
+            if waiting.caller is not None:
+                self._counters.count("late")
             with contextlib.suppress(Exception):
                 self._open(waiting, kind, content)  # references in it have been counted for this rank
             return
-        if waiting.name != REGISTER:
+        if waiting.caller is not None:
             self._counters.count_answer(time.monotonic() - waiting.started)
         # At once, in the order in which messages come: what comes next may give back a reference in this.
         try:
             value = self._open(waiting, kind, content)
         except Exception as error:  # noqa: BLE001 - it is the caller's
             waiting.fail(error)
+        except BaseException:  # the handler of an interruption raised it in this thread, which need not be the caller's
+            waiting.fail(RpcError(f"the result of {waiting.title!r} was lost by an interruption", ranks=(peer,)))
+            raise
         else:
             waiting.succeed(value)
 
@@ -139,35 +153,33 @@ class Outgoing:
         try:
             begin()
         except DistributedError as error:
-            if not future.done():
-                future.set_exception(_without_frames(error))
+            future.settle(None, _without_frames(error))
         return future
 
     def _begin(self, waiting: Waiting, call: Call) -> int:
         """Make a call; what is raised is not told to who waits for it."""
         caller = self._caller(waiting.peer, waiting.seconds)
         content, waiting.passing = caller.write_call(call)
-        if not caller.window.enter(0.0) and not self._await_place(caller, waiting.seconds):
+        if not caller.window.enter(0.0) and not self._await_place(caller, waiting.left):
             raise DistributedTimeoutError(
                 f"rank {waiting.peer} has as many calls without a result as may be, for {waiting.seconds:g} s",
                 ranks=(waiting.peer,),
             )
         waiting.caller = caller
-        return self._send(
-            waiting, MessageKind.INTERNAL_CALL if call.name.startswith(OWN_NAMES) else MessageKind.CALL, content
-        )
+        kind = MessageKind.INTERNAL_CALL if call.name.startswith(OWN_NAMES) else MessageKind.CALL
+        return self._send(waiting, caller, kind, content)
 
     def _await_place(self, caller: Caller, seconds: float) -> bool:
         with self._workers.resting():
             return caller.window.enter(seconds)
 
-    def _send(self, waiting: Waiting, kind: MessageKind, content: Content) -> int:
+    def _send(self, waiting: Waiting, caller: Caller, kind: MessageKind, content: Content) -> int:
         try:
             number = self.calls.add(waiting)
         except BaseException:
             waiting.end()
             raise
-        caller, passing = waiting.caller or self._caller(waiting.peer, waiting.seconds), waiting.passing
+        passing = waiting.passing
 
         def failed(error: BaseException) -> None:
             if self.calls.take(number) is not None:
@@ -180,9 +192,9 @@ class Outgoing:
                 caller.send(kind, number, content)
             else:
                 send = functools.partial(caller.send, kind, number, content)
-                sent = passing.send(send, failed, Deadline(waiting.seconds))
+                sent = passing.send(send, failed, Deadline(waiting.left))
                 if waiting.future is not None:
-                    waiting.future.sent = sent
+                    waiting.future._sent = sent  # noqa: SLF001 - users have no use for it
         except BaseException as error:
             if self.calls.take(number) is None:  # whoever waits has been told already
                 return number
@@ -194,23 +206,21 @@ class Outgoing:
         return number
 
     def _await(self, number: int, waiting: Waiting, signal: Signal) -> None:
-        """Wait for a result. One that is found while this gives up sets the signal, which is waited for then."""
-        end = waiting.started + waiting.seconds
+        """Wait for a result. The signal may be set for what this thread has waited for before, too."""
+        try:
+            while not waiting.has_ended and (left := waiting.left) > 0:
+                self._workers.waits.wait(signal, left)
+        except BaseException:  # the handler of an interruption raised it
+            self.calls.give_up(number)
+            raise
         while not waiting.has_ended:
-            try:
-                has_come = self._workers.waits.wait(signal, max(0.0, end - time.monotonic()))
-            except BaseException:  # the handler of an interruption raised it
-                if self.calls.give_up(number) is None:
-                    signal.wait(AGES)
-                raise
-            if not has_come:
-                if self.calls.give_up(number) is not None:
-                    raise late_error(waiting)
-                signal.wait(AGES)
+            if self.calls.give_up(number) is not None:
+                raise late_error(waiting)
+            signal.wait(_MOMENT_SECONDS)  # another thread has taken it, and is about to end it
 
     def _gave_up(self, number: int, waiting: Waiting) -> None:
-        self._counters.count("timed_out")
         if waiting.caller is not None:
+            self._counters.count("timed_out")
             with contextlib.suppress(DistributedError):  # or there is nobody who serves it
                 waiting.caller.send(MessageKind.WITHDRAWAL, number, b"")
 

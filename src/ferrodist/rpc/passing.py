@@ -6,55 +6,51 @@ import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
-from ferrodist.errors import DistributedTimeoutError, RpcError
+from ferrodist.errors import DistributedTimeoutError, PeerLostError, RpcError
 from ferrodist.rpc.outcome import Outcome
-from ferrodist.rpc.reference_tables import part_of
+from ferrodist.rpc.reference_parts import part_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from ferrodist.deadline import Deadline
+    from ferrodist.rpc.counting import Counting
     from ferrodist.rpc.errands import Errands
     from ferrodist.rpc.futures import Future
-    from ferrodist.rpc.reference_tables import Tables
     from ferrodist.rpc.references import ReferenceId, RRef
 
-__all__ = ["Passing", "Registering"]
+__all__ = ["Passing", "Sender"]
 
 
-class Registering(Protocol):
+class Sender(Protocol):
     """What is needed of who sends references."""
 
     rank: int
-    tables: Tables
+    counting: Counting
     errands: Errands
 
     def unsent(self, reference: RRef) -> Outcome[BaseException | None] | None:
         """What is done when the owner is sure to hear of the object before it hears of what is sent from now on."""
 
-    def register(self, owner: int, peer: int, counts: Mapping[ReferenceId, int], deadline: Deadline) -> Future:
-        """Tell an owner that references are about to be sent to a rank."""
-
-    def release(self, owner: int, user: int, counts: Mapping[ReferenceId, int]) -> None:
-        """Tell an owner that a rank has fewer references; one that can't be told has lost this rank."""
-
 
 class Passing:
     """The references in one message.
 
-    The receiver is counted at their owners before the message goes (see `[Note: counts of references]`). Where that
-    takes a message to an owner, this one goes when the answer is there, and nobody waits for that: calls may be made in
-    threads that bring answers.
+    The receiver is counted at their owners before the message goes (see `[Note: counts of references]`, and
+    `[Note: references that third ranks send]`). Where that takes a message to an owner, this one goes when the answer
+    is there, and nobody waits for that: calls may be made in threads that bring answers.
 
     Args:
         objects: Of the agent that sends.
         peer: The rank that it goes to.
         references: They, each as often as it is there.
+        ticket: Of the message, where there are some whose owners are neither of the two.
     """
 
-    def __init__(self, objects: Registering, peer: int, references: list[RRef]) -> None:
+    def __init__(self, objects: Sender, peer: int, references: list[RRef], ticket: int | None) -> None:
         self._objects = objects
         self._peer = peer
+        self._ticket = ticket
         self._references = references
         self._has_ended = False
         self._own: Counter[ReferenceId] = Counter()
@@ -116,10 +112,15 @@ class Passing:
         if error is not None or self._has_ended:
             end(error or _given_up())
             return
-        calls = {
-            owner: self._objects.register(owner, self._peer, counts, deadline)
-            for owner, counts in self._foreign.items()
-        }
+        calls: dict[int, Future] = {}
+        try:
+            for owner, counts in self._foreign.items():
+                assert self._ticket is not None
+                calls[owner] = self._objects.counting.register(owner, self._peer, self._ticket, counts, deadline)
+        except ValueError as too_large:  # to be told of, for the limit of messages
+            self._give_back()
+            end(too_large)
+            return
         # The answers' thread is not to be held up by what may be a large message.
         _after(
             [call.add_done_callback for call in calls.values()],
@@ -132,9 +133,9 @@ class Passing:
         transmit: Callable[[], None],
         end: Callable[[BaseException | None], None],
     ) -> None:
-        errors = {owner: error for owner, call in calls.items() if (error := call.exception()) is not None}
+        errors = {owner: error for owner, call in calls.items() if (error := self._error_of(owner, call)) is not None}
         for owner, error in errors.items():
-            if not isinstance(error, DistributedTimeoutError):  # of those one doesn't know, but release comes after it
+            if not isinstance(error, DistributedTimeoutError):  # of those one doesn't know
                 del self._foreign[owner]
         error = next(iter(errors.values()), _given_up() if self._has_ended else None)
         try:
@@ -146,22 +147,34 @@ class Passing:
             error = found
         end(error)
 
+    def _error_of(self, owner: int, call: Future) -> BaseException | None:
+        error = call.exception()
+        if error is None and call.result() is not True:
+            return PeerLostError(
+                f"rank {self._peer} can't be sent references to objects of rank {owner}, which has lost it, or knows"
+                " that it was started again",
+                ranks=(self._peer,),
+            )
+        return error
+
     def _transmit(self, transmit: Callable[[], None]) -> None:
+        tables = self._objects.counting.tables
         try:
-            self._objects.tables.register(self._peer, self._own)
+            connection = tables.count(self._peer, self._own)
         except BaseException:
             self._give_back()
             raise
         try:
             transmit()
         except BaseException:
-            self._objects.tables.release(self._peer, self._own)
+            tables.uncount(self._peer, self._own, connection)
             self._give_back()
             raise
 
     def _give_back(self) -> None:
-        for owner, counts in self._foreign.items():
-            self._objects.release(owner, self._peer, counts)
+        for owner in self._foreign:
+            assert self._ticket is not None
+            self._objects.counting.unregister(owner, self._ticket)
 
 
 def _given_up() -> RpcError:

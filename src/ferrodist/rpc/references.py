@@ -122,6 +122,14 @@ class RRef:
         """
         return self._objects.fetch(self, timeout).result()
 
+    def to_here_async(self, timeout: float | None = None) -> Future:
+        """A copy of the object, as `to_here`, when it comes: the future's result, which can be awaited.
+
+        Args:
+            timeout: As for `local_value`.
+        """
+        return self._objects.fetch(self, timeout)
+
     def rpc_sync(self, timeout: float | None = None) -> Methods:
         """The object's methods: ``reference.rpc_sync().add(3)`` calls one at the owner, and waits for its result.
 

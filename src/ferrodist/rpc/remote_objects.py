@@ -5,7 +5,6 @@ Calls of these names are the agents' own; `ObjectCalls` serves them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import secrets
@@ -14,22 +13,32 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ferrodist.collectives.nested_values import Extension
 from ferrodist.deadline import Deadline, check_timeout
-from ferrodist.errors import DistributedError, DistributedTimeoutError
+from ferrodist.errors import DistributedTimeoutError
+from ferrodist.rpc.counting import Counting, Telling
 from ferrodist.rpc.errands import Errands
-from ferrodist.rpc.messages import EXTENSIONS, OWN_NAMES, PICKLED, REFERENCE_MARK, Call, Failure, error_of
+from ferrodist.rpc.messages import (
+    EXTENSIONS,
+    EXTENSIONS_BESIDE_PICKLES,
+    OWN_NAMES,
+    PICKLED,
+    REFERENCE_MARK,
+    Call,
+    Failure,
+    error_of,
+)
 from ferrodist.rpc.passing import Passing
-from ferrodist.rpc.reference_tables import Held, Kept, Tables, kept_of, part_of
+from ferrodist.rpc.reference_parts import Kept, kept_of, part_of
 from ferrodist.rpc.references import ReferenceId, RRef
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from ferrodist.rpc.futures import Future
     from ferrodist.rpc.messages import Content
     from ferrodist.rpc.outcome import Outcome
 
-__all__ = ["CREATE", "FETCH", "METHOD", "REGISTER", "RELEASE", "RemoteObjects", "Requester"]
+__all__ = ["CREATE", "FETCH", "METHOD", "RemoteObjects", "Requester"]
 
 CREATE = f"{OWN_NAMES}create"
 """(id, function, arguments, keywords): have a function make an object."""
@@ -40,16 +49,11 @@ FETCH = f"{OWN_NAMES}to_here"
 METHOD = f"{OWN_NAMES}RRef."
 """Followed by the method's name. (id, object, arguments, keywords): call it; with an id, its result is an object."""
 
-REGISTER = f"{OWN_NAMES}register"
-"""(rank, objects): references are about to be sent to a rank."""
-
-RELEASE = f"{OWN_NAMES}release"
-"""(rank, objects): a rank has fewer references. It has no answer."""
-
 _TOKEN_BITS = 63
+_NUM_WITH_TICKET = len(ReferenceId._fields) + 1
 
 
-class Requester(Protocol):
+class Requester(Telling, Protocol):
     """What an agent does for its remote objects."""
 
     @property
@@ -67,12 +71,6 @@ class Requester(Protocol):
     def call_async(self, to: int, call: Call, seconds: float) -> Future:
         """Call a function."""
 
-    def start(self, to: int, call: Call, seconds: float) -> Future:
-        """Call one of the agents' own, however many calls have no result."""
-
-    def send_unanswered(self, to: int, call: Call) -> None:
-        """Call one that does not answer."""
-
     def resting(self) -> AbstractContextManager[None]:
         """Within it a thread waits for what calls bring."""
 
@@ -87,8 +85,8 @@ class RemoteObjects:
     Attributes:
         rank: This rank.
         world_size: How many ranks there are.
-        tables: What references there are.
-        errands: Sends what comes when they end.
+        counting: What references there are, of which other ranks are told.
+        errands: Does what comes when they end.
         extensions: For each rank, what may be in messages from it, and to it.
         marks: Of these.
     """
@@ -98,9 +96,10 @@ class RemoteObjects:
         self.rank = caller.rank
         self.world_size = caller.world_size
         self.errands = Errands(f"ferrodist-rpc-{self.rank}-references")
-        self.tables = Tables(self, self.errands, self._release_held)
-        last = (PICKLED,) if allow_pickle else ()
-        self.extensions = {peer: (*EXTENSIONS, self.extension_for(peer), *last) for peer in range(self.world_size)}
+        self.counting = Counting(self, caller, self.errands)
+        self._tables = self.counting.tables
+        first, last = (EXTENSIONS_BESIDE_PICKLES, (PICKLED,)) if allow_pickle else (EXTENSIONS, ())
+        self.extensions = {peer: (*first, self.extension_for(peer), *last) for peer in range(self.world_size)}
         self.marks = tuple(extension.mark for extension in self.extensions[self.rank])
         self._incarnation = secrets.randbits(_TOKEN_BITS)
         self._numbers = itertools.count()
@@ -110,7 +109,7 @@ class RemoteObjects:
         """How references travel to a rank, within `pack`, and from it."""
         return Extension(
             mark=REFERENCE_MARK,
-            take_apart=self._take_apart,
+            take_apart=functools.partial(self._take_apart, peer),
             put_together=functools.partial(self._put_together, peer),
         )
 
@@ -128,10 +127,12 @@ class RemoteObjects:
             TypeError: Something in it can't travel; it is named.
         """
         packing = self._packing
-        packing.references = None
+        packing.references = packing.ticket = None
         try:
             content = write(value, self.extensions[peer])
-            return content, None if packing.references is None else Passing(self, peer, packing.references)
+            if packing.references is None:
+                return content, None
+            return content, Passing(self, peer, packing.references, packing.ticket)
         finally:
             packing.references = None
 
@@ -146,15 +147,15 @@ class RemoteObjects:
         """
         id_ = ReferenceId(to, self.rank, self._incarnation, next(self._numbers))
         if to != self.rank:
-            return self.tables.hold(id_, self._call(to, name, (tuple(id_), *rest), timeout))
-        _, handle = self.tables.keep(id_)
+            return self._tables.hold(id_, self._call(to, name, (tuple(id_), *rest), timeout))
+        _, handle = self._tables.keep(id_)
         assert handle is not None
         self._call(to, name, (tuple(id_), *rest), timeout)
         return handle
 
     def keep(self, value: Any) -> RRef:
         """Have an object of this rank."""
-        kept, handle = self.tables.keep(ReferenceId(self.rank, self.rank, self._incarnation, next(self._numbers)))
+        kept, handle = self._tables.keep(ReferenceId(self.rank, self.rank, self._incarnation, next(self._numbers)))
         assert handle is not None
         kept.outcome.set(value)
         return handle
@@ -190,18 +191,10 @@ class RemoteObjects:
         """See `RRef.remote`."""
         return self.create(reference.owner, f"{METHOD}{name}", (reference, arguments, keywords), timeout)
 
-    def joined(self, peer: int) -> None:
-        """A rank may have references again."""
-        self.tables.joined(peer)
-
-    def lost(self, peer: int) -> None:
-        """A rank has no references any more."""
-        self.tables.lost(peer)
-
     def close(self) -> None:
         """Forget everything."""
         self.errands.close()
-        self.tables.clear()
+        self._tables.clear()
 
     def _call(self, to: int, name: str, arguments: tuple[Any, ...], timeout: float | None) -> Future:
         seconds = self._caller.timeout if timeout is None else check_timeout(timeout)
@@ -214,41 +207,35 @@ class RemoteObjects:
         part = part_of(reference)
         if isinstance(part, Kept) or part.creation is None:
             return None
-        sent = part.creation.sent
+        sent = part.creation._sent  # noqa: SLF001 - users have no use for it
         return None if sent is None or sent.look() == [None] else sent
 
-    def register(self, owner: int, peer: int, counts: Mapping[ReferenceId, int], deadline: Deadline) -> Future:
-        """Tell an owner that references are about to be sent to a rank."""
-        return self._caller.start(owner, Call(REGISTER, (peer, _plain(counts)), {}), deadline.remaining())
-
-    def release(self, owner: int, user: int, counts: Mapping[ReferenceId, int]) -> None:
-        """Tell an owner that a rank has fewer references; one that can't be told has lost this rank."""
-        with contextlib.suppress(DistributedError):
-            self._caller.send_unanswered(owner, Call(RELEASE, (user, _plain(counts)), {}))
-
-    def _release_held(self, held: Held) -> None:
-        creation = held.creation
-        if creation is not None and not creation.done():  # the owner may not have heard of it yet
-            creation.add_done_callback(lambda _: self.errands.put(functools.partial(self._release_held, held)))
-            return
-        self.release(held.id.owner, self.rank, {held.id: held.count})
-
-    def _take_apart(self, value: Any) -> tuple[int, ...] | None:
+    def _take_apart(self, peer: int, value: Any) -> tuple[int, ...] | None:
         if not isinstance(value, RRef):
             return None
         if value._objects is not self:  # noqa: SLF001 - users have no use for it
-            raise TypeError(f"{value!r} is of another agent: a reference is passed on by the agent that has it")
-        if self._packing.references is None:
-            self._packing.references = []
-        self._packing.references.append(value)
-        return tuple(part_of(value).id)
+            raise TypeError(f"is {value!r} of another agent: a reference is passed on by the agent that has it")
+        packing = self._packing
+        if packing.references is None:
+            packing.references = []
+        packing.references.append(value)
+        id_ = part_of(value).id
+        if not self._is_of_third_rank(id_, peer):
+            return tuple(id_)
+        if packing.ticket is None:
+            packing.ticket = self.counting.make_ticket()
+        return (*id_, packing.ticket)
 
     def _put_together(self, peer: int, plain: Any) -> RRef:
-        id_ = ReferenceId.of(plain, self.world_size)
+        if isinstance(plain, tuple) and len(plain) == _NUM_WITH_TICKET and type(plain[-1]) is int:
+            id_, passage = ReferenceId.of(plain[:-1], self.world_size), (peer, plain[-1])
+        else:
+            id_, passage = ReferenceId.of(plain, self.world_size), None
+        if self._is_of_third_rank(id_, peer) == (passage is None):
+            raise ValueError("what should name a remote object does not")
         if id_.owner == self.rank:
-            return self.tables.own(id_)
-        return self.tables.arrived(id_, is_counted=peer != self.rank)
+            return self._tables.own(id_)
+        return self._tables.arrived(id_, passage, is_counted=peer != self.rank)
 
-
-def _plain(counts: Mapping[ReferenceId, int]) -> list[Any]:
-    return [(*id_, count) for id_, count in counts.items()]
+    def _is_of_third_rank(self, id_: ReferenceId, peer: int) -> bool:
+        return peer != self.rank and id_.owner not in (self.rank, peer)

@@ -11,13 +11,14 @@ on does not hear its successor's. Each rank has two keys, and two bells at most.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import threading
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from ferrodist.errors import DistributedError, DistributedTimeoutError
+from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError, describe_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from ferrodist.rendezvous import Store
 
 __all__ = ["Entry", "Roster"]
+
+_log = logging.getLogger(__name__)
 
 _NEVER = b"\0"
 """What no key holds: compared with it, a key is read without being waited for."""
@@ -131,9 +134,21 @@ class Roster:
     def _key(self) -> str:
         return f"process/{self._rank}"
 
+    def _number_of(self, rank: int) -> int:
+        """The incarnation of a rank's newest process, or 0."""
+        data = self._peek(f"incarnation/{rank}")
+        try:
+            return int(data or b"0")
+        except ValueError:
+            raise _foreign(f"incarnation/{rank}", data) from None
+
+    def _entry_of(self, rank: int) -> Entry | None:
+        data = self._peek(f"process/{rank}")
+        return _unpack(f"process/{rank}", data) if data else None
+
     def _write(self, entry: Entry) -> None:
         current = self._peek(self._key)
-        while not current or _DECODER.decode(current).incarnation < entry.incarnation:
+        while not current or _unpack(self._key, current).incarnation < entry.incarnation:
             found = self._store.compare_set(self._key, current, _pack(entry), timeout=self._timeout)
             if found == _pack(entry):
                 return
@@ -141,9 +156,9 @@ class Roster:
 
     def _ring(self, rank: int) -> None:
         """Wake the process that is a rank now. One that starts meanwhile finds this one's address by itself."""
-        while number := int(self._peek(f"incarnation/{rank}") or b"0"):
+        while number := self._number_of(rank):
             self._store.set(_bell(rank, number), b"1", timeout=self._timeout)
-            if int(self._peek(f"incarnation/{rank}")) == number:
+            if self._number_of(rank) == number:
                 return
             self._store.delete(_bell(rank, number), timeout=self._timeout)
 
@@ -157,9 +172,17 @@ class Roster:
                     self._look(found)
                     self._store.get(self._bell, timeout=_LOOK_AGAIN_SECONDS)
                     self._store.delete(self._bell, timeout=self._timeout)
+        except ProtocolError as error:
+            if not self._closed:
+                ended(f" No process can join again: {error}.")
+            return
         except DistributedError as error:
             if not self._closed:
                 ended(f" No process can join again, for the store through which they meet is gone: {error}.")
+            return
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody else tells of it
+            _log.exception("rank %d looks for other ranks no more", self._rank)
+            ended(f" This process finds no other one any more: {describe_error(error)}.")
             return
         if not self._closed:
             ended(f" Another process was started as rank {self._rank}: this one joins no rank again.")
@@ -167,18 +190,34 @@ class Roster:
     def _is_newest(self) -> bool:
         """Whether no other process has replaced this one; also when the store does not say."""
         with contextlib.suppress(DistributedTimeoutError):
-            return int(self._peek(f"incarnation/{self._rank}")) == self._number
+            number = self._number_of(self._rank)
+            if not number:
+                raise ProtocolError("the store through which they meet has none of their keys any more")
+            return number == self._number
         return True
 
     def _look(self, found: Callable[[int, Entry], None]) -> None:
         for rank in range(self._rank):
-            data = self._peek(f"process/{rank}")
-            if data:
-                found(rank, _DECODER.decode(data))
+            entry = self._entry_of(rank)
+            if entry is not None:
+                found(rank, entry)
 
 
 def _bell(rank: int, incarnation: int) -> str:
     return f"bell/{rank}/{incarnation}"
+
+
+def _unpack(key: str, data: bytes) -> Entry:
+    try:
+        return _DECODER.decode(data)
+    except msgspec.DecodeError:
+        raise _foreign(key, data) from None
+
+
+def _foreign(key: str, data: bytes) -> ProtocolError:
+    return ProtocolError(
+        f"the store has {data[:40]!r} under {key!r}, which no agent has written: the keys of a job are its own"
+    )
 
 
 def _pack(entry: Entry) -> bytes:

@@ -81,10 +81,11 @@ def serve(served: Served, functions: Functions, finish_later: Callable[[Served, 
         return
     try:
         value = function(*call.arguments, **call.keywords)
+        is_later = inspect.isawaitable(value)
     except BaseException as error:  # noqa: BLE001 - it is the caller's, and no reason for this thread to end
         served.answer(failure_of(error))
         return
-    if inspect.isawaitable(value):
+    if is_later:
         finish_later(served, value)
     else:
         served.answer(value)
@@ -93,5 +94,9 @@ def serve(served: Served, functions: Functions, finish_later: Callable[[Served, 
 def failure_of(error: BaseException) -> Failure:
     """What a caller is told that its function has raised."""
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    return Failure(FailureKind.RAISED, type(error).__name__, describe_error(error), text)
+    name = type(error).__name__
+    try:
+        text = "".join(traceback.format_exception(type(error), error, frames))
+        return Failure(FailureKind.RAISED, name, describe_error(error), text)
+    except BaseException:  # noqa: BLE001 - of its own text
+        return Failure(FailureKind.RAISED, name, f"{name}, whose text can't be had", "")

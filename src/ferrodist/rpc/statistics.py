@@ -13,7 +13,7 @@ _NUM_KEPT = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RpcStatistics:
-    """The calls of one agent so far.
+    """The calls of one agent's users so far; what agents say to each other of their own does not count.
 
     Args:
         in_flight: Its calls without a result.

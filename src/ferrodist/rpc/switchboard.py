@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, cast
 
 from ferrodist.deadline import Deadline
@@ -78,19 +79,20 @@ class Switchboard:
             self.workers, self.counters, self._caller, self.objects.extensions, f"{label}-timeouts"
         )
         self._office = Office(
-            self.workers,
-            self.workers.waits,
-            self.counters,
-            Buffers(),
-            self.objects,
-            self._serve_internal,
-            self.outgoing.answered,
-            name,
-            self.timeout,
-            most_outstanding,
-            message_limit,
+            workers=self.workers,
+            waits=self.workers.waits,
+            counters=self.counters,
+            buffers=Buffers(),
+            objects=self.objects,
+            serve_internal=self._serve_internal,
+            answered=self.outgoing.answered,
+            name=name,
+            timeout=self.timeout,
+            most_outstanding=most_outstanding,
+            message_limit=message_limit,
         )
         self.own = OwnCaller(self.rank, self._office)
+        self.draining.add(self.own)
         self.connector = Connector(backend, self, f"{label}-ends")
 
     def close(self) -> None:
@@ -98,11 +100,12 @@ class Switchboard:
         if self._is_closed:
             return
         self._is_closed = True
-        self.outgoing.close()
-        self.connector.close()
-        self.own.close(0)
-        self.workers.close()
-        self.objects.close()
+        with contextlib.ExitStack() as parts:  # each of them, whatever another one raises; the last one first
+            parts.callback(self.objects.close)
+            parts.callback(self.workers.close)
+            parts.callback(self.own.close, 0)
+            parts.callback(self.connector.close)
+            parts.callback(self.outgoing.close)
 
     def _caller(self, peer: int, seconds: float) -> Caller:
         """A rank that is called; see `Outgoing`."""
@@ -138,13 +141,14 @@ class Switchboard:
         """Call a function of the agents' own, however many calls have no result."""
         return self.outgoing.start(to, call, seconds)
 
-    def send_unanswered(self, to: int, call: Call) -> None:
-        """Call a function of the agents' own that has no answer."""
-        self.outgoing.send_unanswered(to, call)
+    def send_unanswered(self, to: int, name: str, make: Callable[[], tuple[Any, ...] | None]) -> None:
+        """Call a function of the agents' own that has no answer; see `Outgoing.send_unanswered`."""
+        self.outgoing.send_unanswered(to, name, make)
 
     def submit(self, call: Call, answer: Callable[[Any], None], function: Callable[..., Any] | None = None) -> None:
         """Have a worker call a function: that of the call's name, or another one."""
         prepared = _Prepared(call, answer, function, self.counters)
+        self.draining.add(prepared)
         if isinstance(answer, Reply):
             answer.leave_to(prepared)
         self.workers.submit(prepared)
@@ -161,24 +165,28 @@ class Switchboard:
 
     def meet(self, peer: int, pair: Backend, ended: Callable[[Neighbor, DistributedError], None]) -> Neighbor:
         """Make a neighbor of a rank."""
-        return Neighbor(peer, self._office, pair, ended)
+        neighbor = Neighbor(peer, self._office, pair, ended)
+        self.draining.add(neighbor)
+        return neighbor
 
-    def joined(self, peer: int) -> None:
-        """A rank is there, for the first time or again."""
-        self.objects.joined(peer)
+    def joined(self, peer: int, incarnation: int) -> None:
+        """A rank is there, for the first time or again, as such a process of it."""
+        self.objects.counting.joined(peer, incarnation)
         self.draining.joined(peer)
+        self.names.joined(peer)
 
     def lost(self, peer: int, error: PeerLostError) -> None:
         """Nothing more will come for what was sent to a rank until now."""
         self.outgoing.lost(peer, error)
-        self.objects.lost(peer)
+        self.objects.counting.lost(peer)
         self.draining.lost(peer)
+        self.names.lost(peer)
 
 
 class _Prepared(Served):
     """A call that has been read."""
 
-    __slots__ = ("_answer", "_call", "_counters")
+    __slots__ = ("__weakref__", "_answer", "_call", "_counters", "_is_answered")
 
     def __init__(
         self,
@@ -192,6 +200,11 @@ class _Prepared(Served):
         self._call: Call | None = call
         self._answer = answer
         self._counters = counters
+        self._is_answered = False
+
+    def num_served(self) -> int:
+        """One, until what follows from it has begun."""
+        return not self._is_answered
 
     def read(self) -> Call:
         call, self._call = self._call, None
@@ -201,3 +214,4 @@ class _Prepared(Served):
     def answer(self, found: Any) -> None:
         self._counters.count("failed" if isinstance(found, Failure) else "served")
         self._answer(found)
+        self._is_answered = True

@@ -7,6 +7,7 @@ the connection alone broke that needs no store. The lower one takes the newest c
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from typing import TYPE_CHECKING
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from ferrodist.rpc.backends import Peers
 
 __all__ = ["TcpRpcBackend"]
+
+_log = logging.getLogger(__name__)
 
 _PURPOSE = "rpc"
 
@@ -111,8 +114,8 @@ class TcpRpcBackend(RpcBackend):
         self._found: dict[int, Entry] = {}  # by lower rank: who may be connected to
         self._attempts: dict[int, int] = {}
         self._pairs: dict[int, tuple[Entry, Pair]] = {}  # by lower rank
-        self._dialed: set[int] = set()  # lower ranks that a thread connects to
-        self._dialers: set[threading.Thread] = set()
+        self._dialed: dict[int, threading.Thread] = {}  # lower ranks that a thread connects to
+        self._dialers: set[threading.Thread] = set()  # these threads, until they end
         self._failures: dict[int, Exception] = {}  # of the last attempts to connect
         self._end = ""  # why nobody can join any more
         self._changed = threading.Condition()
@@ -166,6 +169,11 @@ class TcpRpcBackend(RpcBackend):
             if known.peer_has_left and self._found.get(peer) == entry:
                 del self._found[peer]
             self._start_dialing(peer)
+
+    def refuse(self) -> None:
+        """See `RpcBackend.refuse`."""
+        if self._peers is None:
+            self.close()
 
     def close(self) -> None:
         """Take no more connections, make none, and let go of the store."""
@@ -239,15 +247,22 @@ class TcpRpcBackend(RpcBackend):
         if not self._closed and peer in self._found and peer not in self._dialed:
             name = f"ferrodist-rpc-{self.rank}-dials-{peer}"
             thread = threading.Thread(target=self._run_dialer, args=(peer,), name=name, daemon=True)
-            self._dialed.add(peer)
-            self._dialers.add(thread)
             thread.start()
+            self._dialed[peer] = thread
+            self._dialers.add(thread)
 
     def _run_dialer(self, peer: int) -> None:
         try:
             self._dial(peer)
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody else tells of it
+            self._failures[peer] = error
+            _log.exception("rank %d can't connect to rank %d", self.rank, peer)
+            with self._changed:
+                self._found.pop(peer, None)  # so that it is found again when the roster is looked at next
         finally:
             with self._changed:
+                if self._dialed.get(peer) is threading.current_thread():
+                    del self._dialed[peer]
                 self._dialers.discard(threading.current_thread())
 
     def _dial(self, peer: int) -> None:
@@ -264,7 +279,7 @@ class TcpRpcBackend(RpcBackend):
             with self._changed:
                 self._failures.pop(peer, None)
                 self._pairs[peer] = entry, pair
-                self._dialed.discard(peer)
+                self._dialed.pop(peer, None)
                 is_stale, is_late = self._found.get(peer) != entry, self._closed
             if is_late:
                 pair.close(0)
@@ -284,7 +299,7 @@ class TcpRpcBackend(RpcBackend):
         with self._changed:
             entry = None if self._closed else self._found.get(peer)
             if entry is None:
-                self._dialed.discard(peer)
+                self._dialed.pop(peer, None)
             return entry
 
     def _try(self, peer: int, entry: Entry) -> tuple[int, Pair]:

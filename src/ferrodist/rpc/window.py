@@ -6,17 +6,20 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from ferrodist.rpc.waits import AGES
-
 if TYPE_CHECKING:
     from ferrodist.backends.listening import Signal
     from ferrodist.rpc.waits import Waits
 
 __all__ = ["Window"]
 
+_LOOK_SECONDS = 0.002
+
 
 class Window:
     """How many calls to a rank may have no result, and who waits until there are fewer.
+
+    To wake a thread for each place costs more than a call, so those who wait are woken when there are some. For the
+    last ones, which nobody may ever add to, they look again from time to time.
 
     Args:
         size: How many.
@@ -29,23 +32,24 @@ class Window:
         self._waits = waits
         self._lock = threading.Lock()
         self._waiting: list[Signal] = []
+        self._are_woken = False
 
     def enter(self, seconds: float) -> bool:
-        """Take a place, and wait for one for so long; whether there was one."""
+        """Take a place, and wait for one for so long; whether there was one. Who waits already has the first ones."""
         with self._lock:
-            if self._free > 0 and not self._waiting:
+            if self._free > len(self._waiting):
                 self._free -= 1
                 return True
-        return self._wait(time.monotonic() + seconds)
+        return seconds > 0 and self._wait(time.monotonic() + seconds)
 
     def leave(self) -> None:
         """Give a place back."""
         with self._lock:
             self._free += 1
-            # Who waits is woken for some at once: it would be for each else, which costs more than a call.
-            woken = self._waiting if self._waiting and self._free >= self._enough else []
-            if woken:
-                self._waiting = []
+            if self._free < self._enough or self._are_woken or not self._waiting:
+                return
+            self._are_woken = True
+            woken = self._waiting.copy()
         for signal in woken:
             signal.set()
 
@@ -53,32 +57,27 @@ class Window:
         """Let everybody in: the link says what is wrong."""
         with self._lock:
             self._free = self._enough = 1 << 62
-            woken, self._waiting = self._waiting, []
+            woken = self._waiting.copy()
         for signal in woken:
             signal.set()
 
     def _wait(self, end: float) -> bool:
         signal = self._waits.signal()
-        while True:
-            with self._lock:
-                if self._free > 0:
-                    self._free -= 1
-                    return True
-                self._waiting.append(signal)
-            try:
-                has_come = signal.wait(max(0.0, end - time.monotonic()))
-            except BaseException:  # the handler of an interruption raised it
-                self._give_up(signal)
-                raise
-            if not has_come and not self._give_up(signal):
-                signal.wait(AGES)  # it is about to be set
-                has_come = True
-            if not has_come:
-                return False
-
-    def _give_up(self, signal: Signal) -> bool:
         with self._lock:
-            if signal not in self._waiting:
+            self._waiting.append(signal)
+        has_place = False
+        try:
+            while not (has_place := self._take()) and (left := end - time.monotonic()) > 0:
+                signal.wait(min(left, _LOOK_SECONDS))
+        finally:
+            with self._lock:
+                self._waiting.remove(signal)
+        return has_place
+
+    def _take(self) -> bool:
+        with self._lock:
+            self._are_woken = False
+            if self._free <= 0:
                 return False
-            self._waiting.remove(signal)
+            self._free -= 1
             return True

@@ -11,6 +11,7 @@ out of workers and wait for each other.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,11 @@ _LEAVE_SECONDS = 5.0
 _LEAD_SECONDS = 0.001
 _TICK_SECONDS = 0.001
 _MOST_IDLE_TICKS = 5
+
+_NO_WAITS = -1
+"""Of a thread that must not wait."""
+
+_log = logging.getLogger(__name__)
 
 
 class Workers:
@@ -69,7 +75,7 @@ class Workers:
         self._oversee_now.acquire()
         self._overseer = threading.Thread(target=self._oversee, name=f"{name}-overseer", daemon=True)
         self._overseer.start()
-        self._event_loop = EventLoop(f"{name}-async")
+        self._event_loop = EventLoop(f"{name}-async", self._begin_loop)
 
     def submit(self, served: Served) -> None:
         """Have a call served; does not wait."""
@@ -85,9 +91,19 @@ class Workers:
                 self._wake_one()
 
     def begin_wait(self) -> bool:
-        """This thread waits for a call of its own; whether it is a worker, and has to `end_wait`."""
-        if not hasattr(self._local, "is_worker"):
+        """This thread waits for a call of its own; whether it is a worker, and has to `end_wait`.
+
+        Raises:
+            RuntimeError: It runs what is asynchronous, all of which would wait.
+        """
+        num_waits = getattr(self._local, "num_waits", None)
+        if num_waits is None:
             return False
+        if num_waits == _NO_WAITS:
+            raise RuntimeError("an async function must not wait for a call as others do: await agent.rpc_async(...)")
+        self._local.num_waits = num_waits + 1
+        if num_waits:
+            return True
         with self._lock:
             self._num_running -= 1
             self._num_waiting += 1
@@ -97,6 +113,9 @@ class Workers:
 
     def end_wait(self) -> None:
         """This worker goes on."""
+        self._local.num_waits -= 1
+        if self._local.num_waits:
+            return
         with self._lock:
             self._num_running += 1
             self._num_waiting -= 1
@@ -130,6 +149,9 @@ class Workers:
                 thread.join(patience.remaining())
         self._event_loop.close(_LEAVE_SECONDS)
 
+    def _begin_loop(self) -> None:
+        self._local.num_waits = _NO_WAITS
+
     # Who is awake. Both of these hold the lock.
 
     def _stir(self) -> None:
@@ -152,10 +174,15 @@ class Workers:
         elif self._idle:
             self._idle.pop().release()
         elif len(self._threads) - self._num_waiting < self._num_workers and not self._is_closed:
-            number = len(self._threads)
-            thread = threading.Thread(target=self._work, name=f"{self._name}-{number}", daemon=True)
+            thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                _log.exception(
+                    "there is no thread for the calls of %s: those that there are do what they can", self._name
+                )
+                return False
             self._threads.append(thread)
-            thread.start()
         else:
             return False
         self._num_running += 1
@@ -185,7 +212,7 @@ class Workers:
                     self._stir()
 
     def _work(self) -> None:
-        self._local.is_worker = True
+        self._local.num_waits = 0
         serving.set(self._agent)
         while True:
             try:
@@ -195,7 +222,10 @@ class Workers:
                     return
                 continue
             self._num_taken += 1  # a hint: two threads may count as one
-            serve(served, self._functions, self._event_loop.finish)
+            try:
+                serve(served, self._functions, self._event_loop.finish)
+            except BaseException:  # noqa: BLE001 - whatever a function has given, the next call is to be served
+                _log.exception("a call of %s was not answered", self._name)
             del served  # arguments may be large
 
     def _rest(self) -> bool:

@@ -12,7 +12,7 @@ from ferrodist.collectives.prepare import prepare_out
 from ferrodist.collectives.reductions import broadcast
 from ferrodist.collectives.scattering import scatter_by_sizes
 from ferrodist.collectives.sharding import compute_shard_sizes
-from ferrodist.errors import CollectiveMismatchError
+from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.layout import Layout, check_placements, take_part
 from ferrodist.tensor.placement import Shard
@@ -56,6 +56,10 @@ def distribute(
     """
     if isinstance(tensor, DTensor):
         raise TypeError("the tensor is distributed already: use its redistribute()")
+    if tensor.is_cuda:
+        raise UnsupportedOpError(
+            f"the tensor is on {tensor.device}: distributed tensors are on the CPU, pass tensor.cpu()"
+        )
     if not tensor.is_leaf:
         raise RuntimeError(
             "distribute takes leaves, for gradients don't flow back through it: pass tensor.detach(), or use"
@@ -118,6 +122,6 @@ def _empty_part(tensor: torch.Tensor, placement: Placement, num_ranks: int, at: 
 def _scatter(tensor: torch.Tensor, dim: int, root: int, group: Backend) -> torch.Tensor:
     sizes = compute_shard_sizes(tensor.shape[dim], group.world_size)
     shape = [*tensor.shape[:dim], sizes[group.rank], *tensor.shape[dim + 1 :]]
-    target = prepare_out(None, shape, tensor.dtype, dim=dim)
+    target = prepare_out(None, shape, tensor.dtype, device=tensor.device, dim=dim)
     whole = tensor if group.rank == root else None
     return scatter_by_sizes(whole, target, sizes, root, dim=dim, group=group, timeout=group.timeout)

@@ -12,7 +12,7 @@ import torch
 from ferrodist.backends.call import MAX_PAYLOAD
 from ferrodist.collectives.operation import collectives_of
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp
-from ferrodist.errors import CollectiveMismatchError
+from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
 from ferrodist.tensor.dispatch import Lane, Recipe, dispatch, dispatch_lists, is_elsewhere, part_of_key
 from ferrodist.tensor.gradient_memory import own
 from ferrodist.tensor.layout import Layout, check_placements, local_sizes
@@ -162,6 +162,10 @@ class DTensor(torch.Tensor):
             InvalidRankError: This rank is not in the mesh.
         """
         _check_plain(local, "from_local")
+        if local.is_cuda:
+            raise UnsupportedOpError(
+                f"this rank's part is on {local.device}: distributed tensors are on the CPU, pass part.cpu()"
+            )
         if shape is None:
             checked = check_placements(mesh, placements, local.shape)
             whole = _agree_on_shape(local, mesh, checked)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ferrodist.collectives.letters import Parcel, read_letter, write_letter
-from ferrodist.collectives.nested_values import MAX_LEVELS, Extension, check_plan, flatten
+from ferrodist.collectives.nested_values import MAX_LEVELS, Extension, check_plan, flatten, unflatten
 
 
 def nest(levels, value=None):
@@ -59,3 +59,23 @@ def test_extensions():
         read_letter(letter)
     with pytest.raises(TypeError, match=r"it\['here'\] is of type range"):
         Parcel.of(value, "it")
+
+
+def test_all_is_put_together_though_something_fails():
+    """An extension is given each of its parts once, before and behind, in tuples, lists and dicts."""
+    seen = []
+
+    def put_together(number):
+        seen.append(number)
+        if number in (2, 4):
+            raise ValueError(f"{number} is wrong")
+        return number
+
+    def take_apart(value):
+        return int(value.real) if isinstance(value, complex) else None
+
+    made = Extension(mark="own", take_apart=take_apart, put_together=put_together)
+    plan, _ = flatten([1 + 0j, (2 + 0j, {"a": 3 + 0j}, [4 + 0j]), 5 + 0j], "it", [made])
+    with pytest.raises(ValueError, match="2 is wrong"):
+        unflatten(plan, [], [made])
+    assert seen == [1, 2, 3, 4, 5]

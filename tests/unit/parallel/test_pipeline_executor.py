@@ -69,9 +69,9 @@ def test_what_is_received_ahead(monkeypatch):
     begun = []
 
     class Noted(messages.Receipt):
-        def __init__(self, *args, is_ahead):
+        def __init__(self, *args, is_ahead, **more):
             begun.append(is_ahead)
-            super().__init__(*args, is_ahead=is_ahead)
+            super().__init__(*args, is_ahead=is_ahead, **more)
 
     monkeypatch.setattr(executor, "Receipt", Noted)
 

@@ -16,12 +16,14 @@ import torch
 
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedTimeoutError, PeerLostError, RpcError
+from ferrodist.errors import DistributedTimeoutError, PeerLostError, ProtocolError, RpcError
 from ferrodist.rpc.agent import RpcAgent
+from ferrodist.rpc.counting import CONFIRM, LOST, MET, REGISTER, RELEASE, SETTLE, UNREGISTER
 from ferrodist.rpc.messages import HELLO, OWN_NAMES, Call
-from ferrodist.rpc.reference_tables import ReferenceCounts, part_of
+from ferrodist.rpc.reference_parts import part_of
+from ferrodist.rpc.reference_tables import ReferenceCounts
 from ferrodist.rpc.references import RRef
-from ferrodist.rpc.remote_objects import CREATE, FETCH, METHOD, REGISTER, RELEASE
+from ferrodist.rpc.remote_objects import CREATE, FETCH, METHOD
 from ferrodist.testing import run_ranks
 
 NOTHING = ReferenceCounts(for_others=0, for_itself=0, elsewhere=0)
@@ -379,7 +381,7 @@ def test_a_reference_is_passed_on():
         assert ended.wait(10)
 
     def users(agent):
-        kept = agent._switchboard.objects.tables._kept.values()
+        kept = agent._switchboard.objects.counting.tables._kept.values()
         return lambda: sorted(user for each in kept for user in each.counts)
 
     run_agents(only_on(0, program), functions=lambda agent: {"make": make, "users": users(agent)})
@@ -535,7 +537,8 @@ def test_what_could_not_be_sent():
 
     def functions(agent):
         def users():
-            return sorted(user for each in agent._switchboard.objects.tables._kept.values() for user in each.counts)
+            kept = agent._switchboard.objects.counting.tables._kept
+            return sorted(user for each in kept.values() for user in each.counts)
 
         return {"users": users, "large": lambda references: (references, b"x" * 20_000)}
 
@@ -734,11 +737,10 @@ class Liar:
 def let_liars_pass(agent):
     """Have an agent send what no agent would."""
     objects = agent._switchboard.objects
-    take_apart = objects._take_apart
     for peer, (*others, own) in objects.extensions.items():
         objects.extensions[peer] = (*others, own.__class__(
             mark=own.mark,
-            take_apart=lambda value: value.plain if isinstance(value, Liar) else take_apart(value),
+            take_apart=lambda value, own=own: value.plain if isinstance(value, Liar) else own.take_apart(value),
             put_together=own.put_together,
         ))  # fmt: skip
 
@@ -760,6 +762,59 @@ def test_ids_that_are_none():
     run_agents(only_on(0, program), 2)
 
 
+def test_many_references_in_one_message():
+    """Ranks tell each other of them in messages that are small, however small all have to be."""
+
+    def program(agent):
+        counters = [agent.remote(1, "Counter") for _ in range(70)]
+        holder = agent.remote(2, "Holder", counters)
+        assert holder.rpc_sync().take() == counters
+        counters.clear()
+        holder.rpc_sync().drop()
+
+    run_agents(only_on(0, program), message_limit=9_000)
+
+
+def test_registrations_that_are_too_large():
+    """Are an error of the call, also where that waits for something else; nothing is counted."""
+
+    def program(agent):
+        counters = [agent.remote(1, "Counter") for _ in range(200)]
+        assert counters[-1].rpc_sync().add() == 1
+        with pytest.raises(ValueError, match="is larger than 8,192"):
+            agent.rpc_sync(2, "echo", counters)
+        with pytest.raises(ValueError, match="is larger than 8,192"):
+            agent.rpc_sync(2, "echo", [agent.remote(2, "Holder", counters[0]), *counters])
+
+    run_agents(only_on(0, program), message_limit=8192)
+
+
+class Unreadable:
+    """Can be pickled, and not be read."""
+
+    def __reduce__(self):
+        return fail, ("unreadable",)
+
+
+def test_references_beside_what_cannot_be_read():
+    """They have come all the same, and are given back; in calls and results."""
+
+    def program(agent):
+        own, theirs, third = agent.reference(1), agent.remote(1, "Counter"), agent.remote(2, "Counter")
+        value = [own, Unreadable(), theirs, (third, own), Unreadable()]
+        with pytest.raises(RpcError, match="rank 0 sent what is no call: 'unreadable'"):
+            agent.rpc_sync(1, "echo", value)
+        made = agent.remote(1, "beside", [own, theirs, third])
+        with pytest.raises(ProtocolError, match="rank 1 sent what is no result: 'unreadable'"):
+            made.to_here()
+        del made
+        until(lambda: agent.num_references().for_others == 0)
+        assert use(third) == 1
+
+    functions = {"beside": lambda value: [Unreadable(), *value]}
+    run_agents(only_on(0, program), functions=lambda agent: functions, allow_pickle=True)
+
+
 def test_calls_that_no_agent_makes():
     """Are refused, or passed over; the object is still there, and everything else too."""
 
@@ -778,32 +833,61 @@ def test_calls_that_no_agent_makes():
             (FETCH, (agent.remote(2, "Counter"),)),
             (f"{METHOD}add", (id_, counter, (), {})),
             (f"{METHOD}add", (None, 3, (), {})),
-            (REGISTER, (2, [(1, 0, 1, 1, 1)])),
-            (REGISTER, (1, [(*id_, 1)])),
-            (REGISTER, (7, [(*id_, 1)])),
-            (REGISTER, (2, [(*id_, 0)])),
-            (REGISTER, (2, [3])),
+            (REGISTER, (1, 2, 0, [(1, 0, 1, 1, 1)])),
+            (REGISTER, (1, 1, 0, [(*id_, 1)])),
+            (REGISTER, (1, 0, 0, [(*id_, 1)])),
+            (REGISTER, (1, 7, 0, [(*id_, 1)])),
+            (REGISTER, (1, 2, 0, [(*id_, 0)])),
+            (REGISTER, (1, 2, 0, [(*id_, True)])),
+            (REGISTER, (1, 2, 0, [3])),
+            (REGISTER, (1, 2, 0, [()])),
+            (REGISTER, (True, 2, 0, [(*id_, 1)])),
+            (REGISTER, (2, [(*id_, 1)])),
+            (UNREGISTER, (None,)),
+            (UNREGISTER, ()),
+            (CONFIRM, ([3], [])),
+            (CONFIRM, ([(2, 1)], [])),
+            (CONFIRM, ([(2, 1, *id_, 1)], [])),
+            (CONFIRM, ([], [3])),
+            (CONFIRM, ([], [(2, 1, 1)])),
+            (CONFIRM, ([],)),
+            (RELEASE, ([(*id_, -5)],)),
+            (RELEASE, ([(*id_, 0)],)),
+            (RELEASE, ([id_],)),
+            (RELEASE, (3,)),
+            (RELEASE, ()),
+            (SETTLE, (0, [1])),
+            (SETTLE, (1, [1])),
+            (SETTLE, (7, [1])),
+            (SETTLE, (2, ["x"])),
+            (SETTLE, (2, 1)),
+            (LOST, (0, 1)),
+            (LOST, (1, 1)),
+            (LOST, (-1, 1)),
+            (LOST, (2, None)),
+            (MET, (1,)),
             ("ferrodist.nothing", ()),
         ):
             with pytest.raises(RpcError, match=f"the call of '{name.removeprefix(OWN_NAMES)}' on rank 1"):
                 call_inside(agent, name, *arguments)
             with pytest.raises(ValueError, match=f"agents' own: '{name}' can't be called"):
                 agent.rpc_sync(1, name, *arguments)
-        for arguments in (
-            (0, [(*id_, -5)]),
-            (0, [(1, 0, 1, 1, 5)]),
-            (0, [(*id_, 0)]),
-            (0, [id_]),
-            (2, [(*id_, 5)]),
-            (9, [(*id_, 5)]),
-            (0, 3),
-            (),
+        for name, arguments in (
+            (RELEASE, ([(1, 0, 1, 1, 5)],)),
+            (RELEASE, ([(*id_, 0)],)),
+            (RELEASE, (3,)),
+            (UNREGISTER, (77,)),
+            (CONFIRM, ([(2, 77, 1, 0, 1, 1)], [(2, 77)])),
+            (SETTLE, (2, [77])),
+            (LOST, (2, 77)),
+            (MET, ()),
+            (MET, ()),
         ):
-            agent._switchboard.send_unanswered(1, Call(RELEASE, arguments, {}))
-            assert call_inside(agent, RELEASE, *arguments) is None
-        assert call_inside(agent, HELLO, 3) is None
+            agent._switchboard.send_unanswered(1, name, lambda arguments=arguments: arguments)
+        for name, arguments in ((RELEASE, ([(1, 0, 1, 1, 5)],)), (UNREGISTER, (77,)), (MET, ()), (HELLO, (3,))):
+            assert call_inside(agent, name, *arguments) is None
         assert counter.rpc_sync().add() == 2
-        agent._switchboard.send_unanswered(1, Call(RELEASE, (0, [(*id_, 1000)]), {}))
+        agent._switchboard.send_unanswered(1, RELEASE, lambda: ([(*id_, 1000)],))
         with pytest.raises(RpcError, match="the object was freed"):
             counter.rpc_sync().add()
         with pytest.raises(RpcError, match="the object was freed"):

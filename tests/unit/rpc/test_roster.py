@@ -1,9 +1,11 @@
 """The roster: which process is which rank now."""
 
+import re
 import threading
 
 import pytest
 
+from ferrodist.errors import ProtocolError
 from ferrodist.rendezvous import MemoryStore
 from ferrodist.rpc.roster import Roster, _pack
 from ferrodist.testing import check_leaks
@@ -90,3 +92,72 @@ def test_few_bells_stay():
         for rank in (0, 1):
             Roster(store, rank, 2, _PATIENCE).enter("a:1")
             assert len(store.bells()) <= 4
+
+
+def watched(store, found=lambda rank, entry: None):
+    """What a rank is told that looks for another one, before it leaves; and why it looks no more."""
+    ends, has_ended = [], threading.Event()
+    with check_leaks():
+        higher = Roster(store, 1, 2, _PATIENCE)
+        higher.enter("b:2")
+        store.prepare()
+        higher.watch(found, lambda why: (ends.append(why), has_ended.set()))
+        assert has_ended.wait(_PATIENCE)
+        higher.leave()
+    return ends
+
+
+class Spoilt(Observed):
+    """A store in which another program writes."""
+
+    def __init__(self, key, data):
+        super().__init__()
+        self._spoilt = key, data
+
+    def prepare(self):
+        """Have it write."""
+        key, data = self._spoilt
+        self.delete(key)
+        if data is not None:
+            super().set(key, data)
+
+
+@pytest.mark.parametrize(
+    ("key", "data", "why"),
+    [
+        ("process/0", b"\xc1", r"the store has b'\\xc1' under 'process/0', which no agent has written"),
+        ("process/0", b"\x93\x01\xa1t\x01", "under 'process/0', which no agent has written"),
+        ("incarnation/1", b"many", "the store has b'many' under 'incarnation/1', which no agent has written"),
+        ("incarnation/1", None, "the store through which they meet has none of their keys any more"),
+    ],
+)
+def test_a_store_that_holds_something_else(key, data, why):
+    """Whoever looks there says so, and looks no more."""
+    (end,) = watched(Spoilt(key, data))
+    assert re.search(f"^ No process can join again: .*{why}", end)
+
+
+def test_a_store_with_foreign_numbers():
+    """Who enters is told."""
+    store = Observed()
+    store.set("incarnation/1", b"many")
+    with pytest.raises(ProtocolError, match="the store has b'many' under 'incarnation/1'"):
+        Roster(store, 0, 2, _PATIENCE).enter("a:1")
+    store.set("process/0", b"")
+    store.set("process/1", b"\xc1")
+    store.delete("incarnation/1")
+    with pytest.raises(ProtocolError, match="under 'process/1'"):
+        Roster(store, 1, 2, _PATIENCE).enter("a:1")
+
+
+def test_whoever_takes_what_is_found_fails(caplog):
+    """It is said, and logged."""
+    store = Observed()
+    store.prepare = lambda: Roster(store, 0, 2, _PATIENCE).enter("a:1")
+
+    def fail(rank, entry):
+        raise RuntimeError("no more threads")
+
+    (end,) = watched(store, fail)
+    assert end == " This process finds no other one any more: RuntimeError: no more threads."
+    assert "rank 1 looks for other ranks no more" in caplog.text

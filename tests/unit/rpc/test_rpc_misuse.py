@@ -16,7 +16,7 @@ import torch
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLostError, RpcError
-from ferrodist.rpc import RpcAgent, SimulatedRpcBackend
+from ferrodist.rpc import RpcAgent, RpcContext, SimulatedRpcBackend
 from ferrodist.rpc import workers as worker_threads
 from ferrodist.rpc.messages import Call, MessageKind
 from ferrodist.rpc.remote_objects import CREATE
@@ -223,14 +223,14 @@ def test_values_that_cant_travel(make, value):
     assert agent.statistics().in_flight == 0
 
 
-@pytest.mark.parametrize("text", ["the end of it " + "x" * 5000, "a file called \udc80"])
+@pytest.mark.parametrize("text", ["the end of it " + "x" * 20_000, "a file called \udc80"])
 def test_failures_that_are_too_large_or_no_text(make, text):
     """As much of them as can be is told; a limit for messages is none for that."""
 
     def fail():
         raise ValueError(text)
 
-    agent, _ = make({**FUNCTIONS, "fail": fail}, message_limit=40, num_workers=1)
+    agent, _ = make({**FUNCTIONS, "fail": fail}, message_limit=8192, num_workers=1)
     for _ in range(2):
         with pytest.raises(RpcError, match=r"ValueError: (the end of it xxx|a file called .udc80)") as caught:
             agent.rpc_sync(1, "fail", timeout=_PATIENCE)
@@ -438,3 +438,58 @@ def test_errors_keep_nothing(make):
             assert call()() is None
     finally:
         gc.enable()
+
+
+def test_wrong_registrations(make):
+    """They are errors that say how: without brackets, without a name, as a list."""
+    agent, _ = make(FUNCTIONS)
+    with pytest.raises(TypeError, match=r"@agent.register takes a name: @agent.register\('name'\), before <function"):
+
+        @agent.register
+        def add(one, other):
+            return one + other
+
+    for register in (lambda: agent.register("", echo), lambda: agent.register("")(echo)):
+        with pytest.raises(ValueError, match="the name of a function is empty"):
+            register()
+    with pytest.raises(TypeError, match=r"functions are given by their names, as in \{'add': add\}, not as a list"):
+        make([echo])
+    with pytest.raises(TypeError, match="takes a text and a function, not 'a' and 3"):
+        make({"a": 3})
+
+
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_pickles_are_allowed_by_a_bool(make, value):
+    """What only looks like one does not open every rank to every other one."""
+    with pytest.raises(TypeError, match=f"allow_pickle is True or False, not {value!r}"):
+        make(allow_pickle=value)
+
+
+def test_unknown_options_of_a_context():
+    """They are told when it is made; so are those that there are."""
+    backend, _ = SimulatedRpcBackend.create_group(2)
+    with pytest.raises(TypeError, match="RpcContext has no option 'workers'; there are drain_timeout, name, num_"):
+        RpcContext(backend, FUNCTIONS, workers=3)
+
+
+def test_the_least_message_limit(make):
+    """Agents' own messages have room in it, with the longest name; a smaller one is refused."""
+    with pytest.raises(ValueError, match="message_limit must be at least 8192, not 8191"):
+        make(FUNCTIONS, message_limit=8191)
+    with pytest.raises(ValueError, match="the name of a rank has 1 to 255 bytes, not 256"):
+        make(FUNCTIONS, name="x" * 256)
+    agents = make(FUNCTIONS, message_limit=8192, name="x" * 255)
+    with pytest.raises(ValueError, match="is larger than 8,192"):
+        agents[0].rpc_sync(1, "echo", "x" * 8192)
+    references = [agents[0].remote(1, "echo", number) for number in range(100)]
+    assert [each.to_here(_PATIENCE) for each in references] == list(range(100))
+    threads = [threading.Thread(target=agent.drain) for agent in agents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_PATIENCE)
+    del references
+    patience = Deadline(_PATIENCE)
+    while agents[1].num_references().for_others:
+        assert not patience.expired
+        gc.collect()

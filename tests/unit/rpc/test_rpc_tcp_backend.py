@@ -19,6 +19,7 @@ from ferrodist.errors import (
 )
 from ferrodist.rendezvous import Membership, MemoryStore
 from ferrodist.rpc.agent import RpcAgent
+from ferrodist.rpc.context import RpcContext
 from ferrodist.rpc.pair import Meeting
 from ferrodist.rpc.tcp_backend import TcpRpcBackend, _hello
 from ferrodist.testing import check_leaks
@@ -394,3 +395,73 @@ def test_who_is_admitted(job):
     with pytest.raises(ProtocolError, match="names no two agents"):
         Meeting.from_text("{}")
     middle._admit(hello())
+
+
+def test_an_attempt_to_connect_that_fails_unexpectedly(job, caplog):
+    """The next news of the rank brings another one; until then its error is told."""
+    ranks = job(2)
+    stays = ranks.agent(1)
+    backend = stays._switchboard.connector._backend
+    connect, has_failed = backend._try, threading.Event()
+
+    def fail(peer, entry):
+        backend._try = connect
+        raise ValueError("no such address")
+
+    backend._try = fail
+
+    class Dialers(set):
+        """Says when a thread has ended."""
+
+        def discard(self, thread):
+            super().discard(thread)
+            has_failed.set()
+
+    backend._dialers = Dialers()
+    ranks.agent(0)
+    assert has_failed.wait(_PATIENCE)
+    assert backend._dialed == {}
+    with pytest.raises(DistributedTimeoutError, match="The last attempt to connect: no such address"):
+        stays.rpc_sync(0, "echo", 1, timeout=0.0)
+    assert "rank 1 can't connect to rank 0" in caplog.text
+    backend._roster._look(backend._find)
+    stays.wait_for_rank(0)
+    assert stays.rpc_sync(0, "echo", 1) == 1
+
+
+WRONG = [
+    {"num_workers": 0},
+    {"num_workers": "8"},
+    {"most_outstanding": 0},
+    {"message_limit": 10},
+    {"name": 5},
+    {"name": ""},
+    {"name": "x" * 256},
+    {"allow_pickle": "no"},
+    {"functions": ["echo"]},
+    {"functions": {"": print}},
+]
+
+
+@pytest.mark.parametrize("options", WRONG, ids=str)
+def test_an_agent_that_is_refused_closes_its_backend(job, options):
+    """But not that of another agent."""
+    ranks = job(1)
+    backend = TcpRpcBackend.from_membership(ranks.membership(0))
+    with pytest.raises((TypeError, ValueError)):
+        RpcAgent(backend, **options)
+    assert backend._closed
+    agent = ranks.agent(0)
+    with pytest.raises((TypeError, ValueError)):
+        RpcAgent(agent._switchboard.connector._backend, **options)
+    assert not agent._switchboard.connector._backend._closed
+
+
+def test_a_context_that_is_refused_closes_its_backend(job):
+    """When it is made, for an option that there isn't."""
+    ranks = job(1)
+    for options in ({"workers": 3}, {"drain_timeout": -1}):
+        backend = TcpRpcBackend.from_membership(ranks.membership(0))
+        with pytest.raises((TypeError, ValueError)):
+            RpcContext(backend, **options)
+        assert backend._closed

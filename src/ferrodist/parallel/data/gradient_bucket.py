@@ -184,6 +184,8 @@ class GradientBucket:
             pending[1].wait()
             self._keep(result)
         numbers: list[complex] = self._trailer.tolist()
+        if self.group.failure is not None:  # on a GPU, where wait() may return before the work has ended
+            raise self.group.failure.fresh()
         self._shares = numbers[: 2 * len(self.parameters)]
         check_marks(numbers[2 * len(self.parameters) :], self.group)
 
@@ -271,7 +273,10 @@ def make_buckets(
         -(-count * bucket.dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         for count, bucket in zip(counts, plan, strict=True)
     ]
-    memory = _allocate(sum(sizes), resolve_group(group) if is_symmetric else None)
+    devices = {bucket.device for bucket in plan}
+    device = devices.pop() if devices else torch.device("cpu")
+    assert not devices, "modules on several devices are refused"
+    memory = _allocate(sum(sizes), device, resolve_group(group) if is_symmetric else None)
     return tuple(
         GradientBucket(
             {names[place]: owners[place] for place in bucket.members},
@@ -285,11 +290,11 @@ def make_buckets(
     )
 
 
-def _allocate(size_bytes: int, group: Backend | None) -> torch.Tensor:
-    """Flat bytes, symmetric in a group."""
-    if group is not None:
+def _allocate(size_bytes: int, device: torch.device, group: Backend | None) -> torch.Tensor:
+    """Flat bytes, on the CPU symmetric in a group."""
+    if group is not None and device.type == "cpu":
         try:
             return empty_symmetric((size_bytes,), torch.uint8, group=group)
         except BackendUnavailable:  # on all ranks; staging is slower, and the same bits
             pass
-    return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+    return torch.empty(size_bytes, dtype=torch.uint8, device=device)

@@ -36,7 +36,7 @@ class Means:
         places: dict[int, torch.Tensor] = {}
         for bucket in plan_buckets(owners, MAX_BYTES):
             sizes = [owners[place].numel() for place in bucket.members]
-            flat = _make(sum(sizes) + group.world_size * MARK_SIZE, bucket.dtype, group)
+            flat = _make(sum(sizes) + group.world_size * MARK_SIZE, bucket.dtype, bucket.device, group)
             self._flats.append(flat)
             parts = torch.split(flat[: sum(sizes)], sizes)
             places.update(zip(bucket.members, parts, strict=True))
@@ -56,8 +56,10 @@ class Means:
             check_marks(marks.tolist(), self._group)
 
 
-def _make(count: int, dtype: torch.dtype, group: Backend) -> torch.Tensor:
-    try:
-        return empty_symmetric((count,), dtype, group=group)
-    except BackendUnavailable:  # on all ranks
-        return torch.empty(count, dtype=dtype, device="cpu")
+def _make(count: int, dtype: torch.dtype, device: torch.device, group: Backend) -> torch.Tensor:
+    if device.type == "cpu":
+        try:
+            return empty_symmetric((count,), dtype, group=group)
+        except BackendUnavailable:  # on all ranks
+            pass
+    return torch.empty(count, dtype=dtype, device=device)

@@ -8,6 +8,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ferrodist.collectives.coalescing import coalesce
+from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.prepare import check_tensor
 from ferrodist.collectives.reduce_op import ReduceOp, check_reduction
 from ferrodist.collectives.reductions import async_broadcast
@@ -92,13 +93,20 @@ def check_supported(module: torch.nn.Module, group: Backend, *, maker: str = "DD
         (f"parameter {name!r}", parameter) for name, parameter in module.named_parameters()
     ]
     tensors += [(f"buffer {name!r}", buffer) for name, buffer in module.named_buffers()]
+    first = tensors[0] if tensors else None
     for title, tensor in tensors:
         if is_lazy(tensor):
             raise ValueError(f"{title} is lazy and has no shape yet: run the module once before {maker}")
         if group.world_size == 1:
             continue
+        if first is not None and tensor.device != first[1].device:
+            raise UnsupportedOpError(
+                f"{maker} takes a module on one device, and {title} of {type(module).__name__} is on {tensor.device},"
+                f" {first[0]} on {first[1].device}: move it with module.to(device)"
+            )
         try:
             check_tensor(tensor)
+            engine_of(group, tensor.device)
             if tensor.requires_grad:
                 check_reduction(tensor.dtype, ReduceOp.MEAN)
         except TypeError as error:

@@ -235,7 +235,10 @@ class Executor:
 
     def _begin_receive(self, key: _Key) -> None:
         is_ahead = (key.edge, key.is_gradient) in self._large
-        self._receipts[key] = Receipt(self._giver(key), self._tag(key), self._group, is_ahead=is_ahead)
+        taker = self._stages[key.edge.source if key.is_gradient else key.edge.target]
+        self._receipts[key] = Receipt(
+            self._giver(key), self._tag(key), self._group, is_ahead=is_ahead, device=taker.device
+        )
 
     def _giver(self, key: _Key) -> int:
         """The rank that a value comes from."""

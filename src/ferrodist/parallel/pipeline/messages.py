@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.backends.request import wait_all
+from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.letters import Parcel, read_letter, write_letter
 from ferrodist.collectives.point_to_point import begin_send, recv
 from ferrodist.collectives.tensor_transfers import TensorReceive, start_send
@@ -23,13 +24,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Receipt", "send_parcel"]
 
+_HOST = torch.device("cpu")
+
 
 def send_parcel(parcel: Parcel, dst: int, tag: int, group: Backend) -> list[Request]:
     """Start to send a value; its tensors are not to be changed until the requests are done.
 
     Raises:
         TypeError: A tensor can't travel.
+        UnsupportedOpError: It is on a GPU, and the group carries none there.
     """
+    for tensor in parcel.tensors:
+        if tensor.is_cuda:
+            engine_of(group, tensor.device)
     letter, apart = write_letter(parcel, "what goes from stage to stage")
     requests = begin_send(letter, dst, tag=tag, group=group)
     for tensor in apart:
@@ -46,10 +53,12 @@ class Receipt:
         group: The group.
         is_ahead: Whether to begin at once, which is worth it for what is large. Else what is small comes by itself, and
             taking it when it is needed costs a fraction.
+        device: Where tensors are put that the sender has on a GPU.
     """
 
-    def __init__(self, src: int, tag: int, group: Backend, *, is_ahead: bool) -> None:
+    def __init__(self, src: int, tag: int, group: Backend, *, is_ahead: bool, device: torch.device = _HOST) -> None:
         self._group = group
+        self._device = device
         self._src = src
         self._tag = tag
         self._lock = threading.Lock()
@@ -82,6 +91,9 @@ class Receipt:
         wait_all([body for _, body in self._bodies], deadline)
         for number, body in self._bodies:
             self._parcel.tensors[number] = body.finish()
+        for number, is_on_gpu in enumerate(self._parcel.is_on_gpu):
+            if is_on_gpu:
+                self._parcel.tensors[number] = self._parcel.tensors[number].to(self._device)
         return self._parcel
 
     @property

@@ -87,6 +87,13 @@ class Stage:
         self._weights: dict[int, WeightBackward | None] = {}
 
     @property
+    def device(self) -> torch.device:
+        """Where the module is; a module without parameters and buffers is on the current GPU, if there is one."""
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            return tensor.device
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    @property
     def num_live(self) -> int:
         """How many microbatches have gone forward and are not done with going backward."""
         return len(self._live) + len(self._weights)

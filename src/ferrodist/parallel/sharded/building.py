@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parameter import is_lazy
 
+from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.prepare import check_tensor
 from ferrodist.collectives.reduce_op import ReduceOp, check_dtype, check_reduction
 from ferrodist.deadline import Deadline
+from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.meta_device import has_meta_tensors, materialise
 from ferrodist.parallel.owners import claim_parameters, describe_owner
 from ferrodist.parallel.same_form import compare_forms, write_obstacle
@@ -33,12 +35,14 @@ if TYPE_CHECKING:
     from ferrodist.parallel.sharded.strategy import Axes
     from ferrodist.tensor.layout import Layout
 
-__all__ = ["build_units", "check_same_plan"]
+__all__ = ["build_units", "check_same_plan", "find_device"]
 
 _ADVICE = "Every rank of the group must make it, at the same place of its program."
 
 
-def check_same_plan(plans: Sequence[UnitPlan], root: torch.nn.Module, axes: Axes, settings: str) -> None:
+def check_same_plan(
+    plans: Sequence[UnitPlan], root: torch.nn.Module, axes: Axes, settings: str, *, device: torch.device
+) -> None:
     """Compare units, parameters and buffers with those of rank 0; every rank of the group calls this.
 
     Names that models had which are gone on all ranks are free again; see [Note: names] in `layout.py`.
@@ -50,7 +54,7 @@ def check_same_plan(plans: Sequence[UnitPlan], root: torch.nn.Module, axes: Axes
     """
     group = axes.whole
     lines = [f"settings {settings}", *_describe(plans, root)]
-    refusal = _refusal(plans, root)
+    refusal = _refusal(plans, root, device, group)
     deadline = Deadline(group.timeout)
     compare_forms(lines, group, deadline, maker="FSDP", module=type(root).__name__, refusal=refusal)
     said = (find_gone(group), _find_places(plans))
@@ -94,12 +98,15 @@ def _form(name: str, tensor: torch.Tensor) -> str:
         return f"{name!r}"
     layout = layout_of(tensor)
     over = "" if layout is None else f", distributed as {layout} of {layout.mesh.shape} ranks"
-    return f"{name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}{over}"
+    place = f" on {tensor.device.type}" if tensor.is_cuda else ""
+    return f"{name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}{over}{place}"
 
 
-def _refusal(plans: Sequence[UnitPlan], root: torch.nn.Module) -> str | None:
+def _refusal(plans: Sequence[UnitPlan], root: torch.nn.Module, device: torch.device, group: Backend) -> str | None:
     """Why a parameter or buffer can't be divided or sent, or None."""
     parameters = {name: parameter for plan in plans for name, parameter in plan.parameters.items()}
+    if reason := _device_refusal({**parameters, **dict(root.named_buffers())}, device, group):
+        return reason
     if reason := describe_owner(parameters.items()):
         return f"{reason}: build the module anew"
     for name, parameter in parameters.items():
@@ -110,6 +117,35 @@ def _refusal(plans: Sequence[UnitPlan], root: torch.nn.Module) -> str | None:
             return f"buffer {name!r}: {reason}"
         if obstacle := write_obstacle(part_of(buffer)):
             return f"buffer {name!r} {obstacle}, so nothing can be written to it: make it a clone()"
+    return None
+
+
+def find_device(plans: Sequence[UnitPlan], root: torch.nn.Module, given: torch.device | str | None) -> torch.device:
+    """Where a model is: the device of the first of its parameters and buffers that is on one, else the given one.
+
+    Raises:
+        ValueError: They differ.
+    """
+    chosen = None if given is None else torch.device(given)
+    if chosen == torch.device("cuda"):
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    parameters = (parameter for plan in plans for parameter in plan.parameters.values())
+    found = next((tensor.device for tensor in (*parameters, *root.buffers()) if not tensor.is_meta), chosen)
+    if chosen is not None and found != chosen:
+        raise ValueError(f"device={given!r} is not where the module is, on {found}: move it with to(), or leave it out")
+    return found or torch.device("cpu")
+
+
+def _device_refusal(tensors: Mapping[str, torch.Tensor], device: torch.device, group: Backend) -> str | None:
+    """Why a model can't be where it is, or None."""
+    for name, tensor in tensors.items():
+        if not tensor.is_meta and tensor.device != device:
+            return f"{name!r} is on {tensor.device} and not on {device}: a model is on one device, move it with to()"
+    if group.world_size > 1:
+        try:
+            engine_of(group, device)
+        except UnsupportedOpError as error:
+            return error.message
     return None
 
 
@@ -171,6 +207,7 @@ def build_units(
     init: Callable[[torch.nn.Module], object] | None,
     *,
     layouts: Mapping[str, Layout],
+    device: torch.device,
 ) -> list[Unit]:
     """Divide a model's parameters over the ranks, with the values of rank 0; every rank of the group calls this.
 
@@ -182,12 +219,13 @@ def build_units(
         precision: Which dtypes travel.
         init: Gives a module's parameters values where they were on the meta device.
         layouts: How the tensors lie of which parameters are parts, by the parameters' names.
+        device: Where the parameters are, or get memory.
     """
     kinds = [kind for number, plan in enumerate(plans) for kind in _kinds(number, plan, axes, precision)]
-    memories = allot([(kind.layout.shard_size, kind.dtype, kind.dtypes[0]) for kind in kinds], axes.shard)
+    memories = allot([(kind.layout.shard_size, kind.dtype, kind.dtypes[0]) for kind in kinds], axes.shard, device)
     units = []
     for number, plan in enumerate(plans):
-        _materialise(plan, init)
+        _materialise(plan, init, device)
         flats = []
         for kind, memory in zip(kinds, memories, strict=True):
             if kind.unit != number:
@@ -224,12 +262,12 @@ def _kinds(number: int, plan: UnitPlan, axes: Axes, precision: MixedPrecision) -
     return found
 
 
-def _materialise(plan: UnitPlan, init: Callable[[torch.nn.Module], object] | None) -> None:
+def _materialise(plan: UnitPlan, init: Callable[[torch.nn.Module], object] | None, device: torch.device) -> None:
     """Give the unit's parameters and buffers that are on the meta device memory and values."""
     owners = dict.fromkeys(module for places in plan.places.values() for module, _ in places)
     for name, module in plan.module.named_modules():
         if module in owners or (has_meta_tensors(module) and not any(True for _ in module.parameters(recurse=False))):
-            materialise(f"{plan.name}.{name}".strip("."), module, init)
+            materialise(f"{plan.name}.{name}".strip("."), module, init, device)
     for name, places in plan.places.items():
         module, attribute = places[0]
         real = module._parameters[attribute]  # noqa: SLF001

@@ -64,8 +64,9 @@ def _add_powers(flats: Sequence[FlatParameters], axes: Axes, norm_type: float) -
     op = ReduceOp.MAX if is_largest else ReduceOp.SUM
     # Plain parameters are equal on all ranks of another mesh: counted there, they give all of them the same bits.
     default = axes.others[0] if axes.others else None
+    device = flats[0].shard.device if flats else torch.device("cpu")
     powers: dict[Backend | None, torch.Tensor] = {
-        group: torch.zeros((), dtype=torch.float64, device="cpu") for group in axes.others or (None,)
+        group: torch.zeros((), dtype=torch.float64, device=device) for group in axes.others or (None,)
     }
     for flat in flats:
         for piece, layout in zip(flat.parameters, flat.distributed, strict=True):
@@ -78,7 +79,7 @@ def _add_powers(flats: Sequence[FlatParameters], axes: Axes, norm_type: float) -
                 group, num_copies = layout.mesh.group, count_copies(layout)
             power = norm if is_largest else norm**norm_type / num_copies
             powers[group] = _fold(powers[group], power, is_largest=is_largest)
-    total = torch.zeros((), dtype=torch.float64, device="cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for group, own in powers.items():
         total = _fold(total, own if group is None else allreduce(own, op, group=group), is_largest=is_largest)
     return total if axes.shard is None else allreduce(total, op, group=axes.shard)
@@ -89,13 +90,15 @@ def _fold(one: torch.Tensor, other: torch.Tensor, *, is_largest: bool) -> torch.
 
 
 @torch.no_grad()
-def unscale_gradients(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, axes: Axes) -> None:
+def unscale_gradients(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, axes: Axes, device: torch.device
+) -> None:
     """Unscale this rank's gradients, and have all ranks find infinities where one does. See `FSDP.unscale_`."""
     scaler.unscale_(optimizer)
     if not scaler.is_enabled():
         return
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]  # noqa: SLF001 - as torch's own FSDP
-    flag = found.setdefault(torch.device("cpu"), torch.zeros(1, device="cpu"))
+    flag = found.setdefault(device, torch.zeros(1, device=device))
     with explain_errors(
         lambda: f"Rank {axes.whole.rank} was looking for infinities in unscale_().", "Every rank must call it."
     ):

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ferrodist.collectives.reductions import broadcast
-from ferrodist.parallel.sharded.building import build_units, check_same_plan
+from ferrodist.errors import UnsupportedOpError
+from ferrodist.parallel.sharded.building import build_units, check_same_plan, find_device
 from ferrodist.parallel.sharded.clipping import clip_gradients, unscale_gradients
 from ferrodist.parallel.sharded.distributed import as_parts, find_groups, part_of
 from ferrodist.parallel.sharded.hooks import install_hooks, outside_of_compiler
@@ -84,11 +85,14 @@ class FSDP(torch.nn.Module):
             module, such as `by_size` makes. The rest is one unit; None puts all into it.
         mixed_precision: Dtypes of computing and sending; the shards keep the parameters' own.
         cpu_offload: Keep shards, gradients and optimizer state on the CPU, where those of CPU modules are anyway.
+            Refused for modules on a GPU.
         forward_prefetch: How many units to gather before forward needs them, from the second forward on.
         backward_prefetch: How many units to gather before backward needs them.
         reshard_after_forward: False keeps units whole from forward to backward, as SHARD_GRAD_OP does.
         init: ``init(module)`` gives a module's own parameters and buffers their values where they were on the meta
             device; None calls ``module.reset_parameters()``. Every rank calls it; rank 0's values count.
+        device: Where parameters and buffers get memory that are on the meta device; None is where the others are, or
+            the CPU.
 
     Raises:
         CollectiveMismatchError: On every rank, when the ranks' modules or settings differ, naming the first difference.
@@ -113,6 +117,7 @@ class FSDP(torch.nn.Module):
         backward_prefetch: int = 1,
         reshard_after_forward: bool = True,
         init: Callable[[torch.nn.Module], object] | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         _check_arguments(module, strategy, mixed_precision, init)
@@ -131,17 +136,18 @@ class FSDP(torch.nn.Module):
         plans = plan_units(module, wrap)
         reshards = strategy.reshards_after_forward and reshard_after_forward
         settings = f"{strategy.name}, {self._precision}, {forward_prefetch}, {backward_prefetch}, {reshards}"
-        check_same_plan(plans, module, self._axes, settings)
+        self._device = _choose_device(find_device(plans, module, device), cpu_offload=cpu_offload)
+        check_same_plan(plans, module, self._axes, settings, device=self._device)
         self.module = module
         with as_parts(plans) as layouts:
             self._axes = replace(self._axes, others=find_groups(layouts.values()))
-            self._units = build_units(plans, self._axes, self._precision, init, layouts=layouts)
+            self._units = build_units(plans, self._axes, self._precision, init, layouts=layouts, device=self._device)
             self._precision.convert_buffers(module)
             self._give_buffers()
             self._schedule = Schedule(
                 self._units,
                 self._axes,
-                RowBuffer(_row_bytes(self._units), self._axes.shard or self._axes.replicate),
+                RowBuffer(_row_bytes(self._units), self._axes.shard or self._axes.replicate, self._device),
                 prefetch=(forward_prefetch, backward_prefetch),
                 reshards_after_forward=reshards,
             )
@@ -213,7 +219,7 @@ class FSDP(torch.nn.Module):
 
         A gradient may be infinite in one rank's piece only. Without this the other ranks would step all the same.
         """
-        unscale_gradients(scaler, optimizer, self._axes)
+        unscale_gradients(scaler, optimizer, self._axes, self._device)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Drop all gradients, also those that `no_sync` left with this rank; all ranks alike."""
@@ -416,6 +422,16 @@ def _check_arguments(module: object, strategy: object, mixed_precision: object, 
         raise TypeError(f"mixed_precision must be a MixedPrecision or None, not {type(mixed_precision).__name__}")
     if init is not None and not callable(init):
         raise TypeError(f"init must be a function of a module or None, not {type(init).__name__}")
+
+
+def _choose_device(device: torch.device, *, cpu_offload: bool) -> torch.device:
+    """Where shards, gradients and whole parameters are."""
+    if cpu_offload and device.type != "cpu":
+        raise UnsupportedOpError(
+            f"cpu_offload=True keeps a model on the CPU, and computes there; this one is on {device}: leave it out, or"
+            " move the module with cpu()"
+        )
+    return device
 
 
 def _row_bytes(units: Sequence[Unit]) -> int:

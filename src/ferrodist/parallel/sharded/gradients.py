@@ -87,7 +87,7 @@ class FlatGradients:
         axes, layout = self._axes, self._layout
         rows = buffer.take(layout.num_shards * layout.row_size, self.dtype, self.settle)
         self._fill(rows)
-        self._row = torch.empty(layout.row_size, dtype=self.dtype, device="cpu")
+        self._row = rows.new_empty(layout.row_size)
         if axes.shard is not None:
             self._from_buffer = async_reduce_scatter(rows, ReduceOp.MEAN, group=axes.shard, out=self._row)
         elif axes.replicate is not None:
@@ -116,6 +116,9 @@ class FlatGradients:
             return
         layout = self._layout
         present = (row[layout.shard_size :][: len(self._pieces)] != 0).tolist()
+        for group in (self._axes.shard, self._axes.replicate):
+            if group is not None and group.failure is not None:  # on a GPU wait() may return before the work has ended
+                raise group.failure.fresh()
         means = row[: layout.shard_size]
         for place, parameter in enumerate(self._pieces):
             if not present[place]:

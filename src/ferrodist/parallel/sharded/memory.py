@@ -37,15 +37,26 @@ class FlatMemory:
     joined: JoinedView | None = None
 
 
-def allot(sizes: Sequence[tuple[int, torch.dtype, torch.dtype]], group: Backend | None) -> list[FlatMemory]:
-    """Memory for shards, zeros, in one piece of symmetric memory; every rank of the group calls this.
+def allot(
+    sizes: Sequence[tuple[int, torch.dtype, torch.dtype]], group: Backend | None, device: torch.device
+) -> list[FlatMemory]:
+    """Memory for shards, zeros, on the CPU in one piece of symmetric memory; every rank of the group calls this.
 
     Args:
         sizes: Elements of each shard, in which dtype they are kept and in which gathered; equal on all ranks.
         group: Who divides; None makes it this rank's own.
+        device: Where it is made.
     """
-    if group is None:
-        return [FlatMemory(shard=torch.zeros(numel, dtype=kept, device="cpu")) for numel, kept, _ in sizes]
+    if group is None or device.type != "cpu":
+        return [
+            FlatMemory(
+                shard=torch.zeros(numel, dtype=kept, device=device),
+                traveller=None
+                if kept is gathered or group is None
+                else torch.empty(numel, dtype=gathered, device=device),
+            )
+            for numel, kept, gathered in sizes
+        ]
     if not sizes:
         return []
     starts, joined, end = [], {}, 0
@@ -71,10 +82,13 @@ def allot(sizes: Sequence[tuple[int, torch.dtype, torch.dtype]], group: Backend 
 
 
 def same_memory(flat: torch.Tensor) -> torch.Tensor:
-    """A tensor with a storage of its own on the memory of a flat one, which must outlive it.
+    """A tensor with a version counter of its own on the memory of a flat one, which must outlive it.
 
-    Collectives that see a tensor as bytes do so through numpy, after which torch never resizes that tensor's storage.
+    Collectives that see a tensor as bytes do so through numpy, after which torch never resizes that tensor's storage:
+    on the CPU it has a storage of its own, too.
     """
+    if flat.device.type != "cpu":
+        return flat.data
     memory = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
     return torch.frombuffer(memory, dtype=flat.dtype)
 
@@ -87,10 +101,12 @@ class RowBuffer:
     Args:
         size_bytes: For the largest unit.
         group: Who averages; None where nobody else does.
+        device: Where the gradients are.
     """
 
-    def __init__(self, size_bytes: int, group: Backend | None) -> None:
+    def __init__(self, size_bytes: int, group: Backend | None, device: torch.device) -> None:
         self._group = group
+        self._device = device
         self._memory = self._make(size_bytes)
         self._vacate: Callable[[], None] | None = None
 
@@ -116,6 +132,6 @@ class RowBuffer:
         self._vacate = None
 
     def _make(self, size_bytes: int) -> torch.Tensor:
-        if self._group is None:
-            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        if self._group is None or self._device.type != "cpu":
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         return empty_symmetric((size_bytes,), torch.uint8, group=self._group)

@@ -85,8 +85,9 @@ class FlatParameters:
         self._is_alias = layout.num_shards == 1 and self._computed is self.shard.dtype
         self._is_copied = not self._is_alias and self._joined is None
         self._full = self._make_memory()
-        self._token = torch.empty(layout.number + 1, dtype=torch.uint8, device="cpu")
-        self._tokens = torch.empty(layout.num_shards * (layout.number + 1), dtype=torch.uint8, device="cpu")
+        size = layout.number + 1
+        self._token = torch.empty(size, dtype=torch.uint8, device=self.shard.device)
+        self._tokens = torch.empty(layout.num_shards * size, dtype=torch.uint8, device=self.shard.device)
         self.fulls = [self._make_full(place) for place in range(len(self.parameters))]
         # What is written to a distributed tensor's part, as to_local() gives it, moves the part's counter.
         parts = [(name, part_of(full)) for name, full in zip(self.names, self.fulls, strict=True)]
@@ -250,7 +251,7 @@ class FlatParameters:
 
     def _pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Lay whole parameters out as they are when gathered, in the dtype of the shard."""
-        flat = torch.zeros(self.layout.total_size, dtype=self.shard.dtype, device="cpu")
+        flat = torch.zeros(self.layout.total_size, dtype=self.shard.dtype, device=self.shard.device)
         for place, value in enumerate(values):
             offset = self.layout.offsets[place]
             flat[offset : offset + value.numel()].copy_(value.detach().reshape(-1))
@@ -328,7 +329,7 @@ class FlatParameters:
             return self.shard.data
         if self._joined is not None:
             return self._joined.tensor.view(self._computed)
-        return torch.empty(self.layout.total_size, dtype=self._computed, device="cpu")
+        return torch.empty(self.layout.total_size, dtype=self._computed, device=self.shard.device)
 
     def _empty(self) -> None:
         if self._is_copied:

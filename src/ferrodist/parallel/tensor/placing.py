@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parameter import is_lazy
 
 from ferrodist.collectives.reduce_op import DTYPES
+from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.meta_device import find_initialiser, has_meta_tensors
 from ferrodist.parallel.owners import describe_owner
 from ferrodist.parallel.tensor.forward import find_arguments
@@ -106,6 +107,10 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     is_distributed = isinstance(parameter, DTensor)
     if is_distributed:
         raise ValueError(f"parameter {name!r} is distributed already: parallelize a module once")
+    if parameter.is_cuda:
+        raise UnsupportedOpError(
+            f"parameter {name!r} is on {parameter.device}: distributed tensors are on the CPU, parallelize module.cpu()"
+        )
     if is_lazy(parameter):
         raise ValueError(f"parameter {name!r} has no shape yet: call the module once, which gives it one")
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - torch has no other name

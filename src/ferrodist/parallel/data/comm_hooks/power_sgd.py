@@ -130,10 +130,11 @@ class PowerSGD:
 
     def _right(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         found = self._rights.get(name)
-        if found is None or found.shape != (gradient.shape[1], self.rank) or found.dtype is not gradient.dtype:
+        form = ((gradient.shape[1], self.rank), gradient.dtype, gradient.device)
+        if found is None or (tuple(found.shape), found.dtype, found.device) != form:
             generator = torch.Generator().manual_seed(self.seed)
             found = torch.randn(gradient.shape[1], self.rank, generator=generator, dtype=gradient.dtype, device="cpu")
-            self._rights[name] = found
+            found = self._rights[name] = found.to(gradient.device)
         return found
 
 

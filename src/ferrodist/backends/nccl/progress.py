@@ -1,0 +1,128 @@
+"""How far the ranks have come with what they call: who is late is asked when somebody is."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ferrodist.backends.nccl.launched import NO_PLACE
+from ferrodist.backends.tags import Channel, channel_tag
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedError, DistributedTimeoutError, ranks_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.backends.listening import Listener
+    from ferrodist.backends.nccl.launched import Launching
+
+__all__ = ["Progress"]
+
+_MESSAGE = struct.Struct("<BQQ")  # kind, number of the question, operations called
+_QUESTION, _ANSWER = 0, 1
+_TAG = channel_tag(Channel.DEVICE_PROGRESS, 0)
+
+_ANSWER_SECONDS = 1.0
+"""How long ranks have to answer. They do at once, but for those that have been stopped, or get no processor."""
+
+
+class Progress:
+    """Asks the ranks of a group how many operations they have called, and answers that.
+
+    Args:
+        group: The group.
+        num_called: Gives this rank's number.
+    """
+
+    def __init__(self, group: Backend, num_called: Callable[[], int]) -> None:
+        self._num_called = num_called
+        self._rank = group.rank
+        self._listeners: list[Listener] = []
+        self._changed = threading.Condition()
+        self._num_questions = 0
+        self._answers: dict[int, int] = {}
+
+    def open(self, group: Backend) -> None:
+        """Begin to listen to all others."""
+        itself = weakref.ref(group)  # the listeners must not keep a group that was dropped
+        for rank in range(group.world_size):
+            if rank != self._rank:
+                hear = partial(self._hear, rank, itself)
+                self._listeners.append(group.listen(rank, _MESSAGE.size, hear, self._nothing_more, tag=_TAG))
+
+    def close(self) -> None:
+        """Hear nothing more."""
+        for listener in self._listeners:
+            listener.close()
+
+    def late_error(self, group: Backend, launched: Launching) -> DistributedTimeoutError:
+        """The error of an operation whose time has passed."""
+        where = f"{launched.what} on group {group.name!r}"
+        after = f"within {launched.timeout:g} s"
+        advice = f"Look at what is going on there, or pass a larger timeout. Reported by rank {group.rank}."
+        if launched.sequence == NO_PLACE:
+            others = ranks_text(launched.peers)
+            return DistributedTimeoutError(
+                f"{where}: {others} did not make the matching call {after}. {advice}", ranks=launched.peers
+            )
+        where += f", operation {launched.sequence}"
+        answers = self._ask(group)
+        silent = tuple(rank for rank in range(group.world_size) if rank != group.rank and rank not in answers)
+        late = tuple(rank for rank, number in sorted(answers.items()) if number <= launched.sequence)
+        if late:
+            has = "has" if len(late) == 1 else "have"
+            return DistributedTimeoutError(
+                f"{where}: {ranks_text(late)} {has} not called it {after}. {advice}", ranks=late
+            )
+        if silent:
+            does = "does" if len(silent) == 1 else "do"
+            return DistributedTimeoutError(
+                f"{where}: not done {after}, and {ranks_text(silent)} {does} not answer. {advice}", ranks=silent
+            )
+        return DistributedTimeoutError(
+            f"{where}: all ranks have called it, and the GPUs have not done it {after}. Does a rank's GPU work on"
+            " something that takes longer, or does a message or another group's operation stand before it on some"
+            f" rank's stream? {advice}"
+        )
+
+    def _ask(self, group: Backend) -> dict[int, int]:
+        """What the others answer in time, by rank."""
+        with self._changed:
+            self._num_questions += 1
+            self._answers = {}
+            question = _MESSAGE.pack(_QUESTION, self._num_questions, 0)
+        for rank in range(group.world_size):
+            if rank != group.rank:
+                _send(group, rank, question)
+        deadline = Deadline(_ANSWER_SECONDS)
+        with self._changed:
+            while len(self._answers) < group.world_size - 1 and not deadline.expired:
+                self._changed.wait(deadline.remaining())
+            return dict(self._answers)
+
+    def _hear(self, rank: int, itself: Callable[[], Backend | None], messages: list[bytes]) -> None:
+        for message in messages:
+            kind, number, count = _MESSAGE.unpack(message)
+            if kind == _QUESTION:
+                group = itself()
+                if group is not None:
+                    _send(group, rank, _MESSAGE.pack(_ANSWER, number, self._num_called()))
+                continue
+            with self._changed:
+                if number == self._num_questions:
+                    self._answers[rank] = count
+                    self._changed.notify_all()
+
+    def _nothing_more(self, error: DistributedError) -> None:
+        """The group has ended, which the watch sees by itself."""
+
+
+def _send(group: Backend, rank: int, message: bytes) -> None:
+    with contextlib.suppress(DistributedError):  # a rank that is gone does not answer, and needs no answer
+        if not group.try_send(message, rank, tag=_TAG):
+            group.isend(message, rank, tag=_TAG)

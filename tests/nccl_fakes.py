@@ -1,0 +1,389 @@
+"""A fake of NCCL and of CUDA's streams, at the edges of ferrodist's own code: for tests without a GPU.
+
+It works on tensors of the CPU, with ranks as threads, and records what it is asked for. What NCCL does in its own way
+it does so, too: it matches by order alone, drops NaN in minima and maxima, and multiplies by a mean's factor first.
+With ``is_lazy`` an operation is on its stream at once, and done when all ranks have come to it; without, it comes onto
+its stream only then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.backends.hybrid import HybridBackend
+from ferrodist.backends.nccl.communicator import NcclError
+from ferrodist.backends.nccl.dtypes import NCCL_DTYPES
+from ferrodist.backends.simulated import SimulatedBackend
+from ferrodist.collectives import devices, operation, point_to_point
+from ferrodist.errors import UnsupportedOpError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_STEPS: dict[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    0: torch.add,
+    1: torch.mul,
+    2: lambda a, b: torch.fmax(a, b) if a.dtype.is_floating_point else torch.maximum(a, b),
+    3: lambda a, b: torch.fmin(a, b) if a.dtype.is_floating_point else torch.minimum(a, b),
+    4: torch.add,
+}
+_FIRST_MADE_OPERATION = 100
+
+
+class FakeWork:
+    """One operation of one rank: done when all ranks that it needs have come."""
+
+    def __init__(self, kind: str, facts: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], factor: float) -> None:
+        self.kind = kind
+        self.facts = facts
+        self.tensors = tensors
+        self.factor = factor
+        self.is_done = False
+        self.was_aborted = False
+
+
+class FakeEvent:
+    """The end of what a stream had been given."""
+
+    def __init__(self, works: list[FakeWork]) -> None:
+        self._works = works
+
+    def query(self) -> bool:
+        return all(work.is_done for work in self._works)
+
+
+_stream_numbers = itertools.count(1)
+_streams_by_number: dict[int, FakeStream] = {}
+
+
+class FakeStream:
+    """A stream: what it was given, by fake communicators."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.cuda_stream = next(_stream_numbers)
+        self.works: list[FakeWork] = []
+        self.waited_for: list[FakeEvent] = []
+        _streams_by_number[self.cuda_stream] = self
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.waited_for.append(event)
+
+
+class FakeStreams:
+    """CUDA's streams in a thread: what is current, and a log of what was asked for."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.made: list[FakeStream] = []
+        self.is_capturing = False
+        self._local = threading.local()
+
+    def check(self, device: torch.device) -> None:
+        if self.is_capturing:
+            raise UnsupportedOpError("a graph is being captured")
+
+    def begin_watching(self) -> None:
+        self.log.append(f"watch in {threading.current_thread().name}")
+
+    def make(self, device: torch.device) -> FakeStream:
+        self.made.append(FakeStream(f"own {len(self.made)}"))
+        return self.made[-1]
+
+    def current(self, device: torch.device) -> FakeStream:
+        if not hasattr(self._local, "current"):
+            self._local.current = FakeStream("the caller's")
+        return self._local.current
+
+    def record(self, stream: FakeStream) -> FakeEvent:
+        self.log.append(f"record {stream.name}")
+        return FakeEvent(list(stream.works))
+
+    @contextlib.contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        before = self.current(torch.device("cpu"))
+        self._local.current = stream
+        try:
+            yield
+        finally:
+            self._local.current = before
+
+
+@dataclass
+class _Meeting:
+    """What the ranks of one communicator have brought."""
+
+    world_size: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    joined: set[int] = field(default_factory=set)
+    collectives: dict[int, dict[int, FakeWork]] = field(default_factory=lambda: defaultdict(dict))
+    messages: dict[tuple[int, int, str], deque[FakeWork]] = field(default_factory=lambda: defaultdict(deque))
+
+
+class FakeNccl:
+    """NCCL of a process whose ranks are threads; one for all of them."""
+
+    version = (9, 9, 9)
+    description = "a fake of NCCL"
+
+    def __init__(self, *, is_lazy: bool = False) -> None:
+        self.is_lazy = is_lazy
+        self.opened: list[FakeCommunicator] = []
+        self.refusal: str | None = None
+        self._ids = itertools.count(1)
+        self._meetings: dict[bytes, _Meeting] = {}
+        self._lock = threading.Lock()
+
+    def unique_id(self) -> bytes:
+        return next(self._ids).to_bytes(128, "big")
+
+    def open(self, unique_id: bytes, rank: int, world_size: int, device: torch.device) -> FakeCommunicator:
+        if self.refusal is not None:
+            raise NcclError(self.refusal)
+        assert len(unique_id) == 128
+        with self._lock:
+            meeting = self._meetings.setdefault(unique_id, _Meeting(world_size))
+            communicator = FakeCommunicator(self, meeting, rank)
+            self.opened.append(communicator)
+        meeting.joined.add(rank)
+        return communicator
+
+
+class FakeCommunicator:
+    """One rank's part in a meeting."""
+
+    def __init__(self, nccl: FakeNccl, meeting: _Meeting, rank: int) -> None:
+        self.rank = rank
+        self.log: list[str] = []
+        self.is_aborted = self.is_destroyed = self.is_finalizing = False
+        self.failure: str | None = None
+        self.refuses_to_finalize = False
+        self.operations: dict[int, float] = {}
+        self._nccl = nccl
+        self._meeting = meeting
+        self._num_collectives = 0
+        self._grouped: list[tuple[FakeWork, FakeStream]] | None = None
+        self.begun: list[FakeWork] = []
+
+    def is_ready(self) -> bool:
+        assert not self.is_aborted, "asked of a communicator that was aborted"
+        assert not self.is_destroyed, "asked of a communicator that is gone"
+        if self.failure is not None:
+            raise NcclError(self.failure)
+        if self.is_finalizing and self.refuses_to_finalize:
+            return False
+        if self._nccl.is_lazy:
+            return True
+        return len(self._meeting.joined) == self._meeting.world_size and all(work.is_done for work in self.begun)
+
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        assert self._grouped is None
+        assert self.is_ready(), "asked for more before the last was on its stream"
+        self.begun = []
+        self._grouped = []
+        try:
+            yield
+        finally:
+            grouped, self._grouped = self._grouped, None
+            for work, stream in grouped:
+                stream.works.append(work)
+                self.begun.append(work)
+            for work, _ in grouped:
+                self._begin(work)
+
+    def all_reduce(self, out: torch.Tensor, source: torch.Tensor, dtype: int, op: int, *, stream: int) -> None:
+        self._check_reduced(dtype, out, source)
+        self._add("all_reduce", (source.numel(), dtype), (out, source), stream, op)
+
+    def reduce(self, out: torch.Tensor, source: torch.Tensor, dtype: int, op: int, *, root: int, stream: int) -> None:
+        self._check_reduced(dtype, source)
+        self._add("reduce", (root, source.numel(), dtype), (out, source), stream, op)
+
+    def reduce_scatter(self, out: torch.Tensor, source: torch.Tensor, dtype: int, op: int, *, stream: int) -> None:
+        self._check_reduced(dtype, out, source)
+        assert source.numel() == out.numel() * self._meeting.world_size
+        self._add("reduce_scatter", (source.numel(), dtype), (out, source), stream, op)
+
+    def broadcast(self, tensor: torch.Tensor, *, root: int, stream: int) -> None:
+        self._add("broadcast", (root,), (tensor,), stream)
+
+    def all_gather(self, out: torch.Tensor, source: torch.Tensor, *, stream: int) -> None:
+        assert out.numel() == source.numel() * self._meeting.world_size
+        self._add("all_gather", (), (out, source), stream)
+
+    def send(self, tensor: torch.Tensor, peer: int, *, stream: int) -> None:
+        self._add("send", (peer,), (tensor,), stream)
+
+    def recv(self, tensor: torch.Tensor, peer: int, *, stream: int) -> None:
+        self._add("recv", (peer,), (tensor,), stream)
+
+    def premultiplied_sum(self, factor: torch.Tensor, dtype: int) -> int:
+        assert NCCL_DTYPES[factor.dtype] == dtype
+        assert factor.shape == (1,)
+        op = _FIRST_MADE_OPERATION + len(self.log)
+        self.operations[op] = float(factor)
+        return op
+
+    def release_operation(self, op: int) -> None:
+        del self.operations[op]
+
+    def finalize(self) -> None:
+        self.log.append("finalize")
+        self.is_finalizing = True
+
+    def destroy(self) -> None:
+        assert not self.is_aborted
+        self.log.append("destroy")
+        self.is_destroyed = True
+
+    def abort(self) -> None:
+        assert not self.is_destroyed
+        self.log.append("abort")
+        self.is_aborted = True
+        with self._meeting.lock:
+            for works in self._meeting.collectives.values():
+                if self.rank in works:
+                    _abandon(works[self.rank])
+            for works_of_pair in self._meeting.messages.values():
+                for work in works_of_pair:
+                    _abandon(work)
+
+    def _check_reduced(self, dtype: int, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            assert NCCL_DTYPES[tensor.dtype] == dtype, f"{tensor.dtype} is not NCCL's number {dtype}"
+
+    def _add(
+        self, kind: str, facts: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], stream: int, op: int | None = None
+    ) -> None:
+        assert self._grouped is not None, f"{kind} outside of a group"
+        for tensor in tensors:
+            assert tensor.dim() == 1
+            assert tensor.is_contiguous()
+            assert tensor.numel(), f"{kind} of nothing"
+        self.log.append(kind)
+        factor = 1.0 if op is None else self.operations.get(op, 1.0)
+        kind_of_op = 0 if op is not None and op >= _FIRST_MADE_OPERATION else op
+        work = FakeWork(kind, facts if op is None else (*facts, kind_of_op), tensors, factor)
+        self._grouped.append((work, _streams_by_number[stream]))
+
+    def _begin(self, work: FakeWork) -> None:
+        if work.kind in ("send", "recv"):
+            self._begin_message(work)
+            return
+        meeting, number = self._meeting, self._num_collectives
+        self._num_collectives += 1
+        with meeting.lock:
+            works = meeting.collectives[number]
+            works[self.rank] = work
+            if len(works) == meeting.world_size:
+                del meeting.collectives[number]
+                _do([works[rank] for rank in range(meeting.world_size)])
+
+    def _begin_message(self, work: FakeWork) -> None:
+        (peer,) = work.facts
+        sender, receiver = (self.rank, peer) if work.kind == "send" else (peer, self.rank)
+        other_kind = "recv" if work.kind == "send" else "send"
+        with self._meeting.lock:
+            waiting = self._meeting.messages[sender, receiver, other_kind]
+            if not waiting:
+                self._meeting.messages[sender, receiver, work.kind].append(work)
+                return
+            other = waiting.popleft()
+            source, target = (work, other) if work.kind == "send" else (other, work)
+            if (
+                source.tensors[0].numel() == target.tensors[0].numel()
+                and source.tensors[0].dtype == target.tensors[0].dtype
+            ):
+                target.tensors[0].copy_(source.tensors[0])
+                source.is_done = target.is_done = True
+            # else both wait for ever, as NCCL would
+
+
+def _abandon(work: FakeWork) -> None:
+    work.was_aborted = work.is_done = True
+
+
+def _do(works: list[FakeWork]) -> None:
+    """Do what the ranks ask for; of different calls, nothing that makes sense."""
+    first = works[0]
+    if all(work.kind == first.kind and work.facts == first.facts for work in works):
+        _DOERS[first.kind](works)
+    for work in works:
+        work.is_done = True
+
+
+def _folded(works: list[FakeWork]) -> torch.Tensor:
+    op = works[0].facts[-1]
+    inputs = [work.tensors[1].clone() for work in works]
+    if op == 4:
+        inputs = [tensor * torch.tensor(1 / len(works), dtype=tensor.dtype) for tensor in inputs]
+    inputs = [
+        tensor if work.factor == 1.0 else tensor * torch.tensor(work.factor, dtype=tensor.dtype)
+        for tensor, work in zip(inputs, works, strict=True)
+    ]
+    return reduce(_STEPS[op], inputs)
+
+
+def _do_all_reduce(works: list[FakeWork]) -> None:
+    result = _folded(works)
+    for work in works:
+        work.tensors[0].copy_(result)
+
+
+def _do_reduce(works: list[FakeWork]) -> None:
+    works[works[0].facts[0]].tensors[0].copy_(_folded(works))
+
+
+def _do_reduce_scatter(works: list[FakeWork]) -> None:
+    for work, part in zip(works, _folded(works).chunk(len(works)), strict=True):
+        work.tensors[0].copy_(part)
+
+
+def _do_broadcast(works: list[FakeWork]) -> None:
+    whole = works[works[0].facts[0]].tensors[0].clone()
+    for work in works:
+        work.tensors[0].copy_(whole)
+
+
+def _do_all_gather(works: list[FakeWork]) -> None:
+    whole = torch.cat([work.tensors[1] for work in works])
+    for work in works:
+        work.tensors[0].copy_(whole)
+
+
+_DOERS = {
+    "all_reduce": _do_all_reduce,
+    "reduce": _do_reduce,
+    "reduce_scatter": _do_reduce_scatter,
+    "broadcast": _do_broadcast,
+    "all_gather": _do_all_gather,
+}
+
+
+def fake_groups(
+    world_size: int, *, nccl: FakeNccl | None = None, kind: Any = None, timeout: float = 60.0, control: Any = None
+) -> list[Any]:
+    """Groups whose NCCL is a fake, for `run_ranks`: by default `HybridBackend` over groups of threads."""
+    shared = FakeNccl() if nccl is None else nccl
+    controls = control(world_size) if control else SimulatedBackend.create_group(world_size, timeout=timeout)
+    groups = [(kind or HybridBackend)(one, library=lambda: shared, streams=FakeStreams()) for one in controls]
+    for group in groups:
+        group.shared = shared
+    return groups
+
+
+def send_cpu_tensors_to_nccl(monkeypatch: Any) -> None:
+    """Have collectives and messages take tensors of the CPU for such of a GPU, in groups with NCCL."""
+    monkeypatch.setattr(
+        devices, "collectives_of", lambda group: group.device_collectives or operation.collectives_of(group)
+    )
+    monkeypatch.setattr(point_to_point, "messages_of", lambda group, device: group.device_messages)

@@ -1,0 +1,198 @@
+"""Groups with NCCL as groups: what the host's backend does in them, and what is refused; NCCL itself is a fake."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from functools import partial
+
+import pytest
+import torch
+from nccl_fakes import FakeNccl, fake_groups
+
+import ferrodist as fd
+from ferrodist.backends import hybrid
+from ferrodist.backends.nccl import controlled, library
+from ferrodist.backends.nccl.unique_id import NcclUniqueId
+from ferrodist.deadline import Deadline
+from ferrodist.testing import run_ranks
+from ferrodist.testing.backend_conformance import BACKEND_CHECKS
+from ferrodist.testing.collective_conformance import COLLECTIVE_CHECKS
+
+
+def native_hybrids(world_size: int) -> list[fd.HybridBackend]:
+    """Hybrid groups over the native engine, whose ranks are threads."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    made: dict[int, fd.Backend] = {}
+
+    def make(rank: int) -> None:
+        made[rank] = fd.NativeBackend(rank, world_size, address, listener=listener if rank == 0 else None, timeout=45.0)
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return fake_groups(world_size, control=lambda _: [made[rank] for rank in range(world_size)])
+
+
+@pytest.mark.skipif(not fd.is_native_available(), reason="this installation was built without the native engine")
+@pytest.mark.parametrize("check", COLLECTIVE_CHECKS, ids=lambda check: check.__name__)
+def test_cpu_tensors_are_the_control_groups(check) -> None:
+    """Collectives and messages of CPU tensors are the native engine's, with all that it promises."""
+    run_ranks(check, 2, backend=native_hybrids, timeout=60.0)
+
+
+def test_bytes_go_through_the_control_group() -> None:
+    """Bytes, barriers and errors are those of the host's group."""
+
+    def program(group: fd.HybridBackend) -> None:
+        if group.rank == 0:
+            group.send(b"abc", 1, tag=7)
+        else:
+            buffer = bytearray(3)
+            assert group.recv(buffer, 0, tag=7) == 0
+            assert buffer == b"abc"
+        group.barrier()
+        assert fd.allreduce(torch.ones(2)).tolist() == [2, 2]
+        assert fd.all_gather_object(group.rank) == [0, 1]
+        assert isinstance(group.tcp(), fd.SimulatedBackend)
+        assert group.nccl() is group.device_collectives
+        group.synchronize_nccl()
+        assert group.shared.opened == [], "no GPU was used"
+
+    run_ranks(program, 2, backend=fake_groups)
+
+
+def test_nccls_group_refuses_bytes_and_cpu_tensors() -> None:
+    """An NcclBackend carries tensors on GPUs alone: all else says what to do, and the group goes on."""
+
+    def program(group: fd.NcclBackend) -> None:
+        other = 1 - group.rank
+        for call in (
+            lambda: group.send(b"x", other),
+            lambda: group.recv(bytearray(1), other),
+            lambda: group.isend(b"x", other),
+            lambda: group.irecv(bytearray(1), other),
+            lambda: fd.allreduce(torch.ones(2)),
+            lambda: fd.send(torch.ones(2), other),
+            lambda: fd.async_broadcast(torch.ones(2), 0),
+            lambda: fd.new_group([0, 1]).send(b"x", other),
+            lambda: fd.allreduce(torch.ones(2), group=fd.new_group([0, 1])),
+        ):
+            with pytest.raises(fd.UnsupportedOpError, match="hybrid"):
+                call()
+        with pytest.raises(fd.UnsupportedOpError, match="allreduce of a tensor on the CPU"):
+            group.collectives.allreduce(torch.ones(2), torch.ones(2), fd.ReduceOp.SUM, timeout=1.0, sequence=0)
+        group.barrier()
+        fd.barrier()
+        sub = fd.new_group([1, 0])
+        fd.barrier(sub)
+        assert group.failure is None
+        group.barrier()
+
+    run_ranks(program, 2, backend=partial(fake_groups, kind=fd.NcclBackend))
+
+
+def test_groups_say_what_they_are() -> None:
+    """Rank, size, name and timeout are the control group's."""
+    (group,) = fake_groups(1, timeout=12.5)
+    assert (group.rank, group.world_size, group.timeout, group.name) == (0, 1, 12.5, "world")
+    assert "HybridBackend(rank=0" in repr(group)
+    group.close()
+    assert isinstance(group.failure, fd.GroupClosedError)
+
+
+@pytest.mark.parametrize("reason", [None, "there is no GPU"])
+def test_the_best_backend_is_hybrid_where_all_have_nccl(reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a name the group is hybrid when every rank can use NCCL, else the host's."""
+    controls = iter(fd.SimulatedBackend.create_group(1))
+    monkeypatch.setattr(hybrid, "control_of", lambda *_: next(controls))
+    monkeypatch.setattr(controlled, "why_no_nccl", lambda: reason)
+    group = hybrid.best_backend(None, 5.0, Deadline(5.0))
+    assert type(group) is (fd.SimulatedBackend if reason else fd.HybridBackend)
+    group.close()
+
+
+def test_a_rank_without_nccl_is_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks learn who has no NCCL and why, in one step."""
+    own = threading.local()
+    monkeypatch.setattr(controlled, "why_no_nccl", lambda: own.reason)
+
+    def program(group: fd.Backend) -> None:
+        own.reason = "the driver is too old" if group.rank == 1 else None
+        deadline = Deadline(5.0)
+        assert controlled.reasons_without_nccl(group, deadline) == {1: "the driver is too old"}
+        with pytest.raises(fd.BackendUnavailable, match=r"HybridBackend needs NCCL on all ranks, and rank 1.*too old"):
+            fd.HybridBackend._check_nccl(group, deadline)
+
+    run_ranks(program, 3)
+
+
+@pytest.mark.parametrize("name", ["nccl", "hybrid"])
+def test_without_nccl_the_backends_say_why(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """Where NCCL can't be used, naming its backends raises the reason and leaves nothing behind."""
+    monkeypatch.setattr(controlled, "why_no_nccl", lambda: "no GPU is there")
+    with pytest.raises(fd.BackendUnavailable, match=r"no GPU is there.*ferrodist doctor"):
+        fd.init_process_group(name, rank=0, world_size=1, init_method=f"file://{tmp_path}/meet")
+    assert not fd.is_initialized()
+
+
+class _Reasons:
+    """What loading may meet."""
+
+    @staticmethod
+    def no_binding() -> FakeNccl:
+        raise ImportError("No module named 'nccl'")
+
+    @staticmethod
+    def no_library() -> FakeNccl:
+        raise RuntimeError("libnccl.so.2: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    ("opener", "said"),
+    [(_Reasons.no_binding, r"ferrodist\[nccl\]"), (_Reasons.no_library, "libnccl.so.2"), (FakeNccl, None)],
+)
+def test_the_reason_for_no_nccl_is_said(opener, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing is named, with what to do."""
+    monkeypatch.setattr(library, "_found", library._Found())
+    monkeypatch.setattr(library, "why_no_gpu", lambda: None)
+    reason = library.why_no_nccl(opener)
+    assert fd.is_nccl_available() is (said is None)
+    if said is None:
+        assert isinstance(library.load_nccl(), FakeNccl)
+        return
+    assert library.why_no_nccl(FakeNccl) == reason, "it is tried once"
+    with pytest.raises(fd.BackendUnavailable, match=said):
+        library.load_nccl()
+
+
+def test_no_gpu_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without CUDA, and one that sees no GPU, are two reasons."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "built without CUDA" in library.why_no_gpu()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "CUDA_VISIBLE_DEVICES" in library.why_no_gpu()
+    assert "CUDA_VISIBLE_DEVICES" in library.why_no_nccl()
+    assert not fd.is_nccl_available()
+
+
+def test_unique_ids() -> None:
+    """A unique id is 128 bytes, which its text does not tell."""
+    made = NcclUniqueId.create(FakeNccl())
+    assert len(bytes(made)) == 128
+    assert fd.NcclUniqueId(made.internal) == made
+    assert made.internal.hex() not in repr(made)
+    with pytest.raises(ValueError, match="128"):
+        fd.NcclUniqueId(b"short")
+    with pytest.raises(TypeError, match="bytes"):
+        fd.NcclUniqueId("x" * 128)
+
+
+@pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
+def test_hybrid_groups_keep_the_contract_of_backends(check) -> None:
+    """A hybrid group is a backend in all that the public suite asks."""
+    check(fake_groups, 3)

@@ -1,0 +1,339 @@
+"""What goes wrong between ranks on GPUs becomes errors: mismatches, lateness, deaths; over a fake of NCCL."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import NoReturn
+
+import pytest
+import torch
+from nccl_fakes import FakeNccl, fake_groups, send_cpu_tensors_to_nccl
+
+import ferrodist as fd
+from ferrodist.backends.mailbox_backend import Departure
+from ferrodist.testing import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _cpu_tensors_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    send_cpu_tensors_to_nccl(monkeypatch)
+
+
+def lazy_groups(world_size: int) -> list[fd.HybridBackend]:
+    """Groups whose operations are on their streams at once, and done when all ranks have come."""
+    return fake_groups(world_size, nccl=FakeNccl(is_lazy=True))
+
+
+def begin(group: fd.Backend) -> None:
+    """Make the communicator, and be sure that all have."""
+    fd.allreduce(torch.ones(2), group=group)
+    group.synchronize()
+    group.barrier()
+
+
+def go_on(group: fd.Backend) -> NoReturn:
+    """Call until an error comes."""
+    while True:
+        fd.allreduce(torch.ones(2), group=group)
+        group.synchronize()
+
+
+def error_of(group: fd.Backend, kind: type[fd.DistributedError], call: object) -> fd.DistributedError:
+    """What a call and the waits after it raise; it must be of one kind, and stay."""
+
+    def call_and_wait() -> None:
+        call()
+        group.synchronize()
+        group.barrier()
+
+    with pytest.raises(kind) as caught:
+        call_and_wait()
+    with pytest.raises(kind, match=r"\w"):
+        fd.allreduce(torch.ones(1), group=group)
+    assert type(group.failure) is kind
+    return caught.value
+
+
+_DEATH = Departure(what="died: it was killed")
+
+_DIFFERENCES = {
+    "operation": (lambda g: fd.allreduce(torch.ones(4), group=g), lambda g: fd.broadcast(torch.ones(4), 0, group=g)),
+    "reduction": (
+        lambda g: fd.allreduce(torch.ones(4), group=g),
+        lambda g: fd.allreduce(torch.ones(4), fd.ReduceOp.MAX, group=g),
+    ),
+    "dtype": (
+        lambda g: fd.allreduce(torch.ones(4), group=g),
+        lambda g: fd.allreduce(torch.ones(4, dtype=torch.int32), group=g),
+    ),
+    "count": (lambda g: fd.allreduce(torch.ones(4), group=g), lambda g: fd.allreduce(torch.ones(5), group=g)),
+    "root": (lambda g: fd.broadcast(torch.ones(4), 0, group=g), lambda g: fd.broadcast(torch.ones(4), 1, group=g)),
+    "dim": (lambda g: fd.all_gather(torch.ones(4, 4), group=g), lambda g: fd.all_gather(torch.ones(4, 4), 1, group=g)),
+}
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize("difference", _DIFFERENCES)
+@pytest.mark.parametrize("is_lazy", [False, True], ids=["at once", "lazily"])
+def test_different_calls_end_the_group_on_all_ranks(difference: str, odd: int, is_lazy: bool) -> None:
+    """Whatever rank calls something else, all raise the mismatch, which names both calls."""
+    usual, other = _DIFFERENCES[difference]
+
+    def program(group: fd.Backend) -> tuple[str, tuple[int, ...]]:
+        usual(group)
+        group.synchronize()
+        group.barrier()
+        error = error_of(group, fd.CollectiveMismatchError, lambda: (other if group.rank == odd else usual)(group))
+        assert not any(one.is_destroyed for one in group.shared.opened)
+        return error.message, error.ranks
+
+    told = run_ranks(program, 3, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=is_lazy)))
+    for message, ranks in told:  # of one of the two pairs that differ
+        assert odd in ranks
+        assert "disagree about operation 1 on GPU tensors" in message
+
+
+def test_a_wait_with_a_timeout_tells_of_different_calls() -> None:
+    """An asynchronous call is not done before it has been compared, so a wait on the host raises what is wrong."""
+
+    def program(group: fd.Backend) -> None:
+        begin(group)
+        op = fd.ReduceOp.SUM if group.rank else fd.ReduceOp.MAX
+        with pytest.raises(fd.CollectiveMismatchError, match=r"max.*sum|sum.*max"):
+            fd.async_allreduce(torch.ones(4), op).wait(timeout=30)
+
+    run_ranks(program, 2, backend=lazy_groups)
+
+
+def test_a_call_that_others_have_not_made_is_not_done() -> None:
+    """A broadcast's root needs nobody on the GPU; it is done when its call has been compared, all the same."""
+
+    def program(group: fd.Backend) -> None:
+        begin(group)
+        if group.rank == 0:
+            pending = fd.async_broadcast(torch.ones(4), 0)
+            pending._work._launched[0].end._works.clear()  # the GPU has come past it
+            assert not pending.done()
+            group.barrier()
+            pending.wait(timeout=30)
+            assert pending.done()
+        else:
+            group.barrier()
+            fd.broadcast(torch.ones(4), 0)
+        group.synchronize()
+
+    run_ranks(program, 2, backend=lazy_groups)
+
+
+@pytest.mark.parametrize("groups", [fake_groups, lazy_groups])
+def test_the_communicators_of_a_failed_group_are_aborted(groups) -> None:
+    """When a group fails its communicators are aborted, so that kernels which wait end."""
+
+    def program(group: fd.Backend) -> None:
+        begin(group)
+        if group.rank == 0:
+            group.abort("the loss is NaN")
+        with pytest.raises(fd.GroupAbortedError, match="the loss is NaN"):
+            go_on(group)
+        group.close()
+        (own,) = [one for one in group.shared.opened if one.rank == group.rank]
+        assert own.is_aborted
+
+    run_ranks(program, 2, backend=groups)
+
+
+@pytest.mark.parametrize("late", [(0,), (2,), (1, 2)])
+@pytest.mark.parametrize("groups", [fake_groups, lazy_groups])
+def test_late_ranks_are_named(groups, late: tuple[int, ...]) -> None:
+    """A rank that does not call in time is named on all ranks, whether NCCL waits for it or the GPU does."""
+
+    def program(group: fd.Backend) -> tuple[int, ...]:
+        begin(group)
+        if group.rank in late:
+            with pytest.raises(fd.DistributedTimeoutError) as caught:
+                group.recv(bytearray(1), (group.rank + 1) % 3)
+            return caught.value.ranks
+
+        def call() -> None:
+            fd.allreduce(torch.ones(2), timeout=0.3)
+            group.synchronize()
+
+        error = error_of(group, fd.DistributedTimeoutError, call)
+        assert "allreduce(sum, float32[2])" in error.message
+        assert "operation 1" in error.message
+        return error.ranks
+
+    assert run_ranks(program, 3, backend=groups) == [late] * 3
+
+
+def test_a_rank_that_was_never_on_a_gpu_is_late_for_the_first_operation() -> None:
+    """The first operation connects the ranks: a rank that does not come is named by what compares their calls."""
+
+    def program(group: fd.Backend) -> tuple[int, ...]:
+        if group.rank == 1:
+            with pytest.raises(fd.DistributedTimeoutError) as caught:
+                group.recv(bytearray(1), 0)
+        else:
+            with pytest.raises(fd.DistributedTimeoutError, match="allreduce") as caught:
+                fd.allreduce(torch.ones(2), timeout=0.3)
+        return caught.value.ranks
+
+    assert run_ranks(program, 2, backend=fake_groups) == [(1,), (1,)]
+
+
+def test_ranks_of_which_one_calls_on_the_cpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose tensor is on the CPU, where the others' are on GPUs, is found by the first operation."""
+    monkeypatch.undo()
+
+    def program(group: fd.Backend) -> None:
+        engine, ones = group.device_collectives, torch.ones(2)
+        calls = (
+            lambda: fd.allreduce(ones),
+            lambda: engine.allreduce(ones, ones, fd.ReduceOp.SUM, timeout=20.0, sequence=engine.reserve()),
+        )
+        with pytest.raises(fd.CollectiveMismatchError, match="on GPUs"):
+            calls[group.rank]()
+
+    run_ranks(program, 2, backend=fake_groups)
+
+
+def test_nccls_own_failure_ends_the_group() -> None:
+    """An error of NCCL on one rank is raised on all, with what NCCL says and the rank."""
+
+    def program(group: fd.Backend) -> None:
+        begin(group)
+        if group.rank == 1:
+            (own,) = [one for one in group.shared.opened if one.rank == 1]
+            own.failure = "NCCL failed: remote process exited"
+        with pytest.raises(fd.DistributedError, match="remote process exited on rank 1"):
+            go_on(group)
+
+    run_ranks(program, 2, backend=lazy_groups)
+
+
+def test_a_communicator_that_cannot_be_made_ends_the_group() -> None:
+    """What NCCL says to a communicator that it refuses reaches all ranks."""
+    nccl = FakeNccl()
+    nccl.refusal = "Duplicate GPU detected"
+
+    def program(group: fd.Backend) -> None:
+        with pytest.raises(fd.DistributedError, match="Duplicate GPU"):
+            fd.allreduce(torch.ones(2))
+
+    run_ranks(program, 2, backend=partial(fake_groups, nccl=nccl))
+
+
+def test_a_rank_without_nccl_is_named_on_all() -> None:
+    """Before anything is sent all ranks learn that one has no NCCL, and why; the group goes on."""
+
+    def groups(world_size: int) -> list[fd.HybridBackend]:
+        made = fake_groups(world_size)
+        usual = made[1]._library
+
+        def missing() -> FakeNccl:
+            raise fd.BackendUnavailable("NCCL can't be used here: nobody installed it")
+
+        made[1]._launcher._library = missing
+        assert usual is not None
+        return made
+
+    def program(group: fd.Backend) -> None:
+        with pytest.raises(fd.BackendUnavailable, match=r"rank 1 has no NCCL.*nobody installed it") as caught:
+            fd.allreduce(torch.ones(2))
+        assert caught.value.ranks == (1,)
+        assert group.failure is None
+        group.barrier()
+
+    run_ranks(program, 3, backend=groups)
+
+
+def test_a_dead_rank_is_reported_and_left_out() -> None:
+    """When a rank dies the others raise PeerLostError, and go on in a group without it."""
+
+    def program(group: fd.Backend) -> str:
+        begin(group)
+        if group.rank == 2:
+            group.tcp()._peers[0]._peer_died(2, _DEATH)
+            group.tcp()._peers[1]._peer_died(2, _DEATH)
+            return "dead"
+        with pytest.raises(fd.PeerLostError) as caught:
+            go_on(group)
+        assert caught.value.ranks == (2,)
+        left = group.shrink()
+        assert left.world_size == 2
+        total = fd.allreduce(torch.ones(2), group=left)
+        left.synchronize()
+        return str(total.tolist())
+
+    assert run_ranks(program, 3, backend=lazy_groups) == ["[2.0, 2.0]", "[2.0, 2.0]", "dead"]
+
+
+def test_shrink_needs_to_know_who_is_lost() -> None:
+    """Without a dead rank there is nobody to leave out."""
+
+    def program(group: fd.Backend) -> None:
+        with pytest.raises(fd.InvalidRankError, match="pass lost="):
+            group.shrink()
+        if group.rank != 1:
+            assert group.shrink([1]).world_size == 2
+
+    run_ranks(program, 3, backend=fake_groups)
+
+
+def test_counts_of_an_exchange_are_compared_by_pairs() -> None:
+    """A rank whose own counts are even takes part in the comparison of those whose are not."""
+
+    def program(group: fd.Backend) -> list[int]:
+        counts = {0: [1, 1, 1], 1: [1, 1, 5], 2: [1, 5, 1]}[group.rank]
+        rows = torch.full((sum(counts), 1), group.rank)
+        result = fd.all_to_all_single_uneven(rows, counts, counts)
+        group.synchronize()
+        return result.flatten().tolist()
+
+    assert run_ranks(program, 3, backend=fake_groups) == [[0, 1, 2], [0, 1, 2, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 2]]
+
+
+def test_threads_launch_in_the_order_of_their_places() -> None:
+    """Operations of several threads go out in the order in which their places were taken."""
+
+    def program(group: fd.Backend) -> None:
+        engine = group.device_collectives
+        tensors = [torch.full((3,), float(i)) for i in range(8)]
+        places = [engine.reserve() for _ in tensors]
+
+        def launch(i: int) -> None:
+            engine.allreduce(tensors[i], tensors[i], fd.ReduceOp.SUM, timeout=20.0, sequence=places[i])
+
+        # The ranks' threads start in opposite orders.
+        order = range(8) if group.rank else reversed(range(8))
+        threads = [threading.Thread(target=launch, args=(i,)) for i in order]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        group.synchronize()
+        assert [tensor.tolist() for tensor in tensors] == [[2.0 * i] * 3 for i in range(8)]
+
+    run_ranks(program, 2, backend=fake_groups)
+
+
+def test_an_interrupted_launch_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that leaves a call by an exception of its own is out of step: the others hear why."""
+
+    def program(group: fd.Backend) -> None:
+        begin(group)
+        if group.rank == 0:
+
+            def interrupted(*_: object, **__: object) -> None:
+                raise KeyboardInterrupt
+
+            (own,) = [one for one in group.shared.opened if one.rank == 0]
+            own.all_reduce = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                fd.allreduce(torch.ones(2))
+        else:
+            with pytest.raises(fd.GroupAbortedError, match=r"rank 0 left allreduce.*KeyboardInterrupt"):
+                go_on(group)
+
+    run_ranks(program, 2, backend=lazy_groups)

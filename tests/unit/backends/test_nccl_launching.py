@@ -1,0 +1,261 @@
+"""How work is put on streams: what waits for what, what is kept, and how communicators end; over recorded fakes."""
+
+from __future__ import annotations
+
+import gc
+import os
+from functools import partial
+
+import pytest
+import torch
+from nccl_fakes import FakeEvent, FakeNccl, FakeStream, FakeStreams, FakeWork, fake_groups, send_cpu_tensors_to_nccl
+
+import ferrodist as fd
+from ferrodist.backends.nccl import launcher
+from ferrodist.backends.nccl.launched import Launched, Launching
+from ferrodist.backends.nccl.watch import Watch
+from ferrodist.testing import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _cpu_tensors_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    send_cpu_tensors_to_nccl(monkeypatch)
+
+
+def alone(**named: object) -> fd.HybridBackend:
+    """A group of one rank."""
+    return fake_groups(1, **named)[0]
+
+
+def streams_of(group: fd.HybridBackend) -> FakeStreams:
+    """The fake that a group was made with."""
+    return group._streams
+
+
+def test_a_call_is_ordered_between_what_comes_before_and_after_it() -> None:
+    """The group's stream waits for the caller's, then the caller's for it: the caller sees one order."""
+    group = alone()
+    fd.allreduce(torch.ones(3), group=group)
+    streams = streams_of(group)
+    (own,) = streams.made
+    caller = streams.current(torch.device("cpu"))
+    log = [entry for entry in streams.log if not entry.startswith("watch")]
+    assert log == ["record the caller's", "record own 0", "record own 0"]
+    assert len(own.waited_for) == 1
+    assert len(caller.waited_for) == 1
+    assert [work.kind for work in own.works] == ["all_reduce"]
+    assert caller.waited_for[0]._works == own.works, "the caller does not wait for the work"
+    assert own.waited_for[0]._works == []
+    group.close()
+
+
+def test_an_asynchronous_call_is_waited_for_by_wait() -> None:
+    """The caller's stream is not held up before wait(), and each wait orders the stream of its thread."""
+    group = alone(nccl=FakeNccl(is_lazy=True))
+    pending = fd.async_allreduce(torch.ones(3), group=group)
+    streams = streams_of(group)
+    caller = streams.current(torch.device("cpu"))
+    assert caller.waited_for == []
+    assert pending.wait().tolist() == [1, 1, 1]
+    assert len(caller.waited_for) == 1
+    pending.wait()
+    assert len(caller.waited_for) == 2
+    assert pending.done()
+    group.close()
+
+
+def test_asynchronous_calls_keep_their_tensors_until_they_are_done() -> None:
+    """Memory that the GPU still reads is not given to others, even when the handle is dropped."""
+
+    def program(group: fd.Backend) -> None:
+        fd.allreduce(torch.ones(1))
+        group.synchronize()
+        if group.rank == 0:
+            tensor = torch.ones(3)
+            address = tensor.data_ptr()
+            fd.async_allreduce(tensor)
+            del tensor
+            gc.collect()
+            (launched,) = group._launcher._outstanding
+            assert [kept.data_ptr() for kept in launched.kept].count(address) == 1
+            group.barrier()
+        else:
+            group.barrier()  # only now does it launch
+            fd.async_allreduce(torch.ones(3))
+        group.synchronize()
+        assert not group._launcher.has_outstanding
+
+    run_ranks(program, 2, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
+
+
+def test_synchronous_calls_keep_nothing() -> None:
+    """Memory of what was called synchronously is free when the caller lets go: its stream is behind the work."""
+
+    def program(group: fd.Backend) -> None:
+        fd.allreduce(torch.ones(1))
+        group.synchronize()
+        if group.rank == 0:
+            fd.broadcast(torch.ones(3), 0)
+            (launched,) = group._launcher._outstanding
+            assert launched.kept == ()
+            group.barrier()
+        else:
+            group.barrier()
+            fd.broadcast(torch.ones(3), 0)
+
+    run_ranks(program, 2, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
+
+
+def test_a_given_stream_is_used_and_not_waited_for_by_itself() -> None:
+    """With stream= the group's work goes there; on that very stream nothing has to wait."""
+    mine = FakeStream("mine")
+    (control,) = fd.SimulatedBackend.create_group(1)
+    streams = FakeStreams()
+    group = fd.HybridBackend(control, stream=mine, library=FakeNccl, streams=streams)
+    fd.allreduce(torch.ones(3), group=group)
+    assert len(mine.works) == 1
+    with streams.on(mine):
+        before = len(mine.waited_for)
+        fd.allreduce(torch.ones(3), group=group)
+        assert len(mine.waited_for) == before
+    assert streams.made == []
+    group.close()
+
+
+def test_a_captured_graph_is_refused() -> None:
+    """Inside a CUDA graph's capture there is an error, not a graph that nobody watches."""
+    group = alone()
+    fd.allreduce(torch.ones(1), group=group)
+    streams_of(group).is_capturing = True
+    with pytest.raises(fd.UnsupportedOpError, match="graph"):
+        fd.allreduce(torch.ones(1), group=group)
+
+
+def test_a_rank_has_one_gpu_in_a_group() -> None:
+    """A tensor on another GPU than the first is refused, and says what to do."""
+    group = alone()
+    fd.allreduce(torch.ones(1), group=group)
+    with pytest.raises(fd.UnsupportedOpError, match="set_device"):
+        group._launcher.open(torch.device("cuda", 1), None, None)
+
+
+def test_closing_completes_what_was_sent() -> None:
+    """Closing a group finalizes its communicator, then lets it go; once."""
+    group = alone()
+    fd.allreduce(torch.ones(1), group=group)
+    (communicator,) = group.shared.opened
+    group.close()
+    group.close()
+    assert communicator.log == ["all_reduce", "finalize", "destroy"]
+
+
+def test_closing_gives_up_on_what_is_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A communicator that can't be completed in time is aborted."""
+    monkeypatch.setattr(launcher, "_FINALIZE_SECONDS", 0.05)
+    group = alone()
+    fd.allreduce(torch.ones(1), group=group)
+    (communicator,) = group.shared.opened
+    communicator.refuses_to_finalize = True
+    group.close()
+    assert communicator.is_aborted
+    with pytest.raises(fd.GroupClosedError):
+        fd.allreduce(torch.ones(1), group=group)
+
+
+def test_sub_groups_end_with_their_communicators() -> None:
+    """A sub-group has a communicator of its own, which goes when it is closed, dropped, or its group closed."""
+
+    def program(group: fd.Backend) -> None:
+        closed, dropped, left = (fd.new_group([1, 0]) for _ in range(3))
+        for sub in (closed, dropped, left):
+            assert fd.all_gather(torch.tensor([group.rank]), group=sub).tolist() == [1, 0]
+            sub.synchronize()
+        group.barrier()
+        own = [one for one in group.shared.opened if one.rank == 1 - group.rank]
+        closed.close()
+        assert own[0].is_destroyed
+        del dropped, sub
+        while not own[1].is_aborted:  # when the watch, which may be looking at it, has let go too
+            gc.collect()
+        assert not own[2].is_aborted
+        assert not own[2].is_destroyed
+        group.close()
+        assert own[2].is_destroyed or own[2].is_aborted
+
+    run_ranks(program, 2, backend=fake_groups)
+
+
+def test_a_forked_child_leaves_nccl_alone() -> None:
+    """In a child process a call raises, and closing touches nothing of NCCL's."""
+    group = alone()
+    fd.allreduce(torch.ones(1), group=group)
+    (communicator,) = group.shared.opened
+    group._launcher._process = os.getpid() + 1  # as a child sees it
+    with pytest.raises(fd.GroupClosedError, match="forked"):
+        fd.allreduce(torch.ones(1), group=group)
+    group.close()
+    assert communicator.log == ["all_reduce"]
+
+
+def test_time_counts_from_when_the_gpu_has_come_to_it() -> None:
+    """A deadline begins when the stream has come to the operation, however long it was queued."""
+    before, work = FakeWork("x", (), (), 1.0), FakeWork("x", (), (), 1.0)
+    operation = Launching(what="x", timeout=2.0)
+    launched = Launched(operation, start=FakeEvent([before]), end=FakeEvent([work]), kept=())
+    assert not launched.is_late(0.0)
+    assert not launched.is_late(100.0)
+    before.is_done = True
+    assert not launched.is_late(200.0)
+    assert not launched.is_late(201.9)
+    assert launched.is_late(202.1)
+
+
+def test_a_gpu_that_is_lost_ends_the_group() -> None:
+    """When CUDA can't be asked any more the watch does not die of it: the group fails, with the reason."""
+    group = alone(nccl=FakeNccl(is_lazy=True))
+
+    class Lost(FakeEvent):
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    streams_of(group).record = lambda stream: Lost([])
+    fd.allreduce(torch.ones(1), group=group)
+
+    def go_on() -> None:
+        while True:
+            fd.barrier(group)
+
+    with pytest.raises((fd.DistributedError, RuntimeError), match="device-side assert"):
+        go_on()
+    group.close()
+
+
+def test_the_watch_sleeps_without_work_and_ends() -> None:
+    """A watch starts no thread before there is work, and its thread ends when it is closed."""
+    watch = Watch("watch of a test")
+    assert watch._thread is None
+    watch.close()
+    group = alone()
+    assert group._watch._thread is None
+    fd.allreduce(torch.ones(1), group=group)
+    thread = group._watch._thread
+    assert thread.is_alive()
+    group.close()
+    assert f"watch in {thread.name}" in streams_of(group).log
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("kind", [fd.HybridBackend, fd.NcclBackend])
+def test_both_kinds_of_groups_carry_gpu_tensors(kind: type[fd.Backend], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives, messages and sub-groups of GPU tensors work in both."""
+    monkeypatch.setattr(kind, "carries_cpu_tensors", True)  # which stand for such of a GPU here
+
+    def program(group: fd.Backend) -> None:
+        assert fd.allreduce(torch.ones(2)).tolist() == [2, 2]
+        assert fd.sendrecv(torch.full((1,), group.rank), 1 - group.rank, (1,), 1 - group.rank).item() == 1 - group.rank
+        sub = fd.new_group([1, 0])
+        assert fd.all_gather(torch.tensor([group.rank]), group=sub).tolist() == [1, 0]
+        group.synchronize()
+        group.barrier()
+
+    run_ranks(program, 2, backend=partial(fake_groups, kind=kind))

@@ -1,0 +1,243 @@
+"""Tensors from GPU to GPU, over a fake of NCCL that matches by order alone, as NCCL does."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+from nccl_fakes import FakeNccl, fake_groups, send_cpu_tensors_to_nccl
+
+import ferrodist as fd
+from ferrodist.backends.nccl.messages import _HEAD, _TAG
+from ferrodist.collectives.reduce_op import DTYPES
+from ferrodist.testing import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _cpu_tensors_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    send_cpu_tensors_to_nccl(monkeypatch)
+
+
+def receive(shape: tuple[int, ...], src: int, *, tag: int = 0, timeout: float | None = None) -> torch.Tensor:
+    """A float32 tensor from a rank."""
+    tensor = torch.full(shape, -1.0)
+    fd.recv_into(tensor, src, tag=tag, timeout=timeout)
+    return tensor
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_goes_round(dtype: torch.dtype, world_size: int) -> None:
+    """Tensors of every dtype, layout and size go round a ring whole."""
+
+    def program(group: fd.Backend) -> None:
+        right, left = (group.rank + 1) % world_size, (group.rank - 1) % world_size
+        for shape in ((), (0,), (1,), (3, 5), (70_000,)):
+            sent = torch.full(shape, group.rank + 1).to(dtype)
+            got = fd.sendrecv(sent.t() if sent.dim() == 2 else sent, right, tuple(reversed(shape)), left)
+            expected = torch.full(tuple(reversed(shape)), left + 1).to(dtype)
+            assert got.shape == expected.shape
+            assert got.dtype is expected.dtype
+            assert torch.equal(got.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
+
+    run_ranks(program, world_size, backend=fake_groups)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_tags_keep_messages_apart(world_size: int) -> None:
+    """A receive gets the tensor of its tag, though NCCL matches by order alone; those of one tag keep theirs."""
+
+    def program(group: fd.Backend) -> None:
+        if group.rank == 0:
+            for number, tag in enumerate((5, 6, 5, 7)):
+                fd.send(torch.full((tag,), float(number)), 1, tag=tag)
+        elif group.rank == 1:
+            got = [receive((tag,), 0, tag=tag)[0].item() for tag in (7, 5, 6, 5)]
+            assert got == [3, 0, 1, 2]
+
+    run_ranks(program, world_size, backend=fake_groups)
+
+
+def test_a_tensor_that_does_not_fit_is_an_error_and_the_next_is_right() -> None:
+    """Another shape or dtype raises, naming both; it is lost, and nothing is written; the next message is whole."""
+
+    def program(group: fd.Backend) -> None:
+        if group.rank == 0:
+            fd.send(torch.ones(3), 1)
+            fd.send(torch.ones(4, dtype=torch.float64), 1)
+            fd.send(torch.full((4,), 2.0), 1)
+            return
+        mine = torch.full((4,), -1.0)
+        with pytest.raises(fd.SizeMismatchError, match=r"float32 tensor of shape \(3,\).*expected a float32.*\(4,\)"):
+            fd.recv_into(mine, 0)
+        with pytest.raises(fd.SizeMismatchError, match="float64"):
+            fd.recv_into(mine, 0)
+        assert mine.tolist() == [-1.0] * 4
+        assert fd.recv_into(mine, 0) == 0
+        assert mine.tolist() == [2.0] * 4
+
+    run_ranks(program, 2, backend=fake_groups)
+
+
+def test_any_source_tells_who_sent() -> None:
+    """A receive from any rank takes what is there and tells whose it is."""
+
+    def program(group: fd.Backend) -> None:
+        if group.rank:
+            fd.send(torch.full((2,), float(group.rank)), 0)
+            return
+        sources = set()
+        for _ in range(2):
+            tensor = torch.empty(2)
+            source = fd.recv_into(tensor, fd.ANY_SOURCE)
+            assert tensor.tolist() == [source] * 2
+            sources.add(source)
+        assert sources == {1, 2}
+
+    run_ranks(program, 3, backend=fake_groups)
+
+
+def test_tensors_of_any_strides() -> None:
+    """Elements go from and into tensors that are not contiguous, and no others are touched."""
+
+    def program(group: fd.Backend) -> None:
+        if group.rank == 0:
+            fd.send(torch.arange(12.0).reshape(3, 4)[:, ::2], 1)
+            return
+        target = torch.zeros(3, 4)
+        fd.recv_into(target[:, 1:3], 0)
+        assert target.tolist() == [[0, 0, 2, 0], [0, 4, 6, 0], [0, 8, 10, 0]]
+
+    run_ranks(program, 2, backend=fake_groups)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_batches_of_all_with_all(world_size: int) -> None:
+    """Every rank exchanges with every other at the same time; the peers come back in the order of the operations."""
+
+    def program(group: fd.Backend) -> None:
+        others = [rank for rank in range(world_size) if rank != group.rank]
+        rooms = {rank: torch.empty(3) for rank in others}
+        operations = [fd.Send(torch.full((3,), float(10 * group.rank + rank)), rank) for rank in others]
+        operations += [fd.Recv(rooms[rank], rank) for rank in others]
+        assert fd.batch(operations) == others * 2
+        for rank in others:
+            assert rooms[rank].tolist() == [10 * rank + group.rank] * 3
+
+    run_ranks(program, world_size, backend=fake_groups)
+
+
+def test_only_the_two_ranks_of_a_message_take_part() -> None:
+    """A message in a group of four needs no other rank; collectives before and after use another communicator."""
+
+    def program(group: fd.Backend) -> None:
+        if group.rank == 3:
+            fd.send(torch.ones(2), 1)
+        elif group.rank == 1:
+            assert receive((2,), 3).tolist() == [1, 1]
+        group.barrier()
+        assert fd.allreduce(torch.ones(1)).item() == 4
+        if group.rank == 3:
+            fd.send(torch.ones(2), 1)
+        elif group.rank == 1:
+            receive((2,), 3)
+        group.synchronize()
+        assert len(group.shared.opened) == 2 + 4
+
+    run_ranks(program, 4, backend=fake_groups)
+
+
+def test_what_does_not_come_is_said_and_may_come_later() -> None:
+    """A receive of nothing times out, naming the rank; the group is still good."""
+
+    def program(group: fd.Backend) -> None:
+        if group.rank == 0:
+            with pytest.raises(
+                fd.DistributedTimeoutError, match=r"recv from rank 1.*nothing came within 0\.1 s"
+            ) as caught:
+                receive((2,), 1, timeout=0.1)
+            assert caught.value.ranks == (1,)
+            group.barrier()
+            assert receive((2,), 1).tolist() == [1, 1]
+        else:
+            group.barrier()
+            fd.send(torch.ones(2), 0)
+
+    run_ranks(program, 2, backend=fake_groups)
+
+
+def test_what_is_not_received_ends_the_pair() -> None:
+    """A send that nobody receives is a timeout that names the receiver, once the two are connected."""
+
+    def program(group: fd.Backend) -> None:
+        if group.rank == 0:
+            fd.send(torch.ones(2), 1)
+            group.barrier()
+
+            def send() -> None:
+                fd.send(torch.ones(2), 1, timeout=0.2)
+                group.synchronize()
+
+            with pytest.raises(fd.DistributedTimeoutError, match="send to rank 1") as caught:
+                send()
+            assert caught.value.ranks == (1,)
+        else:
+            receive((2,), 0)
+            group.barrier()
+            with pytest.raises(fd.DistributedTimeoutError):
+                group.recv(bytearray(1), 0)
+
+    run_ranks(program, 2, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
+
+
+def test_a_rank_that_leaves_is_told_to_who_waits() -> None:
+    """A receive from a rank that has closed the group raises PeerLostError at once."""
+
+    def program(group: fd.Backend) -> None:
+        if group.rank == 0:
+            with pytest.raises(fd.PeerLostError):
+                receive((2,), 1)
+        else:
+            group.close()
+
+    run_ranks(program, 2, backend=fake_groups)
+
+
+def test_threads_take_their_own() -> None:
+    """Receives of several threads, each with a tag of its own, get their tensors in any order of sending."""
+
+    def program(group: fd.Backend) -> None:
+        if group.rank == 0:
+            for tag in (3, 1, 2, 0):
+                fd.send(torch.full((2,), float(tag)), 1, tag=tag)
+            return
+        got = {}
+
+        def take(tag: int) -> None:
+            tensor = torch.empty(2)
+            fd.recv_into(tensor, 0, tag=tag, group=group)
+            got[tag] = tensor.tolist()
+
+        threads = [threading.Thread(target=take, args=(tag,)) for tag in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert got == {tag: [tag] * 2 for tag in range(4)}
+
+    run_ranks(program, 2, backend=fake_groups)
+
+
+def test_a_head_that_can_not_be_is_refused() -> None:
+    """What is no head of a tensor raises ProtocolError and makes nothing."""
+
+    def program(group: fd.Backend) -> None:
+        if group.rank == 0:
+            group.isend(_HEAD.pack(0, b"load", 1, *[1] * 12), 1, tag=_TAG)
+            return
+        with pytest.raises(fd.ProtocolError, match="can't be"):
+            receive((1,), 0)
+
+    run_ranks(program, 2, backend=fake_groups)

@@ -1,0 +1,287 @@
+"""Which engine carries a tensor, and how operations run on engines that put them on a stream.
+
+There is no GPU here: engines for GPUs are recorded fakes.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from fake_streams import SCHEDULES, FakeStreams
+
+import ferrodist as fd
+from ferrodist.collectives import gathering, operation
+from ferrodist.collectives.coalescing import coalesce
+from ferrodist.collectives.devices import engine_of, messages_of
+from ferrodist.collectives.operation import Fusible, Operation, collectives_of, run_later, run_now
+from ferrodist.collectives.prepare import check_out, prepare_late_out, prepare_out
+from ferrodist.testing import run_ranks
+
+if TYPE_CHECKING:
+    from ferrodist.backends.base import Backend
+
+_CUDA = torch.device("cuda", 0)
+
+
+class FakeWork:
+    """A recorded fake of what an engine has put on a stream: the test says when it is done."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.is_done = False
+        self.error: fd.DistributedError | None = None
+
+    def done(self) -> bool:
+        return self.is_done
+
+    def wait_on_stream(self) -> None:
+        self.log.append("wait on stream")
+
+
+class FakeEngine:
+    """A recorded fake of an engine that enqueues; its collectives double what they are given, in a group of one."""
+
+    enqueue = True
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.works: list[FakeWork] = []
+        self.sequence = 0
+
+    def reserve(self) -> int:
+        self.sequence += 1
+        return self.sequence
+
+    def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Any, *, timeout: float, sequence: int) -> None:
+        self.log.append(f"allreduce {sequence} in {threading.current_thread().name}")
+        torch.mul(source, 2, out=out)
+
+    def begin_async(self) -> None:
+        self.log.append("begin")
+
+    def end_async(self) -> FakeWork:
+        self.log.append("end")
+        self.works.append(FakeWork(self.log))
+        return self.works[-1]
+
+
+def _operation(group: Backend, engine: Any, tensor: torch.Tensor, *, fails: bool = False) -> Operation[torch.Tensor]:
+    def on(out: torch.Tensor, source: torch.Tensor, timeout: float, sequence: int) -> None:
+        if fails:
+            raise ZeroDivisionError
+        engine.allreduce(out, source, None, timeout=timeout, sequence=sequence)
+
+    return Operation(
+        name="allreduce",
+        group=group,
+        engine=engine,
+        device=tensor.device,
+        timeout=1.0,
+        run=partial(on, tensor, tensor, 1.0),
+        finish=lambda: tensor,
+        fusible=Fusible(key=("allreduce",), source=tensor, out=tensor, run=on),
+    )
+
+
+@pytest.fixture
+def group() -> Backend:
+    """A group of one."""
+    (only,) = fd.SimulatedBackend.create_group(1)
+    yield only
+    only.close()
+
+
+def test_cpu_tensors_go_by_the_groups_engine(group: Backend) -> None:
+    """The engine of a tensor on the CPU is the group's."""
+    assert engine_of(group, torch.device("cpu")) is collectives_of(group)
+    assert messages_of(group, torch.device("cpu")) is None
+
+
+def test_groups_without_an_engine_for_gpus_say_what_to_do(group: Backend) -> None:
+    """Without one the error names the backends that have one, and the way around."""
+    for find in (engine_of, messages_of):
+        with pytest.raises(fd.UnsupportedOpError, match=r"cuda:0.*'hybrid' or 'nccl'.*tensor.cpu\(\)"):
+            find(group, _CUDA)
+
+
+def test_gpu_tensors_go_by_the_backends_own(group: Backend) -> None:
+    """A backend's engine and messages for tensors on GPUs are used for these alone."""
+    group.device_collectives, group.device_messages = FakeEngine(), object()
+    assert engine_of(group, _CUDA) is group.device_collectives
+    assert messages_of(group, _CUDA) is group.device_messages
+    assert engine_of(group, torch.device("cpu")) is collectives_of(group)
+
+
+def test_subgroups_ask_the_outermost_group() -> None:
+    """A sub-group has what the group that it was made from gives it."""
+
+    class Owner(fd.SimulatedBackend):
+        carries_cpu_tensors = False
+
+        def subgroup_device_collectives(self, subgroup: Backend) -> Any:
+            return f"collectives of {subgroup.name}"
+
+        def subgroup_device_messages(self, subgroup: Backend) -> Any:
+            return f"messages of {subgroup.name}"
+
+    (only,) = Owner.create_group(1)
+    sub = fd.SubBackend(only, [0], name="sub")
+    assert (sub.device_collectives, sub.device_messages) == ("collectives of sub", "messages of sub")
+    assert not sub.carries_cpu_tensors
+    only.close()
+
+
+def test_groups_for_gpus_alone_refuse_cpu_tensors(group: Backend) -> None:
+    """A tensor on the CPU is refused with what to do; barriers need no tensors."""
+    group.carries_cpu_tensors = False
+    for call in (fd.allreduce, fd.reduce, fd.broadcast, fd.all_gather, fd.gather, fd.scatter, fd.reduce_scatter):
+        with pytest.raises(fd.UnsupportedOpError, match=r"GPUs alone.*'hybrid'"):
+            call(torch.ones(2), group=group)
+    for exchange in (fd.all_to_all, lambda tensor, group: fd.batch([fd.Send(tensor, 1)], group=group)):
+        with pytest.raises((fd.UnsupportedOpError, fd.InvalidRankError)):
+            exchange(torch.ones(2), group=group)
+    fd.barrier(group)
+
+
+def test_other_devices_are_refused(group: Backend) -> None:
+    """Tensors on the meta device are refused with what to do."""
+    with pytest.raises(fd.UnsupportedOpError, match=r"on meta: .*pass tensor.cpu\(\)"):
+        fd.allreduce(torch.ones(2, device="meta"), group=group)
+
+
+def test_tensors_of_a_call_are_on_one_device() -> None:
+    """An out on another device than the input is refused; results are made where the input is."""
+    elsewhere = SimpleNamespace(device=_CUDA, requires_grad=False)
+    with pytest.raises(ValueError, match=r"out is on cpu, the tensor on cuda:0: pass tensors of one device"):
+        check_out(torch.ones(2), elsewhere)  # type: ignore[arg-type]
+    assert prepare_out(None, (2,), torch.float32, device=torch.device("meta")).flat.device.type == "meta"
+    late = prepare_late_out(torch.ones(3), (2,), torch.float32, device=torch.device("meta"))
+    assert isinstance(late.refusal, ValueError)
+    assert late.flat.device.type == "meta"
+
+
+def test_enqueued_operations_run_in_the_callers_thread(group: Backend) -> None:
+    """Between begin and end, at once; each wait orders the stream, and does not wait for the device."""
+    engine, tensor = FakeEngine(), torch.ones(2)
+    pending = run_later(_operation(group, engine, tensor))
+    assert engine.log == ["begin", f"allreduce 1 in {threading.current_thread().name}", "end"]
+    assert not pending.done()
+    assert pending.wait() is tensor
+    assert pending.wait() is tensor
+    assert engine.log[3:] == ["wait on stream"] * 2
+    assert not pending.done()
+    engine.works[0].is_done = True
+    assert pending.done()
+
+
+def test_enqueued_operations_with_a_timeout(group: Backend) -> None:
+    """With a timeout the host waits for the device, and may wait again."""
+    engine, tensor = FakeEngine(), torch.ones(2)
+    pending = run_later(_operation(group, engine, tensor))
+    with pytest.raises(fd.DistributedTimeoutError, match="still under way"):
+        pending.wait(0.01)
+    assert "wait on stream" not in engine.log
+    engine.works[0].is_done = True
+    assert pending.wait(10.0) is tensor
+
+
+def test_enqueued_operations_that_fail(group: Backend) -> None:
+    """What is raised before the work is on a stream, and what is learned after, is raised in wait."""
+    engine = FakeEngine()
+    pending = run_later(_operation(group, engine, torch.ones(2), fails=True))
+    assert engine.log == ["begin", "end"]
+    assert pending.done()
+    with pytest.raises(ZeroDivisionError):
+        pending.wait()
+    pending = run_later(_operation(group, engine, torch.ones(2)))
+    engine.works[-1].error = fd.PeerLostError("gone", ranks=(1,))
+    assert pending.done()
+    with pytest.raises(fd.PeerLostError) as caught:
+        pending.wait()
+    assert caught.value is not engine.works[-1].error
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_started_operations_of_a_blocking_engine(
+    group: Backend, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run in the queue's thread on a stream of its own, after the starter's and before each waiter's."""
+    streams = FakeStreams(schedule)
+    monkeypatch.setattr(operation, "streams_of", lambda _: streams)
+    tensor = torch.ones(2)
+    streams.put(streams.current(), lambda: tensor.mul_(3), "fill")
+
+    def run(_: int) -> None:
+        assert streams.current() is not starting
+        streams.put(streams.current(), lambda: tensor.add_(1), "work")
+
+    starting = streams.current()
+    pending = run_later(
+        Operation(
+            name="add",
+            group=group,
+            engine=collectives_of(group),
+            device=_CUDA,
+            timeout=1.0,
+            run=run,
+            finish=lambda: tensor,
+        )
+    )
+    for waiting in (starting, streams.make(), streams.make()):
+        seen = torch.zeros(2)
+        with streams.using(waiting):
+            found = pending.wait()
+            streams.put(waiting, lambda seen=seen: seen.copy_(tensor), "read")
+            streams.run_until(streams.record(waiting))
+        assert found is tensor
+        assert seen.tolist() == [4, 4]
+
+
+def test_blocking_calls_of_an_enqueueing_engine(group: Backend) -> None:
+    """A blocking call is not between begin and end: its engine orders the caller's stream."""
+    engine, tensor = FakeEngine(), torch.ones(2)
+    assert run_now(_operation(group, engine, tensor)).tolist() == [2, 2]
+    assert engine.log == [f"allreduce 1 in {threading.current_thread().name}"]
+
+
+def test_coalesced_operations_are_taken_apart_in_the_order_of_the_stream(group: Backend) -> None:
+    """Joined operations reach their tensors after the stream has been ordered, when the first of them is waited for."""
+    engine, one, two = FakeEngine(), torch.ones(2), torch.ones(3)
+    with coalesce(group):
+        first, second = (run_later(_operation(group, engine, tensor)) for tensor in (one, two))
+    assert sum("allreduce" in line for line in engine.log) == 1
+    assert (one.tolist(), two.tolist()) == ([1, 1], [1, 1, 1])
+    assert not second.done()
+    assert second.wait().tolist() == [2, 2, 2]
+    assert engine.log[-1] == "wait on stream"
+    assert first.wait().tolist() == [2, 2]
+
+
+def test_synchronize(group: Backend) -> None:
+    """Synchronize calls who has work on GPUs, with the time that is left, and raises the group's failure."""
+    waited: list[float] = []
+    group.on_synchronize(waited.append)
+    group.synchronize(5.0)
+    assert 0 < waited[0] <= 5.0
+    group.abort("enough")
+    with pytest.raises(fd.GroupAbortedError, match="enough"):
+        group.synchronize()
+
+
+def test_ranks_with_tensors_on_different_kinds_of_devices_are_told() -> None:
+    """Where sizes are compared first, a rank with a tensor on a GPU and one on the CPU raise the same."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    def on_rank(group: Backend) -> None:
+        tensor = torch.ones(2).as_subclass(OnGpu) if group.rank else torch.ones(2)
+        with pytest.raises(fd.CollectiveMismatchError, match=r"rank 0 .*on the CPU; rank 1 .*on a GPU"):
+            gathering.share_sizes("all_gather_uneven", tensor, 0, group, 10.0)
+
+    run_ranks(on_rank, 2)

@@ -1,0 +1,236 @@
+"""What comes too late, waits for its turn in vain, or is refused: its references are given back."""
+
+import asyncio
+import contextlib
+import gc
+import threading
+
+import pytest
+
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedTimeoutError, RpcError
+from ferrodist.rpc import RpcAgent, SimulatedRpcBackend
+from ferrodist.rpc.draining import LOOK
+from ferrodist.rpc.messages import Call
+from ferrodist.rpc.reference_tables import ReferenceCounts
+from ferrodist.testing import check_leaks
+
+NOTHING = ReferenceCounts(for_others=0, for_itself=0, elsewhere=0)
+_PATIENCE = 60.0
+
+
+def until(condition):
+    """Wait for what comes of itself."""
+    patience = Deadline(_PATIENCE)
+    while not condition():
+        assert not patience.expired
+        gc.collect()
+        threading.Event().wait(0.002)
+
+
+def give_up(agent, future):
+    """Have a call be late now."""
+    calls = agent._switchboard.outgoing.calls
+    for number, waiting in list(calls._waiting.items()):
+        if waiting.future is future:
+            calls._end_late(number)
+    with pytest.raises(DistributedTimeoutError):
+        future.result(_PATIENCE)
+
+
+class Holder:
+    """Functions that wait until they are told to go on; and a class of such."""
+
+    def __init__(self):
+        self.started, self.release, self.called = threading.Event(), threading.Event(), []
+
+    def hold(self, *values):
+        """Wait."""
+        self.called.append(values)
+        self.started.set()
+        self.release.wait(_PATIENCE)
+
+    def give(self):
+        """An object that was made here, late."""
+        self.hold()
+        return [self.agent.reference([1])]
+
+    async def sleep(self, *values):
+        """Wait in the event loop, for ever."""
+        self.started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.called.append(("ended", *values))
+
+    @property
+    def functions(self):
+        """What others call; values are not kept."""
+        return {
+            "hold": self.hold,
+            "give": self.give,
+            "Box": lambda: self,
+            "Holder": Holder,
+            "echo": lambda value: value,
+        }
+
+
+@pytest.fixture
+def make():
+    """Return a function that makes agents of two ranks; no reference may be left at the end."""
+    holders = []
+
+    def make_agents(**options):
+        found = []
+        for way, own in zip(SimulatedRpcBackend.create_group(2), ({}, options), strict=True):
+            holder = Holder()
+            holder.agent = RpcAgent(way, holder.functions, **own)
+            holders.append(holder)
+            found.append(holder)
+        return [*[holder.agent for holder in found], found[1]]
+
+    with check_leaks():
+        yield make_agents
+        for holder in holders:
+            holder.release.set()
+            holder.called.clear()
+        for holder in holders:
+            until(lambda agent=holder.agent: agent.num_references() == NOTHING)
+        for holder in holders:
+            holder.agent.close()
+
+
+def test_references_in_results_that_come_late(make):
+    """They are given back: nobody else has them."""
+    agent, other, holder = make()
+    future = agent.rpc_async(1, "give")
+    assert holder.started.wait(_PATIENCE)
+    give_up(agent, future)
+    holder.release.set()
+    until(lambda: agent.statistics().late == 1)
+    until(lambda: other.num_references() == NOTHING)
+
+
+def test_references_in_results_that_nobody_has_asked_for(make):
+    """As an answer to a call that has ended with its connection would be."""
+    agent, other, _ = make()
+    assert agent.rpc_sync(1, "echo", 1) == 1
+    other._switchboard.connector.neighbors[0]._send_answer(999, [other.reference([1])])
+    assert agent.rpc_sync(1, "echo", 1) == 1
+    until(lambda: other.num_references() == NOTHING)
+    assert agent.statistics().late == 0
+
+
+def test_references_in_calls_that_wait_for_their_turn_in_vain(make):
+    """They are given back, though nothing is called."""
+    agent, _, holder = make(num_workers=1)
+    first = agent.rpc_async(1, "hold")
+    assert holder.started.wait(_PATIENCE)
+    give_up(agent, agent.rpc_async(1, "hold", [agent.reference([1])]))
+    assert agent.num_references().for_others == 1
+    holder.release.set()
+    first.result()
+    until(lambda: agent.num_references() == NOTHING)
+    assert holder.called == [()]
+
+
+def test_references_in_calls_that_are_refused(make):
+    """There are too many: those in it are given back."""
+    agent, _, holder = make(most_outstanding=1)
+    first = [agent.rpc_async(1, "hold") for _ in range(102)]
+    refused = agent.rpc_async(1, "hold", [agent.reference([1])])
+    with pytest.raises(RpcError, match="as many as may be"):
+        refused.result(_PATIENCE)
+    del refused
+    until(lambda: agent.num_references() == NOTHING)
+    holder.release.set()
+    for future in first:
+        future.result(_PATIENCE)
+
+
+def test_methods_that_wait_for_their_turn_in_vain(make):
+    """They are not called, as functions are not; one that has begun goes on."""
+    agent, _, holder = make(num_workers=1)
+    box = agent.remote(1, "Box")
+    first = box.rpc_async().hold("first")
+    assert holder.started.wait(_PATIENCE)
+    give_up(agent, box.rpc_async().hold("second"))
+    with pytest.raises(DistributedTimeoutError):
+        box.rpc_sync(0.05).hold("third")
+    holder.release.set()
+    first.result(_PATIENCE)
+    assert agent.rpc_sync(1, "echo", 1) == 1
+    assert holder.called == [("first",)]
+
+
+def test_asynchronous_methods_that_are_late(make):
+    """They are cancelled, as functions are."""
+    agent, _, holder = make()
+    box = agent.remote(1, "Box")
+    future = box.rpc_async().sleep("it")
+    assert holder.started.wait(_PATIENCE)
+    give_up(agent, future)
+    until(lambda: holder.called == [("ended", "it")])
+
+
+def test_what_remote_makes_goes_on(make):
+    """Whoever has the reference may use it later: nobody gives that up."""
+    agent, _, holder = make(num_workers=1)
+    box = agent.remote(1, "Box")
+    first = box.rpc_async().hold("first")
+    assert holder.started.wait(_PATIENCE)
+    second, third = box.remote(0.05).hold("second"), agent.remote(1, "hold", "third", timeout=0.05)
+    until(lambda: agent.statistics().timed_out == 2)
+    holder.release.set()
+    first.result(_PATIENCE)
+    until(lambda: holder.called == [("first",), ("second",), ("third",)])
+    del second, third
+
+
+def test_calls_of_agents_do_not_count(make):
+    """Neither while they are under way, nor when they are late or answered; ends and references make some."""
+    agent, other, _ = make()
+    assert agent.rpc_sync(1, "echo", [agent.reference(1)])[0].is_owner
+    before = [each.statistics() for each in (agent, other)]
+    for _ in range(2):
+        threads = [threading.Thread(target=each.drain) for each in (agent, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_PATIENCE)
+    assert [each.statistics() for each in (agent, other)] == before
+    to_agent = other._switchboard.connector.neighbors[0]
+    send, held = to_agent.send, []
+    to_agent.send = lambda *message: held.append(message)
+    future = agent._switchboard.start(1, Call(LOOK, (), {}), 0.1)
+    assert agent.statistics() == before[0]
+    with pytest.raises(DistributedTimeoutError):
+        future.result()
+    until(lambda: held)
+    to_agent.send = send
+    send(*held.pop())
+    with contextlib.suppress(RpcError):
+        agent.rpc_sync(1, "nothing")  # comes after it
+    found = agent.statistics()
+    assert (found.answered, found.in_flight) == (before[0].answered + 1, 0)
+    assert (found.timed_out, found.late) == (0, 0)
+
+
+def test_copies_that_are_not_waited_for(make):
+    """`to_here_async` gives futures, which can be awaited; late ones are told."""
+    agent, _, holder = make()
+    made = agent.remote(1, "echo", [1, 2])
+    assert made.to_here_async().result(_PATIENCE) == [1, 2]
+
+    async def several():
+        return await asyncio.gather(made.to_here_async(), made.to_here_async(_PATIENCE))
+
+    assert asyncio.run(several()) == [[1, 2]] * 2
+    slow = agent.remote(1, "hold")
+    late, waits = slow.to_here_async(0.05), slow.to_here_async()
+    with pytest.raises(DistributedTimeoutError):
+        late.result(_PATIENCE)
+    assert not waits.done()
+    holder.release.set()
+    assert waits.result(_PATIENCE) is None
+    assert not hasattr(waits, "sent")

@@ -1,0 +1,111 @@
+"""The names of ranks that come, go and come again."""
+
+import contextlib
+import threading
+
+import pytest
+
+from ferrodist.deadline import Deadline
+from ferrodist.errors import InvalidRankError, PeerLostError
+from ferrodist.rendezvous import Membership, MemoryStore
+from ferrodist.rpc import RpcAgent, TcpRpcBackend
+from ferrodist.rpc.names import Names
+from ferrodist.testing import check_leaks
+
+_PATIENCE = 60.0
+
+
+def find(names, name):
+    """The rank of a name, now."""
+    return names.find(name, Deadline(0))
+
+
+def wait_for_end(agent, peer):
+    """Return when an agent has noticed that a rank has gone."""
+    patience = Deadline(_PATIENCE)
+    while peer in agent._switchboard.connector.neighbors:
+        assert not patience.expired
+        threading.Event().wait(0.001)
+
+
+def test_a_lost_rank_keeps_its_name_until_another_one_takes_it():
+    """A spare rank can; who calls a lost one is not kept waiting."""
+    names = Names()
+    names.joined(1)
+    names.add(1, "worker")
+    names.lost(1)
+    assert find(names, "worker") == 1
+    names.joined(2)
+    names.add(2, "worker")
+    assert find(names, "worker") == 2
+    names.joined(1)
+    names.add(1, "worker")
+    with pytest.raises(InvalidRankError, match=r"ranks \[1, 2\] are all called 'worker'"):
+        find(names, "worker")
+    names.lost(1)
+    names.lost(2)
+    assert find(names, "worker") == 2
+
+
+def test_a_rank_that_comes_again_without_its_name():
+    """Has none, or another one."""
+    names = Names()
+    for lost in (True, False):
+        names.joined(1)
+        names.add(1, "worker")
+        if lost:
+            names.lost(1)
+        names.joined(1)
+        with pytest.raises(InvalidRankError, match=r"no rank called 'worker' .*; the names are none"):
+            find(names, "worker")
+    names.add(1, "other")
+    assert find(names, "other") == 1
+
+
+def test_a_call_waits_for_the_name_of_a_rank_that_comes_again():
+    """It is told after the rank has joined."""
+    names = Names()
+    names.joined(1)
+    names.add(1, "worker")
+    names.lost(1)
+    names.joined(1)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(names.find("worker", Deadline(_PATIENCE))))
+    thread.start()
+    names.add(1, "worker")
+    thread.join(_PATIENCE)
+    assert found == [1]
+
+
+def test_agents_whose_names_move():
+    """A spare takes over the name of a rank that has left, which has come again without it."""
+    store = MemoryStore()
+
+    def agent(rank, name):
+        membership = Membership(
+            rank=rank,
+            world_size=3,
+            local_rank=None,
+            job="j",
+            secret=b"s",
+            store=store,
+            host="127.0.0.1",
+            on_close=lambda: None,
+        )
+        made = RpcAgent(TcpRpcBackend.from_membership(membership, _PATIENCE), {"who": lambda: [rank, name]}, name=name)
+        agents.callback(made.close)
+        return made
+
+    with check_leaks(), contextlib.ExitStack() as agents:
+        caller, first = agent(0, None), agent(1, "worker")
+        assert caller.rpc_sync("worker", "who") == [1, "worker"]
+        first.close()
+        wait_for_end(caller, 1)
+        with pytest.raises(PeerLostError, match="rank 1 has left"):
+            caller.rpc_sync("worker", "who")
+        agent(1, None)
+        caller.wait_for_rank(1)
+        with pytest.raises(InvalidRankError, match="no rank called 'worker' was there"):
+            caller.rpc_sync("worker", "who", timeout=0.01)
+        agent(2, "worker")
+        assert caller.rpc_sync("worker", "who") == [2, "worker"]

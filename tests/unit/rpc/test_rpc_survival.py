@@ -1,0 +1,343 @@
+"""What functions, results and callbacks do that must not take threads of an agent with them."""
+
+import asyncio
+import logging
+import threading
+import time
+
+import pytest
+import torch
+
+from ferrodist.errors import RpcError
+from ferrodist.rpc import RpcAgent, RpcContext, SimulatedRpcBackend
+from ferrodist.rpc.futures import Future
+from ferrodist.rpc.messages import MessageKind
+from ferrodist.rpc.neighbor import Neighbor
+from ferrodist.rpc.waits import Waits
+from ferrodist.rpc.window import Window
+from ferrodist.testing import check_leaks, run_ranks
+
+PATIENCE = 60.0
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that can't be looked at."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        """Raises."""
+        raise NotImplementedError(f"no {getattr(function, '__name__', function)} here")
+
+
+class Items(dict):
+    """A dict that can't be looked at."""
+
+    def items(self):
+        """Raises."""
+        raise OSError("no items here")
+
+
+class Nothing:
+    """Says of itself only that it can't."""
+
+    @property
+    def __class__(self):
+        """Raises."""
+        raise LookupError("no class here")
+
+
+class UnspeakableError(Exception):
+    """Its text ends threads."""
+
+    def __str__(self):
+        raise SystemExit
+
+
+def raise_unspeakable():
+    """What its name says."""
+    raise UnspeakableError
+
+
+ODD = {
+    "wrapped": lambda: torch.ones(3).as_subclass(Wrapped),
+    "items": lambda: Items(a=1),
+    "nothing": Nothing,
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+    "unspeakable": raise_unspeakable,
+}
+
+
+@pytest.fixture
+def make():
+    """Return a function that makes two agents; nothing of them may be left behind."""
+    made = []
+
+    def make_agents(functions, **options):
+        made.extend(RpcAgent(way, functions, **options) for way in SimulatedRpcBackend.create_group(2))
+        return made
+
+    with check_leaks():
+        yield make_agents
+        for agent in made:
+            agent.close()
+
+
+@pytest.mark.parametrize("to", [0, 1])
+@pytest.mark.parametrize("name", list(ODD))
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_odd_results(make, name, to):
+    """They are failures that the caller is told of, and the workers go on."""
+    agent, _ = make({**ODD, "one": lambda: 1}, num_workers=2)
+    for _ in range(0 if (to, name) == (0, "nested") else 5):  # which needs not travel to this rank
+        with pytest.raises(RpcError, match=f"'{name}'"):
+            raise agent.rpc_async(to, name).exception(PATIENCE)
+    assert agent.rpc_sync(to, "one", timeout=PATIENCE) == 1
+    assert agent.statistics().in_flight == 0
+
+
+def test_a_loop_that_is_stopped(make, caplog):
+    """It runs again, and ends with the agent."""
+
+    async def stop():
+        asyncio.get_running_loop().stop()
+        return "stopped"
+
+    async def go_on():
+        await asyncio.sleep(0)
+        return "going"
+
+    agent, _ = make({"stop": stop, "go_on": go_on})
+    with caplog.at_level(logging.CRITICAL):
+        for _ in range(3):
+            assert agent.rpc_sync(1, "stop", timeout=PATIENCE) == "stopped"
+            assert agent.rpc_sync(1, "go_on", timeout=PATIENCE) == "going"
+
+
+def test_waiting_in_an_async_function(make):
+    """All others would wait with it: it is told what to do."""
+
+    async def wait(how):
+        agent = agents[1]
+        if how == "sync":
+            return agent.rpc_sync(0, "one")
+        if how == "result":
+            return agent.rpc_async(0, "hold").result()
+        return await agent.rpc_async(0, "one")
+
+    release = threading.Event()
+    agents = make({"wait": wait, "one": lambda: 1, "hold": lambda: release.wait(PATIENCE)})
+    for how in ("sync", "result"):
+        with pytest.raises(RpcError, match=r"RuntimeError: an async function must not wait .* await agent\.rpc_async"):
+            agents[0].rpc_sync(1, "wait", how, timeout=PATIENCE)
+    release.set()
+    assert agents[0].rpc_sync(1, "wait", "await", timeout=PATIENCE) == 1
+
+
+def test_callbacks_that_end_threads(caplog):
+    """Others are called all the same, and whoever waits goes on; a group of TCP connections stays whole."""
+
+    def end(_):
+        raise SystemExit
+
+    def program(group):
+        with RpcContext(group, {"one": lambda: 1}) as agent:
+            if agent.rank:
+                return
+            called = []
+            for _ in range(20):
+                future = agent.rpc_async(1, "one")
+                future.add_done_callback(end)
+                future.add_done_callback(called.append)
+                assert future.result(PATIENCE) == 1
+                assert agent.rpc_sync(1, "one", timeout=PATIENCE) == 1
+            assert len(called) == 20
+
+    with caplog.at_level(logging.CRITICAL):
+        run_ranks(program, 2, backend="tcp")
+
+
+def test_futures_that_users_end(make):
+    """A result that comes later is passed over."""
+    release = threading.Event()
+    agent, _ = make({"hold": lambda: release.wait(PATIENCE), "one": lambda: 1})
+    futures = [agent.rpc_async(1, "hold") for _ in range(3)]
+    futures[0].set_result("mine")
+    futures[1].set_exception(KeyError("mine"))
+    release.set()
+    assert futures[0].result(PATIENCE) == "mine"
+    with pytest.raises(KeyError):
+        futures[1].result(PATIENCE)
+    assert futures[2].result(PATIENCE) is True
+    late = agent.rpc_async(1, "hold", timeout=0.001)
+    late.set_result("mine")
+    assert isinstance(agent.rpc_async(1, "nothing", timeout=PATIENCE).exception(PATIENCE), RpcError)
+    assert agent.rpc_sync(1, "one", timeout=PATIENCE) == 1
+
+
+class Workers:
+    """Threads that wait, none of which is a worker."""
+
+    def __init__(self):
+        self.waits = Waits(SimulatedRpcBackend.create_group(1)[0].signal)
+
+    def begin_wait(self):
+        """None is."""
+        return False
+
+
+def test_all_callbacks_are_called():
+    """Also when one that waits for the future leaves while they are."""
+    future, order, left = Future(Workers()), [], threading.Event()
+
+    def wait():
+        assert future.result(0.05) == 3
+        left.set()
+
+    waiting = threading.Thread(target=wait)
+    future.add_done_callback(lambda _: order.append("one") or left.wait(PATIENCE))
+    waiting.start()
+    while len(future._done_callbacks) < 2:  # the thread's is there
+        time.sleep(0)
+    future.add_done_callback(lambda _: order.append("two"))
+    with future._condition:
+        future._result, future._state = 3, "FINISHED"  # as set_result does, which then calls them
+    future._invoke_callbacks()  # which waits for that thread
+    waiting.join()
+    assert order == ["one", "two"]
+
+
+@pytest.mark.parametrize("timeout", ["3", True, None, float("nan"), -1])
+def test_timeouts_of_futures(timeout):
+    """They are numbers of seconds."""
+    future = Future(Workers())
+    if timeout is None:
+        future.settle(1)
+        assert future.result(timeout) == 1
+    else:
+        with pytest.raises((TypeError, ValueError), match="timeout must be"):
+            future.result(timeout)
+
+
+def test_one_worker_is_one(make):
+    """It waits for a place and for the result of its call, and is one that waits: no two are at a call."""
+    now, most, lock = [0], [0], threading.Lock()
+
+    def busy(to):
+        if to is not None:
+            agents[1].rpc_sync(to, "one", timeout=PATIENCE)
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.001)
+        with lock:
+            now[0] -= 1
+
+    agents = make({"busy": busy, "one": lambda: 1}, num_workers=1, most_outstanding=1)
+    threads = [
+        threading.Thread(target=lambda: [agents[0].rpc_sync(1, "busy", 0, timeout=PATIENCE) for _ in range(20)])
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for agent in agents:
+        workers = agent._switchboard.workers
+        assert workers._num_waiting == 0
+        assert 0 <= workers._num_running <= 1
+    assert most[0] == 1
+
+
+class Told:
+    """A signal of a test's."""
+
+    def __init__(self):
+        self.event = threading.Event()
+        self.num_sets = 0
+
+    def set(self):
+        """See `Signal`."""
+        self.num_sets += 1
+        self.event.set()
+
+    def wait(self, seconds):
+        """See `Signal`."""
+        was_set = self.event.wait(seconds)
+        self.event.clear()
+        return was_set
+
+
+def test_the_last_place():
+    """Whoever waits gets it, though no other one comes free."""
+    window = Window(8, Waits(Told))
+    assert all(window.enter(0.0) for _ in range(8))
+    assert not window.enter(0.0)
+    timer = threading.Timer(0.01, window.leave)
+    timer.start()
+    assert window.enter(PATIENCE)
+    timer.join()
+    assert not window.enter(0.01)
+    assert window._waiting == []
+
+
+def test_who_waits_goes_before_who_comes():
+    """And is woken once for a quarter of the places."""
+    signals = []
+
+    def make_signal():
+        signals.append(Told())
+        return signals[-1]
+
+    window = Window(8, Waits(make_signal))
+    assert all(window.enter(0.0) for _ in range(8))
+    window._waiting.append(make_signal())
+    window.leave()
+    assert not window.enter(0.0)
+    assert signals[0].num_sets == 0
+    for _ in range(4):
+        window.leave()
+    assert signals[0].num_sets == 1
+    assert window.enter(0.0)
+    window.close()
+    assert signals[0].num_sets == 2
+    assert window.enter(0.0)
+
+
+def test_interrupted_while_waiting_for_a_place():
+    """There is nobody then who waits."""
+
+    class Interrupted(Told):
+        def wait(self, seconds):
+            raise KeyboardInterrupt
+
+    window = Window(1, Waits(Interrupted))
+    assert window.enter(0.0)
+    with pytest.raises(KeyboardInterrupt):
+        window.enter(PATIENCE)
+    window.leave()
+    assert window.enter(0.0)
+
+
+def test_a_result_that_comes_when_its_time_is_over(make, monkeypatch):
+    """Whoever has taken it ends the call, which is waited for."""
+    agent, _ = make({"one": lambda: 1})
+    agent.wait_for_rank(1)
+    outgoing = agent._switchboard.outgoing
+    take, come, answers, threads = Neighbor._take, threading.Event(), [], []
+
+    def keep_result(self, kind, number, content):
+        if kind is not MessageKind.RESULT:
+            take(self, kind, number, content)
+            return
+        answers.append((1, number, kind, content))
+        come.set()
+
+    def give_up(_):
+        if not threads:
+            threads.append(threading.Thread(target=lambda: come.wait(PATIENCE) and outgoing.answered(*answers[0])))
+            threads[0].start()
+
+    monkeypatch.setattr(Neighbor, "_take", keep_result)
+    monkeypatch.setattr(outgoing.calls, "give_up", give_up)
+    assert agent.rpc_sync(1, "one", timeout=0.1) == 1
+    threads[0].join()

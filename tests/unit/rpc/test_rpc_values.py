@@ -1,0 +1,186 @@
+"""What goes from rank to rank, and how errors name the place of what does not."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from ferrodist.errors import RpcError
+from ferrodist.rpc import RpcAgent, SimulatedRpcBackend
+from ferrodist.rpc.messages import EXTENSIONS, Call, pack_call, pack_result, unpack_call, unpack_result
+
+_PATIENCE = 60.0
+
+
+@pytest.fixture
+def agents():
+    """Two agents with a function."""
+    made = [RpcAgent(way, {"echo": echo, "Box": Box}) for way in SimulatedRpcBackend.create_group(2)]
+    yield made
+    for agent in made:
+        agent.close()
+
+
+def echo(*values, **keywords):
+    """What it is given."""
+    return [*values, keywords]
+
+
+class Box:
+    """Has a method."""
+
+    def put(self, *values, **keywords):
+        """Take anything."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "place"),
+    [
+        ((set(),), {}, "argument [0] is of type set"),
+        ((1, 2, set()), {}, "argument [2] is of type set"),
+        (([1, 2, set()],), {}, "argument [0][2] is of type set"),
+        ((1, [2, {"a": (3, set())}]), {}, "argument [1][1]['a'][1] is of type set"),
+        (([[1, [2]], [2, [1, set()]]],), {}, "argument [0][1][1][1] is of type set"),
+        ((), {"value": set()}, "keyword ['value'] is of type set"),
+        ((), {"value": [1, set()]}, "keyword ['value'][1] is of type set"),
+        ((1, [2]), {"value": {"b": [1, 2, set()]}}, "keyword ['value']['b'][2] is of type set"),
+        ((), {"[1]": [1, [2, set()]]}, "keyword ['[1]'][1][1] is of type set"),
+        (({"[2]": {"[1]": set()}},), {}, "argument [0]['[2]']['[1]'] is of type set"),
+        (([{None: 1}],), {}, "argument [0][0] has the key None"),
+        ((), {"value": {None: 1}}, "keyword ['value'] has the key None"),
+    ],
+)
+def test_places(agents, arguments, keywords, place):
+    """Whatever is nested in what; of functions and of methods."""
+    box = agents[0].remote(1, "Box")
+    for title, call in (
+        ("echo", lambda: agents[0].rpc_sync(1, "echo", *arguments, **keywords)),
+        ("echo", lambda: agents[0].rpc_async(1, "echo", *arguments, **keywords)),
+        ("create", lambda: agents[0].remote(1, "Box", *arguments, **keywords)),
+        ("RRef.put", lambda: box.rpc_sync().put(*arguments, **keywords)),
+        ("RRef.put", lambda: box.remote().put(*arguments, **keywords)),
+    ):
+        with pytest.raises(TypeError, match=f"^{re.escape(f'the call of {title!r}: {place}')}"):
+            call()
+
+
+def test_places_in_results(agents):
+    """The caller is told."""
+    agents[1].register("give", lambda: {"a": [1, set()]})
+    with pytest.raises(RpcError, match=re.escape("the result['a'][1] is of type set")):
+        agents[0].rpc_sync(1, "give")
+
+
+def passed(value):
+    """A value as an argument, a keyword, and a result, after its way."""
+    call = unpack_call(pack_call(Call("echo", (value,), {"key": value}), EXTENSIONS), 1, EXTENSIONS)
+    return [call.arguments[0], call.keywords["key"], unpack_result(pack_result(value, EXTENSIONS), 1, EXTENSIONS)]
+
+
+@pytest.mark.parametrize("number", [0, -(2**63), 2**63 - 1, 2**63, 2**64 - 1])
+def test_integers(number):
+    """Of 64 bits, with a sign or without: alone, nested and as keys."""
+    for value in (number, [number], {"a": (number,)}, {number: 1}):
+        assert passed(value) == [value] * 3
+
+
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**30])
+def test_integers_that_are_too_large(number):
+    """They are refused alone and nested, and the place is named."""
+    for value, place in ((number, ""), ([number], "[0]"), ({"a": (number,)}, "['a'][0]")):
+        with pytest.raises(TypeError, match=re.escape(f"argument [0]{place} is {number}: integers that go from")):
+            pack_call(Call("echo", (value,), {}), EXTENSIONS)
+        with pytest.raises(TypeError, match=re.escape(f"the result{place} is {number}: integers that go from")):
+            pack_result(value, EXTENSIONS)
+
+
+class Kind(np.ndarray):
+    """A user's own."""
+
+
+NO_PLAIN_ARRAYS = [
+    np.ma.masked_array([1, 2], mask=[True, False]),
+    np.zeros(3).view(Kind),
+]
+
+
+@pytest.mark.parametrize("value", NO_PLAIN_ARRAYS, ids=lambda value: type(value).__name__)
+def test_arrays_that_are_more_than_their_elements(value):
+    """They don't lose what they are: they are refused."""
+    expected = re.escape(f"argument [1][0] is of type {type(value).__name__}, of which only the elements would arrive")
+    with pytest.raises(TypeError, match=expected):
+        pack_call(Call("echo", (1, [value]), {}), EXTENSIONS)
+
+
+def test_arrays_in_files(tmp_path):
+    """Arrive as arrays."""
+    array = np.memmap(tmp_path / "array", dtype=np.int32, shape=(3,), mode="w+")
+    array[:] = [1, 2, 3]
+    assert [type(found) for found in passed([array])[0]] == [np.ndarray]
+    assert passed([array])[0][0].tolist() == [1, 2, 3]
+
+
+def test_pickled_arrays():
+    """Where pickles are allowed, arrays that are no tensors arrive as what they are."""
+    made = [RpcAgent(way, {"echo": echo}, allow_pickle=True) for way in SimulatedRpcBackend.create_group(2)]
+    values = [
+        NO_PLAIN_ARRAYS[0],
+        np.array([{1}], dtype=object),
+        np.array(["a"]),
+        np.arange(3, dtype=">i4"),
+        np.arange(2),
+    ]
+    *found, _ = made[0].rpc_sync(1, "echo", *values, timeout=_PATIENCE)
+    for agent in made:
+        agent.close()
+    assert [(type(each), each.dtype, each.tolist()) for each in found] == [
+        (type(each), each.dtype, each.tolist()) for each in values
+    ]
+
+
+CANT_TRAVEL = {
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "compressed": lambda: torch.eye(2).to_sparse_csr(),
+    "meta": lambda: torch.ones(2, device="meta"),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "unsigned": lambda: torch.ones(2, dtype=torch.uint16),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "large": lambda: torch.eye(1000).to_sparse(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, that these are not finished, or will go
+@pytest.mark.parametrize("kind", CANT_TRAVEL)
+@pytest.mark.parametrize("to", [0, 1])
+def test_tensors_that_cant_travel(agents, kind, to):
+    """Functions and places are named, on the way there and on the way back; the agents go on."""
+    tensor = CANT_TRAVEL[kind]()
+    agent = agents[0]
+    agents[to].register("give", lambda: (1, [tensor]))
+    why = "is a (nested tensor: pass|tensor that does not go from rank to rank: )"
+    for call in (agent.rpc_sync, lambda *given: agent.rpc_async(*given).result(_PATIENCE)):
+        with pytest.raises(TypeError, match=rf"the call of 'echo': argument \[1\]\['a'\] {why}"):
+            call(to, "echo", 1, {"a": tensor})
+    with pytest.raises(RpcError, match=rf"the call of 'give' on rank {to}: the result\[1\]\[0\] {why}"):
+        agent.rpc_sync(to, "give", timeout=_PATIENCE)
+    reference = agent.reference([tensor])
+    with pytest.raises(RpcError, match=rf"the result\[0\] {why}"):
+        reference.to_here(_PATIENCE)
+    assert agent.rpc_sync(to, "echo", 1) == [1, {}]
+    assert agent.statistics().in_flight == 0
+
+
+def test_tensors_of_transforms(agents):
+    """What has no memory is a wrong argument."""
+    seen = []
+
+    def call(one):
+        with pytest.raises(TypeError, match=r"argument \[0\] is a tensor that does not go from rank to rank") as caught:
+            agents[0].rpc_sync(1, "echo", one)
+        seen.append(str(caught.value))
+        return one
+
+    torch.vmap(call)(torch.ones(3, 2))
+    assert len(seen) == 1
