@@ -26,7 +26,9 @@ from ferrodist.backends.mpi.waiting import wait_until
 from ferrodist.backends.process_group import use_group
 from ferrodist.deadline import Deadline
 from ferrodist.testing import BACKEND_CHECKS
-from ferrodist.testing.backend_checks import deadlines, endings, harness
+from ferrodist.testing.backend_checks import deadlines, endings, harness, subgroups
+from ferrodist.testing.backend_checks import messages as backend_messages
+from ferrodist.testing.collective_checks import messages, movement, reductions
 from ferrodist.testing.collective_conformance import COLLECTIVE_CHECKS
 
 if TYPE_CHECKING:
@@ -146,8 +148,9 @@ class MpiRunner:
         self.meet(self._all)
 
 
-def conform(folder: Path, num_ranks: str) -> dict[str, Any]:
-    """Run both suites, the collectives' with ``num_ranks``; and some of it with two ranks, in pieces."""
+def conform(folder: Path, extent: str) -> dict[str, Any]:
+    """Run both suites: whole, that of collectives with two ranks and some of it in pieces, or what MPI has a part in,
+    all with three."""
     runner = MpiRunner()
     things = SharedThings(folder)
     for module in (harness, deadlines, endings):
@@ -160,10 +163,14 @@ def conform(folder: Path, num_ranks: str) -> dict[str, Any]:
         except Exception:
             failures[name] = traceback.format_exc()
 
-    for check in BACKEND_CHECKS if runner.is_member(3) else ():
+    for check in BACKEND_CHECKS if extent == "whole" else _OF_BACKENDS:
         attempt(check.__name__, functools.partial(check, runner, 3))
-    whole = [(int(num_ranks), mover.MOST_BYTES, check) for check in COLLECTIVE_CHECKS]
-    for size, most, check in [*whole, *((2, 500, check) for check in _SOME)]:
+    if extent == "whole":
+        rounds = [(2, mover.MOST_BYTES, check) for check in COLLECTIVE_CHECKS]
+        rounds += [(2, _FEW_BYTES, check) for check in _IN_PIECES]
+    else:
+        rounds = [(3, mover.MOST_BYTES, check) for check in _OF_COLLECTIVES]
+    for size, most, check in rounds:
         if runner.is_member(size):
             mover.MOST_BYTES, mover.PIECE_BYTES = most, most // 2
             attempt(f"{check.__name__} of {size} ranks, at most {most} bytes", lambda: runner.run(size, check))  # noqa: B023
@@ -171,17 +178,24 @@ def conform(folder: Path, num_ranks: str) -> dict[str, Any]:
     return {"failures": failures, "num_ranks": runner.num_ranks}
 
 
-_SOME = [
+_FEW_BYTES = 10_000
+"""In place of MPI's own limit: large inputs of the checks are above, and small ones below."""
+
+_IN_PIECES = [
     check
     for check in COLLECTIVE_CHECKS
     if check.__name__
-    in {
-        "reductions_of_every_size",
-        "movement_of_every_size",
-        "movement_from_every_root",
-        "uneven_exchange",
-    }
+    in {"reductions_of_every_size", "movement_of_every_size", "movement_from_every_root", "uneven_exchange"}
 ]
+
+# What is refused or compared before any MPI is called is the same over all of them.
+_OF_BACKENDS = [
+    *backend_messages.MESSAGE_CHECKS,
+    deadlines.a_late_rank_is_named_by_all,
+    *endings.ENDING_CHECKS,
+    *subgroups.SUBGROUP_CHECKS,
+]
+_OF_COLLECTIVES = [*reductions.REDUCTION_CHECKS, *movement.MOVEMENT_CHECKS, *messages.MESSAGE_CHECKS]
 
 
 def kill(_folder: Path) -> dict[str, Any]:
@@ -212,9 +226,27 @@ def kill(_folder: Path) -> dict[str, Any]:
     return answer
 
 
+def _leave_slowly(group: fd.MpiBackend) -> None:
+    """Rank 1 closes the group last, and takes its time before its goodbye, which is when all threads may end."""
+    leave = group._leave_groups
+
+    def leave_slowly() -> None:
+        if group._progress.join(0.2):
+            sys.exit("the thread ended, and freed the communicators, before the goodbye")
+        leave()
+
+    if group.rank == 1:
+        assert wait_until(lambda: len(group._parted) == 2, Deadline(_PATIENCE)), "the others have not left"
+        group._leave_groups = leave_slowly
+    group.close()
+    if not group._progress.join(_PATIENCE):
+        os._exit(1)  # or this process would wait for the goodbye
+
+
 def meet(_folder: Path) -> dict[str, Any]:
-    """Rank 1 does not come to a group; the others tell what they see."""
+    """The ranks leave a group; rank 1 does not come to the next one, and the others tell what they see."""
     communicator = world.start().COMM_WORLD.Dup()
+    _leave_slowly(fd.MpiBackend(communicator, timeout=_PATIENCE))
     found = {}
     if communicator.Get_rank() != 1:
         try:

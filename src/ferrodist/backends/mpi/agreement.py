@@ -42,11 +42,19 @@ class MpiAgreement(Agreement):
         group: The group.
         mover: Its communicator's collectives.
         find_behind: ``find_behind(sequence)`` asks who has not entered the collective at a position.
+        look: Takes in the frames that have come.
     """
 
-    def __init__(self, group: Backend, mover: Mover, find_behind: Callable[[int], tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        group: Backend,
+        mover: Mover,
+        find_behind: Callable[[int], tuple[int, ...]],
+        look: Callable[[], object],
+    ) -> None:
         super().__init__(group)
         self._find_behind = find_behind
+        self._look = look
         self._backend = group
         self._mover = mover
         self.num_entered = 0
@@ -74,6 +82,7 @@ class MpiAgreement(Agreement):
                         raise group.failure.fresh()
                     late = self._find_behind(sequence)
                     raise self._fail(self.late_error(call, late, Elapsed.of(deadline)))
+                self._hear_who_gave_up()
             except (KeyboardInterrupt, SystemExit) as error:  # this rank is out of step with the others
                 group.abort(f"rank {group.rank} left {call} by {type(error).__name__}")
                 raise
@@ -81,6 +90,12 @@ class MpiAgreement(Agreement):
         records = [data[i : i + CALL_SIZE] for i in range(0, len(data), CALL_SIZE)]
         self._compare(records)
         return [payload_of(record) for record in records]
+
+    def _hear_who_gave_up(self) -> None:
+        """Raise when others have given this collective up: what they had given MPI before ends it for a late rank."""
+        self._look()
+        if isinstance(self._backend.failure, DistributedTimeoutError):
+            raise self._backend.failure.fresh()
 
     def _fail(self, error: DistributedError) -> DistributedError:
         self._backend.abort(error)

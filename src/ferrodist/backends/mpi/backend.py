@@ -57,6 +57,9 @@ _GRACE_SECONDS = 0.2
 _PARKING_SECONDS = 0.5
 """How long the news that a rank has left waits for that rank's own."""
 
+_LOOK_SECONDS = 0.05
+"""How long a rank that comes late waits for a look of another thread's, which may find that others have given up."""
+
 _MAX_REASON = 10_000
 """Characters of an error message, and ranks, that an ABORT frame carries."""
 
@@ -155,7 +158,9 @@ class MpiBackend(MailboxBackend):
         }
         self._messenger = Messenger(mpi, self._messages, self._on_frame)
         self.mover = MpiMover(mpi, collective, self._is_in_vain, self._explain, self._grace)
-        self.agreement: MpiAgreement = MpiAgreement(self, self.mover, self._find_behind)
+        self.agreement: MpiAgreement = MpiAgreement(
+            self, self.mover, self._find_behind, partial(self._look, _LOOK_SECONDS)
+        )
         self._process = os.getpid()
         self._progress = Progress(
             look=self._look,
@@ -264,10 +269,10 @@ class MpiBackend(MailboxBackend):
         """Move frames until ``done()``; False when that has not come within so many seconds."""
         return self._progress.wait_until(done, timeout)
 
-    def _look(self) -> bool:
+    def _look(self, patience: float = 0) -> bool:
         """Move what can be moved; whether there was anything."""
         try:
-            return self._messenger.look()
+            return self._messenger.look(patience)
         except ProtocolError as error:
             self.abort(error)
         except self._mpi.Exception as error:

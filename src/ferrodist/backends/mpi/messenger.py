@@ -132,9 +132,13 @@ class Messenger:
         with self._receiving, self._sending:
             self._has_ended = True
 
-    def look(self) -> bool:
-        """Move what can be moved, without waiting; whether there was anything. Raises what MPI raises."""
-        if not self._receiving.acquire(blocking=False):
+    def look(self, patience: float = 0) -> bool:
+        """Move what can be moved; whether there was anything. Raises what MPI raises.
+
+        Args:
+            patience: Seconds to wait for another thread that is looking; without, it does the work.
+        """
+        if not self._receiving.acquire(timeout=patience):
             return False
         try:
             return False if self._has_ended else self._look_out() | self._look_in()
