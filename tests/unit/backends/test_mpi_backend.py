@@ -10,8 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 import ferrodist as fd
+from ferrodist.backends.call import Call
 from ferrodist.backends.mpi import library
+from ferrodist.backends.mpi.agreement import MpiAgreement
 from ferrodist.backends.mpi.frame import HEADER_SIZE, MAX_PAYLOAD, Frame, Kind
+from ferrodist.backends.mpi.messenger import Messenger, Outgoing
 from ferrodist.backends.mpi.turns import Turns
 from ferrodist.backends.mpi.waiting import wait_until
 from ferrodist.deadline import Deadline
@@ -144,3 +147,63 @@ def test_waiting_keeps_its_deadline():
     assert wait_until(lambda: next(looks) == 500, Deadline(60))
     assert not wait_until(lambda: False, Deadline(0.01))
     assert not wait_until(lambda: False, Deadline(1e9), lambda: True)
+
+
+class _Mover:
+    """MPI's collectives end at once."""
+
+    def __init__(self):
+        self.turns = Turns(lambda: False)
+
+    def agree(self, own, table):
+        table.reshape(2, -1)[:] = own
+
+    def wait_for(self, _requests, _deadline):
+        return True
+
+
+@pytest.mark.parametrize("gave_up", [False, True])
+def test_a_late_rank_hears_that_others_gave_up(gave_up):
+    """A collective that others have given up raises on the rank that comes late, though MPI has ended it there."""
+    group = SimpleNamespace(rank=1, world_size=2, name="world", failure=None)
+
+    def look():
+        if gave_up:
+            group.failure = fd.DistributedTimeoutError("rank 1 was late", ranks=(1,))
+
+    agreement = MpiAgreement(group, _Mover(), lambda _sequence: (), look)
+    if gave_up:
+        with pytest.raises(fd.DistributedTimeoutError, match="rank 1 was late"):
+            agreement.reach(Call(operation="barrier"), 30)
+    else:
+        assert agreement.reach(Call(operation="barrier", payload=b"x"), 30) == [b"x", b"x"]
+
+
+class _NoMessages:
+    """A communicator of two ranks that takes what is sent and has nothing to receive."""
+
+    def __init__(self):
+        self.sent = []
+
+    def Get_size(self):
+        return 2
+
+    def Isend(self, buffer, destination, _tag):
+        self.sent.append(destination)
+        return SimpleNamespace(Test=lambda: True)
+
+    def Improbe(self, *_arguments):
+        return None
+
+
+def test_a_messenger_that_has_ended_leaves_its_communicator_alone():
+    """After its end nothing is sent or looked for, whoever still asks: the communicator may be gone."""
+    communicator = _NoMessages()
+    messenger = Messenger(SimpleNamespace(Status=object, BYTE=0, ANY_SOURCE=-1), communicator, lambda *_: None)
+    messenger.push(1, Outgoing(Frame(Kind.PING)))
+    assert communicator.sent == [1]
+    assert messenger.look()
+    messenger.end()
+    communicator.Isend = communicator.Improbe = lambda *_: pytest.fail("the communicator was used")
+    messenger.push(1, Outgoing(Frame(Kind.PING)))
+    assert not messenger.look()

@@ -119,14 +119,6 @@ class Messenger:
         """Whether all that was pushed has been sent."""
         return not any(way.waiting or way.taken for way in self._ways)
 
-    def leave_rest(self) -> None:
-        """Keep what is still under way, for good: nobody looks after it any more."""
-        for rank in range(len(self._ways)):
-            self.lose(rank)
-        for way in self._ways:
-            for request, _ in way.coming:
-                keep_for_ever(request)
-
     def end(self) -> None:
         """Return when no thread uses the communicator, and none will: it may be freed."""
         with self._receiving, self._sending:
