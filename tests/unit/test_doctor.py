@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,7 @@ from nccl_fakes import FakeNccl
 
 import ferrodist as fd
 from ferrodist import doctor
+from ferrodist.backends.mpi import library as mpi_library
 from ferrodist.backends.native import library as native_library
 from ferrodist.backends.nccl import library
 from ferrodist.cli import main
@@ -51,8 +53,18 @@ def test_versions_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found[name].detail == "no GPU in this test"
     assert not found["GPU fallback"].is_there
     assert found["native backend"].is_there is fd.is_native_available()
-    assert "not part of this version" in found["mpi backend"].detail
+    assert "not part of this version" in found["ucc backend"].detail
     assert "hybrid" not in found["chosen"].detail
+
+
+def test_mpi_is_told_with_its_version_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an MPI loads its name and version are shown, else why none does."""
+    monkeypatch.setattr(mpi_library, "_module", SimpleNamespace(get_vendor=lambda: ("Some MPI", (1, 2))))
+    assert _found()["mpi backend"] == doctor.Finding(name="mpi backend", is_there=True, detail="Some MPI 1.2")
+    monkeypatch.setattr(mpi_library, "_module", None)
+    monkeypatch.setattr(mpi_library, "_reason", "libmpi.so: not there")
+    assert not _found()["mpi backend"].is_there
+    assert "libmpi.so: not there" in _found()["mpi backend"].detail
 
 
 def test_nccl_is_told_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,9 @@ class Backend(ABC):
     collectives: Any = None
     """The backend's own `Collectives` for this group, or None: then messages carry them."""
 
+    mover: Any = None
+    """What moves bytes for all ranks at once, or None: see `collectives/moved.py`."""
+
     carries_cpu_tensors: bool = True
     """Whether collectives and messages of tensors on the CPU may use this group; its barriers and objects' sizes do."""
 

@@ -170,6 +170,11 @@ class Mailbox:
         """Bytes of messages that nobody has asked for, with what each counts for beside its own."""
         return self._unasked_bytes
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody has asked for a message that has not come."""
+        return bool(self._receives or self._matched)
+
     def post(self, receive: Receive, refusal: Callable[[], DistributedError | None]) -> None:
         """Ask for a message.
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.request import Late, Request
 
-__all__ = ["MAX_AHEAD", "Departure", "MailboxBackend", "Send"]
+__all__ = ["MAX_AHEAD", "Departure", "GroupReceive", "MailboxBackend", "Send"]
 
 _WORLD = 0
 _TAG_BITS = 128
@@ -84,7 +84,7 @@ class Send(BaseRequest):
         return self._backend.find_late(peers, within)
 
 
-class _GroupReceive(Receive):
+class GroupReceive(Receive):
     """A receive that knows its group."""
 
     __slots__ = ("_backend",)
@@ -158,7 +158,7 @@ class MailboxBackend(NonBlockingBackend):
 
     def _post(self, buffer: memoryview, source: int, tag: int) -> Request:
         """Ask for a message; ends with what `_refusal` says when none is there and none will come."""
-        receive = _GroupReceive(self, self._mailbox, buffer, source, tag)
+        receive = GroupReceive(self, self._mailbox, buffer, source, tag)
         self._mailbox.post(receive, partial(self._refusal, tag, source))
         return receive
 

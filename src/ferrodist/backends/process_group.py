@@ -7,10 +7,13 @@ import contextlib
 import sys
 import threading
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.base import Backend
 from ferrodist.backends.hybrid import HybridBackend, best_backend
+from ferrodist.backends.mpi import MpiBackend
 from ferrodist.backends.native import GlooBackend, NativeBackend
 from ferrodist.backends.nccl import NcclBackend
 from ferrodist.backends.sub import SubBackend
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from ferrodist.rendezvous import Membership
 
     Factory = Callable[[Membership, float, Deadline], Backend]
+    Opener = Callable[["_Asked", Deadline], tuple[Backend, Membership | None]]
 
 __all__ = [
     "default_group",
@@ -38,7 +42,7 @@ __all__ = [
     "use_group",
 ]
 
-_ANNOUNCED = ("mpi", "ucc")
+_ANNOUNCED = ("ucc",)
 
 _local_group: ContextVar[Backend | None] = ContextVar("ferrodist_group", default=None)
 _lock = threading.Lock()
@@ -53,6 +57,17 @@ class _Process:
 
 
 _process = _Process()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """The arguments of `init_process_group`."""
+
+    rank: int | None
+    world_size: int | None
+    init_method: str | None
+    timeout: float
+    secret: str | bytes | None
 
 
 def init_process_group(
@@ -70,8 +85,9 @@ def init_process_group(
     it is aborted first, so that the other ranks raise `GroupAbortedError`, which says what that was.
 
     Args:
-        backend: "native", "gloo", "tcp", "hybrid", "nccl", or a name given to `register_backend`. None takes hybrid
-            where every rank has NCCL and a GPU, else native where it is installed, else tcp.
+        backend: "native", "gloo", "tcp", "hybrid", "nccl", "mpi", or a name given to `register_backend`. None takes
+            hybrid where every rank has NCCL and a GPU, else native where it is installed, else tcp. With "mpi" the
+            ranks are those that ``mpiexec`` has started, and ``init_method`` and ``secret`` are not needed.
         rank: This rank; None takes RANK from the environment.
         world_size: Number of ranks; None takes WORLD_SIZE.
         init_method: ``env://`` (the default: torchrun's variables MASTER_ADDR and MASTER_PORT), ``tcp://host:port``
@@ -87,22 +103,38 @@ def init_process_group(
         BackendUnavailable: This installation has no such backend, or some rank can't use it.
         ValueError: ``backend`` or ``init_method`` is unknown, or the environment lacks a variable.
     """
-    factory = _factory(backend)
+    opener = _OPENERS.get(backend or "") or partial(_meet_and_open, _factory(backend))
     deadline = Deadline(check_timeout(timeout))
+    asked = _Asked(rank=rank, world_size=world_size, init_method=init_method, timeout=timeout, secret=secret)
     with _lock:
         if _process.group is not None:
             raise ValueError("this process has a default group: call destroy_process_group() before making another")
-        membership = rendezvous(
-            init_method, rank=rank, world_size=world_size, timeout=deadline.remaining(), secret=secret
-        )
-        try:
-            group = factory(membership, timeout, deadline)
-        except BaseException:
-            membership.close()
-            raise
+        group, membership = opener(asked, deadline)
         _process.group, _process.membership = group, membership
     atexit.register(_leave_at_exit)
     return group
+
+
+def _meet_and_open(factory: Factory, asked: _Asked, deadline: Deadline) -> tuple[Backend, Membership]:
+    membership = rendezvous(
+        asked.init_method,
+        rank=asked.rank,
+        world_size=asked.world_size,
+        timeout=deadline.remaining(),
+        secret=asked.secret,
+    )
+    try:
+        return factory(membership, asked.timeout, deadline), membership
+    except BaseException:
+        membership.close()
+        raise
+
+
+def _open_mpi(asked: _Asked, deadline: Deadline) -> tuple[Backend, None]:
+    """The group of an MPI job, whose ranks MPI has brought together."""
+    if asked.init_method is not None:
+        raise ValueError(f"the mpi backend's ranks have met through MPI: leave init_method={asked.init_method!r} out")
+    return MpiBackend.of_job(asked.rank, asked.world_size, asked.timeout, deadline), None
 
 
 def destroy_process_group() -> None:
@@ -216,7 +248,7 @@ def register_backend(name: str, factory: Factory) -> None:
     Raises:
         ValueError: The name is taken.
     """
-    if name in _FACTORIES or name in _ANNOUNCED:
+    if name in _FACTORIES or name in _OPENERS or name in _ANNOUNCED:
         raise ValueError(f"there is a backend {name!r} already")
     _FACTORIES[name] = factory
 
@@ -234,7 +266,7 @@ def _factory(name: str | None) -> Factory:
 
 
 def _known() -> str:
-    return ", ".join(sorted(_FACTORIES))
+    return ", ".join(sorted([*_FACTORIES, *_OPENERS]))
 
 
 _FACTORIES: dict[str, Factory] = {
@@ -244,3 +276,6 @@ _FACTORIES: dict[str, Factory] = {
     "nccl": NcclBackend.from_membership,
     "tcp": TcpBackend.from_membership,
 }
+
+_OPENERS: dict[str, Opener] = {"mpi": _open_mpi}
+"""Backends whose ranks meet by themselves."""

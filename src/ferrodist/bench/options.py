@@ -55,7 +55,11 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     option("--sizes", metavar="LIST", help="bytes, such as 8,64K or 8..256M for powers of two (default: the suite's)")
     option("--ranks", metavar="LIST", help="numbers of ranks, such as 2,4 (default 2, and for groups 2,8)")
     option("--dtypes", metavar="LIST", default="float32", help=f"of {_values(DataType)} (default %(default)s)")
-    option("--peers", metavar="LIST", help=f"of {_values(Peer)} (default the suite's: all but native-tcp and tcp)")
+    option(
+        "--peers",
+        metavar="LIST",
+        help=f"of {_values(Peer)} (default the suite's: all but native-tcp, tcp, mpi-*)",
+    )
     option("--rounds", type=int, metavar="N", help="batches of each peer in a case (default 40)")
     option("--seconds", type=float, metavar="S", help="a case ends after this time, and 5 rounds (default 8)")
     amount = parser.add_mutually_exclusive_group()

@@ -21,6 +21,8 @@ class Peer(enum.Enum):
     NATIVE_SYMMETRIC = "native-symmetric"
     NATIVE_TCP = "native-tcp"
     TCP = "tcp"
+    OVER_MPICH = "mpi-mpich"
+    OVER_OPENMPI = "mpi-openmpi"
     GLOO = "gloo"
     MPICH = "mpich"
     MPICH_SINGLE = "mpich-single"
@@ -40,6 +42,11 @@ class Peer(enum.Enum):
         return _LIBRARIES.get(self)
 
     @property
+    def mpi_below(self) -> MpiLibrary | None:
+        """The MPI that moves its bytes, if it is ours over one."""
+        return _BELOW.get(self)
+
+    @property
     def thread_level(self) -> str:
         """What an MPI peer asks of MPI; "multiple" is mpi4py's default."""
         return "single" if self in {Peer.MPICH_SINGLE, Peer.OPENMPI_SINGLE} else "multiple"
@@ -50,6 +57,8 @@ _TITLES = {
     Peer.NATIVE_SYMMETRIC: "ferrodist, symmetric",
     Peer.NATIVE_TCP: "ferrodist, TCP",
     Peer.TCP: "ferrodist, Python",
+    Peer.OVER_MPICH: "ferrodist, MPICH",
+    Peer.OVER_OPENMPI: "ferrodist, Open MPI",
     Peer.GLOO: "gloo",
     Peer.MPICH: "MPICH",
     Peer.MPICH_SINGLE: "MPICH single",
@@ -66,7 +75,16 @@ _LIBRARIES = {
     Peer.OPENMPI_SINGLE: MpiLibrary.OPENMPI,
 }
 
-OURS = {Peer.NATIVE: "native", Peer.NATIVE_SYMMETRIC: "native", Peer.NATIVE_TCP: "gloo", Peer.TCP: "tcp"}
+_BELOW = {Peer.OVER_MPICH: MpiLibrary.MPICH, Peer.OVER_OPENMPI: MpiLibrary.OPENMPI}
+
+OURS = {
+    Peer.NATIVE: "native",
+    Peer.NATIVE_SYMMETRIC: "native",
+    Peer.NATIVE_TCP: "gloo",
+    Peer.TCP: "tcp",
+    Peer.OVER_MPICH: "mpi",
+    Peer.OVER_OPENMPI: "mpi",
+}
 """Ferrodist's peers and the names of their backends; all are compared with the first of them that was measured."""
 
 LIMITS = (Peer.LIMIT, Peer.IPERF3)

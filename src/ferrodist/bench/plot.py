@@ -28,6 +28,8 @@ _COLORS = {
     Peer.NATIVE_SYMMETRIC: "#08519c",
     Peer.NATIVE_TCP: "#3182bd",
     Peer.TCP: "#9ecae1",
+    Peer.OVER_MPICH: "#a1d99b",
+    Peer.OVER_OPENMPI: "#bcbddc",
     Peer.GLOO: "#d95f0e",
     Peer.MPICH: "#31a354",
     Peer.MPICH_SINGLE: "#31a354",

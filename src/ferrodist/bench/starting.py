@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ferrodist.bench.environments import obtain_environment
+from ferrodist.bench.environments import EnvironmentUnavailableError, obtain_environment
 from ferrodist.bench.hosts import NUM_HOSTS, host_of
 from ferrodist.bench.peers import MpiLibrary, Peer
 from ferrodist.rendezvous.secret import SECRET_VARIABLE
@@ -52,6 +53,8 @@ def start_commands(
         if hosts is not None:
             options += ["--address", hosts.meeting_of(peer)]
         module = [sys.executable, "-m", "ferrodist.bench.worker", *options]
+        if peer.mpi_below is not None:
+            return [[*_through_mpi(peer.mpi_below, num_ranks, tell), *module]]
         prefixes = [[] if hosts is None else hosts.prefix(host_of(rank, num_ranks)) for rank in range(num_ranks)]
         return [[*prefix, *module, "--rank", str(rank)] for rank, prefix in enumerate(prefixes)]
     environment = obtain_environment(library, tell)
@@ -61,6 +64,15 @@ def start_commands(
         hosts.write_agent(agent)
         command = [*hosts.prefix(0), *command, *_host_options(hosts, num_ranks, agent)]
     return [[*command, str(environment.python), str(_FOREIGN), "worker", *options]]
+
+
+def _through_mpi(library: MpiLibrary, num_ranks: int, tell: Callable[[str], None]) -> list[str]:
+    """What starts our own ranks over an MPI: in this interpreter, with that MPI's library."""
+    if importlib.util.find_spec("mpi4py") is None:
+        raise EnvironmentUnavailableError("mpi4py is not installed here: pip install 'ferrodist[mpi]'")
+    environment = obtain_environment(library, tell)
+    setting = f"MPI4PY_LIBMPI={environment.library}"
+    return ["env", setting, str(environment.mpiexec), *_launcher_options(library), "-n", str(num_ranks)]
 
 
 def rank_environment(environment: Mapping[str, str], peer: Peer, hosts: EmulatedHosts | None = None) -> dict[str, str]:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 from ferrodist.collectives.device_streams import Handover, streams_of
+from ferrodist.collectives.moved import MovedCollectives
 from ferrodist.collectives.pending import EnqueuedCollective, OperationQueue, PendingCollective, QueuedCollective
 from ferrodist.collectives.reference import ReferenceCollectives
 
@@ -93,13 +94,14 @@ collector: ContextVar[Collector | None] = ContextVar("ferrodist_collector", defa
 
 
 def collectives_of(group: Backend) -> Collectives:
-    """The engine of a group: its own when it offers one, else the reference implementation."""
+    """The engine of a group: its own when it offers one, else ours over its mover, or else over its messages."""
     engine: Collectives | None = group.collectives
     if engine is not None:
         return engine
     found = group.attachments.get(_KEY)
     if found is None:
-        found = group.attachments.setdefault(_KEY, ReferenceCollectives(group))
+        made = ReferenceCollectives(group) if group.mover is None else MovedCollectives(group)
+        found = group.attachments.setdefault(_KEY, made)
     assert isinstance(found, ReferenceCollectives)
     return found
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.backends.request import Request
 
-__all__ = ["ReferenceCollectives"]
+__all__ = ["ReferenceCollectives", "Run", "call_of", "is_tiny", "payload_for"]
 
 _ONE_STEP_BYTES = 64 * 1024
 """Up to here one step with more bytes is faster than two with fewer."""
@@ -87,8 +87,10 @@ class ReferenceCollectives:
 
     def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int) -> None:
         """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
-        tiny = _is_tiny(source, op)
-        run = self._enter(_call("allreduce", source, op=op), _payload(source if tiny else None, op), timeout, sequence)
+        tiny = is_tiny(source, op)
+        run = self._enter(
+            call_of("allreduce", source, op=op), payload_for(source if tiny else None, op), timeout, sequence
+        )
         if tiny:
             out.copy_(fold(op, run.tensors(source.dtype, [source.numel()] * run.world_size), run.factors(op)))
         elif run.world_size == 1:
@@ -114,9 +116,9 @@ class ReferenceCollectives:
         sequence: int,
     ) -> None:
         """Fold ``source`` over the ranks into the root's ``out``, which may be its ``source``; None elsewhere."""
-        tiny = _is_tiny(source, op)
-        call = _call("reduce", source, op=op, root=root)
-        run = self._enter(call, _payload(source if tiny else None, op), timeout, sequence)
+        tiny = is_tiny(source, op)
+        call = call_of("reduce", source, op=op, root=root)
+        run = self._enter(call, payload_for(source if tiny else None, op), timeout, sequence)
         if tiny or run.world_size == 1:
             inputs = run.tensors(source.dtype, [source.numel()] * run.world_size) if tiny else [source]
             if out is not None:
@@ -143,8 +145,8 @@ class ReferenceCollectives:
         """Copy the root's ``tensor`` into every rank's."""
         tiny = tensor.nbytes <= MAX_PAYLOAD
         mine = self._group.rank == root
-        payload = _payload(tensor if tiny and mine else None)
-        run = self._enter(_call("broadcast", tensor, root=root), payload, timeout, sequence)
+        payload = payload_for(tensor if tiny and mine else None)
+        run = self._enter(call_of("broadcast", tensor, root=root), payload, timeout, sequence)
         if mine and (tiny or run.world_size == 1):
             return
         if tiny:
@@ -176,7 +178,7 @@ class ReferenceCollectives:
     ) -> None:
         """Copy every rank's ``source`` into every ``out``, one after the other; ``counts[r]`` is rank r's size."""
         tiny = max(counts) * source.element_size() <= MAX_PAYLOAD
-        run = self._enter(_call("all_gather", out, dim=dim), _payload(source if tiny else None), timeout, sequence)
+        run = self._enter(call_of("all_gather", out, dim=dim), payload_for(source if tiny else None), timeout, sequence)
         chunks = torch.split(out, list(counts))
         if tiny:
             for chunk, tensor in zip(chunks, run.tensors(source.dtype, counts), strict=True):
@@ -196,7 +198,7 @@ class ReferenceCollectives:
         sequence: int,
     ) -> None:
         """Copy every rank's ``source`` into the root's ``out``; None elsewhere."""
-        run = self._enter(_call("gather", source, root=root, count=sum(counts)), b"", timeout, sequence)
+        run = self._enter(call_of("gather", source, root=root, count=sum(counts)), b"", timeout, sequence)
         if out is None:
             run.exchange([(root, source)], [])
             return
@@ -215,7 +217,7 @@ class ReferenceCollectives:
         sequence: int,
     ) -> None:
         """Copy part r of the root's ``source``, of ``counts[r]`` elements, into rank r's ``out``."""
-        run = self._enter(_call("scatter", out, root=root, count=sum(counts)), b"", timeout, sequence)
+        run = self._enter(call_of("scatter", out, root=root, count=sum(counts)), b"", timeout, sequence)
         if source is None:
             run.exchange([], [(root, out)])
             return
@@ -235,8 +237,8 @@ class ReferenceCollectives:
         sequence: int,
     ) -> None:
         """Fold part r of every rank's ``source`` into rank r's ``out``."""
-        call = _call("reduce_scatter", source, op=op, dim=dim)
-        run = self._enter(call, _payload(None, op), timeout, sequence)
+        call = call_of("reduce_scatter", source, op=op, dim=dim)
+        run = self._enter(call, payload_for(None, op), timeout, sequence)
         run.fold_chunks(out, source, counts, op)
 
     def all_to_all(
@@ -251,20 +253,20 @@ class ReferenceCollectives:
         sequence: int,
     ) -> None:
         """Send part r of ``source`` to rank r, and collect what the ranks sent here in ``out``."""
-        run = self._enter(_call("all_to_all", source, count=unit), b"", timeout, sequence)
+        run = self._enter(call_of("all_to_all", source, count=unit), b"", timeout, sequence)
         outgoing, incoming = torch.split(source, list(send_counts)), torch.split(out, list(receive_counts))
         incoming[run.rank].copy_(outgoing[run.rank])
         run.exchange_uneven(
             [(peer, outgoing[peer]) for peer in run.peers], [(peer, incoming[peer]) for peer in run.peers], unit
         )
 
-    def _enter(self, call: Call, payload: bytes, timeout: float, sequence: int) -> _Run:
+    def _enter(self, call: Call, payload: bytes, timeout: float, sequence: int) -> Run:
         deadline = Deadline(timeout)
         call = call.with_payload(payload)
-        return _Run(self._group, call, sequence, deadline, self._group.agreement.reach(call, timeout, sequence))
+        return Run(self._group, call, sequence, deadline, self._group.agreement.reach(call, timeout, sequence))
 
 
-class _Run:
+class Run:
     """One collective that all ranks have agreed on, under way."""
 
     def __init__(self, group: Backend, call: Call, sequence: int, deadline: Deadline, payloads: list[bytes]) -> None:
@@ -274,13 +276,13 @@ class _Run:
         self._group = group
         self._call = call
         self._sequence = sequence
-        self._deadline = deadline
+        self.deadline = deadline
         self._payloads = payloads
         self._tag = channel_tag(Channel.DATA, sequence)
 
     def tensor(self, rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         """The elements that came with a rank's call."""
-        payload = self._payload(rank, count * dtype.itemsize)
+        payload = self.payload(rank, count * dtype.itemsize)
         if not payload:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype)
@@ -293,9 +295,10 @@ class _Run:
         """Every rank's factor of a premultiplied sum."""
         if not isinstance(op, PremultipliedSum):
             return None
-        return [_FACTOR.unpack(self._payload(rank, _FACTOR.size))[0] for rank in range(self.world_size)]
+        return [_FACTOR.unpack(self.payload(rank, _FACTOR.size))[0] for rank in range(self.world_size)]
 
-    def _payload(self, rank: int, size_bytes: int) -> bytes:
+    def payload(self, rank: int, size_bytes: int) -> bytes:
+        """The bytes that came with a rank's call, which must be so many."""
         payload = self._payloads[rank]
         if len(payload) != size_bytes:
             error = ProtocolError(
@@ -313,13 +316,13 @@ class _Run:
         receives: Iterable[tuple[int, torch.Tensor]],
     ) -> None:
         """One step: receive each (rank, tensor) and send each, all at once."""
-        self._guard(
+        self.guard(
             lambda: wait_all(
                 self._start(
                     [(peer, tensor) for peer, tensor in sends if tensor.numel()],
                     [(peer, tensor) for peer, tensor in receives if tensor.numel()],
                 ),
-                self._deadline,
+                self.deadline,
             )
         )
 
@@ -331,14 +334,14 @@ class _Run:
         def start_and_wait() -> None:
             pending = self._start(sends, receives)
             try:
-                wait_all(pending, self._deadline)
+                wait_all(pending, self.deadline)
             except SizeMismatchError as error:
                 for (peer, tensor), request in zip(receives, pending, strict=False):  # the receives come first
                     if _has_other_size(request):
-                        raise self._unmet(peer, tensor.numel() // unit) from error
+                        raise self.unmet(peer, tensor.numel() // unit) from error
                 raise
 
-        self._guard(start_and_wait)
+        self.guard(start_and_wait)
 
     def _start(
         self, sends: Iterable[tuple[int, torch.Tensor]], receives: Iterable[tuple[int, torch.Tensor]]
@@ -356,7 +359,8 @@ class _Run:
             raise
         return pending
 
-    def _unmet(self, peer: int, num_rows: int) -> SizeMismatchError:
+    def unmet(self, peer: int, num_rows: int) -> SizeMismatchError:
+        """The error of a rank that sends another number of rows than this one expects."""
         return SizeMismatchError(
             f"{self._call} on group {self._group.name!r}, operation {self._sequence}: rank {self.rank} expects"
             f" {num_rows} {'row' if num_rows == 1 else 'rows'} from rank {peer} (recv_counts[{peer}]), which sends it"
@@ -398,7 +402,7 @@ class _Run:
             distance <<= 1
         self.exchange([(child, tensor) for child in children], [])
 
-    def _guard(self, action: Callable[[], None]) -> None:
+    def guard(self, action: Callable[[], None]) -> None:
         """Run a step; what fails in the middle of a collective ends the group, for its ranks are out of step now."""
         try:
             action()
@@ -408,7 +412,7 @@ class _Run:
             failure = self._group.failure or DistributedTimeoutError(
                 f"{self._call} on group {self._group.name!r}, operation {self._sequence}: all ranks have called it, but"
                 f" rank {self.rank} was still exchanging data with {ranks_text(error.ranks)} after"
-                f" {Elapsed.of(self._deadline)}{error.detail}. Pass a larger timeout, or look at what is going"
+                f" {Elapsed.of(self.deadline)}{error.detail}. Pass a larger timeout, or look at what is going"
                 " on there.",
                 ranks=error.ranks,
             )
@@ -433,7 +437,7 @@ def _peers_of(rank: int, world_size: int) -> list[int]:
     return [(rank + i) % world_size for i in range(1, world_size)]
 
 
-def _call(
+def call_of(
     operation: str,
     tensor: torch.Tensor,
     *,
@@ -442,6 +446,7 @@ def _call(
     dim: int = -1,
     count: int | None = None,
 ) -> Call:
+    """What other ranks see of a collective on a tensor."""
     return Call(
         operation=operation,
         dtype=str(tensor.dtype).removeprefix("torch."),
@@ -452,12 +457,13 @@ def _call(
     )
 
 
-def _is_tiny(source: torch.Tensor, op: Op) -> bool:
+def is_tiny(source: torch.Tensor, op: Op) -> bool:
     """Whether the elements travel with the call; the room is taken by the factor of a premultiplied sum."""
     return source.nbytes <= MAX_PAYLOAD and not isinstance(op, PremultipliedSum)
 
 
-def _payload(tensor: torch.Tensor | None, op: Op | None = None) -> bytes:
+def payload_for(tensor: torch.Tensor | None, op: Op | None = None) -> bytes:
+    """What travels with a call: the elements of a tiny tensor, or the factor of a premultiplied sum."""
     if isinstance(op, PremultipliedSum):
         return _FACTOR.pack(op.factor)
     return b"" if tensor is None else bytes(bytes_of(tensor))

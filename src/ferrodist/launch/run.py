@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 from ferrodist.launch.console import complain
 from ferrodist.launch.environment import LOOPBACK, Attempt, find_free_port, rank_environment, usable_cores
+from ferrodist.launch.mpi import run_mpiexec
+from ferrodist.launch.pmi import PmiServer
 from ferrodist.launch.report import failure_report, stop_report
 from ferrodist.launch.signals import SignalInbox
-from ferrodist.launch.spec import DEFAULT_TIMEOUT_BEFORE_KILL, LaunchSpec, ProgramKind
+from ferrodist.launch.spec import DEFAULT_TIMEOUT_BEFORE_KILL, LaunchSpec, MpiLauncher, ProgramKind
 from ferrodist.launch.worker_group import GroupOutcome, RankProcess, Sinks, WorkerGroup
 from ferrodist.rendezvous.secret import make_secret
 
@@ -44,6 +46,8 @@ def launch(spec: LaunchSpec) -> int:
     Raises:
         RankFailedError: If a process could not be started at all.
     """
+    if spec.mpi is MpiLauncher.MPIEXEC:
+        return run_mpiexec(spec, usable_cores())
     secret = spec.secret or make_secret()
     run_id = spec.run_id or (uuid.uuid4().hex if spec.nnodes == 1 else "none")
     max_attempts = spec.max_restarts + 1
@@ -70,17 +74,22 @@ def launch(spec: LaunchSpec) -> int:
 def _run_attempt(spec: LaunchSpec, attempt: Attempt, inbox: SignalInbox, sinks: Sinks) -> GroupOutcome:
     cores = usable_cores()
     command = spec.command()
-    ranks = (
-        RankProcess(
-            rank=spec.global_rank(local_rank),
-            command=command,
-            environment=rank_environment(spec, attempt, local_rank, base=os.environ, cores=cores),
-            owns_stdin=spec.nproc_per_node == 1,
+    with PmiServer(spec.world_size) if spec.mpi is MpiLauncher.PMI else contextlib.nullcontext() as pmi:
+        ranks = (
+            RankProcess(
+                rank=spec.global_rank(local_rank),
+                command=command,
+                environment={
+                    **rank_environment(spec, attempt, local_rank, base=os.environ, cores=cores),
+                    **(pmi.environment(local_rank) if pmi is not None else {}),
+                },
+                owns_stdin=spec.nproc_per_node == 1,
+                descriptors=(pmi.descriptor(local_rank),) if pmi is not None else (),
+            )
+            for local_rank in range(spec.nproc_per_node)
         )
-        for local_rank in range(spec.nproc_per_node)
-    )
-    with WorkerGroup(ranks, timeout_before_kill=spec.timeout_before_kill, inbox=inbox, sinks=sinks) as group:
-        return group.run()
+        with WorkerGroup(ranks, timeout_before_kill=spec.timeout_before_kill, inbox=inbox, sinks=sinks) as group:
+            return group.run()
 
 
 @contextlib.contextmanager
@@ -136,6 +145,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     option("--rdzv-backend", _rendezvous_backend, "NAME", "c10d or static, as torchrun's; the ranks meet in one way")
     option("--max-restarts", int, "N", "start all ranks again up to N times after a failure (default 0)")
     option("--timeout-before-kill", float, "S", "seconds between asking ranks to end and SIGKILL (default 5)")
+    parser.add_argument(
+        "--mpi",
+        choices=[launcher.value for launcher in MpiLauncher],
+        help="the ranks are an MPI's: mpiexec has its own mpiexec start them; pmi starts MPICH's without one",
+    )
     parser.add_argument("--standalone", action="store_true", help="one host, the default; as torchrun's")
     parser.add_argument("-m", "--module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument(
@@ -217,6 +231,7 @@ def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:
         max_restarts=arguments.max_restarts or 0,
         timeout_before_kill=DEFAULT_TIMEOUT_BEFORE_KILL if grace is None else grace,
         run_id=arguments.rdzv_id,
+        mpi=None if arguments.mpi is None else MpiLauncher(arguments.mpi),
     )
 
 

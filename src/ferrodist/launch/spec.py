@@ -12,7 +12,7 @@ from pathlib import Path
 from ferrodist.deadline import check_timeout
 from ferrodist.launch.limits import check_rank_count
 
-__all__ = ["DEFAULT_TIMEOUT_BEFORE_KILL", "LaunchSpec", "ProgramKind"]
+__all__ = ["DEFAULT_TIMEOUT_BEFORE_KILL", "LaunchSpec", "MpiLauncher", "ProgramKind"]
 
 DEFAULT_TIMEOUT_BEFORE_KILL = 5.0
 """Seconds between asking the ranks to end and SIGKILL."""
@@ -24,6 +24,13 @@ class ProgramKind(enum.Enum):
     SCRIPT = "script"  # python program args
     MODULE = "module"  # python -m program args
     EXECUTABLE = "executable"  # program args
+
+
+class MpiLauncher(enum.Enum):
+    """Who starts an MPI's ranks."""
+
+    MPIEXEC = "mpiexec"  # the MPI's own, which this process becomes
+    PMI = "pmi"  # this process, as MPICH's process manager
 
 
 def _secret_of_environment() -> str | None:
@@ -48,6 +55,7 @@ class LaunchSpec:
         run_id: Name of the job, the same on all hosts. None makes one up for one host.
         secret: What the ranks prove to each other; taken from ``FERRODIST_SECRET`` by default. None makes
             one, and is allowed for one host only.
+        mpi: Who starts the ranks, where they are an MPI's; None where they are not.
 
     Raises:
         ValueError: For values that cannot be launched; the message says what to give instead.
@@ -65,6 +73,7 @@ class LaunchSpec:
     timeout_before_kill: float = DEFAULT_TIMEOUT_BEFORE_KILL
     run_id: str | None = None
     secret: str | None = field(default_factory=_secret_of_environment, repr=False)
+    mpi: MpiLauncher | None = None
 
     def __post_init__(self) -> None:
         if self.nproc_per_node < 1:
@@ -81,6 +90,7 @@ class LaunchSpec:
                 f"--timeout-before-kill must be 0 or more seconds, not {self.timeout_before_kill:g}"
             ) from None
         self._check_rendezvous()
+        self._check_mpi()
         self._check_program()
 
     def _check_rendezvous(self) -> None:
@@ -111,6 +121,14 @@ class LaunchSpec:
                 f"{self.nnodes} hosts need one secret: set FERRODIST_SECRET to the same value on each "
                 "(make one with 'ferrodist secret')"
             )
+
+    def _check_mpi(self) -> None:
+        if self.mpi is None:
+            return
+        if self.nnodes > 1:
+            raise ValueError("--mpi starts the ranks of one host: over several, use the MPI's own mpiexec, or srun")
+        if self.mpi is MpiLauncher.MPIEXEC and self.max_restarts:
+            raise ValueError("--max-restarts goes with --mpi pmi: mpiexec starts its ranks once")
 
     def _check_program(self) -> None:
         if not self.program:

@@ -57,12 +57,14 @@ class RankProcess:
         command: Program and arguments.
         environment: The whole environment.
         owns_stdin: Whether it reads what the user types. One rank may; several would fight for it.
+        descriptors: What it inherits beside its standard streams.
     """
 
     rank: int
     command: Sequence[str]
     environment: Mapping[str, str]
     owns_stdin: bool = False
+    descriptors: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +223,7 @@ class WorkerGroup:
             process = subprocess.Popen(  # noqa: S603 - the program to run is the user's own
                 (*entry, *rank.command),
                 env=dict(rank.environment),
+                pass_fds=rank.descriptors,
                 stdin=None if rank.owns_stdin else subprocess.DEVNULL,
                 stdout=pipe,
                 stderr=pipe,

@@ -25,6 +25,9 @@ from ferrodist.bench.rounds import RoundSettings
 from ferrodist.bench.suites import Suite
 from ferrodist.cli import build_parser, main
 
+_ASKED_FOR = {Peer.NATIVE_TCP, Peer.TCP, Peer.OVER_MPICH, Peer.OVER_OPENMPI}
+"""Who is measured only when named."""
+
 
 def parse(*arguments):
     return bench_options(build_parser().parse_args(["bench", *arguments]))
@@ -93,7 +96,13 @@ def test_options():
     (chapter,) = options.chapters
     assert chapter.suite is Suite.COLLECTIVES
     assert Operation.SEND_RECV not in chapter.operations
-    assert set(Peer) - set(chapter.peers) == {Peer.NATIVE_TCP, Peer.TCP, Peer.IPERF3}
+    assert set(Peer) - set(chapter.peers) == {
+        Peer.NATIVE_TCP,
+        Peer.TCP,
+        Peer.OVER_MPICH,
+        Peer.OVER_OPENMPI,
+        Peer.IPERF3,
+    }
     assert (chapter.ranks, chapter.dtypes) == ((2,), (DataType.FLOAT32,))
     assert (chapter.sizes[0], chapter.sizes[-1], options.num_rounds, options.reports) == (8, 1 << 28, 40, None)
     quick = parse("--quick", "--rounds", "3", "--ranks", "4,2,4", "--peers", "limit,native")
@@ -128,7 +137,13 @@ def test_peers_are_started_once_for_all_suites():
         ["groups"],
         ["hosts"],
     ]
-    assert set(stages[0].peers) == set(Peer) - {Peer.NATIVE_TCP, Peer.TCP, Peer.IPERF3}
+    assert set(stages[0].peers) == set(Peer) - {
+        Peer.NATIVE_TCP,
+        Peer.TCP,
+        Peer.OVER_MPICH,
+        Peer.OVER_OPENMPI,
+        Peer.IPERF3,
+    }
     assert len(stages[0].cases()) == 6 + 1 + 1 + 1 + 2
     assert all(case.num_hosts == 2 for _, case in stages[3].cases())
 

@@ -38,7 +38,10 @@ class FerrodistAdapter(Adapter):
         self.rank, self.num_ranks = place.rank, place.num_ranks
         self._backend = OURS[peer]
         self.join(place.init_method)
+        self.rank = fd.default_group().rank  # an MPI tells its ranks itself
         self.versions = {"ferrodist": fd.__version__, "torch": str(torch.__version__)}
+        if peer.mpi_below is not None:
+            self.versions["library"] = peer.mpi_below.value
 
     def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
         """See `Adapter.make_call`."""
@@ -69,6 +72,9 @@ class FerrodistAdapter(Adapter):
 
     def join(self, init_method: str) -> None:
         """See `Adapter.join`."""
+        if self._backend == "mpi":
+            fd.init_process_group("mpi", world_size=self.num_ranks)
+            return
         fd.init_process_group(self._backend, rank=self.rank, world_size=self.num_ranks, init_method=init_method)
 
     def leave(self) -> None:

@@ -1,0 +1,565 @@
+"""A group whose ranks are those of an MPI communicator."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ferrodist.backends.mailbox import EAGER_LIMIT, Message, copy_bytes
+from ferrodist.backends.mailbox_backend import MAX_AHEAD, Departure, GroupReceive, MailboxBackend, Send
+from ferrodist.backends.mpi import world
+from ferrodist.backends.mpi.agreement import MpiAgreement
+from ferrodist.backends.mpi.frame import MAX_PAYLOAD, Frame, Kind
+from ferrodist.backends.mpi.library import library_version
+from ferrodist.backends.mpi.messenger import Messenger, Outgoing
+from ferrodist.backends.mpi.mover import MpiMover
+from ferrodist.backends.mpi.progress import Progress
+from ferrodist.backends.request import Late, answer_seconds
+from ferrodist.backends.tags import group_of_tag, group_tag
+from ferrodist.backends.tcp.live import track
+from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
+from ferrodist.errors import (
+    BackendUnavailable,
+    DistributedError,
+    DistributedTimeoutError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    PeerLostError,
+    ProtocolError,
+    error_from_wire,
+    error_to_wire,
+    ranks_text,
+)
+from ferrodist.rendezvous.environment import read_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ferrodist.backends.request import Request
+
+__all__ = ["MpiBackend"]
+
+_WORLD = 0
+_LOW_64 = (1 << 64) - 1
+
+_CLOSE_SECONDS = 5.0
+"""How long `MpiBackend.close` waits until what this rank has sent is with MPI's other ranks."""
+
+_GRACE_SECONDS = 0.2
+_PARKING_SECONDS = 0.5
+"""How long the news that a rank has left waits for that rank's own."""
+
+_LOOK_SECONDS = 0.05
+"""How long a rank that comes late waits for a look of another thread's, which may find that others have given up."""
+
+_MAX_REASON = 10_000
+"""Characters of an error message, and ranks, that an ABORT frame carries."""
+
+_DIED = Departure(what="died: MPI reports its process as failed")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parked:
+    """The end of a group that another rank tells of, before the rank that is its reason has.
+
+    Args:
+        group_id: The group.
+        error: The reason.
+        deadline: When to act on it all the same.
+    """
+
+    group_id: int
+    error: DistributedError
+    deadline: Deadline
+
+
+class _Receive(GroupReceive):
+    """A receive whose waiting moves the group's frames."""
+
+    __slots__ = ()
+
+    def ended_within(self, timeout: float) -> bool:
+        """Wait at most ``timeout`` seconds for the end; False when it has not come."""
+        backend = self._backend
+        assert isinstance(backend, MpiBackend)
+        return self._done or backend.move_until(self.done, timeout)
+
+
+class MpiBackend(MailboxBackend):
+    """A rank of a group over MPI: Open MPI, MPICH, or another one that mpi4py drives.
+
+    MPI moves bytes: collectives by its own non-blocking collectives, messages by its messages. Which call belongs to
+    which is agreed on before, and what is reduced is folded here, in rank order. So errors, deadlines and bits are
+    those of the other backends, in every dtype.
+
+    The ranks are started by ``mpiexec``, ``srun`` or ``ferrodist run --mpi``. All of them make the group, and may make
+    several. MPI is started with the first, unless the program has, and ended when the interpreter exits and all ranks
+    have left all groups.
+
+    A rank that dies is `PeerLostError` on the others under Open MPI with ``mpiexec --with-ft ulfm``; `shrink` then
+    makes a group of those that are left. Elsewhere ``mpiexec`` ends the job.
+
+    Args:
+        communicator: An intracommunicator of mpi4py, of which duplicates are used; None is MPI.COMM_WORLD.
+        timeout: Seconds a blocking call may take when it names no timeout itself.
+        name: What error messages call the group.
+        connect_timeout: Seconds for all ranks to come; None takes ``timeout``.
+
+    Raises:
+        BackendUnavailable: There is no mpi4py or no MPI here, or not one that several threads may call.
+        RendezvousError: On every rank, when some did not come in time; they are named.
+    """
+
+    def __init__(
+        self,
+        communicator: Any = None,
+        *,
+        timeout: float = DEFAULT_COLLECTIVE_TIMEOUT,
+        name: str = "world",
+        connect_timeout: float | None = None,
+    ) -> None:
+        deadline = Deadline(check_timeout(timeout if connect_timeout is None else connect_timeout))
+        self._mpi = mpi = world.start()
+        parent = mpi.COMM_WORLD if communicator is None else communicator
+        if not isinstance(parent, mpi.Intracomm) or parent == mpi.COMM_NULL:
+            raise TypeError(f"communicator must be an intracommunicator of mpi4py, not {parent!r}")
+        super().__init__(parent.Get_rank(), parent.Get_size(), timeout=timeout, name=name)
+        self._communicators = world.duplicate(mpi, parent, name, deadline)
+        self._messages, collective = self._communicators
+        self._numbers = itertools.count(1)
+        self._sent: dict[Send, int] = {}  # by send that can still be taken back: its number
+        self._offers: dict[int, Send] = {}  # by message number: waiting for a GRANT
+        self._incoming: dict[tuple[int, int], Message] = {}  # by source and number: offered to this rank, not whole
+        self._streaming = threading.RLock()  # a message's pieces are queued as one
+        self._parked: list[_Parked] = []
+        self._parted: set[int] = set()  # ranks that have left the world, or died
+        self._has_said_goodbye = False
+        self._answers: Counter[int] = Counter()  # by rank: PONGs
+        self._entered: dict[int, int] = {}  # by rank: collectives it has entered, as it last said
+        self._watches_deaths = world.call_safely(mpi, self._messages.Get_failed) is not None
+        self._actions: dict[Kind, Callable[[int, Frame, memoryview], None]] = {
+            Kind.EAGER: self._on_eager,
+            Kind.OFFER: self._on_offer,
+            Kind.GRANT: self._on_grant,
+            Kind.DATA: self._on_data,
+            Kind.WITHDRAW: self._on_withdraw,
+            Kind.ABORT: self._on_abort,
+            Kind.LEFT: self._on_left,
+            Kind.PING: self._on_ping,
+            Kind.PONG: self._on_pong,
+        }
+        self._messenger = Messenger(mpi, self._messages, self._on_frame)
+        self.mover = MpiMover(mpi, collective, self._is_in_vain, self._explain, self._grace)
+        self.agreement: MpiAgreement = MpiAgreement(
+            self, self.mover, self._find_behind, partial(self._look, _LOOK_SECONDS)
+        )
+        self._process = os.getpid()
+        self._progress = Progress(
+            look=self._look,
+            patrol=self._patrol,
+            is_awaited=lambda: bool(self._sent) or self._mailbox.is_awaited,
+            is_over=self._is_over,
+            ended=self._release,
+            name=f"ferrodist-mpi-{name}-{self.rank}",
+        )
+        world.use(self)
+        track(self)
+        self._progress.start()
+
+    @classmethod
+    def of_job(cls, rank: int | None, world_size: int | None, timeout: float, deadline: Deadline) -> MpiBackend:
+        """The group of all ranks of this process's MPI job.
+
+        Args:
+            rank: What the user says this rank is, or None.
+            world_size: What the user, or the environment, says their number is, or None.
+            timeout: Seconds a blocking call may take when it names no timeout itself.
+            deadline: When all must have come.
+
+        Raises:
+            InvalidWorldSizeError, InvalidRankError: MPI says otherwise.
+        """
+        communicator = world.start().COMM_WORLD
+        size, own = communicator.Get_size(), communicator.Get_rank()
+        if world_size is None and size == 1:  # alone, or started by what is no MPI's launcher
+            world_size = read_environment().world_size
+        if world_size not in (None, size):
+            hint = ": it was not started by an MPI's mpiexec, or by another MPI's" if size == 1 else ""
+            raise InvalidWorldSizeError(
+                f"the world size is to be {world_size}, but {library_version()} says that this process is one of"
+                f" {size}{hint}. Start the program with mpiexec -n {world_size} or ferrodist run --mpi"
+            )
+        if rank not in (None, own):
+            raise InvalidRankError(f"the rank is to be {rank}, but {library_version()} says that this is rank {own}")
+        return cls(communicator, timeout=timeout, connect_timeout=deadline.remaining())
+
+    # Sending.
+
+    def _start_send(self, send: Send) -> None:
+        number = next(self._numbers)
+        self._sent[send] = number
+        size = len(send.data)
+        if size <= EAGER_LIMIT:
+            frame = self._message_frame(Kind.EAGER, send, number)
+            self._push(send.peer, Outgoing(frame, send.data, send, partial(self._given, send)))
+        else:
+            self._offers[number] = send
+            self._push(send.peer, Outgoing(self._message_frame(Kind.OFFER, send, number), owner=send))
+
+    def _stream(self, send: Send, number: int) -> None:
+        """Queue a message that was granted, in pieces."""
+        size = len(send.data)
+        for start in range(0, size, MAX_PAYLOAD):
+            stop = min(start + MAX_PAYLOAD, size)
+            on_taken = partial(self._given, send) if stop == size else None
+            frame = self._message_frame(Kind.DATA, send, number, offset=start)
+            self._push(send.peer, Outgoing(frame, send.data[start:stop], send, on_taken))
+
+    def _given(self, send: Send) -> None:
+        """MPI has a message's last bytes."""
+        if self._sent.pop(send, None) is not None:
+            self._finish_send(send)
+
+    def _take_back(self, send: Send) -> bool:
+        with self._streaming:
+            number = self._sent.pop(send, None)
+            if number is None:
+                return False  # MPI has it
+            offered = self._offers.pop(number, None)
+            num_dropped = self._messenger.drop(send.peer, send)
+        if self._messenger.is_lost(send.peer):
+            return True
+        if len(send.data) <= EAGER_LIMIT:
+            return num_dropped > 0 or self._was_given(send)
+        if offered is None and num_dropped == 0:
+            return self._was_given(send)
+        self._push(send.peer, Outgoing(self._message_frame(Kind.WITHDRAW, send, number)))
+        return True
+
+    def _was_given(self, send: Send) -> bool:
+        """MPI has taken the last frame just now."""
+        self._finish_send(send)
+        return False
+
+    def _message_frame(self, kind: Kind, send: Send, number: int, *, offset: int = 0) -> Frame:
+        return Frame(kind, number, group_of_tag(send.tag), send.tag & _LOW_64, len(send.data), offset)
+
+    def _push(self, rank: int, outgoing: Outgoing) -> None:
+        try:
+            self._messenger.push(rank, outgoing)
+        except self._mpi.Exception as error:
+            self._explain(error)
+
+    # Receiving.
+
+    def _post(self, buffer: memoryview, source: int, tag: int) -> Request:
+        receive = _Receive(self, self._mailbox, buffer, source, tag)
+        self._mailbox.post(receive, partial(self._refusal, tag, source))
+        return receive
+
+    def move_until(self, done: Callable[[], bool], timeout: float) -> bool:
+        """Move frames until ``done()``; False when that has not come within so many seconds."""
+        return self._progress.wait_until(done, timeout)
+
+    def _look(self, patience: float = 0) -> bool:
+        """Move what can be moved; whether there was anything."""
+        try:
+            return self._messenger.look(patience)
+        except ProtocolError as error:
+            self.abort(error)
+        except self._mpi.Exception as error:
+            self._explain(error)
+        return True
+
+    def _on_frame(self, source: int, frame: Frame, payload: memoryview) -> None:
+        self._actions[frame.kind](source, frame, payload)
+
+    def _on_eager(self, source: int, frame: Frame, payload: memoryview) -> None:
+        message = _new_message(source, frame)
+        if self._accept(message) and len(payload):
+            self._mailbox.write(message, partial(_copy, payload), 0, len(payload))
+
+    def _on_offer(self, source: int, frame: Frame, _payload: memoryview) -> None:
+        message = _new_message(source, frame)
+        message.grant = partial(self._grant, message, frame.message)
+        self._incoming[source, frame.message] = message  # before it may be granted
+        if not self._accept(message):
+            self._incoming.pop((source, frame.message), None)
+
+    def _grant(self, message: Message, number: int) -> None:
+        message.granted = True
+        self._push(message.source, Outgoing(Frame(Kind.GRANT, number)))
+
+    def _on_grant(self, source: int, frame: Frame, _payload: memoryview) -> None:
+        with self._streaming:
+            send = self._offers.get(frame.message)
+            if send is not None and send.peer == source:  # else taken back meanwhile
+                del self._offers[frame.message]
+                self._stream(send, frame.message)
+
+    def _on_data(self, source: int, frame: Frame, payload: memoryview) -> None:
+        message = self._incoming.get((source, frame.message))
+        if message is None:
+            return  # withdrawn, or its group has failed
+        if not message.granted or frame.offset != message.num_received or frame.size_bytes != message.size_bytes:
+            raise ProtocolError(
+                f"a piece of message {frame.message} of rank {source} out of its order", ranks=(source,)
+            )
+        end = frame.offset + len(payload)
+        if end == frame.size_bytes:
+            self._incoming.pop((source, frame.message), None)
+        self._mailbox.write(message, partial(_copy, payload), frame.offset, end)
+
+    def _on_withdraw(self, source: int, frame: Frame, _payload: memoryview) -> None:
+        message = self._incoming.pop((source, frame.message), None)
+        if message is not None:
+            self._mailbox.withdraw(message)
+
+    def _on_abort(self, source: int, frame: Frame, payload: memoryview) -> None:
+        try:
+            name, text, ranks = msgspec.msgpack.decode(payload, type=tuple[str, str, tuple[int, ...]])
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"an ABORT frame whose reason can't be read ({error})", ranks=(source,)) from None
+        if not self._is_told(source, frame):
+            return
+        reason = error_from_wire(name, text, ranks)
+        if self._unheard_leavers(frame.group, reason):
+            self._parked.append(_Parked(frame.group, reason, Deadline(_PARKING_SECONDS)))
+        else:
+            self._fail_group(frame.group, reason)
+
+    def _unheard_leavers(self, group_id: int, error: DistributedError) -> set[int]:
+        """The ranks that a group is told to have lost, and that have not said goodbye here yet.
+
+        What they sent before that is on its way too, and others may have been faster to say that they left: see
+        [Note: left and died].
+        """
+        members = self._members.get(group_id, ())
+        if not isinstance(error, PeerLostError) or not all(rank < len(members) for rank in error.ranks):
+            return set()
+        named = {members[rank] for rank in error.ranks} - {self.rank}
+        return {rank for rank in named if self._departure(group_id, rank) is None}
+
+    def _act_on_parked(self) -> None:
+        """Fail groups whose lost ranks have been heard of meanwhile, or have not for long."""
+        for parked in self._parked.copy():
+            if parked.deadline.expired or not self._unheard_leavers(parked.group_id, parked.error):
+                with contextlib.suppress(ValueError):  # another thread has
+                    self._parked.remove(parked)
+                    self._fail_group(parked.group_id, parked.error)
+
+    def _on_left(self, source: int, frame: Frame, _payload: memoryview) -> None:
+        if self._is_told(source, frame):
+            self._peer_left(frame.group, source)
+        self._act_on_parked()
+        if frame.group == _WORLD:
+            self._entered[source] = frame.message
+            self._parted.add(source)
+
+    def _is_told(self, source: int, frame: Frame) -> bool:
+        """Whether to act on a notice of a group's end: not on one of a group that its sender is no member of."""
+        if not self._may_be_ahead(frame.group, source):
+            raise ProtocolError(
+                f"rank {source} tells of the ends of more than {MAX_AHEAD} groups that rank {self.rank} has not made",
+                ranks=(source,),
+            )
+        return self._is_member(frame.group, source)
+
+    def _forget_messages(self, applies: Callable[[Message], bool]) -> None:
+        super()._forget_messages(applies)
+        for key, message in self._incoming.copy().items():  # other threads take from it
+            if applies(message):
+                self._incoming.pop(key, None)
+
+    # Who is there, and who is late.
+
+    def _on_ping(self, source: int, _frame: Frame, _payload: memoryview) -> None:
+        self._push(source, Outgoing(Frame(Kind.PONG, self.agreement.num_entered)))
+
+    def _on_pong(self, source: int, frame: Frame, _payload: memoryview) -> None:
+        self._entered[source] = frame.message
+        self._answers[source] += 1
+
+    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
+        """Put a wait in vain down to those of the peers that do not answer, or else to all; see `Backend.find_late`."""
+        if within == 0 or self.failure is not None:
+            return Late(ranks=peers)
+        silent = self._find_silent(peers, within)
+        if not silent:
+            return Late(ranks=peers)
+        who = f"{ranks_text(silent)} of group {self.name!r}"
+        return Late(ranks=silent, detail=f" ({who} {'does' if len(silent) == 1 else 'do'} not answer)")
+
+    def _find_behind(self, sequence: int) -> tuple[int, ...]:
+        """The ranks that have not entered a collective, or don't answer; all others when every one has."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        silent = self._find_silent(others, answer_seconds(self.timeout))
+        behind = [rank for rank in others if rank in silent or self._entered.get(rank, 0) <= sequence]
+        return tuple(behind or others)
+
+    def _find_silent(self, ranks: Iterable[int], within: float) -> tuple[int, ...]:
+        before = {rank: self._answers[rank] for rank in ranks}
+        for rank in before:
+            self._push(rank, Outgoing(Frame(Kind.PING)))
+
+        def silent() -> tuple[int, ...]:
+            return tuple(sorted(rank for rank, count in before.items() if self._answers[rank] == count))
+
+        self.move_until(lambda: not silent() or self.failure is not None, within)
+        return silent()
+
+    def _is_in_vain(self) -> bool:
+        """Whether a collective that this rank is in can't end: fails the group when a rank has left before it."""
+        if self.failure is not None:
+            return True
+        for rank in self._parted.copy():
+            departure = self._departure(_WORLD, rank)
+            if departure is not None and self._entered.get(rank, 0) < self.agreement.num_entered:
+                self.abort(departure)
+                return True
+        return False
+
+    def _grace(self) -> float:
+        """Seconds for which a collective may still end that this rank is in, when the group has failed.
+
+        A rank that left after this collective makes the next one fail, and the news of that may be here before the
+        last bytes of this one.
+        """
+        return _GRACE_SECONDS if isinstance(self.failure, PeerLostError) else 0.0
+
+    def _patrol(self) -> None:
+        """Look whether ranks have died, where MPI tells; called from time to time."""
+        self._act_on_parked()
+        if not self._watches_deaths:
+            return
+        mpi, messages = self._mpi, self._messages
+        failed = world.call_safely(mpi, messages.Get_failed)
+        if failed is None or failed.Get_size() == 0:
+            return
+        numbers = failed.Translate_ranks(list(range(failed.Get_size())), messages.Get_group())
+        for rank in set(numbers) - self._parted:
+            self._parted.add(rank)
+            self._messenger.lose(rank)
+            for key, message in self._incoming.copy().items():
+                if key[0] == rank:
+                    self._incoming.pop(key, None)
+                    self._mailbox.withdraw(message)
+            self._peer_died(rank, _DIED)
+        world.call_safely(mpi, messages.Ack_failed)  # or receives from any rank are refused
+
+    def _explain(self, error: Exception) -> None:
+        """End the group for what MPI raised: for the ranks that have died, if that is the reason."""
+        mpi = self._mpi
+        deaths = {mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED}
+        self._patrol()
+        is_known = bool(self._parted) and isinstance(error, mpi.Exception) and error.Get_error_class() in deaths
+        if self.failure is None and not is_known:  # one that had left before it died is nobody's loss
+            self.abort(world.translate(mpi, error))
+
+    # Notices, and the end.
+
+    def _notify_abort(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
+        name, message, ranks = error_to_wire(error)
+        payload = msgspec.msgpack.encode((name, message[:_MAX_REASON], ranks[:_MAX_REASON]))
+        for rank in members:
+            if rank != self.rank:
+                self._push(rank, Outgoing(Frame(Kind.ABORT, group=group_id), payload))
+
+    def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
+        for rank in members:
+            if rank != self.rank:
+                self._push(rank, Outgoing(Frame(Kind.LEFT, self.agreement.num_entered, group_id)))
+
+    def close(self, timeout: float | None = None) -> None:
+        """Leave the group; see `Backend.close`.
+
+        Args:
+            timeout: Seconds to wait until MPI has sent what this rank has; None for five.
+        """
+        deadline = Deadline(_CLOSE_SECONDS if timeout is None else check_timeout(timeout))
+        if os.getpid() != self._process or not self._close_groups():
+            return  # closed already, or in a forked child: MPI is the parent's
+        try:
+            self._leave_groups()
+            self._has_said_goodbye = True
+            self.move_until(self._messenger.is_idle, deadline.remaining())
+        finally:
+            self._run_close_callbacks()
+
+    def _is_over(self) -> bool:
+        """Whether nothing comes or goes any more: this rank has said that it left the group, and so have all others.
+
+        A rank that is closing it has not said so yet, and the others wait for that.
+        """
+        return self._has_said_goodbye and len(self._parted) == self.world_size - 1 and self._messenger.is_idle()
+
+    def _release(self) -> None:
+        """All ranks have left: called by the thread that moved the frames, as its last act."""
+        self._messenger.end()  # a thread that closes the group may look yet
+        if _WORLD not in self._failures:  # of a group that has failed something may be under way
+            for communicator in self._communicators:
+                world.call_safely(self._mpi, communicator.Free)
+        world.forget(self)
+
+    def has_parted(self, patience: float) -> bool:
+        """Wait until all ranks have left the group; whether they have, ``patience`` seconds after a failure."""
+        while not self._progress.join(patience):
+            if _WORLD in self._failures or os.getpid() != self._process:
+                return False
+        return True
+
+    def leave_to_parent(self, error: DistributedError) -> None:
+        """In a forked child: the group stays the parent's, and using it here raises ``error``, and does not hang."""
+        self._state_lock = threading.Lock()  # the parent's threads may have held it
+        self._ended = error
+
+    def shrink(self, *, timeout: float | None = None, name: str | None = None) -> MpiBackend:
+        """A new group of the ranks that are left, in their order; all of them call this.
+
+        This group stays failed; close it when you like. Needs Open MPI and ``mpiexec --with-ft ulfm``.
+
+        Args:
+            timeout: Seconds for all to come; None takes the group's.
+            name: What error messages call the new group; None for this one's name.
+
+        Raises:
+            BackendUnavailable: This MPI can't go on after the death of a rank.
+            DistributedTimeoutError: Some rank that is left did not call it in time.
+        """
+        limit = self.timeout if timeout is None else check_timeout(timeout)
+        deadline = Deadline(limit)
+        mpi = self._mpi
+        if not self._watches_deaths:
+            raise BackendUnavailable(
+                f"{library_version()} can't make a group of the ranks that are left: use Open MPI, started with"
+                " mpiexec --with-ft ulfm"
+            )
+        communicator = world.in_thread(self._messages.Shrink, deadline)
+        if isinstance(communicator, Exception):
+            raise world.translate(mpi, communicator) from communicator
+        if communicator is None:
+            raise DistributedTimeoutError(
+                f"shrink of group {self.name!r} on rank {self.rank}: not all of the ranks that are left called it"
+                f" within {limit:g} s"
+            )
+        communicator.Set_errhandler(mpi.ERRORS_RETURN)
+        return MpiBackend(
+            communicator, timeout=self.timeout, name=name or self.name, connect_timeout=deadline.remaining()
+        )
+
+
+def _new_message(source: int, frame: Frame) -> Message:
+    return Message(source, group_tag(frame.group, frame.tag), frame.size_bytes)
+
+
+def _copy(source: memoryview, target: memoryview) -> int:
+    copy_bytes(target, source)
+    return len(source)

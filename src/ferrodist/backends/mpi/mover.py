@@ -1,0 +1,174 @@
+"""The bytes of a group's collectives, by MPI's own: started, then looked after until they end or the deadline passes.
+
+Everything is `MPI_BYTE` in host memory, so no element type can come out wrong. What one call moves in all stays below
+2 GiB, which is what counts and places are counted in; more goes as messages, of at most 1 GiB each.
+
+An MPI collective can't be taken back. One that is given up is kept with its buffers for good, and its group has failed.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from ferrodist.backends.call import CALL_SIZE
+from ferrodist.backends.mpi.turns import Turns
+from ferrodist.backends.mpi.waiting import keep_for_ever, wait_until
+from ferrodist.deadline import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Block = tuple[int, int]
+
+__all__ = ["MpiMover"]
+
+MOST_BYTES = (1 << 31) - 1
+"""What the counts of one MPI collective can say."""
+
+PIECE_BYTES = 1 << 30
+
+
+class MpiMover:
+    """MPI's collectives on one communicator, which all ranks start in the same order.
+
+    Each method starts one and returns what to `wait_for`. Buffers are flat and of bytes, sizes are in bytes, by rank.
+
+    Args:
+        mpi: The module ``mpi4py.MPI``.
+        communicator: One that nothing else uses.
+        is_in_vain: Whether a wait is: the group has failed, or does with this for a rank that has left it.
+        explain: Ends the group for an exception of MPI's.
+        grace: Seconds that a wait which has become vain goes on.
+    """
+
+    def __init__(
+        self,
+        mpi: Any,
+        communicator: Any,
+        is_in_vain: Callable[[], bool],
+        explain: Callable[[Exception], None],
+        grace: Callable[[], float],
+    ) -> None:
+        self._grace = grace
+        self._mpi = mpi
+        self._communicator = communicator
+        self._is_in_vain = is_in_vain
+        self._explain = explain
+        self.turns = Turns(is_in_vain)
+        self.rank: int = communicator.Get_rank()
+        self.world_size: int = communicator.Get_size()
+
+    def wait_for(self, requests: list[Any], deadline: Deadline) -> bool:
+        """Wait until all have ended; False when they have not in time, or the group has, and they are kept for good."""
+        pending = list(requests)
+
+        def done() -> bool:
+            while pending and pending[-1].Test():
+                pending.pop()
+            return not pending
+
+        is_done = False
+        try:
+            is_done = wait_until(done, deadline, self._is_in_vain)
+            if not is_done and self._is_in_vain():
+                is_done = wait_until(done, Deadline(self._grace()))
+        except self._mpi.Exception as error:
+            self._explain(error)
+        finally:
+            if not is_done:
+                for request in pending:
+                    keep_for_ever(request)
+        return is_done
+
+    def abandon(self, requests: list[Any]) -> None:
+        """Keep for good what nobody will wait for."""
+        for request in requests:
+            keep_for_ever(request)
+
+    def agree(self, own: Any, table: Any) -> Any:
+        """Every rank's call to every rank."""
+        byte = self._mpi.BYTE
+        return self._communicator.Iallgather([own, CALL_SIZE, byte], [table, CALL_SIZE, byte])
+
+    def all_gather(self, out: memoryview, sizes: Sequence[int]) -> list[Any]:
+        """Fill ``out`` with every rank's part; this rank's is in its place already."""
+        if len(out) > MOST_BYTES:
+            parts = _parts(out, sizes)
+            peers = self._peers()
+            return self._exchange([(peer, parts[self.rank]) for peer in peers], [(peer, parts[peer]) for peer in peers])
+        return [self._communicator.Iallgatherv(self._mpi.IN_PLACE, self._divided(out, sizes))]
+
+    def all_to_all(
+        self, out: memoryview, incoming: Sequence[Block], source: memoryview, outgoing: Sequence[Block]
+    ) -> list[Any]:
+        """Send block r of ``source`` to rank r, and take rank r's into block r of ``out``.
+
+        A block is where it begins and its size. This rank's own are of no bytes: what stays here is not moved.
+        """
+        if max(len(out), len(source)) > MOST_BYTES:
+            return self._exchange(
+                [(peer, source[place : place + size]) for peer in self._peers() for place, size in [outgoing[peer]]],
+                [(peer, out[place : place + size]) for peer in self._peers() for place, size in [incoming[peer]]],
+            )
+        byte = self._mpi.BYTE
+        to, from_ = [
+            [data, ([size for _, size in blocks], [place for place, _ in blocks]), byte]
+            for data, blocks in ((source, outgoing), (out, incoming))
+        ]
+        return [self._communicator.Ialltoallv(to, from_)]
+
+    def broadcast(self, data: memoryview, root: int) -> list[Any]:
+        """Copy the root's ``data`` to all."""
+        return [self._communicator.Ibcast([piece, len(piece), self._mpi.BYTE], root) for piece in _pieces(data)]
+
+    def gather(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Any]:
+        """Fill the root's ``data`` with every other rank's, whose size is its own; the root's part is in its place."""
+        mpi = self._mpi
+        if self.rank != root:
+            if sum(sizes) > MOST_BYTES:
+                return self._exchange([(root, data)], [])
+            return [self._communicator.Igatherv([data, len(data), mpi.BYTE], None, root)]
+        if sum(sizes) > MOST_BYTES:
+            parts = _parts(data, sizes)
+            return self._exchange([], [(peer, parts[peer]) for peer in self._peers()])
+        return [self._communicator.Igatherv(mpi.IN_PLACE, self._divided(data, sizes), root)]
+
+    def scatter(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Any]:
+        """Copy part r of the root's ``data`` into rank r's, whose size it has; the root's own part stays."""
+        mpi = self._mpi
+        if self.rank != root:
+            if sum(sizes) > MOST_BYTES:
+                return self._exchange([], [(root, data)])
+            return [self._communicator.Iscatterv(None, [data, len(data), mpi.BYTE], root)]
+        if sum(sizes) > MOST_BYTES:
+            parts = _parts(data, sizes)
+            return self._exchange([(peer, parts[peer]) for peer in self._peers()], [])
+        return [self._communicator.Iscatterv(self._divided(data, sizes), mpi.IN_PLACE, root)]
+
+    def _divided(self, data: memoryview, sizes: Sequence[int]) -> list[Any]:
+        return [data, (list(sizes), [0, *accumulate(sizes)][:-1]), self._mpi.BYTE]
+
+    def _exchange(
+        self, sends: Sequence[tuple[int, memoryview]], receives: Sequence[tuple[int, memoryview]]
+    ) -> list[Any]:
+        """Send and receive (rank, data), each pair of ranks in pieces and in order."""
+        communicator, byte = self._communicator, self._mpi.BYTE
+        requests = []
+        for start, transfers in ((communicator.Irecv, receives), (communicator.Isend, sends)):
+            requests += [
+                start([piece, len(piece), byte], peer, 0) for peer, data in transfers for piece in _pieces(data)
+            ]
+        return requests
+
+    def _peers(self) -> list[int]:
+        """The other ranks, beginning after this one, so that not all ranks send to the same one first."""
+        return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+
+
+def _parts(data: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    return [data[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def _pieces(data: memoryview) -> list[memoryview]:
+    return [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]

@@ -1,0 +1,209 @@
+"""What of the MPI backend needs no MPI: whether there is one, whose turn it is, and what is said in frames."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+import ferrodist as fd
+from ferrodist.backends.call import Call
+from ferrodist.backends.mpi import library
+from ferrodist.backends.mpi.agreement import MpiAgreement
+from ferrodist.backends.mpi.frame import HEADER_SIZE, MAX_PAYLOAD, Frame, Kind
+from ferrodist.backends.mpi.messenger import Messenger, Outgoing
+from ferrodist.backends.mpi.turns import Turns
+from ferrodist.backends.mpi.waiting import wait_until
+from ferrodist.deadline import Deadline
+from ferrodist.errors import BackendUnavailable, ProtocolError
+
+
+@pytest.fixture
+def no_mpi(monkeypatch):
+    """A machine on which mpi4py finds no MPI."""
+
+    def fail():
+        raise RuntimeError("cannot load MPI library\nlibmpi.so: not there")
+
+    monkeypatch.setattr(library, "_module", None)
+    monkeypatch.setattr(library, "_reason", None)
+    monkeypatch.setattr(library, "_import", fail)
+
+
+@pytest.mark.usefixtures("no_mpi")
+def test_without_an_mpi():
+    """Where no MPI loads, the question is answered with no, and a group with the reason and what to install."""
+    assert not fd.is_mpi_available()
+    with pytest.raises(BackendUnavailable, match=r"libmpi\.so: not there.*pip install 'ferrodist\[mpi\]'"):
+        fd.init_process_group("mpi")
+    with pytest.raises(BackendUnavailable, match="there is no MPI here"):
+        fd.MpiBackend()
+
+
+def test_the_answer_is_kept(no_mpi, monkeypatch):
+    """An MPI is looked for once."""
+    assert not fd.is_mpi_available()
+    monkeypatch.setattr(library, "_import", lambda: pytest.fail("looked again"))
+    assert not fd.is_mpi_available()
+
+
+def test_an_mpi_without_threads_is_refused(monkeypatch):
+    """An MPI that only one thread may call is refused, with what to do."""
+    mpi = SimpleNamespace(
+        Is_finalized=lambda: False,
+        Is_initialized=lambda: True,
+        Query_thread=lambda: 2,
+        THREAD_MULTIPLE=3,
+        get_vendor=lambda: ("Some MPI", (1, 2)),
+    )
+    monkeypatch.setattr(library, "_module", mpi)
+    with pytest.raises(BackendUnavailable, match=r"Some MPI 1\.2 does not let several threads call it"):
+        fd.MpiBackend()
+
+
+def test_an_mpi_that_has_ended_is_refused(monkeypatch):
+    """After MPI_Finalize there are no more groups."""
+    monkeypatch.setattr(library, "_module", SimpleNamespace(Is_finalized=lambda: True))
+    with pytest.raises(BackendUnavailable, match="MPI has ended in this process"):
+        fd.MpiBackend()
+
+
+def test_arguments_that_mpi_has_no_use_for():
+    """An address to meet at is refused: MPI's ranks have met."""
+    with pytest.raises(ValueError, match="leave init_method='env://' out"):
+        fd.init_process_group("mpi", init_method="env://")
+    with pytest.raises(ValueError, match="there is a backend 'mpi' already"):
+        fd.register_backend("mpi", lambda *_: None)
+
+
+def test_importing_ferrodist_does_not_load_mpi():
+    """The package, and its names, load without mpi4py."""
+    code = "import sys, ferrodist; ferrodist.MpiBackend; assert 'mpi4py' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_frames_survive_the_way():
+    """What is packed is unpacked, for every kind."""
+    for kind in Kind:
+        size = {Kind.EAGER: 5, Kind.DATA: 5}.get(kind, 0)
+        frame = Frame(kind, 2**40, 2**63 + 1, 2**64 - 1, size, 0)
+        assert Frame.unpack(memoryview(frame.pack() + b"x" * size)) == frame
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"short", "a message of 5 bytes"),
+        (b"\0" * HEADER_SIZE, "not a frame"),
+        (b"fm\x63" + b"\0" * (HEADER_SIZE - 3), "not a frame"),
+        (Frame(Kind.EAGER, size_bytes=3).pack() + b"xx", "EAGER frame with 2 bytes of a message of 3"),
+        (Frame(Kind.EAGER, size_bytes=1 << 19).pack() + bytes(1 << 19), "EAGER frame"),
+        (Frame(Kind.DATA, size_bytes=9, offset=8).pack() + b"xx", "DATA frame with 2 bytes from 8 on"),
+        (Frame(Kind.DATA, size_bytes=9).pack(), "DATA frame with 0 bytes"),
+        (Frame(Kind.DATA, size_bytes=1 << 30).pack() + bytes(MAX_PAYLOAD + 1), "DATA frame"),
+    ],
+)
+def test_what_is_no_frame(data, words):
+    """Bytes that no rank sends are refused."""
+    with pytest.raises(ProtocolError, match=words):
+        Frame.unpack(memoryview(data))
+
+
+def test_turns_are_taken_in_order():
+    """Whoever comes first waits for those whose position is before, and one is at it at a time."""
+    turns = Turns(lambda: False)
+    order = []
+
+    def take(position):
+        with turns.hold(position, 30) as has_turn:
+            assert has_turn
+            order.append(position)
+            with turns.hold(position, 30) as again:
+                assert again, "a turn that a thread has is its own"
+
+    threads = [threading.Thread(target=take, args=(position,)) for position in (2, 1, 3)]
+    for thread in threads:
+        thread.start()
+    take(0)
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3]
+
+
+def test_a_turn_that_does_not_come():
+    """Waiting for a turn ends with the deadline, and with the group."""
+    with Turns(lambda: False).hold(1, 0.01) as has_turn:
+        assert not has_turn
+    with Turns(lambda: True).hold(1, 1e9) as has_turn:
+        assert not has_turn
+
+
+def test_waiting_keeps_its_deadline():
+    """A wait ends when it is done, when its time is over, or when it has become vain."""
+    looks = iter(range(1000))
+    assert wait_until(lambda: next(looks) == 500, Deadline(60))
+    assert not wait_until(lambda: False, Deadline(0.01))
+    assert not wait_until(lambda: False, Deadline(1e9), lambda: True)
+
+
+class _Mover:
+    """MPI's collectives end at once."""
+
+    def __init__(self):
+        self.turns = Turns(lambda: False)
+
+    def agree(self, own, table):
+        table.reshape(2, -1)[:] = own
+
+    def wait_for(self, _requests, _deadline):
+        return True
+
+
+@pytest.mark.parametrize("gave_up", [False, True])
+def test_a_late_rank_hears_that_others_gave_up(gave_up):
+    """A collective that others have given up raises on the rank that comes late, though MPI has ended it there."""
+    group = SimpleNamespace(rank=1, world_size=2, name="world", failure=None)
+
+    def look():
+        if gave_up:
+            group.failure = fd.DistributedTimeoutError("rank 1 was late", ranks=(1,))
+
+    agreement = MpiAgreement(group, _Mover(), lambda _sequence: (), look)
+    if gave_up:
+        with pytest.raises(fd.DistributedTimeoutError, match="rank 1 was late"):
+            agreement.reach(Call(operation="barrier"), 30)
+    else:
+        assert agreement.reach(Call(operation="barrier", payload=b"x"), 30) == [b"x", b"x"]
+
+
+class _NoMessages:
+    """A communicator of two ranks that takes what is sent and has nothing to receive."""
+
+    def __init__(self):
+        self.sent = []
+
+    def Get_size(self):
+        return 2
+
+    def Isend(self, buffer, destination, _tag):
+        self.sent.append(destination)
+        return SimpleNamespace(Test=lambda: True)
+
+    def Improbe(self, *_arguments):
+        return None
+
+
+def test_a_messenger_that_has_ended_leaves_its_communicator_alone():
+    """After its end nothing is sent or looked for, whoever still asks: the communicator may be gone."""
+    communicator = _NoMessages()
+    messenger = Messenger(SimpleNamespace(Status=object, BYTE=0, ANY_SOURCE=-1), communicator, lambda *_: None)
+    messenger.push(1, Outgoing(Frame(Kind.PING)))
+    assert communicator.sent == [1]
+    assert messenger.look()
+    messenger.end()
+    communicator.Isend = communicator.Improbe = lambda *_: pytest.fail("the communicator was used")
+    messenger.push(1, Outgoing(Frame(Kind.PING)))
+    assert not messenger.look()
