@@ -32,9 +32,9 @@ _MULTIPLE = 2  # UCC_THREAD_MULTIPLE
 _LIB_THREAD_MODE = 1 << 0
 _TEAM_EP, _TEAM_EP_RANGE, _TEAM_OOB = 1 << 2, 1 << 4, 1 << 7
 
-_ALL_GATHER_V, _ALL_TO_ALL_V, _BROADCAST = 1 << 1, 1 << 4, 1 << 6
+_ALL_TO_ALL_V, _BROADCAST = 1 << 4, 1 << 6
 _ARGS_FLAGS = 1 << 0
-_IN_PLACE, _COUNTS_64, _PLACES_64 = 1 << 0, 1 << 2, 1 << 3
+_COUNTS_64, _PLACES_64 = 1 << 2, 1 << 3
 _UINT8 = 5 << 3  # UCC_PREDEFINED_DT(5)
 
 _ALLGATHER = CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t, c_void_p, POINTER(c_void_p))
@@ -356,13 +356,6 @@ class Team:
         if status < 0:
             raise self.library.error("ucc_context_progress", status)
 
-    def all_gather(self, out: memoryview, sizes: Sequence[int]) -> Transfer:
-        """Fill ``out`` with every rank's part; this rank's is in its place already."""
-        counts, places, kept = _divided([(end - size, size) for size, end in zip(sizes, _ends(sizes), strict=True)])
-        args = _args(_ALL_GATHER_V, _IN_PLACE | _COUNTS_64 | _PLACES_64)
-        args.dst.info_v = _InfoV(_address(out), counts, places, _UINT8, 0)
-        return self._start(args, (out, kept))
-
     def all_to_all(
         self, out: memoryview, incoming: Sequence[Block], source: memoryview, outgoing: Sequence[Block]
     ) -> Transfer:
@@ -403,14 +396,6 @@ class Team:
 
 def _args(kind: int, flags: int) -> CollectiveArgs:
     return CollectiveArgs(mask=_ARGS_FLAGS if flags else 0, coll_type=kind, flags=flags)
-
-
-def _ends(sizes: Sequence[int]) -> list[int]:
-    ends, end = [], 0
-    for size in sizes:
-        end += size
-        ends.append(end)
-    return ends
 
 
 def _divided(blocks: Sequence[Block]) -> tuple[int, int, Any]:

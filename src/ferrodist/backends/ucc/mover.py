@@ -1,6 +1,8 @@
 """The bytes of a group's collectives, by UCC's: started, then looked after until they end or the deadline passes.
 
-Everything is of type uint8 in host memory, so no element type can come out wrong. A collective of UCC's can't be taken
+Everything is of type uint8 in host memory, so no element type can come out wrong. All but broadcast is `ucc_alltoallv`,
+which sends each rank its block at once: `ucc_allgatherv` of UCC 1.8.0 ends the process in a context without an
+out-of-band exchange (see `Team`), `ucc_gatherv` and `ucc_scatterv` send the same. A collective of UCC's can't be taken
 back: one that is given up is kept with its buffers for good, and its group has failed.
 
 [Note: who makes progress]
@@ -14,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import threading
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.mpi.turns import Turns
@@ -43,6 +46,8 @@ _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.5e-3, 10e-3
 
 _FAREWELL_TAG = channel_tag(Channel.DATA, (1 << 56) - 1)
 _FAREWELL = struct.Struct("<q")
+
+_NOTHING = memoryview(b"")
 
 _kept: list[Any] = []
 """What UCC may read and write at any time."""
@@ -75,7 +80,11 @@ class UccMover:
 
     def all_gather(self, out: memoryview, sizes: Sequence[int]) -> list[Transfer]:
         """Fill ``out`` with every rank's part; this rank's is in its place already."""
-        return self._start(lambda: self._team.all_gather(out, sizes))
+        rank = self._control.rank
+        parts = _places(sizes)
+        incoming, outgoing = list(parts), [parts[rank]] * len(parts)
+        incoming[rank] = outgoing[rank] = (0, 0)
+        return self.all_to_all(out, incoming, out, outgoing)
 
     def all_to_all(
         self, out: memoryview, incoming: Sequence[Block], source: memoryview, outgoing: Sequence[Block]
@@ -92,26 +101,25 @@ class UccMover:
 
     def gather(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Transfer]:
         """Fill the root's ``data`` with every other rank's, whose size is its own; the root's part is in its place."""
-        whole, single, nothing = self._blocks(data, sizes, root)
+        blocks = self._blocks_at(data, sizes, root)
         if self._control.rank == root:
-            return self.all_to_all(data, whole, memoryview(b""), nothing)
-        return self.all_to_all(memoryview(b""), nothing, data, single)
+            return self.all_to_all(data, blocks, _NOTHING, [(0, 0)] * len(sizes))
+        return self.all_to_all(_NOTHING, [(0, 0)] * len(sizes), data, blocks)
 
     def scatter(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Transfer]:
         """Copy part r of the root's ``data`` into rank r's, whose size it has; the root's own part stays."""
-        whole, single, nothing = self._blocks(data, sizes, root)
+        blocks = self._blocks_at(data, sizes, root)
         if self._control.rank == root:
-            return self.all_to_all(memoryview(b""), nothing, data, whole)
-        return self.all_to_all(data, single, memoryview(b""), nothing)
+            return self.all_to_all(_NOTHING, [(0, 0)] * len(sizes), data, blocks)
+        return self.all_to_all(data, blocks, _NOTHING, [(0, 0)] * len(sizes))
 
-    def _blocks(self, data: memoryview, sizes: Sequence[int], root: int) -> tuple[list[Block], list[Block], list[Block]]:
-        """The root's blocks, by rank; those of another rank, which has one; and none."""
-        whole, place = [], 0
-        for rank, size in enumerate(sizes):
-            whole.append((place, 0 if rank == root else size))
-            place += size
-        single = [(0, len(data) if rank == root else 0) for rank in range(len(sizes))]
-        return whole, single, [(0, 0)] * len(sizes)
+    def _blocks_at(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Block]:
+        """What of ``data`` is moved, by the rank on the other side: at the root a part for each, elsewhere all of it."""
+        if self._control.rank != root:
+            return [(0, len(data) if rank == root else 0) for rank in range(len(sizes))]
+        blocks = _places(sizes)
+        blocks[root] = (0, 0)
+        return blocks
 
     def _start(self, start: Callable[[], Transfer]) -> list[Transfer]:
         with self._using:
@@ -221,6 +229,11 @@ class UccMover:
     def stop(self) -> None:
         """Stop looking after UCC."""
         self._is_called.set()
+
+
+def _places(sizes: Sequence[int]) -> list[Block]:
+    """Parts that lie one after the other."""
+    return [(end - size, size) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 class _Watch:
