@@ -16,6 +16,7 @@ from ferrodist.backends.mpi import MpiBackend
 from ferrodist.backends.native import GlooBackend, NativeBackend, is_native_available
 from ferrodist.backends.sub import SubBackend
 from ferrodist.backends.tcp import TcpBackend
+from ferrodist.backends.ucc import UccBackend
 from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
 from ferrodist.errors import BackendUnavailable, GroupClosedError, describe_failed_program
 from ferrodist.rendezvous import rendezvous
@@ -40,7 +41,7 @@ __all__ = [
     "use_group",
 ]
 
-_ANNOUNCED = ("ucc", "nccl", "hybrid")
+_ANNOUNCED = ("nccl", "hybrid")
 
 _local_group: ContextVar[Backend | None] = ContextVar("ferrodist_group", default=None)
 _lock = threading.Lock()
@@ -83,7 +84,7 @@ def init_process_group(
     it is aborted first, so that the other ranks raise `GroupAbortedError`, which says what that was.
 
     Args:
-        backend: "native", "gloo", "tcp", "mpi", or a name given to `register_backend`; None takes native where it is
+        backend: "native", "gloo", "tcp", "mpi", "ucc", or a name given to `register_backend`; None takes native where it is
             installed. With "mpi" the ranks are those that ``mpiexec`` has started, and ``init_method`` and ``secret``
             are not needed.
         rank: This rank; None takes RANK from the environment.
@@ -269,6 +270,7 @@ _FACTORIES: dict[str, Factory] = {
     "gloo": GlooBackend.from_membership,
     "native": NativeBackend.from_membership,
     "tcp": TcpBackend.from_membership,
+    "ucc": UccBackend.from_membership,
 }
 
 _OPENERS: dict[str, Opener] = {"mpi": _open_mpi}
