@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-__all__ = ["CONTROLS", "UccRunner"]
+__all__ = ["CONTROLS", "UccRunner", "open_ucc"]
 
 CONTROLS = ["tcp", "native"] if is_native_available() else ["tcp"]
 
@@ -27,6 +27,15 @@ _KINDS = {"tcp": TcpBackend, "native": NativeBackend}
 # Loaded before the ranks are forked: their clocks run while they import.
 for _name in fd.__all__:
     getattr(fd, _name)
+
+
+def open_ucc(control: str) -> Any:
+    """What makes a rank's group, with the arguments of `TcpBackend`, over a control group of `CONTROLS`."""
+
+    def open_group(rank: int, world_size: int, address: str, **settings: Any) -> fd.UccBackend:
+        return fd.UccBackend(_KINDS[control](rank, world_size, address, **settings))
+
+    return open_group
 
 
 class UccRunner:
@@ -38,7 +47,7 @@ class UccRunner:
     """
 
     def __init__(self, control: str, timeout: float = 45.0) -> None:
-        self._kind = _KINDS[control]
+        self._open = open_ucc(control)
         self._timeout = timeout
 
     def run(self, world_size: int, fn: Callable[[Backend], Any]) -> list[Any]:
@@ -47,11 +56,11 @@ class UccRunner:
         listener = socket.create_server(("127.0.0.1", 0))
         address = "{}:{}".format(*listener.getsockname())
 
-        def open_group(rank: int) -> Backend:
+        def open_group(rank: int) -> Any:
             own = {"listener": listener} if rank == 0 else {}
             if rank != 0:
                 listener.close()
-            return fd.UccBackend(self._kind(rank, world_size, address, secret=secret, timeout=self._timeout, **own))
+            return self._open(rank, world_size, address, secret=secret, timeout=self._timeout, **own)
 
         with listener:
             ranks = ProcessRanks(RankProgram(open_group=open_group, body=fn), world_size)
