@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import socket
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from forked_group import ForkedGroup, Report, attempt
+from forked_group import ForkedGroup, Report, attempt, open_descriptors
 from ucc_group import CONTROLS, UccRunner, open_ucc
 
 import ferrodist as fd
@@ -50,7 +52,9 @@ _OPERATIONS: dict[str, Callable[[], object]] = {
 }
 
 
-def _run(world_size: int, program: Callable[[Any, ForkedGroup], Report], control: str, lost: set[int]) -> dict[int, Any]:
+def _run(
+    world_size: int, program: Callable[[Any, ForkedGroup], Report], control: str, lost: set[int]
+) -> dict[int, Any]:
     fork = ForkedGroup(world_size, program, timeout=_PATIENCE, kind=open_ucc(control))
     try:
         return fork.results(set(range(world_size)) - lost)
@@ -181,3 +185,28 @@ def test_async_and_barriers_in_turns() -> None:
         return results
 
     assert UccRunner(CONTROLS[-1]).run(2, program) == [[6.0 * i for i in range(20)]] * 2
+
+
+def test_groups_leave_nothing_behind() -> None:
+    """Groups that are opened and closed leave no thread and no descriptor."""
+
+    def program(group: Backend) -> list[list[str]]:
+        found = []
+        for number in range(4):
+            address = torch.zeros(1, dtype=torch.int64)
+            own: dict[str, Any] = {}
+            if group.rank == 0:
+                own["listener"] = listener = socket.create_server(("127.0.0.1", 0))
+                address[0] = listener.getsockname()[1]
+            fd.broadcast(address, 0, out=address)
+            again = open_ucc("tcp")(group.rank, 2, f"127.0.0.1:{int(address)}", secret=b"of the test", **own)
+            assert fd.allreduce(torch.ones(100_000), group=again)[-1] == 2
+            again.close()
+            group.barrier()
+            threads = [thread.name for thread in threading.enumerate()]
+            found.append([*sorted(entry.split()[1].split(":")[0] for entry in open_descriptors()), *sorted(threads)])
+            assert number < 2 or "ferrodist-ucc" not in " ".join(threads)
+        return found
+
+    for found in UccRunner("tcp").run(2, program):
+        assert found[3] == found[1]

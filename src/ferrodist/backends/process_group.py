@@ -84,9 +84,9 @@ def init_process_group(
     it is aborted first, so that the other ranks raise `GroupAbortedError`, which says what that was.
 
     Args:
-        backend: "native", "gloo", "tcp", "mpi", "ucc", or a name given to `register_backend`; None takes native where it is
-            installed. With "mpi" the ranks are those that ``mpiexec`` has started, and ``init_method`` and ``secret``
-            are not needed.
+        backend: "native", "gloo", "tcp", "mpi", "ucc", or a name given to `register_backend`; None takes native where
+            it is installed. With "mpi" the ranks are those that ``mpiexec`` has started, and ``init_method`` and
+            ``secret`` are not needed.
         rank: This rank; None takes RANK from the environment.
         world_size: Number of ranks; None takes WORLD_SIZE.
         init_method: ``env://`` (the default: torchrun's variables MASTER_ADDR and MASTER_PORT), ``tcp://host:port``

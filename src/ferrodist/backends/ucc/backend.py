@@ -12,12 +12,12 @@ from ferrodist.backends.mpi.waiting import wait_until
 from ferrodist.backends.native import NativeBackend, is_native_available
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.ucc.agreement import OrderedAgreement
-from ferrodist.backends.ucc.bindings import Team
+from ferrodist.backends.ucc.bindings import Team, UccError
 from ferrodist.backends.ucc.exchange import ControlExchange
 from ferrodist.backends.ucc.library import load
 from ferrodist.backends.ucc.mover import UccMover
 from ferrodist.deadline import Deadline, check_timeout
-from ferrodist.errors import BackendUnavailable, GroupClosedError, RendezvousError, ranks_text
+from ferrodist.errors import BackendUnavailable, DistributedError, GroupClosedError, RendezvousError, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.backends.listening import Listener, Signal
     from ferrodist.backends.request import Late, Request
-    from ferrodist.errors import DistributedError
     from ferrodist.rendezvous import Membership
 
 __all__ = ["UccBackend"]
@@ -53,6 +52,7 @@ class UccBackend(NonBlockingBackend):
 
     Raises:
         BackendUnavailable: On all ranks, when one has no UCC, or another version; with the reason.
+            Or on one, when UCC does not start there; the others raise GroupAbortedError with that reason.
         RendezvousError: UCC did not connect the ranks in time.
     """
 
@@ -198,16 +198,30 @@ def _check_libraries(control: Backend, deadline: Deadline) -> None:
 
 
 def _connect(control: Backend, deadline: Deadline) -> Team:
-    """The ranks in UCC."""
+    """The ranks in UCC; where it fails the others learn of it."""
     try:
-        team = Team(load(), control.rank, control.world_size, ControlExchange(control, deadline))
-        if not wait_until(team.is_ready, deadline, lambda: control.failure is not None):
-            raise control.failure or RendezvousError(
-                f"group {control.name!r}: UCC did not connect the ranks within {deadline.timeout:g} s. Look at UCC's"
-                " and UCX's own messages on standard error, or pass a larger timeout."
-            )
-    except BaseException as error:
-        reason = error.message if isinstance(error, RendezvousError) else repr(error)
-        control.abort(f"UCC was not started: {reason}")
+        return _make_team(control, deadline)
+    except UccError as error:
+        reason = f"UccBackend can't be used on rank {control.rank}: {error.message}"
+        control.abort(reason)
+        raise BackendUnavailable(
+            f"{reason}. UCC's and UCX's own messages on standard error may say more; UCC_LOG_LEVEL=info and"
+            " UCX_LOG_LEVEL=info ask for them.",
+            ranks=(control.rank,),
+        ) from error
+    except DistributedError as error:
+        control.abort(error)
         raise
-    return team
+    except BaseException as error:
+        control.abort(f"rank {control.rank} left UCC's start by {error!r}")
+        raise
+
+
+def _make_team(control: Backend, deadline: Deadline) -> Team:
+    team = Team(load(), control.rank, control.world_size, ControlExchange(control, deadline))
+    if wait_until(team.is_ready, deadline, lambda: control.failure is not None):
+        return team
+    raise control.failure or RendezvousError(
+        f"group {control.name!r}: UCC did not connect the ranks within {deadline.timeout:g} s. Look at UCC's and UCX's"
+        " own messages on standard error, or pass a larger timeout."
+    )

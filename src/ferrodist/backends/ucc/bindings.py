@@ -6,9 +6,23 @@ The structures are those of ucc.h of UCC 1.8; older ones of version 1 are shorte
 from __future__ import annotations
 
 import ctypes
-from ctypes import CFUNCTYPE, POINTER, Structure, Union, byref, c_char_p, c_int, c_int64, c_size_t, c_uint, c_uint16
-from ctypes import c_double as c_seconds
-from ctypes import c_uint32, c_uint64, c_void_p
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    Union,
+    byref,
+    c_char_p,
+    c_double,
+    c_int,
+    c_int64,
+    c_size_t,
+    c_uint,
+    c_uint16,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,7 +35,7 @@ if TYPE_CHECKING:
 
     Block = tuple[int, int]
 
-__all__ = ["Exchange", "Library", "Team", "Transfer"]
+__all__ = ["Exchange", "Library", "Team", "Transfer", "UccError"]
 
 OK = 0
 IN_PROGRESS = 1
@@ -133,7 +147,7 @@ class CollectiveArgs(Structure):
         ("tag", c_uint16),
         ("global_work_buffer", c_void_p),
         ("cb", c_void_p * 2),
-        ("timeout", c_seconds),
+        ("timeout", c_double),
         ("active_set_start", c_uint64),
         ("active_set_stride", c_int64),
         ("active_set_size", c_uint64),
@@ -164,6 +178,10 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
 }
 
 _WITHOUT_STATUS = {"ucc_get_version", "ucc_lib_config_release", "ucc_context_config_release"}
+
+
+class UccError(DistributedError):
+    """A function of UCC's failed."""
 
 
 class Exchange(Protocol):
@@ -207,7 +225,7 @@ class Library:
         """Call a function of UCC's and return its status, which is no error's.
 
         Raises:
-            DistributedError: It is.
+            UccError: It is.
         """
         status: int = getattr(self._library, name)(*args)
         if status < 0:
@@ -223,10 +241,10 @@ class Library:
         status: int = self._library.ucc_context_progress(context)
         return status
 
-    def error(self, name: str, status: int) -> DistributedError:
+    def error(self, name: str, status: int) -> UccError:
         """A status in our terms."""
         text = self._library.ucc_status_string(status)
-        return DistributedError(f"{self} failed in {name}: {(text or b'?').decode(errors='replace')} ({status})")
+        return UccError(f"{self} failed in {name}: {(text or b'?').decode(errors='replace')} ({status})")
 
 
 @dataclass(slots=True, eq=False)
@@ -260,7 +278,7 @@ class Team:
         exchange: What they tell each other by.
 
     Raises:
-        DistributedError: UCC refuses.
+        UccError: UCC refuses.
     """
 
     def __init__(self, library: Library, rank: int, world_size: int, exchange: Exchange) -> None:
@@ -290,7 +308,7 @@ class Team:
         attributes = LibraryParams(mask=_LIB_THREAD_MODE)
         library.call("ucc_lib_get_attr", self._instance, byref(attributes))
         if attributes.thread_mode < _MULTIPLE:
-            raise DistributedError(f"{library} does not let several threads call it (UCC_THREAD_MULTIPLE)")
+            raise UccError(f"{library} does not let several threads call it (UCC_THREAD_MULTIPLE)")
 
     def _open_context(self) -> None:
         library, config = self.library, c_void_p()
@@ -314,7 +332,7 @@ class Team:
         """Call UCC, which may call the exchange: what that raised is the reason of UCC's failure."""
         try:
             return self.library.call(name, *args)
-        except DistributedError:
+        except UccError:
             if self._error is not None:
                 raise self._error from None
             raise
@@ -359,7 +377,7 @@ class Team:
     def all_to_all(
         self, out: memoryview, incoming: Sequence[Block], source: memoryview, outgoing: Sequence[Block]
     ) -> Transfer:
-        """Send block r of ``source``, which begins somewhere and has a size, to rank r, and take rank r's into ``out``."""
+        """Send block r of ``source``, which is where it begins and its size, to rank r; take rank r's into ``out``."""
         to_counts, to_places, to_kept = _divided(outgoing)
         counts, places, kept = _divided(incoming)
         args = _args(_ALL_TO_ALL_V, _COUNTS_64 | _PLACES_64)

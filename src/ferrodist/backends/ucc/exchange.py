@@ -1,4 +1,4 @@
-"""What UCC's ranks tell each other before they are connected: bytes of each for all, by the control group's messages."""
+"""What UCC's ranks tell each other before they are connected, by the control group's messages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class ControlExchange:
         """Start to give ``data`` to all ranks, each of which gives as much."""
         control = self._control
         tag = channel_tag(Channel.DATA, next(self._numbers))
-        parts = [bytearray(data) if rank == control.rank else bytearray(len(data)) for rank in range(control.world_size)]
+        parts = [
+            bytearray(data) if rank == control.rank else bytearray(len(data)) for rank in range(control.world_size)
+        ]
         peers = [rank for rank in range(control.world_size) if rank != control.rank]
         pending = [control.irecv(parts[rank], rank, tag=tag) for rank in peers]
         pending += [control.isend(data, rank, tag=tag) for rank in peers]

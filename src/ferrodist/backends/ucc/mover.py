@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ferrodist.backends.mpi.turns import Turns
 from ferrodist.backends.mpi.waiting import Pace, wait_until
 from ferrodist.backends.tags import Channel, channel_tag
+from ferrodist.backends.ucc.bindings import UccError
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, GroupClosedError
 
@@ -43,6 +44,9 @@ _UNWATCHED_SECONDS = 0.05
 
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.5e-3, 10e-3
 """Between two looks at UCC while no collective is under way."""
+
+_REASON_SECONDS = 2.0
+"""How long the control group has to tell why UCC failed."""
 
 _FAREWELL_TAG = channel_tag(Channel.DATA, (1 << 56) - 1)
 _FAREWELL = struct.Struct("<q")
@@ -69,6 +73,7 @@ class UccMover:
         self._num_under_way = 0
         self._num_waiting = 0
         self._farewells: dict[int, int] = {}
+        self._error: UccError | None = None
         self._is_leaving = False
         self._is_called = threading.Event()
         self.turns = Turns(self._is_in_vain, first)
@@ -114,7 +119,7 @@ class UccMover:
         return self.all_to_all(data, blocks, _NOTHING, [(0, 0)] * len(sizes))
 
     def _blocks_at(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Block]:
-        """What of ``data`` is moved, by the rank on the other side: at the root a part for each, elsewhere all of it."""
+        """What of ``data`` is moved, by the rank on the other side: at the root a part for each, elsewhere all."""
         if self._control.rank != root:
             return [(0, len(data) if rank == root else 0) for rank in range(len(sizes))]
         blocks = _places(sizes)
@@ -122,17 +127,19 @@ class UccMover:
         return blocks
 
     def _start(self, start: Callable[[], Transfer]) -> list[Transfer]:
-        with self._using:
-            if self._control.failure is not None:
-                raise self._control.failure.fresh()
-            if self._is_leaving:
-                raise GroupClosedError(f"group {self._control.name!r} is being closed on this rank")
-            self._num_under_way += 1  # for good, when UCC refuses: it may have done a part of it
-            try:
+        try:
+            with self._using:
+                if self._control.failure is not None:
+                    raise self._control.failure.fresh()
+                if self._is_leaving:
+                    raise GroupClosedError(f"group {self._control.name!r} is being closed on this rank")
+                self._num_under_way += 1  # for good, when UCC refuses: it may have done a part of it
                 return [start()]
-            except DistributedError as error:
-                self._control.abort(error)
-                raise (self._control.failure or error).fresh() from None
+        except UccError as error:
+            watch = self._watch()
+            self._end_for(error, watch)
+            watch.end()
+            raise (self._control.failure or DistributedError(error.message)).fresh() from None
 
     # Waiting.
 
@@ -140,7 +147,7 @@ class UccMover:
         """Wait until all have ended; False when they have not in time, or the group has, and they are kept for good."""
         pending = list(requests)
         is_done = False
-        watch = _Watch(self._control, self._farewells, self.turns.position)
+        watch = self._watch()
 
         def is_over() -> bool:
             watch.look()
@@ -152,6 +159,8 @@ class UccMover:
             if not is_done and not deadline.expired:
                 watch.begin()
                 is_done = wait_until(lambda: self._look(pending), deadline, is_over)
+        except UccError as error:
+            self._end_for(error, watch)
         except DistributedError as error:
             self._control.abort(error)
         finally:
@@ -159,6 +168,24 @@ class UccMover:
             watch.end()
             self.abandon(pending)
         return is_done
+
+    def _watch(self) -> _Watch:
+        return _Watch(self._control, self._farewells, self.turns.position)
+
+    def _end_for(self, error: UccError, watch: _Watch) -> None:
+        """End the group for an error of UCC's, or for its reason: UCC may be the first to find that a rank is gone."""
+
+        def look() -> bool:
+            watch.look()
+            return False
+
+        try:
+            watch.begin()
+            wait_until(self._is_in_vain, Deadline(_REASON_SECONDS), look)
+        except DistributedError as reason:
+            self._control.abort(reason)
+        else:
+            self._control.abort(DistributedError(error.message))
 
     def abandon(self, requests: list[Transfer]) -> None:
         """Keep for good what nobody will wait for."""
@@ -192,18 +219,20 @@ class UccMover:
             else:
                 with self._using:
                     self._progress()
+                if self._error is not None:
+                    self._end_for(self._error, self._watch())
         if self._is_leaving:
             self._end()
 
     def _progress(self) -> None:
         try:
             self._team.progress()
-        except DistributedError as error:
-            self._control.abort(error)
+        except UccError as error:
+            self._error = error
 
     def _end(self) -> None:
         pace = Pace()
-        with self._using:
+        with self._using, contextlib.suppress(UccError):  # then it stays
             while not self._team.destroy_team():
                 self._team.progress()
                 pace.rest(_LONGEST_SECONDS)
@@ -255,6 +284,8 @@ class _Watch:
 
     def begin(self) -> None:
         """Watch from now on."""
+        if self._receives:
+            return
         for rank in range(self._control.world_size):
             if rank != self._control.rank and self._farewells.get(rank, -1) <= self._position:
                 self._post(rank)
