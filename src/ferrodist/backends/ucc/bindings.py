@@ -6,6 +6,8 @@ The structures are those of ucc.h of UCC 1.8; older ones of version 1 are shorte
 from __future__ import annotations
 
 import ctypes
+import os
+from contextlib import contextmanager
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -31,7 +33,7 @@ import numpy as np
 from ferrodist.errors import DistributedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     Block = tuple[int, int]
 
@@ -50,6 +52,8 @@ _ALL_TO_ALL_V, _BROADCAST = 1 << 4, 1 << 6
 _ARGS_FLAGS = 1 << 0
 _COUNTS_64, _PLACES_64 = 1 << 2, 1 << 3
 _UINT8 = 5 << 3  # UCC_PREDEFINED_DT(5)
+
+_LOG_VARIABLE = "UCC_TL_UCP_LOG_LEVEL"
 
 _ALLGATHER = CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t, c_void_p, POINTER(c_void_p))
 _REQUEST = CFUNCTYPE(c_int, c_void_p)
@@ -292,7 +296,8 @@ class Team:
         self._handles: list[c_void_p] = []
         self._callbacks = (_ALLGATHER(self._on_allgather), _REQUEST(self._on_test), _REQUEST(self._on_free))
         self._instance, self._context, self._team = c_void_p(), c_void_p(), c_void_p()
-        self._open_library()
+        with _quiet():
+            self._open_library()
         self._open_context()
         self._post_team()
 
@@ -410,6 +415,22 @@ class Team:
         """The rest, once the team has ended. What this rank has sent is given to the network before."""
         self.library.call("ucc_context_destroy", self._context)
         self.library.call("ucc_finalize", self._instance)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Have UCC not say that a connection was reset, for each that another rank has closed first; nothing is lost then.
+
+    Its variables are the only way to ask, and are read when a library is opened. A user's come first.
+    """
+    if _LOG_VARIABLE in os.environ or "UCC_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ[_LOG_VARIABLE] = "fatal"
+    try:
+        yield
+    finally:
+        del os.environ[_LOG_VARIABLE]
 
 
 def _args(kind: int, flags: int) -> CollectiveArgs:
