@@ -3,9 +3,9 @@
 ::
 
     groups        init_process_group, destroy_process_group, default_group, is_initialized, new_group, use_group
-    backends      Backend, NativeBackend, GlooBackend, TcpBackend, MpiBackend, SimulatedBackend, SubBackend,
+    backends      Backend, NativeBackend, GlooBackend, TcpBackend, MpiBackend, UccBackend, SimulatedBackend, SubBackend,
                   register_backend; HybridBackend, NcclBackend, NcclUniqueId, reduce_op_to_nccl; is_native_available,
-                  is_gloo_available, is_mpi_available, is_nccl_available
+                  is_gloo_available, is_mpi_available, is_ucc_available, is_nccl_available
     collectives   allreduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, barrier and
                   their forms; ReduceOp, premultiplied_sum; async_* -> PendingCollective; coalesce;
                   empty_symmetric; gpu_allreduce, gpu_broadcast
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from ferrodist.backends.sub import SubBackend as SubBackend
     from ferrodist.backends.tags import ANY_SOURCE as ANY_SOURCE
     from ferrodist.backends.tcp import TcpBackend as TcpBackend
+    from ferrodist.backends.ucc import UccBackend as UccBackend
+    from ferrodist.backends.ucc import is_ucc_available as is_ucc_available
     from ferrodist.collectives.coalescing import coalesce as coalesce
     from ferrodist.collectives.exchange import all_to_all as all_to_all
     from ferrodist.collectives.exchange import all_to_all_single_uneven as all_to_all_single_uneven
@@ -158,6 +160,7 @@ _HOMES = {
     "backends.hybrid": ["HybridBackend"],
     "backends.mpi": ["MpiBackend", "is_mpi_available"],
     "backends.nccl": ["NcclBackend", "NcclUniqueId", "is_nccl_available", "reduce_op_to_nccl"],
+    "backends.ucc": ["UccBackend", "is_ucc_available"],
     "backends.native": ["GlooBackend", "NativeBackend", "is_gloo_available", "is_native_available"],
     "backends.process_group": [
         "default_group",

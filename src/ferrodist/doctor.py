@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PROBES", "Finding", "add_doctor_arguments", "findings", "run_doctor"]
 
-_NOT_YET = "not part of this version of ferrodist"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -136,7 +134,10 @@ def _mpi() -> Finding:
 
 
 def _ucc() -> Finding:
-    return Finding(name="ucc backend", is_there=False, detail=_NOT_YET)
+    from ferrodist.backends.ucc.library import load, why_no_ucc  # noqa: PLC0415 - the command starts without
+
+    reason = why_no_ucc()
+    return Finding(name="ucc backend", is_there=reason is None, detail=reason or str(load()))
 
 
 def _choice() -> Finding:

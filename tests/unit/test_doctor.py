@@ -46,6 +46,7 @@ def test_versions_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not there is told with the reason; what is there with its version."""
     monkeypatch.setattr(library, "why_no_gpu", lambda: "no GPU in this test")
     monkeypatch.delenv("FERRODIST_ENABLE_GPU_FALLBACK", raising=False)
+    monkeypatch.setenv("FERRODIST_UCC_LIBRARY", "/nowhere/libucc.so.1")
     found = _found()
     assert found["torch"].detail == torch.__version__
     for name in ("GPUs", "nccl, hybrid backends"):
@@ -53,7 +54,8 @@ def test_versions_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found[name].detail == "no GPU in this test"
     assert not found["GPU fallback"].is_there
     assert found["native backend"].is_there is fd.is_native_available()
-    assert "not part of this version" in found["ucc backend"].detail
+    assert not found["ucc backend"].is_there
+    assert "/nowhere/libucc.so.1" in found["ucc backend"].detail
     assert "hybrid" not in found["chosen"].detail
 
 

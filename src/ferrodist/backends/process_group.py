@@ -18,8 +18,9 @@ from ferrodist.backends.native import GlooBackend, NativeBackend
 from ferrodist.backends.nccl import NcclBackend
 from ferrodist.backends.sub import SubBackend
 from ferrodist.backends.tcp import TcpBackend
+from ferrodist.backends.ucc import UccBackend
 from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
-from ferrodist.errors import BackendUnavailable, GroupClosedError, describe_failed_program
+from ferrodist.errors import GroupClosedError, describe_failed_program
 from ferrodist.rendezvous import rendezvous
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ __all__ = [
     "use_group",
 ]
 
-_ANNOUNCED = ("ucc",)
 
 _local_group: ContextVar[Backend | None] = ContextVar("ferrodist_group", default=None)
 _lock = threading.Lock()
@@ -85,9 +85,9 @@ def init_process_group(
     it is aborted first, so that the other ranks raise `GroupAbortedError`, which says what that was.
 
     Args:
-        backend: "native", "gloo", "tcp", "hybrid", "nccl", "mpi", or a name given to `register_backend`. None takes
-            hybrid where every rank has NCCL and a GPU, else native where it is installed, else tcp. With "mpi" the
-            ranks are those that ``mpiexec`` has started, and ``init_method`` and ``secret`` are not needed.
+        backend: "native", "gloo", "tcp", "hybrid", "nccl", "mpi", "ucc", or a name given to `register_backend`. None
+            takes hybrid where every rank has NCCL and a GPU, else native where it is installed, else tcp. With "mpi"
+            the ranks are those that ``mpiexec`` has started, and ``init_method`` and ``secret`` are not needed.
         rank: This rank; None takes RANK from the environment.
         world_size: Number of ranks; None takes WORLD_SIZE.
         init_method: ``env://`` (the default: torchrun's variables MASTER_ADDR and MASTER_PORT), ``tcp://host:port``
@@ -248,7 +248,7 @@ def register_backend(name: str, factory: Factory) -> None:
     Raises:
         ValueError: The name is taken.
     """
-    if name in _FACTORIES or name in _OPENERS or name in _ANNOUNCED:
+    if name in _FACTORIES or name in _OPENERS:
         raise ValueError(f"there is a backend {name!r} already")
     _FACTORIES[name] = factory
 
@@ -259,8 +259,6 @@ def _factory(name: str | None) -> Factory:
     chosen = name
     if chosen in _FACTORIES:
         return _FACTORIES[chosen]
-    if chosen in _ANNOUNCED:
-        raise BackendUnavailable(f"backend {chosen!r} is not part of this version; there is {_known()}")
     hint = "; make simulated groups with SimulatedBackend.create_group(n)" if chosen == "simulated" else ""
     raise ValueError(f"unknown backend {chosen!r}: there is {_known()}{hint}")
 
@@ -275,6 +273,7 @@ _FACTORIES: dict[str, Factory] = {
     "native": NativeBackend.from_membership,
     "nccl": NcclBackend.from_membership,
     "tcp": TcpBackend.from_membership,
+    "ucc": UccBackend.from_membership,
 }
 
 _OPENERS: dict[str, Opener] = {"mpi": _open_mpi}

@@ -58,7 +58,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--peers",
         metavar="LIST",
-        help=f"of {_values(Peer)} (default the suite's: all but native-tcp, tcp, mpi-*)",
+        help=f"of {_values(Peer)} (default the suite's: all but native-tcp, tcp, mpi-*, ucc)",
     )
     option("--rounds", type=int, metavar="N", help="batches of each peer in a case (default 40)")
     option("--seconds", type=float, metavar="S", help="a case ends after this time, and 5 rounds (default 8)")

@@ -23,6 +23,7 @@ class Peer(enum.Enum):
     TCP = "tcp"
     OVER_MPICH = "mpi-mpich"
     OVER_OPENMPI = "mpi-openmpi"
+    OVER_UCC = "ucc"
     GLOO = "gloo"
     MPICH = "mpich"
     MPICH_SINGLE = "mpich-single"
@@ -59,6 +60,7 @@ _TITLES = {
     Peer.TCP: "ferrodist, Python",
     Peer.OVER_MPICH: "ferrodist, MPICH",
     Peer.OVER_OPENMPI: "ferrodist, Open MPI",
+    Peer.OVER_UCC: "ferrodist, UCC",
     Peer.GLOO: "gloo",
     Peer.MPICH: "MPICH",
     Peer.MPICH_SINGLE: "MPICH single",
@@ -84,6 +86,7 @@ OURS = {
     Peer.TCP: "tcp",
     Peer.OVER_MPICH: "mpi",
     Peer.OVER_OPENMPI: "mpi",
+    Peer.OVER_UCC: "ucc",
 }
 """Ferrodist's peers and the names of their backends; all are compared with the first of them that was measured."""
 

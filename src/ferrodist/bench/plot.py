@@ -30,6 +30,7 @@ _COLORS = {
     Peer.TCP: "#9ecae1",
     Peer.OVER_MPICH: "#a1d99b",
     Peer.OVER_OPENMPI: "#bcbddc",
+    Peer.OVER_UCC: "#dd1c77",
     Peer.GLOO: "#d95f0e",
     Peer.MPICH: "#31a354",
     Peer.MPICH_SINGLE: "#31a354",

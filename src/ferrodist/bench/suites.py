@@ -11,7 +11,7 @@ from ferrodist.bench.peers import Peer
 __all__ = ["SUITES", "Suite", "SuiteDefaults"]
 
 
-_OVER_MPIS = (Peer.OVER_MPICH, Peer.OVER_OPENMPI)
+_OVER_OTHERS = (Peer.OVER_MPICH, Peer.OVER_OPENMPI, Peer.OVER_UCC)
 
 
 class Suite(enum.Enum):
@@ -48,7 +48,7 @@ class SuiteDefaults:
     sizes: tuple[int, ...] = ()
     quick_sizes: tuple[int, ...] = ()
     peers: tuple[Peer, ...]
-    optional_peers: tuple[Peer, ...] = (Peer.NATIVE_TCP, Peer.TCP, *_OVER_MPIS)
+    optional_peers: tuple[Peer, ...] = (Peer.NATIVE_TCP, Peer.TCP, *_OVER_OTHERS)
     num_hosts: int = 1
 
 
@@ -87,7 +87,7 @@ SUITES = {
         sizes=(8, 64 * _KIB),
         quick_sizes=(8,),
         peers=(Peer.NATIVE, Peer.NATIVE_SYMMETRIC, Peer.GLOO, *_MPIS),
-        optional_peers=(Peer.NATIVE_TCP, Peer.TCP, *_OVER_MPIS, Peer.MPICH_SINGLE, Peer.OPENMPI_SINGLE),
+        optional_peers=(Peer.NATIVE_TCP, Peer.TCP, *_OVER_OTHERS, Peer.MPICH_SINGLE, Peer.OPENMPI_SINGLE),
     ),
     Suite.OVERLAP: SuiteDefaults(
         title="An asynchronous allreduce beside a computation",
@@ -95,7 +95,7 @@ SUITES = {
         sizes=(64 * _MIB,),
         quick_sizes=(_MIB,),
         peers=(Peer.NATIVE, Peer.NATIVE_SYMMETRIC, Peer.GLOO, *_MPIS),
-        optional_peers=(Peer.NATIVE_TCP, Peer.TCP, *_OVER_MPIS, Peer.MPICH_SINGLE, Peer.OPENMPI_SINGLE),
+        optional_peers=(Peer.NATIVE_TCP, Peer.TCP, *_OVER_OTHERS, Peer.MPICH_SINGLE, Peer.OPENMPI_SINGLE),
     ),
     Suite.GROUPS: SuiteDefaults(
         title="Making groups",
@@ -103,7 +103,7 @@ SUITES = {
         ranks=(2, 8),
         full_ranks=(2, 8),
         peers=(Peer.NATIVE, Peer.GLOO, *_MPIS),
-        optional_peers=(Peer.NATIVE_TCP, Peer.TCP, *_OVER_MPIS, Peer.MPICH_SINGLE, Peer.OPENMPI_SINGLE),
+        optional_peers=(Peer.NATIVE_TCP, Peer.TCP, *_OVER_OTHERS, Peer.MPICH_SINGLE, Peer.OPENMPI_SINGLE),
     ),
     Suite.HOSTS: SuiteDefaults(
         title="Two hosts",

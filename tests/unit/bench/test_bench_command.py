@@ -25,7 +25,7 @@ from ferrodist.bench.rounds import RoundSettings
 from ferrodist.bench.suites import Suite
 from ferrodist.cli import build_parser, main
 
-_ASKED_FOR = {Peer.NATIVE_TCP, Peer.TCP, Peer.OVER_MPICH, Peer.OVER_OPENMPI}
+_ASKED_FOR = {Peer.NATIVE_TCP, Peer.TCP, Peer.OVER_MPICH, Peer.OVER_OPENMPI, Peer.OVER_UCC}
 """Who is measured only when named."""
 
 
@@ -101,6 +101,7 @@ def test_options():
         Peer.TCP,
         Peer.OVER_MPICH,
         Peer.OVER_OPENMPI,
+        Peer.OVER_UCC,
         Peer.IPERF3,
     }
     assert (chapter.ranks, chapter.dtypes) == ((2,), (DataType.FLOAT32,))
@@ -142,6 +143,7 @@ def test_peers_are_started_once_for_all_suites():
         Peer.TCP,
         Peer.OVER_MPICH,
         Peer.OVER_OPENMPI,
+        Peer.OVER_UCC,
         Peer.IPERF3,
     }
     assert len(stages[0].cases()) == 6 + 1 + 1 + 1 + 2

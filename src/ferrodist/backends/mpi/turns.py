@@ -21,13 +21,19 @@ class Turns:
 
     Args:
         has_ended: Whether the group has; then nobody waits.
+        first: The first position.
     """
 
-    def __init__(self, has_ended: Callable[[], bool]) -> None:
+    def __init__(self, has_ended: Callable[[], bool], first: int = 0) -> None:
         self._has_ended = has_ended
         self._changed = threading.Condition()
-        self._position = 0
+        self._position = first
         self._holder: tuple[int, int] | None = None  # thread and position
+
+    @property
+    def position(self) -> int:
+        """The position that has not ended yet."""
+        return self._position
 
     def wait(self, position: int, timeout: float) -> bool:
         """Wait until all before ``position`` have ended; False when they have not in time, or the group has."""

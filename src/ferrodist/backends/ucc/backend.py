@@ -1,0 +1,231 @@
+"""A group whose collectives UCC moves, over a control group of the same ranks, which does all else."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from ferrodist.backends.base import NonBlockingBackend
+from ferrodist.backends.call import MAX_PAYLOAD, Call
+from ferrodist.backends.mpi.waiting import wait_until
+from ferrodist.backends.native import NativeBackend, is_native_available
+from ferrodist.backends.tcp import TcpBackend
+from ferrodist.backends.ucc.agreement import OrderedAgreement
+from ferrodist.backends.ucc.bindings import Team, UccError
+from ferrodist.backends.ucc.exchange import ControlExchange
+from ferrodist.backends.ucc.library import load
+from ferrodist.backends.ucc.mover import UccMover
+from ferrodist.deadline import Deadline, check_timeout
+from ferrodist.errors import BackendUnavailable, DistributedError, GroupClosedError, RendezvousError, ranks_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from typing_extensions import Buffer, Self
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.backends.listening import Listener, Signal
+    from ferrodist.backends.request import Late, Request
+    from ferrodist.rendezvous import Membership
+
+__all__ = ["UccBackend"]
+
+_CLOSE_SECONDS = 5.0
+"""How long `UccBackend.close` waits until UCC has given what this rank has sent to the network."""
+
+_LIBRARY, _REASON = b"+", b"-"
+
+
+class UccBackend(NonBlockingBackend):
+    """A rank of a group over UCC.
+
+    UCC moves the bytes of the group's collectives. Which call belongs to which is agreed on before, and what is reduced
+    is folded here, in rank order. So errors, deadlines and bits are those of the other backends, in every dtype.
+    Messages, and the collectives of sub-groups, are the control group's; so is finding the dead.
+
+    All ranks make the group from a control group of the same ranks, which it then owns.
+
+    Args:
+        control: A group of another backend, which nothing else uses and of which nothing else is made.
+        connect_timeout: Seconds for all ranks to come; None takes the group's timeout.
+
+    Raises:
+        BackendUnavailable: On all ranks, when one has no UCC, or another version; with the reason.
+            Or on one, when UCC does not start there; the others raise GroupAbortedError with that reason.
+        RendezvousError: UCC did not connect the ranks in time.
+    """
+
+    def __init__(self, control: Backend, *, connect_timeout: float | None = None) -> None:
+        super().__init__(control.rank, control.world_size, timeout=control.timeout, name=control.name)
+        deadline = Deadline(control.timeout if connect_timeout is None else check_timeout(connect_timeout))
+        self._control = control
+        self._process = os.getpid()
+        self.subgroups = control.subgroups
+        _check_libraries(control, deadline)
+        team = _connect(control, deadline)
+        first = control.agreement.reserve()
+        self.mover: UccMover = UccMover(team, control, first)
+        self.agreement: OrderedAgreement = OrderedAgreement(self, self.mover.turns, first)
+        weakref.finalize(self, self.mover.stop)
+
+    @classmethod
+    def from_membership(cls, membership: Membership, timeout: float, deadline: Deadline) -> Self:
+        """Make the group of all ranks that met, over a native control group, or TCP where there is no engine.
+
+        Raises:
+            BackendUnavailable: On all ranks, when one can't use UCC; with the reason.
+        """
+        kind = NativeBackend if is_native_available() else TcpBackend
+        control = kind.from_membership(membership, timeout, deadline)
+        try:
+            return cls(control, connect_timeout=deadline.remaining())
+        except BaseException:
+            control.close()
+            raise
+
+    @property
+    def failure(self) -> DistributedError | None:
+        """Why the group can't be used any more, or None while it can."""
+        return self._control.failure
+
+    def abort(self, reason: str | DistributedError) -> None:
+        """End the group on all ranks; see `Backend.abort`."""
+        self._control.abort(reason)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Leave the group; see `Backend.close`.
+
+        Args:
+            timeout: Seconds to wait until UCC has given what this rank has sent to the network; None for five.
+        """
+        deadline = Deadline(_CLOSE_SECONDS if timeout is None else check_timeout(timeout))
+        if isinstance(self._control.failure, GroupClosedError):
+            return
+        if os.getpid() == self._process:  # in a forked child UCC is the parent's
+            self.mover.leave(deadline.remaining())
+        self._control.close(timeout)
+        self.mover.stop()
+        self._run_close_callbacks()
+
+    # Bytes.
+
+    def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
+        """Send bytes to one rank; see `Backend.send`."""
+        self._control.send(data, dst, tag=tag, timeout=timeout)
+
+    def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
+        """Receive bytes; see `Backend.recv`."""
+        return self._control.recv(buffer, src, tag=tag, timeout=timeout)
+
+    def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
+        """Start `send` and return at once."""
+        return self._control.isend(data, dst, tag=tag)
+
+    def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
+        """Start `recv` and return at once."""
+        return self._control.irecv(buffer, src, tag=tag)
+
+    def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:
+        """See `Backend.try_send`."""
+        return self._control.try_send(data, dst, tag=tag)
+
+    def listen(
+        self,
+        src: int,
+        size_bytes: int,
+        heard: Callable[[list[bytes]], None],
+        ended: Callable[[DistributedError], None],
+        *,
+        tag: int = 0,
+    ) -> Listener:
+        """See `Backend.listen`."""
+        return self._control.listen(src, size_bytes, heard, ended, tag=tag)
+
+    def signal(self) -> Signal:
+        """See `Backend.signal`."""
+        return self._control.signal()
+
+    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
+        """See `Backend.find_late`."""
+        return self._control.find_late(peers, within)
+
+    # Sub-groups, which are the control group's.
+
+    def abort_subgroup(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
+        """End one sub-group on all its members; see `Backend.abort_subgroup`."""
+        self._control.abort_subgroup(group_id, members, error)
+
+    def subgroup_failure(self, group_id: int, members: tuple[int, ...]) -> DistributedError | None:
+        """Why a sub-group can't be used any more, or None."""
+        return self._control.subgroup_failure(group_id, members)
+
+    def end_with(self, group_id: int, leader_id: int) -> None:
+        """See `Backend`."""
+        self._control.end_with(group_id, leader_id)
+
+    def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> None:
+        """See `Backend.open_subgroup`."""
+        self._control.open_subgroup(group_id, members, name)
+
+    def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
+        """See `Backend.close_subgroup`."""
+        self._control.close_subgroup(group_id, members)
+
+    def subgroup_collectives(self, subgroup: Backend) -> Any:
+        """See `Backend.subgroup_collectives`."""
+        return self._control.subgroup_collectives(subgroup)
+
+    def subgroup_tensor_messages(self, subgroup: Backend) -> Any:
+        """See `Backend.subgroup_tensor_messages`."""
+        return self._control.subgroup_tensor_messages(subgroup)
+
+
+def _check_libraries(control: Backend, deadline: Deadline) -> None:
+    """Raise the same on all ranks when one can't use UCC, or uses another one."""
+    unavailable = None
+    try:
+        own = _LIBRARY + str(load()).encode()
+    except BackendUnavailable as error:
+        unavailable = error
+        own = _REASON + error.message.encode()
+    said = control.agreement.reach(Call(operation="is there UCC", payload=own[:MAX_PAYLOAD]), deadline.remaining())
+    lacking = tuple(rank for rank, payload in enumerate(said) if not payload.startswith(_LIBRARY))
+    if lacking:
+        reason = unavailable.message if unavailable else said[lacking[0]][1:].decode(errors="replace") + " ..."
+        raise BackendUnavailable(
+            f"UccBackend needs UCC on all ranks, and {ranks_text(lacking)} can't use it: {reason}", ranks=lacking
+        )
+    versions = {payload[1:].decode(errors="replace") for payload in said}
+    if len(versions) > 1:
+        raise BackendUnavailable(f"UccBackend needs the same UCC on all ranks, not {', '.join(sorted(versions))}")
+
+
+def _connect(control: Backend, deadline: Deadline) -> Team:
+    """The ranks in UCC; where it fails the others learn of it."""
+    try:
+        return _make_team(control, deadline)
+    except UccError as error:
+        reason = f"UccBackend can't be used on rank {control.rank}: {error.message}"
+        control.abort(reason)
+        raise BackendUnavailable(
+            f"{reason}. UCC's and UCX's own messages on standard error may say more; UCC_LOG_LEVEL=info and"
+            " UCX_LOG_LEVEL=info ask for them.",
+            ranks=(control.rank,),
+        ) from error
+    except DistributedError as error:
+        control.abort(error)
+        raise
+    except BaseException as error:
+        control.abort(f"rank {control.rank} left UCC's start by {error!r}")
+        raise
+
+
+def _make_team(control: Backend, deadline: Deadline) -> Team:
+    team = Team(load(), control.rank, control.world_size, ControlExchange(control, deadline))
+    if wait_until(team.is_ready, deadline, lambda: control.failure is not None):
+        return team
+    raise control.failure or RendezvousError(
+        f"group {control.name!r}: UCC did not connect the ranks within {deadline.timeout:g} s. Look at UCC's and UCX's"
+        " own messages on standard error, or pass a larger timeout."
+    )

@@ -1,0 +1,211 @@
+"""Groups over a real UCC, wherever there is one: FERRODIST_UCC_LIBRARY names it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from forked_group import ForkedGroup, Report, attempt, open_descriptors
+from ucc_group import CONTROLS, UccRunner, open_ucc
+
+import ferrodist as fd
+from ferrodist.backends.ucc import mover
+from ferrodist.backends.ucc.library import why_no_ucc
+from ferrodist.testing import BACKEND_CHECKS
+from ferrodist.testing.collective_conformance import COLLECTIVE_CHECKS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.testing.backend_checks.harness import BackendCheck
+    from ferrodist.testing.collective_checks.harness import CollectiveCheck
+
+_REASON = why_no_ucc()
+pytestmark = pytest.mark.skipif(_REASON is not None, reason=_REASON or "")
+
+
+@pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
+def test_promises_of_a_backend(check: BackendCheck) -> None:
+    """Every promise of `Backend` holds."""
+    check(UccRunner("tcp"), 3)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("check", COLLECTIVE_CHECKS, ids=lambda check: check.__name__)
+def test_collectives(check: CollectiveCheck, world_size: int) -> None:
+    """Every collective gives the bits it has on any backend, in every type, and its errors."""
+    UccRunner(CONTROLS[-1]).run(world_size, check)
+
+
+_LARGE = 1_000_000
+_PATIENCE = 20.0
+
+_OPERATIONS: dict[str, Callable[[], object]] = {
+    "allreduce": lambda: fd.allreduce(torch.ones(_LARGE)),
+    "broadcast": lambda: fd.broadcast(torch.ones(_LARGE), 1),
+    "all_gather": lambda: fd.all_gather(torch.ones(_LARGE)),
+}
+
+
+def _run(
+    world_size: int, program: Callable[[Any, ForkedGroup], Report], control: str, lost: set[int]
+) -> dict[int, Any]:
+    fork = ForkedGroup(world_size, program, timeout=_PATIENCE, kind=open_ucc(control))
+    try:
+        return fork.results(set(range(world_size)) - lost)
+    finally:
+        fork.end()
+
+
+def _strike_in_data(group: Backend, action: Callable[[], object]) -> None:
+    """Do something in the second step of data that this rank waits for."""
+    wait_for, steps = group.mover.wait_for, iter([False, True])
+
+    def wait(*args: Any) -> Any:
+        if next(steps, False):
+            action()
+        return wait_for(*args)
+
+    group.mover.wait_for = wait
+
+
+@pytest.mark.parametrize("transports", ["all", "tcp"])
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("operation", _OPERATIONS)
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_killed_rank(
+    control: str, operation: str, victim: int, transports: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL while UCC moves data: PeerLostError of that rank on all others, soon, for good, and none ends with it."""
+    monkeypatch.setenv("UCX_TLS", transports)
+
+    def program(group: Any, fork: ForkedGroup) -> Report:
+        if group.rank == victim:
+            _strike_in_data(group, lambda: fork.strike(signal.SIGKILL))
+        report = attempt(group, _OPERATIONS[operation])
+        report.facts["seconds"] = report.raised_at - fork.struck_at.value
+        report.facts["again"] = attempt(group, _OPERATIONS[operation], times=1).error
+        return report
+
+    for rank, report in _run(3, program, control, {victim}).items():
+        assert (report.error, report.ranks) == ("PeerLostError", (victim,)), f"rank {rank}: {report}"
+        assert report.facts["seconds"] < _PATIENCE / 2, f"rank {rank}: {report}"
+        assert report.facts["again"] == "PeerLostError", f"rank {rank}: {report}"
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_data_that_does_not_come(control: str) -> None:
+    """A rank that stops in the middle of a collective: the others raise at their deadline, and the group has failed."""
+
+    def program(group: Any, fork: ForkedGroup) -> Report:
+        if group.rank == 1:
+            _strike_in_data(group, fork.release.wait)
+        report = attempt(group, lambda: fd.allreduce(torch.ones(_LARGE), timeout=1.0))
+        report.facts["failure"] = type(group.failure).__name__
+        return report
+
+    for rank, report in _run(3, program, control, {1}).items():
+        assert report.error == "DistributedTimeoutError", f"rank {rank}: {report}"
+        assert report.facts["failure"] == "DistributedTimeoutError", f"rank {rank}: {report}"
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_rank_that_leaves_a_collective(control: str) -> None:
+    """A rank that closes the group with its part undone is lost to those that wait for it, and is named."""
+
+    def program(group: Any, _: ForkedGroup) -> Report:
+        if group.rank == 1:
+            _strike_in_data(group, group.close)
+        return attempt(group, lambda: fd.allreduce(torch.ones(_LARGE)))
+
+    reports = _run(3, program, control, set())
+    assert reports.pop(1).error == "GroupClosedError"
+    for rank, report in reports.items():
+        assert (report.error, report.ranks) == ("PeerLostError", (1,)), f"rank {rank}: {report}"
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_rank_that_leaves_after_its_part(control: str) -> None:
+    """A rank whose part is done may leave: those that still wait for others get their result."""
+
+    def program(group: Any, fork: ForkedGroup) -> Report:
+        report = Report(group.rank)
+        if group.rank == 0:
+            watch = mover._Watch.look
+
+            def look(self: Any) -> None:
+                watch(self)
+                if 1 in self._farewells:
+                    fork.release.set()
+
+            mover._Watch.look = look  # type: ignore[method-assign]
+        if group.rank == 2:  # begins its part when rank 0 knows that rank 1 has left
+            start = group.mover.gather
+
+            def late(*args: Any) -> Any:
+                assert fork.release.wait(_PATIENCE)
+                return start(*args)
+
+            group.mover.gather = late
+        parts = fd.gather(torch.full((100,), group.rank + 1.0), 0)
+        if group.rank == 1:
+            group.close()
+        if parts is not None:
+            report.facts["sum"] = float(sum(part.sum() for part in parts))
+        return report
+
+    assert _run(3, program, control, set())[0].facts["sum"] == 600.0
+
+
+def test_calls_that_differ() -> None:
+    """A mismatch raises on all ranks, before UCC has anything to do with it."""
+
+    def program(group: Any, _: ForkedGroup) -> Report:
+        tensor = torch.ones(1000 + (group.rank == 1))
+        return attempt(group, lambda: fd.allreduce(tensor), times=1)
+
+    assert {report.error for report in _run(3, program, "tcp", set()).values()} == {"CollectiveMismatchError"}
+
+
+def test_async_and_barriers_in_turns() -> None:
+    """Collectives that were started end in their order, among barriers and small ones that UCC does not see."""
+
+    def program(group: Backend) -> list[float]:
+        results = []
+        for i in range(20):
+            handles = [fd.async_allreduce(torch.full((n,), float(i))) for n in (1, 1000, 100_000)]
+            group_wide = [handle.wait() for handle in handles]
+            group.barrier()
+            results.append(float(group_wide[0][0] + group_wide[1][-1] + group_wide[2][-1]))
+        return results
+
+    assert UccRunner(CONTROLS[-1]).run(2, program) == [[6.0 * i for i in range(20)]] * 2
+
+
+def test_groups_leave_nothing_behind() -> None:
+    """Groups that are opened and closed leave no thread and no descriptor."""
+
+    def program(group: Backend) -> list[list[str]]:
+        found = []
+        for _ in range(4):
+            address = torch.zeros(1, dtype=torch.int64)
+            own: dict[str, Any] = {}
+            if group.rank == 0:
+                own["listener"] = listener = socket.create_server(("127.0.0.1", 0))
+                address[0] = listener.getsockname()[1]
+            fd.broadcast(address, 0, out=address)
+            again = open_ucc("tcp")(group.rank, 2, f"127.0.0.1:{int(address)}", secret=b"of the test", **own)
+            assert fd.allreduce(torch.ones(100_000), group=again)[-1] == 2
+            again.close()
+            group.barrier()
+            threads = [thread.name for thread in threading.enumerate()]
+            found.append([*sorted(entry.split()[1].split(":")[0] for entry in open_descriptors()), *sorted(threads)])
+        return found
+
+    for found in UccRunner("tcp").run(2, program):
+        assert found[3] == found[1]

@@ -1,0 +1,172 @@
+"""What of the UCC backend needs no UCC: whether there is one, and how ranks end that can't use it."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+import ferrodist as fd
+from ferrodist.backends.simulated import SimulatedBackend
+from ferrodist.backends.ucc import backend, bindings, library
+from ferrodist.backends.ucc.bindings import UccError
+from ferrodist.backends.ucc.mover import UccMover
+from ferrodist.deadline import Deadline
+from ferrodist.errors import BackendUnavailable, GroupAbortedError, RendezvousError
+from ferrodist.testing import run_ranks
+
+
+def _errors(program, world_size=2):
+    """What making a group ends with on every rank."""
+    errors = [None] * world_size
+
+    def run(group):
+        try:
+            program(group)
+        except fd.DistributedError as error:
+            errors[group.rank] = error
+
+    run_ranks(run, world_size)
+    return errors
+
+
+def test_without_a_library(monkeypatch, tmp_path):
+    """Where no UCC loads, the question is answered with no, and a group with the reason and what to do."""
+    path = str(tmp_path / "libucc.so.1")
+    monkeypatch.setenv("FERRODIST_UCC_LIBRARY", path)
+    assert not fd.is_ucc_available()
+    with pytest.raises(BackendUnavailable, match=r"libucc\.so\.1: cannot open.*FERRODIST_UCC_LIBRARY names"):
+        fd.init_process_group("ucc", rank=0, world_size=1, init_method=f"file://{tmp_path}/meet")
+    assert not fd.is_initialized()
+
+
+def test_a_library_that_is_no_ucc(monkeypatch):
+    """Another library is not taken for UCC."""
+    monkeypatch.setenv("FERRODIST_UCC_LIBRARY", torch._C.__file__)
+    assert not fd.is_ucc_available()
+    assert "ucc_get_version" in (library.why_no_ucc() or "")
+
+
+def test_a_version_that_is_not_known(monkeypatch):
+    """A UCC whose structures may be others is refused."""
+
+    class Other:
+        version = (2, 0, 0)
+
+        def __init__(self, path):
+            pass
+
+        def __str__(self):
+            return "UCC 2.0.0"
+
+    monkeypatch.setattr(library, "Library", Other)
+    monkeypatch.setenv("FERRODIST_UCC_LIBRARY", "of-another-version")
+    with pytest.raises(BackendUnavailable, match=r"of-another-version is UCC 2\.0\.0, and version 1 is needed"):
+        library.load()
+
+
+def test_one_rank_without_a_library(monkeypatch):
+    """Where one rank has no UCC all raise, and name it and its reason."""
+
+    def load():
+        if fd.default_group().rank == 1:
+            raise BackendUnavailable("there is no UCC here (not found)")
+        return "UCC 1.8.0"
+
+    monkeypatch.setattr(backend, "load", load)
+    for error in _errors(fd.UccBackend, 3):
+        assert isinstance(error, BackendUnavailable)
+        assert error.ranks == (1,)
+        assert "rank 1 can't use it: there is no UCC here (not found)" in error.message
+
+
+def test_ranks_with_different_versions(monkeypatch):
+    """Ranks whose UCCs differ raise, with both versions."""
+    monkeypatch.setattr(backend, "load", lambda: f"UCC 1.{fd.default_group().rank}.0")
+    for error in _errors(fd.UccBackend):
+        assert isinstance(error, BackendUnavailable)
+        assert "UCC 1.0.0, UCC 1.1.0" in error.message
+
+
+class _Team:
+    """A team of which rank 1 can't start, or never is ready."""
+
+    refuses = True
+
+    def __init__(self, _library, rank, _world_size, _exchange):
+        if rank == 1 and self.refuses:
+            raise UccError("UCC 1.8.0 failed in ucc_context_create: No resource (-5)")
+
+    def is_ready(self):
+        return False
+
+
+def test_a_rank_on_which_ucc_does_not_start(monkeypatch):
+    """It says why, and the others raise with its reason at once."""
+    monkeypatch.setattr(backend, "load", lambda: "UCC 1.8.0")
+    monkeypatch.setattr(backend, "Team", _Team)
+    other, own = _errors(fd.UccBackend)
+    assert isinstance(own, BackendUnavailable)
+    assert isinstance(other, GroupAbortedError)
+    for error in (own, other):
+        assert "can't be used on rank 1: UCC 1.8.0 failed in ucc_context_create: No resource" in error.message
+
+
+def test_a_team_that_is_never_ready(monkeypatch):
+    """Ranks that UCC does not connect raise at the deadline."""
+    monkeypatch.setattr(backend, "load", lambda: "UCC 1.8.0")
+    monkeypatch.setattr(backend, "Team", type("Never", (_Team,), {"refuses": False}))
+    for error in _errors(lambda group: fd.UccBackend(group, connect_timeout=0.1)):
+        assert isinstance(error, RendezvousError)
+        assert "within 0.1 s" in error.message
+
+
+class _Broken:
+    """A team whose collectives start and fail."""
+
+    def __init__(self):
+        self.library = self
+
+    def error(self, name, status):
+        return UccError(f"UCC 1.8.0 failed in {name}: No memory ({status})")
+
+    def progress(self):
+        pass
+
+    def broadcast(self, data, root):
+        del data, root
+        return type("Transfer", (), {"status": -4})()
+
+
+def test_a_collective_that_ucc_fails_in(monkeypatch):
+    """An error of UCC's that no rank's end explains ends the group, with its text; nothing is released."""
+    monkeypatch.setattr("ferrodist.backends.ucc.mover._REASON_SECONDS", 0.05)
+    (control, other) = SimulatedBackend.create_group(2)
+    mover = UccMover(_Broken(), control, 0)
+    assert not mover.wait_for(mover.broadcast(memoryview(b""), 0), Deadline(10))
+    assert "UCC 1.8.0 failed in a collective: No memory (-4)" in control.failure.message
+    with pytest.raises(fd.DistributedError, match="No memory"):
+        mover.broadcast(memoryview(b""), 0)
+    mover.leave(10)  # has something under way: ends nothing, and returns
+    mover.stop()
+    control.close()
+    other.close()
+    mover._thread.join(10)
+    assert not mover._thread.is_alive()
+
+
+def test_layouts():
+    """The structures have the sizes of ucc.h on 64-bit machines."""
+    sizes = {
+        bindings.LibraryParams: 40,
+        bindings.OutOfBand: 40,
+        bindings.ContextParams: 80,
+        bindings.TeamParams: 208,
+        bindings.CollectiveArgs: 200,
+    }
+    for structure, size in sizes.items():
+        assert ctypes.sizeof(structure) == size, structure
+    assert bindings.CollectiveArgs.dst.offset == 56
+    assert bindings.CollectiveArgs.root.offset == 112
+    assert bindings.TeamParams.oob.offset == 72
