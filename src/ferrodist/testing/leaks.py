@@ -38,6 +38,8 @@ _LASTING_DESCRIPTORS = (
     "/dev/urandom",  # kept open by OpenSSL and libraries that draw random numbers
     "/dev/nvidia",  # the CUDA driver opens its devices at the first call
 )
+_FOREIGN_SEGMENTS = ("mpich_shm_", "ucx_shm_", "sm_segment", "vader_segment")
+"""Of MPIs, whose ranks leave theirs behind when they are killed: those of other programs may come at any time."""
 _LASTING_THREADS = ("tqdm_monitor",)  # of progress bars, started with the first one
 
 
@@ -167,10 +169,10 @@ def _mappings() -> Counter[str]:
 
 
 def _segments(own: set[int]) -> Counter[str]:
-    """Files in /dev/shm, but for those that another running program holds: they are its own."""
+    """Files in /dev/shm, but for those that another running program holds, which are its own, and MPIs'."""
     if not _SHARED_MEMORY.is_dir():
         return Counter()
-    names = {str(path) for path in _SHARED_MEMORY.iterdir()}
+    names = {str(path) for path in _SHARED_MEMORY.iterdir() if not path.name.startswith(_FOREIGN_SEGMENTS)}
     return Counter(names - _held_by_others(own)) if names else Counter()
 
 

@@ -183,6 +183,17 @@ def test_segments_of_other_programs_are_not_ours():
     path.unlink()
 
 
+@pytest.mark.parametrize("name", ["mpich_shm_0", "ucx_shm_posix_1"])
+def test_segments_of_mpis(name):
+    """Ranks of an MPI that were killed leave theirs behind, whoever looks meanwhile."""
+    path = Path(f"/dev/shm/{name}{secrets.token_hex(8)}")
+    try:
+        with _impatient_check():
+            path.write_bytes(b"x")
+    finally:
+        path.unlink()
+
+
 def test_the_resource_tracker_is_no_leak():
     """Python's own helper, which shared memory starts once, is left out with its pipe."""
     resource_tracker._resource_tracker._stop()
