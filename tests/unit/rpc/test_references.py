@@ -923,7 +923,7 @@ def test_a_closed_agent_forgets():
         del value
         agent.close()
         assert ended.is_set()
-        with pytest.raises(RpcError, match="freed"):
+        with pytest.raises(GroupClosedError, match="the agent was closed"):
             kept.local_value()
         del kept, other
 
