@@ -16,7 +16,7 @@ import torch
 
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedTimeoutError, PeerLostError, ProtocolError, RpcError
+from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLostError, ProtocolError, RpcError
 from ferrodist.rpc.agent import RpcAgent
 from ferrodist.rpc.counting import CONFIRM, LOST, MET, REGISTER, RELEASE, SETTLE, UNREGISTER
 from ferrodist.rpc.messages import HELLO, OWN_NAMES, Call
