@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -13,13 +15,24 @@ from nccl_fakes import FakeEvent, FakeNccl, FakeStream, FakeStreams, FakeWork, f
 import ferrodist as fd
 from ferrodist.backends.nccl import launcher
 from ferrodist.backends.nccl.launched import Launched, Launching
-from ferrodist.backends.nccl.watch import Watch
+from ferrodist.backends.nccl.watch import Watch, _open_watches
 from ferrodist.testing import run_ranks
 
 
 @pytest.fixture(autouse=True)
 def _cpu_tensors_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     send_cpu_tensors_to_nccl(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def no_watch_left() -> Iterator[None]:
+    """A test leaves no thread that watches a GPU."""
+    yield
+    gc.collect()
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("ferrodist-nccl")]
+    for thread in left:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in left), left
 
 
 def alone(**named: object) -> fd.HybridBackend:
@@ -129,6 +142,7 @@ def test_a_captured_graph_is_refused() -> None:
     streams_of(group).is_capturing = True
     with pytest.raises(fd.UnsupportedOpError, match="graph"):
         fd.allreduce(torch.ones(1), group=group)
+    group.close()
 
 
 def test_a_rank_has_one_gpu_in_a_group() -> None:
@@ -137,6 +151,7 @@ def test_a_rank_has_one_gpu_in_a_group() -> None:
     fd.allreduce(torch.ones(1), group=group)
     with pytest.raises(fd.UnsupportedOpError, match="set_device"):
         group._launcher.open(torch.device("cuda", 1), None, None)
+    group.close()
 
 
 def test_closing_completes_what_was_sent() -> None:
@@ -195,6 +210,8 @@ def test_a_forked_child_leaves_nccl_alone() -> None:
         fd.allreduce(torch.ones(1), group=group)
     group.close()
     assert communicator.log == ["all_reduce"]
+    for watch in list(_open_watches):  # the parent's
+        watch.close()
 
 
 def test_time_counts_from_when_the_gpu_has_come_to_it() -> None:
