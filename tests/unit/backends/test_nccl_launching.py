@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,6 +17,9 @@ from ferrodist.backends.nccl import launcher
 from ferrodist.backends.nccl.launched import Launched, Launching
 from ferrodist.backends.nccl.watch import Watch, _open_watches
 from ferrodist.testing import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.fixture(autouse=True)
