@@ -3,6 +3,7 @@
 ::
 
     join.py         rendezvous(), enter_job()        environment.py  what the launcher says
+    meeting.py      in a store that nobody serves    membership.py   a rank's place in a job
     attendance.py   are all ranks there?             secret.py       the job secret
     store.py        the seam, and PrefixStore        memory_store.py, file_store.py, tcp_store.py
     listener.py     accepts proven peers only        handshake.py    the proof
@@ -13,8 +14,9 @@
 from ferrodist.rendezvous.environment import Environment, read_environment
 from ferrodist.rendezvous.file_store import FileStore
 from ferrodist.rendezvous.handshake import PROTOCOL_VERSION, Hello, connect, greet
-from ferrodist.rendezvous.join import Membership, enter_job, rendezvous
+from ferrodist.rendezvous.join import enter_job, rendezvous, rendezvous_in
 from ferrodist.rendezvous.listener import Listener, parse_address
+from ferrodist.rendezvous.membership import Membership
 from ferrodist.rendezvous.memory_store import MemoryStore
 from ferrodist.rendezvous.secret import make_secret, resolve_secret
 from ferrodist.rendezvous.store import PrefixStore, Store
@@ -39,5 +41,6 @@ __all__ = [
     "parse_address",
     "read_environment",
     "rendezvous",
+    "rendezvous_in",
     "resolve_secret",
 ]

@@ -3,121 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import hmac
 import operator
 import os
-import socket
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
-    AuthenticationError,
     DistributedError,
     DistributedTimeoutError,
     InvalidRankError,
     InvalidWorldSizeError,
     RendezvousError,
 )
-from ferrodist.rendezvous.attendance import await_all, call_off, claim_rank, leave, note_rejection, roll
+from ferrodist.rendezvous.attendance import await_all, claim_rank, leave, note_rejection
 from ferrodist.rendezvous.environment import Environment, read_environment
 from ferrodist.rendezvous.file_store import FileStore
 from ferrodist.rendezvous.handshake import Hello, check_hello
 from ferrodist.rendezvous.listener import format_address, parse_address
-from ferrodist.rendezvous.resolution import resolve
-from ferrodist.rendezvous.secret import make_secret, resolve_secret
-from ferrodist.rendezvous.store import PrefixStore, Store
+from ferrodist.rendezvous.meeting import LINGER, meet
+from ferrodist.rendezvous.membership import Joining
+from ferrodist.rendezvous.secret import resolve_secret
 from ferrodist.rendezvous.tcp_store import TcpStore, TcpStoreServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import socket
 
-__all__ = ["Membership", "enter_job", "rendezvous"]
+    from ferrodist.rendezvous.membership import Membership
+    from ferrodist.rendezvous.store import Store
 
-_LOOPBACK = "127.0.0.1"
-_LINGER = 2.0
-_HASTE = 0.2
+__all__ = ["enter_job", "rendezvous", "rendezvous_in"]
+
 _LOOPBACK_HINT = " No FERRODIST_SECRET is set here: without one, rank 0 can listen on a loopback address only."
-_INTERFACES = "/interfaces"  # the second stage of ranks of several hosts
-_CHARTER_KEY = "ferrodist/charter"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
-    """One rank's place in a job: of `rendezvous` when all ranks have met, of `enter_job` before.
-
-    Args:
-        rank: This process's rank.
-        world_size: Number of ranks.
-        local_rank: Its number on its host, where the launcher said so.
-        job: Name of the job.
-        secret: The job secret; may be empty when all ranks share a host.
-        store: The job's store; other jobs in the same place do not see its keys.
-        host: The address on which this rank's own listeners should bind, so that the other ranks can reach
-            them.
-        on_close: What `close` does; the rendezvous fills it in.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int | None
-    job: str
-    secret: bytes = dataclasses.field(repr=False)
-    store: Store
-    host: str
-    on_close: Callable[[], None] = dataclasses.field(repr=False)
-
-    def close(self) -> None:
-        """Let go of the store.
-
-        Rank 0 of a TCP rendezvous serves on for up to 2 s, or until the other ranks have closed theirs;
-        afterwards their calls raise. Of a file rendezvous the last rank to close removes the file. Rank 0 of
-        a job that was entered stops to serve at once. More calls do nothing.
-        """
-        self.on_close()
-
-
-class _Charter(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 writes into a store file before all else."""
-
-    job: str
-    world_size: int
-    made_secret: bytes
-    nonce: bytes
-    proof: bytes
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Which rank asks to join which job."""
-
-    rank: int
-    world_size: int
-    local_rank: int | None
-    job: str
-    secret: bytes
-    deadline: Deadline
-
-    def member(self, store: Store, host: str, on_close: Callable[[], None], secret: bytes) -> Membership:
-        process = os.getpid()
-
-        def close() -> None:
-            if os.getpid() == process:  # a forked child is no rank
-                on_close()
-
-        return Membership(
-            rank=self.rank,
-            world_size=self.world_size,
-            local_rank=self.local_rank,
-            job=self.job,
-            secret=secret,
-            store=PrefixStore(store, f"job/{self.job}"),
-            host=host,
-            on_close=close,
-        )
 
 
 def rendezvous(
@@ -160,15 +77,49 @@ def rendezvous(
     """
     deadline = Deadline(timeout)
     environment = read_environment()
-    place = _place(environment, deadline, rank=rank, world_size=world_size, job=job, secret=secret)
+    joining = _joining(environment, deadline, rank=rank, world_size=world_size, job=job, secret=secret)
     scheme, where = _parse(init_method, environment)
     try:
         if scheme == "file":
-            return _join_file(where, place)
-        return _join_tcp(where, place, shared_port=environment.agent_store)
+            return _join_file(where, joining)
+        return _join_tcp(where, joining, shared_port=environment.agent_store)
     except DistributedTimeoutError as error:
-        hint = "" if place.secret or scheme == "file" else _LOOPBACK_HINT
-        raise _unanswered(place, f"{scheme}://{where}", error, hint) from error
+        hint = "" if joining.secret or scheme == "file" else _LOOPBACK_HINT
+        raise _unanswered(joining, f"{scheme}://{where}", error, hint) from error
+
+
+def rendezvous_in(
+    store: Store,
+    where: str,
+    *,
+    rank: int,
+    world_size: int,
+    timeout: float,
+    secret: str | bytes | None,
+    job: str,
+) -> Membership:
+    """`rendezvous` in a store that is there already; the caller closes it, after the membership.
+
+    Without a secret, rank 0 makes one and puts it into the store: who can read the store can pose as a rank.
+
+    Args:
+        store: It. Nobody has met in it before.
+        where: What messages call it.
+        rank: This process's rank.
+        world_size: Number of ranks.
+        timeout: Seconds to wait for the others.
+        secret: The job secret; see `resolve_secret`.
+        job: Name of the job.
+
+    Raises:
+        RendezvousError, AuthenticationError, InvalidRankError, InvalidWorldSizeError, ValueError: As `rendezvous` does.
+    """
+    joining = _joining(read_environment(), Deadline(timeout), rank=rank, world_size=world_size, job=job, secret=secret)
+    advice = "start each rank once, and give ranks that meet again a store of their own"
+    try:
+        return meet(store, joining, f"job {job!r} in {where}", advice, depart=lambda _: None)
+    except DistributedTimeoutError as error:
+        raise _unanswered(joining, where, error, "") from error
 
 
 def enter_job(
@@ -203,25 +154,25 @@ def enter_job(
         raise TypeError(f"address must be 'host:port' or None, not {type(address).__name__}")
     deadline = Deadline(timeout)
     environment = read_environment()
-    place = _place(environment, deadline, rank=rank, world_size=world_size, job=job, secret=secret)
+    joining = _joining(environment, deadline, rank=rank, world_size=world_size, job=job, secret=secret)
     where = _address_from_environment(environment) if address is None else address
     try:
-        if place.rank:
-            client = _dial(where, place)
-            return place.member(client, client.local_host, client.close, place.secret)
-        named = f"job {place.job!r} at tcp://{where}"
-        server = _open_server(where, place, named, shared_port=environment.agent_store, sock=listener)
-        return place.member(server.store, server.host, server.close, place.secret)
+        if joining.rank:
+            client = _dial(where, joining)
+            return joining.member(client, client.local_host, client.close, joining.secret)
+        named = f"job {joining.job!r} at tcp://{where}"
+        server = _open_server(where, joining, named, shared_port=environment.agent_store, sock=listener)
+        return joining.member(server.store, server.host, server.close, joining.secret)
     except DistributedTimeoutError as error:
-        raise _unanswered(place, f"tcp://{where}", error, "" if place.secret else _LOOPBACK_HINT) from error
+        raise _unanswered(joining, f"tcp://{where}", error, "" if joining.secret else _LOOPBACK_HINT) from error
 
 
-def _unanswered(place: _Place, where: str, error: DistributedError, hint: str) -> RendezvousError:
-    text = f"job {place.job!r} at {where}: rank 0 did not answer rank {place.rank}: {error.message}{hint}"
+def _unanswered(joining: Joining, where: str, error: DistributedError, hint: str) -> RendezvousError:
+    text = f"job {joining.job!r} at {where}: rank 0 did not answer rank {joining.rank}: {error.message}{hint}"
     return RendezvousError(text, ranks=(0,))
 
 
-def _place(
+def _joining(
     environment: Environment,
     deadline: Deadline,
     *,
@@ -229,7 +180,7 @@ def _place(
     world_size: int | None,
     job: str | None,
     secret: str | bytes | None,
-) -> _Place:
+) -> Joining:
     number = environment.rank if rank is None else _whole("rank", rank)
     size = environment.world_size if world_size is None else _whole("world_size", world_size)
     if job is not None and not isinstance(job, str):
@@ -251,7 +202,7 @@ def _place(
         name = f"{environment.run_id}.{environment.restart_count}"
     # Here, so that rank 0 and the ranks of a file rendezvous learn it as early as the others.
     check_hello(Hello(purpose="store", job=name or "default", rank=number, world_size=size, group=""))
-    return _Place(
+    return Joining(
         rank=number,
         world_size=size,
         local_rank=environment.local_rank if environment.rank == number else None,
@@ -307,60 +258,60 @@ def _address_from_environment(environment: Environment) -> str:
     return format_address(host, port)
 
 
-def _join_tcp(address: str, place: _Place, *, shared_port: bool) -> Membership:
-    where = f"job {place.job!r} at tcp://{address}"
-    if place.rank == 0:
-        return _serve(address, place, where, shared_port=shared_port)
-    client = _dial(address, place)
+def _join_tcp(address: str, joining: Joining, *, shared_port: bool) -> Membership:
+    where = f"job {joining.job!r} at tcp://{address}"
+    if joining.rank == 0:
+        return _serve(address, joining, where, shared_port=shared_port)
+    client = _dial(address, joining)
     try:
-        _attend(client, place, where)
+        _attend(client, joining, where)
     except BaseException:
         client.close()
         raise
-    return place.member(client, client.local_host, client.close, place.secret)
+    return joining.member(client, client.local_host, client.close, joining.secret)
 
 
-def _dial(address: str, place: _Place) -> TcpStore:
+def _dial(address: str, joining: Joining) -> TcpStore:
     return TcpStore(
         address,
-        secret=place.secret,
-        job=place.job,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=place.deadline.timeout,
+        secret=joining.secret,
+        job=joining.job,
+        rank=joining.rank,
+        world_size=joining.world_size,
+        timeout=joining.deadline.timeout,
     )
 
 
-def _serve(address: str, place: _Place, where: str, *, shared_port: bool) -> Membership:
-    server = _open_server(address, place, where, shared_port=shared_port)
+def _serve(address: str, joining: Joining, where: str, *, shared_port: bool) -> Membership:
+    server = _open_server(address, joining, where, shared_port=shared_port)
     try:
-        _attend(server.store, place, where)
+        _attend(server.store, joining, where)
     except DistributedError:
-        server.close(linger=_LINGER)  # the others are to read why
+        server.close(linger=LINGER)  # the others are to read why
         raise
     except BaseException:
         server.close()
         raise
-    return place.member(server.store, server.host, lambda: server.close(linger=_LINGER), place.secret)
+    return joining.member(server.store, server.host, lambda: server.close(linger=LINGER), joining.secret)
 
 
 def _open_server(
-    address: str, place: _Place, where: str, *, shared_port: bool, sock: socket.socket | None = None
+    address: str, joining: Joining, where: str, *, shared_port: bool, sock: socket.socket | None = None
 ) -> TcpStoreServer:
     host, port = parse_address(address)
-    if port == 0 and place.world_size > 1 and sock is None:
+    if port == 0 and joining.world_size > 1 and sock is None:
         raise ValueError(f"{where}: port 0 is a different one on every rank; choose a free port")
     try:
         return TcpStoreServer(
             host,
             port,
-            secret=place.secret,
-            job=place.job,
-            world_size=place.world_size,
+            secret=joining.secret,
+            job=joining.job,
+            world_size=joining.world_size,
             sock=sock,
-            max_connections=max(4096, 8 * place.world_size),
+            max_connections=max(4096, 8 * joining.world_size),
             on_rejection=note_rejection,
-            deadline=place.deadline,
+            deadline=joining.deadline,
         )
     except RendezvousError as error:
         hint = (
@@ -371,119 +322,22 @@ def _open_server(
         raise RendezvousError(f"{where}: rank 0 {error.message}; {hint}", ranks=(0,)) from error
 
 
-def _attend(store: Store, place: _Place, where: str) -> None:
+def _attend(store: Store, joining: Joining, where: str) -> None:
     advice = "start each rank once, and give each process a rank number of its own"
-    claim_rank(store, rank=place.rank, where=where, advice=advice, deadline=place.deadline)
-    await_all(store, rank=place.rank, world_size=place.world_size, where=where, deadline=place.deadline)
+    claim_rank(store, rank=joining.rank, where=where, advice=advice, deadline=joining.deadline)
+    await_all(store, rank=joining.rank, world_size=joining.world_size, where=where, deadline=joining.deadline)
 
 
-def _join_file(path: str, place: _Place) -> Membership:
-    where = f"job {place.job!r} at file://{path}"
+def _join_file(path: str, joining: Joining) -> Membership:
     advice = f"start each rank once; if {path} is left over from an earlier run, remove it"
-    store = FileStore(path, timeout=place.deadline.timeout)
-    secret = (_found if place.rank == 0 else _check)(store, place, where, advice)
-    claim_rank(store, rank=place.rank, where=where, advice=advice, deadline=place.deadline)
+    store = FileStore(path, timeout=joining.deadline.timeout)
 
     @functools.cache  # closing twice must not count as two ranks
-    def depart(patience: float = _LINGER) -> None:
+    def depart(patience: float) -> None:
         # A file that could not be removed is reported by the next run that finds it.
         with contextlib.suppress(DistributedTimeoutError):
-            if leave(store, place.world_size, timeout=patience):
+            if leave(store, joining.world_size, timeout=patience):
                 store.remove(timeout=patience)
         store.close()
 
-    try:
-        await_all(store, rank=place.rank, world_size=place.world_size, where=where, deadline=place.deadline)
-        host = _agree_on_interfaces(store, place, where)
-    except BaseException:
-        depart(_HASTE)
-        raise
-    return place.member(store, host, depart, secret)
-
-
-def _found(store: FileStore, place: _Place, where: str, advice: str) -> bytes:
-    """Write the charter as rank 0, and return the job secret."""
-    made = b"" if place.secret else make_secret().encode()
-    secret, nonce = place.secret or made, os.urandom(32)
-    charter = msgspec.msgpack.encode(
-        _Charter(
-            job=place.job,
-            world_size=place.world_size,
-            made_secret=made,
-            nonce=nonce,
-            proof=_file_proof(secret, nonce),
-        )
-    )
-    if store.compare_set(_CHARTER_KEY, b"", charter, timeout=place.deadline.remaining()) != charter:
-        message = f"{where}: another rank 0 has begun a rendezvous there; {advice}"
-        note_rejection(store, message)
-        raise RendezvousError(message, ranks=(0,))
-    return secret
-
-
-def _check(store: FileStore, place: _Place, where: str, advice: str) -> bytes:
-    """Compare this rank with the charter, and return the job secret."""
-    data = store.get(_CHARTER_KEY, timeout=place.deadline.remaining())
-    charter = msgspec.msgpack.decode(data, type=_Charter)
-    who = f"{where}: rank {place.rank}"
-    secret = place.secret or charter.made_secret
-    refusal: DistributedError | None = None
-    if not hmac.compare_digest(charter.proof, _file_proof(secret, charter.nonce)):
-        refusal = AuthenticationError(
-            f"{who} has another job secret than rank 0, or only one of them has any; set FERRODIST_SECRET to "
-            f"the same value on every rank, or on none; {advice}",
-            ranks=(place.rank,),
-        )
-    elif charter.job != place.job:
-        refusal = RendezvousError(f"{who}: the file belongs to job {charter.job!r}; {advice}", ranks=(place.rank,))
-    elif charter.world_size != place.world_size:
-        refusal = InvalidWorldSizeError(
-            f"{who} was started with world size {place.world_size}, rank 0 with {charter.world_size}; {advice}",
-            ranks=(place.rank,),
-        )
-    if refusal is not None:
-        note_rejection(store, refusal.message)
-        raise refusal
-    return secret
-
-
-def _file_proof(secret: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(secret, b"ferrodist charter\0" + nonce, "sha256")
-
-
-def _agree_on_interfaces(store: FileStore, place: _Place, where: str) -> str:
-    """Return this rank's `_interface` when every rank has found one; raise on all ranks when some rank has not."""
-    if len({claim.host for claim in roll(store, place.world_size).values()}) == 1:
-        return _LOOPBACK  # all ranks see the same claims, so none of them waits below
-    try:
-        host = _interface(store, place.world_size, place.deadline)
-    except RendezvousError as error:
-        told = RendezvousError(f"{where}: rank {place.rank}: {error.message}", ranks=(place.rank,))
-        with contextlib.suppress(DistributedTimeoutError):
-            call_off(store, told, stage=_INTERFACES)
-        raise told from error
-    await_all(
-        store,
-        rank=place.rank,
-        world_size=place.world_size,
-        where=where,
-        deadline=place.deadline,
-        stage=_INTERFACES,
-    )
-    return host
-
-
-def _interface(store: FileStore, world_size: int, deadline: Deadline) -> str:
-    """Return the address on which the other ranks' hosts can reach this one; loopback if all are this one."""
-    others = sorted({claim.host for claim in roll(store, world_size).values()} - {socket.gethostname()})
-    if not others:
-        return _LOOPBACK
-    try:
-        family, kind, protocol, _, address = resolve(others[0], 9, deadline, kind=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing: it picks the route, and with it the interface
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise RendezvousError(
-            f"this host finds no way to host {others[0]} ({error}); use init_method='tcp://host:port'"
-        ) from error
+    return meet(store, joining, f"job {joining.job!r} at file://{path}", advice, depart=depart)

@@ -20,7 +20,7 @@ from ferrodist.errors import (
     RendezvousError,
 )
 from ferrodist.rendezvous import FileStore, MemoryStore, attendance, handshake, rendezvous
-from ferrodist.rendezvous import join as join_module
+from ferrodist.rendezvous import meeting as meeting_module
 
 LIMIT = 0.6
 
@@ -238,9 +238,9 @@ def test_a_host_of_the_others_that_does_not_resolve(silent_name_server):
     """The way to the other ranks' hosts is looked for until the deadline only."""
     store = MemoryStore()
     claim = attendance.Claim(silent_name_server, 1, "token")
-    store.set("ferrodist/attendance/rank/0", join_module.msgspec.msgpack.encode(claim))
+    store.set("ferrodist/attendance/rank/0", meeting_module.msgspec.msgpack.encode(claim))
     with pytest.raises(RendezvousError, match=r"finds no way to host stuck.invalid .*resolved in time"):
-        join_module._interface(store, 1, Deadline(0.1))
+        meeting_module._interface(store, 1, Deadline(0.1))
 
 
 def test_another_version(free_port, in_threads):
@@ -444,16 +444,16 @@ def test_ranks_of_several_hosts_share_a_file(tmp_path, in_threads, monkeypatch):
     genuine = attendance.socket.gethostname()
     store = FileStore(tmp_path / "meet")
     members = in_threads(*[join(f"file://{tmp_path}/meet", rank, 2) for rank in range(2)])
-    assert join_module._interface(store, 2, Deadline(20)) == "127.0.0.1"
-    monkeypatch.setattr(join_module.socket, "gethostname", lambda: "elsewhere")
+    assert meeting_module._interface(store, 2, Deadline(20)) == "127.0.0.1"
+    monkeypatch.setattr(meeting_module.socket, "gethostname", lambda: "elsewhere")
     monkeypatch.setattr(
-        join_module.socket,
+        meeting_module.socket,
         "getaddrinfo",
         lambda host, *_, **__: (
             [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.0.2", 9))] if host == genuine else []
         ),
     )
-    assert join_module._interface(store, 2, Deadline(20)).startswith("127.0.0.")
+    assert meeting_module._interface(store, 2, Deadline(20)).startswith("127.0.0.")
     close_all(in_threads, members)
 
 
@@ -512,14 +512,14 @@ def test_a_way_that_is_sought_too_long_is_a_missing_rank(tmp_path, in_threads, h
     on_host, reachable = hosts
     reachable.update(a=1, b=1)
     release = threading.Event()
-    genuine = join_module._interface
+    genuine = meeting_module._interface
 
     def slow(store, world_size, deadline):
         if socket.gethostname() == "b":
             release.wait(20)
         return genuine(store, world_size, deadline)
 
-    monkeypatch.setattr(join_module, "_interface", slow)
+    monkeypatch.setattr(meeting_module, "_interface", slow)
 
     def first():
         try:
@@ -541,3 +541,16 @@ def test_a_rejection_that_utf8_cannot_carry(in_threads):
     attendance.claim_rank(store, rank=0, advice="", **options)
     with pytest.raises(RendezvousError, match=r"file:///caf\\udce9: no"):
         attendance.await_all(store, rank=0, world_size=2, **options)
+
+
+def test_ranks_of_several_hosts_that_know_the_address_of_rank_0(tmp_path, in_threads, hosts, monkeypatch):
+    """Hosts that don't know each other's names find the way by MASTER_ADDR, unless that is a loopback address."""
+    on_host, _ = hosts
+    monkeypatch.setattr(
+        meeting_module, "_interface_to", lambda host, _: {"leader": "10.0.0.5", "a": "x", "b": "x"}[host]
+    )
+    monkeypatch.setenv("MASTER_ADDR", "leader")
+    calls = [on_host(name, join(f"file://{tmp_path}/meet", rank, 2)) for rank, name in enumerate("ab")]
+    members = in_threads(*calls)
+    assert {member.host for member in members} == {"10.0.0.5"}
+    close_all(lambda *closes: in_threads(*[on_host("a", close) for close in closes]), members)

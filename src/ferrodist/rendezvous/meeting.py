@@ -1,0 +1,175 @@
+"""Meeting in a store that every rank opens by itself, and none serves: a file, or one that others have made."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ferrodist.errors import (
+    AuthenticationError,
+    DistributedError,
+    DistributedTimeoutError,
+    InvalidWorldSizeError,
+    RendezvousError,
+)
+from ferrodist.rendezvous.attendance import await_all, call_off, claim_rank, note_rejection, roll
+from ferrodist.rendezvous.environment import read_environment
+from ferrodist.rendezvous.resolution import resolve
+from ferrodist.rendezvous.secret import make_secret
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrodist.deadline import Deadline
+    from ferrodist.rendezvous.membership import Joining, Membership
+    from ferrodist.rendezvous.store import Store
+
+__all__ = ["LINGER", "meet"]
+
+LINGER = 2.0
+"""Seconds that a rank which leaves gives the store."""
+
+_HASTE = 0.2
+_LOOPBACK = "127.0.0.1"
+_INTERFACES = "/interfaces"  # the second stage of ranks of several hosts
+_CHARTER_KEY = "ferrodist/charter"
+
+
+class _Charter(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 writes into a store before all else."""
+
+    job: str
+    world_size: int
+    made_secret: bytes
+    nonce: bytes
+    proof: bytes
+
+
+def meet(store: Store, joining: Joining, where: str, advice: str, *, depart: Callable[[float], None]) -> Membership:
+    """Meet the other ranks in a store; every rank calls this, and all of them return or all raise.
+
+    Args:
+        store: It; nobody has met there before.
+        joining: What this rank asks for. Without a secret, rank 0 makes one and puts it into the store.
+        where: Names job and place in messages.
+        advice: What to check when somebody has met there before, or a rank was started twice.
+        depart: Called once, by the rank when it is done with the store or at once if not all have come, with the
+            seconds it may take.
+
+    Raises:
+        RendezvousError, AuthenticationError, InvalidWorldSizeError: As `rendezvous` does.
+    """
+    secret = (_found if joining.rank == 0 else _check)(store, joining, where, advice)
+    claim_rank(store, rank=joining.rank, where=where, advice=advice, deadline=joining.deadline)
+    try:
+        await_all(store, rank=joining.rank, world_size=joining.world_size, where=where, deadline=joining.deadline)
+        host = _agree_on_interfaces(store, joining, where)
+    except BaseException:
+        depart(_HASTE)
+        raise
+    return joining.member(store, host, lambda: depart(LINGER), secret)
+
+
+def _found(store: Store, joining: Joining, where: str, advice: str) -> bytes:
+    """Write the charter as rank 0, and return the job secret."""
+    made = b"" if joining.secret else make_secret().encode()
+    secret, nonce = joining.secret or made, os.urandom(32)
+    charter = msgspec.msgpack.encode(
+        _Charter(
+            job=joining.job,
+            world_size=joining.world_size,
+            made_secret=made,
+            nonce=nonce,
+            proof=_file_proof(secret, nonce),
+        )
+    )
+    if store.compare_set(_CHARTER_KEY, b"", charter, timeout=joining.deadline.remaining()) != charter:
+        message = f"{where}: another rank 0 has begun a rendezvous there; {advice}"
+        note_rejection(store, message)
+        raise RendezvousError(message, ranks=(0,))
+    return secret
+
+
+def _check(store: Store, joining: Joining, where: str, advice: str) -> bytes:
+    """Compare this rank with the charter, and return the job secret."""
+    data = store.get(_CHARTER_KEY, timeout=joining.deadline.remaining())
+    charter = msgspec.msgpack.decode(data, type=_Charter)
+    who = f"{where}: rank {joining.rank}"
+    secret = joining.secret or charter.made_secret
+    refusal: DistributedError | None = None
+    if not hmac.compare_digest(charter.proof, _file_proof(secret, charter.nonce)):
+        refusal = AuthenticationError(
+            f"{who} has another job secret than rank 0, or only one of them has any; set FERRODIST_SECRET to "
+            f"the same value on every rank, or on none; {advice}",
+            ranks=(joining.rank,),
+        )
+    elif charter.job != joining.job:
+        refusal = RendezvousError(f"{who}: it belongs to job {charter.job!r}; {advice}", ranks=(joining.rank,))
+    elif charter.world_size != joining.world_size:
+        refusal = InvalidWorldSizeError(
+            f"{who} was started with world size {joining.world_size}, rank 0 with {charter.world_size}; {advice}",
+            ranks=(joining.rank,),
+        )
+    if refusal is not None:
+        note_rejection(store, refusal.message)
+        raise refusal
+    return secret
+
+
+def _file_proof(secret: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(secret, b"ferrodist charter\0" + nonce, "sha256")
+
+
+def _agree_on_interfaces(store: Store, joining: Joining, where: str) -> str:
+    """Return this rank's `_interface` when every rank has found one; raise on all ranks when some rank has not."""
+    if len({claim.host for claim in roll(store, joining.world_size).values()}) == 1:
+        return _LOOPBACK  # all ranks see the same claims, so none of them waits below
+    try:
+        host = _interface(store, joining.world_size, joining.deadline)
+    except RendezvousError as error:
+        told = RendezvousError(f"{where}: rank {joining.rank}: {error.message}", ranks=(joining.rank,))
+        with contextlib.suppress(DistributedTimeoutError):
+            call_off(store, told, stage=_INTERFACES)
+        raise told from error
+    await_all(
+        store,
+        rank=joining.rank,
+        world_size=joining.world_size,
+        where=where,
+        deadline=joining.deadline,
+        stage=_INTERFACES,
+    )
+    return host
+
+
+def _interface(store: Store, world_size: int, deadline: Deadline) -> str:
+    """Return the address on which the other ranks' hosts can reach this one; loopback if all are this one."""
+    others = sorted({claim.host for claim in roll(store, world_size).values()} - {socket.gethostname()})
+    if not others:
+        return _LOOPBACK
+    rank_0 = read_environment().master_addr
+    if rank_0 is not None:  # a name that all hosts know, more surely than each other's
+        with contextlib.suppress(OSError):
+            host = _interface_to(rank_0, deadline)
+            if not ipaddress.ip_address(host).is_loopback:
+                return host
+    try:
+        return _interface_to(others[0], deadline)
+    except OSError as error:
+        raise RendezvousError(
+            f"this host finds no way to host {others[0]} ({error}); set MASTER_ADDR to rank 0's address, or use"
+            " init_method='tcp://host:port'"
+        ) from error
+
+
+def _interface_to(host: str, deadline: Deadline) -> str:
+    family, kind, protocol, _, address = resolve(host, 9, deadline, kind=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing: it picks the route, and with it the interface
+        return str(probe.getsockname()[0])
