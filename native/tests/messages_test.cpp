@@ -457,7 +457,7 @@ void a_signal_ends_a_wait(const Net& net, std::uint64_t num_rounds) {
     Transfer signal(any_source, Tag{});
     std::thread waiter([&] {
         for (std::uint64_t round = 1; round <= num_rounds; ++round) {
-            require(own.wait(signal, patience), "a signal is lost");
+            require(own.wait(signal, patience), "a signal does not wake who waits");
             signal.has_ended.store(false);
             num_woken.store(round);
         }
@@ -494,8 +494,8 @@ void a_signal_ends_a_wait(const Net& net, std::uint64_t num_rounds) {
         }
         own.do_work();
     };
-    const Deadline deadline(patience);
     for (std::uint64_t round = 1; round <= num_rounds; ++round) {
+        const Deadline deadline(patience);
         if (round % 7 == 0) std::this_thread::sleep_for(std::chrono::microseconds(50));  // the waiter falls asleep
         own.signal(signal);
         while (num_woken.load() != round) {
@@ -504,6 +504,7 @@ void a_signal_ends_a_wait(const Net& net, std::uint64_t num_rounds) {
         }
     }
     waiter.join();
+    const Deadline deadline(patience);
     for (const std::uint64_t goal = num_heard + 100; num_heard < goal; hear()) {  // nobody waits: the keeper tells
         require(!deadline.expired(), "a message is not told of");
         std::this_thread::yield();

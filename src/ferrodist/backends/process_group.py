@@ -40,6 +40,7 @@ __all__ = [
     "new_group",
     "register_backend",
     "resolve_group",
+    "tell_of_the_end",
     "use_group",
 ]
 
@@ -151,11 +152,17 @@ def destroy_process_group() -> None:
 
 def _leave_at_exit() -> None:
     """Close the default group; the others learn of the exception that ended this program before of its goodbye."""
-    group, error = _process.group, _unhandled_exception()
-    if group is not None and error is not None:
+    if _process.group is not None:
+        tell_of_the_end(_process.group)
+    destroy_process_group()
+
+
+def tell_of_the_end(group: Backend) -> None:
+    """Abort a group where an exception that nobody caught is why the interpreter exits."""
+    error = _unhandled_exception()
+    if error is not None:
         with contextlib.suppress(Exception):  # a backend or an exception of others may do anything here
             group.abort(describe_failed_program(error))
-    destroy_process_group()
 
 
 def _unhandled_exception() -> BaseException | None:

@@ -1,0 +1,30 @@
+"""ferrodist as a backend of torch.distributed: ``init_process_group("ferrodist")`` in any program.
+
+::
+
+    registration.py    what torch calls at its import           opening.py      a group of ranks that torch has named
+    process_group.py   FerrodistProcessGroup: torch's methods   torch_store.py  torch's stores as ours
+    operations.py      its collectives, over our engines        layouts.py      torch's tensors as what engines take
+    sparse.py          allreduce of sparse tensors              messages.py     its messages
+    works.py           what torch waits for                     completion.py   futures, and who completes them
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ferrodist.interop.process_group import group_of as group_of
+    from ferrodist.interop.registration import register as register
+
+__all__ = ["group_of", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "group_of":
+        from ferrodist.interop.process_group import group_of  # noqa: PLC0415 - loads what torch's import can do without
+
+        return group_of
+    if name == "register":
+        from ferrodist.interop.registration import register  # noqa: PLC0415 - as above
+
+        return register
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,115 @@
+"""torch's messages: a tensor's elements as bytes, in the order of its dims."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from ferrodist.backends.tags import ANY_SOURCE
+from ferrodist.collectives.devices import engine_of
+from ferrodist.collectives.views import bytes_of
+from ferrodist.errors import DistributedTimeoutError
+from ferrodist.interop.layouts import Target, source_of
+from ferrodist.interop.works import FerrodistWork
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.backends.request import Request
+
+    Run = Callable[[Callable[[], None]], None]
+
+__all__ = ["MessageWork", "start_receive", "start_send"]
+
+
+class MessageWork(FerrodistWork):
+    """A message under way.
+
+    Args:
+        request: Its transfer.
+        tensor: The user's.
+        seconds: How long a wait may take that does not say it.
+        what: It, for errors.
+        finish: Called once, when it is there; None where there is nothing to do.
+        run: Runs something in a thread of the group's.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tensor: torch.Tensor,
+        *,
+        seconds: float,
+        what: str,
+        finish: Callable[[], None] | None,
+        run: Run,
+    ) -> None:
+        super().__init__([tensor])
+        self._request = request
+        self._seconds = seconds
+        self._what = what
+        self._finish = finish
+        self._run = run
+        self._lock = threading.Lock()
+
+    def source_rank(self) -> int:
+        """The rank that sent it, when it is there."""
+        return self._request.peer
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def has_ended(self) -> bool:
+        """See `FerrodistWork`."""
+        return self._request.done()
+
+    def wait_for(self, seconds: float | None) -> None:
+        """See `FerrodistWork`."""
+        limit = self._seconds if seconds is None else seconds
+        try:
+            self._request.wait(limit)
+        except DistributedTimeoutError as error:
+            if self._request.done():
+                self._request.wait(math.inf)
+            raise DistributedTimeoutError(f"{self._what} within {limit:g} s", ranks=error.ranks) from None
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
+
+    def tell(self, trigger: torch.futures.Future[object]) -> None:
+        """See `FerrodistWork`."""
+        self._request.add_done_callback(lambda: self._run(lambda: trigger.set_result(None)))
+
+
+def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int, run: Run) -> MessageWork:
+    """Begin to send a tensor."""
+    engine_of(group, tensor.device)  # says whether that may be
+    flat = source_of(tensor).cpu()
+    request = group.isend(bytes_of(flat), dst, tag=tag)
+    return MessageWork(
+        request, tensor, seconds=group.timeout, what=f"rank {dst} did not receive it", finish=None, run=run
+    )
+
+
+def start_receive(group: Backend, tensor: torch.Tensor, src: int | None, tag: int, run: Run) -> MessageWork:
+    """Begin to receive a tensor, from a rank or from any."""
+    engine_of(group, tensor.device)
+    target = Target(tensor)
+    if tensor.device.type == "cpu":
+        landing = target.flat
+        finish = target.finish
+    else:
+        landing = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
+
+        def finish() -> None:
+            target.flat.copy_(landing)
+            target.finish()
+
+    request = group.irecv(bytes_of(landing), ANY_SOURCE if src is None else src, tag=tag)
+    what = f"nothing came from {'any rank' if src is None else f'rank {src}'}"
+    return MessageWork(request, tensor, seconds=group.timeout, what=what, finish=finish, run=run)

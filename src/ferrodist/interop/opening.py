@@ -1,0 +1,78 @@
+"""From what torch says of a group to a group of ours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ferrodist.backends.native import NativeBackend, is_native_available
+from ferrodist.backends.sub import SubBackend
+from ferrodist.backends.tcp import TcpBackend
+from ferrodist.deadline import Deadline
+from ferrodist.interop.process_group import FerrodistProcessGroup
+from ferrodist.interop.torch_store import TorchStore
+from ferrodist.rendezvous import PrefixStore, rendezvous_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.rendezvous import Store
+
+__all__ = ["make_process_group"]
+
+_FOLDER = "ferrodist"
+
+
+def make_process_group(options: Any, pg_options: Any) -> FerrodistProcessGroup:
+    """Make this rank's part of a group, as torch asks for it; called on all its ranks.
+
+    Ranks of a default group of ours are brought together already: then no message is sent. Others meet in torch's
+    store.
+
+    Args:
+        options: torch's: the store, the rank, and so on.
+        pg_options: The user's; there are none.
+
+    Raises:
+        TypeError: ``pg_options`` is given.
+        RendezvousError: Not all ranks came.
+    """
+    if pg_options is not None:
+        raise TypeError(f"groups of ferrodist have no options: leave pg_options={pg_options!r} out")
+    seconds = options.timeout.total_seconds()
+    ranks = list(options.global_ranks_in_group)
+    whole = dist.distributed_c10d._get_default_group() if ranks and dist.is_initialized() else None  # noqa: SLF001
+    name = f"torch group {options.group_id}"
+    if isinstance(whole, FerrodistProcessGroup):
+        # The number of groups of the same ranks may differ: not all of them are ours.
+        group: Backend = SubBackend(whole.group, ranks, timeout=seconds, name=name, label=f"torch {options.group_id}")
+        return FerrodistProcessGroup(group)
+    group, leave = _meet(options, seconds)
+    group.on_close(leave)
+    return FerrodistProcessGroup(group)
+
+
+def _meet(options: Any, seconds: float) -> tuple[Backend, Callable[[], None]]:
+    deadline = Deadline(seconds)
+    membership = rendezvous_in(
+        _fresh_part(TorchStore(options.store, timeout=seconds), options.group_rank),
+        "torch's store",
+        rank=options.group_rank,
+        world_size=options.group_size,
+        timeout=seconds,
+        secret=None,
+        job=f"torch/{options.group_id}",
+    )
+    kind = NativeBackend if is_native_available() else TcpBackend
+    try:
+        return kind.from_membership(membership, seconds, deadline), membership.close
+    except BaseException:
+        membership.close()
+        raise
+
+
+def _fresh_part(store: Store, rank: int) -> Store:
+    """A part of a store in which nobody has met: each time that ranks meet in one, each of them counts that."""
+    return PrefixStore(store, f"{_FOLDER}/{store.add(f'{_FOLDER}/meetings of {rank}', 1)}")

@@ -1,0 +1,411 @@
+"""`FerrodistProcessGroup`: what torch takes for a process group."""
+
+# The declared methods have more forms than torch's functions and its C++ use.
+# mypy: disable-error-code="override"
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
+
+from ferrodist.backends.process_group import tell_of_the_end
+from ferrodist.backends.sub import SubBackend
+from ferrodist.collectives.devices import engine_of
+from ferrodist.collectives.operation import Operation, collectives_of, run_later, run_now
+from ferrodist.collectives.quick import (
+    quick_all_gather,
+    quick_allreduce,
+    quick_barrier,
+    quick_broadcast,
+    quick_reduce_scatter,
+    start_all_gather,
+    start_allreduce,
+    start_broadcast,
+    start_reduce_scatter,
+)
+from ferrodist.interop import operations
+from ferrodist.interop.completion import Completer, Threads
+from ferrodist.interop.messages import start_receive, start_send
+from ferrodist.interop.operations import OPERATIONS, only, reduction
+from ferrodist.interop.sparse import sparse_allreduce
+from ferrodist.interop.works import CollectiveWork, DoneWork, FerrodistWork, JoinedWork, seconds_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.interop.operations import Collective
+
+__all__ = ["FerrodistProcessGroup", "group_of"]
+
+_NUM_KEPT = 64
+"""Of the works that were given away last: torch may keep the half of one that is not Python's, and wait for it."""
+
+_CPU = torch.device("cpu")
+
+
+class FerrodistProcessGroup(dist.ProcessGroup):
+    """A group of ferrodist as one of torch's. Made by torch, for ``init_process_group("ferrodist")``.
+
+    Its methods are those that torch's functions, and torch's own C++, call; the names differ between releases of torch,
+    so some are there twice. What is raised is ferrodist's, from the call where it does not wait for others, else from
+    the wait.
+
+    Args:
+        group: It; this closes it.
+    """
+
+    def __init__(self, group: Backend) -> None:
+        super().__init__(group.rank, group.world_size)  # type: ignore[call-arg] # with a store it is for C++ alone
+        self.group = group
+        self._done = DoneWork([])
+        self._threads = Threads(f"ferrodist-futures-{group.name}")
+        self._completer = Completer(self._threads)
+        self._kept: deque[FerrodistWork] = deque(maxlen=_NUM_KEPT)
+        self._local = threading.local()
+        self._num_calls = 0
+        atexit.register(self._leave_at_exit)
+
+    # What it is.
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """What torch calls the backend."""
+        return "ferrodist"
+
+    name = getBackendName
+
+    def _get_backend_name(self) -> str:
+        return "ferrodist"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._num_calls = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._num_calls
+
+    # Its end.
+
+    def abort(self) -> None:
+        """End the group on all ranks: whatever waits in it, and every later call, raises."""
+        self.group.abort(f"torch aborted it on rank {self.group.rank}")
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        atexit.unregister(self._leave_at_exit)
+        self.group.close()
+        self._threads.close()
+
+    def _leave_at_exit(self) -> None:
+        tell_of_the_end(self.group)
+        self.shutdown()
+
+    # Collectives. Those that most programs call all the time have a short way first.
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> FerrodistWork:
+        """Fold a tensor over the ranks, in place."""
+        opts = dist.AllreduceOptions() if opts is None else opts
+        tensor = only(tensors, "allreduce")
+        op = OPERATIONS.get(opts.reduceOp.op)
+        if op is not None and opts.timeout.days < 0 and tensor.layout is torch.strided:
+            data = tensor.data
+            if opts.asyncOp:
+                started = start_allreduce(data, op, self.group, data)
+                if started is not None:
+                    return self._give(CollectiveWork(started, [tensor], self._completer))
+            elif quick_allreduce(data, op, self.group, data) is not None:
+                return self._done
+        if tensor.layout is torch.strided:
+            return self._run(operations.allreduce(tensor, reduction(opts.reduceOp)), opts)
+        steps = sparse_allreduce(self.group, tensor, reduction(opts.reduceOp))
+        return self._join([self._run(step, opts) for step in steps][-1:])
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> FerrodistWork:
+        """Fold each of several tensors."""
+        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        return self._join([self.allreduce([tensor], opts) for tensor in tensors])
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> FerrodistWork:
+        """Give every rank the root's tensor."""
+        opts = dist.BroadcastOptions() if opts is None else opts
+        tensor = only(tensors, "broadcast")
+        if opts.timeout.days < 0:
+            data = tensor.data
+            if opts.asyncOp:
+                started = start_broadcast(data, opts.rootRank, self.group, data)
+                if started is not None:
+                    return self._give(CollectiveWork(started, [tensor], self._completer))
+            elif quick_broadcast(data, opts.rootRank, self.group, data) is not None:
+                return self._done
+        return self._run(operations.broadcast(self.group, tensor, opts.rootRank), opts)
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> FerrodistWork:
+        """Fold a tensor over the ranks, in the root's place."""
+        opts = dist.ReduceOptions() if opts is None else opts
+        tensor = only(tensors, "reduce")
+        return self._run(operations.reduce(self.group, tensor, opts.rootRank, reduction(opts.reduceOp)), opts)
+
+    def allgather(
+        self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any = None
+    ) -> FerrodistWork:
+        """Give every rank the tensors of all, whose sizes may differ."""
+        opts = AllgatherOptions() if opts is None else opts
+        outputs, tensor = only(output_tensors, "allgather"), only(input_tensors, "allgather")
+        return self._run(operations.all_gather(self.group, outputs, tensor), opts, [outputs])
+
+    def allgather_coalesced(
+        self, output_lists: list[list[torch.Tensor]], input_list: list[torch.Tensor], opts: Any = None
+    ) -> FerrodistWork:
+        """Give every rank several tensors of all."""
+        # The outer list goes by ranks in torch's C++, and by tensors in its Python.
+        by_tensor = [[outputs[place] for outputs in output_lists] for place in range(len(input_list))]
+        return self._join(
+            [self.allgather([outputs], [tensor], opts) for outputs, tensor in zip(by_tensor, input_list, strict=True)]
+        )
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> FerrodistWork:
+        """Give every rank the tensors of all, one after the other in one."""
+        opts = AllgatherOptions() if opts is None else opts
+        if opts.timeout.days < 0 and _are_flat(output, tensor):
+            out, data = output.data.view(-1), tensor.data.view(-1)
+            if opts.asyncOp:
+                started = start_all_gather(data, 0, self.group, out)
+                if started is not None:
+                    return self._give(CollectiveWork(started, [output], self._completer))
+            elif quick_all_gather(data, 0, self.group, out) is not None:
+                return self._done
+        return self._run(operations.all_gather_single(self.group, output, tensor), opts)
+
+    def all_gather_single_coalesced(
+        self, output_lists: list[torch.Tensor], input_list: list[torch.Tensor], opts: Any = None
+    ) -> FerrodistWork:
+        """`all_gather_single` of several tensors."""
+        return self._join([self.all_gather_single(*pair, opts) for pair in zip(output_lists, input_list, strict=True)])
+
+    def gather(
+        self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any = None
+    ) -> FerrodistWork:
+        """Give the root the tensors of all."""
+        opts = dist.GatherOptions() if opts is None else opts
+        outputs = only(output_tensors, "gather") if self.group.rank == opts.rootRank else None
+        tensor = only(input_tensors, "gather")
+        return self._run(operations.gather(self.group, outputs, tensor, opts.rootRank), opts)
+
+    def scatter(
+        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any = None
+    ) -> FerrodistWork:
+        """Give every rank one of the root's tensors."""
+        opts = dist.ScatterOptions() if opts is None else opts
+        inputs = only(input_tensors, "scatter") if self.group.rank == opts.rootRank else None
+        tensor = only(output_tensors, "scatter")
+        return self._run(operations.scatter(self.group, tensor, inputs, opts.rootRank), opts)
+
+    def reduce_scatter(
+        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any = None
+    ) -> FerrodistWork:
+        """Fold each rank's tensors, whose sizes may differ, and give rank r the r-th."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        output, inputs = only(output_tensors, "reduce_scatter"), only(input_tensors, "reduce_scatter")
+        return self._run(operations.reduce_scatter(self.group, output, inputs, reduction(opts.reduceOp)), opts)
+
+    def reduce_scatter_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        opts: Any = None,
+    ) -> FerrodistWork:
+        """Fold a tensor over the ranks, and give rank r its r-th part."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        op = OPERATIONS.get(opts.reduceOp.op)
+        if op is not None and opts.timeout.days < 0 and _are_flat(output, tensor):
+            out, data = output.data.view(-1), tensor.data.view(-1)
+            if opts.asyncOp:
+                started = start_reduce_scatter(data, op, 0, self.group, out)
+                if started is not None:
+                    return self._give(CollectiveWork(started, [output], self._completer))
+            elif quick_reduce_scatter(data, op, 0, self.group, out) is not None:
+                return self._done
+        call = operations.reduce_scatter_single(self.group, output, tensor, reduction(opts.reduceOp))
+        return self._run(call, opts)
+
+    def reduce_scatter_single_coalesced(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: Any = None,
+    ) -> FerrodistWork:
+        """`reduce_scatter_single` of several tensors."""
+        return self._join([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+    def all_to_all_single(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = None,
+    ) -> FerrodistWork:
+        """Give every rank a part of this one's rows."""
+        opts = dist.AllToAllOptions() if opts is None else opts
+        call = operations.all_to_all_single(
+            self.group, output_tensor, input_tensor, output_split_sizes, input_split_sizes
+        )
+        return self._run(call, opts)
+
+    def alltoall(
+        self, output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], opts: Any = None
+    ) -> FerrodistWork:
+        """Give every rank one of this one's tensors."""
+        opts = dist.AllToAllOptions() if opts is None else opts
+        return self._run(operations.all_to_all(self.group, output_tensors, input_tensors), opts)
+
+    def barrier(self, opts: Any = None) -> FerrodistWork:
+        """Wait for all ranks."""
+        opts = dist.BarrierOptions() if opts is None else opts
+        if not opts.asyncOp and opts.timeout.days < 0 and quick_barrier(self.group):
+            return self._done
+        return self._run(operations.barrier(), opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Wait for all ranks; every barrier here names all that are late."""
+        del wait_all_ranks
+        self.group.barrier(seconds_of(timeout))
+
+    # Messages.
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> FerrodistWork:
+        """Send a tensor."""
+        return self._give(start_send(self.group, only(tensors, "send"), dst, tag, self._threads.run))
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> FerrodistWork:
+        """Receive a tensor."""
+        return self._give(start_receive(self.group, only(tensors, "recv"), src, tag, self._threads.run))
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> FerrodistWork:
+        """Receive a tensor from any rank."""
+        return self._give(start_receive(self.group, only(tensors, "recv"), None, tag, self._threads.run))
+
+    # Several calls as one.
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        del device
+        self._local.works = []
+
+    def _end_coalescing(self, device: torch.device) -> FerrodistWork:
+        del device
+        works, self._local.works = self._local.works, None
+        return self._join(works)
+
+    # Groups of some of the ranks.
+
+    def split_group(  # noqa: PLR0917 - torch's arguments
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        devices: Any = None,
+    ) -> FerrodistProcessGroup | None:
+        """Make a group of some of this group's ranks; called on all of them, and None elsewhere."""
+        del opts, devices
+        if self.group.rank not in ranks:
+            return None
+        name = group_name or f"{self.group_name}{list(ranks)}"
+        seconds = seconds_of(timeout)
+        made = FerrodistProcessGroup(
+            SubBackend(self.group, list(ranks), timeout=seconds, name=f"torch group {name}", label=f"torch {name}")
+        )
+        made._set_group_name(name)  # type: ignore[arg-type] # which is a str
+        made._set_group_desc(group_desc or "undefined")
+        return made
+
+    splitGroup = split_group  # noqa: N815 - torch's name
+
+    # How all of them go.
+
+    def _run(self, call: Collective, opts: Any, results: list[Any] | None = None) -> FerrodistWork:
+        """Do what was checked: now, or by a thread."""
+        group = self.group
+        engine = collectives_of(group) if call.device is None else engine_of(group, call.device)
+        limit = seconds_of(opts.timeout)
+        seconds = group.timeout if limit is None else limit
+        operation: Operation[None] = Operation(
+            name=call.name,
+            group=group,
+            engine=engine,
+            device=call.device,
+            timeout=seconds,
+            run=lambda place: call.run(engine, seconds, place),
+            finish=_nothing,
+        )
+        if not getattr(opts, "asyncOp", True):
+            run_now(operation)
+            return self._done
+        return self._give(CollectiveWork(run_later(operation), results or call.results, self._completer))
+
+    def _join(self, works: list[FerrodistWork]) -> FerrodistWork:
+        started = [work for work in works if work is not self._done]
+        if not started:
+            return self._done
+        return started[0] if len(works) == 1 else self._keep(JoinedWork(works, self._threads.run))
+
+    def _give(self, work: FerrodistWork) -> FerrodistWork:
+        works = getattr(self._local, "works", None)
+        if works is not None:
+            works.append(work)
+        return self._keep(work)
+
+    def _keep(self, work: FerrodistWork) -> FerrodistWork:
+        self._num_calls += 1
+        self._kept.append(work)
+        return work
+
+
+def _alias_old_names() -> None:
+    """Names of some methods have changed in torch."""
+    kind = FerrodistProcessGroup
+    for old, new in {
+        "_allgather_base": "all_gather_single",
+        "_reduce_scatter_base": "reduce_scatter_single",
+        "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+        "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+        "alltoall_base": "all_to_all_single",
+    }.items():
+        setattr(kind, old, getattr(kind, new))
+
+
+_alias_old_names()
+
+
+def group_of(process_group: dist.ProcessGroup | None = None) -> Backend:
+    """The group of ferrodist behind one of torch's, for `ferrodist`'s own functions.
+
+    Args:
+        process_group: It; None is torch's default group.
+
+    Raises:
+        TypeError: It is another backend's.
+    """
+    chosen = dist.distributed_c10d._get_default_group() if process_group is None else process_group  # noqa: SLF001
+    if not isinstance(chosen, FerrodistProcessGroup):
+        raise TypeError(f"{chosen!r} is no group of ferrodist's: make it with init_process_group('ferrodist')")
+    return chosen.group
+
+
+def _are_flat(*tensors: torch.Tensor) -> bool:
+    return all(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() for tensor in tensors)
+
+
+def _nothing() -> None:
+    pass

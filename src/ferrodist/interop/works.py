@@ -1,0 +1,197 @@
+"""What torch's functions return when they don't wait."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ferrodist.errors import DistributedTimeoutError
+from ferrodist.interop.completion import promised
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ferrodist.collectives.pending import PendingCollective
+    from ferrodist.interop.completion import Completer
+
+__all__ = ["CollectiveWork", "DoneWork", "FerrodistWork", "JoinedWork", "seconds_of"]
+
+_NO_TIMEOUT = timedelta(0)
+
+
+def seconds_of(timeout: timedelta | None) -> float | None:
+    """A timeout of torch's in seconds; None where it means none, which it says by 0 or less."""
+    if timeout is None or timeout <= _NO_TIMEOUT:
+        return None
+    return timeout.total_seconds()
+
+
+class FerrodistWork(dist.Work):
+    """Something that is under way.
+
+    Args:
+        results: What it gives.
+    """
+
+    def __init__(self, results: list[Any]) -> None:
+        super().__init__()
+        self.results = results
+        self._future: torch.futures.Future[Any] | None = None
+
+    # What the kinds of it differ in.
+
+    def has_ended(self) -> bool:
+        """Whether it has ended, well or not."""
+        raise NotImplementedError
+
+    def wait_for(self, seconds: float | None) -> None:
+        """Wait until it has ended, and raise what it has failed with."""
+        raise NotImplementedError
+
+    def tell(self, trigger: torch.futures.Future[Any]) -> None:
+        """Have a future completed when it has ended."""
+        raise NotImplementedError
+
+    # What torch calls.
+
+    def wait(self, timeout: timedelta | None = _NO_TIMEOUT) -> bool:
+        """Return when it has ended; raises what it has failed with.
+
+        Raises:
+            DistributedTimeoutError: ``timeout`` passed; it goes on and may be waited for again.
+        """
+        self.wait_for(seconds_of(timeout))
+        return True
+
+    def end(self) -> list[Any]:
+        """Wait until it has ended, and give what it came to."""
+        self.wait_for(None)
+        return self.results
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Its results as a future; made when first asked for."""
+        if self._future is None:
+            devices: list[int | str | torch.device] = [
+                each.device for each in self.results if isinstance(each, torch.Tensor) and each.is_cuda
+            ]
+            trigger, self._future = promised(self, devices[:1])
+            self.tell(trigger)
+        return self._future
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.has_ended()
+
+    def is_success(self) -> bool:
+        """Whether it has ended, and well."""
+        return self.has_ended() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What it has failed with, if it has."""
+        if not self.has_ended():
+            return None
+        try:
+            self.wait_for(None)
+        except Exception as error:  # noqa: BLE001 - it is given back
+            return error
+        return None
+
+    def result(self) -> list[Any]:
+        """Its results; waits for them."""
+        return self.end()
+
+    def synchronize(self) -> None:
+        """The same as `wait`."""
+        self.wait()
+
+
+class DoneWork(FerrodistWork):
+    """What has ended before its call returned."""
+
+    def has_ended(self) -> bool:
+        """See `FerrodistWork`."""
+        return True
+
+    def wait_for(self, seconds: float | None) -> None:
+        """See `FerrodistWork`."""
+
+    def tell(self, trigger: torch.futures.Future[Any]) -> None:
+        """See `FerrodistWork`."""
+        trigger.set_result(None)
+
+
+class CollectiveWork(FerrodistWork):
+    """A collective that was started.
+
+    Args:
+        pending: It.
+        results: What it gives.
+        completer: Of the group's futures of collectives.
+    """
+
+    def __init__(self, pending: PendingCollective[Any], results: list[Any], completer: Completer) -> None:
+        super().__init__(results)
+        self._pending = pending
+        self._completer = completer
+
+    def has_ended(self) -> bool:
+        """See `FerrodistWork`."""
+        return self._pending.done()
+
+    def wait_for(self, seconds: float | None) -> None:
+        """See `FerrodistWork`."""
+        self._pending.wait(seconds)
+
+    def tell(self, trigger: torch.futures.Future[Any]) -> None:
+        """See `FerrodistWork`."""
+        self._completer.complete(self, trigger)
+
+
+class JoinedWork(FerrodistWork):
+    """Several as one.
+
+    Args:
+        works: They, in the order in which they were started.
+        run: Runs something in a thread of the group's.
+    """
+
+    def __init__(self, works: Sequence[FerrodistWork], run: Callable[[Callable[[], None]], None]) -> None:
+        super().__init__([result for work in works for result in work.results])
+        self._works = works
+        self._run = run
+
+    def has_ended(self) -> bool:
+        """See `FerrodistWork`."""
+        return all(work.has_ended() for work in self._works)
+
+    def wait_for(self, seconds: float | None) -> None:
+        """See `FerrodistWork`."""
+        errors = [error for work in self._works if (error := _error_of(work, seconds)) is not None]
+        if errors:
+            raise errors[0]
+
+    def tell(self, trigger: torch.futures.Future[Any]) -> None:
+        """See `FerrodistWork`."""
+
+        def await_all() -> None:
+            for work in self._works:
+                _error_of(work, None)
+            trigger.set_result(None)
+
+        self._run(await_all)
+
+
+def _error_of(work: FerrodistWork, seconds: float | None) -> BaseException | None:
+    """Wait for one of several; raises only that it has not ended yet."""
+    try:
+        work.wait_for(seconds)
+    except DistributedTimeoutError as error:
+        if not work.has_ended():
+            raise
+        return error
+    except Exception as error:  # noqa: BLE001 - it is raised when all have ended
+        return error
+    return None
