@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FerrodistProcessGroup", "group_of"]
 
-_NUM_KEPT = 64
-"""Of the works that were given away last: torch may keep the half of one that is not Python's, and wait for it."""
+_NUM_KEPT, _MOST_KEPT_BYTES = 64, 4096
+"""Of the works that were given away last: `DistributedDataParallel.join` keeps the half of one that is not Python's,
+and waits for it. It is of one element; those of large tensors would only keep their memory."""
 
 _CPU = torch.device("cpu")
 
@@ -368,7 +369,8 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     def _keep(self, work: FerrodistWork) -> FerrodistWork:
         self._num_calls += 1
-        self._kept.append(work)
+        if sum([each.nbytes for each in work.results if isinstance(each, torch.Tensor)]) <= _MOST_KEPT_BYTES:
+            self._kept.append(work)
         return work
 
 
