@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ferrodist as fd
+from ferrodist.backends.moving.polling import wait_until
 from ferrodist.backends.mpi import mover, world
-from ferrodist.backends.mpi.waiting import wait_until
 from ferrodist.backends.process_group import use_group
 from ferrodist.deadline import Deadline
 from ferrodist.testing import BACKEND_CHECKS

@@ -1,23 +1,20 @@
-"""What of the MPI backend needs no MPI: whether there is one, whose turn it is, and what is said in frames."""
+"""What of the MPI backend needs no MPI: whether there is one, and what is said in frames."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
 
 import ferrodist as fd
 from ferrodist.backends.call import Call
+from ferrodist.backends.moving.call_order import CallOrder
 from ferrodist.backends.mpi import library
 from ferrodist.backends.mpi.agreement import MpiAgreement
 from ferrodist.backends.mpi.frame import HEADER_SIZE, MAX_PAYLOAD, Frame, Kind
 from ferrodist.backends.mpi.messenger import Messenger, Outgoing
-from ferrodist.backends.mpi.turns import Turns
-from ferrodist.backends.mpi.waiting import wait_until
-from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, ProtocolError
 
 
@@ -112,48 +109,11 @@ def test_what_is_no_frame(data, words):
         Frame.unpack(memoryview(data))
 
 
-def test_turns_are_taken_in_order():
-    """Whoever comes first waits for those whose position is before, and one is at it at a time."""
-    turns = Turns(lambda: False)
-    order = []
-
-    def take(position):
-        with turns.hold(position, 30) as has_turn:
-            assert has_turn
-            order.append(position)
-            with turns.hold(position, 30) as again:
-                assert again, "a turn that a thread has is its own"
-
-    threads = [threading.Thread(target=take, args=(position,)) for position in (2, 1, 3)]
-    for thread in threads:
-        thread.start()
-    take(0)
-    for thread in threads:
-        thread.join()
-    assert order == [0, 1, 2, 3]
-
-
-def test_a_turn_that_does_not_come():
-    """Waiting for a turn ends with the deadline, and with the group."""
-    with Turns(lambda: False).hold(1, 0.01) as has_turn:
-        assert not has_turn
-    with Turns(lambda: True).hold(1, 1e9) as has_turn:
-        assert not has_turn
-
-
-def test_waiting_keeps_its_deadline():
-    """A wait ends when it is done, when its time is over, or when it has become vain."""
-    looks = iter(range(1000))
-    assert wait_until(lambda: next(looks) == 500, Deadline(60))
-    assert not wait_until(lambda: False, Deadline(0.01))
-    assert not wait_until(lambda: False, Deadline(1e9), lambda: True)
-
-
 class _Mover:
     """MPI's collectives end at once."""
 
     def __init__(self):
-        self.turns = Turns(lambda: False)
+        self.turns = CallOrder(lambda: False)
 
     def agree(self, own, table):
         table.reshape(2, -1)[:] = own

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ferrodist.backends.mpi.frame import HEADER_SIZE, MAX_FRAME, Frame, Kind
-from ferrodist.backends.mpi.waiting import keep_for_ever
+from ferrodist.backends.mpi.kept import keep_for_ever
 from ferrodist.errors import ProtocolError
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.call import CALL_SIZE
-from ferrodist.backends.mpi.turns import Turns
-from ferrodist.backends.mpi.waiting import keep_for_ever, wait_until
+from ferrodist.backends.moving.call_order import CallOrder
+from ferrodist.backends.moving.polling import wait_until
+from ferrodist.backends.mpi.kept import keep_for_ever
 from ferrodist.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class MpiMover:
         self._communicator = communicator
         self._is_in_vain = is_in_vain
         self._explain = explain
-        self.turns = Turns(is_in_vain)
+        self.turns = CallOrder(is_in_vain)
         self.rank: int = communicator.Get_rank()
         self.world_size: int = communicator.Get_size()
 

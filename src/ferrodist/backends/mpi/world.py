@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ferrodist.backends.moving.polling import wait_until
+from ferrodist.backends.mpi.kept import keep_for_ever, num_kept
 from ferrodist.backends.mpi.library import library_version, load
-from ferrodist.backends.mpi.waiting import keep_for_ever, num_kept, wait_until
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, DistributedError, RendezvousError, ranks_text
 
