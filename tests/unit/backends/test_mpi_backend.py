@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,11 @@ import pytest
 import ferrodist as fd
 from ferrodist.backends.call import Call
 from ferrodist.backends.moving.call_order import CallOrder
-from ferrodist.backends.mpi import library
+from ferrodist.backends.mpi import library, life
 from ferrodist.backends.mpi.agreement import MpiAgreement
 from ferrodist.backends.mpi.frame import HEADER_SIZE, MAX_PAYLOAD, Frame, Kind
 from ferrodist.backends.mpi.messenger import Messenger, Outgoing
+from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, ProtocolError
 
 
@@ -66,6 +68,52 @@ def test_an_mpi_that_has_ended_is_refused(monkeypatch):
     monkeypatch.setattr(library, "_module", SimpleNamespace(Is_finalized=lambda: True))
     with pytest.raises(BackendUnavailable, match="MPI has ended in this process"):
         fd.MpiBackend()
+
+
+class _SlowLibrary:
+    """The symbols of an MPI whose start and end wait for others, until `come`."""
+
+    def __init__(self):
+        self.come = threading.Event()
+        self.callers = []
+
+    def MPI_Init_thread(self, *_arguments):
+        self.come.wait()
+        self.callers.append(threading.get_ident())
+        return 0
+
+    MPI_Finalize = MPI_Init_thread
+
+
+def test_nobody_waits_for_mpi_longer_than_they_want(monkeypatch):
+    """MPI's start and its end are given up at their deadlines, go on, and are called by one thread."""
+    slow = _SlowLibrary()
+    monkeypatch.setattr(life.ctypes, "CDLL", lambda _path: slow)
+    communicator = SimpleNamespace(Set_errhandler=lambda _handler: None)
+    mpi = SimpleNamespace(
+        __file__="", THREAD_MULTIPLE=3, ERRORS_RETURN=0, COMM_WORLD=communicator, COMM_SELF=communicator
+    )
+    one = life.Life(mpi)
+    assert not one.begin(Deadline(0.01))
+    one.end(None)  # what has not begun is not waited for
+    slow.come.set()
+    assert one.begin(Deadline(60))
+    slow.come.clear()
+    one.end(0.01)
+    assert len(slow.callers) == 1
+    slow.come.set()
+    one.end(None)
+    assert len(slow.callers) == 2
+    assert len({*slow.callers}) == 1
+
+
+def test_an_mpi_that_can_not_start(monkeypatch):
+    """What MPI's start returns is an error, and there is nothing to end."""
+    monkeypatch.setattr(life.ctypes, "CDLL", lambda _path: SimpleNamespace(MPI_Init_thread=lambda *_: 15))
+    one = life.Life(SimpleNamespace(__file__="", THREAD_MULTIPLE=3))
+    with pytest.raises(RuntimeError, match="MPI_Init_thread returned 15"):
+        one.begin(Deadline(60))
+    one.end(None)
 
 
 def test_arguments_that_mpi_has_no_use_for():

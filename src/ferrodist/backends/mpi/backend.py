@@ -127,7 +127,7 @@ class MpiBackend(MailboxBackend):
         connect_timeout: float | None = None,
     ) -> None:
         deadline = Deadline(check_timeout(timeout if connect_timeout is None else connect_timeout))
-        self._mpi = mpi = world.start()
+        self._mpi = mpi = world.start(deadline)
         parent = mpi.COMM_WORLD if communicator is None else communicator
         if not isinstance(parent, mpi.Intracomm) or parent == mpi.COMM_NULL:
             raise TypeError(f"communicator must be an intracommunicator of mpi4py, not {parent!r}")
@@ -187,7 +187,7 @@ class MpiBackend(MailboxBackend):
         Raises:
             InvalidWorldSizeError, InvalidRankError: MPI says otherwise.
         """
-        communicator = world.start().COMM_WORLD
+        communicator = world.start(deadline).COMM_WORLD
         size, own = communicator.Get_size(), communicator.Get_rank()
         if world_size is None and size == 1:  # alone, or started by what is no MPI's launcher
             world_size = read_environment().world_size
@@ -504,10 +504,11 @@ class MpiBackend(MailboxBackend):
     def _release(self) -> None:
         """All ranks have left: called by the thread that moved the frames, as its last act."""
         self._messenger.end()  # a thread that closes the group may look yet
-        if _WORLD not in self._failures:  # of a group that has failed something may be under way
+        has_failed = _WORLD in self._failures
+        if not has_failed:  # of one that has, something may be under way
             for communicator in self._communicators:
                 world.call_safely(self._mpi, communicator.Free)
-        world.forget(self)
+        world.forget(self, has_failed=has_failed or bool(self._died))
 
     def has_parted(self, patience: float) -> bool:
         """Wait until all ranks have left the group; whether they have, ``patience`` seconds after a failure."""
