@@ -14,8 +14,11 @@ from ferrodist.backends.call import Call
 from ferrodist.backends.moving.call_order import CallOrder
 from ferrodist.backends.mpi import library, life
 from ferrodist.backends.mpi.agreement import MpiAgreement
+from ferrodist.backends.mpi.attendance import Attendance
 from ferrodist.backends.mpi.frame import HEADER_SIZE, MAX_PAYLOAD, Frame, Kind
+from ferrodist.backends.mpi.kept import num_kept
 from ferrodist.backends.mpi.messenger import Messenger, Outgoing
+from ferrodist.backends.mpi.mover import MpiMover
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, ProtocolError
 
@@ -215,3 +218,71 @@ def test_a_messenger_that_has_ended_leaves_its_communicator_alone():
     communicator.Isend = communicator.Improbe = lambda *_: pytest.fail("the communicator was used")
     messenger.push(1, Outgoing(Frame(Kind.PING)))
     assert not messenger.look()
+
+
+class _RefusingMpi:
+    """An MPI that takes nothing."""
+
+    BYTE = 0
+
+    class Exception(RuntimeError):  # noqa: A001 - mpi4py's name
+        """What it raises."""
+
+    def Get_rank(self):
+        return 0
+
+    def Get_size(self):
+        return 2
+
+    def Iallgather(self, *_arguments):
+        raise self.Exception("invalid communicator")
+
+
+def _mover(mpi, explained, *, in_vain=True):
+    return MpiMover(mpi, mpi, lambda: in_vain, explained.append, lambda: 0.0)
+
+
+def test_what_mpi_refuses_ends_the_group():
+    """A collective that MPI does not start raises nothing of MPI's own: the group fails, and waits are vain."""
+    explained = []
+    mover = _mover(_RefusingMpi(), explained)
+    before = num_kept()
+    assert not mover.wait_for([mover.agree(b"", b"")], Deadline(60))
+    assert [str(error) for error in explained] == ["invalid communicator"]
+    assert num_kept() == before, "MPI has nothing that this process must not end with"
+
+
+def test_a_communicator_that_is_freed_is_given_no_collective():
+    """A thread that comes to a group whose communicator is gone does not touch it."""
+    explained = []
+    mover = _mover(_RefusingMpi(), explained)
+    mover.end()
+    assert not mover.wait_for([mover.agree(b"", b"")], Deadline(60))
+    assert explained == []
+
+
+def test_an_answer_that_comes_late_takes_nothing_back():
+    """A rank that has said goodbye after its fifth collective has entered it, whatever it had said before."""
+    sent = []
+    attendance = Attendance(lambda rank, outgoing: sent.append((rank, outgoing.frame)), lambda: 7, lambda *_: None)
+    attendance.note(1, 5)
+    attendance.on_pong(1, Frame(Kind.PONG, 3), memoryview(b""))
+    assert attendance.has_entered(1, 4)
+    assert not attendance.has_entered(1, 5)
+    attendance.on_ping(1, Frame(Kind.PING), memoryview(b""))
+    assert sent == [(1, Frame(Kind.PONG, 7))]
+
+
+def test_who_is_behind():
+    """A rank that answers is behind by what it says, one that does not is too, and where none is all are meant."""
+    answers = {1: 4, 2: 3}
+
+    def push(rank, outgoing):
+        assert outgoing.frame.kind is Kind.PING
+        if rank in answers:
+            attendance.on_pong(rank, Frame(Kind.PONG, answers[rank]), memoryview(b""))
+
+    attendance = Attendance(push, lambda: 0, lambda done, _seconds: done())
+    assert attendance.find_silent([1, 2, 3], 1) == (3,)
+    assert attendance.find_behind([1, 2, 3], 3, 1) == (2, 3)
+    assert attendance.find_behind([1, 2], 2, 1) == (1, 2)
