@@ -16,6 +16,7 @@ from ferrodist.backends.mpi import library, life
 from ferrodist.backends.mpi.agreement import MpiAgreement
 from ferrodist.backends.mpi.attendance import Attendance
 from ferrodist.backends.mpi.frame import HEADER_SIZE, MAX_PAYLOAD, Frame, Kind
+from ferrodist.backends.mpi.job import check_job
 from ferrodist.backends.mpi.kept import num_kept
 from ferrodist.backends.mpi.messenger import Messenger, Outgoing
 from ferrodist.backends.mpi.mover import MpiMover
@@ -117,6 +118,39 @@ def test_an_mpi_that_can_not_start(monkeypatch):
     with pytest.raises(RuntimeError, match="MPI_Init_thread returned 15"):
         one.begin(Deadline(60))
     one.end(None)
+
+
+_ALONE = SimpleNamespace(Get_size=lambda: 1, Get_rank=lambda: 0)
+
+
+@pytest.fixture
+def some_mpi(monkeypatch):
+    """An MPI with a name."""
+    monkeypatch.setattr(library, "_module", SimpleNamespace(get_vendor=lambda: ("Some MPI", (1, 2))))
+
+
+@pytest.mark.usefixtures("some_mpi")
+@pytest.mark.parametrize(
+    "name", ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"]
+)
+def test_ranks_that_are_alone_and_should_not_be(name):
+    """What another MPI's launcher has started is no group of one rank each, unless that was asked for."""
+    with pytest.raises(fd.InvalidWorldSizeError, match=rf"to be 4 \({name}\), but Some MPI 1\.2 .* one of 1: it was"):
+        check_job(_ALONE, variables={name: "4"})
+    check_job(_ALONE, world_size=1, variables={name: "4"})
+    check_job(_ALONE, variables={name: "1"})
+    check_job(_ALONE, variables={})
+
+
+@pytest.mark.usefixtures("some_mpi")
+def test_a_world_that_mpi_does_not_have():
+    """A rank or world size that is not MPI's is an error; what launchers say is not asked where MPI has ranks."""
+    pair = SimpleNamespace(Get_size=lambda: 2, Get_rank=lambda: 1)
+    with pytest.raises(fd.InvalidWorldSizeError, match="to be 7, but Some MPI"):
+        check_job(pair, world_size=7)
+    with pytest.raises(fd.InvalidRankError, match=r"the rank is to be 0, .* this is rank 1"):
+        check_job(pair, rank=0, world_size=2)
+    check_job(pair, rank=1, variables={"SLURM_STEP_NUM_TASKS": "4"})
 
 
 def test_arguments_that_mpi_has_no_use_for():
@@ -259,6 +293,19 @@ def test_a_communicator_that_is_freed_is_given_no_collective():
     mover.end()
     assert not mover.wait_for([mover.agree(b"", b"")], Deadline(60))
     assert explained == []
+
+
+def test_a_communicator_with_something_under_way_is_not_freed():
+    """A group that is closed in the middle of a collective leaves its communicator to that."""
+    has_ended = []
+    mpi = _RefusingMpi()
+    mpi.Iallgather = lambda *_arguments: SimpleNamespace(Test=lambda: bool(has_ended))
+    mover = _mover(mpi, [], in_vain=False)
+    request = mover.agree(b"", b"")
+    assert not mover.end()
+    has_ended.append(True)
+    assert mover.wait_for([request], Deadline(60))
+    assert mover.end()
 
 
 def test_an_answer_that_comes_late_takes_nothing_back():

@@ -16,6 +16,7 @@ from ferrodist.backends.mpi import world
 from ferrodist.backends.mpi.agreement import MpiAgreement
 from ferrodist.backends.mpi.attendance import Attendance
 from ferrodist.backends.mpi.frame import Frame, Kind
+from ferrodist.backends.mpi.job import check_job
 from ferrodist.backends.mpi.library import library_version
 from ferrodist.backends.mpi.messages import MessagesIn, MessagesOut
 from ferrodist.backends.mpi.messenger import Messenger, Outgoing
@@ -28,15 +29,12 @@ from ferrodist.errors import (
     BackendUnavailable,
     DistributedError,
     DistributedTimeoutError,
-    InvalidRankError,
-    InvalidWorldSizeError,
     PeerLostError,
     ProtocolError,
     error_from_wire,
     error_to_wire,
     ranks_text,
 )
-from ferrodist.rendezvous.environment import read_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,6 +111,7 @@ class MpiBackend(MailboxBackend):
 
     Raises:
         BackendUnavailable: There is no mpi4py or no MPI here, or not one that several threads may call.
+        InvalidWorldSizeError: MPI says that this process is alone, and its launcher that it is not.
         RendezvousError: On every rank, when some did not come in time; they are named.
     """
 
@@ -126,6 +125,8 @@ class MpiBackend(MailboxBackend):
     ) -> None:
         deadline = Deadline(check_timeout(timeout if connect_timeout is None else connect_timeout))
         self._mpi = mpi = world.start(deadline)
+        if communicator is None:
+            check_job(mpi.COMM_WORLD)
         parent = mpi.COMM_WORLD if communicator is None else communicator
         if not isinstance(parent, mpi.Intracomm) or parent == mpi.COMM_NULL:
             raise TypeError(f"communicator must be an intracommunicator of mpi4py, not {parent!r}")
@@ -174,7 +175,7 @@ class MpiBackend(MailboxBackend):
 
         Args:
             rank: What the user says this rank is, or None.
-            world_size: What the user, or the environment, says their number is, or None.
+            world_size: What the user says their number is, or None.
             timeout: Seconds a blocking call may take when it names no timeout itself.
             deadline: When all must have come.
 
@@ -182,17 +183,7 @@ class MpiBackend(MailboxBackend):
             InvalidWorldSizeError, InvalidRankError: MPI says otherwise.
         """
         communicator = world.start(deadline).COMM_WORLD
-        size, own = communicator.Get_size(), communicator.Get_rank()
-        if world_size is None and size == 1:  # alone, or started by what is no MPI's launcher
-            world_size = read_environment().world_size
-        if world_size not in (None, size):
-            hint = ": it was not started by an MPI's mpiexec, or by another MPI's" if size == 1 else ""
-            raise InvalidWorldSizeError(
-                f"the world size is to be {world_size}, but {library_version()} says that this process is one of"
-                f" {size}{hint}. Start the program with mpiexec -n {world_size} or ferrodist run --mpi"
-            )
-        if rank not in (None, own):
-            raise InvalidRankError(f"the rank is to be {rank}, but {library_version()} says that this is rank {own}")
+        check_job(communicator, rank, world_size)
         return cls(communicator, timeout=timeout, connect_timeout=deadline.remaining())
 
     # Sending.
@@ -397,9 +388,8 @@ class MpiBackend(MailboxBackend):
     def _release(self) -> None:
         """All ranks have left: called by the thread that moved the frames, as its last act."""
         self._messenger.end()  # a thread that closes the group may look yet, and another one begin a collective
-        self.mover.end()
         has_failed = _WORLD in self._failures
-        if not has_failed:  # of one that has, something may be under way
+        if self.mover.end() and not has_failed:
             for communicator in self._communicators:
                 world.call_safely(self._mpi, communicator.Free)
         world.forget(self, has_failed=has_failed or bool(self._died))

@@ -59,6 +59,7 @@ class MpiMover:
         self._explain = explain
         self._starting = threading.Lock()  # held while MPI is given something
         self._has_ended = False
+        self._num_under_way = 0
         self.turns = CallOrder(is_in_vain)
         self.rank: int = communicator.Get_rank()
         self.world_size: int = communicator.Get_size()
@@ -70,6 +71,7 @@ class MpiMover:
         def done() -> bool:
             while pending and pending[-1].Test():
                 pending.pop()
+                self._num_under_way -= 1
             return not pending
 
         is_done = False
@@ -84,10 +86,14 @@ class MpiMover:
                 self.abandon(pending)
         return is_done
 
-    def end(self) -> None:
-        """Return when no thread uses the communicator, and none will: it may be freed."""
+    def end(self) -> bool:
+        """Start nothing any more; whether nothing is under way either, and the communicator may be freed.
+
+        MPI allows that before, and Open MPI crashes when what is under way never ends.
+        """
         with self._starting:
             self._has_ended = True
+            return self._num_under_way == 0
 
     def _start(self, start: Callable[..., Any], *arguments: Any) -> Any:
         """What MPI returns for what it is given: a request. What it refuses has ended the group, and does not end."""
@@ -95,9 +101,12 @@ class MpiMover:
             if self._has_ended:
                 return _Refused()
             try:
-                return start(*arguments)
+                request = start(*arguments)
             except self._mpi.Exception as error:
                 refusal = error
+            else:
+                self._num_under_way += 1
+                return request
         self._explain(refusal)
         return _Refused()
 
