@@ -155,5 +155,5 @@ def test_ranks_that_mpi_did_not_start(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(_PROGRAM))
     done = run("mpich", [*_RUN, "--nproc-per-node", "2", str(script)])
     assert done.returncode == 1
-    assert "the world size is to be 2, but MPICH" in done.stderr
+    assert "the world size is to be 2 (WORLD_SIZE), but MPICH" in done.stderr
     assert "sum" not in done.stdout

@@ -333,3 +333,46 @@ def test_who_is_behind():
     assert attendance.find_silent([1, 2, 3], 1) == (3,)
     assert attendance.find_behind([1, 2, 3], 3, 1) == (2, 3)
     assert attendance.find_behind([1, 2], 2, 1) == (1, 2)
+
+
+class _Coming(_NoMessages):
+    """A communicator that has begun to receive messages, by (source, whether it has come or raises, data)."""
+
+    def __init__(self, *messages):
+        super().__init__()
+        self.messages = list(messages)
+
+    def Improbe(self, _source, _tag, status):
+        if not self.messages:
+            return None
+        source, outcome, content = self.messages.pop(0)
+        status.Get_source, status.Get_count = lambda: source, lambda _type: len(content)
+
+        def receive(buffer):
+            buffer[0][:] = bytearray(content)
+            return SimpleNamespace(Test=outcome)
+
+        return SimpleNamespace(Irecv=receive)
+
+
+def _raise():
+    raise _RefusingMpi.Exception("the process has failed")
+
+
+def test_half_a_frame_of_a_rank_that_died_holds_up_nobody():
+    """What a rank was sending when it died is dropped, and no frame; other ranks' frames come through."""
+    frame = Frame(Kind.PING).pack()
+    half_come, raises, whole = (0, lambda: False, frame), (0, _raise, frame), (1, lambda: True, frame)
+    mpi = SimpleNamespace(Status=SimpleNamespace, BYTE=0, ANY_SOURCE=-1, Exception=_RefusingMpi.Exception)
+    taken = []
+    messenger = Messenger(mpi, _Coming(raises, half_come, whole), lambda source, *_: taken.append(source))
+    with pytest.raises(mpi.Exception):
+        messenger.look()
+    assert messenger.look()
+    assert taken == [1]
+    assert messenger.num_coming == 0
+    messenger = Messenger(mpi, _Coming(half_come, whole), lambda source, *_: taken.append(source))
+    messenger.lose(0)
+    assert messenger.look()
+    assert taken == [1, 1]
+    assert messenger.num_coming == 0

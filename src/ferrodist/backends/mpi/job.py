@@ -42,7 +42,7 @@ def check_job(
         raise InvalidWorldSizeError(
             f"the world size is to be {world_size}{source}, but {library_version()} says that this process is one of"
             f" {size}{hint}. Start the program with this MPI's mpiexec -n {world_size}, with srun --mpi=... as it"
-            " needs it, or with ferrodist run --mpi; or pass world_size"
+            f" needs it, or with ferrodist run --mpi{source and '; or pass world_size=1, if it is to be alone'}"
         )
     if rank not in (None, own):
         raise InvalidRankError(f"the rank is to be {rank}, but {library_version()} says that this is rank {own}")
