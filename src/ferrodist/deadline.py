@@ -71,4 +71,5 @@ class Elapsed(NamedTuple):
         return cls(deadline.elapsed(), deadline.timeout)
 
     def __str__(self) -> str:
-        return f"{self.seconds:.2f} s of {self.timeout:g} s allowed"
+        allowed = float(f"{self.timeout:.4g}")  # a deadline made of what another has left is of 1.99997 s
+        return f"{self.seconds:.2f} s of {allowed:g} s allowed"

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ferrodist as fd
+from ferrodist.backends.moving.polling import wait_until
 from ferrodist.backends.mpi import mover, world
-from ferrodist.backends.mpi.waiting import wait_until
 from ferrodist.backends.process_group import use_group
 from ferrodist.deadline import Deadline
 from ferrodist.testing import BACKEND_CHECKS
@@ -107,7 +107,7 @@ class MpiRunner:
     """Runs programs on the first ranks of the MPI job: every rank of which runs the same checks with its own."""
 
     def __init__(self) -> None:
-        self._mpi = world.start()
+        self._mpi = world.start(Deadline(_PATIENCE))
         self._all = self._mpi.COMM_WORLD.Dup()
         self._communicators = {}
         for size in range(1, self._all.Get_size() + 1):
@@ -243,16 +243,39 @@ def _leave_slowly(group: fd.MpiBackend) -> None:
         os._exit(1)  # or this process would wait for the goodbye
 
 
-def meet(_folder: Path) -> dict[str, Any]:
-    """The ranks leave a group; rank 1 does not come to the next one, and the others tell what they see."""
-    communicator = world.start().COMM_WORLD.Dup()
+def _start_late(folder: Path) -> str:
+    """Rank 1 starts MPI when the others have given it up; they tell what they saw, and MPI starts all the same."""
+    message, num_tired = "", SharedNumber(folder / "tired")
+    if _launched_rank() == 1:
+        assert num_tired.acquire(_PATIENCE), "rank 0 waits"
+        assert num_tired.acquire(_PATIENCE), "rank 2 waits"
+    else:
+        try:
+            fd.init_process_group("mpi", timeout=0.3)
+        except fd.RendezvousError as error:
+            message = error.message
+        num_tired.release()
+    world.start(Deadline(_PATIENCE))
+    return message
+
+
+def _launched_rank() -> int:
+    """What MPI will say that this rank is."""
+    return int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+
+
+def meet(folder: Path) -> dict[str, Any]:
+    """Rank 1 is late at MPI's start, slow to leave a group and does not come to the next one; the others tell what they
+    see."""
+    early = _start_late(folder)
+    communicator = world.start(Deadline(_PATIENCE)).COMM_WORLD.Dup()
     _leave_slowly(fd.MpiBackend(communicator, timeout=_PATIENCE))
-    found = {}
+    found: dict[str, Any] = {"early": early}
     if communicator.Get_rank() != 1:
         try:
             fd.init_process_group("mpi", timeout=0.3)
         except fd.RendezvousError as error:
-            found = {"ranks": error.ranks, "message": error.message}
+            found |= {"ranks": error.ranks, "message": error.message}
     assert wait_until(communicator.Ibarrier().Test, Deadline(_PATIENCE)), "a rank is missing"
     return found
 
@@ -261,7 +284,7 @@ def main() -> None:
     torch.set_num_threads(1)
     task, folder = sys.argv[1], Path(sys.argv[2])
     answer = {"conform": conform, "kill": kill, "meet": meet}[task](folder, *sys.argv[3:])
-    rank = world.start().COMM_WORLD.Get_rank()
+    rank = world.start(Deadline(_PATIENCE)).COMM_WORLD.Get_rank()
     (folder / f"answer-{rank}.json").write_text(json.dumps(answer))
 
 

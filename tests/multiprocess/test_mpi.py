@@ -102,10 +102,13 @@ def test_a_killed_rank_is_named_and_left_behind(tmp_path: Path) -> None:
 
 @needs_mpi
 def test_the_last_to_leave_and_the_one_that_does_not_come(tmp_path: Path) -> None:
-    """A slow goodbye reaches all; making a group keeps its deadline: the ranks that came name the one that did not."""
+    """A slow goodbye reaches all; MPI's start and making a group keep their deadlines, and the ranks that came to the
+    group name the one that did not."""
     answers = work("mpich", ["meet", str(tmp_path)], 3, tmp_path)
     assert [answers[rank].get("ranks") for rank in range(3)] == [[1], None, [1]]
     assert "rank 1 did not come to group 'world' within 0.3 s" in answers[2]["message"]
+    assert "has not started within 0.3 s" in answers[0]["early"]
+    assert "has not started within 0.3 s" in answers[2]["early"]
 
 
 _RUN = (sys.executable, "-m", "ferrodist", "run")
@@ -152,5 +155,5 @@ def test_ranks_that_mpi_did_not_start(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(_PROGRAM))
     done = run("mpich", [*_RUN, "--nproc-per-node", "2", str(script)])
     assert done.returncode == 1
-    assert "the world size is to be 2, but MPICH" in done.stderr
+    assert "the world size is to be 2 (WORLD_SIZE), but MPICH" in done.stderr
     assert "sum" not in done.stdout

@@ -1,4 +1,4 @@
-"""What of the MPI backend needs no MPI: whether there is one, whose turn it is, and what is said in frames."""
+"""What of the MPI backend needs no MPI: whether there is one, and what is said in frames."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import pytest
 
 import ferrodist as fd
 from ferrodist.backends.call import Call
-from ferrodist.backends.mpi import library
+from ferrodist.backends.moving.call_order import CallOrder
+from ferrodist.backends.mpi import library, life
 from ferrodist.backends.mpi.agreement import MpiAgreement
+from ferrodist.backends.mpi.attendance import Attendance
 from ferrodist.backends.mpi.frame import HEADER_SIZE, MAX_PAYLOAD, Frame, Kind
+from ferrodist.backends.mpi.job import check_job
+from ferrodist.backends.mpi.kept import num_kept
 from ferrodist.backends.mpi.messenger import Messenger, Outgoing
-from ferrodist.backends.mpi.turns import Turns
-from ferrodist.backends.mpi.waiting import wait_until
+from ferrodist.backends.mpi.mover import MpiMover
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, ProtocolError
 
@@ -71,6 +74,85 @@ def test_an_mpi_that_has_ended_is_refused(monkeypatch):
         fd.MpiBackend()
 
 
+class _SlowLibrary:
+    """The symbols of an MPI whose start and end wait for others, until `come`."""
+
+    def __init__(self):
+        self.come = threading.Event()
+        self.callers = []
+
+    def MPI_Init_thread(self, *_arguments):
+        self.come.wait()
+        self.callers.append(threading.get_ident())
+        return 0
+
+    MPI_Finalize = MPI_Init_thread
+
+
+def test_nobody_waits_for_mpi_longer_than_they_want(monkeypatch):
+    """MPI's start and its end are given up at their deadlines, go on, and are called by one thread."""
+    slow = _SlowLibrary()
+    monkeypatch.setattr(life.ctypes, "CDLL", lambda _path: slow)
+    communicator = SimpleNamespace(Set_errhandler=lambda _handler: None)
+    mpi = SimpleNamespace(
+        __file__="", THREAD_MULTIPLE=3, ERRORS_RETURN=0, COMM_WORLD=communicator, COMM_SELF=communicator
+    )
+    one = life.Life(mpi)
+    assert not one.begin(Deadline(0.01))
+    one.end(None)  # what has not begun is not waited for
+    slow.come.set()
+    assert one.begin(Deadline(60))
+    slow.come.clear()
+    one.end(0.01)
+    assert len(slow.callers) == 1
+    slow.come.set()
+    one.end(None)
+    assert len(slow.callers) == 2
+    assert len({*slow.callers}) == 1
+
+
+def test_an_mpi_that_can_not_start(monkeypatch):
+    """What MPI's start returns is an error, and there is nothing to end."""
+    monkeypatch.setattr(life.ctypes, "CDLL", lambda _path: SimpleNamespace(MPI_Init_thread=lambda *_: 15))
+    one = life.Life(SimpleNamespace(__file__="", THREAD_MULTIPLE=3))
+    with pytest.raises(RuntimeError, match="MPI_Init_thread returned 15"):
+        one.begin(Deadline(60))
+    one.end(None)
+
+
+_ALONE = SimpleNamespace(Get_size=lambda: 1, Get_rank=lambda: 0)
+
+
+@pytest.fixture
+def some_mpi(monkeypatch):
+    """An MPI with a name."""
+    monkeypatch.setattr(library, "_module", SimpleNamespace(get_vendor=lambda: ("Some MPI", (1, 2))))
+
+
+@pytest.mark.usefixtures("some_mpi")
+@pytest.mark.parametrize(
+    "name", ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"]
+)
+def test_ranks_that_are_alone_and_should_not_be(name):
+    """What another MPI's launcher has started is no group of one rank each, unless that was asked for."""
+    with pytest.raises(fd.InvalidWorldSizeError, match=rf"to be 4 \({name}\), but Some MPI 1\.2 .* one of 1: it was"):
+        check_job(_ALONE, variables={name: "4"})
+    check_job(_ALONE, world_size=1, variables={name: "4"})
+    check_job(_ALONE, variables={name: "1"})
+    check_job(_ALONE, variables={})
+
+
+@pytest.mark.usefixtures("some_mpi")
+def test_a_world_that_mpi_does_not_have():
+    """A rank or world size that is not MPI's is an error; what launchers say is not asked where MPI has ranks."""
+    pair = SimpleNamespace(Get_size=lambda: 2, Get_rank=lambda: 1)
+    with pytest.raises(fd.InvalidWorldSizeError, match="to be 7, but Some MPI"):
+        check_job(pair, world_size=7)
+    with pytest.raises(fd.InvalidRankError, match=r"the rank is to be 0, .* this is rank 1"):
+        check_job(pair, rank=0, world_size=2)
+    check_job(pair, rank=1, variables={"SLURM_STEP_NUM_TASKS": "4"})
+
+
 def test_arguments_that_mpi_has_no_use_for():
     """An address to meet at is refused: MPI's ranks have met."""
     with pytest.raises(ValueError, match="leave init_method='env://' out"):
@@ -112,48 +194,11 @@ def test_what_is_no_frame(data, words):
         Frame.unpack(memoryview(data))
 
 
-def test_turns_are_taken_in_order():
-    """Whoever comes first waits for those whose position is before, and one is at it at a time."""
-    turns = Turns(lambda: False)
-    order = []
-
-    def take(position):
-        with turns.hold(position, 30) as has_turn:
-            assert has_turn
-            order.append(position)
-            with turns.hold(position, 30) as again:
-                assert again, "a turn that a thread has is its own"
-
-    threads = [threading.Thread(target=take, args=(position,)) for position in (2, 1, 3)]
-    for thread in threads:
-        thread.start()
-    take(0)
-    for thread in threads:
-        thread.join()
-    assert order == [0, 1, 2, 3]
-
-
-def test_a_turn_that_does_not_come():
-    """Waiting for a turn ends with the deadline, and with the group."""
-    with Turns(lambda: False).hold(1, 0.01) as has_turn:
-        assert not has_turn
-    with Turns(lambda: True).hold(1, 1e9) as has_turn:
-        assert not has_turn
-
-
-def test_waiting_keeps_its_deadline():
-    """A wait ends when it is done, when its time is over, or when it has become vain."""
-    looks = iter(range(1000))
-    assert wait_until(lambda: next(looks) == 500, Deadline(60))
-    assert not wait_until(lambda: False, Deadline(0.01))
-    assert not wait_until(lambda: False, Deadline(1e9), lambda: True)
-
-
 class _Mover:
     """MPI's collectives end at once."""
 
     def __init__(self):
-        self.turns = Turns(lambda: False)
+        self.turns = CallOrder(lambda: False)
 
     def agree(self, own, table):
         table.reshape(2, -1)[:] = own
@@ -207,3 +252,127 @@ def test_a_messenger_that_has_ended_leaves_its_communicator_alone():
     communicator.Isend = communicator.Improbe = lambda *_: pytest.fail("the communicator was used")
     messenger.push(1, Outgoing(Frame(Kind.PING)))
     assert not messenger.look()
+
+
+class _RefusingMpi:
+    """An MPI that takes nothing."""
+
+    BYTE = 0
+
+    class Exception(RuntimeError):  # noqa: A001 - mpi4py's name
+        """What it raises."""
+
+    def Get_rank(self):
+        return 0
+
+    def Get_size(self):
+        return 2
+
+    def Iallgather(self, *_arguments):
+        raise self.Exception("invalid communicator")
+
+
+def _mover(mpi, explained, *, in_vain=True):
+    return MpiMover(mpi, mpi, lambda: in_vain, explained.append, lambda: 0.0)
+
+
+def test_what_mpi_refuses_ends_the_group():
+    """A collective that MPI does not start raises nothing of MPI's own: the group fails, and waits are vain."""
+    explained = []
+    mover = _mover(_RefusingMpi(), explained)
+    before = num_kept()
+    assert not mover.wait_for([mover.agree(b"", b"")], Deadline(60))
+    assert [str(error) for error in explained] == ["invalid communicator"]
+    assert num_kept() == before, "MPI has nothing that this process must not end with"
+
+
+def test_a_communicator_that_is_freed_is_given_no_collective():
+    """A thread that comes to a group whose communicator is gone does not touch it."""
+    explained = []
+    mover = _mover(_RefusingMpi(), explained)
+    mover.end()
+    assert not mover.wait_for([mover.agree(b"", b"")], Deadline(60))
+    assert explained == []
+
+
+def test_a_communicator_with_something_under_way_is_not_freed():
+    """A group that is closed in the middle of a collective leaves its communicator to that."""
+    has_ended = []
+    mpi = _RefusingMpi()
+    mpi.Iallgather = lambda *_arguments: SimpleNamespace(Test=lambda: bool(has_ended))
+    mover = _mover(mpi, [], in_vain=False)
+    request = mover.agree(b"", b"")
+    assert not mover.end()
+    has_ended.append(True)
+    assert mover.wait_for([request], Deadline(60))
+    assert mover.end()
+
+
+def test_an_answer_that_comes_late_takes_nothing_back():
+    """A rank that has said goodbye after its fifth collective has entered it, whatever it had said before."""
+    sent = []
+    attendance = Attendance(lambda rank, outgoing: sent.append((rank, outgoing.frame)), lambda: 7, lambda *_: None)
+    attendance.note(1, 5)
+    attendance.on_pong(1, Frame(Kind.PONG, 3), memoryview(b""))
+    assert attendance.has_entered(1, 4)
+    assert not attendance.has_entered(1, 5)
+    attendance.on_ping(1, Frame(Kind.PING), memoryview(b""))
+    assert sent == [(1, Frame(Kind.PONG, 7))]
+
+
+def test_who_is_behind():
+    """A rank that answers is behind by what it says, one that does not is too, and where none is all are meant."""
+    answers = {1: 4, 2: 3}
+
+    def push(rank, outgoing):
+        assert outgoing.frame.kind is Kind.PING
+        if rank in answers:
+            attendance.on_pong(rank, Frame(Kind.PONG, answers[rank]), memoryview(b""))
+
+    attendance = Attendance(push, lambda: 0, lambda done, _seconds: done())
+    assert attendance.find_silent([1, 2, 3], 1) == (3,)
+    assert attendance.find_behind([1, 2, 3], 3, 1) == (2, 3)
+    assert attendance.find_behind([1, 2], 2, 1) == (1, 2)
+
+
+class _Coming(_NoMessages):
+    """A communicator that has begun to receive messages, by (source, whether it has come or raises, data)."""
+
+    def __init__(self, *messages):
+        super().__init__()
+        self.messages = list(messages)
+
+    def Improbe(self, _source, _tag, status):
+        if not self.messages:
+            return None
+        source, outcome, content = self.messages.pop(0)
+        status.Get_source, status.Get_count = lambda: source, lambda _type: len(content)
+
+        def receive(buffer):
+            buffer[0][:] = bytearray(content)
+            return SimpleNamespace(Test=outcome)
+
+        return SimpleNamespace(Irecv=receive)
+
+
+def _raise():
+    raise _RefusingMpi.Exception("the process has failed")
+
+
+def test_half_a_frame_of_a_rank_that_died_holds_up_nobody():
+    """What a rank was sending when it died is dropped, and no frame; other ranks' frames come through."""
+    frame = Frame(Kind.PING).pack()
+    half_come, raises, whole = (0, lambda: False, frame), (0, _raise, frame), (1, lambda: True, frame)
+    mpi = SimpleNamespace(Status=SimpleNamespace, BYTE=0, ANY_SOURCE=-1, Exception=_RefusingMpi.Exception)
+    taken = []
+    messenger = Messenger(mpi, _Coming(raises, half_come, whole), lambda source, *_: taken.append(source))
+    with pytest.raises(mpi.Exception):
+        messenger.look()
+    assert messenger.look()
+    assert taken == [1]
+    assert messenger.num_coming == 0
+    messenger = Messenger(mpi, _Coming(half_come, whole), lambda source, *_: taken.append(source))
+    messenger.lose(0)
+    assert messenger.look()
+    assert taken == [1, 1]
+    assert messenger.num_coming == 0

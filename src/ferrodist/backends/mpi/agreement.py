@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.mpi.turns import Turns
+    from ferrodist.backends.moving.call_order import CallOrder
     from ferrodist.errors import DistributedError
 
     class Mover(Protocol):
         """What starts MPI's collectives, and waits for them."""
 
-        turns: Turns
+        turns: CallOrder
 
         def agree(self, own: Any, table: Any) -> Any: ...
         def wait_for(self, requests: list[Any], deadline: Deadline) -> bool: ...

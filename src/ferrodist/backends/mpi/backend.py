@@ -3,52 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ferrodist.backends.mailbox import EAGER_LIMIT, Message, copy_bytes
 from ferrodist.backends.mailbox_backend import MAX_AHEAD, Departure, GroupReceive, MailboxBackend, Send
 from ferrodist.backends.mpi import world
 from ferrodist.backends.mpi.agreement import MpiAgreement
-from ferrodist.backends.mpi.frame import MAX_PAYLOAD, Frame, Kind
+from ferrodist.backends.mpi.attendance import Attendance
+from ferrodist.backends.mpi.frame import Frame, Kind
+from ferrodist.backends.mpi.job import check_job
 from ferrodist.backends.mpi.library import library_version
+from ferrodist.backends.mpi.messages import MessagesIn, MessagesOut
 from ferrodist.backends.mpi.messenger import Messenger, Outgoing
 from ferrodist.backends.mpi.mover import MpiMover
 from ferrodist.backends.mpi.progress import Progress
 from ferrodist.backends.request import Late, answer_seconds
-from ferrodist.backends.tags import group_of_tag, group_tag
 from ferrodist.backends.tcp.live import track
 from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
 from ferrodist.errors import (
     BackendUnavailable,
     DistributedError,
     DistributedTimeoutError,
-    InvalidRankError,
-    InvalidWorldSizeError,
     PeerLostError,
     ProtocolError,
     error_from_wire,
     error_to_wire,
     ranks_text,
 )
-from ferrodist.rendezvous.environment import read_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
+    from ferrodist.backends.mailbox import Message
     from ferrodist.backends.request import Request
 
 __all__ = ["MpiBackend"]
 
 _WORLD = 0
-_LOW_64 = (1 << 64) - 1
 
 _CLOSE_SECONDS = 5.0
 """How long `MpiBackend.close` waits until what this rank has sent is with MPI's other ranks."""
@@ -115,6 +111,7 @@ class MpiBackend(MailboxBackend):
 
     Raises:
         BackendUnavailable: There is no mpi4py or no MPI here, or not one that several threads may call.
+        InvalidWorldSizeError: MPI says that this process is alone, and its launcher that it is not.
         RendezvousError: On every rank, when some did not come in time; they are named.
     """
 
@@ -127,36 +124,34 @@ class MpiBackend(MailboxBackend):
         connect_timeout: float | None = None,
     ) -> None:
         deadline = Deadline(check_timeout(timeout if connect_timeout is None else connect_timeout))
-        self._mpi = mpi = world.start()
+        self._mpi = mpi = world.start(deadline)
+        if communicator is None:
+            check_job(mpi.COMM_WORLD)
         parent = mpi.COMM_WORLD if communicator is None else communicator
         if not isinstance(parent, mpi.Intracomm) or parent == mpi.COMM_NULL:
             raise TypeError(f"communicator must be an intracommunicator of mpi4py, not {parent!r}")
         super().__init__(parent.Get_rank(), parent.Get_size(), timeout=timeout, name=name)
         self._communicators = world.duplicate(mpi, parent, name, deadline)
         self._messages, collective = self._communicators
-        self._numbers = itertools.count(1)
-        self._sent: dict[Send, int] = {}  # by send that can still be taken back: its number
-        self._offers: dict[int, Send] = {}  # by message number: waiting for a GRANT
-        self._incoming: dict[tuple[int, int], Message] = {}  # by source and number: offered to this rank, not whole
-        self._streaming = threading.RLock()  # a message's pieces are queued as one
+        self._messenger = Messenger(mpi, self._messages, self._on_frame)
+        self._out = MessagesOut(self._messenger, self._push, self._finish_send)
+        self._in = MessagesIn(self._mailbox, self._accept, self._push)
+        self._attendance = Attendance(self._push, lambda: self.agreement.num_entered, self._move_while_alive)
         self._parked: list[_Parked] = []
         self._parted: set[int] = set()  # ranks that have left the world, or died
         self._has_said_goodbye = False
-        self._answers: Counter[int] = Counter()  # by rank: PONGs
-        self._entered: dict[int, int] = {}  # by rank: collectives it has entered, as it last said
         self._watches_deaths = world.call_safely(mpi, self._messages.Get_failed) is not None
         self._actions: dict[Kind, Callable[[int, Frame, memoryview], None]] = {
-            Kind.EAGER: self._on_eager,
-            Kind.OFFER: self._on_offer,
-            Kind.GRANT: self._on_grant,
-            Kind.DATA: self._on_data,
-            Kind.WITHDRAW: self._on_withdraw,
+            Kind.EAGER: self._in.on_eager,
+            Kind.OFFER: self._in.on_offer,
+            Kind.GRANT: self._out.on_grant,
+            Kind.DATA: self._in.on_data,
+            Kind.WITHDRAW: self._in.on_withdraw,
             Kind.ABORT: self._on_abort,
             Kind.LEFT: self._on_left,
-            Kind.PING: self._on_ping,
-            Kind.PONG: self._on_pong,
+            Kind.PING: self._attendance.on_ping,
+            Kind.PONG: self._attendance.on_pong,
         }
-        self._messenger = Messenger(mpi, self._messages, self._on_frame)
         self.mover = MpiMover(mpi, collective, self._is_in_vain, self._explain, self._grace)
         self.agreement: MpiAgreement = MpiAgreement(
             self, self.mover, self._find_behind, partial(self._look, _LOOK_SECONDS)
@@ -165,7 +160,7 @@ class MpiBackend(MailboxBackend):
         self._progress = Progress(
             look=self._look,
             patrol=self._patrol,
-            is_awaited=lambda: bool(self._sent) or self._mailbox.is_awaited,
+            is_awaited=lambda: self._out.is_any_left or self._mailbox.is_awaited,
             is_over=self._is_over,
             ended=self._release,
             name=f"ferrodist-mpi-{name}-{self.rank}",
@@ -180,77 +175,24 @@ class MpiBackend(MailboxBackend):
 
         Args:
             rank: What the user says this rank is, or None.
-            world_size: What the user, or the environment, says their number is, or None.
+            world_size: What the user says their number is, or None.
             timeout: Seconds a blocking call may take when it names no timeout itself.
             deadline: When all must have come.
 
         Raises:
             InvalidWorldSizeError, InvalidRankError: MPI says otherwise.
         """
-        communicator = world.start().COMM_WORLD
-        size, own = communicator.Get_size(), communicator.Get_rank()
-        if world_size is None and size == 1:  # alone, or started by what is no MPI's launcher
-            world_size = read_environment().world_size
-        if world_size not in (None, size):
-            hint = ": it was not started by an MPI's mpiexec, or by another MPI's" if size == 1 else ""
-            raise InvalidWorldSizeError(
-                f"the world size is to be {world_size}, but {library_version()} says that this process is one of"
-                f" {size}{hint}. Start the program with mpiexec -n {world_size} or ferrodist run --mpi"
-            )
-        if rank not in (None, own):
-            raise InvalidRankError(f"the rank is to be {rank}, but {library_version()} says that this is rank {own}")
+        communicator = world.start(deadline).COMM_WORLD
+        check_job(communicator, rank, world_size)
         return cls(communicator, timeout=timeout, connect_timeout=deadline.remaining())
 
     # Sending.
 
     def _start_send(self, send: Send) -> None:
-        number = next(self._numbers)
-        self._sent[send] = number
-        size = len(send.data)
-        if size <= EAGER_LIMIT:
-            frame = self._message_frame(Kind.EAGER, send, number)
-            self._push(send.peer, Outgoing(frame, send.data, send, partial(self._given, send)))
-        else:
-            self._offers[number] = send
-            self._push(send.peer, Outgoing(self._message_frame(Kind.OFFER, send, number), owner=send))
-
-    def _stream(self, send: Send, number: int) -> None:
-        """Queue a message that was granted, in pieces."""
-        size = len(send.data)
-        for start in range(0, size, MAX_PAYLOAD):
-            stop = min(start + MAX_PAYLOAD, size)
-            on_taken = partial(self._given, send) if stop == size else None
-            frame = self._message_frame(Kind.DATA, send, number, offset=start)
-            self._push(send.peer, Outgoing(frame, send.data[start:stop], send, on_taken))
-
-    def _given(self, send: Send) -> None:
-        """MPI has a message's last bytes."""
-        if self._sent.pop(send, None) is not None:
-            self._finish_send(send)
+        self._out.start(send)
 
     def _take_back(self, send: Send) -> bool:
-        with self._streaming:
-            number = self._sent.pop(send, None)
-            if number is None:
-                return False  # MPI has it
-            offered = self._offers.pop(number, None)
-            num_dropped = self._messenger.drop(send.peer, send)
-        if self._messenger.is_lost(send.peer):
-            return True
-        if len(send.data) <= EAGER_LIMIT:
-            return num_dropped > 0 or self._was_given(send)
-        if offered is None and num_dropped == 0:
-            return self._was_given(send)
-        self._push(send.peer, Outgoing(self._message_frame(Kind.WITHDRAW, send, number)))
-        return True
-
-    def _was_given(self, send: Send) -> bool:
-        """MPI has taken the last frame just now."""
-        self._finish_send(send)
-        return False
-
-    def _message_frame(self, kind: Kind, send: Send, number: int, *, offset: int = 0) -> Frame:
-        return Frame(kind, number, group_of_tag(send.tag), send.tag & _LOW_64, len(send.data), offset)
+        return self._out.take_back(send)
 
     def _push(self, rank: int, outgoing: Outgoing) -> None:
         try:
@@ -269,6 +211,10 @@ class MpiBackend(MailboxBackend):
         """Move frames until ``done()``; False when that has not come within so many seconds."""
         return self._progress.wait_until(done, timeout)
 
+    def _move_while_alive(self, done: Callable[[], bool], timeout: float) -> None:
+        """Move frames until ``done()``, or the group has failed, or for so many seconds."""
+        self.move_until(lambda: done() or self.failure is not None, timeout)
+
     def _look(self, patience: float = 0) -> bool:
         """Move what can be moved; whether there was anything."""
         try:
@@ -281,47 +227,6 @@ class MpiBackend(MailboxBackend):
 
     def _on_frame(self, source: int, frame: Frame, payload: memoryview) -> None:
         self._actions[frame.kind](source, frame, payload)
-
-    def _on_eager(self, source: int, frame: Frame, payload: memoryview) -> None:
-        message = _new_message(source, frame)
-        if self._accept(message) and len(payload):
-            self._mailbox.write(message, partial(_copy, payload), 0, len(payload))
-
-    def _on_offer(self, source: int, frame: Frame, _payload: memoryview) -> None:
-        message = _new_message(source, frame)
-        message.grant = partial(self._grant, message, frame.message)
-        self._incoming[source, frame.message] = message  # before it may be granted
-        if not self._accept(message):
-            self._incoming.pop((source, frame.message), None)
-
-    def _grant(self, message: Message, number: int) -> None:
-        message.granted = True
-        self._push(message.source, Outgoing(Frame(Kind.GRANT, number)))
-
-    def _on_grant(self, source: int, frame: Frame, _payload: memoryview) -> None:
-        with self._streaming:
-            send = self._offers.get(frame.message)
-            if send is not None and send.peer == source:  # else taken back meanwhile
-                del self._offers[frame.message]
-                self._stream(send, frame.message)
-
-    def _on_data(self, source: int, frame: Frame, payload: memoryview) -> None:
-        message = self._incoming.get((source, frame.message))
-        if message is None:
-            return  # withdrawn, or its group has failed
-        if not message.granted or frame.offset != message.num_received or frame.size_bytes != message.size_bytes:
-            raise ProtocolError(
-                f"a piece of message {frame.message} of rank {source} out of its order", ranks=(source,)
-            )
-        end = frame.offset + len(payload)
-        if end == frame.size_bytes:
-            self._incoming.pop((source, frame.message), None)
-        self._mailbox.write(message, partial(_copy, payload), frame.offset, end)
-
-    def _on_withdraw(self, source: int, frame: Frame, _payload: memoryview) -> None:
-        message = self._incoming.pop((source, frame.message), None)
-        if message is not None:
-            self._mailbox.withdraw(message)
 
     def _on_abort(self, source: int, frame: Frame, payload: memoryview) -> None:
         try:
@@ -361,7 +266,7 @@ class MpiBackend(MailboxBackend):
             self._peer_left(frame.group, source)
         self._act_on_parked()
         if frame.group == _WORLD:
-            self._entered[source] = frame.message
+            self._attendance.note(source, frame.message)
             self._parted.add(source)
 
     def _is_told(self, source: int, frame: Frame) -> bool:
@@ -375,46 +280,24 @@ class MpiBackend(MailboxBackend):
 
     def _forget_messages(self, applies: Callable[[Message], bool]) -> None:
         super()._forget_messages(applies)
-        for key, message in self._incoming.copy().items():  # other threads take from it
-            if applies(message):
-                self._incoming.pop(key, None)
+        self._in.forget(applies)
 
     # Who is there, and who is late.
-
-    def _on_ping(self, source: int, _frame: Frame, _payload: memoryview) -> None:
-        self._push(source, Outgoing(Frame(Kind.PONG, self.agreement.num_entered)))
-
-    def _on_pong(self, source: int, frame: Frame, _payload: memoryview) -> None:
-        self._entered[source] = frame.message
-        self._answers[source] += 1
 
     def find_late(self, peers: tuple[int, ...], within: float) -> Late:
         """Put a wait in vain down to those of the peers that do not answer, or else to all; see `Backend.find_late`."""
         if within == 0 or self.failure is not None:
             return Late(ranks=peers)
-        silent = self._find_silent(peers, within)
+        silent = self._attendance.find_silent(peers, within)
         if not silent:
             return Late(ranks=peers)
         who = f"{ranks_text(silent)} of group {self.name!r}"
         return Late(ranks=silent, detail=f" ({who} {'does' if len(silent) == 1 else 'do'} not answer)")
 
     def _find_behind(self, sequence: int) -> tuple[int, ...]:
-        """The ranks that have not entered a collective, or don't answer; all others when every one has."""
+        """The ranks to which it is put down that not all have entered a collective."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        silent = self._find_silent(others, answer_seconds(self.timeout))
-        behind = [rank for rank in others if rank in silent or self._entered.get(rank, 0) <= sequence]
-        return tuple(behind or others)
-
-    def _find_silent(self, ranks: Iterable[int], within: float) -> tuple[int, ...]:
-        before = {rank: self._answers[rank] for rank in ranks}
-        for rank in before:
-            self._push(rank, Outgoing(Frame(Kind.PING)))
-
-        def silent() -> tuple[int, ...]:
-            return tuple(sorted(rank for rank, count in before.items() if self._answers[rank] == count))
-
-        self.move_until(lambda: not silent() or self.failure is not None, within)
-        return silent()
+        return self._attendance.find_behind(others, sequence, answer_seconds(self.timeout))
 
     def _is_in_vain(self) -> bool:
         """Whether a collective that this rank is in can't end: fails the group when a rank has left before it."""
@@ -422,7 +305,7 @@ class MpiBackend(MailboxBackend):
             return True
         for rank in self._parted.copy():
             departure = self._departure(_WORLD, rank)
-            if departure is not None and self._entered.get(rank, 0) < self.agreement.num_entered:
+            if departure is not None and not self._attendance.has_entered(rank, self.agreement.num_entered - 1):
                 self.abort(departure)
                 return True
         return False
@@ -446,14 +329,15 @@ class MpiBackend(MailboxBackend):
             return
         numbers = failed.Translate_ranks(list(range(failed.Get_size())), messages.Get_group())
         for rank in set(numbers) - self._parted:
-            self._parted.add(rank)
-            self._messenger.lose(rank)
-            for key, message in self._incoming.copy().items():
-                if key[0] == rank:
-                    self._incoming.pop(key, None)
-                    self._mailbox.withdraw(message)
-            self._peer_died(rank, _DIED)
+            self._lose(rank)
         world.call_safely(mpi, messages.Ack_failed)  # or receives from any rank are refused
+
+    def _lose(self, rank: int) -> None:
+        self._parted.add(rank)
+        self._messenger.lose(rank)
+        for message in self._in.forget(lambda message: message.source == rank):
+            self._mailbox.withdraw(message)
+        self._peer_died(rank, _DIED)
 
     def _explain(self, error: Exception) -> None:
         """End the group for what MPI raised: for the ranks that have died, if that is the reason."""
@@ -503,11 +387,12 @@ class MpiBackend(MailboxBackend):
 
     def _release(self) -> None:
         """All ranks have left: called by the thread that moved the frames, as its last act."""
-        self._messenger.end()  # a thread that closes the group may look yet
-        if _WORLD not in self._failures:  # of a group that has failed something may be under way
+        self._messenger.end()  # a thread that closes the group may look yet, and another one begin a collective
+        has_failed = _WORLD in self._failures
+        if self.mover.end() and not has_failed:
             for communicator in self._communicators:
                 world.call_safely(self._mpi, communicator.Free)
-        world.forget(self)
+        world.forget(self, has_failed=has_failed or bool(self._died))
 
     def has_parted(self, patience: float) -> bool:
         """Wait until all ranks have left the group; whether they have, ``patience`` seconds after a failure."""
@@ -554,12 +439,3 @@ class MpiBackend(MailboxBackend):
         return MpiBackend(
             communicator, timeout=self.timeout, name=name or self.name, connect_timeout=deadline.remaining()
         )
-
-
-def _new_message(source: int, frame: Frame) -> Message:
-    return Message(source, group_tag(frame.group, frame.tag), frame.size_bytes)
-
-
-def _copy(source: memoryview, target: memoryview) -> int:
-    copy_bytes(target, source)
-    return len(source)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ferrodist.backends.mpi.frame import HEADER_SIZE, MAX_FRAME, Frame, Kind
-from ferrodist.backends.mpi.waiting import keep_for_ever
+from ferrodist.backends.mpi.kept import keep_for_ever
 from ferrodist.errors import ProtocolError
 
 if TYPE_CHECKING:
@@ -184,12 +184,34 @@ class Messenger:
                 raise ProtocolError(f"a frame of {size} bytes; they have at most {MAX_FRAME}", ranks=(source,))
         if self.num_coming:
             for source, way in enumerate(self._ways):
-                while way.coming and way.coming[0][0].Test():
+                while self._has_come(way):
                     data = way.coming.popleft()[1].data
                     self.num_coming -= 1
                     moved = True
                     self._take(source, Frame.unpack(data), data[HEADER_SIZE:])
         return moved
+
+    def _has_come(self, way: _Way) -> bool:
+        """Whether a rank's next frame is here.
+
+        What has begun to come from one that is gone may never be: MPI raises, once, and then calls it done.
+        """
+        if not way.coming:
+            return False
+        try:
+            has_come = bool(way.coming[0][0].Test())
+        except self._mpi.Exception:
+            self._forget_coming(way)
+            raise
+        if way.is_lost and not has_come:
+            self._forget_coming(way)
+        return has_come
+
+    def _forget_coming(self, way: _Way) -> None:
+        self.num_coming -= len(way.coming)
+        for request, _ in way.coming:
+            keep_for_ever(request)
+        way.coming.clear()
 
 
 def _tell(taken: list[Outgoing]) -> None:

@@ -8,12 +8,14 @@ An MPI collective can't be taken back. One that is given up is kept with its buf
 
 from __future__ import annotations
 
+import threading
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.call import CALL_SIZE
-from ferrodist.backends.mpi.turns import Turns
-from ferrodist.backends.mpi.waiting import keep_for_ever, wait_until
+from ferrodist.backends.moving.call_order import CallOrder
+from ferrodist.backends.moving.polling import wait_until
+from ferrodist.backends.mpi.kept import keep_for_ever
 from ferrodist.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -55,7 +57,10 @@ class MpiMover:
         self._communicator = communicator
         self._is_in_vain = is_in_vain
         self._explain = explain
-        self.turns = Turns(is_in_vain)
+        self._starting = threading.Lock()  # held while MPI is given something
+        self._has_ended = False
+        self._num_under_way = 0
+        self.turns = CallOrder(is_in_vain)
         self.rank: int = communicator.Get_rank()
         self.world_size: int = communicator.Get_size()
 
@@ -66,6 +71,7 @@ class MpiMover:
         def done() -> bool:
             while pending and pending[-1].Test():
                 pending.pop()
+                self._num_under_way -= 1
             return not pending
 
         is_done = False
@@ -77,19 +83,43 @@ class MpiMover:
             self._explain(error)
         finally:
             if not is_done:
-                for request in pending:
-                    keep_for_ever(request)
+                self.abandon(pending)
         return is_done
+
+    def end(self) -> bool:
+        """Start nothing any more; whether nothing is under way either, and the communicator may be freed.
+
+        MPI allows that before, and Open MPI crashes when what is under way never ends.
+        """
+        with self._starting:
+            self._has_ended = True
+            return self._num_under_way == 0
+
+    def _start(self, start: Callable[..., Any], *arguments: Any) -> Any:
+        """What MPI returns for what it is given: a request. What it refuses has ended the group, and does not end."""
+        with self._starting:
+            if self._has_ended:
+                return _Refused()
+            try:
+                request = start(*arguments)
+            except self._mpi.Exception as error:
+                refusal = error
+            else:
+                self._num_under_way += 1
+                return request
+        self._explain(refusal)
+        return _Refused()
 
     def abandon(self, requests: list[Any]) -> None:
         """Keep for good what nobody will wait for."""
         for request in requests:
-            keep_for_ever(request)
+            if not isinstance(request, _Refused):
+                keep_for_ever(request)
 
     def agree(self, own: Any, table: Any) -> Any:
         """Every rank's call to every rank."""
         byte = self._mpi.BYTE
-        return self._communicator.Iallgather([own, CALL_SIZE, byte], [table, CALL_SIZE, byte])
+        return self._start(self._communicator.Iallgather, [own, CALL_SIZE, byte], [table, CALL_SIZE, byte])
 
     def all_gather(self, out: memoryview, sizes: Sequence[int]) -> list[Any]:
         """Fill ``out`` with every rank's part; this rank's is in its place already."""
@@ -97,7 +127,7 @@ class MpiMover:
             parts = _parts(out, sizes)
             peers = self._peers()
             return self._exchange([(peer, parts[self.rank]) for peer in peers], [(peer, parts[peer]) for peer in peers])
-        return [self._communicator.Iallgatherv(self._mpi.IN_PLACE, self._divided(out, sizes))]
+        return [self._start(self._communicator.Iallgatherv, self._mpi.IN_PLACE, self._divided(out, sizes))]
 
     def all_to_all(
         self, out: memoryview, incoming: Sequence[Block], source: memoryview, outgoing: Sequence[Block]
@@ -116,11 +146,13 @@ class MpiMover:
             [data, ([size for _, size in blocks], [place for place, _ in blocks]), byte]
             for data, blocks in ((source, outgoing), (out, incoming))
         ]
-        return [self._communicator.Ialltoallv(to, from_)]
+        return [self._start(self._communicator.Ialltoallv, to, from_)]
 
     def broadcast(self, data: memoryview, root: int) -> list[Any]:
         """Copy the root's ``data`` to all."""
-        return [self._communicator.Ibcast([piece, len(piece), self._mpi.BYTE], root) for piece in _pieces(data)]
+        return [
+            self._start(self._communicator.Ibcast, [piece, len(piece), self._mpi.BYTE], root) for piece in _pieces(data)
+        ]
 
     def gather(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Any]:
         """Fill the root's ``data`` with every other rank's, whose size is its own; the root's part is in its place."""
@@ -128,11 +160,11 @@ class MpiMover:
         if self.rank != root:
             if sum(sizes) > MOST_BYTES:
                 return self._exchange([(root, data)], [])
-            return [self._communicator.Igatherv([data, len(data), mpi.BYTE], None, root)]
+            return [self._start(self._communicator.Igatherv, [data, len(data), mpi.BYTE], None, root)]
         if sum(sizes) > MOST_BYTES:
             parts = _parts(data, sizes)
             return self._exchange([], [(peer, parts[peer]) for peer in self._peers()])
-        return [self._communicator.Igatherv(mpi.IN_PLACE, self._divided(data, sizes), root)]
+        return [self._start(self._communicator.Igatherv, mpi.IN_PLACE, self._divided(data, sizes), root)]
 
     def scatter(self, data: memoryview, sizes: Sequence[int], root: int) -> list[Any]:
         """Copy part r of the root's ``data`` into rank r's, whose size it has; the root's own part stays."""
@@ -140,11 +172,11 @@ class MpiMover:
         if self.rank != root:
             if sum(sizes) > MOST_BYTES:
                 return self._exchange([], [(root, data)])
-            return [self._communicator.Iscatterv(None, [data, len(data), mpi.BYTE], root)]
+            return [self._start(self._communicator.Iscatterv, None, [data, len(data), mpi.BYTE], root)]
         if sum(sizes) > MOST_BYTES:
             parts = _parts(data, sizes)
             return self._exchange([(peer, parts[peer]) for peer in self._peers()], [])
-        return [self._communicator.Iscatterv(self._divided(data, sizes), mpi.IN_PLACE, root)]
+        return [self._start(self._communicator.Iscatterv, self._divided(data, sizes), mpi.IN_PLACE, root)]
 
     def _divided(self, data: memoryview, sizes: Sequence[int]) -> list[Any]:
         return [data, (list(sizes), [0, *accumulate(sizes)][:-1]), self._mpi.BYTE]
@@ -157,13 +189,23 @@ class MpiMover:
         requests = []
         for start, transfers in ((communicator.Irecv, receives), (communicator.Isend, sends)):
             requests += [
-                start([piece, len(piece), byte], peer, 0) for peer, data in transfers for piece in _pieces(data)
+                self._start(start, [piece, len(piece), byte], peer, 0)
+                for peer, data in transfers
+                for piece in _pieces(data)
             ]
         return requests
 
     def _peers(self) -> list[int]:
         """The other ranks, beginning after this one, so that not all ranks send to the same one first."""
         return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+
+
+class _Refused:
+    """In place of the request for what MPI was not given, or has not taken."""
+
+    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
+        """Whether it has ended."""
+        return False
 
 
 def _parts(data: memoryview, sizes: Sequence[int]) -> list[memoryview]:

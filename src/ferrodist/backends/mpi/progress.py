@@ -6,7 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.mpi.waiting import Pace
+from ferrodist.backends.moving.polling import Pace
 from ferrodist.deadline import Deadline
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Starting MPI, meeting its other ranks within a deadline, and ending it.
 
-MPI_Init and MPI_Finalize are once in a process's life, and block. All else is asked of MPI without waiting for it.
+MPI's start and end are once in a process's life, and `life.py`'s. All else is asked of MPI without waiting for it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ferrodist.backends.moving.polling import wait_until
+from ferrodist.backends.mpi.kept import keep_for_ever, num_kept
 from ferrodist.backends.mpi.library import library_version, load
-from ferrodist.backends.mpi.waiting import keep_for_ever, num_kept, wait_until
+from ferrodist.backends.mpi.life import Life
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, DistributedError, RendezvousError, ranks_text
 
@@ -43,28 +45,47 @@ _PARTING_SECONDS = 5.0
 
 _open: set[Open] = set()
 _starting = threading.Lock()
+_life: Life | None = None
+_has_lost = False
+"""Whether a group has ended here in which something had failed."""
 
 
-def start() -> Any:
+def start(deadline: Deadline) -> Any:
     """Start MPI, unless the program has; returns the module ``mpi4py.MPI``.
 
     Raises:
         BackendUnavailable: There is no MPI, it has ended, or it does not let several threads call it.
+        RendezvousError: It has not started by the deadline, which it does when all ranks of the job start it.
     """
+    global _life  # noqa: PLW0603 - a process has one MPI
     mpi = load()
     with _starting:
         if mpi.Is_finalized():
             raise BackendUnavailable("MPI has ended in this process, and can't be started again: end it last")
-        if not mpi.Is_initialized():
-            mpi.Init_thread(mpi.THREAD_MULTIPLE)
-            atexit.register(_end)
-        if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
-            raise BackendUnavailable(
-                f"{library_version()} does not let several threads call it (MPI_THREAD_MULTIPLE), as ferrodist needs:"
-                " start MPI with MPI.Init_thread(MPI.THREAD_MULTIPLE), or not at all and leave that to ferrodist; or"
-                " use a library that is built for it"
-            )
+        if _life is None and not mpi.Is_initialized():
+            _life = Life(mpi)
+            atexit.register(_end, _life)
+    if _life is not None:
+        _begin(_life, deadline)
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise BackendUnavailable(
+            f"{library_version()} does not let several threads call it (MPI_THREAD_MULTIPLE), as ferrodist needs:"
+            " start MPI with MPI.Init_thread(MPI.THREAD_MULTIPLE), or not at all and leave that to ferrodist; or"
+            " use a library that is built for it"
+        )
     return mpi
+
+
+def _begin(life: Life, deadline: Deadline) -> None:
+    try:
+        has_begun = life.begin(deadline)
+    except RuntimeError as error:
+        raise BackendUnavailable(f"{library_version()} can't be started: {error}") from None
+    if not has_begun:
+        raise RendezvousError(
+            f"{library_version()} has not started within {deadline.timeout:.3g} s: it waits until all ranks that its"
+            " mpiexec has started make a group too. Look at what they do, or pass a larger timeout."
+        )
 
 
 def use(group: Open) -> None:
@@ -72,33 +93,26 @@ def use(group: Open) -> None:
     _open.add(group)
 
 
-def forget(group: Open) -> None:
+def forget(group: Open, *, has_failed: bool) -> None:
     """All ranks have left a group."""
+    global _has_lost  # noqa: PLW0603 - a process has one MPI
+    _has_lost = _has_lost or has_failed
     _open.discard(group)
 
 
-def _end() -> None:
+def _end(life: Life) -> None:
     """End MPI once every rank has left every group: its end waits for all ranks.
 
     While no group has failed this waits as MPI does, without limit: for mpiexec ends the job when a process has ended
     and has not ended MPI. After a failure others may never come, and that is what mpiexec is left to do.
     """
-    mpi = load()
-    if mpi.Is_finalized():
-        return
     groups = list(_open)
     for group in groups:
         group.close()
-    if not all(group.has_parted(_PARTING_SECONDS) for group in groups):
+    if load().Is_finalized() or not all(group.has_parted(_PARTING_SECONDS) for group in groups):
         return
-    if num_kept() == 0:
-        mpi.Finalize()
-        return
-    # What failed groups have left under way keeps neither MPICH nor Open MPI from ending. It might another one, so this
-    # thread, which is the one to end MPI, does not wait for it for ever.
-    ending = threading.Thread(target=mpi.Finalize, name="ferrodist-mpi-end", daemon=True)
-    ending.start()
-    ending.join(_PARTING_SECONDS)
+    # What failed groups have left under way keeps neither MPICH nor Open MPI from ending; the death of a rank may.
+    life.end(_PARTING_SECONDS if _has_lost or num_kept() else None)
 
 
 def translate(mpi: Any, error: Exception) -> DistributedError:

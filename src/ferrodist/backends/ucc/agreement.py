@@ -12,7 +12,7 @@ from ferrodist.errors import DistributedTimeoutError
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.backends.call import Call
-    from ferrodist.backends.mpi.turns import Turns
+    from ferrodist.backends.moving.call_order import CallOrder
 
 __all__ = ["OrderedAgreement"]
 
@@ -26,7 +26,7 @@ class OrderedAgreement(Agreement):
         first: Position of the first.
     """
 
-    def __init__(self, group: Backend, turns: Turns, first: int) -> None:
+    def __init__(self, group: Backend, turns: CallOrder, first: int) -> None:
         super().__init__(group)
         self._counter = itertools.count(first)
         self._turns = turns

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.base import NonBlockingBackend
 from ferrodist.backends.call import MAX_PAYLOAD, Call
-from ferrodist.backends.mpi.waiting import wait_until
+from ferrodist.backends.moving.polling import wait_until
 from ferrodist.backends.native import NativeBackend, is_native_available
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.ucc.agreement import OrderedAgreement

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.mpi.waiting import Pace
+from ferrodist.backends.moving.polling import Pace
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.errors import RendezvousError, ranks_text
 

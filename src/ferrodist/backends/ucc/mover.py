@@ -19,8 +19,8 @@ import threading
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.backends.mpi.turns import Turns
-from ferrodist.backends.mpi.waiting import Pace, wait_until
+from ferrodist.backends.moving.call_order import CallOrder
+from ferrodist.backends.moving.polling import Pace, wait_until
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.backends.ucc.bindings import UccError
 from ferrodist.deadline import Deadline
@@ -76,7 +76,7 @@ class UccMover:
         self._error: UccError | None = None
         self._is_leaving = False
         self._is_called = threading.Event()
-        self.turns = Turns(self._is_in_vain, first)
+        self.turns = CallOrder(self._is_in_vain, first)
         name = f"ferrodist-ucc-{control.name}-{control.rank}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

@@ -1,4 +1,4 @@
-"""Taking turns: an MPI communicator's collectives must be started in the same order by all ranks."""
+"""The order of calls: an engine's collectives must be started in the same one by all ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ferrodist.deadline import Deadline
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Turns"]
+__all__ = ["CallOrder"]
 
 _POLL_SECONDS = 0.05
 
 
-class Turns:
-    """Who of a group's collectives may use its communicator: one at a time, in the order of their positions.
+class CallOrder:
+    """Who of a group's collectives may use its engine: one at a time, in the order of their positions.
 
     Args:
         has_ended: Whether the group has; then nobody waits.

@@ -1,23 +1,23 @@
-"""Waiting for MPI, which tells nobody when something has come: one has to look.
+"""Waiting for an engine that tells nobody when something has come: one has to look.
 
 [Note: looking for what comes]
-MPI's own blocking calls look without pause, and return for no deadline. Here every wait looks some twenty times, which
-takes as many microseconds, then gives way between looks to whoever wants the processor, and after some hundred looks
-sleeps, for longer and longer. Ranks often are more than processors, and what a rank waits for needs one.
+Such engines' own blocking calls look without pause, and return for no deadline. Here every wait looks some twenty
+times, which takes as many microseconds, then gives way between looks to whoever wants the processor, and after some
+hundred looks sleeps, for longer and longer. Ranks often are more than processors, and what a rank waits for needs one.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.deadline import Deadline
 
-__all__ = ["Pace", "keep_for_ever", "num_kept", "wait_until"]
+__all__ = ["Pace", "wait_until"]
 
 _BARE_LOOKS = 20
 _LOOKS_AWAKE = 300
@@ -26,8 +26,6 @@ _LONGEST_SECONDS = 1e-3
 _GROWTH = 1.1
 
 _give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
-
-_kept: list[Any] = []
 
 
 class Pace:
@@ -70,13 +68,3 @@ def wait_until(done: Callable[[], bool], deadline: Deadline, is_over: Callable[[
         if deadline.expired:
             return done()
     return True
-
-
-def keep_for_ever(request: Any) -> None:
-    """Keep a request that can't be taken back, with its buffers: MPI may read and write them at any time."""
-    _kept.append(request)
-
-
-def num_kept() -> int:
-    """How many requests may still be under way that nobody waits for any more."""
-    return len(_kept)

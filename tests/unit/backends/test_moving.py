@@ -1,0 +1,46 @@
+"""What engines that move bytes share: whose turn it is, and how long one waits."""
+
+from __future__ import annotations
+
+import threading
+
+from ferrodist.backends.moving.call_order import CallOrder
+from ferrodist.backends.moving.polling import wait_until
+from ferrodist.deadline import Deadline
+
+
+def test_turns_are_taken_in_order():
+    """Whoever comes first waits for those whose position is before, and one is at it at a time."""
+    turns = CallOrder(lambda: False)
+    order = []
+
+    def take(position):
+        with turns.hold(position, 30) as has_turn:
+            assert has_turn
+            order.append(position)
+            with turns.hold(position, 30) as again:
+                assert again, "a turn that a thread has is its own"
+
+    threads = [threading.Thread(target=take, args=(position,)) for position in (2, 1, 3)]
+    for thread in threads:
+        thread.start()
+    take(0)
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3]
+
+
+def test_a_turn_that_does_not_come():
+    """Waiting for a turn ends with the deadline, and with the group."""
+    with CallOrder(lambda: False).hold(1, 0.01) as has_turn:
+        assert not has_turn
+    with CallOrder(lambda: True).hold(1, 1e9) as has_turn:
+        assert not has_turn
+
+
+def test_waiting_keeps_its_deadline():
+    """A wait ends when it is done, when its time is over, or when it has become vain."""
+    looks = iter(range(1000))
+    assert wait_until(lambda: next(looks) == 500, Deadline(60))
+    assert not wait_until(lambda: False, Deadline(0.01))
+    assert not wait_until(lambda: False, Deadline(1e9), lambda: True)
