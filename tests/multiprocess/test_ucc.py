@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import socket
 import threading
+from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -130,6 +132,39 @@ def test_a_rank_that_leaves_a_collective(control: str) -> None:
 
 
 @pytest.mark.parametrize("control", CONTROLS)
+def test_a_rank_that_leaves_between_agreement_and_data(control: str) -> None:
+    """What UCC refuses to start on a rank that is being closed is no part of its, and the others don't wait for it."""
+
+    def program(group: Any, _: ForkedGroup) -> Report:
+        if group.rank == 1:
+            all_gather, destroy_team = group.mover.all_gather, group.mover._team.destroy_team
+            closing = threading.Thread(target=group.close)
+            is_ending, is_refused = threading.Event(), threading.Event()
+
+            def destroy() -> Any:
+                is_ending.set()
+                assert is_refused.wait(_PATIENCE)
+                return destroy_team()
+
+            def gather(*args: Any) -> Any:
+                closing.start()
+                assert is_ending.wait(_PATIENCE)
+                return all_gather(*args)
+
+            group.mover._team.destroy_team, group.mover.all_gather = destroy, gather
+            report = attempt(group, lambda: fd.allreduce(torch.ones(1000)))
+            is_refused.set()
+            closing.join()
+            return report
+        return attempt(group, lambda: fd.allreduce(torch.ones(1000)))
+
+    reports = _run(3, program, control, set())
+    assert reports.pop(1).error == "GroupClosedError"
+    for rank, report in reports.items():
+        assert (report.error, report.ranks) == ("PeerLostError", (1,)), f"rank {rank}: {report}"
+
+
+@pytest.mark.parametrize("control", CONTROLS)
 def test_a_rank_that_leaves_after_its_part(control: str) -> None:
     """A rank whose part is done may leave: those that still wait for others get their result."""
 
@@ -185,6 +220,24 @@ def test_async_and_barriers_in_turns() -> None:
         return results
 
     assert UccRunner(CONTROLS[-1]).run(2, program) == [[6.0 * i for i in range(20)]] * 2
+
+
+def test_forked_children() -> None:
+    """A child of a process with an open group is told that UCC can't be used in it; after the group's end it can."""
+
+    def in_child() -> str | None:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+            return pool.submit(why_no_ucc).result(_PATIENCE)
+
+    def program(group: Backend) -> list[str | None]:
+        while_open = in_child()
+        group.close()
+        return [while_open, in_child()]
+
+    for while_open, after in UccRunner("tcp").run(2, program):
+        assert while_open is not None
+        assert "the process that this one was forked from has a group" in while_open
+        assert after is None
 
 
 def test_groups_leave_nothing_behind() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
 
 import pytest
 import torch
@@ -122,8 +124,122 @@ def test_a_team_that_is_never_ready(monkeypatch):
         assert "within 0.1 s" in error.message
 
 
+def test_a_group_is_made_on_all_ranks_at_once(monkeypatch):
+    """No rank has its group before UCC has connected all: one that left again would take its part along."""
+    is_made = threading.Event()
+    seen = []
+
+    class Team(_Team):
+        refuses = False
+        is_busy = False
+
+        def __init__(self, _library, rank, *_):
+            self.rank = rank
+
+        def is_ready(self):
+            if self.rank == 1 and not seen:
+                seen.append(is_made.wait(0.2))
+            return True
+
+        def progress(self):
+            pass
+
+        def destroy_team(self):
+            return True
+
+        def destroy_context(self):
+            pass
+
+    def program(group):
+        made = fd.UccBackend(group)
+        is_made.set()
+        made.close()
+
+    monkeypatch.setattr(backend, "load", lambda: "UCC 1.8.0")
+    monkeypatch.setattr(backend, "Team", Team)
+    assert _errors(program) == [None, None]
+    assert seen == [False]
+
+
+def _failing_team(monkeypatch, exchange):
+    """A team on a library that only begins an exchange, and fails when that does."""
+
+    class Only:
+        version = (1, 8, 0)
+
+        def call(self, name, *args):
+            if name == "ucc_lib_get_attr":
+                args[1]._obj.thread_mode = 2
+            if name == "ucc_team_create_post":
+                team_params, request = args[2]._obj, ctypes.c_void_p()
+                if team_params.oob.allgather(None, None, 0, None, ctypes.byref(request)):
+                    raise UccError("UCC failed")
+            return 0
+
+        def release(self, name, handle):
+            pass
+
+    monkeypatch.setattr(bindings, "_open_teams", set())
+    return bindings.Team(Only(), 0, 2, exchange)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, GroupAbortedError])
+def test_what_an_exchange_raises(kind, monkeypatch):
+    """It is raised as it is, an interruption too, though UCC is between."""
+
+    class Exchange:
+        def begin(self, _data):
+            raise kind("of the test")
+
+    with pytest.raises(kind, match="of the test"):
+        _failing_team(monkeypatch, Exchange())
+
+
+def test_an_exchange_goes_on_outside_of_ucc(monkeypatch):
+    """Nor does what going on with an exchange raises pass through UCC, which would read what has not come."""
+
+    class Exchange:
+        def begin(self, _data):
+            return "under way"
+
+        def is_done(self, under_way):
+            raise KeyboardInterrupt(under_way)
+
+    team = _failing_team(monkeypatch, Exchange())
+    monkeypatch.setattr(team, "_checked", pytest.fail)
+    with pytest.raises(KeyboardInterrupt, match="under way"):
+        team.is_ready()
+
+
+def test_quiet_in_several_threads(monkeypatch):
+    """Threads that open UCC at once leave the environment as it was."""
+    monkeypatch.delenv("UCC_LOG_LEVEL", raising=False)
+    monkeypatch.delenv(bindings._LOG_VARIABLE, raising=False)
+    is_second = threading.Event()
+    errors = []
+
+    def second():
+        try:
+            with bindings._quiet():
+                is_second.set()
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    thread = threading.Thread(target=second)
+    with bindings._quiet():
+        thread.start()
+        assert not is_second.wait(0.05)
+        assert os.environ[bindings._LOG_VARIABLE] == "fatal"
+    thread.join(10)
+    assert bindings._LOG_VARIABLE not in os.environ
+    assert not errors
+
+
 class _Broken:
     """A team whose collectives start and fail."""
+
+    is_busy = True
 
     def __init__(self):
         self.library = self

@@ -23,12 +23,11 @@ class OrderedAgreement(Agreement):
     Args:
         group: The group.
         turns: Those of its mover.
-        first: Position of the first.
     """
 
-    def __init__(self, group: Backend, turns: CallOrder, first: int) -> None:
+    def __init__(self, group: Backend, turns: CallOrder) -> None:
         super().__init__(group)
-        self._counter = itertools.count(first)
+        self._counter = itertools.count(turns.position)
         self._turns = turns
 
     def reach(self, call: Call, timeout: float, sequence: int | None = None) -> list[bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -54,19 +54,18 @@ class UccBackend(NonBlockingBackend):
         BackendUnavailable: On all ranks, when one has no UCC, or another version; with the reason.
             Or on one, when UCC does not start there; the others raise GroupAbortedError with that reason.
         RendezvousError: UCC did not connect the ranks in time.
+        DistributedTimeoutError: A rank did not make the group in time.
     """
 
     def __init__(self, control: Backend, *, connect_timeout: float | None = None) -> None:
         super().__init__(control.rank, control.world_size, timeout=control.timeout, name=control.name)
         deadline = Deadline(control.timeout if connect_timeout is None else check_timeout(connect_timeout))
         self._control = control
-        self._process = os.getpid()
+        self._closing = threading.RLock()
         self.subgroups = control.subgroups
         _check_libraries(control, deadline)
-        team = _connect(control, deadline)
-        first = control.agreement.reserve()
-        self.mover: UccMover = UccMover(team, control, first)
-        self.agreement: OrderedAgreement = OrderedAgreement(self, self.mover.turns, first)
+        self.mover: UccMover = _connect(control, deadline)
+        self.agreement: OrderedAgreement = OrderedAgreement(self, self.mover.turns)
         weakref.finalize(self, self.mover.stop)
 
     @classmethod
@@ -100,13 +99,18 @@ class UccBackend(NonBlockingBackend):
             timeout: Seconds to wait until UCC has given what this rank has sent to the network; None for five.
         """
         deadline = Deadline(_CLOSE_SECONDS if timeout is None else check_timeout(timeout))
-        if isinstance(self._control.failure, GroupClosedError):
+        if self._is_closed():  # in a forked child too: UCC is its parent's, and so may the lock's holder be
             return
-        if os.getpid() == self._process:  # in a forked child UCC is the parent's
+        with self._closing:
+            if self._is_closed():
+                return
             self.mover.leave(deadline.remaining())
-        self._control.close(timeout)
-        self.mover.stop()
+            self._control.close(timeout)
+            self.mover.stop()
         self._run_close_callbacks()
+
+    def _is_closed(self) -> bool:
+        return isinstance(self._control.failure, GroupClosedError)
 
     # Bytes.
 
@@ -201,10 +205,11 @@ def _check_libraries(control: Backend, deadline: Deadline) -> None:
         raise BackendUnavailable(f"UccBackend needs the same UCC on all ranks, not {', '.join(sorted(versions))}")
 
 
-def _connect(control: Backend, deadline: Deadline) -> Team:
-    """The ranks in UCC; where it fails the others learn of it."""
+def _connect(control: Backend, deadline: Deadline) -> UccMover:
+    """UCC's collectives among all ranks; where it fails the others learn of it."""
     try:
-        return _make_team(control, deadline)
+        team = _make_team(control, deadline)
+        return _agree_on(team, control, deadline)
     except UccError as error:
         reason = f"UccBackend can't be used on rank {control.rank}: {error.message}"
         control.abort(reason)
@@ -229,3 +234,18 @@ def _make_team(control: Backend, deadline: Deadline) -> Team:
         f"group {control.name!r}: UCC did not connect the ranks within {deadline.timeout:g} s. Look at UCC's and UCX's"
         " own messages on standard error, or pass a larger timeout."
     )
+
+
+def _agree_on(team: Team, control: Backend, deadline: Deadline) -> UccMover:
+    """The team's mover, once all ranks have one: a group is made on all of them, or on none.
+
+    The mover's thread goes on meanwhile, for the ranks that UCC has not connected yet.
+    """
+    sequence = control.agreement.reserve()
+    mover = UccMover(team, control, first=sequence + 1)
+    try:
+        control.agreement.reach(Call(operation="UCC is connected"), deadline.remaining(), sequence)
+    except BaseException:
+        mover.stop()
+        raise
+    return mover

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from contextlib import contextmanager
 from ctypes import (
     CFUNCTYPE,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     Block = tuple[int, int]
 
-__all__ = ["Exchange", "Library", "Team", "Transfer", "UccError"]
+__all__ = ["Exchange", "Library", "Team", "Transfer", "UccError", "is_of_parent"]
 
 OK = 0
 IN_PROGRESS = 1
@@ -54,6 +55,11 @@ _COUNTS_64, _PLACES_64 = 1 << 2, 1 << 3
 _UINT8 = 5 << 3  # UCC_PREDEFINED_DT(5)
 
 _LOG_VARIABLE = "UCC_TL_UCP_LOG_LEVEL"
+
+_environment = threading.Lock()
+
+_open_teams: set[Team] = set()
+"""Teams that UCC has not ended, with all that it may read, write or call. They stay when something has failed."""
 
 _ALLGATHER = CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t, c_void_p, POINTER(c_void_p))
 _REQUEST = CFUNCTYPE(c_int, c_void_p)
@@ -195,7 +201,7 @@ class Exchange(Protocol):
         """Start; returns what the other two take. Raises DistributedError."""
 
     def is_done(self, under_way: Any) -> bool:
-        """Whether all have come. Raises DistributedError when they won't."""
+        """Whether all have come. Raises DistributedError when they won't; is not called again once they have."""
 
     def result(self, under_way: Any) -> bytes:
         """What the ranks gave, one after the other."""
@@ -269,11 +275,25 @@ class Transfer:
         return c_int.from_address(self.handle.value or 0).value
 
 
+@dataclass(slots=True, eq=False)
+class _UnderWay:
+    """An exchange that UCC has asked for, and where its result goes."""
+
+    exchange: Any
+    target: int
+    is_done: bool = False
+
+
 class Team:
     """The ranks of a group in UCC, in a context of their own. One thread at a time may call it.
 
+    It lives until UCC has ended it, also when nobody else has it any more, and so does every transfer it has begun.
+
     The context is made without an out-of-band exchange, the team with one. So UCC ends a context without waiting for
     other ranks, and lets a process live when another one dies: see `ucc_tl_ucp_connect_ep` in UCC.
+
+    Attributes:
+        process: Where it was made.
 
     Args:
         library: UCC.
@@ -290,12 +310,14 @@ class Team:
         self._rank = rank
         self._world_size = world_size
         self._exchange = exchange
-        self._error: Exception | None = None
-        self._exchanges: dict[int, tuple[Any, int]] = {}
+        self._error: BaseException | None = None
+        self._exchanges: dict[int, _UnderWay] = {}
         self._num_exchanges = 0
-        self._handles: list[c_void_p] = []
+        self._transfers: set[Transfer] = set()
         self._callbacks = (_ALLGATHER(self._on_allgather), _REQUEST(self._on_test), _REQUEST(self._on_free))
         self._instance, self._context, self._team = c_void_p(), c_void_p(), c_void_p()
+        self.process = os.getpid()
+        _open_teams.add(self)
         with _quiet():
             self._open_library()
         self._open_context()
@@ -331,10 +353,17 @@ class Team:
 
     def is_ready(self) -> bool:
         """Go on with making it; whether it is made. Raises when it can't be."""
+        for under_way in self._exchanges.values():  # not in UCC's calls, which no exception can pass through
+            if not under_way.is_done:
+                if not self._exchange.is_done(under_way.exchange):
+                    return False
+                data = self._exchange.result(under_way.exchange)
+                ctypes.memmove(under_way.target, data, len(data))
+                under_way.is_done = True
         return self._checked("ucc_team_create_test", self._team) == OK
 
     def _checked(self, name: str, *args: Any) -> int:
-        """Call UCC, which may call the exchange: what that raised is the reason of UCC's failure."""
+        """Call UCC, which may begin an exchange: what that raised is the reason of UCC's failure."""
         try:
             return self.library.call(name, *args)
         except UccError:
@@ -342,30 +371,21 @@ class Team:
                 raise self._error from None
             raise
 
-    # What UCC calls. An exception can't pass through it: it is kept, and UCC told to fail.
+    # What UCC calls.
 
     def _on_allgather(self, source: int, target: int, size: int, _info: int, request: Any) -> int:
         try:
-            under_way = self._exchange.begin(ctypes.string_at(source, size))
+            under_way = _UnderWay(self._exchange.begin(ctypes.string_at(source, size)), target)
         except BaseException as error:  # noqa: BLE001 - raised by _checked
-            self._error = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            self._error = error
             return _FAILED
         self._num_exchanges += 1
-        self._exchanges[self._num_exchanges] = under_way, target
+        self._exchanges[self._num_exchanges] = under_way
         request[0] = self._num_exchanges
         return OK
 
     def _on_test(self, request: int) -> int:
-        try:
-            under_way, target = self._exchanges[request]
-            if not self._exchange.is_done(under_way):
-                return IN_PROGRESS
-            data = self._exchange.result(under_way)
-        except BaseException as error:  # noqa: BLE001 - raised by _checked
-            self._error = error if isinstance(error, Exception) else RuntimeError(repr(error))
-            return _FAILED
-        ctypes.memmove(target, data, len(data))
-        return OK
+        return OK if self._exchanges[request].is_done else IN_PROGRESS
 
     def _on_free(self, request: int) -> int:
         self._exchanges.pop(request, None)
@@ -398,14 +418,21 @@ class Team:
         return self._start(args, (data,))
 
     def _start(self, args: CollectiveArgs, kept: tuple[Any, ...]) -> Transfer:
-        handle = c_void_p()
-        self.library.call("ucc_collective_init", byref(args), byref(handle), self._team)
-        self.library.call("ucc_collective_post", handle)
-        return Transfer(handle, (args, *kept))
+        transfer = Transfer(c_void_p(), (args, *kept))
+        self._transfers.add(transfer)
+        self.library.call("ucc_collective_init", byref(args), byref(transfer.handle), self._team)
+        self.library.call("ucc_collective_post", transfer.handle)
+        return transfer
 
     def finish(self, transfer: Transfer) -> None:
         """Release what has ended."""
         self.library.call("ucc_collective_finalize", transfer.handle)
+        self._transfers.remove(transfer)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something has been begun and not finished, so that UCC can't be ended."""
+        return bool(self._transfers)
 
     def destroy_team(self) -> bool:
         """Go on with ending it, when nothing is under way; whether it has ended."""
@@ -415,6 +442,12 @@ class Team:
         """The rest, once the team has ended. What this rank has sent is given to the network before."""
         self.library.call("ucc_context_destroy", self._context)
         self.library.call("ucc_finalize", self._instance)
+        _open_teams.remove(self)
+
+
+def is_of_parent() -> bool:
+    """Whether this process was forked from one that had a team: UCX's state came along, its threads did not."""
+    return any(team.process != os.getpid() for team in _open_teams)
 
 
 @contextmanager
@@ -423,14 +456,15 @@ def _quiet() -> Iterator[None]:
 
     Its variables are the only way to ask, and are read when a library is opened. A user's come first.
     """
-    if _LOG_VARIABLE in os.environ or "UCC_LOG_LEVEL" in os.environ:
-        yield
-        return
-    os.environ[_LOG_VARIABLE] = "fatal"
-    try:
-        yield
-    finally:
-        del os.environ[_LOG_VARIABLE]
+    with _environment:
+        if _LOG_VARIABLE in os.environ or "UCC_LOG_LEVEL" in os.environ:
+            yield
+            return
+        os.environ[_LOG_VARIABLE] = "fatal"
+        try:
+            yield
+        finally:
+            del os.environ[_LOG_VARIABLE]
 
 
 def _args(kind: int, flags: int) -> CollectiveArgs:

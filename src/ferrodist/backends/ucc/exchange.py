@@ -6,7 +6,6 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.moving.polling import Pace
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.errors import RendezvousError, ranks_text
 
@@ -25,7 +24,6 @@ _FIRST_NUMBER = 1 << 55
 class _UnderWay:
     parts: list[bytearray]
     pending: list[Request]
-    pace: Pace
 
 
 class ControlExchange:
@@ -51,10 +49,10 @@ class ControlExchange:
         peers = [rank for rank in range(control.world_size) if rank != control.rank]
         pending = [control.irecv(parts[rank], rank, tag=tag) for rank in peers]
         pending += [control.isend(data, rank, tag=tag) for rank in peers]
-        return _UnderWay(parts, pending, Pace())
+        return _UnderWay(parts, pending)
 
     def is_done(self, under_way: _UnderWay) -> bool:
-        """Whether all have come; gives way a little when they have not.
+        """Whether all have come.
 
         Raises:
             RendezvousError: They have not by the deadline.
@@ -76,7 +74,6 @@ class ControlExchange:
                 f" {self._deadline.timeout:g} s. Look at what is going on there, or pass a larger timeout.",
                 ranks=ranks,
             )
-        under_way.pace.rest(self._deadline.remaining())
         return False
 
     def result(self, under_way: _UnderWay) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from ferrodist.backends.ucc.bindings import Library
+from ferrodist.backends.ucc.bindings import Library, is_of_parent
 from ferrodist.errors import BackendUnavailable
 
 __all__ = ["is_ucc_available", "load", "why_no_ucc"]
@@ -23,7 +23,7 @@ def load() -> Library:
     """UCC, as the variable FERRODIST_UCC_LIBRARY or else the dynamic linker finds it. Loading starts nothing.
 
     Raises:
-        BackendUnavailable: There is none, or not of version 1.
+        BackendUnavailable: There is none, or not of version 1, or the process that this one was forked from uses it.
     """
     path = os.environ.get(_VARIABLE) or _DEFAULT
     with _loading:
@@ -34,6 +34,11 @@ def load() -> Library:
         raise BackendUnavailable(
             f"there is no UCC here ({found}): install it, with the UCX it was built with; {_VARIABLE} names the library"
             f" where the dynamic linker does not find {_DEFAULT}"
+        )
+    if is_of_parent():
+        raise BackendUnavailable(
+            "UCC can't be used here: the process that this one was forked from has a group over it. Fork before a group"
+            " is made or after all are closed, or start a new process instead (multiprocessing's 'spawn')"
         )
     return found
 

@@ -3,7 +3,7 @@
 Everything is of type uint8 in host memory, so no element type can come out wrong. All but broadcast is `ucc_alltoallv`,
 which sends each rank its block at once: `ucc_allgatherv` of UCC 1.8.0 ends the process in a context without an
 out-of-band exchange (see `Team`), `ucc_gatherv` and `ucc_scatterv` send the same. A collective of UCC's can't be taken
-back: one that is given up is kept with its buffers for good, and its group has failed.
+back: the team keeps one that is given up with its buffers for good, and its group has failed.
 
 [Note: who makes progress]
 UCC moves data only while somebody asks it to. A collective may have ended on a rank that has some of its data still in
@@ -17,7 +17,7 @@ import contextlib
 import struct
 import threading
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ferrodist.backends.moving.call_order import CallOrder
 from ferrodist.backends.moving.polling import Pace, wait_until
@@ -53,9 +53,6 @@ _FAREWELL = struct.Struct("<q")
 
 _NOTHING = memoryview(b"")
 
-_kept: list[Any] = []
-"""What UCC may read and write at any time."""
-
 
 class UccMover:
     """UCC's collectives on one team, which all ranks start in the same order.
@@ -70,7 +67,6 @@ class UccMover:
         self._team = team
         self._control = control
         self._using = threading.Lock()  # UCC
-        self._num_under_way = 0
         self._num_waiting = 0
         self._farewells: dict[int, int] = {}
         self._error: UccError | None = None
@@ -133,7 +129,6 @@ class UccMover:
                     raise self._control.failure.fresh()
                 if self._is_leaving:
                     raise GroupClosedError(f"group {self._control.name!r} is being closed on this rank")
-                self._num_under_way += 1  # for good, when UCC refuses: it may have done a part of it
                 return [start()]
         except UccError as error:
             watch = self._watch()
@@ -144,7 +139,7 @@ class UccMover:
     # Waiting.
 
     def wait_for(self, requests: list[Transfer], deadline: Deadline) -> bool:
-        """Wait until all have ended; False when they have not in time, or the group has, and they are kept for good."""
+        """Wait until all have ended; False when they have not in time, or the group has."""
         pending = list(requests)
         is_done = False
         watch = self._watch()
@@ -166,7 +161,6 @@ class UccMover:
         finally:
             self._num_waiting -= 1
             watch.end()
-            self.abandon(pending)
         return is_done
 
     def _watch(self) -> _Watch:
@@ -188,8 +182,7 @@ class UccMover:
             self._control.abort(DistributedError(error.message))
 
     def abandon(self, requests: list[Transfer]) -> None:
-        """Keep for good what nobody will wait for."""
-        _kept.extend((request, self._team) for request in requests)
+        """Nobody will wait for these: the team has them."""
 
     def _look(self, pending: list[Transfer]) -> bool:
         """Move what can be moved; whether nothing is pending any more."""
@@ -202,7 +195,6 @@ class UccMover:
                     raise self._team.library.error("a collective", transfer.status)
                 self._team.finish(transfer)
                 pending.pop()
-                self._num_under_way -= 1
         return not pending
 
     def _is_in_vain(self) -> bool:
@@ -232,7 +224,7 @@ class UccMover:
 
     def _end(self) -> None:
         pace = Pace()
-        with self._using, contextlib.suppress(UccError):  # then it stays
+        with contextlib.suppress(UccError):  # then it stays
             while not self._team.destroy_team():
                 self._team.progress()
                 pace.rest(_LONGEST_SECONDS)
@@ -244,12 +236,13 @@ class UccMover:
         What has failed, or has something under way, is left as it is.
         """
         with self._using:
-            self._is_leaving = self._num_under_way == 0 and self._control.failure is None
+            position = self.turns.position  # before a collective is refused here, whose turn ends without it
+            self._is_leaving = not self._team.is_busy and self._control.failure is None
         if self._is_leaving:
             self._is_called.set()
             self._thread.join(timeout)
         control = self._control
-        farewell = _FAREWELL.pack(self.turns.position)
+        farewell = _FAREWELL.pack(position)
         for rank in range(control.world_size):
             if rank != control.rank and control.failure is None:
                 with contextlib.suppress(DistributedError):  # it has left too

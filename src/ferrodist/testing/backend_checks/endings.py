@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.tags import ANY_SOURCE
@@ -150,6 +151,8 @@ def a_closed_group_says_so(runner: RankRunner, world_size: int) -> None:
         _errors_of_all_calls(group, (group.rank + 1) % world_size, GroupClosedError)
 
     def failed_program(group: Backend) -> None:
+        with suppress(DistributedError):  # a rank that is through may have ended the group
+            group.barrier(timeout=PATIENCE)
         group.abort("so that it is closed after a failure")
         group.close()
         group.close()
