@@ -168,7 +168,8 @@ def _add_bench(commands: Subcommands) -> None:
         "bench",
         help="measure it beside gloo, MPICH and Open MPI",
         description="Measure collectives, messages, asynchronous operations and group making beside gloo, MPICH and"
-        " Open MPI, on one host and on two that are emulated. Needs the extra 'bench'.",
+        " Open MPI, on one host and on two that are emulated; or over the MPI, UCC or NCCL of this machine. Needs the"
+        " extra 'bench'.",
         allow_abbrev=False,
     )
     add_bench_arguments(parser)
