@@ -13,6 +13,7 @@ from ferrodist.backends.call import MAX_PAYLOAD
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.operation import Operation, collectives_of, collector, run_later
 from ferrodist.collectives.pending import PendingCollective, QueuedCollective
+from ferrodist.collectives.prepare import writing_to
 from ferrodist.collectives.views import shares_memory
 from ferrodist.errors import CollectiveMismatchError
 
@@ -201,7 +202,8 @@ def _fused(members: list[_Collected]) -> Operation[None]:
 
     def take_pieces() -> None:
         for part, piece in zip(parts, pieces, strict=False):  # there are none of a run of one
-            part.out.copy_(piece)
+            with writing_to(part.out):
+                part.out.copy_(piece)
 
     pieces: list[torch.Tensor] = []
     enqueues = getattr(first.engine, "enqueue", False)

@@ -18,6 +18,7 @@ from ferrodist.collectives.prepare import (
     flatten,
     group_and_timeout,
     prepare_out,
+    writing_to,
 )
 from ferrodist.collectives.quick import quick_all_to_all, quick_barrier, start_all_to_all
 from ferrodist.collectives.views import elements_overlap
@@ -177,8 +178,8 @@ def _all_to_all(
         if outs is None:
             # Not views of one tensor, which autograd doesn't let users write to, and which would keep all of it alive.
             return [received.clone() for received in joined.unbind(0)]
-        with torch.no_grad():
-            for mine, received in zip(outs, joined, strict=True):
+        for mine, received in zip(outs, joined, strict=True):
+            with writing_to(mine):
                 mine.copy_(received)
         return outs
 

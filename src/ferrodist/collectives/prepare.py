@@ -20,6 +20,7 @@ from ferrodist.errors import UnsupportedOpError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from ferrodist.backends.base import Backend
 
@@ -35,6 +36,7 @@ __all__ = [
     "group_and_timeout",
     "prepare_late_out",
     "prepare_out",
+    "writing_to",
 ]
 
 
@@ -135,6 +137,11 @@ def flatten(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
+def writing_to(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Inside of this, elements may be written to a tensor: no history is recorded, and inference tensors take it."""
+    return torch.inference_mode() if tensor.is_inference() else torch.no_grad()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """Where a result goes.
@@ -156,7 +163,7 @@ class Target:
         if self.refusal is not None:
             raise self.refusal
         if self.view is not None:
-            with torch.no_grad():
+            with writing_to(self.view):
                 self.view.copy_(self.flat.view(self.view.shape))
         elif not self.result.is_inference():
             # The engine wrote raw memory: autograd must learn that what it may have saved has changed.

@@ -8,6 +8,7 @@ import torch
 
 from ferrodist.collectives.batches import Recv, Send, batch_on_host
 from ferrodist.collectives.device_streams import streams_of
+from ferrodist.collectives.prepare import writing_to
 from ferrodist.collectives.staging import NotReachedError, wait_until_passed
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError
@@ -61,9 +62,9 @@ class StagedMessages:
             self._group,
             deadline.remaining(),
         )
-        with torch.no_grad():
-            for operation, pinned in zip(operations, on_host, strict=True):
-                if isinstance(operation, Recv):
+        for operation, pinned in zip(operations, on_host, strict=True):
+            if isinstance(operation, Recv):
+                with writing_to(operation.tensor):
                     streams.copy(operation.tensor.detach(), pinned.shaped, stream)
         return peers
 
