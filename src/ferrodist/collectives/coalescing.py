@@ -11,6 +11,7 @@ import torch
 
 from ferrodist.backends.call import MAX_PAYLOAD
 from ferrodist.backends.process_group import resolve_group
+from ferrodist.collectives.device_streams import keep_until_now
 from ferrodist.collectives.operation import Operation, collectives_of, collector, run_later
 from ferrodist.collectives.pending import PendingCollective, QueuedCollective
 from ferrodist.collectives.prepare import writing_to
@@ -204,6 +205,8 @@ def _fused(members: list[_Collected]) -> Operation[None]:
         for part, piece in zip(parts, pieces, strict=False):  # there are none of a run of one
             with writing_to(part.out):
                 part.out.copy_(piece)
+            keep_until_now(part.out)
+            keep_until_now(piece)
 
     pieces: list[torch.Tensor] = []
     enqueues = getattr(first.engine, "enqueue", False)

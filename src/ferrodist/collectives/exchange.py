@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 
+from ferrodist.collectives.device_streams import keep_until_now
 from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.differentiable import attach, records_history
 from ferrodist.collectives.operation import Operation, collectives_of, run_later, run_now
@@ -175,6 +176,11 @@ def _all_to_all(
     )
 
     def finish(joined: torch.Tensor) -> list[torch.Tensor]:
+        results = take(joined)
+        keep_until_now(joined)
+        return results
+
+    def take(joined: torch.Tensor) -> list[torch.Tensor]:
         if outs is None:
             # Not views of one tensor, which autograd doesn't let users write to, and which would keep all of it alive.
             return [received.clone() for received in joined.unbind(0)]

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ferrodist.backends.base import check_rank
 from ferrodist.backends.process_group import resolve_group
+from ferrodist.collectives.device_streams import keep_until_now
 from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.collectives.views import elements_overlap, shares_memory
 from ferrodist.deadline import check_timeout
@@ -165,6 +166,7 @@ class Target:
         if self.view is not None:
             with writing_to(self.view):
                 self.view.copy_(self.flat.view(self.view.shape))
+            keep_until_now(self.flat)
         elif not self.result.is_inference():
             # The engine wrote raw memory: autograd must learn that what it may have saved has changed.
             torch.autograd.graph.increment_version(self.result)
