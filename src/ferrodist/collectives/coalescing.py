@@ -16,7 +16,7 @@ from ferrodist.collectives.operation import Operation, collectives_of, collector
 from ferrodist.collectives.pending import PendingCollective, QueuedCollective
 from ferrodist.collectives.prepare import writing_to
 from ferrodist.collectives.views import shares_memory
-from ferrodist.errors import CollectiveMismatchError
+from ferrodist.errors import CollectiveMismatchError, DistributedError, describe_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -197,6 +197,8 @@ def _fused(members: list[_Collected]) -> Operation[None]:
         except BaseException as error:
             for _, pending in members:
                 pending.fail(error)
+            if not isinstance(error, DistributedError):  # as of memory that is short: the others would wait for us
+                first.group.abort(f"rank {first.group.rank} left a coalesced {first.name} by {describe_error(error)}")
             raise
         for operation, pending in members:
             pending.succeed(operation.finish)

@@ -13,7 +13,7 @@ import torch
 from fake_streams import SCHEDULES, FakeStreams
 
 import ferrodist as fd
-from ferrodist.collectives import device_streams, devices
+from ferrodist.collectives import device_streams, devices, staged
 from ferrodist.collectives.batches import Recv, Send
 from ferrodist.collectives.device_streams import CudaStreams, Handover
 from ferrodist.collectives.operation import Operation, collectives_of, run_later
@@ -398,6 +398,21 @@ def test_synchronize_waits_for_the_device() -> None:
         assert tensor.tolist() == [4, 4, 4]
 
     run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_closing_keeps_memory_that_is_in_use(is_stuck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that is closed waits for the copies; those of a device that does not come to them keep their memory."""
+    monkeypatch.setattr(staged, "_CLOSE_SECONDS", 0.01 if is_stuck else 30.0)
+    (group,) = fd.SimulatedBackend.create_group(1)
+    gpu = Gpu(group)
+    tensor = gpu.put(torch.ones(100))
+    gpu.call("allreduce", tensor, tensor, ReduceOp.SUM)
+    (lane,) = gpu.staged._lanes.values()
+    gpu.streams.is_stuck = is_stuck
+    group.close()
+    assert bool(gpu.staged._lanes) == is_stuck
+    assert all(stream.num_done == len(stream.work) for stream in (lane._down, lane._up)) != is_stuck
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
