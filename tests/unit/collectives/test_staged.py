@@ -23,6 +23,7 @@ from ferrodist.collectives.sharding import compute_shard_sizes
 from ferrodist.collectives.staged import StagedCollectives
 from ferrodist.collectives.staged_messages import StagedMessages
 from ferrodist.collectives.staging import Lane, NotReachedError, Segment
+from ferrodist.collectives.turns import Turns
 from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
 from ferrodist.testing.collective_checks.forms import FORM_CHECKS
@@ -638,3 +639,15 @@ def test_memory_of_a_result_that_is_copied_on_is_kept(monkeypatch: pytest.Monkey
         Target(flat=flat, result=out, view=out).finish()
     assert out.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert streams.kept == [(flat.data_ptr(), "waiting")]
+
+
+def test_a_turn_that_ends_before_its_time() -> None:
+    """It leaves those before it their places."""
+    turns, numbers = Turns(lambda: None), iter((1, 2))
+    first, second = (turns.reserve(lambda: next(numbers)) for _ in range(2))
+    with turns.using(second):
+        pass
+    assert turns.wait_for(first, Deadline(0.0))
+    with turns.using(first):
+        pass
+    turns.wait_for_all(Deadline(0.0))
