@@ -651,3 +651,18 @@ def test_a_turn_that_ends_before_its_time() -> None:
     with turns.using(first):
         pass
     turns.wait_for_all(Deadline(0.0))
+
+
+def test_places_are_taken_one_at_a_time() -> None:
+    """Between a place among the group's collectives and the turn for it comes nobody else."""
+    turns = Turns(lambda: None)
+    other = threading.Thread(target=turns.reserve, args=(lambda: 2,))
+
+    def reserve() -> int:
+        other.start()
+        other.join(0.05)
+        return 1
+
+    turns.reserve(reserve)
+    other.join()
+    assert turns.wait_for(1, Deadline(0.0))
