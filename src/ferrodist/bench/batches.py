@@ -170,5 +170,6 @@ class GroupBatches:
 
 
 def _meet(adapter: Adapter) -> None:
+    adapter.finish()  # the inputs are there
     adapter.barrier()
     adapter.barrier()  # the ranks leave the first one as they wake up, and this one together

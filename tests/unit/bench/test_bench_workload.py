@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -240,7 +241,7 @@ def run_alone(tmp_path, operation, num_calls, *, error=0):
 def test_each_start_is_timed_alone(tmp_path):
     """It has ended before the next one; a wrong result is found."""
     log, answer = run_alone(tmp_path, Operation.SUBMIT, 3)
-    assert log == ["barrier"] * 2 + ["start", "wait"] * 3 + ["barrier"]
+    assert log == ["finish", *["barrier"] * 2, *["start", "wait"] * 3, "barrier"]
     assert (answer["begin"], answer["wrong"]) == (0, None)
     assert answer["end"] > 0
     assert "submit, rank 0" in run_alone(tmp_path, Operation.SUBMIT, 3, error=1)[1]["wrong"]
@@ -249,7 +250,8 @@ def test_each_start_is_timed_alone(tmp_path):
 def test_an_overlap_is_three_times(tmp_path):
     """The allreduce alone, the products alone, and both; the ranks meet before each."""
     log, answer = run_alone(tmp_path, Operation.OVERLAP, 2)
-    assert log == [*["barrier"] * 2, "start", "wait", *["barrier"] * 4, "start", "wait", "barrier"]
+    met = ["finish", "barrier", "barrier"]
+    assert log == [*met, "start", "wait", *met, *met, "start", "wait", "barrier"]
     assert answer["wrong"] is None
     assert min(answer[name] for name in ("alone", "computing", "together")) > 0
     assert "overlap" in run_alone(tmp_path, Operation.OVERLAP, 2, error=1)[1]["wrong"]
@@ -277,11 +279,18 @@ def test_a_group_is_made_and_used(tmp_path):
 def test_nccl_is_measured_to_the_end_of_its_work(monkeypatch, tmp_path):
     """Results are right, on a fake of NCCL; the clock stops when the GPU is done, not when calls have returned."""
     send_cpu_tensors_to_nccl(monkeypatch)
-    waits = []
+    waits, clock = [], time.perf_counter_ns
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: note("clock") or clock())
     monkeypatch.setattr(ferrodist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(ferrodist_nccl, "load_nccl", FakeNccl)
     monkeypatch.setattr(ferrodist_nccl, "_take_gpu", lambda place: "cpu")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(threading.current_thread()))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: note("wait"))
+
+    def note(what):
+        waits.append((threading.current_thread(), what))
+
+    def own_notes():
+        return [what for thread, what in list(waits) if thread is threading.current_thread()]
 
     def on_rank(group):
         adapter = ferrodist_nccl.NcclAdapter(Place(rank=group.rank, num_ranks=2, folder=tmp_path))
@@ -293,12 +302,18 @@ def test_nccl_is_measured_to_the_end_of_its_work(monkeypatch, tmp_path):
                 with pytest.raises(NotOfferedError, match="on a GPU"):
                     open_batches(adapter, case, meeting)
             elif operation is not Operation.INIT:
-                before = waits.count(threading.current_thread())
                 batches = open_batches(adapter, case, meeting)
+                before = len(own_notes())
                 for batch in (1, 2):
                     answer = batches.run({"num_calls": 1, "batch": batch})
                     assert answer["wrong"] is None, operation
-                assert waits.count(threading.current_thread()) == before + 2, operation
+                expected = {
+                    Operation.SUBMIT: ["wait", "clock", "clock", "wait"],  # the call is timed, and not what it starts
+                    Operation.NEW_GROUP: ["clock", "wait", "clock"],
+                }
+                assert own_notes()[before:] == 2 * expected.get(operation, ["wait", "clock", "wait", "clock"]), (
+                    operation
+                )
         meeting.close()
 
     run_ranks(on_rank, 2, backend=fake_groups)
