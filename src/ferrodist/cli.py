@@ -7,7 +7,6 @@ needs torch is imported by the handler that needs it, so that ``run`` and ``secr
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib.metadata
 import sys
 from typing import TYPE_CHECKING, NoReturn
@@ -17,7 +16,7 @@ from ferrodist.ckpt import add_ckpt_arguments, run_ckpt
 from ferrodist.demo import add_demo_arguments, demo_options, run_demo
 from ferrodist.doctor import add_doctor_arguments, run_doctor
 from ferrodist.errors import DistributedError
-from ferrodist.launch.console import complain, discard
+from ferrodist.launch.console import complain, discard, say
 from ferrodist.launch.run import add_run_arguments, launch, spec_from_arguments
 from ferrodist.rendezvous.secret import make_secret
 
@@ -45,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         """Where argparse prints help and version; its own form takes no notice of a failure."""
         if message:
-            _print(message, file)
+            say(message, file)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,13 +81,6 @@ def _run_command(argv: Sequence[str] | None) -> int:
         complain(f"ferrodist: {error}\n")
         return 1
     return code
-
-
-def _print(text: str, file: SupportsWrite[str] | None = None) -> None:
-    file = file or sys.stdout
-    if file is None:
-        raise OSError(errno.EBADF, "standard output is closed")
-    file.write(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -140,7 +132,7 @@ def _add_secret(commands: Subcommands) -> None:
 
 
 def _secret(_arguments: argparse.Namespace) -> int:
-    _print(make_secret() + "\n")
+    say(make_secret() + "\n")
     return 0
 
 
@@ -168,7 +160,8 @@ def _add_bench(commands: Subcommands) -> None:
         "bench",
         help="measure it beside gloo, MPICH and Open MPI",
         description="Measure collectives, messages, asynchronous operations and group making beside gloo, MPICH and"
-        " Open MPI, on one host and on two that are emulated. Needs the extra 'bench'.",
+        " Open MPI, on one host and on two that are emulated; or over the MPI, UCC or NCCL of this machine. Needs the"
+        " extra 'bench'.",
         allow_abbrev=False,
     )
     add_bench_arguments(parser)

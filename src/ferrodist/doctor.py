@@ -1,29 +1,34 @@
 """``ferrodist doctor``: what is there for ferrodist on this machine, in which versions, and why something is not.
 
-Each probe is a function that looks at one thing and returns a `Finding`; `PROBES` lists them. A probe that fails itself
-is a finding, too.
+Each probe is a function that looks at one thing and says whether it is there, and in words what it found; `PROBES`
+lists them. A probe that fails itself is a finding, too. Libraries are loaded, which is how one learns whether they can
+be, but not started: no MPI is initialized.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
+import shutil
 import sys
+import textwrap
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ferrodist.errors import describe_error
+from ferrodist.launch.console import say
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    Probe = Callable[[], "Finding"]
+    Probe = Callable[[], tuple[bool, str]]
 
 __all__ = ["PROBES", "Finding", "add_doctor_arguments", "findings", "run_doctor"]
+
+_MIN_COLUMNS = 30  # for what is found, in a narrow terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,110 +52,130 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Print what is there; it is no failure that something is not."""
+    """Print what is there, a line each, which a terminal gets broken to its width.
+
+    Returns:
+        0, whatever is not there: that is no failure of the look.
+    """
     found = findings()
     if arguments.json:
-        sys.stdout.write(json.dumps([asdict(finding) for finding in found], indent=2) + "\n")
+        say(json.dumps([asdict(finding) for finding in found], indent=2) + "\n")
         return 0
+    columns = shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else None
     width = max(len(finding.name) for finding in found)
     for finding in found:
-        mark = "yes" if finding.is_there else "no "
-        sys.stdout.write(f"{mark}  {finding.name:<{width}}  {finding.detail}\n")
+        say(_line(f"{'yes' if finding.is_there else 'no '}  {finding.name:<{width}}  ", finding.detail, columns))
     return 0
+
+
+def _line(head: str, detail: str, columns: int | None) -> str:
+    """What is found, behind its name; broken into lines of so many columns, or else one line."""
+    if columns is None:
+        return f"{head}{detail}\n"
+    columns = max(columns, len(head) + _MIN_COLUMNS)
+    lines = textwrap.wrap(detail, columns - len(head), break_long_words=False, break_on_hyphens=False)
+    return head + f"\n{' ' * len(head)}".join(lines) + "\n"
 
 
 def findings() -> list[Finding]:
     """What all probes find."""
-    return [_run(probe) for probe in PROBES]
+    return [_run(name, probe) for name, probe in PROBES.items()]
 
 
-def _run(probe: Probe) -> Finding:
+def _run(name: str, probe: Probe) -> Finding:
     try:
-        return probe()
-    except Exception as error:  # noqa: BLE001 - what breaks a probe is what its reader looks for
-        name = probe.__name__.strip("_").replace("_", " ")
-        return Finding(name=name, is_there=False, detail=f"the look at it failed: {describe_error(error)}")
+        is_there, detail = probe()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - what breaks a probe is what its reader looks for
+        is_there, detail = False, f"the look at it failed: {describe_error(error)}"
+    return Finding(name=name, is_there=is_there, detail=" ".join(detail.split()))
 
 
-def _ferrodist() -> Finding:
-    return Finding(
-        name="ferrodist",
-        is_there=True,
-        detail=f"{_version('ferrodist') or 'run from its source tree'}, Python {platform.python_version()},"
-        f" {platform.system()} {platform.machine()}, {_num_processors()} processors for this process",
+def _ferrodist() -> tuple[bool, str]:
+    version = _version("ferrodist") or "run from its source tree"
+    system = f"{platform.system()} {platform.machine()}"
+    return (
+        True,
+        f"{version}, Python {platform.python_version()}, {system}, {_num_processors()} processors for this process",
     )
 
 
-def _torch() -> Finding:
+def _torch() -> tuple[bool, str]:
     import torch  # noqa: PLC0415 - the command starts without
 
-    return Finding(name="torch", is_there=True, detail=str(torch.__version__))
+    return True, str(torch.__version__)
 
 
-def _tcp() -> Finding:
-    return Finding(name="tcp backend", is_there=True, detail="needs nothing")
+def _tcp() -> tuple[bool, str]:
+    return True, "needs nothing"
 
 
-def _native() -> Finding:
+def _native() -> tuple[bool, str]:
     from ferrodist.backends.native.library import load  # noqa: PLC0415 - it needs torch
 
-    where = load().__file__
-    return Finding(name="native backend", is_there=True, detail=f"the engine is {where}; gloo is it over TCP alone")
+    return True, f"the engine is {load().__file__}; gloo is it over TCP alone"
 
 
-def _gpus() -> Finding:
+def _gpus() -> tuple[bool, str]:
     import torch  # noqa: PLC0415 - the command starts without
 
     from ferrodist.backends.nccl.library import why_no_gpu  # noqa: PLC0415 - it needs torch
 
     reason = why_no_gpu()
     if reason is not None:
-        return Finding(name="GPUs", is_there=False, detail=reason)
+        return False, reason
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    return Finding(name="GPUs", is_there=True, detail=f"CUDA {torch.version.cuda}: {', '.join(names)}")
+    return True, f"CUDA {torch.version.cuda}: {', '.join(names)}"
 
 
-def _nccl() -> Finding:
+def _nccl() -> tuple[bool, str]:
     from ferrodist.backends.nccl.library import load_nccl, why_no_nccl  # noqa: PLC0415 - it needs torch
 
     reason = why_no_nccl()
-    if reason is not None:
-        return Finding(name="nccl, hybrid backends", is_there=False, detail=reason)
-    return Finding(name="nccl, hybrid backends", is_there=True, detail=load_nccl().description)
+    return reason is None, reason or load_nccl().description
 
 
-def _gpu_fallback() -> Finding:
-    name, is_on = "GPU fallback", os.environ.get("FERRODIST_ENABLE_GPU_FALLBACK") == "1"
-    if is_on:
-        return Finding(name=name, is_there=True, detail="GPU tensors go through host memory where there is no NCCL")
-    return Finding(name=name, is_there=False, detail="FERRODIST_ENABLE_GPU_FALLBACK=1 turns it on, for want of NCCL")
+def _gpu_fallback() -> tuple[bool, str]:
+    if os.environ.get("FERRODIST_ENABLE_GPU_FALLBACK") == "1":
+        return True, "GPU tensors go through host memory where there is no NCCL"
+    return False, "FERRODIST_ENABLE_GPU_FALLBACK=1 turns it on, for want of NCCL"
 
 
-def _mpi() -> Finding:
+def _mpi() -> tuple[bool, str]:
     from ferrodist.backends.mpi.library import library_version, why_no_mpi  # noqa: PLC0415 - the command starts without
 
     reason = why_no_mpi()
-    return Finding(name="mpi backend", is_there=reason is None, detail=reason or library_version())
+    return reason is None, reason or library_version()
 
 
-def _ucc() -> Finding:
+def _ucc() -> tuple[bool, str]:
     from ferrodist.backends.ucc.library import load, why_no_ucc  # noqa: PLC0415 - the command starts without
 
     reason = why_no_ucc()
-    return Finding(name="ucc backend", is_there=reason is None, detail=reason or str(load()))
+    return reason is None, reason or str(load())
 
 
-def _choice() -> Finding:
+def _choice() -> tuple[bool, str]:
     from ferrodist.backends.native.library import is_native_available  # noqa: PLC0415 - it needs torch
     from ferrodist.backends.nccl.library import is_nccl_available  # noqa: PLC0415 - it needs torch
 
     host = "native" if is_native_available() else "tcp"
     choice = f"hybrid, if all other ranks can, else {host}" if is_nccl_available() else host
-    return Finding(name="chosen", is_there=True, detail=f"init_process_group() without a name makes: {choice}")
+    return True, f"init_process_group() without a name makes: {choice}"
 
 
-PROBES: tuple[Probe, ...] = (_ferrodist, _torch, _tcp, _native, _gpus, _nccl, _gpu_fallback, _mpi, _ucc, _choice)
-"""In the order in which they are printed."""
+PROBES: Mapping[str, Probe] = {
+    "ferrodist": _ferrodist,
+    "torch": _torch,
+    "tcp backend": _tcp,
+    "native backend": _native,
+    "GPUs": _gpus,
+    "nccl, hybrid backends": _nccl,
+    "GPU fallback": _gpu_fallback,
+    "mpi backend": _mpi,
+    "ucc backend": _ucc,
+    "chosen": _choice,
+}
+"""By name of what each looks for, in the order in which they are printed."""
 
 
 def _version(distribution: str) -> str | None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_mpi import environment, needs_mpi
 
 import ferrodist
 from ferrodist.backends.native import is_native_available
@@ -16,7 +17,7 @@ from ferrodist.bench.hosts import EmulatedHosts, HostsUnavailableError
 pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
 pytest.importorskip("rich", reason="the extra 'bench' is not installed")
 
-SOURCE = Path(ferrodist.__file__).parents[1]
+SEARCHED = os.pathsep.join([str(Path(ferrodist.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
 LIMIT = 100  # seconds; it takes about 10 where nothing else runs
 try:
     with EmulatedHosts():
@@ -26,12 +27,12 @@ except HostsUnavailableError as error:
 OURS = "native" if is_native_available() else "tcp"
 
 
-def run(tmp_path, *options):
+def run(tmp_path, *options, variables=None):
     """Run the command; returns what it printed, and the paths and content of its report."""
     done = subprocess.run(
         [sys.executable, "-m", "ferrodist", "bench", *options, "--output", str(tmp_path / "out")],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONWARNINGS": "error"},
+        env={**os.environ, **(variables or {}), "PYTHONPATH": SEARCHED, "PYTHONWARNINGS": "error"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -83,3 +84,25 @@ def test_two_hosts_are_measured_and_removed(tmp_path):
     command = next(peer["command"] for peer in report["peers"] if peer["peer"] == OURS)
     assert command.split()[3].startswith("ferrodist-")
     assert command.split()[3] not in names
+
+
+@needs_mpi
+def test_the_mpi_of_this_machine_is_measured(tmp_path):
+    """With --backend mpi, ferrodist over the MPI that mpi4py loads is measured beside the native engine and mpi4py."""
+    found = environment("openmpi")
+    chosen = {name: found[name] for name in ("MPI4PY_LIBMPI", "PATH")}
+    operations = "allreduce,all_gather,send_recv,new_group"
+    _, _, report = run(
+        tmp_path,
+        *("--backend", "mpi", "--suites", "collectives,messages,groups", "--operations", operations, "--ranks", "2"),
+        *("--sizes", "48K", "--rounds", "1"),
+        variables=chosen,
+    )
+    native = ["native"] if is_native_available() else []
+    assert [case["operation"] for case in report["cases"]] == operations.split(",")
+    for case in report["cases"]:
+        assert [measured["peer"] for measured in case["measurements"]] == ["mpi", *native, "mpi4py"], case
+        assert case["failures"] == {}
+    libraries = {peer["peer"]: peer["versions"].get("library", "") for peer in report["peers"]}
+    assert libraries["mpi"].startswith("Open MPI 5")
+    assert libraries["mpi4py"].startswith("Open MPI v5")

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import _ctypes
+import importlib.util
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from nccl_fakes import FakeNccl
 
@@ -14,10 +20,8 @@ from ferrodist import doctor
 from ferrodist.backends.mpi import library as mpi_library
 from ferrodist.backends.native import library as native_library
 from ferrodist.backends.nccl import library
+from ferrodist.backends.ucc import library as ucc_library
 from ferrodist.cli import main
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def _found() -> dict[str, doctor.Finding]:
@@ -92,6 +96,92 @@ def test_a_probe_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(native_library, "load", broken)
     found = _found()
-    assert not found["native"].is_there
-    assert "BackendUnavailable: this installation has no native engine" in found["native"].detail
+    assert not found["native backend"].is_there
+    assert "BackendUnavailable: this installation has no native engine" in found["native backend"].detail
     assert found["torch"].is_there
+
+
+@pytest.mark.parametrize("error", [SystemExit("this library ends programs"), OSError("one\ntwo"), ValueError()])
+def test_libraries_that_break_when_they_are_loaded(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Whatever loading raises is a line like the others, under the name that it always has."""
+
+    def broken() -> None:
+        raise error
+
+    for module, name in ((mpi_library, "why_no_mpi"), (ucc_library, "why_no_ucc"), (library, "why_no_nccl")):
+        monkeypatch.setattr(module, name, broken)
+    found = _found()
+    assert list(found) == list(doctor.PROBES)
+    for name in ("mpi backend", "ucc backend", "nccl, hybrid backends"):
+        assert not found[name].is_there
+        assert found[name].detail.startswith(f"the look at it failed: {type(error).__name__}")
+        assert "\n" not in found[name].detail
+
+
+@pytest.mark.parametrize("what", ["folder", "text", "another library"])
+def test_a_wrong_ucc_library(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What FERRODIST_UCC_LIBRARY names is loaded and looked at; what is no UCC is told as such."""
+    path = tmp_path / "libucc.so.1"
+    if what == "folder":
+        path.mkdir()
+    elif what == "text":
+        path.write_text("no library")
+    named = _ctypes.__file__ if what == "another library" else str(path)
+    monkeypatch.setenv("FERRODIST_UCC_LIBRARY", named)
+    found = _found()["ucc backend"]
+    assert not found.is_there
+    assert "there is no UCC here" in found.detail
+
+
+def test_a_terminal_gets_lines_of_its_width(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long reasons go on below where they began."""
+    monkeypatch.setattr(doctor, "PROBES", {"something": lambda: (False, "word " * 40), "more": lambda: (True, "1.0")})
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 4
+    assert all(len(line) <= 60 for line in lines)
+    assert lines[0].startswith("no   something  word word")
+    assert all(line.startswith(" " * 16 + "word") for line in lines[1:-1])
+    assert lines[-1] == "yes  more       1.0"
+
+
+def test_closed_output_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a standard output the command says so."""
+    monkeypatch.setattr(doctor, "PROBES", {"something": lambda: (True, "1.0")})
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["doctor"]) == 1
+    assert "standard output is closed" in capsys.readouterr().err
+
+
+_LOOK = """
+import sys
+from ferrodist import doctor
+from ferrodist.cli import main
+doctor.PROBES = {"mpi backend": doctor.PROBES["mpi backend"]}
+code = main(["doctor"])
+MPI = sys.modules.get("mpi4py.MPI")
+print("started" if MPI is not None and MPI.Is_initialized() else "not started")
+sys.exit(code)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed here")
+@pytest.mark.parametrize("name", ["libmpi.so.12", "libmpi.so.40"], ids=["MPICH", "Open MPI"])
+def test_no_mpi_is_started(name: str) -> None:
+    """A look at an MPI loads it, and neither starts it nor needs what starts ranks."""
+    folder = Path(os.environ.get("FERRODIST_TEST_MPI", Path(sys.prefix) / "mpi"))
+    library = next(iter(folder.glob(f"*/lib/{name}")), None)
+    if library is None:
+        pytest.skip(f"there is no {name} in {folder}, where make installs it")
+    variables = {**os.environ, "MPI4PY_LIBMPI": str(library)}
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOK], env=variables, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found, state = done.stdout.splitlines()
+    assert found.startswith("yes  mpi backend")
+    assert state == "not started"

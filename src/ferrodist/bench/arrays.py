@@ -35,21 +35,25 @@ class Arrays(Protocol):
 
 
 class TorchArrays:
-    """Torch tensors."""
+    """Torch tensors.
 
-    def __init__(self) -> None:
+    Args:
+        device: Where.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
         import torch  # noqa: PLC0415
 
-        self._torch = torch
+        self._torch, self._device = torch, device
         self._dtypes = {dtype: getattr(torch, dtype.value) for dtype in DataType}
 
     def empty(self, num_elements: int, dtype: DataType) -> Any:
         """See `Arrays.empty`; torch aligns by itself."""
-        return self._torch.empty(num_elements, dtype=self._dtypes[dtype])
+        return self._torch.empty(num_elements, dtype=self._dtypes[dtype], device=self._device)
 
     def of(self, values: Sequence[float], dtype: DataType) -> Any:
         """See `Arrays.of`."""
-        return self._torch.tensor(values, dtype=self._dtypes[dtype])
+        return self._torch.tensor(values, dtype=self._dtypes[dtype], device=self._device)
 
     def scale(self, values: Any, plus: float, factor: float, dtype: DataType) -> Any:
         """See `Arrays.scale`."""

@@ -69,6 +69,7 @@ class CallBatches:
         begin = time.perf_counter_ns()
         for call in calls:
             call()
+        self._adapter.finish()
         end = time.perf_counter_ns()
         # A rank may be done while its part in another's call is not (an MPI moves data only inside its calls).
         self._adapter.barrier()
@@ -152,12 +153,14 @@ class GroupBatches:
             begin = time.perf_counter_ns()
             adapter.join(f"tcp://{message['address']}")
             adapter.add_up(array, None)
+            adapter.finish()
             end = time.perf_counter_ns()
         else:
             self._meeting.wait()
             begin = time.perf_counter_ns()
             group = adapter.new_group()
             adapter.add_up(array, group)
+            adapter.finish()
             end = time.perf_counter_ns()
             adapter.barrier()
             adapter.end_group(group)
@@ -167,5 +170,6 @@ class GroupBatches:
 
 
 def _meet(adapter: Adapter) -> None:
+    adapter.finish()  # the inputs are there
     adapter.barrier()
     adapter.barrier()  # the ranks leave the first one as they wake up, and this one together

@@ -25,8 +25,8 @@ def run_bench(options: BenchOptions) -> int:
     """Measure, show and write; or write docs from what was measured.
 
     Returns:
-        0; 1 when a peer failed or gave a wrong result in a case, ferrodist could not be measured at all, or the extra
-        ``bench`` is not installed; 130 for Ctrl-C, after writing what there is.
+        0; 1 when a peer failed or gave a wrong result in a case, ferrodist or the backend that was asked for could not
+        be measured, or the extra ``bench`` is not installed; 130 for Ctrl-C, after writing what there is.
     """
     missing = [package for module, package in _REQUIRED.items() if importlib.util.find_spec(module) is None]
     if missing:
@@ -37,23 +37,34 @@ def run_bench(options: BenchOptions) -> int:
         return 1
     if options.reports is not None:
         return _write_docs(options.docs, options.reports)
-    from ferrodist.bench.comparison import begin_report, run_comparison  # noqa: PLC0415 - needs msgspec
+    from ferrodist.bench.comparison import (  # noqa: PLC0415 - needs msgspec
+        RequiredPeerError,
+        begin_report,
+        run_comparison,
+    )
     from ferrodist.bench.display import make_display  # noqa: PLC0415 - needs the extra
     from ferrodist.bench.rounds import RoundSettings  # noqa: PLC0415 - needs msgspec
 
     plan = Plan(
         chapters=options.chapters,
         rounds=RoundSettings(num_rounds=options.num_rounds, min_rounds=_MIN_ROUNDS, seconds=options.seconds),
+        required=options.required,
     )
     options.output.mkdir(parents=True, exist_ok=True)
     report = begin_report(plan)
-    interrupted = False
+    interrupted, missing_peer = False, ""
     with make_display(sum(len(stage.cases()) for stage in stages_of(plan))) as display:
         try:
             run_comparison(plan, report, display)
         except KeyboardInterrupt:
             interrupted = True
-    _conclude(options.output, report)
+        except RequiredPeerError as error:
+            missing_peer = str(error)
+    if report.cases or not missing_peer:
+        _conclude(options.output, report)
+    if missing_peer:
+        complain(f"ferrodist: {missing_peer}\n")
+        return 1
     return 130 if interrupted else _exit_code(report)
 
 

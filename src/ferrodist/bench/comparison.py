@@ -30,11 +30,15 @@ if TYPE_CHECKING:
     from ferrodist.bench.plan import Chapter, Stage
     from ferrodist.bench.runners import Contestant
 
-__all__ = ["begin_report", "run_comparison"]
+__all__ = ["RequiredPeerError", "begin_report", "run_comparison"]
 
 _START_SECONDS = 90.0
 _MEMORY_SHARE = 0.7
 _LONGEST_FOLDER = 70  # a Unix socket's path has 107 characters, and ours lies below
+
+
+class RequiredPeerError(Exception):
+    """Who had to be measured can't be; the message says why."""
 
 
 def begin_report(plan: Plan) -> Report:
@@ -58,6 +62,9 @@ def run_comparison(plan: Plan, report: Report, display: Display) -> None:
         plan: What to measure.
         report: Gets the figures as they come: what it holds after an interruption was measured.
         display: Told of all.
+
+    Raises:
+        RequiredPeerError: The plan requires a peer that can't be started.
     """
     begin = time.monotonic()
     comparison = _Comparison(plan, report, display)
@@ -93,7 +100,8 @@ class _Comparison:
         """The peers of a stage that can be had, which ``stack`` ends; the report says why others can't."""
         folder = Path(stack.enter_context(_short_folder()))
         contestants: dict[Peer, Contestant] = {}
-        for peer in stage.peers:
+        required = self._plan.required
+        for peer in sorted(stage.peers, key=lambda peer: peer is not required):
             facts = PeerReport(peer=peer.value, num_ranks=stage.num_ranks, num_hosts=stage.num_hosts)
             self._report.peers.append(facts)
             title = f"{peer.title} on {stage.title}"
@@ -107,6 +115,8 @@ class _Comparison:
                     contestants[peer] = PeerContestant(started, self._plan.rounds.seconds)
             except PeerFailedError as error:
                 facts.reason = str(error)
+                if peer is required:
+                    raise RequiredPeerError(f"{peer.value} can't be measured on {stage.title}: {error}") from None
                 self._display.say([f"{title} is left out: {error}"])
                 continue
             facts.versions, facts.command = started.versions, _shown(started.command)

@@ -49,11 +49,6 @@ class MpiEnvironment:
         """What starts its programs."""
         return self.folder / "bin" / "mpiexec"
 
-    @property
-    def library(self) -> Path:
-        """What its programs load."""
-        return next((self.folder / "lib").glob("libmpi.so.*"))
-
 
 def cache_folder() -> Path:
     """Where environments are kept: below XDG_CACHE_HOME, by default ``~/.cache``."""

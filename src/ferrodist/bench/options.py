@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ferrodist.bench.cases import MAX_RANKS, DataType, Operation
-from ferrodist.bench.peers import Peer
+from ferrodist.bench.peers import BACKENDS, Peer
 from ferrodist.bench.plan import Chapter
 from ferrodist.bench.quantities import parse_sizes
 from ferrodist.bench.suites import SUITES, Suite
@@ -32,6 +32,7 @@ class BenchOptions:
 
     Args:
         chapters: The suites.
+        required: Who must be measured: the run ends where it can't.
         num_rounds: Batches of each peer in a case.
         seconds: When a case has had enough of them.
         output: The folder that gets report and plot.
@@ -40,6 +41,7 @@ class BenchOptions:
     """
 
     chapters: tuple[Chapter, ...]
+    required: Peer | None
     num_rounds: int
     seconds: float
     output: Path
@@ -55,10 +57,17 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     option("--sizes", metavar="LIST", help="bytes, such as 8,64K or 8..256M for powers of two (default: the suite's)")
     option("--ranks", metavar="LIST", help="numbers of ranks, such as 2,4 (default 2, and for groups 2,8)")
     option("--dtypes", metavar="LIST", default="float32", help=f"of {_values(DataType)} (default %(default)s)")
-    option(
+    who = parser.add_mutually_exclusive_group()
+    who.add_argument(
         "--peers",
         metavar="LIST",
-        help=f"of {_values(Peer)} (default the suite's: all but native-tcp, tcp, mpi-*, ucc)",
+        help=f"of {_values(Peer)} (default the suite's: all but native-tcp, tcp, mpi, ucc, nccl, mpi4py)",
+    )
+    who.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        help="measure ferrodist over a library of this machine, beside its native engine (and mpi beside mpi4py);"
+        " it is a failure if that can't be done",
     )
     option("--rounds", type=int, metavar="N", help="batches of each peer in a case (default 40)")
     option("--seconds", type=float, metavar="S", help="a case ends after this time, and 5 rounds (default 8)")
@@ -81,6 +90,7 @@ def bench_options(arguments: argparse.Namespace) -> BenchOptions:
     quick = arguments.quick
     options = BenchOptions(
         chapters=_chapters(arguments),
+        required=BACKENDS[arguments.backend][0] if arguments.backend else None,
         num_rounds=arguments.rounds if arguments.rounds is not None else 10 if quick else 40,
         seconds=arguments.seconds if arguments.seconds is not None else 2.0 if quick else 8.0,
         output=arguments.output,
@@ -103,7 +113,7 @@ def _chapters(arguments: argparse.Namespace) -> tuple[Chapter, ...]:
     """The suites that are asked for, each with its own defaults where the options leave some."""
     suites = _choices("--suites", arguments.suites or (_values(Suite) if arguments.full else "collectives"), Suite)
     operations = _choices("--operations", arguments.operations or _values(Operation), Operation)
-    peers = _choices("--peers", arguments.peers, Peer) if arguments.peers else None
+    peers = _choices("--peers", arguments.peers, Peer) if arguments.peers else BACKENDS.get(arguments.backend)
     ranks = _ranks(arguments.ranks) if arguments.ranks else None
     sizes = _sizes(arguments.sizes) if arguments.sizes else None
     dtypes = _choices("--dtypes", arguments.dtypes, DataType)
@@ -111,6 +121,8 @@ def _chapters(arguments: argparse.Namespace) -> tuple[Chapter, ...]:
     for suite in suites:
         usual = SUITES[suite]
         possible = {*usual.peers, *usual.optional_peers}
+        if arguments.backend and not possible.issuperset(BACKENDS[arguments.backend]):
+            continue
         chapters.append(
             Chapter(
                 suite=suite,
@@ -121,8 +133,9 @@ def _chapters(arguments: argparse.Namespace) -> tuple[Chapter, ...]:
                 peers=usual.peers if peers is None else [peer for peer in peers if peer in possible],
             )
         )
+    who = "--backend" if arguments.backend else "--peers"
+    _check_something_is_left(who, suites, [chapter.peers for chapter in chapters])
     _check_something_is_left("--operations", suites, [chapter.operations for chapter in chapters])
-    _check_something_is_left("--peers", suites, [chapter.peers for chapter in chapters])
     return tuple(chapter for chapter in chapters if chapter.operations and chapter.peers)
 
 

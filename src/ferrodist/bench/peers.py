@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["LIMITS", "OURS", "MpiLibrary", "Peer"]
+__all__ = ["BACKENDS", "LIMITS", "OURS", "MpiLibrary", "Peer"]
 
 
 class MpiLibrary(enum.Enum):
@@ -21,14 +21,15 @@ class Peer(enum.Enum):
     NATIVE_SYMMETRIC = "native-symmetric"
     NATIVE_TCP = "native-tcp"
     TCP = "tcp"
-    OVER_MPICH = "mpi-mpich"
-    OVER_OPENMPI = "mpi-openmpi"
+    OVER_MPI = "mpi"
     OVER_UCC = "ucc"
+    OVER_NCCL = "nccl"
     GLOO = "gloo"
     MPICH = "mpich"
     MPICH_SINGLE = "mpich-single"
     OPENMPI = "openmpi"
     OPENMPI_SINGLE = "openmpi-single"
+    MPI4PY = "mpi4py"
     LIMIT = "limit"
     IPERF3 = "iperf3"
 
@@ -39,13 +40,13 @@ class Peer(enum.Enum):
 
     @property
     def mpi_library(self) -> MpiLibrary | None:
-        """The MPI it is, if it is one."""
+        """The MPI it is, if it is one that comes as a wheel."""
         return _LIBRARIES.get(self)
 
     @property
-    def mpi_below(self) -> MpiLibrary | None:
-        """The MPI that moves its bytes, if it is ours over one."""
-        return _BELOW.get(self)
+    def uses_own_mpi(self) -> bool:
+        """Whether it runs over the MPI that this interpreter's mpi4py loads."""
+        return self in {Peer.OVER_MPI, Peer.MPI4PY}
 
     @property
     def thread_level(self) -> str:
@@ -58,14 +59,15 @@ _TITLES = {
     Peer.NATIVE_SYMMETRIC: "ferrodist, symmetric",
     Peer.NATIVE_TCP: "ferrodist, TCP",
     Peer.TCP: "ferrodist, Python",
-    Peer.OVER_MPICH: "ferrodist, MPICH",
-    Peer.OVER_OPENMPI: "ferrodist, Open MPI",
+    Peer.OVER_MPI: "ferrodist, MPI",
     Peer.OVER_UCC: "ferrodist, UCC",
+    Peer.OVER_NCCL: "ferrodist, NCCL",
     Peer.GLOO: "gloo",
     Peer.MPICH: "MPICH",
     Peer.MPICH_SINGLE: "MPICH single",
     Peer.OPENMPI: "Open MPI",
     Peer.OPENMPI_SINGLE: "Open MPI single",
+    Peer.MPI4PY: "mpi4py",
     Peer.LIMIT: "memcpy (limit)",
     Peer.IPERF3: "iperf3 (limit)",
 }
@@ -77,18 +79,23 @@ _LIBRARIES = {
     Peer.OPENMPI_SINGLE: MpiLibrary.OPENMPI,
 }
 
-_BELOW = {Peer.OVER_MPICH: MpiLibrary.MPICH, Peer.OVER_OPENMPI: MpiLibrary.OPENMPI}
-
 OURS = {
     Peer.NATIVE: "native",
     Peer.NATIVE_SYMMETRIC: "native",
     Peer.NATIVE_TCP: "gloo",
     Peer.TCP: "tcp",
-    Peer.OVER_MPICH: "mpi",
-    Peer.OVER_OPENMPI: "mpi",
+    Peer.OVER_MPI: "mpi",
     Peer.OVER_UCC: "ucc",
+    Peer.OVER_NCCL: "nccl",
 }
 """Ferrodist's peers and the names of their backends; all are compared with the first of them that was measured."""
 
 LIMITS = (Peer.LIMIT, Peer.IPERF3)
 """What moves bytes and nothing else: the memory of one host, the link between two."""
+
+BACKENDS = {
+    "mpi": (Peer.OVER_MPI, Peer.NATIVE, Peer.MPI4PY),
+    "ucc": (Peer.OVER_UCC, Peer.NATIVE),
+    "nccl": (Peer.OVER_NCCL, Peer.NATIVE),
+}
+"""Who is measured with ``--backend``: the backend over a library of this machine, the native one, the library alone."""

@@ -60,10 +60,12 @@ class Plan:
     Args:
         chapters: What to measure.
         rounds: How long.
+        required: Whose absence ends the run.
     """
 
     chapters: Sequence[Chapter]
     rounds: RoundSettings
+    required: Peer | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING
 from ferrodist.bench.environments import EnvironmentUnavailableError, obtain_environment
 from ferrodist.bench.hosts import NUM_HOSTS, host_of
 from ferrodist.bench.peers import MpiLibrary, Peer
+from ferrodist.errors import BackendUnavailable
+from ferrodist.launch.mpi import find_mpiexec, is_open_mpi, mpiexec_options
 from ferrodist.rendezvous.secret import SECRET_VARIABLE
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def start_commands(
         hosts: Over which the ranks are spread, the first of them on the first; None is this one.
 
     Raises:
-        EnvironmentUnavailableError: An MPI can't be had.
+        EnvironmentUnavailableError: An MPI, or its launcher, can't be had.
     """
     options = ["--socket", str(socket_path), "--folder", str(folder), "--peer", peer.value, "--ranks", str(num_ranks)]
     library = peer.mpi_library
@@ -53,12 +54,12 @@ def start_commands(
         if hosts is not None:
             options += ["--address", hosts.meeting_of(peer)]
         module = [sys.executable, "-m", "ferrodist.bench.worker", *options]
-        if peer.mpi_below is not None:
-            return [[*_through_mpi(peer.mpi_below, num_ranks, tell), *module]]
+        if peer.uses_own_mpi:
+            return [[*_own_mpiexec(num_ranks), *module]]
         prefixes = [[] if hosts is None else hosts.prefix(host_of(rank, num_ranks)) for rank in range(num_ranks)]
         return [[*prefix, *module, "--rank", str(rank)] for rank, prefix in enumerate(prefixes)]
     environment = obtain_environment(library, tell)
-    command = [str(environment.mpiexec), *_launcher_options(library), "-n", str(num_ranks)]
+    command = _mpiexec(str(environment.mpiexec), num_ranks, for_open_mpi=library is MpiLibrary.OPENMPI)
     if hosts is not None:
         agent = folder / "agent"
         hosts.write_agent(agent)
@@ -66,13 +67,18 @@ def start_commands(
     return [[*command, str(environment.python), str(_FOREIGN), "worker", *options]]
 
 
-def _through_mpi(library: MpiLibrary, num_ranks: int, tell: Callable[[str], None]) -> list[str]:
-    """What starts our own ranks over an MPI: in this interpreter, with that MPI's library."""
-    if importlib.util.find_spec("mpi4py") is None:
-        raise EnvironmentUnavailableError("mpi4py is not installed here: pip install 'ferrodist[mpi]'")
-    environment = obtain_environment(library, tell)
-    setting = f"MPI4PY_LIBMPI={environment.library}"
-    return ["env", setting, str(environment.mpiexec), *_launcher_options(library), "-n", str(num_ranks)]
+def _own_mpiexec(num_ranks: int) -> list[str]:
+    """What starts ranks in this interpreter, over the MPI that its mpi4py loads."""
+    try:
+        mpiexec = find_mpiexec()
+        return _mpiexec(mpiexec, num_ranks, for_open_mpi=is_open_mpi(mpiexec))
+    except BackendUnavailable as error:
+        raise EnvironmentUnavailableError(str(error)) from None
+
+
+def _mpiexec(mpiexec: str, num_ranks: int, *, for_open_mpi: bool) -> list[str]:
+    options = mpiexec_options(for_open_mpi=for_open_mpi, is_root=os.geteuid() == 0)
+    return [mpiexec, *options, "-n", str(num_ranks)]
 
 
 def rank_environment(environment: Mapping[str, str], peer: Peer, hosts: EmulatedHosts | None = None) -> dict[str, str]:
@@ -87,15 +93,6 @@ def rank_environment(environment: Mapping[str, str], peer: Peer, hosts: Emulated
         kept["GLOO_SOCKET_IFNAME"] = hosts.device  # it would look its host's name up, which is that of all
         kept[SECRET_VARIABLE] = hosts.secret
     return kept
-
-
-def _launcher_options(library: MpiLibrary) -> Sequence[str]:
-    if library is MpiLibrary.MPICH:
-        return ()
-    # More ranks than processors, and root, are refused otherwise. Pinned and unpinned ranks were equally fast on 2
-    # processors (8 B: 0.64 and 0.64 us, 1 MiB: 106 and 106 us); no other peer pins its ranks.
-    root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
-    return (*root, "--oversubscribe", "--bind-to", "none")
 
 
 def _host_options(hosts: EmulatedHosts, num_ranks: int, agent: Path) -> Sequence[str]:

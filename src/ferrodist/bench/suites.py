@@ -11,7 +11,7 @@ from ferrodist.bench.peers import Peer
 __all__ = ["SUITES", "Suite", "SuiteDefaults"]
 
 
-_OVER_OTHERS = (Peer.OVER_MPICH, Peer.OVER_OPENMPI, Peer.OVER_UCC)
+_OVER_OTHERS = (Peer.OVER_MPI, Peer.MPI4PY, Peer.OVER_UCC, Peer.OVER_NCCL)
 
 
 class Suite(enum.Enum):

@@ -11,10 +11,12 @@ import torch
 
 from ferrodist.backends.call import MAX_PAYLOAD
 from ferrodist.backends.process_group import resolve_group
+from ferrodist.collectives.device_streams import keep_until_now
 from ferrodist.collectives.operation import Operation, collectives_of, collector, run_later
 from ferrodist.collectives.pending import PendingCollective, QueuedCollective
+from ferrodist.collectives.prepare import writing_to
 from ferrodist.collectives.views import shares_memory
-from ferrodist.errors import CollectiveMismatchError
+from ferrodist.errors import CollectiveMismatchError, DistributedError, describe_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -195,13 +197,18 @@ def _fused(members: list[_Collected]) -> Operation[None]:
         except BaseException as error:
             for _, pending in members:
                 pending.fail(error)
+            if not isinstance(error, DistributedError):  # as of memory that is short: the others would wait for us
+                first.group.abort(f"rank {first.group.rank} left a coalesced {first.name} by {describe_error(error)}")
             raise
         for operation, pending in members:
             pending.succeed(operation.finish)
 
     def take_pieces() -> None:
         for part, piece in zip(parts, pieces, strict=False):  # there are none of a run of one
-            part.out.copy_(piece)
+            with writing_to(part.out):
+                part.out.copy_(piece)
+            keep_until_now(part.out)
+            keep_until_now(piece)
 
     pieces: list[torch.Tensor] = []
     enqueues = getattr(first.engine, "enqueue", False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-__all__ = ["CudaStreams", "Handover", "Streams", "is_capturing", "streams_of"]
+__all__ = ["CudaStreams", "Handover", "Streams", "is_capturing", "keep_until_now", "streams_of"]
 
 
 class Streams(Protocol):
@@ -103,12 +103,20 @@ class CudaStreams:
     def pin(self, memory: torch.Tensor) -> bool:
         """Register it with the driver."""
         with torch.cuda.device(self._device):
-            return int(_runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+            if int(_runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+                return True
+            self._drop_error()
+            return False
 
     def unpin(self, memory: torch.Tensor) -> None:
         """Take it from the driver."""
         with torch.cuda.device(self._device):
             _runtime().cudaHostUnregister(memory.data_ptr())
+
+    def _drop_error(self) -> None:
+        """Have a launch of our own raise the error that a call of CUDA's has left, which the next launch would."""
+        with suppress(RuntimeError):
+            torch.empty(1, device=self._device).fill_(0)
 
 
 def _runtime() -> Any:
@@ -127,6 +135,16 @@ def streams_of(device: torch.device) -> Streams:
     """The streams of a device."""
     found = _known.get(device)
     return found if found is not None else _known.setdefault(device, CudaStreams(device))
+
+
+def keep_until_now(tensor: torch.Tensor) -> None:
+    """Let a tensor's memory not be reused before what is in the current stream now is done, if it is on a GPU.
+
+    For one that was made in another stream, and ends here.
+    """
+    if tensor.is_cuda:
+        streams = streams_of(tensor.device)
+        streams.keep(tensor, streams.current())
 
 
 class _OwnStreams(threading.local):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 
+from ferrodist.collectives.device_streams import keep_until_now
 from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.differentiable import attach, records_history
 from ferrodist.collectives.operation import Operation, collectives_of, run_later, run_now
@@ -18,6 +19,7 @@ from ferrodist.collectives.prepare import (
     flatten,
     group_and_timeout,
     prepare_out,
+    writing_to,
 )
 from ferrodist.collectives.quick import quick_all_to_all, quick_barrier, start_all_to_all
 from ferrodist.collectives.views import elements_overlap
@@ -174,11 +176,16 @@ def _all_to_all(
     )
 
     def finish(joined: torch.Tensor) -> list[torch.Tensor]:
+        results = take(joined)
+        keep_until_now(joined)
+        return results
+
+    def take(joined: torch.Tensor) -> list[torch.Tensor]:
         if outs is None:
             # Not views of one tensor, which autograd doesn't let users write to, and which would keep all of it alive.
             return [received.clone() for received in joined.unbind(0)]
-        with torch.no_grad():
-            for mine, received in zip(outs, joined, strict=True):
+        for mine, received in zip(outs, joined, strict=True):
+            with writing_to(mine):
                 mine.copy_(received)
         return outs
 

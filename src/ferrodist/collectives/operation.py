@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
+import torch
+
 from ferrodist.collectives.device_streams import Handover, streams_of
 from ferrodist.collectives.moved import MovedCollectives
 from ferrodist.collectives.pending import EnqueuedCollective, OperationQueue, PendingCollective, QueuedCollective
@@ -15,8 +17,6 @@ from ferrodist.collectives.reference import ReferenceCollectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from ferrodist.backends.base import Backend
     from ferrodist.collectives.engine import Collectives, EnqueuingCollectives
@@ -117,10 +117,20 @@ def refuse_in_coalesce(name: str) -> None:
         )
 
 
+def _run(operation: Operation[T], sequence: int) -> None:
+    """Run it, in whatever thread, so that it may write to any tensor.
+
+    What a caller makes inside of `torch.inference_mode` can only be written to inside of it, and what was made outside
+    everywhere.
+    """
+    with torch.inference_mode():
+        operation.run(sequence)
+
+
 def run_now(operation: Operation[T]) -> T:
     """Run in the calling thread. Operations that were started before may still be under way: they don't mix."""
     refuse_in_coalesce(operation.name)
-    operation.run(operation.engine.reserve())
+    _run(operation, operation.engine.reserve())
     return operation.finish()
 
 
@@ -147,7 +157,7 @@ def _run_job(operation: Operation[T], pending: QueuedCollective[T], handover: Ha
     try:
         with contextlib.nullcontext() if handover is None else handover.running():
             operation.engine.await_turn(sequence)
-            operation.run(sequence)
+            _run(operation, sequence)
     except BaseException as error:  # noqa: BLE001 - it is raised in wait()
         pending.fail(error)
     else:
@@ -159,7 +169,7 @@ def _enqueue(operation: Operation[T], engine: EnqueuingCollectives) -> PendingCo
     pending: EnqueuedCollective[T] = EnqueuedCollective(operation.name, operation.group.name)
     engine.begin_async()
     try:
-        operation.run(engine.reserve())
+        _run(operation, engine.reserve())
     except Exception as error:  # noqa: BLE001 - it is raised in wait()
         engine.end_async()
         pending.fail(error)

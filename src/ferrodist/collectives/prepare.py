@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ferrodist.backends.base import check_rank
 from ferrodist.backends.process_group import resolve_group
+from ferrodist.collectives.device_streams import keep_until_now
 from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.collectives.views import elements_overlap, shares_memory
 from ferrodist.deadline import check_timeout
@@ -20,6 +21,7 @@ from ferrodist.errors import UnsupportedOpError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from ferrodist.backends.base import Backend
 
@@ -35,6 +37,7 @@ __all__ = [
     "group_and_timeout",
     "prepare_late_out",
     "prepare_out",
+    "writing_to",
 ]
 
 
@@ -135,6 +138,11 @@ def flatten(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
+def writing_to(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Inside of this, elements may be written to a tensor: no history is recorded, and inference tensors take it."""
+    return torch.inference_mode() if tensor.is_inference() else torch.no_grad()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """Where a result goes.
@@ -156,8 +164,9 @@ class Target:
         if self.refusal is not None:
             raise self.refusal
         if self.view is not None:
-            with torch.no_grad():
+            with writing_to(self.view):
                 self.view.copy_(self.flat.view(self.view.shape))
+            keep_until_now(self.flat)
         elif not self.result.is_inference():
             # The engine wrote raw memory: autograd must learn that what it may have saved has changed.
             torch.autograd.graph.increment_version(self.result)

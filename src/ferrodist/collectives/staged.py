@@ -251,8 +251,7 @@ class StagedCollectives:
             raise
 
     def _do(self, plan: Plan, deadline: Deadline, sequence: int) -> None:
-        if self._group.failure is not None:
-            raise self._group.failure.fresh()
+        self._check_alive()
         if not self._turns.wait_for(sequence, deadline):
             raise self._late(plan, deadline, "what this rank started before it has not ended")
         device = plan.like.device
@@ -262,8 +261,8 @@ class StagedCollectives:
         engine = collectives_of(self._group)
         windows = plan.windows(plan.largest, self._segment_bytes)
         if len(windows) == 1 and not plan.differs:
-            first = windows[0]
-            lane.run([plan.segment(first, engine, lambda: (deadline.remaining(), sequence))], plan.like.dtype, deadline)
+            only = plan.segment(windows[0], engine, lambda: (deadline.remaining(), sequence))
+            lane.run([only], plan.like.dtype, deadline, self._check_alive)
             return
         windows = plan.windows(self._agree(plan, deadline, sequence), self._segment_bytes)
         inner = self._inner_group()
@@ -273,7 +272,11 @@ class StagedCollectives:
         segments = [
             plan.segment(window, engine, lambda: (deadline.remaining(), engine.reserve())) for window in windows
         ]
-        lane.run(segments, plan.like.dtype, deadline)
+        lane.run(segments, plan.like.dtype, deadline, self._check_alive)
+
+    def _check_alive(self) -> None:
+        if self._group.failure is not None:
+            raise self._group.failure.fresh()
 
     def _agree(self, plan: Plan, deadline: Deadline, sequence: int) -> int:
         """Compare the operation with the other ranks'; returns the elements of the largest part on any."""

@@ -8,6 +8,7 @@ import torch
 
 from ferrodist.collectives.batches import Recv, Send, batch_on_host
 from ferrodist.collectives.device_streams import streams_of
+from ferrodist.collectives.prepare import writing_to
 from ferrodist.collectives.staging import NotReachedError, wait_until_passed
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError
@@ -40,11 +41,12 @@ class StagedMessages:
         stream = streams.current()
         # Fresh memory each time: messages may stay in it when the call has raised.
         on_host = [_Pinned(streams, operation.tensor) for operation in operations]
-        for operation, pinned in zip(operations, on_host, strict=True):
-            if isinstance(operation, Send):
-                streams.copy(pinned.flat, _dense(operation.tensor), stream)
+        sends = [pair for pair in zip(operations, on_host, strict=True) if isinstance(pair[0], Send)]
+        for operation, pinned in sends:
+            streams.copy(pinned.flat, _dense(operation.tensor), stream)
         try:
-            wait_until_passed(streams, streams.record(stream), deadline)
+            if sends:
+                wait_until_passed(streams, streams.record(stream), deadline, self._check_alive)
         except NotReachedError:
             raise DistributedTimeoutError(
                 f"messages on group {self._group.name!r}: the GPU is still busy with what came before them in the"
@@ -61,11 +63,15 @@ class StagedMessages:
             self._group,
             deadline.remaining(),
         )
-        with torch.no_grad():
-            for operation, pinned in zip(operations, on_host, strict=True):
-                if isinstance(operation, Recv):
+        for operation, pinned in zip(operations, on_host, strict=True):
+            if isinstance(operation, Recv):
+                with writing_to(operation.tensor):
                     streams.copy(operation.tensor.detach(), pinned.shaped, stream)
         return peers
+
+    def _check_alive(self) -> None:
+        if self._group.failure is not None:
+            raise self._group.failure.fresh()
 
 
 class _Pinned:

@@ -109,7 +109,7 @@ class Lane:
         self._down = streams.make()
         self._up = streams.make()
         self._slots = [_Slot(streams, size_bytes) for _ in range(_NUM_SLOTS)]
-        self._last_up: Any = None
+        self._last: list[Any] = []  # events, behind all that was put into the streams
 
     @property
     def shared_bytes(self) -> int:
@@ -132,8 +132,20 @@ class Lane:
             start += slot.size_bytes
         return partial(self._streams.unpin, memory)
 
-    def run(self, segments: Sequence[Segment], dtype: torch.dtype, deadline: Deadline) -> None:
+    def run(
+        self,
+        segments: Sequence[Segment],
+        dtype: torch.dtype,
+        deadline: Deadline,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """Do the segments, in order. What they write is there in the order of the caller's current stream.
+
+        Args:
+            segments: What to do.
+            dtype: Of the elements.
+            deadline: When all must be done.
+            check: Called now and then while the device is waited for; what it raises ends the wait.
 
         Raises:
             NotReachedError: The device has not come to it within the deadline.
@@ -148,23 +160,23 @@ class Lane:
                 self._fetch(i, segments[i], dtype)
             for i, segment in enumerate(segments):
                 slot = self._slots[i % _NUM_SLOTS]
-                self._await(slot.filled, deadline)
+                wait_until_passed(streams, slot.filled, deadline, check)
                 segment.work(slot.near, slot.far)
                 self._bring(slot, segment)
                 if i + _NUM_SLOTS - 1 < len(segments):
                     self._fetch(i + _NUM_SLOTS - 1, segments[i + _NUM_SLOTS - 1], dtype)
         finally:
             current = streams.current()
-            for stream in (self._down, self._up):  # what was started, if this raises
-                streams.order(current, streams.record(stream))
-            self._last_up = streams.record(self._up)
+            self._last = [streams.record(stream) for stream in (self._down, self._up)]
+            for event in self._last:  # what was started, if this raises
+                streams.order(current, event)
             for segment in segments[:1]:
                 self._keep(segment)
 
     def synchronize(self, deadline: Deadline) -> None:
-        """Return when all is on the device. Raises NotReachedError when it is not in time."""
-        if self._last_up is not None:
-            self._await(self._last_up, deadline)
+        """Return when no copies are under way. Raises NotReachedError when that is not in time."""
+        for event in self._last:
+            wait_until_passed(self._streams, event, deadline)
 
     def _fetch(self, i: int, segment: Segment, dtype: torch.dtype) -> None:
         slot = self._slots[i % _NUM_SLOTS]
@@ -193,12 +205,14 @@ class Lane:
             for part in parts:
                 self._streams.keep(part, stream)
 
-    def _await(self, event: Any, deadline: Deadline) -> None:
-        wait_until_passed(self._streams, event, deadline)
 
+def wait_until_passed(
+    streams: Streams, event: Any, deadline: Deadline, check: Callable[[], None] = lambda: None
+) -> None:
+    """Return when a device has come to an event. Raises NotReachedError when the deadline passes first.
 
-def wait_until_passed(streams: Streams, event: Any, deadline: Deadline) -> None:
-    """Return when a device has come to an event. Raises NotReachedError when the deadline passes first."""
+    ``check()`` is called between looks, once they are no longer close together.
+    """
     num_looks, pause = 0, _FIRST_PAUSE_SECONDS
     while not streams.has_passed(event):
         if deadline.expired:
@@ -207,5 +221,6 @@ def wait_until_passed(streams: Streams, event: Any, deadline: Deadline) -> None:
         if num_looks < _NUM_LOOKS_AT_ONCE:
             time.sleep(0)
         else:
+            check()
             time.sleep(min(pause, deadline.remaining()))
             pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)

@@ -18,14 +18,14 @@ from ferrodist.bench.cases import DataType, Operation
 from ferrodist.bench.display import BarDisplay, LineDisplay
 from ferrodist.bench.document import METHOD
 from ferrodist.bench.options import bench_options
-from ferrodist.bench.peers import Peer
+from ferrodist.bench.peers import BACKENDS, OURS, Peer
 from ferrodist.bench.plan import Plan, stages_of
 from ferrodist.bench.report import CaseReport, Measurement
 from ferrodist.bench.rounds import RoundSettings
 from ferrodist.bench.suites import Suite
 from ferrodist.cli import build_parser, main
 
-_ASKED_FOR = {Peer.NATIVE_TCP, Peer.TCP, Peer.OVER_MPICH, Peer.OVER_OPENMPI, Peer.OVER_UCC}
+_ASKED_FOR = {Peer.NATIVE_TCP, Peer.TCP, Peer.OVER_MPI, Peer.OVER_UCC, Peer.OVER_NCCL, Peer.MPI4PY}
 """Who is measured only when named."""
 
 
@@ -69,7 +69,10 @@ def run(monkeypatch, tmp_path, behave):
         (["--suites", "all"], "--suites: there is no 'all'; choose from collectives, messages, "),
         (["--quick", "--full"], "not allowed with"),
         (["--dtypes", "float64"], "--dtypes: there is no 'float64'"),
-        (["--peers", "nccl"], "--peers: there is no 'nccl'"),
+        (["--peers", "nvlink"], "--peers: there is no 'nvlink'"),
+        (["--backend", "tcp"], "--backend: invalid choice: 'tcp' (choose from"),
+        (["--backend", "mpi", "--peers", "native"], "not allowed with"),
+        (["--backend", "ucc", "--suites", "hosts"], "--backend: none of these belongs to hosts"),
         (["--sizes", "8,many"], "--sizes: 'many' is no size"),
         (["--sizes", "8..64G"], "more than the largest"),
         (["--rounds", "0"], "--rounds must be 1 to"),
@@ -96,14 +99,7 @@ def test_options():
     (chapter,) = options.chapters
     assert chapter.suite is Suite.COLLECTIVES
     assert Operation.SEND_RECV not in chapter.operations
-    assert set(Peer) - set(chapter.peers) == {
-        Peer.NATIVE_TCP,
-        Peer.TCP,
-        Peer.OVER_MPICH,
-        Peer.OVER_OPENMPI,
-        Peer.OVER_UCC,
-        Peer.IPERF3,
-    }
+    assert set(Peer) - set(chapter.peers) == {*_ASKED_FOR, Peer.IPERF3}
     assert (chapter.ranks, chapter.dtypes) == ((2,), (DataType.FLOAT32,))
     assert (chapter.sizes[0], chapter.sizes[-1], options.num_rounds, options.reports) == (8, 1 << 28, 40, None)
     quick = parse("--quick", "--rounds", "3", "--ranks", "4,2,4", "--peers", "limit,native")
@@ -124,6 +120,41 @@ def test_suites():
     assert (hosts.operations, hosts.peers) == ([Operation.ALLREDUCE], [Peer.IPERF3, Peer.GLOO])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend(backend):
+    """It is measured beside the native engine, in all suites that have it, and must be."""
+    options = parse("--backend", backend, "--full")
+    assert OURS[options.required] == backend
+    assert {suite for suite in Suite if suite is not Suite.HOSTS} == {chapter.suite for chapter in options.chapters}
+    wanted = {options.required, Peer.NATIVE, *((Peer.MPI4PY,) if backend == "mpi" else ())}
+    assert all(set(chapter.peers) == wanted for chapter in options.chapters)
+    assert parse().required is None
+
+
+def test_a_backend_that_can_not_be_measured(monkeypatch, tmp_path, capsys):
+    """The command fails with one line that says why, before it starts anybody else, and leaves no report."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert main(["bench", "--backend", "mpi", "--output", str(tmp_path / "out")]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("ferrodist: mpi can't be measured on 2 ranks: there is no mpiexec beside this")
+    assert captured.err.count("\n") == 1
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_backend_that_is_lost_on_the_way(monkeypatch, tmp_path, capsys):
+    """What was measured before is kept; the exit code is that of a failure."""
+
+    def behave(report):
+        filled(report)
+        raise comparison.RequiredPeerError("nccl can't be measured on 4 ranks: too few GPUs")
+
+    code, report = run(monkeypatch, tmp_path, behave)
+    assert (code, report["is_complete"], len(report["cases"])) == (1, False, 1)
+    assert capsys.readouterr().err == "ferrodist: nccl can't be measured on 4 ranks: too few GPUs\n"
+
+
 def test_peers_are_started_once_for_all_suites():
     """A stage is a number of ranks on a number of hosts, with the cases of every suite that has some there."""
     plan = Plan(
@@ -138,14 +169,7 @@ def test_peers_are_started_once_for_all_suites():
         ["groups"],
         ["hosts"],
     ]
-    assert set(stages[0].peers) == set(Peer) - {
-        Peer.NATIVE_TCP,
-        Peer.TCP,
-        Peer.OVER_MPICH,
-        Peer.OVER_OPENMPI,
-        Peer.OVER_UCC,
-        Peer.IPERF3,
-    }
+    assert set(stages[0].peers) == set(Peer) - {*_ASKED_FOR, Peer.IPERF3}
     assert len(stages[0].cases()) == 6 + 1 + 1 + 1 + 2
     assert all(case.num_hosts == 2 for _, case in stages[3].cases())
 

@@ -1,12 +1,16 @@
 """The inputs of ferrodist bench, and that a wrong result is found: all ranks in one process, NumPy as the oracle."""
 
 import math
+import threading
+import time
 
 import numpy as np
 import pytest
 import torch
+from nccl_fakes import FakeNccl, fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist
+from ferrodist.bench.adapters import ferrodist_nccl
 from ferrodist.bench.adapters.base import NotOfferedError, Place
 from ferrodist.bench.adapters.ferrodist_group import SymmetricArrays
 from ferrodist.bench.adapters.memory_copy import MemoryCopyAdapter
@@ -16,6 +20,7 @@ from ferrodist.bench.cases import Case, DataType, Operation
 from ferrodist.bench.meeting import Meeting
 from ferrodist.bench.product import Product
 from ferrodist.bench.workload import Workload, max_calls_in_place, num_buffers
+from ferrodist.testing import run_ranks
 
 MOVING = [
     *(Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.BROADCAST, Operation.ALL_TO_ALL),
@@ -201,6 +206,9 @@ class Alone:
     def wait(self, started):
         self.log.append("wait")
 
+    def finish(self):
+        self.log.append("finish")
+
     def barrier(self):
         self.log.append("barrier")
 
@@ -233,7 +241,7 @@ def run_alone(tmp_path, operation, num_calls, *, error=0):
 def test_each_start_is_timed_alone(tmp_path):
     """It has ended before the next one; a wrong result is found."""
     log, answer = run_alone(tmp_path, Operation.SUBMIT, 3)
-    assert log == ["barrier"] * 2 + ["start", "wait"] * 3 + ["barrier"]
+    assert log == ["finish", *["barrier"] * 2, *["start", "wait"] * 3, "barrier"]
     assert (answer["begin"], answer["wrong"]) == (0, None)
     assert answer["end"] > 0
     assert "submit, rank 0" in run_alone(tmp_path, Operation.SUBMIT, 3, error=1)[1]["wrong"]
@@ -242,7 +250,8 @@ def test_each_start_is_timed_alone(tmp_path):
 def test_an_overlap_is_three_times(tmp_path):
     """The allreduce alone, the products alone, and both; the ranks meet before each."""
     log, answer = run_alone(tmp_path, Operation.OVERLAP, 2)
-    assert log == [*["barrier"] * 2, "start", "wait", *["barrier"] * 4, "start", "wait", "barrier"]
+    met = ["finish", "barrier", "barrier"]
+    assert log == [*met, "start", "wait", *met, *met, "start", "wait", "barrier"]
     assert answer["wrong"] is None
     assert min(answer[name] for name in ("alone", "computing", "together")) > 0
     assert "overlap" in run_alone(tmp_path, Operation.OVERLAP, 2, error=1)[1]["wrong"]
@@ -260,8 +269,65 @@ def test_an_overlap_that_can_not_be_checked_is_not_measured(tmp_path):
 def test_a_group_is_made_and_used(tmp_path):
     """The default group is left before, another one ended after; a sum that is wrong is found."""
     log, answer = run_alone(tmp_path, Operation.INIT, 1)
-    assert log == ["leave", "tcp://host:1", None]
+    assert log == ["leave", "tcp://host:1", None, "finish"]
     assert answer["end"] > answer["begin"]
     assert answer["wrong"] is None
-    assert run_alone(tmp_path, Operation.NEW_GROUP, 1)[0] == ["group", "barrier", "end"]
+    assert run_alone(tmp_path, Operation.NEW_GROUP, 1)[0] == ["group", "finish", "barrier", "end"]
     assert "adds up to" in run_alone(tmp_path, Operation.NEW_GROUP, 1, error=1)[1]["wrong"]
+
+
+def test_nccl_is_measured_to_the_end_of_its_work(monkeypatch, tmp_path):
+    """Results are right, on a fake of NCCL; the clock stops when the GPU is done, not when calls have returned."""
+    send_cpu_tensors_to_nccl(monkeypatch)
+    waits, clock = [], time.perf_counter_ns
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: note("clock") or clock())
+    monkeypatch.setattr(ferrodist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(ferrodist_nccl, "load_nccl", FakeNccl)
+    monkeypatch.setattr(ferrodist_nccl, "_take_gpu", lambda place: "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: note("wait"))
+
+    def note(what):
+        waits.append((threading.current_thread(), what))
+
+    def own_notes():
+        return [what for thread, what in list(waits) if thread is threading.current_thread()]
+
+    def on_rank(group):
+        adapter = ferrodist_nccl.NcclAdapter(Place(rank=group.rank, num_ranks=2, folder=tmp_path))
+        assert adapter.versions["library"] == "a fake of NCCL"
+        meeting = Meeting(tmp_path / "groups", group.rank, 2)
+        for operation in Operation:
+            case = Case(operation=operation, num_ranks=2, size_bytes=12)
+            if operation is Operation.OVERLAP:
+                with pytest.raises(NotOfferedError, match="on a GPU"):
+                    open_batches(adapter, case, meeting)
+            elif operation is not Operation.INIT:
+                batches = open_batches(adapter, case, meeting)
+                before = len(own_notes())
+                for batch in (1, 2):
+                    answer = batches.run({"num_calls": 1, "batch": batch})
+                    assert answer["wrong"] is None, operation
+                expected = {
+                    Operation.SUBMIT: ["wait", "clock", "clock", "wait"],  # the call is timed, and not what it starts
+                    Operation.NEW_GROUP: ["clock", "wait", "clock"],
+                }
+                assert own_notes()[before:] == 2 * expected.get(operation, ["wait", "clock", "wait", "clock"]), (
+                    operation
+                )
+        meeting.close()
+
+    run_ranks(on_rank, 2, backend=fake_groups)
+
+
+def test_ranks_need_gpus(monkeypatch, tmp_path):
+    """Fewer GPUs than ranks are an error that says how ranks share one; where they may, they take turns."""
+    taken = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    places = [Place(rank=rank, num_ranks=3, folder=tmp_path) for rank in range(3)]
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    with pytest.raises(ferrodist.BackendUnavailable, match=r"3 ranks need as many GPUs, and torch sees 2: .*ENABLE=1"):
+        ferrodist_nccl._take_gpu(places[0])
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert [ferrodist_nccl._take_gpu(place) for place in places] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert taken == [0, 1, 0]

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 SCHEDULES = ("late", "early", "random")
 
 
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.inference_mode():  # a device knows no modes
+        target.copy_(source)
+
+
 class FakeStream:
     """Work in order."""
 
@@ -88,7 +93,8 @@ class FakeStreams:
             return event.has_passed
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: FakeStream) -> None:
-        self.put(stream, lambda: target.copy_(source), f"copy {source.numel()}")
+        assert not target.is_inference() or torch.is_inference_mode_enabled(), "torch would refuse"
+        self.put(stream, lambda: _copy(target, source), f"copy {source.numel()}")
 
     def keep(self, tensor: torch.Tensor, stream: FakeStream) -> None:
         self.kept.append((tensor.data_ptr(), stream.name))

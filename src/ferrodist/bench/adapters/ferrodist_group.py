@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ferrodist as fd
+from ferrodist.backends.mpi.library import library_version
+from ferrodist.backends.ucc.library import load as load_ucc
 from ferrodist.bench.adapters.base import Adapter
 from ferrodist.bench.arrays import Arrays, TorchArrays
 from ferrodist.bench.cases import Case, Operation
@@ -40,8 +42,10 @@ class FerrodistAdapter(Adapter):
         self.join(place.init_method)
         self.rank = fd.default_group().rank  # an MPI tells its ranks itself
         self.versions = {"ferrodist": fd.__version__, "torch": str(torch.__version__)}
-        if peer.mpi_below is not None:
-            self.versions["library"] = peer.mpi_below.value
+        if peer is Peer.OVER_MPI:
+            self.versions["library"] = library_version()
+        elif peer is Peer.OVER_UCC:
+            self.versions["library"] = str(load_ucc())
 
     def make_call(self, case: Case, source: Any, target: Any) -> Callable[[], object]:
         """See `Adapter.make_call`."""

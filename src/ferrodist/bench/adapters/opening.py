@@ -14,6 +14,10 @@ __all__ = ["open_adapter"]
 
 def open_adapter(peer: Peer, place: Place) -> Adapter:
     """Join the group of a peer; every rank of it calls this."""
+    if peer is Peer.OVER_NCCL:
+        from ferrodist.bench.adapters.ferrodist_nccl import NcclAdapter  # noqa: PLC0415
+
+        return NcclAdapter(place)
     if peer in OURS:
         from ferrodist.bench.adapters.ferrodist_group import FerrodistAdapter  # noqa: PLC0415
 
