@@ -23,7 +23,6 @@ from ferrodist.backends.nccl.communicator import NcclError
 from ferrodist.backends.nccl.dtypes import NCCL_DTYPES
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.collectives import devices, operation, point_to_point
-from ferrodist.errors import UnsupportedOpError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,14 +66,17 @@ _streams_by_number: dict[int, FakeStream] = {}
 class FakeStream:
     """A stream: what it was given, by fake communicators."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, log: list[str] | None = None) -> None:
         self.name = name
+        self.log = [] if log is None else log
+        self.device = torch.device("cpu")
         self.cuda_stream = next(_stream_numbers)
         self.works: list[FakeWork] = []
         self.waited_for: list[FakeEvent] = []
         _streams_by_number[self.cuda_stream] = self
 
     def wait_event(self, event: FakeEvent) -> None:
+        self.log.append(f"{self.name} waits")
         self.waited_for.append(event)
 
 
@@ -84,28 +86,27 @@ class FakeStreams:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.made: list[FakeStream] = []
-        self.is_capturing = False
+        self.kept: list[tuple[int, FakeStream]] = []
         self._local = threading.local()
-
-    def check(self, device: torch.device) -> None:
-        if self.is_capturing:
-            raise UnsupportedOpError("a graph is being captured")
 
     def begin_watching(self) -> None:
         self.log.append(f"watch in {threading.current_thread().name}")
 
     def make(self, device: torch.device) -> FakeStream:
-        self.made.append(FakeStream(f"own {len(self.made)}"))
+        self.made.append(FakeStream(f"own {len(self.made)}", self.log))
         return self.made[-1]
 
     def current(self, device: torch.device) -> FakeStream:
         if not hasattr(self._local, "current"):
-            self._local.current = FakeStream("the caller's")
+            self._local.current = FakeStream("the caller's", self.log)
         return self._local.current
 
     def record(self, stream: FakeStream) -> FakeEvent:
         self.log.append(f"record {stream.name}")
         return FakeEvent(list(stream.works))
+
+    def keep(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+        self.kept.append((tensor.data_ptr(), stream))
 
     @contextlib.contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
@@ -158,7 +159,7 @@ class FakeNccl:
 
 
 class FakeCommunicator:
-    """One rank's part in a meeting."""
+    """One rank's part in a meeting; for one thread at a time, but for the abort."""
 
     def __init__(self, nccl: FakeNccl, meeting: _Meeting, rank: int) -> None:
         self.rank = rank
@@ -167,38 +168,48 @@ class FakeCommunicator:
         self.failure: str | None = None
         self.refuses_to_finalize = False
         self.operations: dict[int, float] = {}
+        self._made = itertools.count()
         self._nccl = nccl
         self._meeting = meeting
         self._num_collectives = 0
         self._grouped: list[tuple[FakeWork, FakeStream]] | None = None
+        self._grouping_thread = 0
+        self._asking = threading.Lock()
         self.begun: list[FakeWork] = []
 
     def is_ready(self) -> bool:
         assert not self.is_aborted, "asked of a communicator that was aborted"
         assert not self.is_destroyed, "asked of a communicator that is gone"
-        if self.failure is not None:
-            raise NcclError(self.failure)
-        if self.is_finalizing and self.refuses_to_finalize:
-            return False
-        if self._nccl.is_lazy:
-            return True
-        return len(self._meeting.joined) == self._meeting.world_size and all(work.is_done for work in self.begun)
+        assert self._asking.acquire(blocking=False), "asked by two threads at a time"
+        try:
+            if self.failure is not None:
+                raise NcclError(self.failure)
+            if self.is_finalizing and self.refuses_to_finalize:
+                return False
+            if self._nccl.is_lazy:
+                return True
+            return len(self._meeting.joined) == self._meeting.world_size and all(work.is_done for work in self.begun)
+        finally:
+            self._asking.release()
 
-    @contextlib.contextmanager
-    def group(self) -> Iterator[None]:
+    def begin_group(self) -> None:
         assert self._grouped is None
         assert self.is_ready(), "asked for more before the last was on its stream"
+        assert self._asking.acquire(blocking=False), "asked by two threads at a time"
         self.begun = []
         self._grouped = []
-        try:
-            yield
-        finally:
-            grouped, self._grouped = self._grouped, None
-            for work, stream in grouped:
-                stream.works.append(work)
-                self.begun.append(work)
-            for work, _ in grouped:
-                self._begin(work)
+        self._grouping_thread = threading.get_ident()
+
+    def end_group(self) -> None:
+        assert self._grouping_thread == threading.get_ident(), "groups are their threads'"
+        assert self._grouped is not None
+        grouped, self._grouped = self._grouped, None
+        for work, stream in grouped:
+            stream.works.append(work)
+            self.begun.append(work)
+        self._asking.release()
+        for work, _ in grouped:
+            self._begin(work)
 
     def all_reduce(self, out: torch.Tensor, source: torch.Tensor, dtype: int, op: int, *, stream: int) -> None:
         self._check_reduced(dtype, out, source)
@@ -206,7 +217,7 @@ class FakeCommunicator:
 
     def reduce(self, out: torch.Tensor, source: torch.Tensor, dtype: int, op: int, *, root: int, stream: int) -> None:
         self._check_reduced(dtype, source)
-        self._add("reduce", (root, source.numel(), dtype), (out, source), stream, op)
+        self._add("reduce", (root, source.numel(), dtype), (out, source), stream, op, rank=root)
 
     def reduce_scatter(self, out: torch.Tensor, source: torch.Tensor, dtype: int, op: int, *, stream: int) -> None:
         self._check_reduced(dtype, out, source)
@@ -214,22 +225,24 @@ class FakeCommunicator:
         self._add("reduce_scatter", (source.numel(), dtype), (out, source), stream, op)
 
     def broadcast(self, tensor: torch.Tensor, *, root: int, stream: int) -> None:
-        self._add("broadcast", (root,), (tensor,), stream)
+        self._add("broadcast", (root,), (tensor,), stream, rank=root)
 
     def all_gather(self, out: torch.Tensor, source: torch.Tensor, *, stream: int) -> None:
         assert out.numel() == source.numel() * self._meeting.world_size
         self._add("all_gather", (), (out, source), stream)
 
     def send(self, tensor: torch.Tensor, peer: int, *, stream: int) -> None:
-        self._add("send", (peer,), (tensor,), stream)
+        self._add("send", (peer,), (tensor,), stream, rank=peer)
 
     def recv(self, tensor: torch.Tensor, peer: int, *, stream: int) -> None:
-        self._add("recv", (peer,), (tensor,), stream)
+        self._add("recv", (peer,), (tensor,), stream, rank=peer)
 
     def premultiplied_sum(self, factor: torch.Tensor, dtype: int) -> int:
+        assert self.is_ready(), "asked for more before the last was on its stream"
         assert NCCL_DTYPES[factor.dtype] == dtype
         assert factor.shape == (1,)
-        op = _FIRST_MADE_OPERATION + len(self.log)
+        assert factor.device.type == "cpu"
+        op = _FIRST_MADE_OPERATION + next(self._made)
         self.operations[op] = float(factor)
         return op
 
@@ -262,13 +275,22 @@ class FakeCommunicator:
             assert NCCL_DTYPES[tensor.dtype] == dtype, f"{tensor.dtype} is not NCCL's number {dtype}"
 
     def _add(
-        self, kind: str, facts: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], stream: int, op: int | None = None
+        self,
+        kind: str,
+        facts: tuple[Any, ...],
+        tensors: tuple[torch.Tensor, ...],
+        stream: int,
+        op: int | None = None,
+        *,
+        rank: int | None = None,
     ) -> None:
         assert self._grouped is not None, f"{kind} outside of a group"
         for tensor in tensors:
             assert tensor.dim() == 1
             assert tensor.is_contiguous()
             assert tensor.numel(), f"{kind} of nothing"
+        assert op is None or op in _STEPS or op in self.operations, f"{op} is no operation"
+        assert rank is None or 0 <= rank < self._meeting.world_size, f"{rank} is no rank"
         self.log.append(kind)
         factor = 1.0 if op is None else self.operations.get(op, 1.0)
         kind_of_op = 0 if op is not None and op >= _FIRST_MADE_OPERATION else op

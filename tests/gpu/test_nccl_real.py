@@ -15,8 +15,7 @@ import ferrodist as fd
 from ferrodist.backends.nccl.library import load_nccl, why_no_nccl
 
 _PROGRAM = Path(__file__).with_name("nccl_program.py")
-_ORDERLY = ("reductions", "movement", "streams", "graphs", "given_stream", "messages", "subgroups")
-_PARTS = {"hybrid": (*_ORDERLY, "training", "sharded"), "nccl": _ORDERLY}  # DDP and FSDP compare models on the host
+_PARTS = ("reductions", "movement", "streams", "graphs", "given_stream", "messages", "subgroups", "training", "sharded")
 _RANKS_ON_ONE_GPU = (2, 30, 3)
 """The first NCCL that lets ranks share a GPU, with the variables below."""
 
@@ -87,14 +86,14 @@ def run(meeting: Path, world_size: int, backend: str, *parts: str, program: Path
 @pytest.mark.parametrize("backend", ["hybrid", "nccl"])
 def test_one_rank(backend: str, tmp_path: Path) -> None:
     """A group of one does all it should on a GPU."""
-    assert run(tmp_path, 1, backend, *_PARTS[backend]) == [0]
+    assert run(tmp_path, 1, backend, *_PARTS) == [0]
 
 
 @needs_two
 @pytest.mark.parametrize("backend", ["hybrid", "nccl"])
 def test_two_ranks(backend: str, tmp_path: Path) -> None:
     """Two ranks do all they should on GPUs, in both kinds of groups."""
-    assert run(tmp_path, 2, backend, *_PARTS[backend]) == [0, 0]
+    assert run(tmp_path, 2, backend, *_PARTS) == [0, 0]
 
 
 @needs_two

@@ -60,9 +60,6 @@ class Backend(ABC):
     mover: Any = None
     """What moves bytes for all ranks at once, or None: see `collectives/moved.py`."""
 
-    carries_cpu_tensors: bool = True
-    """Whether collectives and messages of tensors on the CPU may use this group; its barriers and objects' sizes do."""
-
     device_collectives: Any = None
     """The backend's own `Collectives` for tensors on GPUs, or None."""
 

@@ -5,15 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.nccl.controlled import ControlledBackend, control_of, reasons_without_nccl
-from ferrodist.backends.nccl.library import load_nccl
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ferrodist.backends.base import Backend
     from ferrodist.backends.nccl.collectives import NcclCollectives
-    from ferrodist.backends.nccl.communicator import Library
-    from ferrodist.backends.nccl.streams import Stream, Streams
     from ferrodist.deadline import Deadline
     from ferrodist.rendezvous import Membership
 
@@ -32,24 +27,6 @@ class HybridBackend(ControlledBackend):
         streams: CUDA's; for tests.
     """
 
-    def __init__(
-        self,
-        control: Backend,
-        *,
-        stream: Stream | None = None,
-        library: Callable[[], Library] = load_nccl,
-        streams: Streams | None = None,
-    ) -> None:
-        super().__init__(control, stream=stream, library=library, streams=streams)
-        self.collectives = control.collectives
-        self.quick = control.quick
-        self.tensor_messages = control.tensor_messages
-
-    def close(self, timeout: float | None = None) -> None:
-        """Leave the group; see `Backend.close`."""
-        self.quick = self.tensor_messages = None  # as the control group does with its own
-        super().close(timeout)
-
     def tcp(self) -> Backend:
         """The group of the host: what carries bytes and tensors on the CPU."""
         return self._control
@@ -62,9 +39,6 @@ class HybridBackend(ControlledBackend):
     def synchronize_nccl(self, timeout: float | None = None) -> None:
         """Wait on the host until NCCL has done what this rank has launched in this group: `synchronize`."""
         self.synchronize(timeout)
-
-    def _check_tag(self, tag: int) -> None:
-        """All messages are carried."""
 
 
 def best_backend(membership: Membership, timeout: float, deadline: Deadline) -> Backend:

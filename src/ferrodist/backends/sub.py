@@ -102,7 +102,6 @@ class SubBackend(NonBlockingBackend):
         if ends_with_parent:
             self._root.end_with(self.group_id, parent.group_id)
         self.collectives = self._root.subgroup_collectives(self)
-        self.carries_cpu_tensors = self._root.carries_cpu_tensors
         self.device_collectives = self._root.subgroup_device_collectives(self)
         self.device_messages = self._root.subgroup_device_messages(self)
         self.tensor_messages = self._root.subgroup_tensor_messages(self)

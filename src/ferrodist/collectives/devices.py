@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engine import Collectives, DeviceMessages
+    from ferrodist.collectives.engine import DeviceMessages, TensorCollectives
 
 __all__ = ["FALLBACK_VARIABLE", "engine_of", "messages_of"]
 
@@ -23,20 +23,17 @@ FALLBACK_VARIABLE = "FERRODIST_ENABLE_GPU_FALLBACK"
 """1 lets tensors on GPUs go through the host's memory in groups that have no engine for them; read at each call."""
 
 
-def engine_of(group: Backend, device: torch.device) -> Collectives:
+def engine_of(group: Backend, device: torch.device) -> TensorCollectives:
     """The engine of a group for tensors on a device.
 
     Raises:
-        UnsupportedOpError: The group carries no tensors there; what to do is said.
+        UnsupportedOpError: The group carries no tensors there; what to do is said. Or a CUDA graph is being captured.
     """
     if device.type == "cpu":
-        _check_carries_cpu(group)
         return collectives_of(group)
-    engine: Collectives | None = group.device_collectives
-    if engine is not None:
-        return engine
-    _check_fallback(group, device)
-    return staged_collectives_of(group)
+    engine: TensorCollectives | None = group.device_collectives
+    _check_gpu(group, device, has_engine=engine is not None)
+    return staged_collectives_of(group) if engine is None else engine
 
 
 def messages_of(group: Backend, device: torch.device) -> DeviceMessages | None:
@@ -46,27 +43,15 @@ def messages_of(group: Backend, device: torch.device) -> DeviceMessages | None:
         UnsupportedOpError: As for `engine_of`.
     """
     if device.type == "cpu":
-        _check_carries_cpu(group)
         return None
     messages: DeviceMessages | None = group.device_messages
-    if messages is not None:
-        return messages
-    _check_fallback(group, device)
-    return StagedMessages(group)
+    _check_gpu(group, device, has_engine=messages is not None)
+    return StagedMessages(group) if messages is None else messages
 
 
-def _check_carries_cpu(group: Backend) -> None:
-    if not group.carries_cpu_tensors:
-        raise UnsupportedOpError(
-            f"group {group.name!r} carries tensors on GPUs alone: make it with backend 'hybrid', which carries both, or"
-            " pass tensor.cuda()"
-        )
-
-
-def _check_fallback(group: Backend, device: torch.device) -> None:
-    """Raise UnsupportedOpError unless tensors on a GPU may go through the host's memory in a group."""
-    _check_carries_cpu(group)
-    if os.environ.get(FALLBACK_VARIABLE) != "1":
+def _check_gpu(group: Backend, device: torch.device, *, has_engine: bool) -> None:
+    """Raise UnsupportedOpError unless tensors on a GPU may go by an engine, or through the host's memory, here."""
+    if not has_engine and os.environ.get(FALLBACK_VARIABLE) != "1":
         raise UnsupportedOpError(
             f"group {group.name!r} has no engine for tensors on {device}: make the group with backend 'hybrid' or"
             f" 'nccl'; or set {FALLBACK_VARIABLE}=1, on all ranks, for them to go through the host's memory; or pass"
@@ -74,5 +59,6 @@ def _check_fallback(group: Backend, device: torch.device) -> None:
         )
     if is_capturing():
         raise UnsupportedOpError(
-            "a CUDA graph can't capture what goes through the host's memory: call it outside of the graph"
+            f"a collective or message on {device} inside the capture of a CUDA graph: ferrodist compares calls and"
+            " watches deadlines on the host, which a replayed graph would pass by. Call it outside of the graph."
         )

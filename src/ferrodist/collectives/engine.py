@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from ferrodist.collectives.reduce_op import Op
     from ferrodist.errors import DistributedError
 
-__all__ = ["Collectives", "DeviceMessages", "Enqueued", "EnqueuingCollectives"]
+__all__ = ["Collectives", "DeviceMessages", "Enqueued", "EnqueuingCollectives", "TensorCollectives"]
 
 
-class Collectives(Protocol):
+class TensorCollectives(Protocol):
     """The tensor collectives of one group, as an engine does them.
 
     All tensors are one-dimensional, contiguous, and on the device that the engine serves, of a dtype in `DTYPES`;
@@ -30,15 +30,6 @@ class Collectives(Protocol):
 
     def reserve(self) -> int:
         """Take the next position among the group's collectives."""
-
-    def await_turn(self, sequence: int) -> None:
-        """Return when the collective at this position may begin, or the group has ended: its time counts from then."""
-
-    def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
-        """Give every rank the `MAX_PAYLOAD` or fewer bytes of each, in rank order."""
-
-    def barrier(self, *, timeout: float, sequence: int) -> None:
-        """Return when all ranks have called."""
 
     def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int) -> None:
         """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
@@ -127,6 +118,19 @@ class Collectives(Protocol):
         """
 
 
+class Collectives(TensorCollectives, Protocol):
+    """`TensorCollectives` that may run in any thread, and what else ranks say together on the host."""
+
+    def await_turn(self, sequence: int) -> None:
+        """Return when the collective at this position may begin, or the group has ended: its time counts from then."""
+
+    def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
+        """Give every rank the `MAX_PAYLOAD` or fewer bytes of each, in rank order."""
+
+    def barrier(self, *, timeout: float, sequence: int) -> None:
+        """Return when all ranks have called."""
+
+
 class Enqueued(Protocol):
     """Work that an engine has put on a stream of its own. The engine keeps its tensors until it is done."""
 
@@ -152,8 +156,8 @@ class DeviceMessages(Protocol):
         """
 
 
-class EnqueuingCollectives(Collectives, Protocol):
-    """`Collectives` whose methods return when the work is on a stream, without a wait for other ranks.
+class EnqueuingCollectives(TensorCollectives, Protocol):
+    """`TensorCollectives` whose methods return when the work is on a stream, without a wait for other ranks.
 
     What a thread calls between `begin_async` and `end_async` is not ordered before what comes after in its current
     stream. No other thread is affected, but may have to wait: ranks must enqueue in the order in which they `reserve`.

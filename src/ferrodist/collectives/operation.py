@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engine import Collectives, EnqueuingCollectives
+    from ferrodist.collectives.engine import Collectives, EnqueuingCollectives, TensorCollectives
 
 __all__ = [
     "Collector",
@@ -71,7 +71,7 @@ class Operation(Generic[T]):
 
     name: str
     group: Backend
-    engine: Collectives
+    engine: TensorCollectives
     device: torch.device | None
     timeout: float
     run: Callable[[int], None]
@@ -156,7 +156,7 @@ def _run_job(operation: Operation[T], pending: QueuedCollective[T], handover: Ha
     """Run an operation for who waits for ``pending``; it does not raise."""
     try:
         with contextlib.nullcontext() if handover is None else handover.running():
-            operation.engine.await_turn(sequence)
+            cast("Collectives", operation.engine).await_turn(sequence)
             _run(operation, sequence)
     except BaseException as error:  # noqa: BLE001 - it is raised in wait()
         pending.fail(error)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import socket
 import threading
 from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,6 +20,9 @@ from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
 from ferrodist.testing.backend_conformance import BACKEND_CHECKS
 from ferrodist.testing.collective_conformance import COLLECTIVE_CHECKS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def native_hybrids(world_size: int) -> list[fd.HybridBackend]:
@@ -65,33 +70,61 @@ def test_bytes_go_through_the_control_group() -> None:
     run_ranks(program, 2, backend=fake_groups)
 
 
-def test_nccls_group_refuses_bytes_and_cpu_tensors() -> None:
-    """An NcclBackend carries tensors on GPUs alone: all else says what to do, and the group goes on."""
+def test_nccls_group_refuses_bytes() -> None:
+    """An NcclBackend has no send and recv, and says what to do; all else is carried, and the group goes on."""
 
     def program(group: fd.NcclBackend) -> None:
         other = 1 - group.rank
-        for call in (
-            lambda: group.send(b"x", other),
-            lambda: group.recv(bytearray(1), other),
-            lambda: group.isend(b"x", other),
-            lambda: group.irecv(bytearray(1), other),
-            lambda: fd.allreduce(torch.ones(2)),
-            lambda: fd.send(torch.ones(2), other),
-            lambda: fd.async_broadcast(torch.ones(2), 0),
-            lambda: fd.new_group([0, 1]).send(b"x", other),
-            lambda: fd.allreduce(torch.ones(2), group=fd.new_group([0, 1])),
-        ):
-            with pytest.raises(fd.UnsupportedOpError, match="hybrid"):
-                call()
-        with pytest.raises(fd.UnsupportedOpError, match="allreduce of a tensor on the CPU"):
-            group.collectives.allreduce(torch.ones(2), torch.ones(2), fd.ReduceOp.SUM, timeout=1.0, sequence=0)
-        group.barrier()
-        fd.barrier()
-        sub = fd.new_group([1, 0])
-        fd.barrier(sub)
+        for one in (group, fd.new_group([0, 1])):
+            for call in (
+                lambda one=one: one.send(b"x", other),
+                lambda one=one: one.recv(bytearray(1), other),
+                lambda one=one: one.isend(b"x", other),
+                lambda one=one: one.irecv(bytearray(1), other),
+            ):
+                with pytest.raises(fd.UnsupportedOpError, match=r"no bytes.*hybrid.*ferrodist.send"):
+                    call()
+            one.barrier()
+            fd.barrier(one)
+            assert fd.allreduce(torch.ones(2), group=one).tolist() == [2, 2]
+            assert fd.all_gather_object(group.rank, group=one) == [0, 1]
+            assert fd.sendrecv(torch.tensor([group.rank]), other, (1,), other, group=one).item() == other
+        assert group.shared.opened == [], "no GPU was used"
         assert group.failure is None
-        group.barrier()
 
+    run_ranks(program, 2, backend=partial(fake_groups, kind=fd.NcclBackend))
+
+
+_MODEL = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+_BATCH = torch.randn(4, 4)
+
+
+def _train(group: fd.Backend, wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
+    model, alone = copy.deepcopy(_MODEL), copy.deepcopy(_MODEL)
+    wrapped = wrap(model)
+    wrapped(_BATCH.chunk(2)[group.rank]).square().mean().backward()
+    alone(_BATCH).square().mean().backward()
+    for module in (wrapped, alone):
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+    found = wrapped.full_state_dict() if isinstance(wrapped, fd.FSDP) else model.state_dict()
+    for name, expected in alone.state_dict().items():
+        torch.testing.assert_close(found[name], expected)
+
+
+def _run_pipeline(group: fd.Backend) -> None:
+    stages = [torch.nn.Linear(3, 300), torch.nn.Linear(300, 1)]
+    pipeline = fd.Pipeline(stages[group.rank], group, 2, loss_fn=torch.nn.functional.mse_loss)
+    batch = torch.randn(200, 3)
+    assert pipeline.step(batch if group.rank == 0 else None, batch[:, :1] if group.rank else None) >= 0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [partial(_train, wrap=fd.DDP), partial(_train, wrap=fd.FSDP), _run_pipeline],
+    ids=["DDP", "FSDP", "Pipeline"],
+)
+def test_models_are_made_in_nccls_groups(program) -> None:
+    """What ranks tell each other on the host to train goes by an NcclBackend's control group."""
     run_ranks(program, 2, backend=partial(fake_groups, kind=fd.NcclBackend))
 
 

@@ -143,6 +143,23 @@ def test_the_communicators_of_a_failed_group_are_aborted(groups) -> None:
     run_ranks(program, 2, backend=groups)
 
 
+def test_a_launch_that_breaks_off_leaves_nothing_on_the_gpu() -> None:
+    """When NCCL waits for a rank that does not come, the communicator is gone by the time of the error."""
+
+    def program(group: fd.Backend) -> None:
+        begin(group)
+        if group.rank == 0:
+            (own,) = [one for one in group.shared.opened if one.rank == 0]
+            with pytest.raises(fd.DistributedTimeoutError):
+                fd.allreduce(torch.ones(2), timeout=0.2)
+            assert own.is_aborted
+        else:
+            with pytest.raises(fd.DistributedTimeoutError):
+                group.recv(bytearray(1), 0)
+
+    run_ranks(program, 2, backend=fake_groups)
+
+
 @pytest.mark.parametrize("late", [(0,), (2,), (1, 2)])
 @pytest.mark.parametrize("groups", [fake_groups, lazy_groups])
 def test_late_ranks_are_named(groups, late: tuple[int, ...]) -> None:
@@ -234,7 +251,7 @@ def test_a_rank_without_nccl_is_named_on_all() -> None:
         def missing() -> FakeNccl:
             raise fd.BackendUnavailable("NCCL can't be used here: nobody installed it")
 
-        made[1]._launcher._library = missing
+        made[1]._launcher._connection._library = missing
         assert usual is not None
         return made
 

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,9 +14,12 @@ import torch
 from nccl_fakes import FakeEvent, FakeNccl, FakeStream, FakeStreams, FakeWork, fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist as fd
-from ferrodist.backends.nccl import launcher
+from ferrodist.backends.call import Call
+from ferrodist.backends.nccl import connection
 from ferrodist.backends.nccl.launched import Launched, Launching
 from ferrodist.backends.nccl.watch import Watch, _open_watches
+from ferrodist.collectives import devices
+from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -56,7 +60,7 @@ def test_a_call_is_ordered_between_what_comes_before_and_after_it() -> None:
     (own,) = streams.made
     caller = streams.current(torch.device("cpu"))
     log = [entry for entry in streams.log if not entry.startswith("watch")]
-    assert log == ["record the caller's", "record own 0", "record own 0"]
+    assert log == ["record the caller's", "own 0 waits", "record own 0", "record own 0", "the caller's waits"]
     assert len(own.waited_for) == 1
     assert len(caller.waited_for) == 1
     assert [work.kind for work in own.works] == ["all_reduce"]
@@ -122,6 +126,51 @@ def test_synchronous_calls_keep_nothing() -> None:
     run_ranks(program, 2, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
 
 
+def test_a_result_that_is_taken_over_on_another_stream_is_kept_for_that() -> None:
+    """The allocator is told of a stream on which an asynchronous result is used, when it was made for another."""
+    group = alone(nccl=FakeNccl(is_lazy=True))
+    streams = streams_of(group)
+    tensor = torch.ones(3)
+    pending = fd.async_allreduce(tensor, group=group)
+    pending.wait()
+    assert streams.kept == []
+    other = FakeStream("other")
+    with streams.on(other):
+        result = pending.wait()
+    assert streams.kept == [(tensor.data_ptr(), other), (result.data_ptr(), other)]
+    group.close()
+
+
+def test_tensors_of_what_has_failed_are_kept_for_the_groups_stream() -> None:
+    """What the group's stream may still work on when a launch breaks off or the group ends is not used again before."""
+
+    def program(group: fd.Backend) -> None:
+        streams = streams_of(group)
+        begun, broken = torch.ones(2), torch.ones(3)
+        fd.allreduce(torch.ones(1))
+        group.synchronize()
+        group.barrier()
+        if group.rank:
+            group.barrier()
+            return
+        fd.async_allreduce(begun)
+        (own,) = [one for one in group.shared.opened if one.rank == 0]
+
+        def refuse(*_: object, **__: object) -> None:
+            raise RuntimeError("no memory")
+
+        own.all_reduce = refuse
+        with pytest.raises(RuntimeError, match="no memory"):
+            fd.allreduce(broken)
+        assert own.is_aborted
+        kept = {address for address, stream in streams.kept if stream is streams.made[0]}
+        assert {begun.data_ptr(), broken.data_ptr()} <= kept
+        group.tcp().close()
+
+    with pytest.raises(fd.RankFailedError, match="left allreduce"):
+        run_ranks(program, 2, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
+
+
 def test_a_given_stream_is_used_and_not_waited_for_by_itself() -> None:
     """With stream= the group's work goes there; on that very stream nothing has to wait."""
     mine = FakeStream("mine")
@@ -138,13 +187,17 @@ def test_a_given_stream_is_used_and_not_waited_for_by_itself() -> None:
     group.close()
 
 
-def test_a_captured_graph_is_refused() -> None:
-    """Inside a CUDA graph's capture there is an error, not a graph that nobody watches."""
+def test_a_captured_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a CUDA graph's capture there is an error, not a graph that nobody watches; the group goes on."""
     group = alone()
-    fd.allreduce(torch.ones(1), group=group)
-    streams_of(group).is_capturing = True
-    with pytest.raises(fd.UnsupportedOpError, match="graph"):
-        fd.allreduce(torch.ones(1), group=group)
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(devices, "is_capturing", lambda: True)
+    for find in (devices.engine_of, devices.messages_of):
+        with pytest.raises(fd.UnsupportedOpError, match="graph"):
+            find(group, cuda)
+    monkeypatch.setattr(devices, "is_capturing", lambda: False)
+    assert devices.engine_of(group, cuda) is group.nccl()
+    assert devices.messages_of(group, cuda) is group.device_messages
     group.close()
 
 
@@ -152,8 +205,23 @@ def test_a_rank_has_one_gpu_in_a_group() -> None:
     """A tensor on another GPU than the first is refused, and says what to do."""
     group = alone()
     fd.allreduce(torch.ones(1), group=group)
-    with pytest.raises(fd.UnsupportedOpError, match="set_device"):
-        group._launcher.open(torch.device("cuda", 1), None, None)
+    other = SimpleNamespace(device=torch.device("cuda", 1))
+    call = Call(operation="allreduce", sequence=1)
+    with pytest.raises(fd.UnsupportedOpError, match=r"uses cpu .* a tensor on cuda:1.*set_device"):
+        group._launcher.launch(call, [other], lambda lane: None, timeout=1.0)
+    group.close()
+
+
+def test_a_given_stream_is_on_the_tensors_gpu() -> None:
+    """A stream= of another GPU than a tensor's is refused, before a communicator is made for the wrong one."""
+    mine = FakeStream("mine")
+    mine.device = torch.device("cuda", 1)
+    (control,) = fd.SimulatedBackend.create_group(1)
+    nccl = FakeNccl()
+    group = fd.HybridBackend(control, stream=mine, library=lambda: nccl, streams=FakeStreams())
+    with pytest.raises(fd.UnsupportedOpError, match=r"stream= on cuda:1 .* a tensor on cpu"):
+        fd.allreduce(torch.ones(1), group=group)
+    assert nccl.opened == []
     group.close()
 
 
@@ -169,7 +237,7 @@ def test_closing_completes_what_was_sent() -> None:
 
 def test_closing_gives_up_on_what_is_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A communicator that can't be completed in time is aborted."""
-    monkeypatch.setattr(launcher, "_FINALIZE_SECONDS", 0.05)
+    monkeypatch.setattr(connection, "_FINALIZE_SECONDS", 0.05)
     group = alone()
     fd.allreduce(torch.ones(1), group=group)
     (communicator,) = group.shared.opened
@@ -208,7 +276,7 @@ def test_a_forked_child_leaves_nccl_alone() -> None:
     group = alone()
     fd.allreduce(torch.ones(1), group=group)
     (communicator,) = group.shared.opened
-    group._launcher._process = os.getpid() + 1  # as a child sees it
+    group._launcher._connection._process = os.getpid() + 1  # as a child sees it
     with pytest.raises(fd.GroupClosedError, match="forked"):
         fd.allreduce(torch.ones(1), group=group)
     group.close()
@@ -217,11 +285,25 @@ def test_a_forked_child_leaves_nccl_alone() -> None:
         watch.close()
 
 
+def test_a_group_that_a_child_drops_is_left_alone() -> None:
+    """Garbage collection in a child process touches nothing of NCCL's; in its own process it aborts."""
+    for process, is_aborted in ((os.getpid() + 1, False), (os.getpid(), True)):
+        (control,) = fd.SimulatedBackend.create_group(1)
+        nccl = FakeNccl()
+        made = connection.Connection(control, lambda nccl=nccl: nccl)
+        made._process = process
+        made.begin(torch.device("cpu"), Call(operation="x"), Deadline(5.0))
+        del made
+        gc.collect()
+        assert nccl.opened[0].is_aborted is is_aborted
+        control.close()
+
+
 def test_time_counts_from_when_the_gpu_has_come_to_it() -> None:
     """A deadline begins when the stream has come to the operation, however long it was queued."""
     before, work = FakeWork("x", (), (), 1.0), FakeWork("x", (), (), 1.0)
     operation = Launching(what="x", timeout=2.0)
-    launched = Launched(operation, start=FakeEvent([before]), end=FakeEvent([work]), kept=())
+    launched = Launched(operation, start=FakeEvent([before]), end=FakeEvent([work]), kept=(), caller=0)
     assert not launched.is_late(0.0)
     assert not launched.is_late(100.0)
     before.is_done = True
@@ -266,9 +348,8 @@ def test_the_watch_sleeps_without_work_and_ends() -> None:
 
 
 @pytest.mark.parametrize("kind", [fd.HybridBackend, fd.NcclBackend])
-def test_both_kinds_of_groups_carry_gpu_tensors(kind: type[fd.Backend], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_kinds_of_groups_carry_gpu_tensors(kind: type[fd.Backend]) -> None:
     """Collectives, messages and sub-groups of GPU tensors work in both."""
-    monkeypatch.setattr(kind, "carries_cpu_tensors", True)  # which stand for such of a GPU here
 
     def program(group: fd.Backend) -> None:
         assert fd.allreduce(torch.ones(2)).tolist() == [2, 2]

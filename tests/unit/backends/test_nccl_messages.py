@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from nccl_fakes import FakeNccl, fake_groups, send_cpu_tensors_to_nccl
+from nccl_fakes import FakeNccl, FakeStream, fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist as fd
 from ferrodist.backends.nccl.messages import _HEAD, _TAG
@@ -169,27 +169,98 @@ def test_what_does_not_come_is_said_and_may_come_later() -> None:
 
 
 def test_what_is_not_received_ends_the_pair() -> None:
-    """A send that nobody receives is a timeout that names the receiver, once the two are connected."""
+    """A send that nobody receives is a timeout that names the receiver, once the two are connected.
+
+    Messages between the two are over then, and collectives go on.
+    """
 
     def program(group: fd.Backend) -> None:
+        other = 1 - group.rank
         if group.rank == 0:
             fd.send(torch.ones(2), 1)
             group.barrier()
-
-            def send() -> None:
-                fd.send(torch.ones(2), 1, timeout=0.2)
-                group.synchronize()
-
+            fd.send(torch.ones(2), 1, timeout=0.2)
             with pytest.raises(fd.DistributedTimeoutError, match="send to rank 1") as caught:
-                send()
+                group.synchronize()
             assert caught.value.ranks == (1,)
         else:
             receive((2,), 0)
             group.barrier()
-            with pytest.raises(fd.DistributedTimeoutError):
-                group.recv(bytearray(1), 0)
+        group.barrier()
+        with pytest.raises(fd.DistributedTimeoutError, match="send to rank 1"):
+            fd.send(torch.ones(2), other)
+        assert fd.async_allreduce(torch.ones(1)).wait(timeout=30).item() == 2
 
     run_ranks(program, 2, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
+
+
+def test_messages_and_collectives_of_two_ranks_dont_wait_for_each_other() -> None:
+    """A group of two has a communicator and a stream for messages, too: it may have a collective under way."""
+
+    def program(group: fd.Backend) -> None:
+        pending = fd.async_allreduce(torch.ones(1))
+        if group.rank == 0:
+            fd.send(torch.ones(2), 1)
+        else:
+            received = receive((2,), 0)
+        assert pending.wait(timeout=30).item() == 2
+        group.synchronize()
+        assert group.rank == 0 or received.tolist() == [1, 1]
+        works = [[work.kind for work in stream.works] for stream in group._streams.made]
+        assert works == [["all_reduce"], ["send" if group.rank == 0 else "recv"]]
+
+    run_ranks(program, 2, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
+
+
+def test_messages_with_several_ranks_are_under_way_at_once() -> None:
+    """The caller's stream waits when all of a batch has been put on the streams, and not between."""
+
+    def program(group: fd.Backend) -> None:
+        rooms = [torch.empty(2), torch.empty(2)]
+        others = [rank for rank in range(3) if rank != group.rank]
+        operations = [fd.Send(torch.ones(2), rank) for rank in others]
+        operations += [fd.Recv(room, rank) for room, rank in zip(rooms, others, strict=True)]
+        fd.batch(operations)
+        log = [entry for entry in group._streams.log if "caller" in entry]
+        assert log == ["record the caller's"] * 2 + ["the caller's waits"] * 2
+        assert not any(launched.kept for one in group._launchers.values() for launched in one._outstanding)
+
+    run_ranks(program, 3, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
+
+
+def test_what_was_kept_is_taken_over_on_the_receivers_stream() -> None:
+    """A tensor that came before it was asked for is copied behind its arrival, and its memory kept for that."""
+
+    def program(group: fd.Backend) -> None:
+        if group.rank == 0:
+            fd.send(torch.ones(2), 1, tag=1)
+            fd.send(torch.ones(3), 1, tag=2)
+            return
+        receive((3,), 0, tag=2)
+        streams = group._streams
+        other = FakeStream("other")
+        with streams.on(other):
+            assert receive((2,), 0, tag=1).tolist() == [1, 1]
+        assert [work.kind for work in other.waited_for[-1]._works] == ["recv", "recv"]
+        assert [stream for _, stream in streams.kept] == [other]
+
+    run_ranks(program, 2, backend=fake_groups)
+
+
+def test_autograd_learns_that_a_receive_has_written() -> None:
+    """A tensor that a backward needs and a receive writes over is an error of autograd's, as on the CPU."""
+
+    def program(group: fd.Backend) -> None:
+        if group.rank == 0:
+            fd.send(torch.ones(2), 1)
+            return
+        saved, weight = torch.full((2,), 3.0), torch.ones(2, requires_grad=True)
+        product = (saved * weight).sum()
+        fd.recv_into(saved, 0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+    run_ranks(program, 2, backend=fake_groups)
 
 
 def test_a_rank_that_leaves_is_told_to_who_waits() -> None:

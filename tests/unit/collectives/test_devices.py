@@ -121,8 +121,6 @@ def test_subgroups_ask_the_outermost_group() -> None:
     """A sub-group has what the group that it was made from gives it."""
 
     class Owner(fd.SimulatedBackend):
-        carries_cpu_tensors = False
-
         def subgroup_device_collectives(self, subgroup: Backend) -> Any:
             return f"collectives of {subgroup.name}"
 
@@ -132,20 +130,7 @@ def test_subgroups_ask_the_outermost_group() -> None:
     (only,) = Owner.create_group(1)
     sub = fd.SubBackend(only, [0], name="sub")
     assert (sub.device_collectives, sub.device_messages) == ("collectives of sub", "messages of sub")
-    assert not sub.carries_cpu_tensors
     only.close()
-
-
-def test_groups_for_gpus_alone_refuse_cpu_tensors(group: Backend) -> None:
-    """A tensor on the CPU is refused with what to do; barriers need no tensors."""
-    group.carries_cpu_tensors = False
-    for call in (fd.allreduce, fd.reduce, fd.broadcast, fd.all_gather, fd.gather, fd.scatter, fd.reduce_scatter):
-        with pytest.raises(fd.UnsupportedOpError, match=r"GPUs alone.*'hybrid'"):
-            call(torch.ones(2), group=group)
-    for exchange in (fd.all_to_all, lambda tensor, group: fd.batch([fd.Send(tensor, 1)], group=group)):
-        with pytest.raises((fd.UnsupportedOpError, fd.InvalidRankError)):
-            exchange(torch.ones(2), group=group)
-    fd.barrier(group)
 
 
 def test_other_devices_are_refused(group: Backend) -> None:

@@ -4,8 +4,9 @@
 
     library.py        is there an NCCL here?           communicator.py   the edge to the binding
     unique_id.py      how ranks of NCCL meet           dtypes.py         what NCCL can reduce, and the rest
-    streams.py        the edge to CUDA                 launched.py       what is on a stream
-    launcher.py       one group's work                 watch.py          deadlines of it
+    streams.py        the edge to CUDA                 connection.py     one group's communicator
+    launcher.py       one group's work                 launched.py       what is on a stream
+    places.py         in which order                   watch.py          deadlines of it
     call_ring.py      calls compared                   count_comparison.py   counts compared
     progress.py       who is late                      collectives.py, messages.py   the operations
     controlled.py     groups over a control group      backend.py        `NcclBackend`

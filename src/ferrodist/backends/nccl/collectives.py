@@ -45,11 +45,7 @@ class NcclCollectives:
 
     def reserve(self) -> int:
         """Take the next position among the group's collectives on GPUs."""
-        return self._launcher.reserve()
-
-    def await_turn(self, sequence: int) -> None:
-        """Return when all before have been launched, or the group has ended."""
-        self._launcher.await_turn(sequence)
+        return self._launcher.places.reserve()
 
     def begin_async(self) -> None:
         """Let the current stream not wait for what this thread calls, until `end_async`."""
@@ -59,15 +55,7 @@ class NcclCollectives:
         """What was called since `begin_async`."""
         return self._launcher.end_async()
 
-    # The collectives: see `Collectives`.
-
-    def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
-        """Give every rank the bytes of each, in rank order; the host waits."""
-        return self._launcher.agree(operation, payload, timeout=timeout, sequence=sequence)
-
-    def barrier(self, *, timeout: float, sequence: int) -> None:
-        """Return when all ranks have called; the host waits."""
-        self._launcher.agree("barrier", b"", timeout=timeout, sequence=sequence)
+    # The collectives: see `TensorCollectives`.
 
     def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Any, *, timeout: float, sequence: int) -> None:
         """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
@@ -89,8 +77,8 @@ class NcclCollectives:
             )
             recipe.unpack(result, out)
 
-        call = _call("allreduce", source, source.numel(), op=op)
-        self._launcher.launch(call, (source, out), work, timeout=timeout, sequence=sequence)
+        call = _call("allreduce", source, source.numel(), op=op, sequence=sequence)
+        self._launcher.launch(call, (source, out), work, timeout=timeout)
 
     def reduce(
         self,
@@ -124,8 +112,8 @@ class NcclCollectives:
             if out is not None:
                 recipe.unpack(result, out)
 
-        call = _call("reduce", source, source.numel(), op=op, root=root)
-        self._launcher.launch(call, _present(source, out), work, timeout=timeout, sequence=sequence)
+        call = _call("reduce", source, source.numel(), op=op, root=root, sequence=sequence)
+        self._launcher.launch(call, _present(source, out), work, timeout=timeout)
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, timeout: float, sequence: int) -> None:
         """Copy the root's ``tensor`` into every rank's."""
@@ -134,8 +122,8 @@ class NcclCollectives:
             if tensor.numel():
                 lane.grouped(lambda nccl, stream: nccl.broadcast(tensor, root=root, stream=stream))
 
-        call = _call("broadcast", tensor, tensor.numel(), root=root)
-        self._launcher.launch(call, (tensor,), work, timeout=timeout, sequence=sequence)
+        call = _call("broadcast", tensor, tensor.numel(), root=root, sequence=sequence)
+        self._launcher.launch(call, (tensor,), work, timeout=timeout)
 
     def all_gather(
         self,
@@ -165,8 +153,8 @@ class NcclCollectives:
 
             lane.grouped(broadcast_parts)
 
-        call = _call("all_gather", out, out.numel(), dim=dim)
-        self._launcher.launch(call, (out, source), work, timeout=timeout, sequence=sequence)
+        call = _call("all_gather", out, out.numel(), dim=dim, sequence=sequence)
+        self._launcher.launch(call, (out, source), work, timeout=timeout)
 
     def gather(
         self,
@@ -184,8 +172,8 @@ class NcclCollectives:
             parts = None if out is None else _parts(out, counts)
             self._move_to(lane, source, parts, root)
 
-        call = _call("gather", source, sum(counts), root=root)
-        self._launcher.launch(call, _present(source, out), work, timeout=timeout, sequence=sequence)
+        call = _call("gather", source, sum(counts), root=root, sequence=sequence)
+        self._launcher.launch(call, _present(source, out), work, timeout=timeout)
 
     def scatter(
         self,
@@ -210,8 +198,8 @@ class NcclCollectives:
                 lane.grouped(lambda nccl, stream: _send_all(nccl, others, stream))
             out.copy_(parts[root])
 
-        call = _call("scatter", out, sum(counts), root=root)
-        self._launcher.launch(call, _present(out, source), work, timeout=timeout, sequence=sequence)
+        call = _call("scatter", out, sum(counts), root=root, sequence=sequence)
+        self._launcher.launch(call, _present(out, source), work, timeout=timeout)
 
     def reduce_scatter(
         self,
@@ -240,8 +228,8 @@ class NcclCollectives:
             self._reduce_by(lane, recipe, packed, self._scatter_reduced(recipe, result, packed, sizes))
             recipe.unpack(result, out)
 
-        call = _call("reduce_scatter", source, source.numel(), op=op, dim=dim)
-        self._launcher.launch(call, (source, out), work, timeout=timeout, sequence=sequence)
+        call = _call("reduce_scatter", source, source.numel(), op=op, dim=dim, sequence=sequence)
+        self._launcher.launch(call, (source, out), work, timeout=timeout)
 
     def all_to_all(
         self,
@@ -259,7 +247,7 @@ class NcclCollectives:
         Where the parts are not all of ``unit`` elements, the host waits for the other ranks, whose counts are compared
         before anything moves.
         """
-        call = _call("all_to_all", source, unit)
+        call = _call("all_to_all", source, unit, sequence=sequence)
         is_even = set(send_counts) | set(receive_counts) == {unit}
 
         def work(lane: Lane) -> None:
@@ -279,7 +267,7 @@ class NcclCollectives:
                 lane.grouped(exchange)
             incoming[self._rank].copy_(outgoing[self._rank])
 
-        self._launcher.launch(call, (source, out), work, timeout=timeout, sequence=sequence)
+        self._launcher.launch(call, (source, out), work, timeout=timeout)
 
     # What they are made of.
 
@@ -298,10 +286,8 @@ class NcclCollectives:
             return
         factor = torch.tensor([recipe.factor], dtype=packed.dtype, device="cpu")
         made = lane.communicator.premultiplied_sum(factor, _number(recipe))
-        try:
-            lane.grouped(lambda nccl, stream: call(nccl, made, stream))
-        finally:
-            lane.communicator.release_operation(made)
+        lane.grouped(lambda nccl, stream: call(nccl, made, stream))
+        lane.communicator.release_operation(made)
 
     def _scatter_reduced(
         self, recipe: Recipe, result: torch.Tensor, packed: torch.Tensor, sizes: Sequence[int]
@@ -364,9 +350,18 @@ class NcclCollectives:
             fold_gathered(recipe, incoming, out)
 
 
-def _call(operation: str, tensor: torch.Tensor, count: int, *, op: Any = "", root: int = -1, dim: int = -1) -> Call:
+def _call(
+    operation: str,
+    tensor: torch.Tensor,
+    count: int,
+    *,
+    sequence: int,
+    op: Any = "",
+    root: int = -1,
+    dim: int = -1,
+) -> Call:
     name = str(tensor.dtype).removeprefix("torch.")
-    return Call(operation=operation, dtype=name, reduce_op=str(op), root=root, dim=dim, count=count)
+    return Call(operation=operation, dtype=name, reduce_op=str(op), root=root, dim=dim, count=count, sequence=sequence)
 
 
 def _number(recipe: Recipe) -> int:

@@ -7,7 +7,6 @@ a stream that it was given.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,14 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ferrodist.errors import DistributedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import contextlib
 
     import torch
 
 __all__ = ["Communicator", "Library", "NcclError", "open_library"]
 
 _SUCCESS, _IN_PROGRESS = 0, 7
-_NO_STATUS = -1
 
 _UINT8 = 1
 """ncclUint8: what is moved and not reduced travels as bytes, whatever it is."""
@@ -42,8 +40,14 @@ class Communicator(Protocol):
     def is_ready(self) -> bool:
         """Whether all that was begun is on its stream; raises NcclError when the communicator has failed."""
 
-    def group(self) -> contextlib.AbstractContextManager[None]:
-        """What is called inside goes to the GPU as one. The communicator's GPU is the current one."""
+    def begin_group(self) -> None:
+        """What is called from now on goes to the GPU as one, and only that may be called: all below to `recv`.
+
+        The communicator's GPU is the current one, and the same thread calls `end_group`.
+        """
+
+    def end_group(self) -> None:
+        """Have it go to the GPU."""
 
     def all_reduce(self, out: torch.Tensor, source: torch.Tensor, dtype: int, op: int, *, stream: int) -> None:
         """Fold over the ranks into every ``out``, which may be ``source``."""
@@ -125,15 +129,16 @@ class _Nccl:
 
     def unique_id(self) -> bytes:
         """See `Library`."""
-        with _named(self._bindings, "get_unique_id"):
-            return bytes(memoryview(self._bindings.get_unique_id()))
+        return bytes(memoryview(_call(self._bindings, "get_unique_id")))
 
     def open(self, unique_id: bytes, rank: int, world_size: int, device: torch.device) -> Communicator:
         """See `Library`."""
         configuration = self._bindings.Config()
         configuration.blocking = 0
-        with _on(device), _named(self._bindings, "comm_init_rank_config"):
-            handle = self._bindings.comm_init_rank_config(world_size, bytearray(unique_id), rank, configuration)
+        with _on(device):
+            handle = _call(
+                self._bindings, "comm_init_rank_config", world_size, bytearray(unique_id), rank, configuration
+            )
         return _NcclCommunicator(self._bindings, handle, device)
 
 
@@ -153,13 +158,11 @@ class _NcclCommunicator:
             raise NcclError(f"NCCL failed: {text}" + (f" ({detail.strip()})" if detail and detail.strip() else ""))
         return status == _SUCCESS
 
-    @contextlib.contextmanager
-    def group(self) -> Iterator[None]:
+    def begin_group(self) -> None:
         self._call("group_start")
-        try:
-            yield
-        finally:
-            self._call("group_end")
+
+    def end_group(self) -> None:
+        self._call("group_end")
 
     def all_reduce(self, out: torch.Tensor, source: torch.Tensor, dtype: int, op: int, *, stream: int) -> None:
         arguments = (source.data_ptr(), out.data_ptr(), source.numel(), dtype, op)
@@ -207,15 +210,13 @@ class _NcclCommunicator:
             self._call("comm_abort", self._handle)
 
     def _call(self, name: str, *arguments: object) -> Any:
-        with _named(self._bindings, name):
-            return getattr(self._bindings, name)(*arguments)
+        return _call(self._bindings, name, *arguments)
 
 
-@contextlib.contextmanager
-def _named(bindings: Any, name: str) -> Iterator[None]:
-    """Map the binding's errors."""
+def _call(bindings: Any, name: str, *arguments: object) -> Any:
+    """Call a function of the binding, and map its errors."""
     try:
-        yield
+        return getattr(bindings, name)(*arguments)
     except bindings.NCCLError as error:
         raise NcclError(f"{name} of NCCL failed: {error}") from None
 

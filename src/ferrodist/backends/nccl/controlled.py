@@ -8,7 +8,6 @@ of a GPU finds ends the control group on all ranks.
 from __future__ import annotations
 
 import weakref
-from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.base import NonBlockingBackend
@@ -23,7 +22,7 @@ from ferrodist.backends.nccl.watch import Watch
 from ferrodist.backends.sub import SubBackend
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.weak import held_now
-from ferrodist.errors import BackendUnavailable, GroupClosedError, InvalidRankError, PeerLostError, ranks_text
+from ferrodist.errors import BackendUnavailable, InvalidRankError, PeerLostError, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,10 +74,14 @@ class ControlledBackend(NonBlockingBackend):
     ) -> None:
         super().__init__(control.rank, control.world_size, timeout=control.timeout, name=control.name)
         self._control = control
+        self._is_closed = False
         self._stream = stream
         self._library = library
         self._streams = CudaStreams() if streams is None else streams
         self.agreement = control.agreement
+        self.collectives = control.collectives
+        self.quick = control.quick
+        self.tensor_messages = control.tensor_messages
         self.subgroups = control.subgroups  # which tells the control group of those that are dropped
         self._watch = Watch(f"ferrodist-nccl-{control.name}-{control.rank}", self._streams.begin_watching)
         self._launchers: weakref.WeakValueDictionary[int, Launcher] = weakref.WeakValueDictionary()  # by group
@@ -118,9 +121,8 @@ class ControlledBackend(NonBlockingBackend):
         """Why the group can't be used any more, or None while it can."""
         return self._control.failure
 
-    @abstractmethod
     def _check_tag(self, tag: int) -> None:
-        """Raise UnsupportedOpError for messages that this group does not carry."""
+        """Raise UnsupportedOpError for messages that this group does not carry; it carries all."""
 
     def _launcher_of(self, group: Backend) -> Launcher:
         """The launcher of this group or of a sub-group, made when first asked for."""
@@ -161,8 +163,10 @@ class ControlledBackend(NonBlockingBackend):
 
     def close(self, timeout: float | None = None) -> None:
         """Leave the group; see `Backend.close`. What this rank has launched is completed first, for at most 5 s."""
-        if isinstance(self._control.failure, GroupClosedError):
+        if self._is_closed:
             return
+        self._is_closed = True
+        self.quick = self.tensor_messages = None  # as the control group does with its own
         for launcher in held_now(self._launchers.values):
             launcher.release(self.failure or launcher.failure)
         self._watch.close()

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,6 +106,8 @@ class Recipe:
 
     def pack(self, source: torch.Tensor) -> torch.Tensor:
         """What NCCL gets for ``source``: its own memory, or a fresh tensor."""
+        if self.form is Form.AS_THEY_ARE:
+            return source
         if source.dtype.is_complex:
             source = torch.view_as_real(source).view(-1)
         if self.form is Form.ORDERED:
@@ -113,6 +116,8 @@ class Recipe:
 
     def unpack(self, packed: torch.Tensor, out: torch.Tensor) -> None:
         """Bring what NCCL wrote to ``out``."""
+        if packed is out:
+            return
         target = torch.view_as_real(out).view(-1) if out.dtype.is_complex else out
         if self.form is Form.ORDERED:
             packed = self._unordered(packed)
@@ -136,6 +141,7 @@ class Recipe:
         return torch.where(values.isnan(), torch.full_like(values, math.nan), values)
 
 
+@lru_cache(maxsize=256)
 def recipe_of(dtype: torch.dtype, op: Any, world_size: int) -> Recipe:
     """How NCCL does a reduction that is defined for ``dtype``; see [Note: recipes].
 

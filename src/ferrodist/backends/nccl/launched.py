@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ferrodist.backends.nccl.streams import Event, Stream, Streams
+    from ferrodist.backends.nccl.streams import Event, Streams
     from ferrodist.errors import DistributedError
 
 __all__ = ["NO_PLACE", "Enqueued", "Launched", "Launching"]
@@ -44,15 +44,19 @@ class Launched:
         start: Where it begins.
         end: Where it ends.
         kept: Tensors that must live until it has ended.
+        caller: The ``cudaStream_t`` that was current where it was launched.
     """
 
-    __slots__ = ("_came_at", "_start", "end", "kept", "operation")
+    __slots__ = ("_came_at", "_start", "caller", "end", "kept", "operation")
 
-    def __init__(self, operation: Launching, *, start: Event, end: Event, kept: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, operation: Launching, *, start: Event, end: Event, kept: tuple[torch.Tensor, ...], caller: int
+    ) -> None:
         self.operation = operation
         self._start = start
         self.end = end
         self.kept = kept
+        self.caller = caller
         self._came_at: float | None = None
 
     def is_late(self, now: float) -> bool:
@@ -68,27 +72,24 @@ class Enqueued:
     """What a thread has launched asynchronously; see `Enqueued` of collectives/engine.py.
 
     Args:
-        launched: In order.
+        launched: In order; of one stream and device.
         streams: CUDA's.
-        device: Where it is.
         failure: Tells why the group has failed, or will.
         is_compared: Tells whether the call of a place has been compared.
     """
 
-    __slots__ = ("_device", "_failure", "_is_compared", "_launched", "_streams")
+    __slots__ = ("_failure", "_is_compared", "_launched", "_streams")
 
     def __init__(
         self,
         launched: Sequence[Launched],
         streams: Streams,
-        device: torch.device | None,
         *,
         failure: Callable[[], DistributedError | None],
         is_compared: Callable[[int], bool],
     ) -> None:
         self._launched = launched
         self._streams = streams
-        self._device = device
         self._failure = failure
         self._is_compared = is_compared
 
@@ -104,8 +105,12 @@ class Enqueued:
         )
 
     def wait_on_stream(self) -> None:
-        """Have the current stream wait for it; the host does not."""
-        if self._launched:
-            assert self._device is not None
-            current: Stream = self._streams.current(self._device)
-            current.wait_event(self._launched[-1].end)  # of one stream, so it is the last to be passed
+        """Have the current stream wait for it; the host does not. See [Note: lifetimes] in `launcher.py`."""
+        if not self._launched:
+            return
+        current = self._streams.current(self._launched[-1].kept[0].device)
+        current.wait_event(self._launched[-1].end)  # of one stream, so it is the last to be passed
+        for launched in self._launched:
+            if launched.caller != current.cuda_stream:
+                for tensor in launched.kept:
+                    self._streams.keep(tensor, current)

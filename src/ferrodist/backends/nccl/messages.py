@@ -8,8 +8,9 @@ memory of their own: kept for the receive that asks for that tag, or dropped wit
 into the wrong tensor. A receiver's host waits for the head; a sender's host waits for its receiver before the first
 message between the two, which then connect, and for nobody later.
 
-Each pair of ranks has a communicator and a stream of its own (in a group of two, the group's), so that only the two
-need to take part, and messages of different pairs don't wait for each other.
+Each pair of ranks has a communicator and a stream of its own, so that only the two need to take part, and messages of
+different pairs, and collectives, don't wait for each other. Between two ranks messages of both directions do: they are
+on one stream, and a send ends when it is received.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.backends.listening import Listener
     from ferrodist.backends.nccl.communicator import Communicator
+    from ferrodist.backends.nccl.launched import Launched
     from ferrodist.backends.nccl.launcher import Lane, Launcher
 
 __all__ = ["NcclMessages"]
@@ -96,6 +98,7 @@ class NcclMessages:
         self._inbox = _Inbox(group.world_size)
         self._receiving = self._inbox.changed  # held where heads are taken and their receives launched
         self._pairs: dict[int, Backend] = {}
+        self._pairing = threading.Lock()
 
     def exchange(self, operations: Sequence[Any], *, timeout: float) -> list[int]:
         """Do all of these at the same time; see `DeviceMessages`."""
@@ -143,13 +146,16 @@ class NcclMessages:
             incoming = [(one.source, target) for one, target in zip(found, targets, strict=True) if one.kept is None]
             self._launch(what, sends, incoming, deadline)
             for one in found:
-                if one.kept is not None:  # received when another thread asked, on whose stream it was awaited
-                    self._launcher_to(one.source)[0].catch_up(one.kept.device)
+                if one.kept is not None:  # received when another thread asked, on whose stream it was made and awaited
+                    self._launcher_to(one.source)[0].take_over(one.kept)
         for receive, one, target in zip(receives, found, targets, strict=True):
             _check_fits(self._group, receive, one)
             if target is not receive.tensor:
                 with torch.no_grad():
                     receive.tensor.copy_(target)
+            elif not target.is_inference():
+                # NCCL wrote raw memory: autograd must learn that what it may have saved has changed.
+                torch.autograd.graph.increment_version(target)
         return [one.source for one in found]
 
     def _find(self, what: str, receive: Any, deadline: Deadline) -> _Found:
@@ -205,27 +211,35 @@ class NcclMessages:
         for source, tensor in incoming:
             if tensor.numel():
                 moves.setdefault(source, _Moves([], [])).received.append(tensor.view(-1))
-        # Ranks that connect pair by pair, each in an order of its own, could wait for each other in a ring.
-        for peer in sorted(moves, key=lambda peer: sorted((peer, self._group.rank))):
-            launcher, place = self._launcher_to(peer)
-            tensors = [*moves[peer].sent, *moves[peer].received]
-            work = partial(moves[peer].put, place)
-            launcher.launch_message(what, tensors, work, timeout=deadline.timeout, peers=(place,))
+        launched: list[tuple[Launcher, Launched, torch.device]] = []
+        try:
+            # Ranks that connect pair by pair, each in an order of its own, could wait for each other in a ring.
+            for peer in sorted(moves, key=lambda peer: sorted((peer, self._group.rank))):
+                launcher, place = self._launcher_to(peer)
+                tensors = [*moves[peer].sent, *moves[peer].received]
+                work = partial(moves[peer].put, place)
+                message = launcher.launch_message(what, tensors, work, timeout=deadline.timeout, peers=(place,))
+                launched.append((launcher, message, tensors[0].device))
+        finally:  # and not before: what goes to several ranks is under way at the same time
+            for launcher, message, device in launched:
+                launcher.order_after(message, device)
 
     def _launcher_to(self, peer: int) -> tuple[Launcher, int]:
         """What launches messages with a rank, and that rank's number there."""
-        if self._group.world_size == 2:
-            return self.launcher, peer
-        pair = self._pairs.get(peer)
-        if pair is None:
-            ranks = sorted((self._group.rank, peer))
-            pair = self._pairs[peer] = SubBackend(
-                self._group, ranks, name=f"{self._group.name}, messages of {ranks}", label="messages of GPUs"
-            )
-            messages: NcclMessages = pair.device_messages
-            self._group.on_synchronize(messages.launcher.synchronize)
-        messages = pair.device_messages
-        return messages.launcher, 1 - pair.rank
+        with self._pairing:  # of two pairs made of the same ranks, the others would count one
+            pair = self._pairs.get(peer)
+            if pair is None:
+                ranks = sorted((self._group.rank, peer))
+                pair = self._pairs[peer] = SubBackend(
+                    self._group, ranks, name=f"{self._group.name}, messages of {ranks}", label="messages of GPUs"
+                )
+                self._group.on_synchronize(_messages_of(pair).launcher.synchronize)
+        return _messages_of(pair).launcher, 1 - pair.rank
+
+
+def _messages_of(pair: Backend) -> NcclMessages:
+    messages: NcclMessages = pair.device_messages
+    return messages
 
 
 class _Moves(NamedTuple):

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-from ferrodist.errors import UnsupportedOpError
-
 __all__ = ["CudaStreams", "Event", "Stream", "Streams"]
 
 
@@ -27,15 +25,16 @@ class Stream(Protocol):
     def cuda_stream(self) -> int:
         """The ``cudaStream_t``."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+
     def wait_event(self, event: Any) -> None:
         """Do what comes after this call when ``event`` is past."""
 
 
 class Streams(Protocol):
     """What the engine asks of CUDA."""
-
-    def check(self, device: torch.device) -> None:
-        """Raise UnsupportedOpError where work can't be put on streams and watched."""
 
     def begin_watching(self) -> None:
         """Prepare the calling thread for nothing but looks at events."""
@@ -49,20 +48,15 @@ class Streams(Protocol):
     def record(self, stream: Stream) -> Event:
         """An event at the end of what ``stream`` has been given."""
 
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Let the memory of a tensor not be used again before what ``stream`` has, when it is let go of, is done."""
+
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
         """Put what torch does inside on ``stream``, in the calling thread."""
 
 
 class CudaStreams:
     """`Streams` of torch."""
-
-    def check(self, device: torch.device) -> None:
-        """See `Streams`."""
-        if torch.cuda.is_current_stream_capturing():
-            raise UnsupportedOpError(
-                f"a collective or message on {device} inside the capture of a CUDA graph: ferrodist compares calls and"
-                " watches deadlines on the host, which a replayed graph would pass by. Call it outside."
-            )
 
     def begin_watching(self) -> None:
         """See `Streams`: a look at an event would break what another thread captures as a graph."""
@@ -83,6 +77,10 @@ class CudaStreams:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)  # type: ignore[arg-type] # it is one of torch's
         return event
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """See `Streams`."""
+        tensor.record_stream(stream)  # type: ignore[arg-type] # it is one of torch's
 
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
         """See `Streams`."""
