@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engine import Collectives
+    from ferrodist.collectives.engine import Collectives, TensorCollectives
 
-    Run = Callable[[Collectives, float, int], None]
+    Run = Callable[[TensorCollectives, float, int], None]
     """Called with the engine, the seconds it may take, and its place among the group's collectives."""
 
 __all__ = [
@@ -92,9 +92,11 @@ def only(tensors: Sequence[Any], what: str) -> Any:
 
 def barrier() -> Collective:
     """Of nothing."""
-    return Collective(
-        "barrier", None, [], lambda engine, timeout, place: engine.barrier(timeout=timeout, sequence=place)
-    )
+
+    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
+        cast("Collectives", engine).barrier(timeout=timeout, sequence=place)
+
+    return Collective("barrier", None, [], run)
 
 
 def allreduce(tensor: torch.Tensor, op: Op) -> Collective:
@@ -102,7 +104,7 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Collective:
     _check(tensor, op)
     target, source = Target(tensor), source_of(tensor)
 
-    def run(engine: Collectives, timeout: float, place: int) -> None:
+    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
         engine.allreduce(target.flat, source, op, timeout=timeout, sequence=place)
         target.finish()
 
@@ -114,7 +116,7 @@ def reduce(group: Backend, tensor: torch.Tensor, root: int, op: Op) -> Collectiv
     _check(tensor, op)
     target, source = (Target(tensor) if group.rank == root else None), source_of(tensor)
 
-    def run(engine: Collectives, timeout: float, place: int) -> None:
+    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
         engine.reduce(None if target is None else target.flat, source, op, root, timeout=timeout, sequence=place)
         if target is not None:
             target.finish()
@@ -128,7 +130,7 @@ def broadcast(group: Backend, tensor: torch.Tensor, root: int) -> Collective:
     target = None if group.rank == root else Target(tensor)
     flat = moved(source_of(tensor) if target is None else target.flat)
 
-    def run(engine: Collectives, timeout: float, place: int) -> None:
+    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
         engine.broadcast(flat, root, timeout=timeout, sequence=place)
         if target is not None:
             target.finish()
@@ -168,7 +170,7 @@ def _gather_into(
     out, source, scale = _moved_alike(flat, source_of(tensor))
     sizes = [count * scale for count in counts]
 
-    def run(engine: Collectives, timeout: float, place: int) -> None:
+    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
         engine.all_gather(out, source, sizes, dim=0, timeout=timeout, sequence=place)
         target.finish()
 
@@ -187,7 +189,7 @@ def gather(group: Backend, outputs: Sequence[torch.Tensor] | None, tensor: torch
     flat = None if joined is None else moved(joined.flat)
     counts = [source.numel()] * group.world_size
 
-    def run(engine: Collectives, timeout: float, place: int) -> None:
+    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
         engine.gather(flat, source, counts, root, timeout=timeout, sequence=place)
         if joined is not None:
             joined.finish()
@@ -208,7 +210,7 @@ def scatter(group: Backend, tensor: torch.Tensor, inputs: Sequence[torch.Tensor]
     flat = moved(target.flat)
     counts = [flat.numel()] * group.world_size
 
-    def run(engine: Collectives, timeout: float, place: int) -> None:
+    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
         engine.scatter(flat, source, counts, root, timeout=timeout, sequence=place)
         target.finish()
 
@@ -243,7 +245,7 @@ def _reduce_parts(output: torch.Tensor, source: torch.Tensor, counts: Sequence[i
     _check(output, op)
     target = Target(output)
 
-    def run(engine: Collectives, timeout: float, place: int) -> None:
+    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
         engine.reduce_scatter(target.flat, source, counts, op, dim=0, timeout=timeout, sequence=place)
         target.finish()
 
@@ -321,7 +323,7 @@ def _exchange(
     out, sent, scale = _moved_alike(flat, source)
     sizes = [[count * scale for count in counts] for counts in (send_counts, receive_counts)]
 
-    def run(engine: Collectives, timeout: float, place: int) -> None:
+    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
         engine.all_to_all(out, sent, *sizes, unit=row * scale, timeout=timeout, sequence=place)
         target.finish()
 

@@ -12,7 +12,7 @@ from ferrodist.interop.operations import Collective
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engine import Collectives
+    from ferrodist.collectives.engine import TensorCollectives
     from ferrodist.collectives.reduce_op import Op
 
 __all__ = ["sparse_allreduce"]
@@ -34,20 +34,20 @@ def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[Colle
     num_found = torch.zeros(group.world_size, dtype=torch.int64)
     found: list[torch.Tensor] = []
 
-    def count(engine: Collectives, timeout: float, place: int) -> None:
+    def count(engine: TensorCollectives, timeout: float, place: int) -> None:
         mine = torch.tensor([indices.shape[1]])
         engine.all_gather(num_found, mine, [1] * group.world_size, dim=0, timeout=timeout, sequence=place)
 
-    def gather(engine: Collectives, timeout: float, place: int, flat: torch.Tensor, size: int) -> None:
+    def gather(engine: TensorCollectives, timeout: float, place: int, flat: torch.Tensor, size: int) -> None:
         counts = [number * size for number in num_found.tolist()]
         out = flat.new_empty(sum(counts))
         engine.all_gather(out, flat, counts, dim=0, timeout=timeout, sequence=place)
         found.append(out)
 
-    def gather_indices(engine: Collectives, timeout: float, place: int) -> None:
+    def gather_indices(engine: TensorCollectives, timeout: float, place: int) -> None:
         gather(engine, timeout, place, indices.t().contiguous().view(-1), indices.shape[0])
 
-    def gather_values(engine: Collectives, timeout: float, place: int) -> None:
+    def gather_values(engine: TensorCollectives, timeout: float, place: int) -> None:
         gather(engine, timeout, place, values.view(-1), width)
         add_up()
 
