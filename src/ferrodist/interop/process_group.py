@@ -72,6 +72,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         self._kept: deque[FerrodistWork] = deque(maxlen=_NUM_KEPT)
         self._local = threading.local()
         self._num_calls = 0
+        self._group_name = self._group_desc = ""
         atexit.register(self._leave_at_exit)
 
     # What it is.
@@ -84,6 +85,24 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     def _get_backend_name(self) -> str:
         return "ferrodist"
+
+    # torch keeps the name of a group in its C++ backends, of which this one has none.
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's names, here and below
+        """What torch calls the group."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Be told it."""
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """What the user says of it."""
+        return self._group_desc
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        """Be told it."""
+        self._group_desc = desc
 
     @property
     def _device_types(self) -> list[torch.device]:
