@@ -179,6 +179,23 @@ def test_ranks_that_are_alone_and_should_not_be(name):
     check_job(_ALONE, variables={})
 
 
+def test_a_group_of_the_world_asks_the_launcher(monkeypatch):
+    """`MpiBackend()` is no group of one rank where the launcher has started more."""
+    mpi = SimpleNamespace(
+        Is_finalized=lambda: False,
+        Is_initialized=lambda: True,
+        Query_thread=lambda: 3,
+        THREAD_MULTIPLE=3,
+        COMM_WORLD=_ALONE,
+        get_vendor=lambda: ("Some MPI", (1, 2)),
+    )
+    monkeypatch.setattr(world, "_process", None)
+    monkeypatch.setattr(library, "_module", mpi)
+    monkeypatch.setenv("PMI_SIZE", "4")
+    with pytest.raises(fd.InvalidWorldSizeError, match=r"to be 4 \(PMI_SIZE\)"):
+        fd.MpiBackend()
+
+
 @pytest.mark.usefixtures("some_mpi")
 def test_a_world_that_mpi_does_not_have():
     """A rank or world size that is not MPI's is an error; what launchers say is not asked where MPI has ranks."""
