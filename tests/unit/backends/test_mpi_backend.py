@@ -12,7 +12,7 @@ import pytest
 import ferrodist as fd
 from ferrodist.backends.call import Call
 from ferrodist.backends.moving.call_order import CallOrder
-from ferrodist.backends.mpi import library, life
+from ferrodist.backends.mpi import library, life, world
 from ferrodist.backends.mpi.agreement import MpiAgreement
 from ferrodist.backends.mpi.attendance import Attendance
 from ferrodist.backends.mpi.frame import HEADER_SIZE, MAX_PAYLOAD, Frame, Kind
@@ -62,6 +62,7 @@ def test_an_mpi_without_threads_is_refused(monkeypatch):
         THREAD_MULTIPLE=3,
         get_vendor=lambda: ("Some MPI", (1, 2)),
     )
+    monkeypatch.setattr(world, "_process", None)
     monkeypatch.setattr(library, "_module", mpi)
     with pytest.raises(BackendUnavailable, match=r"Some MPI 1\.2 does not let several threads call it"):
         fd.MpiBackend()
@@ -69,6 +70,7 @@ def test_an_mpi_without_threads_is_refused(monkeypatch):
 
 def test_an_mpi_that_has_ended_is_refused(monkeypatch):
     """After MPI_Finalize there are no more groups."""
+    monkeypatch.setattr(world, "_process", None)
     monkeypatch.setattr(library, "_module", SimpleNamespace(Is_finalized=lambda: True))
     with pytest.raises(BackendUnavailable, match="MPI has ended in this process"):
         fd.MpiBackend()
@@ -103,12 +105,47 @@ def test_nobody_waits_for_mpi_longer_than_they_want(monkeypatch):
     slow.come.set()
     assert one.begin(Deadline(60))
     slow.come.clear()
+    with monkeypatch.context() as forked:
+        forked.setattr(life.os, "getpid", lambda: -1)
+        one.end(None)  # MPI is the parent's
     one.end(0.01)
     assert len(slow.callers) == 1
     slow.come.set()
     one.end(None)
     assert len(slow.callers) == 2
     assert len({*slow.callers}) == 1
+
+
+class _Open:
+    """A group that uses MPI."""
+
+    def __init__(self, *, has_parted):
+        self._has_parted = has_parted
+        self.is_closed = False
+
+    def close(self):
+        self.is_closed = True
+
+    def has_parted(self, _patience):
+        return self._has_parted
+
+
+@pytest.mark.parametrize(("has_failed", "kept", "patience"), [(False, 0, None), (True, 0, 5.0), (False, 1, 5.0)])
+def test_how_long_a_process_waits_for_the_end(monkeypatch, has_failed, kept, patience):
+    """MPI's end is waited for without limit, unless some rank may not come to it."""
+    monkeypatch.setattr(library, "_module", SimpleNamespace(Is_finalized=lambda: False))
+    monkeypatch.setattr(world, "_open", set())
+    monkeypatch.setattr(world, "_has_lost", False)
+    monkeypatch.setattr(world, "num_kept", lambda: kept)
+    world.forget(_Open(has_parted=True), has_failed=has_failed)
+    ended = []
+    world._end(SimpleNamespace(end=ended.append))
+    assert ended == [patience]
+    group = _Open(has_parted=False)
+    world.use(group)
+    world._end(SimpleNamespace(end=ended.append))
+    assert ended == [patience], "others still use it"
+    assert group.is_closed
 
 
 def test_an_mpi_that_can_not_start(monkeypatch):
@@ -142,6 +179,23 @@ def test_ranks_that_are_alone_and_should_not_be(name):
     check_job(_ALONE, variables={})
 
 
+def test_a_group_of_the_world_asks_the_launcher(monkeypatch):
+    """`MpiBackend()` is no group of one rank where the launcher has started more."""
+    mpi = SimpleNamespace(
+        Is_finalized=lambda: False,
+        Is_initialized=lambda: True,
+        Query_thread=lambda: 3,
+        THREAD_MULTIPLE=3,
+        COMM_WORLD=_ALONE,
+        get_vendor=lambda: ("Some MPI", (1, 2)),
+    )
+    monkeypatch.setattr(world, "_process", None)
+    monkeypatch.setattr(library, "_module", mpi)
+    monkeypatch.setenv("PMI_SIZE", "4")
+    with pytest.raises(fd.InvalidWorldSizeError, match=r"to be 4 \(PMI_SIZE\)"):
+        fd.MpiBackend()
+
+
 @pytest.mark.usefixtures("some_mpi")
 def test_a_world_that_mpi_does_not_have():
     """A rank or world size that is not MPI's is an error; what launchers say is not asked where MPI has ranks."""
@@ -151,6 +205,14 @@ def test_a_world_that_mpi_does_not_have():
     with pytest.raises(fd.InvalidRankError, match=r"the rank is to be 0, .* this is rank 1"):
         check_job(pair, rank=0, world_size=2)
     check_job(pair, rank=1, variables={"SLURM_STEP_NUM_TASKS": "4"})
+
+
+def test_the_mpi_of_a_parent_is_refused(monkeypatch):
+    """A forked process has no MPI of its own, and its parent's is not for it."""
+    monkeypatch.setattr(library, "_module", SimpleNamespace())
+    monkeypatch.setattr(world, "_process", -1)
+    with pytest.raises(BackendUnavailable, match="the process that this one was forked from"):
+        fd.MpiBackend()
 
 
 def test_arguments_that_mpi_has_no_use_for():
