@@ -337,7 +337,7 @@ def test_counts_of_an_exchange_are_compared_by_pairs() -> None:
     ids=["more is sent", "more is expected", "both"],
 )
 def test_counts_that_do_not_fit_end_the_group(send_counts, recv_counts) -> None:
-    """Of an exchange whose counts differ nothing is moved by the rank that knows, and all ranks are told which."""
+    """Of an exchange whose counts differ a rank with uneven ones moves nothing, and all ranks are told which."""
 
     def program(group: fd.Backend) -> None:
         begin(group)
@@ -348,6 +348,9 @@ def test_counts_that_do_not_fit_end_the_group(send_counts, recv_counts) -> None:
             lambda: fd.all_to_all_single_uneven(torch.ones(sum(sent), 3), sent, expected),
         )
         assert re.search(r"rank \d expects \d rows? from rank \d .*which sends it \d", error.message)
+        if group.rank == 1:  # whose counts are uneven: it has waited for rank 0's
+            (own,) = [one for one in group.shared.opened if one.rank == 1]
+            assert set(own.log) <= {"all_reduce", "abort"}
 
     run_ranks(program, 2, backend=lazy_groups)
 

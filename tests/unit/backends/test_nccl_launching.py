@@ -170,6 +170,15 @@ def test_tensors_of_what_has_failed_are_kept_for_the_groups_stream() -> None:
     run_ranks(program, 2, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
 
 
+def test_exchanges_of_one_rank_leave_nothing_behind() -> None:
+    """With nobody to compare counts with, none are remembered."""
+    group = alone()
+    assert fd.all_to_all_single_uneven(torch.ones(2), [2], [2], group=group).tolist() == [1, 1]
+    group.synchronize()
+    assert group.nccl()._counts._own == {}
+    group.close()
+
+
 def test_a_given_stream_is_used_and_not_waited_for_by_itself() -> None:
     """With stream= the group's work goes there; on that very stream nothing has to wait."""
     mine = FakeStream("mine")
