@@ -8,6 +8,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import ferrodist as fd
 from ferrodist.backends.call import Call
@@ -20,6 +21,7 @@ from ferrodist.backends.mpi.job import check_job
 from ferrodist.backends.mpi.kept import num_kept
 from ferrodist.backends.mpi.messenger import Messenger, Outgoing
 from ferrodist.backends.mpi.mover import MpiMover
+from ferrodist.collectives.moved import MovedCollectives
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, ProtocolError
 
@@ -286,21 +288,72 @@ def test_a_late_rank_hears_that_others_gave_up(gave_up):
         assert agreement.reach(Call(operation="barrier", payload=b"x"), 30) == [b"x", b"x"]
 
 
+def _interrupt(*_arguments):
+    raise KeyboardInterrupt
+
+
+def _group_of_two(aborts):
+    return SimpleNamespace(rank=0, world_size=2, name="world", failure=None, attachments={}, abort=aborts.append)
+
+
+def test_an_interrupted_agreement_ends_the_group():
+    """A rank that leaves the comparison of calls by Ctrl-C is out of step: the others are told."""
+    aborts, mover = [], _Mover()
+    mover.wait_for = _interrupt
+    agreement = MpiAgreement(_group_of_two(aborts), mover, lambda _sequence: (), lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        agreement.reach(Call(operation="barrier"), 30)
+    assert aborts == ["rank 0 left barrier() by KeyboardInterrupt"]
+
+
+def test_an_interrupted_collective_ends_the_group():
+    """So does one that leaves in the middle of the data."""
+    aborts, mover = [], _Mover()
+    group = _group_of_two(aborts)
+    group.mover, group.agreement = mover, MpiAgreement(group, mover, lambda _sequence: (), lambda: None)
+    mover.broadcast = _interrupt
+    with pytest.raises(KeyboardInterrupt):
+        MovedCollectives(group).broadcast(torch.ones(100), 0, timeout=30, sequence=0)
+    assert len(aborts) == 1
+    assert "rank 0 left broadcast(float32[100], root=0), operation 0, by KeyboardInterrupt" in aborts[0]
+
+
 class _NoMessages:
     """A communicator of two ranks that takes what is sent and has nothing to receive."""
 
     def __init__(self):
         self.sent = []
+        self.has_room = True
 
     def Get_size(self):
         return 2
 
     def Isend(self, buffer, destination, _tag):
         self.sent.append(destination)
-        return SimpleNamespace(Test=lambda: True)
+        return SimpleNamespace(Test=lambda: self.has_room)
 
     def Improbe(self, *_arguments):
         return None
+
+
+def test_what_mpi_is_not_given_can_be_taken_back():
+    """MPI gets a few MiB for a rank at a time, and more when it has sent those; what is urgent does not wait for it."""
+    communicator = _NoMessages()
+    communicator.has_room = False
+    messenger = Messenger(SimpleNamespace(Status=object, BYTE=0, ANY_SOURCE=-1), communicator, lambda *_: None)
+    for owner in range(9):
+        data = memoryview(bytearray(MAX_PAYLOAD))
+        messenger.push(1, Outgoing(Frame(Kind.DATA, size_bytes=MAX_PAYLOAD), data, owner))
+    assert len(communicator.sent) == 4
+    messenger.push(1, Outgoing(Frame(Kind.PING)))
+    assert len(communicator.sent) == 5
+    assert messenger.drop(1, 0) == 0
+    assert messenger.drop(1, 8) == 1
+    communicator.has_room = True
+    assert messenger.look()
+    assert len(communicator.sent) == 5 + 4
+    assert messenger.look()
+    assert messenger.is_idle()
 
 
 def test_a_messenger_that_has_ended_leaves_its_communicator_alone():
