@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["UccBackend"]
 
-_CLOSE_SECONDS = 5.0
-"""How long `UccBackend.close` waits until UCC has given what this rank has sent to the network."""
+_CLOSE_SECONDS = 10.0
+"""How long `UccBackend.close` takes at most: half of it for UCC, the rest for the control group."""
 
 _LIBRARY, _REASON = b"+", b"-"
 
@@ -96,7 +96,8 @@ class UccBackend(NonBlockingBackend):
         """Leave the group; see `Backend.close`.
 
         Args:
-            timeout: Seconds to wait until UCC has given what this rank has sent to the network; None for five.
+            timeout: Seconds, half of them to wait until UCC has given what this rank has sent to the network, and the
+                rest for the control group; None for ten.
         """
         deadline = Deadline(_CLOSE_SECONDS if timeout is None else check_timeout(timeout))
         if self._is_closed():  # in a forked child too: UCC is its parent's, and so may the lock's holder be
@@ -104,8 +105,8 @@ class UccBackend(NonBlockingBackend):
         with self._closing:
             if self._is_closed():
                 return
-            self.mover.leave(deadline.remaining())
-            self._control.close(timeout)
+            self.mover.leave(deadline.timeout / 2)
+            self._control.close(deadline.remaining())
             self.mover.stop()
         self._run_close_callbacks()
 
@@ -213,11 +214,7 @@ def _connect(control: Backend, deadline: Deadline) -> UccMover:
     except UccError as error:
         reason = f"UccBackend can't be used on rank {control.rank}: {error.message}"
         control.abort(reason)
-        raise BackendUnavailable(
-            f"{reason}. UCC's and UCX's own messages on standard error may say more; UCC_LOG_LEVEL=info and"
-            " UCX_LOG_LEVEL=info ask for them.",
-            ranks=(control.rank,),
-        ) from error
+        raise BackendUnavailable(reason, ranks=(control.rank,)) from error
     except DistributedError as error:
         control.abort(error)
         raise
