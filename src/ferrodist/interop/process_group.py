@@ -66,13 +66,13 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def __init__(self, group: Backend) -> None:
         super().__init__(group.rank, group.world_size)  # type: ignore[call-arg] # with a store it is for C++ alone
         self.group = group
+        self._names = (group.name, "undefined")
         self._done = DoneWork([])
         self._threads = Threads(f"ferrodist-futures-{group.name}")
         self._completer = Completer(self._threads)
         self._kept: deque[FerrodistWork] = deque(maxlen=_NUM_KEPT)
         self._local = threading.local()
         self._num_calls = 0
-        self._group_name = self._group_desc = ""
         atexit.register(self._leave_at_exit)
 
     # What it is.
@@ -86,23 +86,23 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def _get_backend_name(self) -> str:
         return "ferrodist"
 
-    # torch keeps the name of a group in its C++ backends, of which this one has none.
+    # torch's C++ has names for groups that it has made backends for, and asks others by these.
 
-    def getGroupName(self) -> str:  # noqa: N802 - torch's names, here and below
+    def getGroupName(self) -> str:  # noqa: N802
         """What torch calls the group."""
-        return self._group_name
+        return self._names[0]
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Be told it."""
-        self._group_name = name
+        """See `getGroupName`."""
+        self._names = (name, self._names[1])
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """What the user says of it."""
-        return self._group_desc
+        """What the user says it is for."""
+        return self._names[1]
 
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        """Be told it."""
-        self._group_desc = desc
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """See `getGroupDesc`."""
+        self._names = (self._names[0], description)
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -388,7 +388,8 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     def _keep(self, work: FerrodistWork) -> FerrodistWork:
         self._num_calls += 1
-        if sum([each.nbytes for each in work.results if isinstance(each, torch.Tensor)]) <= _MOST_KEPT_BYTES:
+        tensors = [each for each in work.results if isinstance(each, torch.Tensor)]
+        if sum([each.numel() * each.element_size() for each in tensors]) <= _MOST_KEPT_BYTES:  # as if not sparse
             self._kept.append(work)
         return work
 
