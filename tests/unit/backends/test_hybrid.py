@@ -177,7 +177,11 @@ class _Reasons:
 
     @staticmethod
     def no_binding() -> FakeNccl:
-        raise ImportError("No module named 'nccl'")
+        raise ModuleNotFoundError("No module named 'nccl'")
+
+    @staticmethod
+    def broken_binding() -> FakeNccl:
+        raise ImportError("undefined symbol: ncclOfAnotherRelease")
 
     @staticmethod
     def no_library() -> FakeNccl:
@@ -186,7 +190,12 @@ class _Reasons:
 
 @pytest.mark.parametrize(
     ("opener", "said"),
-    [(_Reasons.no_binding, r"ferrodist\[nccl\]"), (_Reasons.no_library, "libnccl.so.2"), (FakeNccl, None)],
+    [
+        (_Reasons.no_binding, r"ferrodist\[nccl\]"),
+        (_Reasons.broken_binding, "undefined symbol.*force-reinstall"),
+        (_Reasons.no_library, "libnccl.so.2"),
+        (FakeNccl, None),
+    ],
 )
 def test_the_reason_for_no_nccl_is_said(opener, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is missing is named, with what to do."""
