@@ -19,8 +19,10 @@ from ferrodist.backends.mpi.attendance import Attendance
 from ferrodist.backends.mpi.frame import HEADER_SIZE, MAX_PAYLOAD, Frame, Kind
 from ferrodist.backends.mpi.job import check_job
 from ferrodist.backends.mpi.kept import num_kept
+from ferrodist.backends.mpi.messages import MessagesIn
 from ferrodist.backends.mpi.messenger import Messenger, Outgoing
 from ferrodist.backends.mpi.mover import MpiMover
+from ferrodist.collectives import moved
 from ferrodist.collectives.moved import MovedCollectives
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, ProtocolError
@@ -367,6 +369,47 @@ def test_a_messenger_that_has_ended_leaves_its_communicator_alone():
     communicator.Isend = communicator.Improbe = lambda *_: pytest.fail("the communicator was used")
     messenger.push(1, Outgoing(Frame(Kind.PING)))
     assert not messenger.look()
+
+
+def test_a_collective_that_is_left_keeps_what_is_under_way(monkeypatch):
+    """When a reduction ends in the middle, MPI keeps the buffers of the segment that was on its way ahead of it."""
+    aborts, mover, abandoned, started = [], _Mover(), [], []
+    group = _group_of_two(aborts)
+    group.mover, group.agreement = mover, MpiAgreement(group, mover, lambda _sequence: (), lambda: None)
+
+    def start(*_arguments):
+        started.append(len(started))
+        return [started[-1]]
+
+    def run_out_of_memory(*_arguments):
+        raise MemoryError
+
+    mover.all_to_all, mover.abandon = start, abandoned.extend
+    monkeypatch.setattr(moved, "fold", run_out_of_memory)
+    with pytest.raises(MemoryError):
+        MovedCollectives(group).reduce_scatter(
+            torch.empty(1 << 20), torch.ones(1 << 21), [1 << 20] * 2, fd.ReduceOp.SUM, dim=0, timeout=30, sequence=0
+        )
+    assert started == [0, 1]
+    assert abandoned == [1]
+    assert len(aborts) == 1
+
+
+def test_a_piece_out_of_its_order_is_refused():
+    """A piece of a message that was not granted, or not the next one, is no rank's of this version."""
+    mailbox = SimpleNamespace(write=lambda *_: pytest.fail("it was written"))
+    messages = MessagesIn(mailbox, lambda _message: True, lambda *_: None)
+    messages.on_offer(1, Frame(Kind.OFFER, 7, size_bytes=1 << 20), memoryview(b""))
+    piece = Frame(Kind.DATA, 7, size_bytes=1 << 20)
+    with pytest.raises(ProtocolError, match="a piece of message 7 of rank 1 out of its order"):
+        messages.on_data(1, piece, memoryview(b"x"))
+    assert len(messages.forget(lambda _message: True)) == 1
+    messages.on_data(1, piece, memoryview(b"x"))  # of one that is forgotten it goes nowhere
+    messages.on_offer(1, Frame(Kind.OFFER, 7, size_bytes=1 << 20), memoryview(b""))
+    (message,) = messages._offered.values()
+    message.granted = True
+    with pytest.raises(ProtocolError, match="out of its order"):
+        messages.on_data(1, piece._replace(offset=5), memoryview(b"x"))
 
 
 class _RefusingMpi:
