@@ -6,7 +6,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.backends.base import NonBlockingBackend
+from ferrodist.backends.base import Backend, NonBlockingBackend
 from ferrodist.backends.call import MAX_PAYLOAD, Call
 from ferrodist.backends.moving.polling import wait_until
 from ferrodist.backends.native import NativeBackend, is_native_available
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer, Self
 
-    from ferrodist.backends.base import Backend
     from ferrodist.backends.listening import Listener, Signal
     from ferrodist.backends.request import Late, Request
     from ferrodist.rendezvous import Membership
@@ -51,6 +50,7 @@ class UccBackend(NonBlockingBackend):
         connect_timeout: Seconds for all ranks to come; None takes the group's timeout.
 
     Raises:
+        TypeError: ``control`` is no group.
         BackendUnavailable: On all ranks, when one has no UCC, or another version; with the reason.
             Or on one, when UCC does not start there; the others raise GroupAbortedError with that reason.
         RendezvousError: UCC did not connect the ranks in time.
@@ -58,6 +58,8 @@ class UccBackend(NonBlockingBackend):
     """
 
     def __init__(self, control: Backend, *, connect_timeout: float | None = None) -> None:
+        if not isinstance(control, Backend):
+            raise TypeError(f"UccBackend takes a group of the same ranks, such as a TcpBackend, not {control!r}")
         super().__init__(control.rank, control.world_size, timeout=control.timeout, name=control.name)
         deadline = Deadline(control.timeout if connect_timeout is None else check_timeout(connect_timeout))
         self._control = control
