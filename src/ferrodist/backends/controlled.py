@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.backends.base import NonBlockingBackend
+from ferrodist.backends.base import Backend, NonBlockingBackend
 from ferrodist.backends.native import NativeBackend, is_native_available
 from ferrodist.backends.tcp import TcpBackend
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from ferrodist.backends.base import Backend
     from ferrodist.backends.listening import Listener, Signal
     from ferrodist.backends.request import Late, Request
     from ferrodist.deadline import Deadline
@@ -38,9 +37,16 @@ class ControlledBackend(NonBlockingBackend):
 
     Args:
         control: A group of another backend, of which nothing else is made.
+
+    Raises:
+        TypeError: It is no group.
     """
 
     def __init__(self, control: Backend) -> None:
+        if not isinstance(control, Backend):
+            raise TypeError(
+                f"{type(self).__name__} takes a group of the same ranks, such as a TcpBackend, not {control!r}"
+            )
         super().__init__(control.rank, control.world_size, timeout=control.timeout, name=control.name)
         self._control = control
         self.subgroups = control.subgroups  # which tells the control group of those that are dropped

@@ -115,6 +115,12 @@ def test_a_rank_on_which_ucc_does_not_start(monkeypatch):
         assert "can't be used on rank 1: UCC 1.8.0 failed in ucc_context_create: No resource" in error.message
 
 
+def test_a_control_that_is_no_group():
+    """It is asked for."""
+    with pytest.raises(TypeError, match="takes a group of the same ranks, such as a TcpBackend, not None"):
+        fd.UccBackend(None)
+
+
 def test_a_team_that_is_never_ready(monkeypatch):
     """Ranks that UCC does not connect raise at the deadline."""
     monkeypatch.setattr(backend, "load", lambda: "UCC 1.8.0")

@@ -45,6 +45,7 @@ class UccBackend(ControlledBackend):
         connect_timeout: Seconds for all ranks to come; None takes the group's timeout.
 
     Raises:
+        TypeError: ``control`` is no group.
         BackendUnavailable: On all ranks, when one has no UCC, or another version; with the reason.
             Or on one, when UCC does not start there; the others raise GroupAbortedError with that reason.
         RendezvousError: UCC did not connect the ranks in time.
