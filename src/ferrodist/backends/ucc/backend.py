@@ -15,7 +15,14 @@ from ferrodist.backends.ucc.exchange import ControlExchange
 from ferrodist.backends.ucc.library import load
 from ferrodist.backends.ucc.mover import UccMover
 from ferrodist.deadline import Deadline, check_timeout
-from ferrodist.errors import BackendUnavailable, DistributedError, GroupClosedError, RendezvousError, ranks_text
+from ferrodist.errors import (
+    BackendUnavailable,
+    DistributedError,
+    GroupAbortedError,
+    GroupClosedError,
+    RendezvousError,
+    ranks_text,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -153,6 +160,8 @@ def _agree_on(team: Team, control: Backend, deadline: Deadline) -> UccMover:
     mover = UccMover(team, control, first=sequence + 1)
     try:
         control.agreement.reach(Call(operation="UCC is connected"), deadline.remaining(), sequence)
+    except GroupAbortedError:
+        pass  # most probably by a rank that knew of all others and went ahead: the next call says so
     except BaseException:
         mover.stop()
         raise
