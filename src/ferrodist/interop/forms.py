@@ -39,18 +39,18 @@ def both_forms(
             tensors, rest = given[:num_tensors], given[num_tensors:]
             if in_lists and any(isinstance(each, torch.Tensor) for each in tensors):
                 tensors = tuple([each] for each in tensors)
-            if rest[:1] == (None,):  # in place of opts
-                rest = rest[1:]
             opts = named.pop("opts", None)
+            if opts is None and rest and (rest[0] is None or hasattr(rest[0], "timeout")):
+                opts, rest = rest[0], rest[1:]
             if opts is None:
-                opts, rest = (rest[0], rest[1:]) if rest and hasattr(rest[0], "timeout") else (options(), rest)
-            if len(rest) > len(names):
-                raise TypeError(f"{method.__name__} takes {', '.join(names)} after its tensors, not {rest}")
-            said = dict(zip(names, rest, strict=False)) | {name: named.pop(name) for name in names if name in named}
-            for name, value in said.items():
-                if value is not None:
-                    setattr(opts, _ATTRIBUTES[name], value)
-            return method(group, *tensors, opts=opts, **named)
+                if len(rest) > len(names):
+                    raise TypeError(f"{method.__name__} takes {', '.join(names)} after its tensors, not {rest}")
+                said = dict(zip(names, rest, strict=False)) | {name: named.pop(name) for name in names if name in named}
+                opts, rest = options(), ()
+                for name, value in said.items():
+                    if value is not None:
+                        setattr(opts, _ATTRIBUTES[name], value)
+            return method(group, *tensors, *rest, opts=opts, **named)
 
         return call
 

@@ -101,6 +101,10 @@ def test_what_methods_do_not_take():
             made.allreduce(own, dist.ReduceOp.MAX, LIMIT, 3)
         with pytest.raises(TypeError, match="root"):
             made.allreduce(own, root=1)
+        with pytest.raises(TypeError, match="op"):  # which options say
+            made.allreduce(own, dist.AllreduceOptions(), op=dist.ReduceOp.MAX)
+        with pytest.raises(TypeError, match="opts"):
+            made.allreduce(own, dist.AllreduceOptions(), dist.ReduceOp.MAX)
         with pytest.raises(ValueError, match="one tensor a rank, not 2"):
             made.allreduce([own, own])
 
