@@ -12,6 +12,7 @@ from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.views import bytes_of
 from ferrodist.errors import DistributedTimeoutError
+from ferrodist.interop.compilers import not_compiled
 from ferrodist.interop.layouts import Target, source_of
 from ferrodist.interop.works import FerrodistWork
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["MessageWork", "start_receive", "start_send"]
 
 
+@not_compiled
 class MessageWork(FerrodistWork):
     """A message under way.
 

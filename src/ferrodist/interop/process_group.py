@@ -30,6 +30,7 @@ from ferrodist.collectives.quick import (
     start_reduce_scatter,
 )
 from ferrodist.interop import operations
+from ferrodist.interop.compilers import not_compiled
 from ferrodist.interop.completion import Completer, Threads
 from ferrodist.interop.messages import start_receive, start_send
 from ferrodist.interop.operations import OPERATIONS, only, reduction
@@ -52,6 +53,7 @@ and waits for it. It is of one element; those of large tensors would only keep t
 _CPU = torch.device("cpu")
 
 
+@not_compiled
 class FerrodistProcessGroup(dist.ProcessGroup):
     """A group of ferrodist as one of torch's. Made by torch, for ``init_process_group("ferrodist")``.
 

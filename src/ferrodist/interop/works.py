@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ferrodist.errors import DistributedTimeoutError
+from ferrodist.interop.compilers import not_compiled
 from ferrodist.interop.completion import promised
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def seconds_of(timeout: timedelta | None) -> float | None:
     return timeout.total_seconds()
 
 
+@not_compiled
 class FerrodistWork(dist.Work):
     """Something that is under way.
 
@@ -108,6 +110,7 @@ class FerrodistWork(dist.Work):
         self.wait()
 
 
+@not_compiled
 class DoneWork(FerrodistWork):
     """What has ended before its call returned."""
 
@@ -123,6 +126,7 @@ class DoneWork(FerrodistWork):
         trigger.set_result(None)
 
 
+@not_compiled
 class CollectiveWork(FerrodistWork):
     """A collective that was started.
 
@@ -150,6 +154,7 @@ class CollectiveWork(FerrodistWork):
         self._completer.complete(self, trigger)
 
 
+@not_compiled
 class JoinedWork(FerrodistWork):
     """Several as one.
 
