@@ -325,7 +325,7 @@ class FakeCommunicator:
                 source.tensors[0].numel() == target.tensors[0].numel()
                 and source.tensors[0].dtype == target.tensors[0].dtype
             ):
-                target.tensors[0].copy_(source.tensors[0])
+                _write(target, source.tensors[0])
                 source.is_done = target.is_done = True
             # else both wait for ever, as NCCL would
 
@@ -343,6 +343,11 @@ def _do(works: list[FakeWork]) -> None:
         work.is_done = True
 
 
+def _write(work: FakeWork, value: torch.Tensor) -> None:
+    """Write to memory, of which autograd sees nothing."""
+    work.tensors[0].data.copy_(value)
+
+
 def _folded(works: list[FakeWork]) -> torch.Tensor:
     op = works[0].facts[-1]
     inputs = [work.tensors[1].clone() for work in works]
@@ -358,28 +363,28 @@ def _folded(works: list[FakeWork]) -> torch.Tensor:
 def _do_all_reduce(works: list[FakeWork]) -> None:
     result = _folded(works)
     for work in works:
-        work.tensors[0].copy_(result)
+        _write(work, result)
 
 
 def _do_reduce(works: list[FakeWork]) -> None:
-    works[works[0].facts[0]].tensors[0].copy_(_folded(works))
+    _write(works[works[0].facts[0]], _folded(works))
 
 
 def _do_reduce_scatter(works: list[FakeWork]) -> None:
     for work, part in zip(works, _folded(works).chunk(len(works)), strict=True):
-        work.tensors[0].copy_(part)
+        _write(work, part)
 
 
 def _do_broadcast(works: list[FakeWork]) -> None:
     whole = works[works[0].facts[0]].tensors[0].clone()
     for work in works:
-        work.tensors[0].copy_(whole)
+        _write(work, whole)
 
 
 def _do_all_gather(works: list[FakeWork]) -> None:
     whole = torch.cat([work.tensors[1] for work in works])
     for work in works:
-        work.tensors[0].copy_(whole)
+        _write(work, whole)
 
 
 _DOERS = {

@@ -195,7 +195,7 @@ class Agreement:
             who, doubt = f"{ranks_text(ranks)} did not pass on what others said", ""
         return DistributedTimeoutError(
             f"{call} on group {group.name!r}, operation {call.sequence}: {who}, after {elapsed}{late.detail}{detail}."
-            f"{doubt and ' ' + doubt} Look at what is going on there, or pass a larger timeout. Reported by"
+            f"{doubt and ' ' + doubt} Look at what is going on there, or pass a larger timeout for it. Reported by"
             f" rank {group.rank}.",
             ranks=ranks,
         )

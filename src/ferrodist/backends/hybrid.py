@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.nccl.controlled import ControlledBackend, control_of, reasons_without_nccl
+from ferrodist.backends.controlled import control_of
+from ferrodist.backends.nccl.group import NcclGroup, reasons_without_nccl
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["HybridBackend", "best_backend"]
 
 
-class HybridBackend(ControlledBackend):
+class HybridBackend(NcclGroup):
     """A rank of a group that carries bytes and tensors on the CPU by one backend, and tensors on GPUs by NCCL.
 
     The communicators of NCCL are made when the first collective or message on a GPU comes.

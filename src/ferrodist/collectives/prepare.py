@@ -183,7 +183,8 @@ def check_out(
     """Raise for an ``out`` that can't be, as far as shape and dtype are known; see `prepare_out`."""
     if out is None:
         return
-    check_tensor(out, "out")
+    if out is not source:  # which was checked
+        check_tensor(out, "out")
     if shape is not None and tuple(out.shape) != tuple(shape):
         raise ValueError(f"out has shape {tuple(out.shape)}, the result has {tuple(shape)}")
     if dtype is not None and out.dtype is not dtype:
@@ -194,7 +195,7 @@ def check_out(
         raise RuntimeError(
             "out= does not support automatic differentiation: use the result of the functional form, or torch.no_grad()"
         )
-    if elements_overlap(out):
+    if not out.is_contiguous() and elements_overlap(out):
         raise ValueError("out has elements that share memory (expand, as_strided): pass a tensor of its own memory")
 
 
@@ -231,7 +232,7 @@ def prepare_out(
     result = torch.empty(tuple(shape), dtype=dtype, device=device) if out is None else out
     view = result.movedim(dim, 0) if dim else result
     plain = view.is_contiguous() and not view.is_conj() and not view.is_neg()
-    if plain and (source is None or not shares_memory(result, source) or (in_place and _same(result, source))):
+    if plain and (source is None or (in_place and _same(result, source)) or not shares_memory(result, source)):
         return Target(flat=view.detach().view(-1), result=result)
     return Target(flat=torch.empty(result.numel(), dtype=dtype, device=result.device), result=result, view=view)
 

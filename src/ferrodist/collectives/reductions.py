@@ -87,7 +87,7 @@ def _allreduce(
     chosen, limit = group_and_timeout(group, timeout)
     engine = engine_of(chosen, tensor.device)
     target = prepare_out(out, tensor.shape, tensor.dtype, tensor, in_place=True)
-    source = flatten(tensor)
+    source = target.flat if out is tensor and target.view is None else flatten(tensor)
 
     def on(target: torch.Tensor, flat: torch.Tensor, timeout: float, sequence: int) -> None:
         engine.allreduce(target, flat, op, timeout=timeout, sequence=sequence)

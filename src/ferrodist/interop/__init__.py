@@ -4,9 +4,10 @@
 
     registration.py    what torch calls at its import           opening.py      a group of ranks that torch has named
     process_group.py   FerrodistProcessGroup: torch's methods   torch_store.py  torch's stores as ours
+    forms.py           what else may be passed to them          messages.py     its messages
     operations.py      its collectives, over our engines        layouts.py      torch's tensors as what engines take
-    sparse.py          allreduce of sparse tensors              messages.py     its messages
-    works.py           what torch waits for                     completion.py   futures, and who completes them
+    sparse.py          allreduce of sparse tensors              works.py        what torch waits for
+    completion.py      futures, and who completes them
 """
 
 from typing import TYPE_CHECKING, Any

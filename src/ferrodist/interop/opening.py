@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ferrodist.backends.native import NativeBackend, is_native_available
+from ferrodist.backends.controlled import control_of
 from ferrodist.backends.sub import SubBackend
-from ferrodist.backends.tcp import TcpBackend
 from ferrodist.deadline import Deadline
 from ferrodist.interop.process_group import FerrodistProcessGroup
 from ferrodist.interop.torch_store import TorchStore
@@ -65,9 +64,8 @@ def _meet(options: Any, seconds: float) -> tuple[Backend, Callable[[], None]]:
         secret=None,
         job=f"torch/{options.group_id}",
     )
-    kind = NativeBackend if is_native_available() else TcpBackend
     try:
-        return kind.from_membership(membership, seconds, deadline), membership.close
+        return control_of(membership, seconds, deadline), membership.close
     except BaseException:
         membership.close()
         raise

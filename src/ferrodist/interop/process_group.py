@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections import deque
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ from ferrodist.collectives.quick import (
 from ferrodist.interop import operations
 from ferrodist.interop.compilers import not_compiled
 from ferrodist.interop.completion import Completer, Threads
+from ferrodist.interop.forms import both_forms
 from ferrodist.interop.messages import start_receive, start_send
 from ferrodist.interop.operations import OPERATIONS, only, reduction
 from ferrodist.interop.sparse import sparse_allreduce
@@ -39,7 +41,6 @@ from ferrodist.interop.works import CollectiveWork, DoneWork, FerrodistWork, Joi
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import timedelta
 
     from ferrodist.backends.base import Backend
     from ferrodist.interop.operations import Collective
@@ -134,9 +135,9 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     # Collectives. Those that most programs call all the time have a short way first.
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> FerrodistWork:
+    @both_forms(dist.AllreduceOptions, 1, "op", in_lists=True)
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks, in place."""
-        opts = dist.AllreduceOptions() if opts is None else opts
         tensor = only(tensors, "allreduce")
         op = OPERATIONS.get(opts.reduceOp.op)
         if op is not None and opts.timeout.days < 0 and tensor.layout is torch.strided:
@@ -152,14 +153,14 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         steps = sparse_allreduce(self.group, tensor, reduction(opts.reduceOp))
         return self._join([self._run(step, opts) for step in steps][-1:])
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> FerrodistWork:
+    @both_forms(dist.AllreduceCoalescedOptions, 1)
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
         """Fold each of several tensors."""
-        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
         return self._join([self.allreduce([tensor], opts) for tensor in tensors])
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> FerrodistWork:
+    @both_forms(dist.BroadcastOptions, 1, "root", in_lists=True)
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
         """Give every rank the root's tensor."""
-        opts = dist.BroadcastOptions() if opts is None else opts
         tensor = only(tensors, "broadcast")
         if opts.timeout.days < 0:
             data = tensor.data
@@ -171,22 +172,23 @@ class FerrodistProcessGroup(dist.ProcessGroup):
                 return self._done
         return self._run(operations.broadcast(self.group, tensor, opts.rootRank), opts)
 
-    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> FerrodistWork:
+    @both_forms(dist.ReduceOptions, 1, "root", "op", in_lists=True)
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks, in the root's place."""
-        opts = dist.ReduceOptions() if opts is None else opts
         tensor = only(tensors, "reduce")
         return self._run(operations.reduce(self.group, tensor, opts.rootRank, reduction(opts.reduceOp)), opts)
 
+    @both_forms(AllgatherOptions, 2, in_lists=True)
     def allgather(
-        self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any = None
+        self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any
     ) -> FerrodistWork:
         """Give every rank the tensors of all, whose sizes may differ."""
-        opts = AllgatherOptions() if opts is None else opts
         outputs, tensor = only(output_tensors, "allgather"), only(input_tensors, "allgather")
         return self._run(operations.all_gather(self.group, outputs, tensor), opts, [outputs])
 
+    @both_forms(AllgatherOptions, 2)
     def allgather_coalesced(
-        self, output_lists: list[list[torch.Tensor]], input_list: list[torch.Tensor], opts: Any = None
+        self, output_lists: list[list[torch.Tensor]], input_list: list[torch.Tensor], opts: Any
     ) -> FerrodistWork:
         """Give every rank several tensors of all."""
         # The outer list goes by ranks in torch's C++, and by tensors in its Python.
@@ -195,9 +197,9 @@ class FerrodistProcessGroup(dist.ProcessGroup):
             [self.allgather([outputs], [tensor], opts) for outputs, tensor in zip(by_tensor, input_list, strict=True)]
         )
 
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> FerrodistWork:
+    @both_forms(AllgatherOptions, 2)
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Give every rank the tensors of all, one after the other in one."""
-        opts = AllgatherOptions() if opts is None else opts
         if opts.timeout.days < 0 and _are_flat(output, tensor):
             out, data = output.data.view(-1), tensor.data.view(-1)
             if opts.asyncOp:
@@ -208,46 +210,47 @@ class FerrodistProcessGroup(dist.ProcessGroup):
                 return self._done
         return self._run(operations.all_gather_single(self.group, output, tensor), opts)
 
+    @both_forms(AllgatherOptions, 2)
     def all_gather_single_coalesced(
-        self, output_lists: list[torch.Tensor], input_list: list[torch.Tensor], opts: Any = None
+        self, output_lists: list[torch.Tensor], input_list: list[torch.Tensor], opts: Any
     ) -> FerrodistWork:
         """`all_gather_single` of several tensors."""
         return self._join([self.all_gather_single(*pair, opts) for pair in zip(output_lists, input_list, strict=True)])
 
+    @both_forms(dist.GatherOptions, 2, "root", in_lists=True)
     def gather(
-        self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any = None
+        self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any
     ) -> FerrodistWork:
         """Give the root the tensors of all."""
-        opts = dist.GatherOptions() if opts is None else opts
         outputs = only(output_tensors, "gather") if self.group.rank == opts.rootRank else None
         tensor = only(input_tensors, "gather")
         return self._run(operations.gather(self.group, outputs, tensor, opts.rootRank), opts)
 
+    @both_forms(dist.ScatterOptions, 2, "root", in_lists=True)
     def scatter(
-        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any = None
+        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
     ) -> FerrodistWork:
         """Give every rank one of the root's tensors."""
-        opts = dist.ScatterOptions() if opts is None else opts
         inputs = only(input_tensors, "scatter") if self.group.rank == opts.rootRank else None
         tensor = only(output_tensors, "scatter")
         return self._run(operations.scatter(self.group, tensor, inputs, opts.rootRank), opts)
 
+    @both_forms(dist.ReduceScatterOptions, 2, "op", in_lists=True)
     def reduce_scatter(
-        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any = None
+        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
     ) -> FerrodistWork:
         """Fold each rank's tensors, whose sizes may differ, and give rank r the r-th."""
-        opts = dist.ReduceScatterOptions() if opts is None else opts
         output, inputs = only(output_tensors, "reduce_scatter"), only(input_tensors, "reduce_scatter")
         return self._run(operations.reduce_scatter(self.group, output, inputs, reduction(opts.reduceOp)), opts)
 
+    @both_forms(dist.ReduceScatterOptions, 2)
     def reduce_scatter_single(
         self,
         output: torch.Tensor,
         tensor: torch.Tensor,
-        opts: Any = None,
+        opts: Any,
     ) -> FerrodistWork:
         """Fold a tensor over the ranks, and give rank r its r-th part."""
-        opts = dist.ReduceScatterOptions() if opts is None else opts
         op = OPERATIONS.get(opts.reduceOp.op)
         if op is not None and opts.timeout.days < 0 and _are_flat(output, tensor):
             out, data = output.data.view(-1), tensor.data.view(-1)
@@ -260,48 +263,49 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         call = operations.reduce_scatter_single(self.group, output, tensor, reduction(opts.reduceOp))
         return self._run(call, opts)
 
+    @both_forms(dist.ReduceScatterOptions, 2)
     def reduce_scatter_single_coalesced(
         self,
         outputs: list[torch.Tensor],
         inputs: list[torch.Tensor],
-        opts: Any = None,
+        opts: Any,
     ) -> FerrodistWork:
         """`reduce_scatter_single` of several tensors."""
         return self._join([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
+    @both_forms(dist.AllToAllOptions, 4)
     def all_to_all_single(
         self,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         output_split_sizes: list[int],
         input_split_sizes: list[int],
-        opts: Any = None,
+        opts: Any,
     ) -> FerrodistWork:
         """Give every rank a part of this one's rows."""
-        opts = dist.AllToAllOptions() if opts is None else opts
         call = operations.all_to_all_single(
             self.group, output_tensor, input_tensor, output_split_sizes, input_split_sizes
         )
         return self._run(call, opts)
 
+    @both_forms(dist.AllToAllOptions, 2)
     def alltoall(
-        self, output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], opts: Any = None
+        self, output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], opts: Any
     ) -> FerrodistWork:
         """Give every rank one of this one's tensors."""
-        opts = dist.AllToAllOptions() if opts is None else opts
         return self._run(operations.all_to_all(self.group, output_tensors, input_tensors), opts)
 
-    def barrier(self, opts: Any = None) -> FerrodistWork:
+    @both_forms(dist.BarrierOptions, 0)
+    def barrier(self, opts: Any) -> FerrodistWork:
         """Wait for all ranks."""
-        opts = dist.BarrierOptions() if opts is None else opts
         if not opts.asyncOp and opts.timeout.days < 0 and quick_barrier(self.group):
             return self._done
         return self._run(operations.barrier(), opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Wait for all ranks; every barrier here names all that are late."""
+        """Wait for all ranks; every barrier here names all that are late. A timeout of 0 is one."""
         del wait_all_ranks
-        self.group.barrier(seconds_of(timeout))
+        self.group.barrier(0.0 if timeout == timedelta(0) else seconds_of(timeout))
 
     # Messages.
 

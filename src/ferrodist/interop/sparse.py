@@ -64,7 +64,7 @@ def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[Colle
 
     def add_up() -> None:
         total: torch.Tensor | None = None
-        for places, elements in zip(*(rows.split(num_found.tolist()) for rows in found), strict=True):
+        for places, elements in zip(*(torch.split(rows, num_found.tolist()) for rows in found), strict=True):
             each = torch.sparse_coo_tensor(places.t(), elements, tensor.shape, check_invariants=False)
             total = (each if total is None else total + each).coalesce()
         assert total is not None

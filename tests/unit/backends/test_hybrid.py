@@ -14,7 +14,8 @@ from nccl_fakes import FakeNccl, fake_groups
 
 import ferrodist as fd
 from ferrodist.backends import hybrid
-from ferrodist.backends.nccl import controlled, library
+from ferrodist.backends.nccl import group as nccl_group
+from ferrodist.backends.nccl import library
 from ferrodist.backends.nccl.unique_id import NcclUniqueId
 from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
@@ -142,7 +143,7 @@ def test_the_best_backend_is_hybrid_where_all_have_nccl(reason: str | None, monk
     """Without a name the group is hybrid when every rank can use NCCL, else the host's."""
     controls = iter(fd.SimulatedBackend.create_group(1))
     monkeypatch.setattr(hybrid, "control_of", lambda *_: next(controls))
-    monkeypatch.setattr(controlled, "why_no_nccl", lambda: reason)
+    monkeypatch.setattr(nccl_group, "why_no_nccl", lambda: reason)
     group = hybrid.best_backend(None, 5.0, Deadline(5.0))
     assert type(group) is (fd.SimulatedBackend if reason else fd.HybridBackend)
     group.close()
@@ -151,12 +152,12 @@ def test_the_best_backend_is_hybrid_where_all_have_nccl(reason: str | None, monk
 def test_a_rank_without_nccl_is_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks learn who has no NCCL and why, in one step."""
     own = threading.local()
-    monkeypatch.setattr(controlled, "why_no_nccl", lambda: own.reason)
+    monkeypatch.setattr(nccl_group, "why_no_nccl", lambda: own.reason)
 
     def program(group: fd.Backend) -> None:
         own.reason = "the driver is too old" if group.rank == 1 else None
         deadline = Deadline(5.0)
-        assert controlled.reasons_without_nccl(group, deadline) == {1: "the driver is too old"}
+        assert nccl_group.reasons_without_nccl(group, deadline) == {1: "the driver is too old"}
         with pytest.raises(fd.BackendUnavailable, match=r"HybridBackend needs NCCL on all ranks, and rank 1.*too old"):
             fd.HybridBackend._check_nccl(group, deadline)
 
@@ -166,7 +167,7 @@ def test_a_rank_without_nccl_is_named_on_all(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("name", ["nccl", "hybrid"])
 def test_without_nccl_the_backends_say_why(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     """Where NCCL can't be used, naming its backends raises the reason and leaves nothing behind."""
-    monkeypatch.setattr(controlled, "why_no_nccl", lambda: "no GPU is there")
+    monkeypatch.setattr(nccl_group, "why_no_nccl", lambda: "no GPU is there")
     with pytest.raises(fd.BackendUnavailable, match=r"no GPU is there.*ferrodist doctor"):
         fd.init_process_group(name, rank=0, world_size=1, init_method=f"file://{tmp_path}/meet")
     assert not fd.is_initialized()
@@ -177,7 +178,11 @@ class _Reasons:
 
     @staticmethod
     def no_binding() -> FakeNccl:
-        raise ImportError("No module named 'nccl'")
+        raise ModuleNotFoundError("No module named 'nccl'")
+
+    @staticmethod
+    def broken_binding() -> FakeNccl:
+        raise ImportError("undefined symbol: ncclOfAnotherRelease")
 
     @staticmethod
     def no_library() -> FakeNccl:
@@ -186,7 +191,12 @@ class _Reasons:
 
 @pytest.mark.parametrize(
     ("opener", "said"),
-    [(_Reasons.no_binding, r"ferrodist\[nccl\]"), (_Reasons.no_library, "libnccl.so.2"), (FakeNccl, None)],
+    [
+        (_Reasons.no_binding, r"ferrodist\[nccl\]"),
+        (_Reasons.broken_binding, "undefined symbol.*force-reinstall"),
+        (_Reasons.no_library, "libnccl.so.2"),
+        (FakeNccl, None),
+    ],
 )
 def test_the_reason_for_no_nccl_is_said(opener, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is missing is named, with what to do."""

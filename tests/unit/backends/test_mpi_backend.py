@@ -8,18 +8,22 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import ferrodist as fd
 from ferrodist.backends.call import Call
 from ferrodist.backends.moving.call_order import CallOrder
-from ferrodist.backends.mpi import library, life
+from ferrodist.backends.mpi import library, life, world
 from ferrodist.backends.mpi.agreement import MpiAgreement
 from ferrodist.backends.mpi.attendance import Attendance
 from ferrodist.backends.mpi.frame import HEADER_SIZE, MAX_PAYLOAD, Frame, Kind
 from ferrodist.backends.mpi.job import check_job
 from ferrodist.backends.mpi.kept import num_kept
+from ferrodist.backends.mpi.messages import MessagesIn
 from ferrodist.backends.mpi.messenger import Messenger, Outgoing
 from ferrodist.backends.mpi.mover import MpiMover
+from ferrodist.collectives import moved
+from ferrodist.collectives.moved import MovedCollectives
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, ProtocolError
 
@@ -62,6 +66,7 @@ def test_an_mpi_without_threads_is_refused(monkeypatch):
         THREAD_MULTIPLE=3,
         get_vendor=lambda: ("Some MPI", (1, 2)),
     )
+    monkeypatch.setattr(world, "_process", None)
     monkeypatch.setattr(library, "_module", mpi)
     with pytest.raises(BackendUnavailable, match=r"Some MPI 1\.2 does not let several threads call it"):
         fd.MpiBackend()
@@ -69,6 +74,7 @@ def test_an_mpi_without_threads_is_refused(monkeypatch):
 
 def test_an_mpi_that_has_ended_is_refused(monkeypatch):
     """After MPI_Finalize there are no more groups."""
+    monkeypatch.setattr(world, "_process", None)
     monkeypatch.setattr(library, "_module", SimpleNamespace(Is_finalized=lambda: True))
     with pytest.raises(BackendUnavailable, match="MPI has ended in this process"):
         fd.MpiBackend()
@@ -103,12 +109,47 @@ def test_nobody_waits_for_mpi_longer_than_they_want(monkeypatch):
     slow.come.set()
     assert one.begin(Deadline(60))
     slow.come.clear()
+    with monkeypatch.context() as forked:
+        forked.setattr(life.os, "getpid", lambda: -1)
+        one.end(None)  # MPI is the parent's
     one.end(0.01)
     assert len(slow.callers) == 1
     slow.come.set()
     one.end(None)
     assert len(slow.callers) == 2
     assert len({*slow.callers}) == 1
+
+
+class _Open:
+    """A group that uses MPI."""
+
+    def __init__(self, *, has_parted):
+        self._has_parted = has_parted
+        self.is_closed = False
+
+    def close(self):
+        self.is_closed = True
+
+    def has_parted(self, _patience):
+        return self._has_parted
+
+
+@pytest.mark.parametrize(("has_failed", "kept", "patience"), [(False, 0, None), (True, 0, 5.0), (False, 1, 5.0)])
+def test_how_long_a_process_waits_for_the_end(monkeypatch, has_failed, kept, patience):
+    """MPI's end is waited for without limit, unless some rank may not come to it."""
+    monkeypatch.setattr(library, "_module", SimpleNamespace(Is_finalized=lambda: False))
+    monkeypatch.setattr(world, "_open", set())
+    monkeypatch.setattr(world, "_has_lost", False)
+    monkeypatch.setattr(world, "num_kept", lambda: kept)
+    world.forget(_Open(has_parted=True), has_failed=has_failed)
+    ended = []
+    world._end(SimpleNamespace(end=ended.append))
+    assert ended == [patience]
+    group = _Open(has_parted=False)
+    world.use(group)
+    world._end(SimpleNamespace(end=ended.append))
+    assert ended == [patience], "others still use it"
+    assert group.is_closed
 
 
 def test_an_mpi_that_can_not_start(monkeypatch):
@@ -142,6 +183,23 @@ def test_ranks_that_are_alone_and_should_not_be(name):
     check_job(_ALONE, variables={})
 
 
+def test_a_group_of_the_world_asks_the_launcher(monkeypatch):
+    """`MpiBackend()` is no group of one rank where the launcher has started more."""
+    mpi = SimpleNamespace(
+        Is_finalized=lambda: False,
+        Is_initialized=lambda: True,
+        Query_thread=lambda: 3,
+        THREAD_MULTIPLE=3,
+        COMM_WORLD=_ALONE,
+        get_vendor=lambda: ("Some MPI", (1, 2)),
+    )
+    monkeypatch.setattr(world, "_process", None)
+    monkeypatch.setattr(library, "_module", mpi)
+    monkeypatch.setenv("PMI_SIZE", "4")
+    with pytest.raises(fd.InvalidWorldSizeError, match=r"to be 4 \(PMI_SIZE\)"):
+        fd.MpiBackend()
+
+
 @pytest.mark.usefixtures("some_mpi")
 def test_a_world_that_mpi_does_not_have():
     """A rank or world size that is not MPI's is an error; what launchers say is not asked where MPI has ranks."""
@@ -151,6 +209,14 @@ def test_a_world_that_mpi_does_not_have():
     with pytest.raises(fd.InvalidRankError, match=r"the rank is to be 0, .* this is rank 1"):
         check_job(pair, rank=0, world_size=2)
     check_job(pair, rank=1, variables={"SLURM_STEP_NUM_TASKS": "4"})
+
+
+def test_the_mpi_of_a_parent_is_refused(monkeypatch):
+    """A forked process has no MPI of its own, and its parent's is not for it."""
+    monkeypatch.setattr(library, "_module", SimpleNamespace())
+    monkeypatch.setattr(world, "_process", -1)
+    with pytest.raises(BackendUnavailable, match="the process that this one was forked from"):
+        fd.MpiBackend()
 
 
 def test_arguments_that_mpi_has_no_use_for():
@@ -224,21 +290,72 @@ def test_a_late_rank_hears_that_others_gave_up(gave_up):
         assert agreement.reach(Call(operation="barrier", payload=b"x"), 30) == [b"x", b"x"]
 
 
+def _interrupt(*_arguments):
+    raise KeyboardInterrupt
+
+
+def _group_of_two(aborts):
+    return SimpleNamespace(rank=0, world_size=2, name="world", failure=None, attachments={}, abort=aborts.append)
+
+
+def test_an_interrupted_agreement_ends_the_group():
+    """A rank that leaves the comparison of calls by Ctrl-C is out of step: the others are told."""
+    aborts, mover = [], _Mover()
+    mover.wait_for = _interrupt
+    agreement = MpiAgreement(_group_of_two(aborts), mover, lambda _sequence: (), lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        agreement.reach(Call(operation="barrier"), 30)
+    assert aborts == ["rank 0 left barrier() by KeyboardInterrupt"]
+
+
+def test_an_interrupted_collective_ends_the_group():
+    """So does one that leaves in the middle of the data."""
+    aborts, mover = [], _Mover()
+    group = _group_of_two(aborts)
+    group.mover, group.agreement = mover, MpiAgreement(group, mover, lambda _sequence: (), lambda: None)
+    mover.broadcast = _interrupt
+    with pytest.raises(KeyboardInterrupt):
+        MovedCollectives(group).broadcast(torch.ones(100), 0, timeout=30, sequence=0)
+    assert len(aborts) == 1
+    assert "rank 0 left broadcast(float32[100], root=0), operation 0, by KeyboardInterrupt" in aborts[0]
+
+
 class _NoMessages:
     """A communicator of two ranks that takes what is sent and has nothing to receive."""
 
     def __init__(self):
         self.sent = []
+        self.has_room = True
 
     def Get_size(self):
         return 2
 
     def Isend(self, buffer, destination, _tag):
         self.sent.append(destination)
-        return SimpleNamespace(Test=lambda: True)
+        return SimpleNamespace(Test=lambda: self.has_room)
 
     def Improbe(self, *_arguments):
         return None
+
+
+def test_what_mpi_is_not_given_can_be_taken_back():
+    """MPI gets a few MiB for a rank at a time, and more when it has sent those; what is urgent does not wait for it."""
+    communicator = _NoMessages()
+    communicator.has_room = False
+    messenger = Messenger(SimpleNamespace(Status=object, BYTE=0, ANY_SOURCE=-1), communicator, lambda *_: None)
+    for owner in range(9):
+        data = memoryview(bytearray(MAX_PAYLOAD))
+        messenger.push(1, Outgoing(Frame(Kind.DATA, size_bytes=MAX_PAYLOAD), data, owner))
+    assert len(communicator.sent) == 4
+    messenger.push(1, Outgoing(Frame(Kind.PING)))
+    assert len(communicator.sent) == 5
+    assert messenger.drop(1, 0) == 0
+    assert messenger.drop(1, 8) == 1
+    communicator.has_room = True
+    assert messenger.look()
+    assert len(communicator.sent) == 5 + 4
+    assert messenger.look()
+    assert messenger.is_idle()
 
 
 def test_a_messenger_that_has_ended_leaves_its_communicator_alone():
@@ -252,6 +369,47 @@ def test_a_messenger_that_has_ended_leaves_its_communicator_alone():
     communicator.Isend = communicator.Improbe = lambda *_: pytest.fail("the communicator was used")
     messenger.push(1, Outgoing(Frame(Kind.PING)))
     assert not messenger.look()
+
+
+def test_a_collective_that_is_left_keeps_what_is_under_way(monkeypatch):
+    """When a reduction ends in the middle, MPI keeps the buffers of the segment that was on its way ahead of it."""
+    aborts, mover, abandoned, started = [], _Mover(), [], []
+    group = _group_of_two(aborts)
+    group.mover, group.agreement = mover, MpiAgreement(group, mover, lambda _sequence: (), lambda: None)
+
+    def start(*_arguments):
+        started.append(len(started))
+        return [started[-1]]
+
+    def run_out_of_memory(*_arguments):
+        raise MemoryError
+
+    mover.all_to_all, mover.abandon = start, abandoned.extend
+    monkeypatch.setattr(moved, "fold", run_out_of_memory)
+    with pytest.raises(MemoryError):
+        MovedCollectives(group).reduce_scatter(
+            torch.empty(1 << 20), torch.ones(1 << 21), [1 << 20] * 2, fd.ReduceOp.SUM, dim=0, timeout=30, sequence=0
+        )
+    assert started == [0, 1]
+    assert abandoned == [1]
+    assert len(aborts) == 1
+
+
+def test_a_piece_out_of_its_order_is_refused():
+    """A piece of a message that was not granted, or not the next one, is no rank's of this version."""
+    mailbox = SimpleNamespace(write=lambda *_: pytest.fail("it was written"))
+    messages = MessagesIn(mailbox, lambda _message: True, lambda *_: None)
+    messages.on_offer(1, Frame(Kind.OFFER, 7, size_bytes=1 << 20), memoryview(b""))
+    piece = Frame(Kind.DATA, 7, size_bytes=1 << 20)
+    with pytest.raises(ProtocolError, match="a piece of message 7 of rank 1 out of its order"):
+        messages.on_data(1, piece, memoryview(b"x"))
+    assert len(messages.forget(lambda _message: True)) == 1
+    messages.on_data(1, piece, memoryview(b"x"))  # of one that is forgotten it goes nowhere
+    messages.on_offer(1, Frame(Kind.OFFER, 7, size_bytes=1 << 20), memoryview(b""))
+    (message,) = messages._offered.values()
+    message.granted = True
+    with pytest.raises(ProtocolError, match="out of its order"):
+        messages.on_data(1, piece._replace(offset=5), memoryview(b"x"))
 
 
 class _RefusingMpi:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from functools import partial
 from typing import NoReturn
@@ -106,6 +107,19 @@ def test_a_wait_with_a_timeout_tells_of_different_calls() -> None:
     run_ranks(program, 2, backend=lazy_groups)
 
 
+def test_a_difference_is_raised_before_the_watch_has_seen_it() -> None:
+    """synchronize() raises what a comparison has found, however busy the thread is that ends the group."""
+
+    def program(group: fd.Backend) -> None:
+        begin(group)
+        group._watch.report = lambda *_: None
+        fd.allreduce(torch.ones(4), fd.ReduceOp.SUM if group.rank else fd.ReduceOp.MAX)
+        with pytest.raises(fd.CollectiveMismatchError, match=r"max.*sum|sum.*max"):
+            group.synchronize()
+
+    run_ranks(program, 2, backend=lazy_groups)
+
+
 def test_a_call_that_others_have_not_made_is_not_done() -> None:
     """A broadcast's root needs nobody on the GPU; it is done when its call has been compared, all the same."""
 
@@ -115,6 +129,8 @@ def test_a_call_that_others_have_not_made_is_not_done() -> None:
             pending = fd.async_broadcast(torch.ones(4), 0)
             pending._work._launched[0].end._works.clear()  # the GPU has come past it
             assert not pending.done()
+            with pytest.raises(fd.DistributedTimeoutError, match="still under way"):
+                group.synchronize(0.05)
             group.barrier()
             pending.wait(timeout=30)
             assert pending.done()
@@ -309,6 +325,34 @@ def test_counts_of_an_exchange_are_compared_by_pairs() -> None:
         return result.flatten().tolist()
 
     assert run_ranks(program, 3, backend=fake_groups) == [[0, 1, 2], [0, 1, 2, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("send_counts", "recv_counts"),
+    [
+        ({0: [1, 1], 1: [2, 1]}, {0: [1, 1], 1: [1, 1]}),
+        ({0: [1, 1], 1: [1, 1]}, {0: [1, 1], 1: [2, 1]}),
+        ({0: [1, 3], 1: [2, 1]}, {0: [1, 2], 1: [4, 1]}),
+    ],
+    ids=["more is sent", "more is expected", "both"],
+)
+def test_counts_that_do_not_fit_end_the_group(send_counts, recv_counts) -> None:
+    """Of an exchange whose counts differ a rank with uneven ones moves nothing, and all ranks are told which."""
+
+    def program(group: fd.Backend) -> None:
+        begin(group)
+        sent, expected = send_counts[group.rank], recv_counts[group.rank]
+        error = error_of(
+            group,
+            fd.SizeMismatchError,
+            lambda: fd.all_to_all_single_uneven(torch.ones(sum(sent), 3), sent, expected),
+        )
+        assert re.search(r"rank \d expects \d rows? from rank \d .*which sends it \d", error.message)
+        if group.rank == 1:  # whose counts are uneven: it has waited for rank 0's
+            (own,) = [one for one in group.shared.opened if one.rank == 1]
+            assert set(own.log) <= {"all_reduce", "abort"}
+
+    run_ranks(program, 2, backend=lazy_groups)
 
 
 def test_threads_launch_in_the_order_of_their_places() -> None:

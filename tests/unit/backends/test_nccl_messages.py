@@ -168,6 +168,26 @@ def test_what_does_not_come_is_said_and_may_come_later() -> None:
     run_ranks(program, 2, backend=fake_groups)
 
 
+def test_receives_that_give_up_lose_nothing() -> None:
+    """When one of a batch does not come, what has come for the others is there for the next receives."""
+
+    def program(group: fd.Backend) -> None:
+        if group.rank == 0:
+            for tag in (2, 1):  # one is kept, and one not launched yet, when the batch gives up
+                fd.send(torch.full((2,), float(tag)), 1, tag=tag)
+            group.barrier()
+            return
+        batch = [fd.Recv(torch.empty(2), 0, tag) for tag in (1, 2, 3)]
+        with pytest.raises(fd.DistributedTimeoutError, match="nothing came"):
+            fd.batch(batch, timeout=0.5)
+        group.barrier()
+        received = [receive((2,), 0, tag=tag) for tag in (2, 1)]
+        group.synchronize()
+        assert [tensor[0].item() for tensor in received] == [2, 1]
+
+    run_ranks(program, 2, backend=partial(fake_groups, nccl=FakeNccl(is_lazy=True)))
+
+
 def test_what_is_not_received_ends_the_pair() -> None:
     """A send that nobody receives is a timeout that names the receiver, once the two are connected.
 

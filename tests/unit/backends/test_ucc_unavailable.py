@@ -15,7 +15,7 @@ from ferrodist.backends.ucc import backend, bindings, library
 from ferrodist.backends.ucc.bindings import UccError
 from ferrodist.backends.ucc.mover import UccMover
 from ferrodist.deadline import Deadline
-from ferrodist.errors import BackendUnavailable, GroupAbortedError, RendezvousError
+from ferrodist.errors import BackendUnavailable, GroupAbortedError, GroupClosedError, RendezvousError
 from ferrodist.testing import run_ranks
 
 
@@ -113,6 +113,12 @@ def test_a_rank_on_which_ucc_does_not_start(monkeypatch):
     assert isinstance(other, GroupAbortedError)
     for error in (own, other):
         assert "can't be used on rank 1: UCC 1.8.0 failed in ucc_context_create: No resource" in error.message
+
+
+def test_a_control_that_is_no_group():
+    """It is asked for."""
+    with pytest.raises(TypeError, match="takes a group of the same ranks, such as a TcpBackend, not None"):
+        fd.UccBackend(None)
 
 
 def test_a_team_that_is_never_ready(monkeypatch):
@@ -270,6 +276,56 @@ def test_a_collective_that_ucc_fails_in(monkeypatch):
     other.close()
     mover._thread.join(10)
     assert not mover._thread.is_alive()
+
+
+def test_a_team_that_does_not_end():
+    """Leaving gives up waiting for UCC in time, and a collective that comes late is refused, not kept waiting."""
+    may_end = threading.Event()
+
+    class Lasting(_Broken):
+        is_busy = False
+
+        def destroy_team(self):
+            return may_end.is_set()
+
+        def destroy_context(self):
+            pass
+
+    control, other = SimulatedBackend.create_group(2)
+    mover = UccMover(Lasting(), control, 0)
+    mover.leave(0.05)
+    assert mover._thread.is_alive()
+    with pytest.raises(GroupClosedError):
+        mover.broadcast(memoryview(b""), 0)
+    may_end.set()
+    mover._thread.join(10)
+    assert not mover._thread.is_alive()
+    control.close()
+    other.close()
+
+
+def test_what_has_been_started_is_kept():
+    """UCC has its buffers from before the start until the end, whatever becomes of the call that started it."""
+
+    class Only:
+        def __init__(self):
+            self.failing = ""
+
+        def call(self, name, *_args):
+            if name == self.failing:
+                raise UccError(name)
+            return 0
+
+    team = bindings.Team.__new__(bindings.Team)
+    team.library, team._team, team._transfers = Only(), ctypes.c_void_p(), set()
+    transfer = team.broadcast(memoryview(bytearray(5)), 0)
+    assert team.is_busy
+    team.finish(transfer)
+    assert not team.is_busy
+    team.library.failing = "ucc_collective_post"
+    with pytest.raises(UccError):
+        team.broadcast(memoryview(bytearray(5)), 0)
+    assert team.is_busy
 
 
 def test_layouts():

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ferrodist.errors import DistributedError, DistributedTimeoutError
 from ferrodist.interop.process_group import FerrodistProcessGroup
 from ferrodist.testing import run_ranks
+
+LIMIT = timedelta(seconds=20)
 
 
 def run(program, size=2, **kwargs):
@@ -20,3 +29,113 @@ def test_torch_names_groups():
         return made.group_name, made.group_desc
 
     assert run(program) == [("pipeline", "stages")] * 2
+
+
+def ranked(rank):
+    """Another tensor on each rank."""
+    return torch.arange(2.0) + 10 * rank
+
+
+FORMS = {
+    "allreduce": lambda group, own: (group.allreduce(own, dist.ReduceOp.MAX), own),
+    "allreduce of lists": lambda group, own: (group.allreduce([own], op=dist.ReduceOp.MAX, timeout=LIMIT), own),
+    "broadcast": lambda group, own: (group.broadcast(own, 1), own),
+    "broadcast by name": lambda group, own: (group.broadcast(own, root=1, timeout=LIMIT), own),
+    "reduce": lambda group, own: (group.reduce(own, 1, dist.ReduceOp.MAX, LIMIT), own),
+    "allgather": lambda group, own: made_of(own, lambda out: group.allgather(out, own, LIMIT)),
+    "gather": lambda group, own: made_of(own, lambda out: group.gather(out if group.rank() else [], own, 1)),
+    "scatter": lambda group, own: made_of(
+        own, lambda out: group.scatter(out[0], [own, 2 * own] if group.rank() else [], 1)
+    ),
+    "reduce_scatter": lambda group, own: made_of(
+        own, lambda out: group.reduce_scatter(out[0], [own, own], op=dist.ReduceOp.MAX)
+    ),
+    "alltoall": lambda group, own: made_of(own, lambda out: group.alltoall(out, [own, own], LIMIT)),
+    "all_to_all_single": lambda group, own: made_of(
+        own, lambda out: group.all_to_all_single(out[0], own, [], [], timeout=LIMIT)
+    ),
+}
+"""Calls without options, and what they write to."""
+
+
+def made_of(own, call):
+    """What a call writes to the tensors that it gets."""
+    out = [torch.zeros_like(own) for _ in range(2)]
+    return call(out), out
+
+
+FIRST, SECOND, NOTHING = [0.0, 1.0], [10.0, 11.0], [0.0, 0.0]
+RESULTS = {
+    "allreduce": [SECOND, SECOND],
+    "allreduce of lists": [SECOND, SECOND],
+    "broadcast": [SECOND, SECOND],
+    "broadcast by name": [SECOND, SECOND],
+    "reduce": [FIRST, SECOND],
+    "allgather": [[FIRST, SECOND]] * 2,
+    "gather": [[NOTHING, NOTHING], [FIRST, SECOND]],
+    "scatter": [[SECOND, NOTHING], [[20.0, 22.0], NOTHING]],
+    "reduce_scatter": [[SECOND, NOTHING]] * 2,
+    "alltoall": [[FIRST, SECOND]] * 2,
+    "all_to_all_single": [[[0.0, 10.0], NOTHING], [[1.0, 11.0], NOTHING]],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_methods_take_tensors(form):
+    """In place of lists and options, as those of torch's own groups do."""
+
+    def program(made):
+        work, out = FORMS[form](made, ranked(made.rank()))
+        work.wait()
+        return [each.tolist() for each in out] if isinstance(out, list) else out.tolist()
+
+    assert run(program) == RESULTS[form]
+
+
+def test_what_methods_do_not_take():
+    """Raises before anything is sent."""
+
+    def program(made):
+        own = ranked(made.rank())
+        with pytest.raises(TypeError, match="allreduce takes op, timeout after its tensors"):
+            made.allreduce(own, dist.ReduceOp.MAX, LIMIT, 3)
+        with pytest.raises(TypeError, match="root"):
+            made.allreduce(own, root=1)
+        with pytest.raises(TypeError, match="op"):  # which options say
+            made.allreduce(own, dist.AllreduceOptions(), op=dist.ReduceOp.MAX)
+        with pytest.raises(TypeError, match="opts"):
+            made.allreduce(own, dist.AllreduceOptions(), dist.ReduceOp.MAX)
+        with pytest.raises(ValueError, match="one tensor a rank, not 2"):
+            made.allreduce([own, own])
+
+    run(program)
+
+
+def test_a_timeout_among_the_arguments():
+    """Is the limit of that call: of a barrier, which ends with the group, also 0 seconds."""
+
+    def late(made):
+        with pytest.raises(DistributedTimeoutError, match="rank 1 has not called it"):
+            made.barrier(timeout=timedelta(milliseconds=50)).wait()
+
+    def at_once(made):
+        with pytest.raises(DistributedError):
+            made.monitored_barrier(timedelta(0))
+
+    for program in (late, at_once):
+        run(lambda made, program=program: program(made) if made.rank() == 0 else None)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_several_tensors_at_once(is_async):
+    """Each is folded, as the options of such calls say, which are of a class of their own."""
+
+    def program(made):
+        options = dist.AllreduceCoalescedOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        options.asyncOp = is_async
+        tensors = [ranked(made.rank()), ranked(-made.rank())]
+        made.allreduce_coalesced(tensors, options).wait()
+        return [each.tolist() for each in tensors]
+
+    assert run(program) == [[SECOND, FIRST]] * 2

@@ -26,7 +26,7 @@ def load() -> Any:
         if _module is None and _reason is None:
             try:
                 _module = _import()
-            except (ImportError, RuntimeError, OSError) as error:  # mpi4py raises RuntimeError where no library loads
+            except Exception as error:  # noqa: BLE001 - mpi4py raises RuntimeError where no library loads, others anything
                 _reason = " ".join(str(error).split()) or type(error).__name__
     if _module is None:
         raise BackendUnavailable(

@@ -6,6 +6,7 @@ MPI's start and end are once in a process's life, and `life.py`'s. All else is a
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,8 @@ _PARTING_SECONDS = 5.0
 _open: set[Open] = set()
 _starting = threading.Lock()
 _life: Life | None = None
+_process: int | None = None
+"""The process that has asked for MPI."""
 _has_lost = False
 """Whether a group has ended here in which something had failed."""
 
@@ -54,12 +57,19 @@ def start(deadline: Deadline) -> Any:
     """Start MPI, unless the program has; returns the module ``mpi4py.MPI``.
 
     Raises:
-        BackendUnavailable: There is no MPI, it has ended, or it does not let several threads call it.
+        BackendUnavailable: There is no MPI, it has ended, it is the parent's of a forked process, or it does not let
+            several threads call it.
         RendezvousError: It has not started by the deadline, which it does when all ranks of the job start it.
     """
-    global _life  # noqa: PLW0603 - a process has one MPI
+    global _life, _process  # noqa: PLW0603 - a process has one MPI
     mpi = load()
+    if _process not in (None, os.getpid()):
+        raise BackendUnavailable(
+            "MPI is that of the process that this one was forked from: fork before the first group, or let mpiexec"
+            " start all ranks"
+        )
     with _starting:
+        _process = os.getpid()
         if mpi.Is_finalized():
             raise BackendUnavailable("MPI has ended in this process, and can't be started again: end it last")
         if _life is None and not mpi.Is_initialized():

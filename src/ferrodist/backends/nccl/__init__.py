@@ -9,7 +9,7 @@
     places.py         in which order                   watch.py          deadlines of it
     call_ring.py      calls compared                   count_comparison.py   counts compared
     progress.py       who is late                      collectives.py, messages.py   the operations
-    controlled.py     groups over a control group      backend.py        `NcclBackend`
+    group.py          groups over a control group      backend.py        `NcclBackend`
 """
 
 from ferrodist.backends.nccl.backend import NcclBackend

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from ferrodist.backends.nccl.controlled import ControlledBackend
+from typing import TYPE_CHECKING
+
+from ferrodist.backends.nccl.group import NcclGroup
 from ferrodist.backends.tags import Channel, channel_of_tag
 from ferrodist.errors import UnsupportedOpError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from ferrodist.backends.request import Request
 
 __all__ = ["NcclBackend"]
 
 
-class NcclBackend(ControlledBackend):
+class NcclBackend(NcclGroup):
     """A rank of a group that carries tensors on GPUs by NCCL, and no bytes.
 
     `send` and `recv` raise UnsupportedOpError; so do their other forms. All else is as in a `HybridBackend`: barriers,
@@ -22,6 +29,26 @@ class NcclBackend(ControlledBackend):
         library: Gives NCCL, or raises BackendUnavailable; for tests.
         streams: CUDA's; for tests.
     """
+
+    def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
+        """Refused; tensors' heads are not."""
+        self._check_tag(tag)
+        super().send(data, dst, tag=tag, timeout=timeout)
+
+    def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
+        """Refused, as `send`."""
+        self._check_tag(tag)
+        return super().recv(buffer, src, tag=tag, timeout=timeout)
+
+    def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
+        """Refused, as `send`."""
+        self._check_tag(tag)
+        return super().isend(data, dst, tag=tag)
+
+    def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
+        """Refused, as `send`."""
+        self._check_tag(tag)
+        return super().irecv(buffer, src, tag=tag)
 
     def _check_tag(self, tag: int) -> None:
         if channel_of_tag(tag) == Channel.BYTES:

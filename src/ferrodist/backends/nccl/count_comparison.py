@@ -56,6 +56,8 @@ class CountComparison:
             message = _MESSAGE.pack(sequence, send_counts[rank], receive_counts[rank])
             if not group.try_send(message, rank, tag=_TAG):
                 group.isend(message, rank, tag=_TAG)
+        if not self._others:
+            return
         with self._changed:
             self._own[sequence] = {rank: (send_counts[rank], receive_counts[rank]) for rank in self._others}
             told = {

@@ -38,9 +38,14 @@ def why_no_nccl(open_it: Callable[[], Library] = open_library) -> str | None:
         if _found.library is None and _found.reason is None:
             try:
                 _found.library = open_it()
-            except ImportError as error:
+            except ModuleNotFoundError as error:
                 _found.reason = (
                     f"NVIDIA's binding nccl4py is not installed ({error}): pip install 'ferrodist[nccl]' brings it"
+                )
+            except ImportError as error:
+                _found.reason = (
+                    f"NVIDIA's binding nccl4py can't be imported ({describe_error(error)}): install it again, with"
+                    " pip install --force-reinstall nccl4py"
                 )
             except Exception as error:  # noqa: BLE001 - the loader of the binding has errors of its own
                 _found.reason = (

@@ -4,40 +4,41 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ferrodist.backends.base import NonBlockingBackend
 from ferrodist.backends.call import MAX_PAYLOAD, Call
+from ferrodist.backends.controlled import ControlledBackend, control_of
 from ferrodist.backends.moving.polling import wait_until
-from ferrodist.backends.native import NativeBackend, is_native_available
-from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.ucc.agreement import OrderedAgreement
 from ferrodist.backends.ucc.bindings import Team, UccError
 from ferrodist.backends.ucc.exchange import ControlExchange
 from ferrodist.backends.ucc.library import load
 from ferrodist.backends.ucc.mover import UccMover
 from ferrodist.deadline import Deadline, check_timeout
-from ferrodist.errors import BackendUnavailable, DistributedError, GroupClosedError, RendezvousError, ranks_text
+from ferrodist.errors import (
+    BackendUnavailable,
+    DistributedError,
+    GroupAbortedError,
+    GroupClosedError,
+    RendezvousError,
+    ranks_text,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from typing_extensions import Buffer, Self
+    from typing_extensions import Self
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.listening import Listener, Signal
-    from ferrodist.backends.request import Late, Request
     from ferrodist.rendezvous import Membership
 
 __all__ = ["UccBackend"]
 
-_CLOSE_SECONDS = 5.0
-"""How long `UccBackend.close` waits until UCC has given what this rank has sent to the network."""
+_CLOSE_SECONDS = 10.0
+"""How long `UccBackend.close` takes at most: half of it for UCC, the rest for the control group."""
 
 _LIBRARY, _REASON = b"+", b"-"
 
 
-class UccBackend(NonBlockingBackend):
+class UccBackend(ControlledBackend):
     """A rank of a group over UCC.
 
     UCC moves the bytes of the group's collectives. Which call belongs to which is agreed on before, and what is reduced
@@ -51,6 +52,7 @@ class UccBackend(NonBlockingBackend):
         connect_timeout: Seconds for all ranks to come; None takes the group's timeout.
 
     Raises:
+        TypeError: ``control`` is no group.
         BackendUnavailable: On all ranks, when one has no UCC, or another version; with the reason.
             Or on one, when UCC does not start there; the others raise GroupAbortedError with that reason.
         RendezvousError: UCC did not connect the ranks in time.
@@ -58,11 +60,9 @@ class UccBackend(NonBlockingBackend):
     """
 
     def __init__(self, control: Backend, *, connect_timeout: float | None = None) -> None:
-        super().__init__(control.rank, control.world_size, timeout=control.timeout, name=control.name)
+        super().__init__(control)
         deadline = Deadline(control.timeout if connect_timeout is None else check_timeout(connect_timeout))
-        self._control = control
         self._closing = threading.RLock()
-        self.subgroups = control.subgroups
         _check_libraries(control, deadline)
         self.mover: UccMover = _connect(control, deadline)
         self.agreement: OrderedAgreement = OrderedAgreement(self, self.mover.turns)
@@ -75,28 +75,19 @@ class UccBackend(NonBlockingBackend):
         Raises:
             BackendUnavailable: On all ranks, when one can't use UCC; with the reason.
         """
-        kind = NativeBackend if is_native_available() else TcpBackend
-        control = kind.from_membership(membership, timeout, deadline)
+        control = control_of(membership, timeout, deadline)
         try:
             return cls(control, connect_timeout=deadline.remaining())
         except BaseException:
             control.close()
             raise
 
-    @property
-    def failure(self) -> DistributedError | None:
-        """Why the group can't be used any more, or None while it can."""
-        return self._control.failure
-
-    def abort(self, reason: str | DistributedError) -> None:
-        """End the group on all ranks; see `Backend.abort`."""
-        self._control.abort(reason)
-
     def close(self, timeout: float | None = None) -> None:
         """Leave the group; see `Backend.close`.
 
         Args:
-            timeout: Seconds to wait until UCC has given what this rank has sent to the network; None for five.
+            timeout: Seconds, half of them to wait until UCC has given what this rank has sent to the network, and the
+                rest for the control group; None for ten.
         """
         deadline = Deadline(_CLOSE_SECONDS if timeout is None else check_timeout(timeout))
         if self._is_closed():  # in a forked child too: UCC is its parent's, and so may the lock's holder be
@@ -104,85 +95,13 @@ class UccBackend(NonBlockingBackend):
         with self._closing:
             if self._is_closed():
                 return
-            self.mover.leave(deadline.remaining())
-            self._control.close(timeout)
+            self.mover.leave(deadline.timeout / 2)
+            self._control.close(deadline.remaining())
             self.mover.stop()
         self._run_close_callbacks()
 
     def _is_closed(self) -> bool:
         return isinstance(self._control.failure, GroupClosedError)
-
-    # Bytes.
-
-    def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
-        """Send bytes to one rank; see `Backend.send`."""
-        self._control.send(data, dst, tag=tag, timeout=timeout)
-
-    def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
-        """Receive bytes; see `Backend.recv`."""
-        return self._control.recv(buffer, src, tag=tag, timeout=timeout)
-
-    def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
-        """Start `send` and return at once."""
-        return self._control.isend(data, dst, tag=tag)
-
-    def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
-        """Start `recv` and return at once."""
-        return self._control.irecv(buffer, src, tag=tag)
-
-    def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:
-        """See `Backend.try_send`."""
-        return self._control.try_send(data, dst, tag=tag)
-
-    def listen(
-        self,
-        src: int,
-        size_bytes: int,
-        heard: Callable[[list[bytes]], None],
-        ended: Callable[[DistributedError], None],
-        *,
-        tag: int = 0,
-    ) -> Listener:
-        """See `Backend.listen`."""
-        return self._control.listen(src, size_bytes, heard, ended, tag=tag)
-
-    def signal(self) -> Signal:
-        """See `Backend.signal`."""
-        return self._control.signal()
-
-    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
-        """See `Backend.find_late`."""
-        return self._control.find_late(peers, within)
-
-    # Sub-groups, which are the control group's.
-
-    def abort_subgroup(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
-        """End one sub-group on all its members; see `Backend.abort_subgroup`."""
-        self._control.abort_subgroup(group_id, members, error)
-
-    def subgroup_failure(self, group_id: int, members: tuple[int, ...]) -> DistributedError | None:
-        """Why a sub-group can't be used any more, or None."""
-        return self._control.subgroup_failure(group_id, members)
-
-    def end_with(self, group_id: int, leader_id: int) -> None:
-        """See `Backend`."""
-        self._control.end_with(group_id, leader_id)
-
-    def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> None:
-        """See `Backend.open_subgroup`."""
-        self._control.open_subgroup(group_id, members, name)
-
-    def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
-        """See `Backend.close_subgroup`."""
-        self._control.close_subgroup(group_id, members)
-
-    def subgroup_collectives(self, subgroup: Backend) -> Any:
-        """See `Backend.subgroup_collectives`."""
-        return self._control.subgroup_collectives(subgroup)
-
-    def subgroup_tensor_messages(self, subgroup: Backend) -> Any:
-        """See `Backend.subgroup_tensor_messages`."""
-        return self._control.subgroup_tensor_messages(subgroup)
 
 
 def _check_libraries(control: Backend, deadline: Deadline) -> None:
@@ -213,11 +132,7 @@ def _connect(control: Backend, deadline: Deadline) -> UccMover:
     except UccError as error:
         reason = f"UccBackend can't be used on rank {control.rank}: {error.message}"
         control.abort(reason)
-        raise BackendUnavailable(
-            f"{reason}. UCC's and UCX's own messages on standard error may say more; UCC_LOG_LEVEL=info and"
-            " UCX_LOG_LEVEL=info ask for them.",
-            ranks=(control.rank,),
-        ) from error
+        raise BackendUnavailable(reason, ranks=(control.rank,)) from error
     except DistributedError as error:
         control.abort(error)
         raise
@@ -245,6 +160,8 @@ def _agree_on(team: Team, control: Backend, deadline: Deadline) -> UccMover:
     mover = UccMover(team, control, first=sequence + 1)
     try:
         control.agreement.reach(Call(operation="UCC is connected"), deadline.remaining(), sequence)
+    except GroupAbortedError:
+        pass  # most probably by a rank that knew of all others and went ahead: the next call says so
     except BaseException:
         mover.stop()
         raise

@@ -253,8 +253,11 @@ class Library:
 
     def error(self, name: str, status: int) -> UccError:
         """A status in our terms."""
-        text = self._library.ucc_status_string(status)
-        return UccError(f"{self} failed in {name}: {(text or b'?').decode(errors='replace')} ({status})")
+        text = (self._library.ucc_status_string(status) or b"?").decode(errors="replace")
+        return UccError(
+            f"{self} failed in {name}: {text} ({status}). UCC's and UCX's own messages"
+            " on standard error may say more; UCC_LOG_LEVEL=info and UCX_LOG_LEVEL=info ask for them."
+        )
 
 
 @dataclass(slots=True, eq=False)

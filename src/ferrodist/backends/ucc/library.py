@@ -46,7 +46,7 @@ def load() -> Library:
 def _try(path: str) -> Library | str:
     try:
         library = Library(path)
-    except (OSError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with a file that somebody has named
         return " ".join(str(error).split()) or type(error).__name__
     if library.version[0] != _MAJOR:
         return f"{path} is {library}, and version {_MAJOR} is needed"

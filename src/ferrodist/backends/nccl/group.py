@@ -1,18 +1,16 @@
-"""Groups that stand on a control group: another backend's group of the same ranks, over which they say what they need.
+"""Groups whose tensors on GPUs go by NCCL, over a control group.
 
-The control group connects the ranks, finds the dead, carries bytes and compares calls; NCCL moves tensors between GPUs.
-A failure of the one is a failure of the other: the control group's ends the communicators, and what NCCL or a deadline
-of a GPU finds ends the control group on all ranks.
+The control group's failure ends the communicators, and what NCCL or a deadline of a GPU finds ends the control group on
+all ranks.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ferrodist.backends.base import NonBlockingBackend
 from ferrodist.backends.call import MAX_PAYLOAD, Call
-from ferrodist.backends.native import NativeBackend, is_native_available
+from ferrodist.backends.controlled import ControlledBackend, control_of
 from ferrodist.backends.nccl.collectives import NcclCollectives
 from ferrodist.backends.nccl.launcher import Launcher
 from ferrodist.backends.nccl.library import load_nccl, why_no_nccl
@@ -20,31 +18,21 @@ from ferrodist.backends.nccl.messages import NcclMessages
 from ferrodist.backends.nccl.streams import CudaStreams
 from ferrodist.backends.nccl.watch import Watch
 from ferrodist.backends.sub import SubBackend
-from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.weak import held_now
 from ferrodist.errors import BackendUnavailable, InvalidRankError, PeerLostError, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from typing_extensions import Buffer, Self
+    from typing_extensions import Self
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.listening import Listener, Signal
     from ferrodist.backends.nccl.communicator import Library
     from ferrodist.backends.nccl.streams import Stream, Streams
-    from ferrodist.backends.request import Late, Request
     from ferrodist.deadline import Deadline
-    from ferrodist.errors import DistributedError
     from ferrodist.rendezvous import Membership
 
-__all__ = ["ControlledBackend", "control_of", "reasons_without_nccl"]
-
-
-def control_of(membership: Membership, timeout: float, deadline: Deadline) -> Backend:
-    """The control group of ranks that have met: native where it is installed."""
-    kind = NativeBackend if is_native_available() else TcpBackend
-    return kind.from_membership(membership, timeout, deadline)
+__all__ = ["NcclGroup", "reasons_without_nccl"]
 
 
 def reasons_without_nccl(control: Backend, deadline: Deadline) -> dict[int, str]:
@@ -54,7 +42,7 @@ def reasons_without_nccl(control: Backend, deadline: Deadline) -> dict[int, str]
     return {rank: reason.decode(errors="replace") for rank, reason in enumerate(said) if reason}
 
 
-class ControlledBackend(NonBlockingBackend):
+class NcclGroup(ControlledBackend):
     """A group with NCCL for tensors on GPUs, over a control group, which it closes with itself.
 
     Args:
@@ -72,8 +60,7 @@ class ControlledBackend(NonBlockingBackend):
         library: Callable[[], Library] = load_nccl,
         streams: Streams | None = None,
     ) -> None:
-        super().__init__(control.rank, control.world_size, timeout=control.timeout, name=control.name)
-        self._control = control
+        super().__init__(control)
         self._is_closed = False
         self._stream = stream
         self._library = library
@@ -82,7 +69,6 @@ class ControlledBackend(NonBlockingBackend):
         self.collectives = control.collectives
         self.quick = control.quick
         self.tensor_messages = control.tensor_messages
-        self.subgroups = control.subgroups  # which tells the control group of those that are dropped
         self._watch = Watch(f"ferrodist-nccl-{control.name}-{control.rank}", self._streams.begin_watching)
         self._launchers: weakref.WeakValueDictionary[int, Launcher] = weakref.WeakValueDictionary()  # by group
         self._launcher = self._launcher_of(self)
@@ -115,14 +101,6 @@ class ControlledBackend(NonBlockingBackend):
                 " 'ferrodist doctor' tells what is there.",
                 ranks=tuple(reasons),
             )
-
-    @property
-    def failure(self) -> DistributedError | None:
-        """Why the group can't be used any more, or None while it can."""
-        return self._control.failure
-
-    def _check_tag(self, tag: int) -> None:
-        """Raise UnsupportedOpError for messages that this group does not carry; it carries all."""
 
     def _launcher_of(self, group: Backend) -> Launcher:
         """The launcher of this group or of a sub-group, made when first asked for."""
@@ -157,10 +135,6 @@ class ControlledBackend(NonBlockingBackend):
         survivors = [rank for rank in range(self.world_size) if rank not in set(lost)]
         return SubBackend(self, survivors, timeout=timeout, label="shrink")
 
-    def abort(self, reason: str | DistributedError) -> None:
-        """End the group on all ranks; see `Backend.abort`."""
-        self._control.abort(reason)
-
     def close(self, timeout: float | None = None) -> None:
         """Leave the group; see `Backend.close`. What this rank has launched is completed first, for at most 5 s."""
         if self._is_closed:
@@ -173,84 +147,18 @@ class ControlledBackend(NonBlockingBackend):
         self._control.close(timeout)
         self._run_close_callbacks()
 
-    # Bytes.
-
-    def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
-        """Send bytes to one rank; see `Backend.send`."""
-        self._check_tag(tag)
-        self._control.send(data, dst, tag=tag, timeout=timeout)
-
-    def recv(self, buffer: Buffer, src: int, *, tag: int = 0, timeout: float | None = None) -> int:
-        """Receive bytes; see `Backend.recv`."""
-        self._check_tag(tag)
-        return self._control.recv(buffer, src, tag=tag, timeout=timeout)
-
-    def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
-        """Start `send` and return at once."""
-        self._check_tag(tag)
-        return self._control.isend(data, dst, tag=tag)
-
-    def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
-        """Start `recv` and return at once."""
-        self._check_tag(tag)
-        return self._control.irecv(buffer, src, tag=tag)
-
-    def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:
-        """See `Backend.try_send`."""
-        return self._control.try_send(data, dst, tag=tag)
-
-    def listen(
-        self,
-        src: int,
-        size_bytes: int,
-        heard: Callable[[list[bytes]], None],
-        ended: Callable[[DistributedError], None],
-        *,
-        tag: int = 0,
-    ) -> Listener:
-        """See `Backend.listen`."""
-        return self._control.listen(src, size_bytes, heard, ended, tag=tag)
-
-    def signal(self) -> Signal:
-        """See `Backend.signal`."""
-        return self._control.signal()
-
     def barrier(self, timeout: float | None = None) -> None:
         """Return when every rank has called it. Work on GPUs may still be under way: see `synchronize`."""
         self._control.barrier(timeout)
 
-    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
-        """See `Backend.find_late`."""
-        return self._control.find_late(peers, within)
-
     # Sub-groups.
-
-    def abort_subgroup(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
-        """End one sub-group on all its members; see `Backend.abort_subgroup`."""
-        self._control.abort_subgroup(group_id, members, error)
-
-    def subgroup_failure(self, group_id: int, members: tuple[int, ...]) -> DistributedError | None:
-        """Why a sub-group can't be used any more, or None."""
-        return self._control.subgroup_failure(group_id, members)
-
-    def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> None:
-        """See `Backend.open_subgroup`."""
-        self._control.open_subgroup(group_id, members, name)
 
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
         """See `Backend.close_subgroup`."""
         launcher = self._launchers.pop(group_id, None)
         if launcher is not None:
             launcher.release(self._control.subgroup_failure(group_id, members))
-        self._control.close_subgroup(group_id, members)
-
-    def subgroup_collectives(self, subgroup: Backend) -> Any:
-        """See `Backend.subgroup_collectives`."""
-        return self._control.subgroup_collectives(subgroup)
-
-    def subgroup_tensor_messages(self, subgroup: Backend) -> Any:
-        """See `Backend.subgroup_tensor_messages`."""
-        return self._control.subgroup_tensor_messages(subgroup)
+        super().close_subgroup(group_id, members)
 
     def subgroup_device_collectives(self, subgroup: Backend) -> NcclCollectives:
         """See `Backend.subgroup_device_collectives`."""
