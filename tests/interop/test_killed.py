@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,8 +46,7 @@ class Strike(torch.autograd.Function):
 def strike():
     """Kill this process if it is the one to be killed, and leave behind when."""
     if dist.get_rank() == VICTIM:
-        with open("struck", "w") as file:
-            file.write(str(time.monotonic()))
+        Path("struck").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
 
 

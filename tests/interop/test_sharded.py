@@ -1,4 +1,4 @@
-"""What torch spreads over ranks, on ferrodist: sharded training, meshes, pipelines, checkpoints, functional collectives."""
+"""What torch spreads over ranks, on ferrodist: sharded training, meshes, pipelines, checkpoints, and collectives."""
 
 from __future__ import annotations
 
