@@ -1,45 +1,34 @@
 """Futures of torch's, and the threads that complete them.
 
-A callback of a future runs in the thread that completes it, and may wait for other collectives: PowerSGD's does. So no
-thread of an engine completes any, and while a callback runs another thread goes on.
+[Note: callbacks]
+A callback of a future may start collectives and wait for them: PowerSGD's do. Which of them starts first must not
+depend on which bucket is done first here. So callbacks that a thread has added run one after the other, in that order,
+and their collectives are in a group of their own, beside those that the thread itself starts. Callbacks that are added
+in a callback have a deeper one. No thread of an engine runs any, nor does the thread that adds them.
 
-A future that ends with an error has that raised by a callback of ours: to set it (`Future.set_exception`) makes torch's
-reducer crash.
+A future of torch's can't be told of an error from Python: what `Future.set_exception` sets makes torch's reducer crash.
+So a `Failure` is its result, which raises whenever somebody looks into it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Completer", "Threads", "promised"]
+__all__ = ["Line", "ResultFuture", "Threads", "here"]
 
 _IDLE_SECONDS = 2.0
 
-
-class Ends(Protocol):
-    """What ends some time."""
-
-    def end(self) -> list[Any]:
-        """Wait until it has, and give what it came to; raises what it has failed with."""
-
-
-Promise = tuple["torch.futures.Future[Any]", "torch.futures.Future[Any]"]
-"""What is completed, and what users have; see above."""
-
-
-def promised(work: Ends, devices: list[int | str | torch.device]) -> Promise:
-    """A future for what ends some time; the first of the two is to be completed when it has."""
-    trigger: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
-    return trigger, trigger.then(lambda _: work.end())
+_log = logging.getLogger(__name__)
 
 
 class Threads:
@@ -93,35 +82,142 @@ class Threads:
         return self._jobs.get()
 
 
-class Completer:
-    """Completes futures of what ends in the order in which it is given.
+class Line:
+    """What runs one after the other, in a thread while there is something.
 
     Args:
-        threads: Who do.
+        depth: Of the callbacks that it runs; 0 where it runs none.
     """
 
-    def __init__(self, threads: Threads) -> None:
-        self._threads = threads
+    def __init__(self, depth: int = 0) -> None:
+        self.depth = depth
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[Ends, torch.futures.Future[Any]]] = deque()
-        self._has_leader = False
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._is_running = False
+        self._deeper: Line | None = None
 
-    def complete(self, work: Ends, trigger: torch.futures.Future[Any]) -> None:
-        """Complete a future when something has ended, well or not."""
+    def run(self, job: Callable[[], None], threads: Threads) -> None:
+        """Run something after all that was given before; it must not raise."""
         with self._lock:
-            self._waiting.append((work, trigger))
-            if self._has_leader:
+            self._jobs.append(job)
+            if self._is_running:
                 return
-            self._has_leader = True
-        self._threads.run(self._lead)
+            self._is_running = True
+        threads.run(self._work)
 
-    def _lead(self) -> None:
-        with self._lock:
-            work, trigger = self._waiting.popleft()
-        with contextlib.suppress(BaseException):  # the future's callback raises it, to whom it concerns
-            work.end()
-        with self._lock:  # before callbacks run: they may wait for what comes next
-            self._has_leader = bool(self._waiting)
-        if self._has_leader:
-            self._threads.run(self._lead)
-        trigger.set_result(None)
+    def deeper(self) -> Line:
+        """For callbacks that are added in this one's; only its own thread asks."""
+        if self._deeper is None:
+            self._deeper = Line(self.depth + 1)
+        return self._deeper
+
+    def _work(self) -> None:
+        here.line = self
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._is_running = False
+                    break
+                job = self._jobs.popleft()
+            job()
+            del job
+        here.line = _OUTSIDE
+
+
+_OUTSIDE = Line()
+
+
+class _Here(threading.local):
+    """What a thread is doing."""
+
+    line: Line = _OUTSIDE
+    callbacks: Line | None = None
+
+    def line_of_callbacks(self) -> Line:
+        """Runs what this thread adds to futures."""
+        if self.line.depth:
+            return self.line.deeper()
+        if self.callbacks is None:
+            self.callbacks = Line(1)
+        return self.callbacks
+
+
+here = _Here()
+
+
+class Failure:
+    """The result of what has failed: what torch does with results raises.
+
+    Args:
+        error: What it has failed with.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def _raise(self, *_: object) -> NoReturn:
+        raise self._error
+
+    # C++ takes tensors out of a result by pickling it, or asks whether it is one.
+    __reduce_ex__ = __getitem__ = __iter__ = __len__ = __bool__ = _raise
+    __class__ = property(_raise)
+
+
+class ResultFuture(torch.futures.Future[Any]):
+    """A future whose callbacks run as the note says.
+
+    Args:
+        threads: Who run them.
+        devices: Where its tensors are, but for the host.
+    """
+
+    def __init__(self, threads: Threads, devices: list[int | str | torch.device]) -> None:
+        super().__init__(devices=devices)
+        self._threads = threads
+        self._devices = devices
+        self._error: BaseException | None = None
+
+    def settle(self, outcome: Callable[[], Any]) -> None:
+        """Complete it with what something returns or raises."""
+        try:
+            result = outcome()
+        except BaseException as error:  # noqa: BLE001 - it is for those who ask
+            self._error = error
+            result = Failure(error)
+        self.set_result(result)
+
+    def wait(self) -> Any:
+        """Its result, when it is there; raises what it has failed with."""
+        result = super().wait()
+        if self._error is not None:
+            raise self._error
+        return result
+
+    def value(self) -> Any:
+        """Its result, which is there; raises what it has failed with."""
+        result = super().value()
+        if self._error is not None:
+            raise self._error
+        return result
+
+    def then(self, callback: Callable[[Any], Any]) -> ResultFuture:
+        """Call something with this future when it is completed; returns a future for what that returns."""
+        following = ResultFuture(self._threads, self._devices)
+
+        def follow() -> None:
+            super(ResultFuture, self).wait()
+            following.settle(lambda: callback(self))
+
+        here.line_of_callbacks().run(follow, self._threads)
+        return following
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """As `then`, where nobody needs to know what it returns; what it raises is logged."""
+
+        def call(future: ResultFuture) -> None:
+            try:
+                callback(future)
+            except Exception:  # noqa: BLE001 - as torch does with it
+                _log.exception("a callback of a future failed")
+
+        self.then(call)

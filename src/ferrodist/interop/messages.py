@@ -12,6 +12,7 @@ from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.views import bytes_of
 from ferrodist.errors import DistributedTimeoutError
+from ferrodist.interop.compilers import not_compiled
 from ferrodist.interop.layouts import Target, source_of
 from ferrodist.interop.works import FerrodistWork
 
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.request import Request
-
-    Run = Callable[[Callable[[], None]], None]
+    from ferrodist.interop.completion import Threads
 
 __all__ = ["MessageWork", "start_receive", "start_send"]
 
 
+@not_compiled
 class MessageWork(FerrodistWork):
     """A message under way.
 
@@ -35,7 +36,7 @@ class MessageWork(FerrodistWork):
         seconds: How long a wait may take that does not say it.
         what: It, for errors.
         finish: Called once, when it is there; None where there is nothing to do.
-        run: Runs something in a thread of the group's.
+        threads: Of its group.
     """
 
     def __init__(
@@ -46,14 +47,13 @@ class MessageWork(FerrodistWork):
         seconds: float,
         what: str,
         finish: Callable[[], None] | None,
-        run: Run,
+        threads: Threads,
     ) -> None:
-        super().__init__([tensor])
+        super().__init__([tensor], threads)
         self._request = request
         self._seconds = seconds
         self._what = what
         self._finish = finish
-        self._run = run
         self._lock = threading.Lock()
 
     def source_rank(self) -> int:
@@ -81,22 +81,22 @@ class MessageWork(FerrodistWork):
             if finish is not None:
                 finish()
 
-    def tell(self, trigger: torch.futures.Future[object]) -> None:
+    def tell(self, settle: Callable[[], None]) -> None:
         """See `FerrodistWork`."""
-        self._request.add_done_callback(lambda: self._run(lambda: trigger.set_result(None)))
+        self._request.add_done_callback(lambda: self.threads.run(settle))
 
 
-def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int, run: Run) -> MessageWork:
+def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int, threads: Threads) -> MessageWork:
     """Begin to send a tensor."""
     engine_of(group, tensor.device)  # says whether that may be
     flat = source_of(tensor).cpu()
     request = group.isend(bytes_of(flat), dst, tag=tag)
     return MessageWork(
-        request, tensor, seconds=group.timeout, what=f"rank {dst} did not receive it", finish=None, run=run
+        request, tensor, seconds=group.timeout, what=f"rank {dst} did not receive it", finish=None, threads=threads
     )
 
 
-def start_receive(group: Backend, tensor: torch.Tensor, src: int | None, tag: int, run: Run) -> MessageWork:
+def start_receive(group: Backend, tensor: torch.Tensor, src: int | None, tag: int, threads: Threads) -> MessageWork:
     """Begin to receive a tensor, from a rank or from any."""
     engine_of(group, tensor.device)
     target = Target(tensor)
@@ -112,4 +112,4 @@ def start_receive(group: Backend, tensor: torch.Tensor, src: int | None, tag: in
 
     request = group.irecv(bytes_of(landing), ANY_SOURCE if src is None else src, tag=tag)
     what = f"nothing came from {'any rank' if src is None else f'rank {src}'}"
-    return MessageWork(request, tensor, seconds=group.timeout, what=what, finish=finish, run=run)
+    return MessageWork(request, tensor, seconds=group.timeout, what=what, finish=finish, threads=threads)

@@ -31,7 +31,8 @@ from ferrodist.collectives.quick import (
     start_reduce_scatter,
 )
 from ferrodist.interop import operations
-from ferrodist.interop.completion import Completer, Threads
+from ferrodist.interop.compilers import not_compiled
+from ferrodist.interop.completion import Line, Threads, here
 from ferrodist.interop.forms import both_forms
 from ferrodist.interop.messages import start_receive, start_send
 from ferrodist.interop.operations import OPERATIONS, only, reduction
@@ -53,6 +54,21 @@ and waits for it. It is of one element; those of large tensors would only keep t
 _CPU = torch.device("cpu")
 
 
+class _Lane:
+    """Collectives that have an order among each other.
+
+    Args:
+        group: What they are called in.
+    """
+
+    __slots__ = ("group", "line")
+
+    def __init__(self, group: Backend) -> None:
+        self.group = group
+        self.line = Line()  # of their ends
+
+
+@not_compiled
 class FerrodistProcessGroup(dist.ProcessGroup):
     """A group of ferrodist as one of torch's. Made by torch, for ``init_process_group("ferrodist")``.
 
@@ -68,9 +84,10 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         super().__init__(group.rank, group.world_size)  # type: ignore[call-arg] # with a store it is for C++ alone
         self.group = group
         self._names = (group.name, "undefined")
-        self._done = DoneWork([])
         self._threads = Threads(f"ferrodist-futures-{group.name}")
-        self._completer = Completer(self._threads)
+        self._done = DoneWork([], self._threads)
+        self._lanes = [_Lane(group)]  # by the depth of the callbacks that call in them
+        self._lanes_lock = threading.Lock()
         self._kept: deque[FerrodistWork] = deque(maxlen=_NUM_KEPT)
         self._local = threading.local()
         self._num_calls = 0
@@ -124,7 +141,8 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Leave the group."""
         atexit.unregister(self._leave_at_exit)
-        self.group.close()
+        for lane in reversed(self._lanes):
+            lane.group.close()
         self._threads.close()
 
     def _leave_at_exit(self) -> None:
@@ -139,12 +157,12 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         tensor = only(tensors, "allreduce")
         op = OPERATIONS.get(opts.reduceOp.op)
         if op is not None and opts.timeout.days < 0 and tensor.layout is torch.strided:
-            data = tensor.data
+            lane, data = self._lane(), tensor.data
             if opts.asyncOp:
-                started = start_allreduce(data, op, self.group, data)
+                started = start_allreduce(data, op, lane.group, data)
                 if started is not None:
-                    return self._give(CollectiveWork(started, [tensor], self._completer))
-            elif quick_allreduce(data, op, self.group, data) is not None:
+                    return self._give(CollectiveWork(started, [tensor], self._threads, lane.line))
+            elif quick_allreduce(data, op, lane.group, data) is not None:
                 return self._done
         if tensor.layout is torch.strided:
             return self._run(operations.allreduce(tensor, reduction(opts.reduceOp)), opts)
@@ -161,12 +179,12 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Give every rank the root's tensor."""
         tensor = only(tensors, "broadcast")
         if opts.timeout.days < 0:
-            data = tensor.data
+            lane, data = self._lane(), tensor.data
             if opts.asyncOp:
-                started = start_broadcast(data, opts.rootRank, self.group, data)
+                started = start_broadcast(data, opts.rootRank, lane.group, data)
                 if started is not None:
-                    return self._give(CollectiveWork(started, [tensor], self._completer))
-            elif quick_broadcast(data, opts.rootRank, self.group, data) is not None:
+                    return self._give(CollectiveWork(started, [tensor], self._threads, lane.line))
+            elif quick_broadcast(data, opts.rootRank, lane.group, data) is not None:
                 return self._done
         return self._run(operations.broadcast(self.group, tensor, opts.rootRank), opts)
 
@@ -199,12 +217,12 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Give every rank the tensors of all, one after the other in one."""
         if opts.timeout.days < 0 and _are_flat(output, tensor):
-            out, data = output.data.view(-1), tensor.data.view(-1)
+            lane, out, data = self._lane(), output.data.view(-1), tensor.data.view(-1)
             if opts.asyncOp:
-                started = start_all_gather(data, 0, self.group, out)
+                started = start_all_gather(data, 0, lane.group, out)
                 if started is not None:
-                    return self._give(CollectiveWork(started, [output], self._completer))
-            elif quick_all_gather(data, 0, self.group, out) is not None:
+                    return self._give(CollectiveWork(started, [output], self._threads, lane.line))
+            elif quick_all_gather(data, 0, lane.group, out) is not None:
                 return self._done
         return self._run(operations.all_gather_single(self.group, output, tensor), opts)
 
@@ -251,12 +269,12 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Fold a tensor over the ranks, and give rank r its r-th part."""
         op = OPERATIONS.get(opts.reduceOp.op)
         if op is not None and opts.timeout.days < 0 and _are_flat(output, tensor):
-            out, data = output.data.view(-1), tensor.data.view(-1)
+            lane, out, data = self._lane(), output.data.view(-1), tensor.data.view(-1)
             if opts.asyncOp:
-                started = start_reduce_scatter(data, op, 0, self.group, out)
+                started = start_reduce_scatter(data, op, 0, lane.group, out)
                 if started is not None:
-                    return self._give(CollectiveWork(started, [output], self._completer))
-            elif quick_reduce_scatter(data, op, 0, self.group, out) is not None:
+                    return self._give(CollectiveWork(started, [output], self._threads, lane.line))
+            elif quick_reduce_scatter(data, op, 0, lane.group, out) is not None:
                 return self._done
         call = operations.reduce_scatter_single(self.group, output, tensor, reduction(opts.reduceOp))
         return self._run(call, opts)
@@ -296,7 +314,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     @both_forms(dist.BarrierOptions, 0)
     def barrier(self, opts: Any) -> FerrodistWork:
         """Wait for all ranks."""
-        if not opts.asyncOp and opts.timeout.days < 0 and quick_barrier(self.group):
+        if not opts.asyncOp and opts.timeout.days < 0 and quick_barrier(self._lane().group):
             return self._done
         return self._run(operations.barrier(), opts)
 
@@ -309,15 +327,15 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> FerrodistWork:
         """Send a tensor."""
-        return self._give(start_send(self.group, only(tensors, "send"), dst, tag, self._threads.run))
+        return self._give(start_send(self.group, only(tensors, "send"), dst, tag, self._threads))
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> FerrodistWork:
         """Receive a tensor."""
-        return self._give(start_receive(self.group, only(tensors, "recv"), src, tag, self._threads.run))
+        return self._give(start_receive(self.group, only(tensors, "recv"), src, tag, self._threads))
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> FerrodistWork:
         """Receive a tensor from any rank."""
-        return self._give(start_receive(self.group, only(tensors, "recv"), None, tag, self._threads.run))
+        return self._give(start_receive(self.group, only(tensors, "recv"), None, tag, self._threads))
 
     # Several calls as one.
 
@@ -358,9 +376,23 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     # How all of them go.
 
+    def _lane(self) -> _Lane:
+        """Where this thread's collectives go: see [Note: callbacks] in `ferrodist.interop.completion`."""
+        depth = here.line.depth
+        if depth >= len(self._lanes):
+            with self._lanes_lock:
+                for missing in range(len(self._lanes), depth + 1):
+                    label = f"callbacks of depth {missing}"
+                    name = f"{self.group.name}, {label}"
+                    ranks = range(self.group.world_size)
+                    beside = SubBackend(self.group, ranks, name=name, label=label, ends_with_parent=True)
+                    self._lanes.append(_Lane(beside))
+        return self._lanes[depth]
+
     def _run(self, call: Collective, opts: Any, results: list[Any] | None = None) -> FerrodistWork:
         """Do what was checked: now, or by a thread."""
-        group = self.group
+        lane = self._lane()
+        group = lane.group
         engine = collectives_of(group) if call.device is None else engine_of(group, call.device)
         limit = seconds_of(opts.timeout)
         seconds = group.timeout if limit is None else limit
@@ -376,13 +408,13 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         if not getattr(opts, "asyncOp", True):
             run_now(operation)
             return self._done
-        return self._give(CollectiveWork(run_later(operation), results or call.results, self._completer))
+        return self._give(CollectiveWork(run_later(operation), results or call.results, self._threads, lane.line))
 
     def _join(self, works: list[FerrodistWork]) -> FerrodistWork:
         started = [work for work in works if work is not self._done]
         if not started:
             return self._done
-        return started[0] if len(works) == 1 else self._keep(JoinedWork(works, self._threads.run))
+        return started[0] if len(works) == 1 else self._keep(JoinedWork(works, self._threads))
 
     def _give(self, work: FerrodistWork) -> FerrodistWork:
         works = getattr(self._local, "works", None)

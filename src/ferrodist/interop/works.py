@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from ferrodist.errors import DistributedTimeoutError
-from ferrodist.interop.completion import promised
+from ferrodist.interop.compilers import not_compiled
+from ferrodist.interop.completion import Line, ResultFuture, Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.collectives.pending import PendingCollective
-    from ferrodist.interop.completion import Completer
 
 __all__ = ["CollectiveWork", "DoneWork", "FerrodistWork", "JoinedWork", "seconds_of"]
 
@@ -29,17 +29,20 @@ def seconds_of(timeout: timedelta | None) -> float | None:
     return timeout.total_seconds()
 
 
+@not_compiled
 class FerrodistWork(dist.Work):
     """Something that is under way.
 
     Args:
         results: What it gives.
+        threads: Of its group.
     """
 
-    def __init__(self, results: list[Any]) -> None:
+    def __init__(self, results: list[Any], threads: Threads) -> None:
         super().__init__()
         self.results = results
-        self._future: torch.futures.Future[Any] | None = None
+        self.threads = threads
+        self._future: ResultFuture | None = None
 
     # What the kinds of it differ in.
 
@@ -51,8 +54,8 @@ class FerrodistWork(dist.Work):
         """Wait until it has ended, and raise what it has failed with."""
         raise NotImplementedError
 
-    def tell(self, trigger: torch.futures.Future[Any]) -> None:
-        """Have a future completed when it has ended."""
+    def tell(self, settle: Callable[[], None]) -> None:
+        """Have something called, not by an engine's thread, when it has ended or is about to."""
         raise NotImplementedError
 
     # What torch calls.
@@ -77,8 +80,8 @@ class FerrodistWork(dist.Work):
             devices: list[int | str | torch.device] = [
                 each.device for each in self.results if isinstance(each, torch.Tensor) and each.is_cuda
             ]
-            trigger, self._future = promised(self, devices[:1])
-            self.tell(trigger)
+            future = self._future = ResultFuture(self.threads, devices[:1])
+            self.tell(lambda: future.settle(self.end))
         return self._future
 
     def is_completed(self) -> bool:
@@ -108,6 +111,7 @@ class FerrodistWork(dist.Work):
         self.wait()
 
 
+@not_compiled
 class DoneWork(FerrodistWork):
     """What has ended before its call returned."""
 
@@ -118,24 +122,26 @@ class DoneWork(FerrodistWork):
     def wait_for(self, seconds: float | None) -> None:
         """See `FerrodistWork`."""
 
-    def tell(self, trigger: torch.futures.Future[Any]) -> None:
+    def tell(self, settle: Callable[[], None]) -> None:
         """See `FerrodistWork`."""
-        trigger.set_result(None)
+        settle()
 
 
+@not_compiled
 class CollectiveWork(FerrodistWork):
     """A collective that was started.
 
     Args:
         pending: It.
         results: What it gives.
-        completer: Of the group's futures of collectives.
+        threads: Of its group.
+        line: Of those that end in the order in which they were started.
     """
 
-    def __init__(self, pending: PendingCollective[Any], results: list[Any], completer: Completer) -> None:
-        super().__init__(results)
+    def __init__(self, pending: PendingCollective[Any], results: list[Any], threads: Threads, line: Line) -> None:
+        super().__init__(results, threads)
         self._pending = pending
-        self._completer = completer
+        self._line = line
 
     def has_ended(self) -> bool:
         """See `FerrodistWork`."""
@@ -145,23 +151,23 @@ class CollectiveWork(FerrodistWork):
         """See `FerrodistWork`."""
         self._pending.wait(seconds)
 
-    def tell(self, trigger: torch.futures.Future[Any]) -> None:
+    def tell(self, settle: Callable[[], None]) -> None:
         """See `FerrodistWork`."""
-        self._completer.complete(self, trigger)
+        self._line.run(settle, self.threads)
 
 
+@not_compiled
 class JoinedWork(FerrodistWork):
     """Several as one.
 
     Args:
         works: They, in the order in which they were started.
-        run: Runs something in a thread of the group's.
+        threads: Of their group.
     """
 
-    def __init__(self, works: Sequence[FerrodistWork], run: Callable[[Callable[[], None]], None]) -> None:
-        super().__init__([result for work in works for result in work.results])
+    def __init__(self, works: Sequence[FerrodistWork], threads: Threads) -> None:
+        super().__init__([result for work in works for result in work.results], threads)
         self._works = works
-        self._run = run
 
     def has_ended(self) -> bool:
         """See `FerrodistWork`."""
@@ -173,15 +179,9 @@ class JoinedWork(FerrodistWork):
         if errors:
             raise errors[0]
 
-    def tell(self, trigger: torch.futures.Future[Any]) -> None:
+    def tell(self, settle: Callable[[], None]) -> None:
         """See `FerrodistWork`."""
-
-        def await_all() -> None:
-            for work in self._works:
-                _error_of(work, None)
-            trigger.set_result(None)
-
-        self._run(await_all)
+        self.threads.run(settle)
 
 
 def _error_of(work: FerrodistWork, seconds: float | None) -> BaseException | None:
