@@ -6,7 +6,7 @@ Two ranks on one host, one computing thread each. The calls are ``torch.distribu
 results are compared with the sum; each rank's median counts, and the slower rank's of the two. The training is that of
 ``training_step.py``: four linear layers of 2048 x 2048 on 16 rows a rank with SGD, by torch's DistributedDataParallel
 and by its fully_shard; its time is the slower rank's for a step. Both backends run in every round, each in processes of
-its own; figures are medians of the rounds, and ratios medians of the rounds' ratios. All ways end with the same weights,
+its own; figures are medians of the rounds, ratios medians of the rounds' ratios. All ways end with the same weights,
 to rounding, or the benchmark fails.
 """
 
