@@ -36,14 +36,14 @@ SKIPPED = (
     r"Only (Nccl|NCCL)",
     "NCCL Batch Send Recv Only",
     r"Test requires backend gloo to be one of \{'nccl'\}",
-    r"Test requires (an exact )?world size of 4",  # these need GPUs, too
+    r"Test requires (an exact )?world size of 4",
     r"https://github.com/pytorch/pytorch/issues/\d+",  # switched off by torch on Linux, on every backend
     "Test is failing, see https://github.com/pytorch/pytorch/pull/113620",
     "no torchvision",
 )
 """Why tests may be skipped."""
 
-LEAST_PASSED = {2: 97, 3: 119, 4: 119}
+LEAST_PASSED = {2: 97, 3: 119, 4: 122}
 """How many tests pass in a whole run, of torch 2.13."""
 
 

@@ -13,10 +13,11 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ferrodist.interop.kernels import use_c10d_kernels as use_c10d_kernels
     from ferrodist.interop.process_group import group_of as group_of
     from ferrodist.interop.registration import register as register
 
-__all__ = ["group_of", "register"]
+__all__ = ["group_of", "register", "use_c10d_kernels"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,6 +25,10 @@ def __getattr__(name: str) -> Any:
         from ferrodist.interop.process_group import group_of  # noqa: PLC0415 - loads what torch's import can do without
 
         return group_of
+    if name == "use_c10d_kernels":
+        from ferrodist.interop.kernels import use_c10d_kernels  # noqa: PLC0415 - as above
+
+        return use_c10d_kernels
     if name == "register":
         from ferrodist.interop.registration import register  # noqa: PLC0415 - as above
 

@@ -10,12 +10,21 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["both_forms"]
+__all__ = ["both_forms", "use_router"]
 
 _Result = TypeVar("_Result")
 
 _ATTRIBUTES = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 """What options call it."""
+
+
+_router: Callable[..., Any] | None = None
+
+
+def use_router(router: Callable[..., Any]) -> None:
+    """Ask ``router(group, method, arguments)`` before each method; what it returns, unless None, is the result."""
+    global _router  # noqa: PLW0603 - it is looked at in each call, of all groups
+    _router = router
 
 
 def both_forms(
@@ -32,10 +41,14 @@ def both_forms(
     names = (*fields, "timeout")
 
     def decorate(method: Callable[..., _Result]) -> Callable[..., _Result]:
+        def run(group: Any, *arguments: Any, **unknown: Any) -> _Result:
+            found: _Result | None = None if _router is None or unknown else _router(group, method, arguments)
+            return method(group, *arguments, **unknown) if found is None else found
+
         @functools.wraps(method)
         def call(group: Any, *given: Any, **named: Any) -> _Result:
             if given and type(given[-1]) is options and not named:  # so do torch's own calls: no time is to be lost
-                return method(group, *given)
+                return method(group, *given) if _router is None else run(group, *given)
             tensors, rest = given[:num_tensors], given[num_tensors:]
             if in_lists and any(isinstance(each, torch.Tensor) for each in tensors):
                 tensors = tuple([each] for each in tensors)
@@ -46,12 +59,19 @@ def both_forms(
                 if len(rest) > len(names):
                     raise TypeError(f"{method.__name__} takes {', '.join(names)} after its tensors, not {rest}")
                 said = dict(zip(names, rest, strict=False)) | {name: named.pop(name) for name in names if name in named}
-                opts, rest = options(), ()
-                for name, value in said.items():
-                    if value is not None:
-                        setattr(opts, _ATTRIBUTES[name], value)
-            return method(group, *tensors, *rest, opts=opts, **named)
+                opts = _options(options, said)
+            elif rest:
+                raise TypeError(f"{method.__name__} takes opts, or {', '.join(names)}, not both")
+            return run(group, *tensors, opts, **named)
 
         return call
 
     return decorate
+
+
+def _options(kind: type, said: dict[str, Any]) -> Any:
+    made = kind()
+    for name, value in said.items():
+        if value is not None:
+            setattr(made, _ATTRIBUTES[name], value)
+    return made

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.interop.operations import Collective
 
-__all__ = ["FerrodistProcessGroup", "group_of"]
+__all__ = ["FORMER_NAMES", "FerrodistProcessGroup", "group_of"]
 
 _NUM_KEPT, _MOST_KEPT_BYTES = 64, 4096
 """Of the works that were given away last: `DistributedDataParallel.join` keeps the half of one that is not Python's,
@@ -430,20 +430,20 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         return work
 
 
-def _alias_old_names() -> None:
-    """Names of some methods have changed in torch."""
-    kind = FerrodistProcessGroup
-    for old, new in {
-        "_allgather_base": "all_gather_single",
-        "_reduce_scatter_base": "reduce_scatter_single",
-        "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
-        "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
-        "alltoall_base": "all_to_all_single",
-    }.items():
-        setattr(kind, old, getattr(kind, new))
+FORMER_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""What torch has called some methods before. Those that its C++ knows by both names find ours by the one of now."""
 
+_KNOWN_TO_PYTHON = {"_allgather_base", "_reduce_scatter_base"}
 
-_alias_old_names()
+for _name, _former_name in FORMER_NAMES.items():
+    if _former_name in _KNOWN_TO_PYTHON or not hasattr(dist.ProcessGroup, _name):
+        setattr(FerrodistProcessGroup, _former_name, getattr(FerrodistProcessGroup, _name))
 
 
 def group_of(process_group: dist.ProcessGroup | None = None) -> Backend:

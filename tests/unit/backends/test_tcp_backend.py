@@ -64,7 +64,7 @@ def test_missing_rank_is_named_on_every_rank():
     start = time.monotonic()
     with check_leaks():
         hub, other = meet((0, 3, {}), (2, 3, {}))
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < 10
     for error in (hub, other):
         assert isinstance(error, fd.RendezvousError)
         assert error.ranks == (1,)

@@ -13,7 +13,8 @@ import ferrodist as fd
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.backends.ucc import backend, bindings, library
 from ferrodist.backends.ucc.bindings import UccError
-from ferrodist.backends.ucc.mover import UccMover
+from ferrodist.backends.ucc.exchange import ControlExchange
+from ferrodist.backends.ucc.mover import _FAREWELL, _FAREWELL_TAG, UccMover
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, GroupAbortedError, GroupClosedError, RendezvousError
 from ferrodist.testing import run_ranks
@@ -159,6 +160,7 @@ def test_a_group_is_made_on_all_ranks_at_once(monkeypatch):
     def program(group):
         made = fd.UccBackend(group)
         is_made.set()
+        assert made.agreement.reserve() == group.agreement.reserve()  # none of the positions is used twice
         made.close()
 
     monkeypatch.setattr(backend, "load", lambda: "UCC 1.8.0")
@@ -276,6 +278,63 @@ def test_a_collective_that_ucc_fails_in(monkeypatch):
     other.close()
     mover._thread.join(10)
     assert not mover._thread.is_alive()
+
+
+class _Working(_Broken):
+    """A team whose collectives end a while after they were started."""
+
+    def __init__(self):
+        super().__init__()
+        self.made_progress = threading.Event()
+
+    def progress(self):
+        self.made_progress.set()
+
+    def broadcast(self, data, root):
+        del data, root
+        deadline = Deadline(0.15)
+        return type("Transfer", (), {"status": property(lambda _: int(not deadline.expired))})()
+
+    def finish(self, transfer):
+        pass
+
+
+def test_progress_while_nobody_waits():
+    """UCC is asked for it until the mover is told to stop."""
+    control, other = SimulatedBackend.create_group(2)
+    team = _Working()
+    mover = UccMover(team, control, 0)
+    assert team.made_progress.wait(10)
+    mover.stop()
+    mover._thread.join(10)
+    assert not mover._thread.is_alive()
+    control.close()
+    other.close()
+
+
+def test_a_farewell_after_a_long_wait():
+    """A wait that has looked for farewells leaves those that come later to the next one."""
+    control, other = SimulatedBackend.create_group(2)
+    mover = UccMover(_Working(), control, 0)
+    assert mover.wait_for(mover.broadcast(memoryview(b""), 0), Deadline(10))
+    other.send(_FAREWELL.pack(1), 0, tag=_FAREWELL_TAG)
+    other.close()
+    assert mover.wait_for(mover.broadcast(memoryview(b""), 0), Deadline(10))
+    assert control.failure is None
+    mover.stop()
+    control.close()
+
+
+def test_ranks_that_exchange_nothing():
+    """They are named at the deadline."""
+    control, other = SimulatedBackend.create_group(2)
+    exchange = ControlExchange(control, Deadline(0.0))
+    under_way = exchange.begin(b"address")
+    with pytest.raises(RendezvousError, match="rank 1 did not exchange UCC's addresses within 0 s") as raised:
+        exchange.is_done(under_way)
+    assert raised.value.ranks == (1,)
+    control.close()
+    other.close()
 
 
 def test_a_team_that_does_not_end():

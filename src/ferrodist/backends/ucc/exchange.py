@@ -56,15 +56,13 @@ class ControlExchange:
 
         Raises:
             RendezvousError: They have not by the deadline.
-            DistributedError: The group failed.
+            DistributedError: A message failed, as it does when the group has.
         """
         pending = under_way.pending
         while pending and pending[-1].done():
             pending.pop().wait(0)
         if not pending:
             return True
-        if self._control.failure is not None:
-            raise self._control.failure.fresh()
         if self._deadline.expired:
             ranks = tuple(sorted({request.peer for request in pending}))
             for request in pending:
