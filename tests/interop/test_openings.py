@@ -69,11 +69,16 @@ def test_worlds_one_after_the_other(tmp_path, monkeypatch):
             dist.init_process_group("ferrodist", store=store, rank=rank, world_size=2)
             pairs = [dist.new_group([0, 1]) for _ in range(3)]
             assert [total(pair) for pair in pairs] == [3.0] * 3
+            future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+            assert future.then(lambda _: total()).then(lambda done: done.value() + total()).wait() == 6.0
             dist.destroy_process_group()
         dist.init_process_group("ferrodist", store=dist.HashStore(), rank=0, world_size=1)
         assert total() == 1.0
         dist.destroy_process_group()
-        assert not [each for each in threading.enumerate() if "torch" in each.name]
+        for each in threading.enumerate():
+            if each.name.startswith("ferrodist-futures"):
+                each.join(20.0)
+                assert not each.is_alive()
 
     run_ranks(body, 2, backend="tcp")
 
