@@ -7,7 +7,8 @@
     forms.py           what else may be passed to them          messages.py     its messages
     operations.py      its collectives, over our engines        layouts.py      torch's tensors as what engines take
     sparse.py          allreduce of sparse tensors              works.py        what torch waits for
-    completion.py      futures, and who completes them
+    completion.py      futures, and who completes them      compilers.py    what torch's compiler is to leave alone
+    kernels.py         for what looks at torch's operators
 """
 
 from typing import TYPE_CHECKING, Any
