@@ -411,6 +411,42 @@ void stopped_arrivals() {
     std::printf("stopped arrivals\n");
 }
 
+// A rank that ends a group and leaves it at once: who waits for it learns of the end, not of the leaving. It does both at
+// any moment of the other's looks, which take a while, for there are many ranks.
+void ends_before_leaving(std::uint64_t num_rounds) {
+    constexpr int num_ranks = 512;
+    const shm::Layout layout{.num_ranks = num_ranks, .group_size = num_ranks, .slot_bytes = 4096, .spin_micros = 0};
+    const auto memory = make_memory(layout.size_bytes());
+    for (std::uint64_t round = 0; round < num_rounds; ++round) {
+        std::array<std::unique_ptr<shm::Segment>, 2> segments;
+        for (auto& segment : segments) segment = std::make_unique<shm::Segment>(memory, layout);
+        segments[0]->initialize();
+        for (int rank = 3; rank < num_ranks; ++rank) segments[0]->arrival(rank, 1).sequence.store(1);
+        std::atomic<int> num_there{0};
+        run_ranks(2, [&](int rank) {
+            shm::Segment& own = *segments[static_cast<std::size_t>(rank)];
+            num_there.fetch_add(1);
+            while (num_there.load() < 2) relax();
+            if (rank == 0) {
+                std::this_thread::sleep_for(std::chrono::microseconds(100));
+                own.publish(own.arrival(2, 1).sequence, 1);  // which wakes the other one
+                const auto end = Clock::now() + std::chrono::nanoseconds(50 * (round % 1000));
+                while (Clock::now() < end) relax();
+                own.abort("enough");
+                own.leave(0);
+                return;
+            }
+            try {
+                own.arrive(1, 1, Deadline(patience));
+                require(false, "arrived without rank 0");
+            } catch (const Failure& failure) {
+                require(failure.kind() == FailureKind::aborted, "it ended before it left");
+            }
+        });
+    }
+    std::printf("ends before leaving\n");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -422,6 +458,7 @@ int main(int argc, char** argv) {
         endings({0, 1, 0}, is_crowded);
     }
     stopped_arrivals();
+    ends_before_leaving(total / 20);
     stress(one_host(1), false, total / 20, seed);
     stress(one_host(2), false, total * 6 / 20, seed + 1);
     stress(one_host(2), true, total / 20, seed + 2);

@@ -147,8 +147,9 @@ void Fabric::wait_for_all(const IsThere& is_there, FailureKind lateness, const D
         if (ranks.empty()) return;  // they came this moment
         for (const int r : ranks) {
             if (links_->is_remote(r) ? !links_->is_gone(r) : progress(r).left.load() == 0) continue;
-            if (!is_there(r))
-                throw Failure(links_->is_remote(r) ? FailureKind::lost : FailureKind::left, {r});
+            if (is_there(r)) continue;
+            check();  // as in Segment::wait_until
+            throw Failure(links_->is_remote(r) ? FailureKind::lost : FailureKind::left, {r});
         }
         if (deadline.expired()) throw Failure(lateness, std::move(ranks));
         const std::chrono::nanoseconds longest =

@@ -127,8 +127,11 @@ void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind
         look_for_interruption();
         std::vector<int> ranks = lagging();
         if (ranks.empty()) return;  // they came this moment
-        for (const int rank : ranks)
-            if (progress(rank).left.load() != 0 && !ready()) throw Failure(FailureKind::left, {rank});
+        for (const int rank : ranks) {
+            if (progress(rank).left.load() == 0 || ready()) continue;
+            check();  // a rank that leaves a group which has failed has said so before, and the look above may be older
+            throw Failure(FailureKind::left, {rank});
+        }
         if (deadline.expired()) throw Failure(lateness, std::move(ranks));
     }
 }
