@@ -13,8 +13,6 @@ import ferrodist as fd
 PAGE = (Path(__file__).parents[2] / "docs" / "from-ferrotorch.md").read_text(encoding="utf-8")
 FENCES = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROSE = FENCES.sub("", PAGE)
-PARTS = re.search(r"Parts to come: ([^.]+)\.", PROSE)[1].replace("\n", " ").split(", ")
-TO_COME = re.compile(r"comes with ([^:]+): (.+)")
 
 
 def sections():
@@ -37,12 +35,6 @@ def present_names():
         if language == "python":
             names.update(re.findall(r"\bfd\.([\w.]+)", code))
     return sorted(names)
-
-
-def names_to_come():
-    """(part, name) of each row that says "comes with"."""
-    rows = [row for table in sections().values() for row in table]
-    return sorted({match.groups() for _, ours, _ in rows if (match := TO_COME.fullmatch(ours))})
 
 
 def holds(owner, name):
@@ -85,7 +77,7 @@ def exists(name, package=fd):
 
 
 def test_every_row_says_where_the_name_is():
-    """Each row names one crate item, once a module, and is present, to come with a known part, or none."""
+    """Each row names one crate item, once a module, and says what it is here, or none."""
     for heading, table in sections().items():
         crate_names = [row[0] for row in table]
         assert len(set(crate_names)) == len(crate_names), heading
@@ -93,18 +85,10 @@ def test_every_row_says_where_the_name_is():
             assert len(row) == 3, row
             crate, ours, _ = row
             assert re.fullmatch(r"`[^`]+`", crate), row
-            match = TO_COME.fullmatch(ours)
-            assert match or ours == "none" or re.fullmatch(r"`fd\.[^`]+`(, `fd\.[^`]+`)*", ours), row
-            assert not match or (match[1] in PARTS and "`" not in ours), row
+            assert ours == "none" or re.fullmatch(r"`fd\.[^`]+`(, `fd\.[^`]+`)*", ours), row
 
 
 @pytest.mark.parametrize("name", present_names())
 def test_present_name_exists(name):
     """A name that the page says is there is there."""
     assert exists(name)
-
-
-@pytest.mark.parametrize(("part", "name"), names_to_come())
-def test_name_to_come_does_not_exist_yet(part, name):
-    """A part that arrives takes "comes with" off its rows."""
-    assert not exists(name), f"fd.{name} is here: write it in place of 'comes with {part}'"
