@@ -209,7 +209,8 @@ class Caller(ABC):
 
     def _send_answer(self, number: int, found: Any) -> None:
         if isinstance(found, Failure):
-            self._send_failure(number, found)
+            if not self._office.objects.is_closed:  # what fails then fails for that, which the caller is about to learn
+                self._send_failure(number, found)
             return
         try:
             content, passing = self._office.objects.pack(self.rank, pack_result, found)

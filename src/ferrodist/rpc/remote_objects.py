@@ -201,6 +201,11 @@ class RemoteObjects:
         self._is_closed = True
         self._tables.clear()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether this has happened."""
+        return self._is_closed
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise GroupClosedError("the agent was closed")
