@@ -205,7 +205,8 @@ class ResultFuture(torch.futures.Future[Any]):
         following = ResultFuture(self._threads, self._devices)
 
         def follow() -> None:
-            super(ResultFuture, self).wait()
+            with contextlib.suppress(Exception):  # the callback asks for the result, and learns of it
+                super(ResultFuture, self).wait()
             following.settle(lambda: callback(self))
 
         here.line_of_callbacks().run(follow, self._threads)

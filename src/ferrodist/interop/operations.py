@@ -263,6 +263,8 @@ def all_to_all_single(
     _check(output)
     _check(tensor)
     _check_like(output, tensor)
+    if not tensor.dim() or not output.dim():
+        raise ValueError("all_to_all_single divides tensors along their first dim, which one of no dims lacks")
     row = row_size(tensor) or row_size(output) or 1
     target = Target(output)
     return _exchange(

@@ -19,6 +19,7 @@ from ferrodist.backends.process_group import tell_of_the_end
 from ferrodist.backends.sub import SubBackend
 from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.operation import Operation, collectives_of, run_later, run_now
+from ferrodist.collectives.prepare import check_root
 from ferrodist.collectives.quick import (
     quick_all_gather,
     quick_allreduce,
@@ -37,7 +38,7 @@ from ferrodist.interop.forms import both_forms
 from ferrodist.interop.messages import start_receive, start_send
 from ferrodist.interop.operations import OPERATIONS, only, reduction
 from ferrodist.interop.sparse import sparse_allreduce
-from ferrodist.interop.works import CollectiveWork, DoneWork, FerrodistWork, JoinedWork, seconds_of
+from ferrodist.interop.works import CollectiveWork, DoneWork, FerrodistWork, JoinedWork, seconds_of, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -186,6 +187,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
         """Give every rank the root's tensor."""
         tensor = only(tensors, "broadcast")
+        check_root(self.group, opts.rootRank, "root")
         if opts.timeout.days < 0:
             lane, data = self._lane(), tensor.data
             if opts.asyncOp:
@@ -200,6 +202,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks, in the root's place."""
         tensor = only(tensors, "reduce")
+        check_root(self.group, opts.rootRank, "root")
         return self._run(operations.reduce(self.group, tensor, opts.rootRank, reduction(opts.reduceOp)), opts)
 
     @both_forms(AllgatherOptions, 2, in_lists=True)
@@ -246,6 +249,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any
     ) -> FerrodistWork:
         """Give the root the tensors of all."""
+        check_root(self.group, opts.rootRank, "root")
         outputs = only(output_tensors, "gather") if self.group.rank == opts.rootRank else None
         tensor = only(input_tensors, "gather")
         return self._run(operations.gather(self.group, outputs, tensor, opts.rootRank), opts)
@@ -255,6 +259,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
     ) -> FerrodistWork:
         """Give every rank one of the root's tensors."""
+        check_root(self.group, opts.rootRank, "root")
         inputs = only(input_tensors, "scatter") if self.group.rank == opts.rootRank else None
         tensor = only(output_tensors, "scatter")
         return self._run(operations.scatter(self.group, tensor, inputs, opts.rootRank), opts)
@@ -432,8 +437,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     def _keep(self, work: FerrodistWork) -> FerrodistWork:
         self._num_calls += 1
-        tensors = [each for each in work.results if isinstance(each, torch.Tensor)]
-        if sum([each.numel() * each.element_size() for each in tensors]) <= _MOST_KEPT_BYTES:  # as if not sparse
+        if sum([each.numel() * each.element_size() for each in tensors_in(work.results)]) <= _MOST_KEPT_BYTES:
             self._kept.append(work)
         return work
 

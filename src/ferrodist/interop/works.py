@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ferrodist.collectives.pending import PendingCollective
 
-__all__ = ["CollectiveWork", "DoneWork", "FerrodistWork", "JoinedWork", "seconds_of"]
+__all__ = ["CollectiveWork", "DoneWork", "FerrodistWork", "JoinedWork", "seconds_of", "tensors_in"]
 
 _NO_TIMEOUT = timedelta(0)
 
@@ -27,6 +27,14 @@ def seconds_of(timeout: timedelta | None) -> float | None:
     if timeout is None or timeout <= _NO_TIMEOUT:
         return None
     return timeout.total_seconds()
+
+
+def tensors_in(results: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors of results, some of which are lists of them."""
+    found: list[Any] = []
+    for each in results:
+        found += tensors_in(each) if isinstance(each, (list, tuple)) else [each]
+    return [each for each in found if isinstance(each, torch.Tensor)]
 
 
 @not_compiled
@@ -77,11 +85,12 @@ class FerrodistWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Its results as a future; made when first asked for."""
         if self._future is None:
-            devices: list[int | str | torch.device] = [
-                each.device for each in self.results if isinstance(each, torch.Tensor) and each.is_cuda
-            ]
+            devices: list[int | str | torch.device] = [each.device for each in tensors_in(self.results) if each.is_cuda]
             future = self._future = ResultFuture(self.threads, devices[:1])
-            self.tell(lambda: future.settle(self.end))
+            if self.has_ended():  # then it is done at once, which torch's reducer counts on
+                future.settle(self.end)
+            else:
+                self.tell(lambda: future.settle(self.end))
         return self._future
 
     def is_completed(self) -> bool:

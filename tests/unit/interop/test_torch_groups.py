@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ferrodist.errors import DistributedError, DistributedTimeoutError
+from ferrodist.errors import DistributedError, DistributedTimeoutError, InvalidRankError
 from ferrodist.interop.process_group import FerrodistProcessGroup
 from ferrodist.testing import run_ranks
 
@@ -139,3 +141,61 @@ def test_several_tensors_at_once(is_async):
         return [each.tolist() for each in tensors]
 
     assert run(program) == [[SECOND, FIRST]] * 2
+
+
+def test_a_root_that_is_no_rank_is_refused():
+    """On each rank, before anything is written; the group goes on."""
+
+    def program(made):
+        own = ranked(made.rank())
+        for call in (
+            lambda: made.broadcast(own, 7),
+            lambda: made.reduce(own, 7),
+            lambda: made.gather([own, own.clone()], own, 7),
+            lambda: made.scatter(own, [own, own.clone()], 7),
+        ):
+            with pytest.raises(InvalidRankError, match="root=7 is not in"):
+                call()
+        assert torch.equal(own, ranked(made.rank()))
+        made.allreduce(own).wait()
+        return own.tolist()
+
+    assert run(program) == [[10.0, 12.0]] * 2
+
+
+def test_tensors_without_dims_are_not_divided():
+    """They are no rows."""
+
+    def program(made):
+        with pytest.raises(ValueError, match="which one of no dims lacks"):
+            made.all_to_all_single(torch.tensor(0.0), torch.tensor(1.0), [], [])
+
+    run(program)
+
+
+def test_the_future_of_what_has_ended_is_done():
+    """At once: torch's reducer looks into it after a wait."""
+
+    def program(made):
+        for _ in range(100):
+            work = made.allreduce(ranked(made.rank()))
+            work.wait()
+            future = work.get_future()
+            assert future.done()
+            assert future.value()[0].tolist() == [10.0, 12.0]
+
+    run(program, backend="native-threads")
+
+
+def test_outputs_of_lists_are_not_kept():
+    """The group keeps no work whose tensors are large, also not one of lists."""
+
+    def program(made):
+        outputs = [torch.empty(5000) for _ in range(2)]
+        made.allgather([outputs], [torch.ones(5000)]).wait()
+        references = [weakref.ref(each) for each in outputs]
+        del outputs
+        gc.collect()
+        return [reference() for reference in references]
+
+    assert run(program) == [[None, None]] * 2
