@@ -19,7 +19,7 @@ demo: $(INSTALLED)
 # In three parts side by side: one alone waits for threads and processes to wake for most of its time.
 FIRST_PART := tests/unit/collectives tests/unit/backends tests/unit/rendezvous tests/unit/checkpoint tests/unit/launch \
 	tests/unit/mesh tests/unit/bench tests/unit/interop
-SECOND_PART := tests/unit/tensor tests/unit/parallel tests/unit/testing tests/unit/rpc
+SECOND_PART := tests/unit/tensor tests/unit/parallel tests/unit/testing
 PYTEST = $(BIN)/python -m pytest --durations 10 --durations-min 5
 
 test: $(INSTALLED) native
