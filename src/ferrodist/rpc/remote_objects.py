@@ -203,7 +203,7 @@ class RemoteObjects:
 
     @property
     def is_closed(self) -> bool:
-        """Whether this has happened."""
+        """Whether the agent is being closed, or was."""
         return self._is_closed
 
     def _check_open(self) -> None:
