@@ -9,30 +9,30 @@ namespace ferrodist {
 
 namespace {
 
-// What goes before the offer in the payload: whether all parts of a rank have `unit` elements, which is the same number on
-// all ranks, and the parts themselves, if they have and are few. Where all ranks say so nobody compares counts, nor looks at
-// slots where they are few.
+// What goes before the offer in the payload: the size of a rank's parts if all that it sends and expects have the same,
+// and the parts themselves, if they have and are few. Where all ranks say the same size nobody compares counts, nor looks
+// at slots where they are few.
 class EvenParts {
 public:
-    EvenParts(Context& context, std::size_t unit_bytes, bool is_even)
+    EvenParts(Context& context, std::size_t part_bytes, bool is_even)
         : context_(context),
-          unit_bytes_(unit_bytes),
-          is_inline_(is_even && unit_bytes * static_cast<std::size_t>(context.num_ranks) <= most_bytes) {}
+          part_bytes_(part_bytes),
+          said_(is_even ? part_bytes + 1 : 0),
+          is_inline_(is_even && part_bytes * static_cast<std::size_t>(context.num_ranks) <= most_bytes) {}
 
     // Returns where the offer goes.
-    std::byte* write(std::byte* payload, const std::byte* source, bool is_even) const {
-        const std::uint64_t said = is_even;
-        std::memcpy(payload, &said, sizeof said);
-        if (is_inline_) copy_bytes(payload + sizeof said, source, unit_bytes_ * static_cast<std::size_t>(context_.num_ranks));
-        return payload + sizeof said + most_bytes;
+    std::byte* write(std::byte* payload, const std::byte* source) const {
+        std::memcpy(payload, &said_, sizeof said_);
+        if (is_inline_) copy_bytes(payload + sizeof said_, source, part_bytes_ * static_cast<std::size_t>(context_.num_ranks));
+        return payload + sizeof said_ + most_bytes;
     }
 
-    // After entry: whether all ranks' parts are even, and then few on all or none.
+    // After entry: whether all ranks' parts have the same size, and so are few on all or none.
     [[nodiscard]] bool are_all() const {
         for (int r = 0; r < context_.num_ranks; ++r) {
-            std::uint64_t said = 0;
-            std::memcpy(&said, context_.arrival_of(r).payload.data(), sizeof said);
-            if (said == 0) return false;
+            std::uint64_t theirs = 0;
+            std::memcpy(&theirs, context_.arrival_of(r).payload.data(), sizeof theirs);
+            if (theirs == 0 || theirs != said_) return false;
         }
         return true;
     }
@@ -41,8 +41,8 @@ public:
     void take(std::byte* out) const {
         for (int r = 0; r < context_.num_ranks; ++r) {
             const std::byte* parts = context_.arrival_of(r).payload.data() + sizeof(std::uint64_t);
-            copy_bytes(out + static_cast<std::size_t>(r) * unit_bytes_,
-                       parts + static_cast<std::size_t>(context_.rank) * unit_bytes_, unit_bytes_);
+            copy_bytes(out + static_cast<std::size_t>(r) * part_bytes_,
+                       parts + static_cast<std::size_t>(context_.rank) * part_bytes_, part_bytes_);
         }
     }
 
@@ -50,7 +50,8 @@ private:
     static constexpr std::size_t most_bytes = shm::max_inline_bytes - sizeof(std::uint64_t) - offer_bytes;
 
     Context& context_;
-    std::size_t unit_bytes_;
+    std::size_t part_bytes_;
+    std::uint64_t said_;  // 0 where the parts differ
     bool is_inline_;
 };
 
@@ -85,10 +86,11 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
                                          .dtype = static_cast<std::uint8_t>(dtype),
                                          .count = unit});
     context.fabric.give_counts(context.sequence, send_counts);
-    const auto is_unit = [&](std::size_t count) { return count == unit; };
-    const bool is_even = std::ranges::all_of(send_counts, is_unit) && std::ranges::all_of(receive_counts, is_unit);
-    const EvenParts even(context, unit * element_size, is_even);
-    std::byte* const offer_at = even.write(payload, source, is_even);
+    const std::size_t part = send_counts[0];
+    const auto is_part = [&](std::size_t count) { return count == part; };
+    const bool is_even = std::ranges::all_of(send_counts, is_part) && std::ranges::all_of(receive_counts, is_part);
+    const EvenParts even(context, part * element_size, is_even);
+    std::byte* const offer_at = even.write(payload, source);
     // The sizes differ from rank to rank and are not known before all have entered, so the segments are as large as
     // slots allow.
     const std::size_t piece = elements_in(context.fabric.layout().slot_bytes / ranks, element_size);
@@ -142,7 +144,7 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
         ++context.segments;  // what was staged
         return;
     }
-    const std::size_t largest = are_all_even ? unit : compare_counts(context, receive_counts);
+    const std::size_t largest = are_all_even ? part : compare_counts(context, receive_counts);
     exchange_entered(context, offer_at, offer, (largest + piece - 1) / piece, stage, staged_for, take, direct, deadline);
 }
 

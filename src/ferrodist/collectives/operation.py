@@ -30,6 +30,7 @@ __all__ = [
     "refuse_in_coalesce",
     "run_later",
     "run_now",
+    "wait_for_started",
 ]
 
 T = TypeVar("T")
@@ -150,6 +151,15 @@ def run_later(operation: Operation[T]) -> PendingCollective[T]:
     handover = None if on_host or operation.device is None else Handover(streams_of(operation.device))
     OperationQueue.of(operation.group).submit(engine.reserve, partial(_run_job, operation, pending, handover))
     return pending
+
+
+def wait_for_started(group: Backend) -> None:
+    """Return when all that was started in a group has ended, well or not; no more may start in it."""
+    operations = OperationQueue.find(group)
+    if operations is not None:
+        operations.close(timeout=None)
+    engine = collectives_of(group)
+    engine.await_turn(engine.reserve())
 
 
 def _run_job(operation: Operation[T], pending: QueuedCollective[T], handover: Handover | None, sequence: int) -> None:

@@ -245,16 +245,22 @@ class OperationQueue:
     @classmethod
     def of(cls, group: Backend) -> OperationQueue:
         """The queue of a group, made when first needed."""
-        found = group.attachments.get(cls._KEY)
+        found = cls.find(group)
         if found is None:
             with _making:
-                found = group.attachments.get(cls._KEY)
+                found = cls.find(group)
                 if found is None:
                     found = cls(group.name)
                     group.attachments[cls._KEY] = found
                     group.on_close(found.close)
                     weakref.finalize(group, found.stop).atexit = False  # a group that nobody closed
-        assert isinstance(found, OperationQueue)
+        return found
+
+    @classmethod
+    def find(cls, group: Backend) -> OperationQueue | None:
+        """The queue of a group, if it was needed."""
+        found = group.attachments.get(cls._KEY)
+        assert found is None or isinstance(found, OperationQueue)
         return found
 
     def submit(self, reserve: Callable[[], int], job: Callable[[int], None]) -> None:
@@ -277,8 +283,8 @@ class OperationQueue:
                 self._closed = True
                 self._jobs.put(None)
 
-    def close(self, timeout: float = _JOIN_SECONDS) -> None:
-        """End the thread, after what is queued: operations of a closed group end at once."""
+    def close(self, timeout: float | None = _JOIN_SECONDS) -> None:
+        """End the thread, after what is queued: operations of a closed group end at once. None waits for all of it."""
         self.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)

@@ -12,14 +12,19 @@ So a `Failure` is its result, which raises whenever somebody looks into it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import queue
 import threading
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+
+from ferrodist.backends.weak import held_now
+from ferrodist.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +32,10 @@ if TYPE_CHECKING:
 __all__ = ["Line", "ResultFuture", "Threads", "here"]
 
 _IDLE_SECONDS = 2.0
+
+_EXIT_SECONDS = 5.0
+"""How long the interpreter's exit waits for callbacks: it ends daemon threads where they stand, which in the middle of
+torch's code aborts the process."""
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +52,9 @@ class Threads:
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._num_idle = 0
+        self._members: set[threading.Thread] = set()
         self._is_closed = False
+        _all_threads.add(self)
 
     def run(self, job: Callable[[], None]) -> None:
         """Run something in a thread; it must not raise."""
@@ -52,7 +63,9 @@ class Threads:
                 self._num_idle -= 1
                 self._jobs.put(job)
                 return
-        threading.Thread(target=self._work, args=(job,), name=self._name, daemon=True).start()
+            made = threading.Thread(target=self._work, args=(job,), name=self._name, daemon=True)
+            self._members.add(made)
+        made.start()
 
     def close(self) -> None:
         """End the threads that have nothing to do, and the others when they are done."""
@@ -62,7 +75,21 @@ class Threads:
                 self._jobs.put(None)
             self._num_idle = 0
 
+    def join(self, deadline: Deadline) -> None:
+        """Wait for the threads to end."""
+        with self._lock:
+            members = list(self._members)
+        for member in members:
+            member.join(deadline.remaining())
+
     def _work(self, job: Callable[[], None] | None) -> None:
+        try:
+            self._run_all_from(job)
+        finally:
+            with self._lock:
+                self._members.discard(threading.current_thread())
+
+    def _run_all_from(self, job: Callable[[], None] | None) -> None:
         while job is not None:
             job()
             del job  # or a result would live until the next one comes
@@ -80,6 +107,18 @@ class Threads:
                 self._num_idle -= 1
                 return None
         return self._jobs.get()
+
+
+_all_threads: weakref.WeakSet[Threads] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Groups are closed by now, so what waits in them has ended."""
+    deadline = Deadline(_EXIT_SECONDS)
+    for threads in held_now(lambda: _all_threads):
+        threads.close()
+        threads.join(deadline)
 
 
 class Line:
@@ -119,7 +158,10 @@ class Line:
                     self._is_running = False
                     break
                 job = self._jobs.popleft()
-            job()
+            try:
+                job()
+            except BaseException:  # noqa: BLE001 - those after it are to run
+                _log.exception("a callback of a future failed")
             del job
         here.line = _OUTSIDE
 
@@ -188,17 +230,19 @@ class ResultFuture(torch.futures.Future[Any]):
 
     def wait(self) -> Any:
         """Its result, when it is there; raises what it has failed with."""
-        result = super().wait()
-        if self._error is not None:
-            raise self._error
-        return result
+        return self._look(super().wait)
 
     def value(self) -> Any:
         """Its result, which is there; raises what it has failed with."""
-        result = super().value()
-        if self._error is not None:
-            raise self._error
-        return result
+        return self._look(super().value)
+
+    def _look(self, get: Callable[[], Any]) -> Any:
+        try:
+            return get()
+        finally:
+            # With devices, torch looks into a result at once: then it raises an error without its class.
+            if self._error is not None:
+                raise self._error
 
     def then(self, callback: Callable[[Any], Any]) -> ResultFuture:
         """Call something with this future when it is completed; returns a future for what that returns."""

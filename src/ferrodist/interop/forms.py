@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.autograd import profiler
+from torch.autograd.profiler import record_function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
-__all__ = ["both_forms", "use_router"]
+__all__ = ["both_forms", "recorded", "use_router"]
 
 _Result = TypeVar("_Result")
 
 _ATTRIBUTES = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 """What options call it."""
 
+
+_NOT_RECORDED = contextlib.nullcontext()
 
 _router: Callable[..., Any] | None = None
 
@@ -25,6 +32,12 @@ def use_router(router: Callable[..., Any]) -> None:
     """Ask ``router(group, method, arguments)`` before each method; what it returns, unless None, is the result."""
     global _router  # noqa: PLW0603 - it is looked at in each call, of all groups
     _router = router
+
+
+def recorded(name: str) -> AbstractContextManager[object]:
+    """Inside of this, torch's profiler sees a call, as ``ferrodist:name``."""
+    is_seen = profiler._is_profiler_enabled  # noqa: SLF001 - torch asks it so
+    return record_function(f"ferrodist:{name}") if is_seen else _NOT_RECORDED
 
 
 def both_forms(
@@ -38,38 +51,70 @@ def both_forms(
         fields: What may come in place of ``opts``: "root" and "op", in torch's order. After them comes "timeout".
         in_lists: Whether the arguments before are of one member each, and may come without their lists.
     """
-    names = (*fields, "timeout")
 
     def decorate(method: Callable[..., _Result]) -> Callable[..., _Result]:
-        def run(group: Any, *arguments: Any, **unknown: Any) -> _Result:
+        first = _First(method, options, num_tensors, (*fields, "timeout"), in_lists=in_lists)
+
+        def run(group: Any, arguments: Sequence[Any], unknown: dict[str, Any]) -> _Result:
             found: _Result | None = None if _router is None or unknown else _router(group, method, arguments)
-            return method(group, *arguments, **unknown) if found is None else found
+            if found is not None:
+                return found
+            with recorded(method.__name__):
+                return method(group, *arguments, **unknown)
 
         @functools.wraps(method)
         def call(group: Any, *given: Any, **named: Any) -> _Result:
+            group.num_calls += 1
             if given and type(given[-1]) is options and not named:  # so do torch's own calls: no time is to be lost
-                return method(group, *given) if _router is None else run(group, *given)
-            tensors, rest = given[:num_tensors], given[num_tensors:]
-            if in_lists and any(isinstance(each, torch.Tensor) for each in tensors):
-                tensors = tuple([each] for each in tensors)
-            opts = named.pop("opts", None)
-            if opts is None and rest and (rest[0] is None or hasattr(rest[0], "timeout")):
-                opts, rest = rest[0], rest[1:]
-            if opts is None:
-                if len(rest) > len(names):
-                    raise TypeError(f"{method.__name__} takes {', '.join(names)} after its tensors, not {rest}")
-                said = dict(zip(names, rest, strict=False)) | {name: named.pop(name) for name in names if name in named}
-                opts = _options(options, said)
-            elif rest:
-                raise TypeError(f"{method.__name__} takes opts, or {', '.join(names)}, not both")
-            return run(group, *tensors, opts, **named)
+                is_watched = _router is not None or profiler._is_profiler_enabled  # noqa: SLF001 - torch asks it so
+                return run(group, given, named) if is_watched else method(group, *given)
+            return run(group, *first.of(given, named))
 
         return call
 
     return decorate
 
 
-def _options(kind: type, said: dict[str, Any]) -> Any:
+class _First:
+    """The first form of a method's arguments; see `both_forms`."""
+
+    def __init__(
+        self, method: Callable[..., Any], options: type, num_tensors: int, fields: tuple[str, ...], *, in_lists: bool
+    ) -> None:
+        self._name = method.__name__
+        self._tensor_names = list(inspect.signature(method).parameters)[1 : 1 + num_tensors]
+        self._options = options
+        self._fields = fields
+        self._in_lists = in_lists
+
+    def of(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Tensors and options, and what is not known."""
+        rest, named = list(given), dict(named)
+        tensors = []
+        for name in self._tensor_names:
+            if rest:
+                tensors.append(rest.pop(0))
+            elif name in named:
+                tensors.append(named.pop(name))
+            else:
+                raise TypeError(f"{self._name} takes {', '.join(self._tensor_names)}: {name} is missing")
+        if self._in_lists and any(isinstance(each, torch.Tensor) for each in tensors):
+            tensors = [[each] for each in tensors]
+        opts = named.pop("opts", None)
+        if opts is None and rest and (rest[0] is None or hasattr(rest[0], "timeout")):
+            opts = rest.pop(0)
+        if opts is not None:
+            if rest:
+                raise TypeError(f"{self._name} takes opts, or {', '.join(self._fields)}, not both")
+            return [*tensors, opts], named
+        if len(rest) > len(self._fields):
+            raise TypeError(f"{self._name} takes {', '.join(self._fields)} after its tensors, not {tuple(rest)}")
+        said = dict(zip(self._fields, rest, strict=False))
+        said |= {name: named.pop(name) for name in self._fields if name in named}
+        return [*tensors, _filled(self._options, said)], named
+
+
+def _filled(kind: type, said: dict[str, Any]) -> Any:
     made = kind()
     for name, value in said.items():
         if value is not None:

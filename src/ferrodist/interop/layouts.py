@@ -1,18 +1,15 @@
-"""torch's tensors as engines take them: flat and contiguous. What they write into others is copied from."""
+"""torch's tensors as engines take them: flat and contiguous. Others are copied, in their turn."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
 from ferrodist.collectives.reduce_op import DTYPES
+from ferrodist.collectives.views import elements_overlap, shares_memory
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["Joined", "Target", "moved", "row_size", "source_of"]
+__all__ = ["Source", "Target", "moved", "row_size", "scale_of", "source_of"]
 
 
 def source_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -23,68 +20,86 @@ def source_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def moved(flat: torch.Tensor) -> torch.Tensor:
     """A flat tensor for collectives that compute nothing: of a dtype that engines don't know, its bytes."""
-    return flat if flat.dtype in DTYPES else flat.view(torch.uint8)
+    if flat.dtype in DTYPES:
+        return flat
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
 
 
-class Target:
-    """Where a tensor's elements are written.
-
-    Args:
-        tensor: It.
-
-    Attributes:
-        flat: What engines write: its memory where it is contiguous, else other one.
-    """
-
-    __slots__ = ("_tensor", "flat")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        data = tensor.data
-        self._tensor: torch.Tensor | None = None
-        if data.is_contiguous() and not data.is_conj() and not data.is_neg():
-            self.flat = data.view(-1)
-        else:
-            self._tensor = data
-            self.flat = torch.empty(data.numel(), dtype=data.dtype, device=data.device)
-
-    def finish(self) -> None:
-        """Bring to the tensor what was written."""
-        if self._tensor is not None:
-            self._tensor.copy_(self.flat.view(self._tensor.shape))
+def scale_of(tensor: torch.Tensor) -> int:
+    """How many elements `moved` makes of one."""
+    return 1 if tensor.dtype in DTYPES else tensor.element_size()
 
 
-class Joined:
-    """Tensors one after the other in one memory.
+class Source:
+    """What a collective reads: tensors of one dtype, one after the other.
 
     Args:
-        tensors: At least one, of one dtype.
+        tensors: At least one.
 
     Attributes:
         counts: How many elements each has.
-        flat: The memory.
     """
 
-    __slots__ = ("_tensors", "counts", "flat")
+    __slots__ = ("_tensors", "counts")
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, is_read: bool) -> None:
-        first = tensors[0]
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._tensors = [tensor.data for tensor in tensors]
+        self.counts = [tensor.numel() for tensor in tensors]
+
+    def read(self) -> torch.Tensor:
+        """Their elements now, flat: the memory of a single contiguous tensor, else a copy."""
+        parts = [source_of(tensor) for tensor in self._tensors]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Target:
+    """What a collective writes: tensors of one dtype, one after the other.
+
+    Args:
+        tensors: At least one.
+        beside: What the collective reads. Where that is memory of the tensors, they are written when it has been read.
+
+    Attributes:
+        counts: How many elements each has.
+
+    Raises:
+        ValueError: Elements of a tensor share memory.
+    """
+
+    __slots__ = ("_flat", "_is_direct", "_tensors", "counts")
+
+    def __init__(self, *tensors: torch.Tensor, beside: torch.Tensor | None = None) -> None:
         for tensor in tensors:
-            if tensor.dtype is not first.dtype or tensor.device != first.device:
+            if not tensor.is_contiguous() and elements_overlap(tensor):
                 raise ValueError(
-                    f"the tensors of a list must be of one dtype, on one device: there are {first.dtype} on"
-                    f" {first.device} and {tensor.dtype} on {tensor.device}"
+                    "a tensor that is written to has elements that share memory (expand, as_strided): pass one of its"
+                    " own memory"
                 )
         self._tensors = [tensor.data for tensor in tensors]
         self.counts = [tensor.numel() for tensor in tensors]
-        if is_read:
-            self.flat = torch.cat([source_of(tensor) for tensor in tensors])
-        else:
-            self.flat = torch.empty(sum(self.counts), dtype=first.dtype, device=first.device)
+        first = self._tensors[0]
+        self._is_direct = (
+            len(tensors) == 1
+            and first.is_contiguous()
+            and not first.is_conj()
+            and not first.is_neg()
+            and (beside is None or not shares_memory(first, beside))
+        )
+        self._flat: torch.Tensor | None = first.view(-1) if self._is_direct else None
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """What the engine writes: the memory of a single contiguous tensor, else other one."""
+        if self._flat is None:
+            first = self._tensors[0]
+            self._flat = torch.empty(sum(self.counts), dtype=first.dtype, device=first.device)
+        return self._flat
 
     def finish(self) -> None:
         """Bring to the tensors what was written."""
-        for tensor, part in zip(self._tensors, torch.split(self.flat, self.counts), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        if not self._is_direct:
+            for tensor, part in zip(self._tensors, torch.split(self.flat, self.counts), strict=True):
+                tensor.copy_(part.view(tensor.shape))
 
 
 def row_size(tensor: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import torch
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.views import bytes_of
-from ferrodist.errors import DistributedTimeoutError
+from ferrodist.errors import DistributedError, DistributedTimeoutError
 from ferrodist.interop.compilers import not_compiled
 from ferrodist.interop.layouts import Target, source_of
 from ferrodist.interop.works import FerrodistWork
@@ -65,7 +66,11 @@ class MessageWork(FerrodistWork):
 
     def has_ended(self) -> bool:
         """See `FerrodistWork`."""
-        return self._request.done()
+        if not self._request.done():
+            return False
+        with contextlib.suppress(DistributedError):  # which a wait raises
+            self.wait_for(None)  # who asks may look at the tensor, so it is to be there
+        return True
 
     def wait_for(self, seconds: float | None) -> None:
         """See `FerrodistWork`."""
@@ -83,7 +88,7 @@ class MessageWork(FerrodistWork):
 
     def tell(self, settle: Callable[[], None]) -> None:
         """See `FerrodistWork`."""
-        self._request.add_done_callback(lambda: self.threads.run(settle))
+        self.threads.run(settle)  # it waits no longer than a wait does, also for what never comes
 
 
 def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int, threads: Threads) -> MessageWork:

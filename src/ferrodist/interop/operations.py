@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,20 +10,17 @@ import torch.distributed as dist
 from ferrodist.collectives.prepare import check_tensor
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.interop.layouts import Joined, Target, moved, row_size, source_of
+from ferrodist.interop.calls import Collective, Comparison
+from ferrodist.interop.layouts import Source, Target, moved, row_size, scale_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.collectives.engine import Collectives, TensorCollectives
 
-    Run = Callable[[TensorCollectives, float, int], None]
-    """Called with the engine, the seconds it may take, and its place among the group's collectives."""
-
 __all__ = [
     "OPERATIONS",
-    "Collective",
     "all_gather",
     "all_gather_single",
     "all_to_all",
@@ -52,23 +48,6 @@ OPERATIONS = {
     dist.ReduceOp.BXOR: ReduceOp.BXOR,
 }
 """torch's reductions as ours."""
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """A checked call.
-
-    Args:
-        name: Of the collective.
-        device: Where its tensors are; None when it has none.
-        results: What torch's ``Work.result()`` gives.
-        run: Does it.
-    """
-
-    name: str
-    device: torch.device | None
-    results: list[Any]
-    run: Run
 
 
 def reduction(given: Any) -> Op:
@@ -102,10 +81,10 @@ def barrier() -> Collective:
 def allreduce(tensor: torch.Tensor, op: Op) -> Collective:
     """Of a dense tensor, in place."""
     _check(tensor, op)
-    target, source = Target(tensor), source_of(tensor)
+    target, source = Target(tensor), Source(tensor)
 
     def run(engine: TensorCollectives, timeout: float, place: int) -> None:
-        engine.allreduce(target.flat, source, op, timeout=timeout, sequence=place)
+        engine.allreduce(target.flat, source.read(), op, timeout=timeout, sequence=place)
         target.finish()
 
     return Collective("allreduce", tensor.device, [tensor], run)
@@ -114,10 +93,11 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Collective:
 def reduce(group: Backend, tensor: torch.Tensor, root: int, op: Op) -> Collective:
     """Into the root's tensor."""
     _check(tensor, op)
-    target, source = (Target(tensor) if group.rank == root else None), source_of(tensor)
+    target, source = (Target(tensor) if group.rank == root else None), Source(tensor)
 
     def run(engine: TensorCollectives, timeout: float, place: int) -> None:
-        engine.reduce(None if target is None else target.flat, source, op, root, timeout=timeout, sequence=place)
+        out = None if target is None else target.flat
+        engine.reduce(out, source.read(), op, root, timeout=timeout, sequence=place)
         if target is not None:
             target.finish()
 
@@ -127,10 +107,10 @@ def reduce(group: Backend, tensor: torch.Tensor, root: int, op: Op) -> Collectiv
 def broadcast(group: Backend, tensor: torch.Tensor, root: int) -> Collective:
     """Of the root's tensor."""
     _check(tensor)
-    target = None if group.rank == root else Target(tensor)
-    flat = moved(source_of(tensor) if target is None else target.flat)
+    target, source = (None if group.rank == root else Target(tensor)), Source(tensor)
 
     def run(engine: TensorCollectives, timeout: float, place: int) -> None:
+        flat = moved(source.read() if target is None else target.flat)
         engine.broadcast(flat, root, timeout=timeout, sequence=place)
         if target is not None:
             target.finish()
@@ -138,16 +118,16 @@ def broadcast(group: Backend, tensor: torch.Tensor, root: int) -> Collective:
     return Collective("broadcast", tensor.device, [tensor], run)
 
 
-def all_gather(group: Backend, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Collective:
+def all_gather(group: Backend, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> list[Collective]:
     """Into a tensor for each rank, whose sizes may differ."""
     _check_list(group, outputs, tensor, "outputs")
-    joined = Joined(outputs, is_read=False)
-    if joined.counts[group.rank] != tensor.numel():
+    target = Target(*outputs)
+    if target.counts[group.rank] != tensor.numel():
         raise ValueError(
-            f"this rank's output has {joined.counts[group.rank]} elements, its input {tensor.numel()}: each rank's"
+            f"this rank's output has {target.counts[group.rank]} elements, its input {tensor.numel()}: each rank's"
             " output must be as large as its input"
         )
-    return _gather_into(joined, joined.flat, list(outputs), tensor, joined.counts)
+    return _compared(group, "all_gather", target.counts, _gather_into(target, [list(outputs)], tensor, target.counts))
 
 
 def all_gather_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor) -> Collective:
@@ -159,19 +139,17 @@ def all_gather_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor
             f"the output must have the input's {tensor.numel()} elements for each of {group.world_size} ranks, not"
             f" {output.numel()}"
         )
-    target = Target(output)
-    return _gather_into(target, target.flat, [output], tensor, [tensor.numel()] * group.world_size)
+    target = Target(output, beside=None if _is_own_part(group, output, tensor) else tensor)
+    return _gather_into(target, [output], tensor, [tensor.numel()] * group.world_size)
 
 
-def _gather_into(
-    target: Target | Joined, flat: torch.Tensor, results: list[Any], tensor: torch.Tensor, counts: Sequence[int]
-) -> Collective:
+def _gather_into(target: Target, results: list[Any], tensor: torch.Tensor, counts: Sequence[int]) -> Collective:
     _check(tensor)
-    out, source, scale = _moved_alike(flat, source_of(tensor))
+    source, scale = Source(tensor), scale_of(tensor)
     sizes = [count * scale for count in counts]
 
     def run(engine: TensorCollectives, timeout: float, place: int) -> None:
-        engine.all_gather(out, source, sizes, dim=0, timeout=timeout, sequence=place)
+        engine.all_gather(moved(target.flat), moved(source.read()), sizes, dim=0, timeout=timeout, sequence=place)
         target.finish()
 
     return Collective("all_gather", tensor.device, results, run)
@@ -180,19 +158,18 @@ def _gather_into(
 def gather(group: Backend, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> Collective:
     """Into the root's tensors, one for each rank, all of one size; None elsewhere."""
     _check(tensor)
-    joined = None
+    target, source = None, Source(tensor)
     if outputs is not None:
         _check_list(group, outputs, tensor, "outputs")
-        joined = Joined(outputs, is_read=False)
-        _check_even(joined, tensor)
-    source = moved(source_of(tensor))
-    flat = None if joined is None else moved(joined.flat)
-    counts = [source.numel()] * group.world_size
+        target = Target(*outputs)
+        _check_even(target.counts, tensor)
+    counts = [tensor.numel() * scale_of(tensor)] * group.world_size
 
     def run(engine: TensorCollectives, timeout: float, place: int) -> None:
-        engine.gather(flat, source, counts, root, timeout=timeout, sequence=place)
-        if joined is not None:
-            joined.finish()
+        flat = None if target is None else moved(target.flat)
+        engine.gather(flat, moved(source.read()), counts, root, timeout=timeout, sequence=place)
+        if target is not None:
+            target.finish()
 
     return Collective("gather", tensor.device, list(outputs or ()), run)
 
@@ -203,30 +180,30 @@ def scatter(group: Backend, tensor: torch.Tensor, inputs: Sequence[torch.Tensor]
     source = None
     if inputs is not None:
         _check_list(group, inputs, tensor, "inputs")
-        joined = Joined(inputs, is_read=True)
-        _check_even(joined, tensor)
-        source = moved(joined.flat)
+        source = Source(*inputs)
+        _check_even(source.counts, tensor)
     target = Target(tensor)
-    flat = moved(target.flat)
-    counts = [flat.numel()] * group.world_size
+    counts = [tensor.numel() * scale_of(tensor)] * group.world_size
 
     def run(engine: TensorCollectives, timeout: float, place: int) -> None:
-        engine.scatter(flat, source, counts, root, timeout=timeout, sequence=place)
+        parts = None if source is None else moved(source.read())
+        engine.scatter(moved(target.flat), parts, counts, root, timeout=timeout, sequence=place)
         target.finish()
 
     return Collective("scatter", tensor.device, [tensor], run)
 
 
-def reduce_scatter(group: Backend, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op) -> Collective:
+def reduce_scatter(group: Backend, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op) -> list[Collective]:
     """Of a tensor for each rank, whose sizes may differ."""
     _check_list(group, inputs, output, "inputs")
-    joined = Joined(inputs, is_read=True)
-    if joined.counts[group.rank] != output.numel():
+    source = Source(*inputs)
+    if source.counts[group.rank] != output.numel():
         raise ValueError(
-            f"this rank's input has {joined.counts[group.rank]} elements, its output {output.numel()}: each rank's"
+            f"this rank's input has {source.counts[group.rank]} elements, its output {output.numel()}: each rank's"
             " output must be as large as the inputs for it"
         )
-    return _reduce_parts(output, joined.flat, joined.counts, op)
+    call = _reduce_parts(Target(output), output, source, source.counts, op)
+    return _compared(group, "reduce_scatter", source.counts, call)
 
 
 def reduce_scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor, op: Op) -> Collective:
@@ -238,15 +215,15 @@ def reduce_scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Te
             f"the input must have the output's {output.numel()} elements for each of {group.world_size} ranks, not"
             f" {tensor.numel()}"
         )
-    return _reduce_parts(output, source_of(tensor), [output.numel()] * group.world_size, op)
+    target = Target(output, beside=None if _is_own_part(group, tensor, output) else tensor)
+    return _reduce_parts(target, output, Source(tensor), [output.numel()] * group.world_size, op)
 
 
-def _reduce_parts(output: torch.Tensor, source: torch.Tensor, counts: Sequence[int], op: Op) -> Collective:
+def _reduce_parts(target: Target, output: torch.Tensor, source: Source, counts: Sequence[int], op: Op) -> Collective:
     _check(output, op)
-    target = Target(output)
 
     def run(engine: TensorCollectives, timeout: float, place: int) -> None:
-        engine.reduce_scatter(target.flat, source, counts, op, dim=0, timeout=timeout, sequence=place)
+        engine.reduce_scatter(target.flat, source.read(), counts, op, dim=0, timeout=timeout, sequence=place)
         target.finish()
 
     return Collective("reduce_scatter", output.device, [output], run)
@@ -265,17 +242,9 @@ def all_to_all_single(
     _check_like(output, tensor)
     if not tensor.dim() or not output.dim():
         raise ValueError("all_to_all_single divides tensors along their first dim, which one of no dims lacks")
-    row = row_size(tensor) or row_size(output) or 1
-    target = Target(output)
-    return _exchange(
-        target,
-        target.flat,
-        source_of(tensor),
-        results=[output],
-        send_counts=_split(group, tensor, input_splits, "input"),
-        receive_counts=_split(group, output, output_splits, "output"),
-        row=row,
-    )
+    send_counts = _split(group, tensor, input_splits, "input")
+    receive_counts = _split(group, output, output_splits, "output")
+    return _exchange(Target(output, beside=tensor), [output], Source(tensor), tensor, send_counts, receive_counts)
 
 
 def _split(group: Backend, tensor: torch.Tensor, splits: Sequence[int], what: str) -> list[int]:
@@ -300,45 +269,39 @@ def all_to_all(group: Backend, outputs: Sequence[torch.Tensor], inputs: Sequence
     """Of a tensor to each rank, whose sizes may differ."""
     _check_list(group, outputs, inputs[0] if inputs else outputs[0], "outputs")
     _check_list(group, inputs, outputs[0], "inputs")
-    source, target = Joined(inputs, is_read=True), Joined(outputs, is_read=False)
-    return _exchange(
-        target,
-        target.flat,
-        source.flat,
-        results=list(outputs),
-        send_counts=source.counts,
-        receive_counts=target.counts,
-        row=1,
-    )
+    source, target = Source(*inputs), Target(*outputs)
+    return _exchange(target, list(outputs), source, inputs[0], source.counts, target.counts)
 
 
-def _exchange(
-    target: Target | Joined,
-    flat: torch.Tensor,
-    source: torch.Tensor,
-    *,
+def _exchange(  # noqa: PLR0917 - each side's
+    target: Target,
     results: list[Any],
+    source: Source,
+    like: torch.Tensor,
     send_counts: Sequence[int],
     receive_counts: Sequence[int],
-    row: int,
 ) -> Collective:
-    out, sent, scale = _moved_alike(flat, source)
+    scale = scale_of(like)
     sizes = [[count * scale for count in counts] for counts in (send_counts, receive_counts)]
 
     def run(engine: TensorCollectives, timeout: float, place: int) -> None:
-        engine.all_to_all(out, sent, *sizes, unit=row * scale, timeout=timeout, sequence=place)
+        # Ranks may call the same elements rows of other sizes.
+        out, parts = moved(target.flat), moved(source.read())
+        engine.all_to_all(out, parts, *sizes, unit=scale, timeout=timeout, sequence=place)
         target.finish()
 
-    return Collective("all_to_all", source.device, results, run)
+    return Collective("all_to_all", like.device, results, run)
+
+
+def _compared(group: Backend, name: str, counts: Sequence[int], call: Collective) -> list[Collective]:
+    """The call, after a comparison of the lists' sizes: of even ones the engines compare the sum, which is enough."""
+    if len(set(counts)) == 1:
+        return [call]
+    comparison = Comparison(group, name, "sizes of the lists", counts)
+    return [comparison.call, comparison.guard(call)]
 
 
 # What is wrong with arguments.
-
-
-def _moved_alike(out: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Both as `moved`, and how many elements that makes of one."""
-    scale = source.element_size() if moved(source) is not source else 1
-    return moved(out), moved(source), scale
 
 
 def _check(tensor: torch.Tensor, op: Op | None = None) -> None:
@@ -366,9 +329,15 @@ def _check_list(group: Backend, tensors: Sequence[torch.Tensor], like: torch.Ten
         _check_like(tensor, like)
 
 
-def _check_even(joined: Joined, tensor: torch.Tensor) -> None:
-    if set(joined.counts) != {tensor.numel()}:
+def _check_even(counts: Sequence[int], tensor: torch.Tensor) -> None:
+    if set(counts) != {tensor.numel()}:
         raise ValueError(
-            f"the tensors of the list must have {tensor.numel()} elements each, as this rank's other one, not"
-            f" {joined.counts}"
+            f"the tensors of the list must have {tensor.numel()} elements each, as this rank's other one, not {counts}"
         )
+
+
+def _is_own_part(group: Backend, whole: torch.Tensor, part: torch.Tensor) -> bool:
+    """Whether a tensor is this rank's part of another: nobody else's, so it may be read and written at once."""
+    if not whole.is_contiguous() or not part.is_contiguous():
+        return False
+    return part.data_ptr() == whole.data_ptr() + group.rank * part.nbytes

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import sys
 import threading
 from collections import deque
 from datetime import timedelta
@@ -18,7 +20,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from ferrodist.backends.process_group import tell_of_the_end
 from ferrodist.backends.sub import SubBackend
 from ferrodist.collectives.devices import engine_of
-from ferrodist.collectives.operation import Operation, collectives_of, run_later, run_now
+from ferrodist.collectives.operation import Operation, collectives_of, run_later, run_now, wait_for_started
 from ferrodist.collectives.prepare import check_root
 from ferrodist.collectives.quick import (
     quick_all_gather,
@@ -31,26 +33,32 @@ from ferrodist.collectives.quick import (
     start_broadcast,
     start_reduce_scatter,
 )
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedError
 from ferrodist.interop import operations
 from ferrodist.interop.compilers import not_compiled
 from ferrodist.interop.completion import Line, Threads, here
-from ferrodist.interop.forms import both_forms
+from ferrodist.interop.forms import both_forms, recorded
 from ferrodist.interop.messages import start_receive, start_send
 from ferrodist.interop.operations import OPERATIONS, only, reduction
 from ferrodist.interop.sparse import sparse_allreduce
-from ferrodist.interop.works import CollectiveWork, DoneWork, FerrodistWork, JoinedWork, seconds_of, tensors_in
+from ferrodist.interop.works import CollectiveWork, DoneWork, FerrodistWork, JoinedWork, seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.interop.operations import Collective
+    from ferrodist.interop.calls import Collective
+    from ferrodist.interop.messages import MessageWork
 
 __all__ = ["FORMER_NAMES", "FerrodistProcessGroup", "group_of"]
 
-_NUM_KEPT, _MOST_KEPT_BYTES = 64, 4096
-"""Of the works that were given away last: `DistributedDataParallel.join` keeps the half of one that is not Python's,
-and waits for it. It is of one element; those of large tensors would only keep their memory."""
+_NUM_KEPT = 1024
+"""Of the works of one element that were given away last: `DistributedDataParallel.join` keeps the half of such a one
+that is not Python's, and waits for it when others have come in between."""
+
+_SEND_SECONDS = 10.0
+"""How long a group that ends waits for its messages to be received."""
 
 _CPU = torch.device("cpu")
 
@@ -90,8 +98,9 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         self._lanes = [_Lane(group)]  # by the depth of the callbacks that call in them
         self._lanes_lock = threading.Lock()
         self._kept: deque[FerrodistWork] = deque(maxlen=_NUM_KEPT)
+        self._sends: list[MessageWork] = []
         self._local = threading.local()
-        self._num_calls = 0
+        self.num_calls = 0
         atexit.register(self._leave_at_exit)
 
     # What it is.
@@ -128,10 +137,10 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         return [_CPU]
 
     def _set_sequence_number_for_group(self) -> None:
-        self._num_calls = 0
+        self.num_calls = 0
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._num_calls
+        return self.num_calls
 
     # torch's functions ask a group's backend for a device what it can do: here that is the group itself.
 
@@ -148,11 +157,22 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         self.group.abort(f"torch aborted it on rank {self.group.rank}")
 
     def shutdown(self) -> None:
-        """Leave the group."""
+        """Leave the group: when what was started has ended, but for receives, unless an exception is why."""
         atexit.unregister(self._leave_at_exit)
+        if sys.exc_info()[1] is None:
+            self._finish_started()
         for lane in reversed(self._lanes):
             lane.group.close()
         self._threads.close()
+
+    def _finish_started(self) -> None:
+        for lane in self._lanes:
+            if lane.group.failure is None:
+                wait_for_started(lane.group)
+        deadline = Deadline(_SEND_SECONDS)
+        with contextlib.suppress(DistributedError):
+            for send in self._sends:
+                send.wait_for(deadline.remaining())
 
     def _leave_at_exit(self) -> None:
         tell_of_the_end(self.group)
@@ -175,8 +195,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
                 return self._done
         if tensor.layout is torch.strided:
             return self._run(operations.allreduce(tensor, reduction(opts.reduceOp)), opts)
-        steps = sparse_allreduce(self.group, tensor, reduction(opts.reduceOp))
-        return self._join([self._run(step, opts) for step in steps][-1:])
+        return self._run_all(sparse_allreduce(self.group, tensor, reduction(opts.reduceOp)), opts)
 
     @both_forms(dist.AllreduceCoalescedOptions, 1)
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
@@ -211,7 +230,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     ) -> FerrodistWork:
         """Give every rank the tensors of all, whose sizes may differ."""
         outputs, tensor = only(output_tensors, "allgather"), only(input_tensors, "allgather")
-        return self._run(operations.all_gather(self.group, outputs, tensor), opts, [outputs])
+        return self._run_all(operations.all_gather(self.group, outputs, tensor), opts)
 
     @both_forms(AllgatherOptions, 2)
     def allgather_coalesced(
@@ -270,7 +289,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     ) -> FerrodistWork:
         """Fold each rank's tensors, whose sizes may differ, and give rank r the r-th."""
         output, inputs = only(output_tensors, "reduce_scatter"), only(input_tensors, "reduce_scatter")
-        return self._run(operations.reduce_scatter(self.group, output, inputs, reduction(opts.reduceOp)), opts)
+        return self._run_all(operations.reduce_scatter(self.group, output, inputs, reduction(opts.reduceOp)), opts)
 
     @both_forms(dist.ReduceScatterOptions, 2)
     def reduce_scatter_single(
@@ -334,21 +353,28 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: FBT001, FBT002
         """Wait for all ranks; every barrier here names all that are late. A timeout of 0 is one."""
         del wait_all_ranks
-        self.group.barrier(0.0 if timeout == timedelta(0) else seconds_of(timeout))
+        self._lane().group.barrier(0.0 if timeout == timedelta(0) else seconds_of(timeout))
 
     # Messages.
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> FerrodistWork:
         """Send a tensor."""
-        return self._give(start_send(self.group, only(tensors, "send"), dst, tag, self._threads))
+        with recorded("send"):
+            work = start_send(self.group, only(tensors, "send"), dst, tag, self._threads)
+        self._sends = [each for each in self._sends if not each.has_ended()]
+        if not work.has_ended():
+            self._sends.append(work)
+        return self._give(work)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> FerrodistWork:
         """Receive a tensor."""
-        return self._give(start_receive(self.group, only(tensors, "recv"), src, tag, self._threads))
+        with recorded("recv"):
+            return self._give(start_receive(self.group, only(tensors, "recv"), src, tag, self._threads))
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> FerrodistWork:
         """Receive a tensor from any rank."""
-        return self._give(start_receive(self.group, only(tensors, "recv"), None, tag, self._threads))
+        with recorded("recv_anysource"):
+            return self._give(start_receive(self.group, only(tensors, "recv"), None, tag, self._threads))
 
     # Several calls as one.
 
@@ -402,7 +428,11 @@ class FerrodistProcessGroup(dist.ProcessGroup):
                     self._lanes.append(_Lane(beside))
         return self._lanes[depth]
 
-    def _run(self, call: Collective, opts: Any, results: list[Any] | None = None) -> FerrodistWork:
+    def _run_all(self, calls: list[Collective], opts: Any) -> FerrodistWork:
+        """Do calls that are one for the user, whose error and results are the last one's."""
+        return [self._run(call, opts) for call in calls][-1]
+
+    def _run(self, call: Collective, opts: Any) -> FerrodistWork:
         """Do what was checked: now, or by a thread."""
         lane = self._lane()
         group = lane.group
@@ -421,23 +451,19 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         if not getattr(opts, "asyncOp", True):
             run_now(operation)
             return self._done
-        return self._give(CollectiveWork(run_later(operation), results or call.results, self._threads, lane.line))
+        return self._give(CollectiveWork(run_later(operation), call.results, self._threads, lane.line))
 
     def _join(self, works: list[FerrodistWork]) -> FerrodistWork:
         started = [work for work in works if work is not self._done]
         if not started:
             return self._done
-        return started[0] if len(works) == 1 else self._keep(JoinedWork(works, self._threads))
+        return started[0] if len(works) == 1 else JoinedWork(works, self._threads)
 
     def _give(self, work: FerrodistWork) -> FerrodistWork:
         works = getattr(self._local, "works", None)
         if works is not None:
             works.append(work)
-        return self._keep(work)
-
-    def _keep(self, work: FerrodistWork) -> FerrodistWork:
-        self._num_calls += 1
-        if sum([each.numel() * each.element_size() for each in tensors_in(work.results)]) <= _MOST_KEPT_BYTES:
+        if len(work.results) == 1 and isinstance(work.results[0], torch.Tensor) and work.results[0].numel() == 1:
             self._kept.append(work)
         return work
 

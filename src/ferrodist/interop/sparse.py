@@ -9,8 +9,8 @@ import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.interop.calls import Collective, Comparison
 from ferrodist.interop.layouts import row_size
-from ferrodist.interop.operations import Collective
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,12 +34,9 @@ def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[Colle
         )
     own = tensor.data.coalesce()
     indices, values = own.indices().t().contiguous(), own.values().contiguous()
-    num_found = torch.zeros(group.world_size, dtype=torch.int64)
     found: list[torch.Tensor] = []
-
-    def count(engine: TensorCollectives, timeout: float, place: int) -> None:
-        mine = torch.tensor([indices.shape[0]])
-        engine.all_gather(num_found, mine, [1] * group.world_size, dim=0, timeout=timeout, sequence=place)
+    shape = [own.sparse_dim(), *own.shape]
+    comparison = Comparison(group, "allreduce", "sparse dims and shapes", shape, count=indices.shape[0])
 
     @contextlib.contextmanager
     def like_tensor() -> Iterator[None]:
@@ -48,9 +45,9 @@ def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[Colle
             yield
 
     def gather(rows: torch.Tensor, engine: TensorCollectives, timeout: float, place: int) -> None:
-        counts = [number * row_size(rows) for number in num_found.tolist()]
+        counts = [count * row_size(rows) for count in comparison.counts]
         with like_tensor():
-            out = rows.new_empty(int(num_found.sum()), *rows.shape[1:])
+            out = rows.new_empty(sum(comparison.counts), *rows.shape[1:])
         engine.all_gather(out.view(-1), rows.view(-1), counts, dim=0, timeout=timeout, sequence=place)
         found.append(out)
 
@@ -64,11 +61,11 @@ def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[Colle
 
     def add_up() -> None:
         total: torch.Tensor | None = None
-        for places, elements in zip(*(torch.split(rows, num_found.tolist()) for rows in found), strict=True):
+        for places, elements in zip(*(torch.split(rows, comparison.counts) for rows in found), strict=True):
             each = torch.sparse_coo_tensor(places.t(), elements, tensor.shape, check_invariants=False)
             total = (each if total is None else total + each).coalesce()
         assert total is not None
         tensor.copy_(total)
 
-    steps = (count, gather_indices, gather_values)
-    return [Collective("allreduce", tensor.device, [tensor], step) for step in steps]
+    steps = [Collective("allreduce", tensor.device, [tensor], step) for step in (gather_indices, gather_values)]
+    return [comparison.call, *(comparison.guard(step) for step in steps)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError
 from ferrodist.interop.compilers import not_compiled
 from ferrodist.interop.completion import Line, ResultFuture, Threads
@@ -184,7 +185,8 @@ class JoinedWork(FerrodistWork):
 
     def wait_for(self, seconds: float | None) -> None:
         """See `FerrodistWork`."""
-        errors = [error for work in self._works if (error := _error_of(work, seconds)) is not None]
+        deadline = None if seconds is None else Deadline(seconds)
+        errors = [error for work in self._works if (error := _error_of(work, deadline)) is not None]
         if errors:
             raise errors[0]
 
@@ -193,10 +195,10 @@ class JoinedWork(FerrodistWork):
         self.threads.run(settle)
 
 
-def _error_of(work: FerrodistWork, seconds: float | None) -> BaseException | None:
+def _error_of(work: FerrodistWork, deadline: Deadline | None) -> BaseException | None:
     """Wait for one of several; raises only that it has not ended yet."""
     try:
-        work.wait_for(seconds)
+        work.wait_for(None if deadline is None else deadline.remaining())
     except DistributedTimeoutError as error:
         if not work.has_ended():
             raise
