@@ -6,12 +6,18 @@ import os
 import time
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import ferrodist as fd
 from ferrodist.backends.mailbox import EAGER_LIMIT
 from ferrodist.backends.request import wait_all
 from ferrodist.collectives.views import bytes_of
 from ferrodist.deadline import Deadline
+from ferrodist.interop import group_of
 from ferrodist.testing.collective_checks.oracle import defined_reductions, elements
 
 TASKS = {}
@@ -117,6 +123,47 @@ def until_cut(group, say):
         return {"error": type(error).__name__, "ranks": error.ranks, "seconds": time.monotonic() - started}
 
 
+@task
+def torch_backend(group, _):
+    """Training with torch's own DDP and FSDP2, in a world that torch brings together; whether it is right."""
+    torch.set_num_threads(1)  # a pool of threads does not survive a fork
+    rank, size = group.rank, group.world_size
+    dist.init_process_group("ferrodist")
+    spread = {
+        "ddp": DistributedDataParallel(_model()),
+        "fsdp": fully_shard(_model(), mesh=init_device_mesh("cpu", (size,))),
+    }
+    alone = _model()
+    inputs = [torch.randn(8, 6, generator=torch.Generator().manual_seed(each)) for each in range(size)]
+    for module, own in [(each, inputs[rank]) for each in spread.values()] + [(alone, torch.cat(inputs))]:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(own).square().mean().backward()
+            optimizer.step()
+    trained = {
+        "ddp": list(spread["ddp"].parameters()),
+        "fsdp": [each.full_tensor() for each in spread["fsdp"].parameters()],
+    }
+    answer = {
+        name: all(torch.allclose(*pair, atol=1e-6) for pair in zip(found, alone.parameters(), strict=True))
+        for name, found in trained.items()
+    }
+    received = torch.zeros(70_000)
+    works = [dist.isend(torch.full((70_000,), float(rank)), (rank + 1) % size), dist.irecv(received, (rank - 1) % size)]
+    for each in works:
+        each.wait()
+    answer["message"] = bool((received == (rank - 1) % size).all())
+    answer["hosts"] = len(set(group_of()._hosts))
+    dist.destroy_process_group()
+    return answer
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 3))
+
+
 def work(namespace, name, rank, world_size, address, say):
     """Do a task in a network namespace; what ``say`` is called with last is the answer."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -127,6 +174,9 @@ def work(namespace, name, rank, world_size, address, say):
     group = fd.init_process_group(
         "native", rank=rank, world_size=world_size, init_method=f"tcp://{address}", timeout=30.0, secret="of this test"
     )
+    where, port = address.rsplit(":", 1)
+    os.environ |= {"MASTER_ADDR": where.strip("[]"), "MASTER_PORT": str(int(port) + 1)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "FERRODIST_SECRET": "of this test"}
     answer = TASKS[name](group, say)
     say(answer)
     if "error" not in answer:

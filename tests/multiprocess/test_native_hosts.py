@@ -146,6 +146,16 @@ def test_messages_of_two_hosts() -> None:
         assert [answer["received"] for answer in network.answers()] == [2 * (6 * 3 + 3 + 1)] * 4
 
 
+@pytest.mark.parametrize(
+    ("hosts", "address"), [([0, 1], "[fd77::1]"), ([0, 1, 0, 1], "10.77.0.1")], ids=["ipv6", "ipv4"]
+)
+def test_torch_s_backend_over_two_hosts(hosts: list[int], address: str) -> None:
+    """Ranks that meet in torch's TCPStore train what one process does, and their messages go around."""
+    with TwoHosts() as network:
+        network.start("torch_backend", hosts, address)
+        assert network.answers() == [{"ddp": True, "fsdp": True, "message": True, "hosts": 2}] * len(hosts)
+
+
 def test_a_bad_cable() -> None:
     """Latency and loss change nothing but the time."""
     expected = run_ranks(results_of, 2)

@@ -10,7 +10,7 @@ from ferrodist.backends.controlled import control_of
 from ferrodist.backends.sub import SubBackend
 from ferrodist.deadline import Deadline
 from ferrodist.interop.process_group import FerrodistProcessGroup
-from ferrodist.interop.torch_store import TorchStore
+from ferrodist.interop.torch_store import TorchStore, server_of
 from ferrodist.rendezvous import PrefixStore, rendezvous_in
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def _meet(options: Any, seconds: float) -> tuple[Backend, Callable[[], None]]:
         timeout=seconds,
         secret=None,
         job=f"torch/{options.group_id}",
+        server=server_of(options.store),
     )
     try:
         return control_of(membership, seconds, deadline), membership.close

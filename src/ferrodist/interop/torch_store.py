@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import RendezvousError
@@ -14,12 +16,20 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store as Torchs
 
-__all__ = ["TorchStore"]
+__all__ = ["TorchStore", "server_of"]
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.05
 _END = 2**63
 
 _T = TypeVar("_T")
+
+
+def server_of(store: Torchs) -> str | None:
+    """The host that serves one of torch's stores, if one does."""
+    inner: Any = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    return inner.host if isinstance(inner, TCPStore) else None
 
 
 class TorchStore:

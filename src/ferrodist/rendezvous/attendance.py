@@ -12,6 +12,7 @@ import contextlib
 import os
 import secrets
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ferrodist.errors import DistributedError
     from ferrodist.rendezvous.store import Store
 
-__all__ = ["Claim", "await_all", "call_off", "claim_rank", "leave", "note_rejection", "roll"]
+__all__ = ["Claim", "await_all", "call_off", "claim_rank", "leave", "network_id", "note_rejection", "roll"]
 
 _FOLDER = "ferrodist/attendance"
 _CLAIMED = ""  # the first stage, for most jobs the only one
@@ -44,13 +45,24 @@ class Claim(msgspec.Struct, frozen=True, array_like=True):
 
     Args:
         host: Name of its host.
+        network: See `network_id`: hosts, and containers, may have one name.
         process: Its process number there.
         token: Random, so that two claims always differ.
     """
 
     host: str
+    network: str
     process: int
     token: str
+
+
+def network_id() -> str:
+    """What is equal for processes with the same loopback interface: they see this boot, in this network namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"  # noqa: PTH115 - it is no path
+    except OSError:
+        return socket.gethostname()
 
 
 _CLAIM_DECODER = msgspec.msgpack.Decoder(Claim)
@@ -72,7 +84,7 @@ def claim_rank(store: Store, *, rank: int, where: str, advice: str, deadline: De
     desk = PrefixStore(store, _FOLDER)
     # Compared with what it cannot hold, a key is read without being waited for.
     _raise_failure(desk.compare_set("verdict", _NEVER, _NEVER, timeout=deadline.remaining()))
-    mine = Claim(socket.gethostname(), os.getpid(), secrets.token_hex(8))
+    mine = Claim(socket.gethostname(), network_id(), os.getpid(), secrets.token_hex(8))
     claim = msgspec.msgpack.encode(mine)
     current = desk.compare_set(f"rank/{rank}", b"", claim, timeout=deadline.remaining())
     if current != claim:

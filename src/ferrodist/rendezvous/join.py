@@ -97,6 +97,7 @@ def rendezvous_in(
     timeout: float,
     secret: str | bytes | None,
     job: str,
+    server: str | None = None,
 ) -> Membership:
     """`rendezvous` in a store that is there already; the caller closes it, after the membership.
 
@@ -110,6 +111,7 @@ def rendezvous_in(
         timeout: Seconds to wait for the others.
         secret: The job secret; see `resolve_secret`.
         job: Name of the job.
+        server: Name or address of the host of the store, where it has one: the way to it is the way to the others.
 
     Raises:
         RendezvousError, AuthenticationError, InvalidRankError, InvalidWorldSizeError, ValueError: As `rendezvous` does.
@@ -117,7 +119,7 @@ def rendezvous_in(
     joining = _joining(read_environment(), Deadline(timeout), rank=rank, world_size=world_size, job=job, secret=secret)
     advice = "start each rank once, and give ranks that meet again a store of their own"
     try:
-        return meet(store, joining, f"job {job!r} in {where}", advice, depart=lambda _: None)
+        return meet(store, joining, f"job {job!r} in {where}", advice, depart=lambda _: None, server=server)
     except DistributedTimeoutError as error:
         raise _unanswered(joining, where, error, "") from error
 

@@ -18,7 +18,7 @@ from ferrodist.errors import (
     InvalidWorldSizeError,
     RendezvousError,
 )
-from ferrodist.rendezvous.attendance import await_all, call_off, claim_rank, note_rejection, roll
+from ferrodist.rendezvous.attendance import await_all, call_off, claim_rank, network_id, note_rejection, roll
 from ferrodist.rendezvous.environment import read_environment
 from ferrodist.rendezvous.resolution import resolve
 from ferrodist.rendezvous.secret import make_secret
@@ -51,7 +51,15 @@ class _Charter(msgspec.Struct, frozen=True, kw_only=True):
     proof: bytes
 
 
-def meet(store: Store, joining: Joining, where: str, advice: str, *, depart: Callable[[float], None]) -> Membership:
+def meet(
+    store: Store,
+    joining: Joining,
+    where: str,
+    advice: str,
+    *,
+    depart: Callable[[float], None],
+    server: str | None = None,
+) -> Membership:
     """Meet the other ranks in a store; every rank calls this, and all of them return or all raise.
 
     Args:
@@ -61,6 +69,7 @@ def meet(store: Store, joining: Joining, where: str, advice: str, *, depart: Cal
         advice: What to check when somebody has met there before, or a rank was started twice.
         depart: Called once, by the rank when it is done with the store or at once if not all have come, with the
             seconds it may take.
+        server: Name or address of a host that all ranks have reached; None where they know of none.
 
     Raises:
         RendezvousError, AuthenticationError, InvalidWorldSizeError: As `rendezvous` does.
@@ -69,7 +78,7 @@ def meet(store: Store, joining: Joining, where: str, advice: str, *, depart: Cal
     claim_rank(store, rank=joining.rank, where=where, advice=advice, deadline=joining.deadline)
     try:
         await_all(store, rank=joining.rank, world_size=joining.world_size, where=where, deadline=joining.deadline)
-        host = _agree_on_interfaces(store, joining, where)
+        host = _agree_on_interfaces(store, joining, where, server)
     except BaseException:
         depart(_HASTE)
         raise
@@ -126,12 +135,12 @@ def _file_proof(secret: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, b"ferrodist charter\0" + nonce, "sha256")
 
 
-def _agree_on_interfaces(store: Store, joining: Joining, where: str) -> str:
+def _agree_on_interfaces(store: Store, joining: Joining, where: str, server: str | None) -> str:
     """Return this rank's `_interface` when every rank has found one; raise on all ranks when some rank has not."""
-    if len({claim.host for claim in roll(store, joining.world_size).values()}) == 1:
+    if len({claim.network for claim in roll(store, joining.world_size).values()}) == 1:
         return _LOOPBACK  # all ranks see the same claims, so none of them waits below
     try:
-        host = _interface(store, joining.world_size, joining.deadline)
+        host = _interface(store, joining.world_size, joining.deadline, server)
     except RendezvousError as error:
         told = RendezvousError(f"{where}: rank {joining.rank}: {error.message}", ranks=(joining.rank,))
         with contextlib.suppress(DistributedTimeoutError):
@@ -148,17 +157,23 @@ def _agree_on_interfaces(store: Store, joining: Joining, where: str) -> str:
     return host
 
 
-def _interface(store: Store, world_size: int, deadline: Deadline) -> str:
+def _interface(store: Store, world_size: int, deadline: Deadline, server: str | None = None) -> str:
     """Return the address on which the other ranks' hosts can reach this one; loopback if all are this one."""
-    others = sorted({claim.host for claim in roll(store, world_size).values()} - {socket.gethostname()})
+    own = network_id()
+    others = sorted({claim.host for claim in roll(store, world_size).values() if claim.network != own})
     if not others:
         return _LOOPBACK
-    rank_0 = read_environment().master_addr
-    if rank_0 is not None:  # a name that all hosts know, more surely than each other's
-        with contextlib.suppress(OSError):
-            host = _interface_to(rank_0, deadline)
-            if not ipaddress.ip_address(host).is_loopback:
-                return host
+    for known in (read_environment().master_addr, server):  # to all hosts, more surely than each other's names
+        if known is not None:
+            with contextlib.suppress(OSError):
+                host = _interface_to(known, deadline)
+                if not ipaddress.ip_address(host).is_loopback:
+                    return host
+    if others[0] == socket.gethostname():
+        raise RendezvousError(
+            f"another host has this one's name, {others[0]}, so it can't be found by it; set MASTER_ADDR to rank 0's"
+            " address, or use init_method='tcp://host:port'"
+        )
     try:
         return _interface_to(others[0], deadline)
     except OSError as error:

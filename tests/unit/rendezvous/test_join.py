@@ -19,7 +19,7 @@ from ferrodist.errors import (
     ProtocolError,
     RendezvousError,
 )
-from ferrodist.rendezvous import FileStore, MemoryStore, attendance, handshake, rendezvous
+from ferrodist.rendezvous import FileStore, MemoryStore, attendance, handshake, rendezvous, rendezvous_in
 from ferrodist.rendezvous import meeting as meeting_module
 
 LIMIT = 0.6
@@ -237,7 +237,7 @@ def test_a_name_server_that_does_not_answer(silent_name_server):
 def test_a_host_of_the_others_that_does_not_resolve(silent_name_server):
     """The way to the other ranks' hosts is looked for until the deadline only."""
     store = MemoryStore()
-    claim = attendance.Claim(silent_name_server, 1, "token")
+    claim = attendance.Claim(silent_name_server, "there", 1, "token")
     store.set("ferrodist/attendance/rank/0", meeting_module.msgspec.msgpack.encode(claim))
     with pytest.raises(RendezvousError, match=r"finds no way to host stuck.invalid .*resolved in time"):
         meeting_module._interface(store, 1, Deadline(0.1))
@@ -446,6 +446,7 @@ def test_ranks_of_several_hosts_share_a_file(tmp_path, in_threads, monkeypatch):
     members = in_threads(*[join(f"file://{tmp_path}/meet", rank, 2) for rank in range(2)])
     assert meeting_module._interface(store, 2, Deadline(20)) == "127.0.0.1"
     monkeypatch.setattr(meeting_module.socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr(meeting_module, "network_id", lambda: "elsewhere")
     monkeypatch.setattr(
         meeting_module.socket,
         "getaddrinfo",
@@ -462,7 +463,9 @@ def hosts(monkeypatch):
     """Return a function that has a call believe that it runs on a host, and the hosts to which there is a way."""
     here = threading.local()
     reachable = {}
-    monkeypatch.setattr(socket, "gethostname", lambda: here.name)
+    monkeypatch.setattr(socket, "gethostname", lambda: here.name.removesuffix("'s twin"))
+    for module in (attendance, meeting_module):
+        monkeypatch.setattr(module, "network_id", lambda: here.name)
 
     def look_up(host, *_, **__):
         if host not in reachable:
@@ -507,6 +510,28 @@ def test_a_rank_without_a_way_to_the_others_fails_all(tmp_path, in_threads, host
     assert list(tmp_path.iterdir()) == []
 
 
+def test_hosts_of_one_name_are_not_one_host(tmp_path, in_threads, hosts):
+    """They can't find each other by it, and say so; by the address of rank 0 or of a server they would."""
+    on_host, _ = hosts
+    calls = [on_host(name, join(f"file://{tmp_path}/meet", rank, 2)) for rank, name in enumerate(["a", "a's twin"])]
+    errors = in_threads(*calls)
+    assert {type(error) for error in errors} == {RendezvousError}
+    assert "another host has this one's name, a, so it can't be found by it; set MASTER_ADDR" in errors[0].message
+
+
+def test_ranks_of_several_hosts_in_a_store_of_a_server(in_threads, hosts, monkeypatch):
+    """Find their interfaces by its address."""
+    on_host, _ = hosts
+    monkeypatch.setattr(meeting_module, "_interface_to", lambda host, _: {"server": "10.0.0.5"}[host])
+    store = MemoryStore()
+    options = {"world_size": 2, "timeout": LIMIT, "secret": "s", "job": "j", "server": "server"}
+    calls = [
+        on_host(name, lambda rank=rank: rendezvous_in(store, "a store", rank=rank, **options))
+        for rank, name in enumerate(["a", "a's twin"])
+    ]
+    assert {member.host for member in in_threads(*calls)} == {"10.0.0.5"}
+
+
 def test_a_way_that_is_sought_too_long_is_a_missing_rank(tmp_path, in_threads, hosts, monkeypatch):
     """Ranks that have found theirs don't wait longer than their deadline for one that has not."""
     on_host, reachable = hosts
@@ -514,10 +539,10 @@ def test_a_way_that_is_sought_too_long_is_a_missing_rank(tmp_path, in_threads, h
     release = threading.Event()
     genuine = meeting_module._interface
 
-    def slow(store, world_size, deadline):
+    def slow(*arguments):
         if socket.gethostname() == "b":
             release.wait(20)
-        return genuine(store, world_size, deadline)
+        return genuine(*arguments)
 
     monkeypatch.setattr(meeting_module, "_interface", slow)
 
