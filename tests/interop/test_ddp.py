@@ -89,6 +89,19 @@ def joined():
     return [each.detach() for each in ddp.state_dict().values()]
 
 
+def joined_dividing():
+    ddp = DistributedDataParallel(plain(), bucket_cap_mb=1e-4)
+    torch.manual_seed(dist.get_rank())
+    with ddp.join(divide_by_initial_world_size=False):
+        for step in range(2 + 3 * dist.get_rank()):
+            loss = ddp(torch.randn(4, 6)).sum()
+            if step < 2:  # the reducer waits for a work that was given away before all these
+                for work in [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(200)]:
+                    work.wait()
+            loss.backward()
+    return [each.grad for each in ddp.parameters()]
+
+
 def joined_zero():
     ddp = DistributedDataParallel(plain(), gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
@@ -255,6 +268,7 @@ CHECKS = {
     "static graph": static_graph,
     "no sync": no_sync,
     "join": joined,
+    "join, dividing by who is left": joined_dividing,
     "join with ZeRO": joined_zero,
     "sparse": sparse,
     "ZeRO": zero,
