@@ -247,6 +247,7 @@ class FakeCommunicator:
         return op
 
     def release_operation(self, op: int) -> None:
+        assert self.is_ready(), "asked for more before the last was on its stream"
         del self.operations[op]
 
     def finalize(self) -> None:

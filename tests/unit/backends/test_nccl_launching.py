@@ -294,6 +294,20 @@ def test_a_forked_child_leaves_nccl_alone() -> None:
         watch.close()
 
 
+def test_a_child_that_closes_a_failed_group_asks_nothing_of_cuda() -> None:
+    """What the parent had under way is not kept for its stream in a child process, where CUDA does not work."""
+    group = alone(nccl=FakeNccl(is_lazy=True))
+    group._watch.look_after = lambda launcher: None  # it is the parent's
+    fd.async_allreduce(torch.ones(1), group=group)
+    group._launcher._connection._process = os.getpid() + 1  # as a child sees it
+    group.abort("the parent's group has failed")
+    group.close()
+    (communicator,) = group.shared.opened
+    assert communicator.log == ["all_reduce"]
+    assert streams_of(group).kept == []
+    assert not group._launcher.has_outstanding
+
+
 def test_a_group_that_a_child_drops_is_left_alone() -> None:
     """Garbage collection in a child process touches nothing of NCCL's; in its own process it aborts."""
     for process, is_aborted in ((os.getpid() + 1, False), (os.getpid(), True)):
@@ -341,8 +355,15 @@ def test_a_gpu_that_is_lost_ends_the_group() -> None:
         def query(self) -> bool:
             raise RuntimeError("CUDA error: device-side assert triggered")
 
+    def refuse(*_: object) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    tensor = torch.ones(1)
+    fd.allreduce(tensor, group=group)
+    (communicator,) = group.shared.opened
     streams_of(group).record = lambda stream: Lost([])
-    fd.allreduce(torch.ones(1), group=group)
+    streams_of(group).keep = communicator.abort = refuse
+    fd.async_allreduce(tensor, group=group)
 
     def go_on() -> None:
         while True:
@@ -351,6 +372,7 @@ def test_a_gpu_that_is_lost_ends_the_group() -> None:
     with pytest.raises((fd.DistributedError, RuntimeError), match="device-side assert"):
         go_on()
     group.close()
+    assert not group._launcher.has_outstanding
 
 
 def test_the_watch_sleeps_without_work_and_ends() -> None:

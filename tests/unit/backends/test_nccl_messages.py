@@ -267,6 +267,22 @@ def test_what_was_kept_is_taken_over_on_the_receivers_stream() -> None:
     run_ranks(program, 2, backend=fake_groups)
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_tensors_of_inference_mode_take_messages_outside_of_it(step: int) -> None:
+    """Contiguous or not, what was made in inference mode is received into, as on the CPU."""
+
+    def program(group: fd.Backend) -> None:
+        if group.rank == 0:
+            fd.send(torch.arange(3.0), 1)
+            return
+        with torch.inference_mode():
+            target = torch.zeros(3 * step)[::step]
+        fd.recv_into(target, 0)
+        assert target.tolist() == [0, 1, 2]
+
+    run_ranks(program, 2, backend=fake_groups)
+
+
 def test_autograd_learns_that_a_receive_has_written() -> None:
     """A tensor that a backward needs and a receive writes over is an error of autograd's, as on the CPU."""
 

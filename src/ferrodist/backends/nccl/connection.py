@@ -157,7 +157,7 @@ class Connection:
 def _abort(communicator: Communicator, process: int) -> None:
     """Abort it, but not in a child of its process, whose threads the child has not."""
     if process == os.getpid():
-        with contextlib.suppress(NcclError):  # there is nothing that could be done then
+        with contextlib.suppress(NcclError, RuntimeError):  # of a GPU that is lost: there is nothing that could be done
             communicator.abort()
 
 

@@ -232,9 +232,12 @@ class Launcher:
         return launched
 
     def _keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See [Note: lifetimes]; for the group's stream."""
-        for tensor in tensors:
-            self._streams.keep(tensor, self._stream_on(tensor.device))
+        """See [Note: lifetimes]; for the group's stream. In a forked child there is nothing to keep."""
+        if self._connection.is_of_parent:
+            return
+        with contextlib.suppress(RuntimeError):  # of a GPU that is lost, whose memory nobody gets again
+            for tensor in tensors:
+                self._streams.keep(tensor, self._stream_on(tensor.device))
 
     def _stream_on(self, device: torch.device) -> Stream:
         if self._stream is None:

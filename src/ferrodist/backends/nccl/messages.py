@@ -151,7 +151,7 @@ class NcclMessages:
         for receive, one, target in zip(receives, found, targets, strict=True):
             _check_fits(self._group, receive, one)
             if target is not receive.tensor:
-                with torch.no_grad():
+                with torch.inference_mode() if receive.tensor.is_inference() else torch.no_grad():
                     receive.tensor.copy_(target)
             elif not target.is_inference():
                 # NCCL wrote raw memory: autograd must learn that what it may have saved has changed.
