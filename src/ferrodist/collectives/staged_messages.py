@@ -38,21 +38,11 @@ class StagedMessages:
         """Do all of these at the same time; returns the other rank of each."""
         deadline = Deadline(timeout)
         streams = self._find_streams(operations[0].tensor.device)
-        stream = streams.current()
         # Fresh memory each time: messages may stay in it when the call has raised.
         on_host = [_Pinned(streams, operation.tensor) for operation in operations]
-        sends = [pair for pair in zip(operations, on_host, strict=True) if isinstance(pair[0], Send)]
-        for operation, pinned in sends:
-            streams.copy(pinned.flat, _dense(operation.tensor), stream)
-        try:
-            if sends:
-                wait_until_passed(streams, streams.record(stream), deadline, self._check_alive)
-        except NotReachedError:
-            raise DistributedTimeoutError(
-                f"messages on group {self._group.name!r}: the GPU is still busy with what came before them in the"
-                f" current stream, after {timeout:g} s. The group is still good: the call may be made again.",
-                ranks=(self._group.rank,),
-            ) from None
+        self._fill(
+            [pair for pair in zip(operations, on_host, strict=True) if isinstance(pair[0], Send)], deadline, timeout
+        )
         peers = batch_on_host(
             [
                 Send(pinned.shaped, operation.dst, operation.tag)
@@ -66,8 +56,30 @@ class StagedMessages:
         for operation, pinned in zip(operations, on_host, strict=True):
             if isinstance(operation, Recv):
                 with writing_to(operation.tensor):
-                    streams.copy(operation.tensor.detach(), pinned.shaped, stream)
+                    streams.copy(operation.tensor.detach(), pinned.shaped, streams.current())
         return peers
+
+    def on_host(self, tensor: torch.Tensor, *, timeout: float) -> torch.Tensor:
+        """A copy of a tensor's elements, flat; waits for the device as `exchange` does, and raises the same."""
+        pinned = _Pinned(self._find_streams(tensor.device), tensor)
+        self._fill([(Send(tensor, 0), pinned)], Deadline(timeout), timeout)
+        return pinned.flat
+
+    def _fill(self, sends: Sequence[tuple[Send | Recv, _Pinned]], deadline: Deadline, timeout: float) -> None:
+        if not sends:
+            return
+        streams = self._find_streams(sends[0][0].tensor.device)
+        stream = streams.current()
+        for operation, pinned in sends:
+            streams.copy(pinned.flat, _dense(operation.tensor), stream)
+        try:
+            wait_until_passed(streams, streams.record(stream), deadline, self._check_alive)
+        except NotReachedError:
+            raise DistributedTimeoutError(
+                f"messages on group {self._group.name!r}: the GPU is still busy with what came before them in the"
+                f" current stream, after {timeout:g} s. The group is still good: the call may be made again.",
+                ranks=(self._group.rank,),
+            ) from None
 
     def _check_alive(self) -> None:
         if self._group.failure is not None:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["Collective", "Comparison"]
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
     """A checked call.
@@ -30,12 +34,14 @@ class Collective:
         device: Where its tensors are; None when it has none.
         results: What torch's ``Work.result()`` gives.
         run: Does it.
+        finish: Called where its end is waited for.
     """
 
     name: str
     device: torch.device | None
     results: list[Any]
     run: Run
+    finish: Callable[[], None] = _nothing
 
 
 class Comparison:
@@ -53,8 +59,8 @@ class Comparison:
         self._group = group
         self._name = name
         self._what = what
-        self._own = torch.tensor([*numbers, count], dtype=torch.int64)
-        self._found = torch.zeros(group.world_size, len(self._own), dtype=torch.int64)
+        self._own = torch.tensor([*numbers, count], dtype=torch.int64, device="cpu")
+        self._found = torch.zeros(group.world_size, len(self._own), dtype=torch.int64, device="cpu")
         self.call = Collective(name, None, [], self._collect)
 
     @property

@@ -28,6 +28,7 @@ from ferrodist.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 __all__ = ["Line", "ResultFuture", "Threads", "here"]
 
@@ -251,10 +252,17 @@ class ResultFuture(torch.futures.Future[Any]):
         def follow() -> None:
             with contextlib.suppress(Exception):  # the callback asks for the result, and learns of it
                 super(ResultFuture, self).wait()
-            following.settle(lambda: callback(self))
+            with self._on_device():
+                following.settle(lambda: callback(self))
 
         here.line_of_callbacks().run(follow, self._threads)
         return following
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Inside of this the current device is that of the results, if they are on one."""
+        if not self._devices or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return contextlib.nullcontext()
+        return torch.cuda.device(self._devices[0])
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """As `then`, where nobody needs to know what it returns; what it raises is logged."""

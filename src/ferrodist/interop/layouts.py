@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from ferrodist.collectives.device_streams import keep_until_now
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.views import elements_overlap, shares_memory
 
@@ -100,6 +101,7 @@ class Target:
         if not self._is_direct:
             for tensor, part in zip(self._tensors, torch.split(self.flat, self.counts), strict=True):
                 tensor.copy_(part.view(tensor.shape))
+                keep_until_now(tensor)
 
 
 def row_size(tensor: torch.Tensor) -> int:

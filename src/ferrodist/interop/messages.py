@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from ferrodist.backends.tags import ANY_SOURCE
+from ferrodist.collectives.device_streams import Handover, keep_until_now, streams_of
 from ferrodist.collectives.devices import engine_of
+from ferrodist.collectives.staged_messages import StagedMessages
 from ferrodist.collectives.views import bytes_of
 from ferrodist.errors import DistributedError, DistributedTimeoutError
 from ferrodist.interop.compilers import not_compiled
@@ -36,8 +39,9 @@ class MessageWork(FerrodistWork):
         tensor: The user's.
         seconds: How long a wait may take that does not say it.
         what: It, for errors.
-        finish: Called once, when it is there; None where there is nothing to do.
         threads: Of its group.
+        finish: Called once, when it is there.
+        handover: What `finish` does on a device.
     """
 
     def __init__(
@@ -47,14 +51,16 @@ class MessageWork(FerrodistWork):
         *,
         seconds: float,
         what: str,
-        finish: Callable[[], None] | None,
         threads: Threads,
+        finish: Callable[[], None] | None = None,
+        handover: Handover | None = None,
     ) -> None:
         super().__init__([tensor], threads)
         self._request = request
         self._seconds = seconds
         self._what = what
         self._finish = finish
+        self._handover = handover
         self._lock = threading.Lock()
 
     def source_rank(self) -> int:
@@ -82,9 +88,11 @@ class MessageWork(FerrodistWork):
                 self._request.wait(math.inf)
             raise DistributedTimeoutError(f"{self._what} within {limit:g} s", ranks=error.ranks) from None
         with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
+            if self._handover is not None:
+                self._handover.take()
 
     def tell(self, settle: Callable[[], None]) -> None:
         """See `FerrodistWork`."""
@@ -94,27 +102,32 @@ class MessageWork(FerrodistWork):
 def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int, threads: Threads) -> MessageWork:
     """Begin to send a tensor."""
     engine_of(group, tensor.device)  # says whether that may be
-    flat = source_of(tensor).cpu()
+    if tensor.device.type == "cpu":
+        flat = source_of(tensor)
+    else:
+        flat = StagedMessages(group).on_host(tensor.data, timeout=group.timeout)
     request = group.isend(bytes_of(flat), dst, tag=tag)
-    return MessageWork(
-        request, tensor, seconds=group.timeout, what=f"rank {dst} did not receive it", finish=None, threads=threads
-    )
+    return MessageWork(request, tensor, seconds=group.timeout, what=f"rank {dst} did not receive it", threads=threads)
 
 
 def start_receive(group: Backend, tensor: torch.Tensor, src: int | None, tag: int, threads: Threads) -> MessageWork:
     """Begin to receive a tensor, from a rank or from any."""
     engine_of(group, tensor.device)
     target = Target(tensor)
-    if tensor.device.type == "cpu":
-        landing = target.flat
-        finish = target.finish
-    else:
+    handover, landing, finish = None, target.flat, target.finish
+    if tensor.device.type != "cpu":
+        handover = Handover(streams_of(tensor.device))
         landing = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
-
-        def finish() -> None:
-            target.flat.copy_(landing)
-            target.finish()
-
+        finish = partial(_bring, handover, target, landing)
     request = group.irecv(bytes_of(landing), ANY_SOURCE if src is None else src, tag=tag)
     what = f"nothing came from {'any rank' if src is None else f'rank {src}'}"
-    return MessageWork(request, tensor, seconds=group.timeout, what=what, finish=finish, threads=threads)
+    return MessageWork(
+        request, tensor, seconds=group.timeout, what=what, finish=finish, handover=handover, threads=threads
+    )
+
+
+def _bring(handover: Handover, target: Target, landing: torch.Tensor) -> None:
+    with handover.running():
+        target.flat.copy_(landing)
+        target.finish()
+        keep_until_now(target.flat)

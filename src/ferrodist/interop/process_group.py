@@ -430,6 +430,9 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     def _run_all(self, calls: list[Collective], opts: Any) -> FerrodistWork:
         """Do calls that are one for the user, whose error and results are the last one's."""
+        for call in calls:
+            if call.device is not None:
+                engine_of(self.group, call.device)  # which may refuse, before anything is sent
         return [self._run(call, opts) for call in calls][-1]
 
     def _run(self, call: Collective, opts: Any) -> FerrodistWork:
@@ -446,7 +449,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
             device=call.device,
             timeout=seconds,
             run=lambda place: call.run(engine, seconds, place),
-            finish=_nothing,
+            finish=call.finish,
         )
         if not getattr(opts, "asyncOp", True):
             run_now(operation)
@@ -501,7 +504,3 @@ def group_of(process_group: dist.ProcessGroup | None = None) -> Backend:
 
 def _are_flat(*tensors: torch.Tensor) -> bool:
     return all(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() for tensor in tensors)
-
-
-def _nothing() -> None:
-    pass

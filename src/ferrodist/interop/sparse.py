@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.collectives.device_streams import keep_until_now
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.interop.calls import Collective, Comparison
@@ -67,5 +68,9 @@ def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[Colle
         assert total is not None
         tensor.copy_(total)
 
-    steps = [Collective("allreduce", tensor.device, [tensor], step) for step in (gather_indices, gather_values)]
+    def keep() -> None:  # what was made in another stream than the one that uses it
+        keep_until_now(tensor._indices())  # noqa: SLF001 - as they are, not coalesced
+        keep_until_now(tensor._values())  # noqa: SLF001
+
+    steps = [Collective("allreduce", tensor.device, [tensor], step, keep) for step in (gather_indices, gather_values)]
     return [comparison.call, *(comparison.guard(step) for step in steps)]

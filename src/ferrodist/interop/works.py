@@ -87,7 +87,7 @@ class FerrodistWork(dist.Work):
         """Its results as a future; made when first asked for."""
         if self._future is None:
             devices: list[int | str | torch.device] = [each.device for each in tensors_in(self.results) if each.is_cuda]
-            future = self._future = ResultFuture(self.threads, devices[:1])
+            future = self._future = ResultFuture(self.threads, devices)
             if self.has_ended():  # then it is done at once, which torch's reducer counts on
                 future.settle(self.end)
             else:
