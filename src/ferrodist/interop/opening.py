@@ -10,7 +10,7 @@ from ferrodist.backends.controlled import control_of
 from ferrodist.backends.sub import SubBackend
 from ferrodist.deadline import Deadline
 from ferrodist.interop.process_group import FerrodistProcessGroup
-from ferrodist.interop.torch_store import TorchStore, server_of
+from ferrodist.interop.torch_store import TorchStore, hide_file_of, server_of
 from ferrodist.rendezvous import PrefixStore, rendezvous_in
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ def make_process_group(options: Any, pg_options: Any) -> FerrodistProcessGroup:
 
 def _meet(options: Any, seconds: float) -> tuple[Backend, Callable[[], None]]:
     deadline = Deadline(seconds)
+    if options.group_rank == 0:
+        hide_file_of(options.store)  # before a secret may be put into it
     membership = rendezvous_in(
         _fresh_part(TorchStore(options.store, timeout=seconds), options.group_rank),
         "torch's store",

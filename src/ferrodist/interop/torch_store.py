@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import stat
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import RendezvousError
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store as Torchs
 
-__all__ = ["TorchStore", "server_of"]
+__all__ = ["TorchStore", "hide_file_of", "server_of"]
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.05
 _END = 2**63
@@ -26,10 +29,26 @@ _T = TypeVar("_T")
 
 def server_of(store: Torchs) -> str | None:
     """The host that serves one of torch's stores, if one does."""
+    inner = _without_prefixes(store)
+    return inner.host if isinstance(inner, TCPStore) else None
+
+
+def hide_file_of(store: Torchs) -> None:
+    """Let other users not read the file of one of torch's stores, which torch lets all, unless they may write to it."""
+    inner = _without_prefixes(store)
+    if isinstance(inner, FileStore):
+        path = Path(inner.path)  # type: ignore[attr-defined] # which it has
+        with contextlib.suppress(OSError):  # another user's file, or no such file
+            mode = stat.S_IMODE(path.stat().st_mode)
+            if not mode & (stat.S_IWGRP | stat.S_IWOTH):
+                path.chmod(mode & stat.S_IRWXU)
+
+
+def _without_prefixes(store: Torchs) -> Any:
     inner: Any = store
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
-    return inner.host if isinstance(inner, TCPStore) else None
+    return inner
 
 
 class TorchStore:
