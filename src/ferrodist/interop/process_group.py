@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import deque
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,7 @@ from ferrodist.collectives.quick import (
     start_reduce_scatter,
 )
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError
+from ferrodist.errors import DistributedError, describe_error
 from ferrodist.interop import operations
 from ferrodist.interop.compilers import not_compiled
 from ferrodist.interop.completion import Line, Threads, here
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrodist.backends.base import Backend
+    from ferrodist.collectives.engine import TensorCollectives
     from ferrodist.interop.calls import Collective
     from ferrodist.interop.messages import MessageWork
 
@@ -430,7 +432,17 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     def _run_all(self, calls: list[Collective], opts: Any) -> FerrodistWork:
         """Do calls that are one for the user, whose error and results are the last one's."""
-        return [self._run(call, opts) for call in calls][-1]
+        if getattr(opts, "asyncOp", True):
+            return [self._run(call, opts) for call in calls][-1]
+        errors = []
+        for call in calls:  # all of them, as ranks that don't wait do: each takes a place in the group
+            try:
+                self._run(call, opts)
+            except DistributedError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return self._done
 
     def _run(self, call: Collective, opts: Any) -> FerrodistWork:
         """Do what was checked: now, or by a thread."""
@@ -445,13 +457,23 @@ class FerrodistProcessGroup(dist.ProcessGroup):
             engine=engine,
             device=call.device,
             timeout=seconds,
-            run=lambda place: call.run(engine, seconds, place),
+            run=partial(self._run_at, call, engine, seconds),
             finish=_nothing,
         )
         if not getattr(opts, "asyncOp", True):
             run_now(operation)
             return self._done
         return self._give(CollectiveWork(run_later(operation), call.results, self._threads, lane.line))
+
+    def _run_at(self, call: Collective, engine: TensorCollectives, seconds: float, place: int) -> None:
+        try:
+            call.run(engine, seconds, place)
+        except DistributedError:
+            raise
+        except BaseException as error:
+            # Others wait for what may not have been called at all: no memory for a copy, an interruption before.
+            self.group.abort(f"{call.name} failed with {describe_error(error)}")
+            raise
 
     def _join(self, works: list[FerrodistWork]) -> FerrodistWork:
         started = [work for work in works if work is not self._done]
