@@ -81,7 +81,7 @@ class Comparison:
 
         def run(engine: TensorCollectives, timeout: float, place: int) -> None:
             if len({digest for _, digest in self._heads}) != 1:
-                # The place was taken, on all ranks. Where nothing was compared the group has failed, and this raises why.
+                # The place was taken, on all ranks. Where nothing was compared the group has failed: this raises why.
                 cast("Collectives", engine).barrier(timeout=timeout, sequence=place)
                 raise CollectiveMismatchError(
                     f"the ranks of group {self._group.name!r} disagree about the {self._what} of {self._name}: "
