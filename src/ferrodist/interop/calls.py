@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
+from ferrodist.backends.call import MAX_PAYLOAD
 from ferrodist.errors import CollectiveMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
+
+    import torch
 
     from ferrodist.backends.base import Backend
     from ferrodist.collectives.engine import Collectives, TensorCollectives
@@ -19,6 +22,11 @@ if TYPE_CHECKING:
     """Called with the engine, the seconds it may take, and its place among the group's collectives."""
 
 __all__ = ["Collective", "Comparison"]
+
+_DIGEST_SIZE = 16
+
+_HEAD = struct.Struct(f"<Q{_DIGEST_SIZE}s")
+"""A rank's number, and the digest of what it says; as much of the text as travels for free follows."""
 
 
 def _nothing() -> None:
@@ -45,29 +53,30 @@ class Collective:
 
 
 class Comparison:
-    """Numbers that ranks must agree on before a call that counts on them, and for which engines don't look.
+    """What ranks must agree on before a call that counts on it, and for which engines don't look.
 
     Args:
         group: The ranks.
         name: Of the call.
-        what: The numbers, for the error.
-        numbers: They; as many on all ranks.
+        what: What they compare, for the error.
+        said: This rank's.
         count: A number that may differ.
     """
 
-    def __init__(self, group: Backend, name: str, what: str, numbers: Sequence[int], count: int = 0) -> None:
+    def __init__(self, group: Backend, name: str, what: str, said: str, count: int = 0) -> None:
         self._group = group
         self._name = name
         self._what = what
-        self._own = torch.tensor([*numbers, count], dtype=torch.int64, device="cpu")
-        self._found = torch.zeros(group.world_size, len(self._own), dtype=torch.int64, device="cpu")
-        self.call = Collective(name, None, [], self._collect)
+        digest = hashlib.blake2b(said.encode(), digest_size=_DIGEST_SIZE).digest()
+        self._payload = (_HEAD.pack(count, digest) + said.encode())[:MAX_PAYLOAD]
+        self._heads: list[tuple[int, bytes]] = []
+        self._texts: list[str] = []
+        self.call = Collective(name, None, [], self._share)
 
     @property
     def counts(self) -> list[int]:
         """Each rank's ``count``, once `call` has run."""
-        found: list[int] = self._found[:, -1].tolist()
-        return found
+        return [count for count, _ in self._heads]
 
     def guard(self, call: Collective) -> Collective:
         """A call that comes after `call`, and raises instead where ranks disagree.
@@ -77,17 +86,22 @@ class Comparison:
         """
 
         def run(engine: TensorCollectives, timeout: float, place: int) -> None:
-            said = self._found[:, :-1].tolist()
-            if any(numbers != said[0] for numbers in said):
-                cast("Collectives", engine).barrier(timeout=timeout, sequence=place)  # the place was taken, on all
+            if len({digest for _, digest in self._heads}) != 1:
+                # The place was taken, on all ranks. Where nothing was compared the group has failed: this raises why.
+                cast("Collectives", engine).barrier(timeout=timeout, sequence=place)
                 raise CollectiveMismatchError(
                     f"the ranks of group {self._group.name!r} disagree about the {self._what} of {self._name}: "
-                    + "; ".join(f"rank {rank} has {numbers}" for rank, numbers in enumerate(said))
+                    + "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(self._texts))
                 )
             call.run(engine, timeout, place)
 
         return replace(call, run=run)
 
-    def _collect(self, engine: TensorCollectives, timeout: float, place: int) -> None:
-        sizes = [len(self._own)] * self._group.world_size
-        engine.all_gather(self._found.view(-1), self._own, sizes, dim=0, timeout=timeout, sequence=place)
+    def _share(self, engine: TensorCollectives, timeout: float, place: int) -> None:
+        # By a name that no other call has: ranks that make one are told of it, and take none of this for their data.
+        name = f"{self._name}'s sizes"
+        payloads = cast("Collectives", engine).share(name, self._payload, timeout=timeout, sequence=place)
+        self._heads = [_HEAD.unpack_from(payload) for payload in payloads]
+        for payload in payloads:
+            text = payload[_HEAD.size :].decode("ascii", "replace")
+            self._texts.append(f"{text}..." if len(payload) == MAX_PAYLOAD else text)

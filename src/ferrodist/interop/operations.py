@@ -294,10 +294,10 @@ def _exchange(  # noqa: PLR0917 - each side's
 
 
 def _compared(group: Backend, name: str, counts: Sequence[int], call: Collective) -> list[Collective]:
-    """The call, after a comparison of the lists' sizes: of even ones the engines compare the sum, which is enough."""
+    """The call, after a comparison of the lists' sizes; of even ones the engine compares the sum, which is enough."""
     if len(set(counts)) == 1:
         return [call]
-    comparison = Comparison(group, name, "sizes of the lists", counts)
+    comparison = Comparison(group, name, "sizes of the lists", str(list(counts)))
     return [comparison.call, comparison.guard(call)]
 
 

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-import sys
 import threading
 from collections import deque
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +19,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from ferrodist.backends.process_group import tell_of_the_end
 from ferrodist.backends.sub import SubBackend
 from ferrodist.collectives.devices import engine_of
-from ferrodist.collectives.operation import Operation, collectives_of, run_later, run_now, wait_for_started
+from ferrodist.collectives.operation import Operation, collectives_of, run_later, run_now
 from ferrodist.collectives.prepare import check_root
 from ferrodist.collectives.quick import (
     quick_all_gather,
@@ -33,11 +32,11 @@ from ferrodist.collectives.quick import (
     start_broadcast,
     start_reduce_scatter,
 )
-from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedError
+from ferrodist.errors import DistributedError, describe_error
 from ferrodist.interop import operations
 from ferrodist.interop.compilers import not_compiled
 from ferrodist.interop.completion import Line, Threads, here
+from ferrodist.interop.ending import Sends, finish_started, may_finish
 from ferrodist.interop.forms import both_forms, recorded
 from ferrodist.interop.messages import start_receive, start_send
 from ferrodist.interop.operations import OPERATIONS, only, reduction
@@ -48,17 +47,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrodist.backends.base import Backend
+    from ferrodist.collectives.engine import TensorCollectives
     from ferrodist.interop.calls import Collective
-    from ferrodist.interop.messages import MessageWork
 
 __all__ = ["FORMER_NAMES", "FerrodistProcessGroup", "group_of"]
 
 _NUM_KEPT = 1024
 """Of the works of one element that were given away last: `DistributedDataParallel.join` keeps the half of such a one
 that is not Python's, and waits for it when others have come in between."""
-
-_SEND_SECONDS = 10.0
-"""How long a group that ends waits for its messages to be received."""
 
 _CPU = torch.device("cpu")
 
@@ -98,7 +94,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         self._lanes = [_Lane(group)]  # by the depth of the callbacks that call in them
         self._lanes_lock = threading.Lock()
         self._kept: deque[FerrodistWork] = deque(maxlen=_NUM_KEPT)
-        self._sends: list[MessageWork] = []
+        self._sends = Sends()
         self._local = threading.local()
         self.num_calls = 0
         atexit.register(self._leave_at_exit)
@@ -157,22 +153,15 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         self.group.abort(f"torch aborted it on rank {self.group.rank}")
 
     def shutdown(self) -> None:
-        """Leave the group: when what was started has ended, but for receives, unless an exception is why."""
+        """Leave the group: when what was started has ended, but for receives, if `may_finish` says so."""
         atexit.unregister(self._leave_at_exit)
-        if sys.exc_info()[1] is None:
-            self._finish_started()
-        for lane in reversed(self._lanes):
-            lane.group.close()
-        self._threads.close()
-
-    def _finish_started(self) -> None:
-        for lane in self._lanes:
-            if lane.group.failure is None:
-                wait_for_started(lane.group)
-        deadline = Deadline(_SEND_SECONDS)
-        with contextlib.suppress(DistributedError):
-            for send in self._sends:
-                send.wait_for(deadline.remaining())
+        try:
+            if may_finish():
+                finish_started([lane.group for lane in self._lanes], self._sends)
+        finally:  # also when somebody interrupts that
+            for lane in reversed(self._lanes):
+                lane.group.close()
+            self._threads.close()
 
     def _leave_at_exit(self) -> None:
         tell_of_the_end(self.group)
@@ -361,9 +350,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Send a tensor."""
         with recorded("send"):
             work = start_send(self.group, only(tensors, "send"), dst, tag, self._threads)
-        self._sends = [each for each in self._sends if not each.has_ended()]
-        if not work.has_ended():
-            self._sends.append(work)
+        self._sends.add(work)
         return self._give(work)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> FerrodistWork:
@@ -433,7 +420,20 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         for call in calls:
             if call.device is not None:
                 engine_of(self.group, call.device)  # which may refuse, before anything is sent
-        return [self._run(call, opts) for call in calls][-1]
+        if getattr(opts, "asyncOp", True):
+            return [self._run(call, opts) for call in calls][-1]
+        # All of them, as ranks that don't wait do: each takes a place in the group.
+        errors = [error for call in calls if (error := self._error_of(call, opts)) is not None]
+        if errors:
+            raise errors[0]
+        return self._done
+
+    def _error_of(self, call: Collective, opts: Any) -> DistributedError | None:
+        try:
+            self._run(call, opts)
+        except DistributedError as error:
+            return error
+        return None
 
     def _run(self, call: Collective, opts: Any) -> FerrodistWork:
         """Do what was checked: now, or by a thread."""
@@ -448,13 +448,23 @@ class FerrodistProcessGroup(dist.ProcessGroup):
             engine=engine,
             device=call.device,
             timeout=seconds,
-            run=lambda place: call.run(engine, seconds, place),
+            run=partial(self._run_at, call, engine, seconds),
             finish=call.finish,
         )
         if not getattr(opts, "asyncOp", True):
             run_now(operation)
             return self._done
         return self._give(CollectiveWork(run_later(operation), call.results, self._threads, lane.line))
+
+    def _run_at(self, call: Collective, engine: TensorCollectives, seconds: float, place: int) -> None:
+        try:
+            call.run(engine, seconds, place)
+        except DistributedError:
+            raise
+        except BaseException as error:
+            # Others wait for what may not have been called at all: no memory for a copy, an interruption before.
+            self.group.abort(f"{call.name} failed with {describe_error(error)}")
+            raise
 
     def _join(self, works: list[FerrodistWork]) -> FerrodistWork:
         started = [work for work in works if work is not self._done]

@@ -36,8 +36,8 @@ def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[Colle
     own = tensor.data.coalesce()
     indices, values = own.indices().t().contiguous(), own.values().contiguous()
     found: list[torch.Tensor] = []
-    shape = [own.sparse_dim(), *own.shape]
-    comparison = Comparison(group, "allreduce", "sparse dims and shapes", shape, count=indices.shape[0])
+    said = f"{own.sparse_dim()} sparse dims of {list(own.shape)}, {own.dtype}"
+    comparison = Comparison(group, "allreduce", "sparse tensors", said, count=indices.shape[0])
 
     @contextlib.contextmanager
     def like_tensor() -> Iterator[None]:

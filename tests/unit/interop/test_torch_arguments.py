@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from ferrodist.errors import CollectiveMismatchError
+from ferrodist.errors import CollectiveMismatchError, GroupAbortedError
 from ferrodist.interop.process_group import FerrodistProcessGroup
 from ferrodist.testing import run_ranks
 
@@ -80,18 +81,99 @@ def test_lists_of_uneven_sizes(backend, factor):
     assert run(program, 3, backend=backend) == [(gathered, [0.0]), (gathered, [3.0]), (gathered, [])]
 
 
-def test_sparse_tensors_of_other_shapes():
-    """Raise on all ranks."""
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sizes_are_not_taken_for_data(backend):
+    """A rank whose list is even is told of the others' whatever its elements are; no rank gets numbers of theirs."""
 
     def program(made):
-        tensor = torch.sparse_coo_tensor([[0]], [1.0], (3 + made.rank(),), check_invariants=True)
-        with pytest.raises(
-            CollectiveMismatchError, match=r"shapes of allreduce: rank 0 has \[1, 3\]; rank 1 has \[1, 4\]"
-        ):
-            made.allreduce(tensor).wait()
-        made.allreduce(torch.sparse_coo_tensor([[0]], [1.0], (3,), check_invariants=True)).wait()
+        sizes = [[3, 3], [2, 4]][made.rank()]
+        outputs = [torch.full((size,), -1) for size in sizes]
+        with pytest.raises(CollectiveMismatchError, match=r"rank 1 called all_gather's sizes\(\)"):
+            made.allgather([outputs], [torch.ones(sizes[made.rank()], dtype=torch.int64)]).wait()
+        return torch.cat(outputs).unique().tolist()
 
-    run(program)
+    assert run(program, backend=backend) == [[-1], [-1]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("asynchronous", [[], [0], [0, 1]], ids=str)
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (torch.ones(4), r"rank 0 has 1 sparse dims of \[3\], torch.float32; rank 1 has 1 sparse dims of \[4\]"),
+        (torch.ones(3, 3), r"rank 0 has 1 sparse dims of \[3\], torch.float32; rank 1 has 2 sparse dims of \[3, 3\]"),
+        (torch.ones(3).double(), r"rank 1 has 1 sparse dims of \[3\], torch.float64"),
+    ],
+    ids=["shape", "dims", "dtype"],
+)
+def test_sparse_tensors_that_differ(backend, asynchronous, other, expected):
+    """Raise on all ranks, also where only some wait at once, and the group goes on."""
+
+    def program(made):
+        options = dist.AllreduceOptions()
+        options.asyncOp = made.rank() in asynchronous
+        tensor = (other if made.rank() else torch.ones(3)).to_sparse()
+        with pytest.raises(CollectiveMismatchError, match=f"sparse tensors of allreduce: .*{expected}"):
+            made.allreduce([tensor], options).wait()
+        after = torch.ones(1)
+        made.allreduce(after).wait()
+        return after.item()
+
+    assert run(program, backend=backend) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("asynchronous", [[], [0, 1]], ids=str)
+def test_sparse_among_dense_tensors(backend, asynchronous):
+    """Is another call, and both ranks say so."""
+
+    def program(made):
+        options = dist.AllreduceOptions()
+        options.asyncOp = made.rank() in asynchronous
+        tensor = torch.ones(3).to_sparse() if made.rank() else torch.ones(3)
+        with pytest.raises(CollectiveMismatchError, match=r"rank 1 called allreduce's sizes\(\)"):
+            made.allreduce([tensor], options).wait()
+
+    run(program, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_default_device(backend):
+    """Is for what a program makes, not for what calls need on their way."""
+
+    def program(made):
+        outputs = [torch.empty(size) for size in (1, 2)]
+        tensor, columns = torch.ones(1 + made.rank()), torch.ones(3, 2).t()
+        sparse = torch.ones(3).to_sparse()
+        with torch.device("meta"):
+            made.allgather([outputs], [tensor]).wait()
+            made.allreduce(columns).wait()
+            made.allreduce(sparse).wait()
+            made.barrier().wait()
+        return torch.cat(outputs).tolist(), columns.unique().tolist(), sparse.to_dense().tolist()
+
+    assert run(program, backend=backend) == [([1.0] * 3, [2.0], [2.0] * 3)] * 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_call_that_fails_on_the_way(backend, is_async):
+    """Ends the group: its place is not used, and the others would wait for it until their time is over."""
+
+    def program(made):
+        options = dist.BroadcastOptions()
+        options.asyncOp = is_async
+        # More than any machine has, when it is made contiguous.
+        tensor = torch.ones(4) if made.rank() else torch.ones(1).expand(1 << 45)
+        start = time.monotonic()
+        kind, what = (GroupAbortedError, "broadcast failed with RuntimeError") if made.rank() else (RuntimeError, None)
+        with pytest.raises(kind, match=what):
+            made.broadcast([tensor], options).wait()
+        with pytest.raises(GroupAbortedError, match="broadcast failed with RuntimeError"):
+            made.allreduce(torch.ones(1)).wait()
+        return time.monotonic() - start < 10
+
+    assert run(program, backend=backend) == [True, True]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -14,8 +17,9 @@ import torch.distributed as dist
 
 from ferrodist.backends.sub import SubBackend
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedTimeoutError, GroupAbortedError, GroupClosedError
+from ferrodist.errors import DistributedTimeoutError, GroupAbortedError, GroupClosedError, PeerLostError
 from ferrodist.interop.completion import Line, ResultFuture, Threads
+from ferrodist.interop.ending import Sends
 from ferrodist.interop.process_group import FerrodistProcessGroup
 from ferrodist.testing import run_ranks
 
@@ -27,10 +31,10 @@ def run(program, size=2, **kwargs):
     return run_ranks(lambda group: program(FerrodistProcessGroup(group)), size, timeout=60, **kwargs)
 
 
-def start_allreduce(made, tensor):
-    """An asynchronous one."""
+def start_allreduce(made, tensor, *, is_async=True):
+    """An asynchronous one, or one that waits."""
     options = dist.AllreduceOptions()
-    options.asyncOp = True
+    options.asyncOp = is_async
     return made.allreduce([tensor], options)
 
 
@@ -93,6 +97,120 @@ def test_an_exception_leaves_a_group_at_once():
             work.wait()
 
     run(program)
+
+
+class Interruption(BaseException):
+    """Raised by the handler of a signal."""
+
+
+@contextlib.contextmanager
+def interrupted_by(action):
+    """Inside of this, a signal comes soon, whose handler does something and raises `Interruption`."""
+
+    def handle(*_):
+        action()
+        raise Interruption
+
+    before = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+WAITS = {
+    "a call": lambda made: start_allreduce(made, torch.ones(4), is_async=False),
+    "a call the long way": lambda made: start_allreduce(made, torch.ones(4, 4).t(), is_async=False),
+    "a wait": lambda made: start_allreduce(made, torch.ones(4)).wait(),
+    "a call behind others": lambda made: [
+        start_allreduce(made, torch.ones(4, 4).t(), is_async=each) for each in (True, False)
+    ],
+}
+
+
+@pytest.mark.parametrize("backend", ["tcp", "native"])
+@pytest.mark.parametrize("waits", WAITS)
+def test_a_handler_of_a_signal_leaves_a_group_at_once(waits, backend):
+    """In the middle of a call, which can't end while its thread is in the handler."""
+
+    def program(made):
+        made.barrier().wait()
+        start = time.monotonic()
+        if made.rank() == 0:
+            with interrupted_by(made.shutdown), pytest.raises(Interruption):
+                WAITS[waits](made)
+        else:
+            with pytest.raises(PeerLostError):
+                made.recv([torch.ones(1)], 0).wait()
+        made.shutdown()
+        return time.monotonic() - start < 20
+
+    assert run(program, backend=backend) == [True, True]
+
+
+@pytest.mark.parametrize("backend", ["tcp", "native"])
+@pytest.mark.parametrize("shape", [(4,), (4, 4)], ids=["short way", "long way"])
+def test_a_group_is_left_when_its_end_is_interrupted(shape, backend):
+    """The others learn of it, and not only when the program ends."""
+
+    def program(made):
+        made.barrier().wait()
+        if made.rank() == 0:
+            start_allreduce(made, torch.ones(shape).t())
+            with interrupted_by(lambda: None), pytest.raises(Interruption):
+                made.shutdown()
+            with pytest.raises(GroupClosedError):
+                made.barrier().wait()
+        else:
+            with pytest.raises(PeerLostError):
+                made.recv([torch.ones(1)], 0).wait()
+        made.shutdown()
+
+    run(program, backend=backend)
+
+
+def test_sends_of_several_threads_are_all_waited_for():
+    """And those that have ended are not kept, whatever those before them do."""
+
+    class Send:
+        def __init__(self, ends):
+            self.ends = ends
+            self.was_awaited = False
+
+        def has_ended(self):
+            return self.ends
+
+        def wait_for(self, seconds):
+            assert 0 < seconds <= 10
+            self.was_awaited = True
+            raise PeerLostError("it is gone")
+
+    sends = Sends()
+    started = [[Send(ends=False) for _ in range(200)] for _ in range(8)]
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=lambda own=own: [sends.add(each) for each in own]) for own in started]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switching)
+    sends.finish()
+    assert all(each.was_awaited for own in started for each in own)
+    kept = Sends()
+    kept.add(started[0][0])
+    over = [Send(ends=False) for _ in range(100)]
+    references = [weakref.ref(each) for each in over]
+    for each in over:
+        kept.add(each)
+        each.ends = True
+    over.clear()
+    del each
+    assert sum(reference() is not None for reference in references) < 20
 
 
 def test_a_wait_for_several_has_one_limit():
