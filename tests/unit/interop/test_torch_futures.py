@@ -1,4 +1,4 @@
-"""What torch waits for: works, their futures, callbacks, and how groups and programs end with them."""
+"""What torch waits for: works and their futures, and how groups and programs end with them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from ferrodist.backends.sub import SubBackend
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedTimeoutError, GroupAbortedError, GroupClosedError
-from ferrodist.interop.completion import Line, ResultFuture, Threads
+from ferrodist.errors import DistributedTimeoutError, GroupClosedError
 from ferrodist.interop.process_group import FerrodistProcessGroup
 from ferrodist.testing import run_ranks
 
@@ -66,6 +65,7 @@ def test_a_message_that_nobody_has_waited_for_is_delivered(backend):
         time.sleep(0.2)
         received = torch.zeros(500_000)
         made.recv([received], 0).wait()
+        made.shutdown()  # rank 0 waits for that
         return float(received[-1])
 
     assert run(program, backend=backend) == [3.0, 3.0]
@@ -80,15 +80,16 @@ def test_an_exception_leaves_a_group_at_once():
         finally:
             made.shutdown()
 
+    has_left = threading.Event()
+
     def program(made):
         if made.rank() == 1:
-            time.sleep(1.0)
+            assert has_left.wait(20.0)
             return
         work = start_allreduce(made, torch.ones(1))
-        begin = time.monotonic()
         with pytest.raises(KeyError):
             fail(made)
-        assert time.monotonic() - begin < 0.9
+        has_left.set()
         with pytest.raises(GroupClosedError):
             work.wait()
 
@@ -157,60 +158,6 @@ def test_the_future_of_what_never_comes_fails():
     run_ranks(body, 2)
 
 
-def test_a_line_goes_on_after_what_raises():
-    """Whatever that is; the next future's callbacks run."""
-    threads, line, ran = Threads("test"), Line(1), threading.Event()
-
-    def fail():
-        raise SystemExit
-
-    line.run(fail, threads)
-    line.run(ran.set, threads)
-    assert ran.wait(10.0)
-    threads.close()
-
-
-def test_a_future_with_devices_keeps_the_class_of_an_error():
-    """torch looks into results whose tensors are on a device at once, and only keeps an error's text."""
-    threads = Threads("test")
-    future = ResultFuture(threads, [torch.device("meta", 0)])
-
-    def fail():
-        raise GroupAbortedError("gone")
-
-    future.settle(fail)
-    for look in (future.wait, future.value):
-        with pytest.raises(GroupAbortedError, match="gone"):
-            look()
-    seen = threading.Event()
-
-    def callback(done):
-        with pytest.raises(GroupAbortedError):
-            done.value()
-        seen.set()
-
-    future.then(callback)
-    assert seen.wait(10.0)
-    threads.close()
-
-
-def test_threads_end_with_their_jobs():
-    """When they are to, and are waited for that long."""
-    threads = Threads("test")
-    begun, ended = threading.Event(), []
-
-    def job():
-        begun.set()
-        time.sleep(0.3)
-        ended.append(True)
-
-    threads.run(job)
-    begun.wait(10.0)
-    threads.close()
-    threads.join(Deadline(10.0))
-    assert ended == [True]
-
-
 def test_what_torch_s_profiler_sees():
     """A call by its name."""
 
@@ -239,7 +186,7 @@ begun = threading.Event()
 
 def compute(future):
     tensor = torch.ones(512, 512)
-    end = time.monotonic() + 1.0
+    end = time.monotonic() + 0.5
     while time.monotonic() < end:
         begun.set()
         tensor = (tensor @ tensor).clamp(max=1.0)
