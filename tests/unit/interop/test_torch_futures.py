@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 from ferrodist.backends.sub import SubBackend
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedTimeoutError, GroupClosedError
+from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
+from ferrodist.interop.completion import Threads
 from ferrodist.interop.process_group import FerrodistProcessGroup
+from ferrodist.interop.works import DoneWork, JoinedWork
 from ferrodist.testing import run_ranks
 
 BACKENDS = ["simulated", "native-threads"]
@@ -131,6 +133,104 @@ def test_a_message_that_has_come_is_in_its_tensor():
     run(program)
 
 
+def test_a_message_is_brought_to_its_tensor_once():
+    """What the program then writes there stays, however often it waits."""
+
+    def program(made):
+        if made.rank() == 0:
+            made.send([torch.ones(2, 2)], 1).wait()
+            return
+        received = torch.zeros(2, 2).t()
+        work = made.recv([received], 0)
+        work.wait()
+        assert (received == 1).all()
+        received.fill_(7.0)
+        work.wait()
+        assert (received == 7).all()
+
+    run(program)
+
+
+def test_messages_from_any_rank():
+    """They say whose they are."""
+
+    def program(made):
+        if made.rank():
+            made.send([torch.tensor([float(made.rank())])], 0, 5).wait()
+            return None
+        found = []
+        for _ in range(2):
+            received = torch.zeros(1)
+            work = made.recv_anysource([received], 5)
+            work.wait()
+            found.append((work._source_rank(), received.item()))
+        return sorted(found)
+
+    assert run(program, 3)[0] == [(1, 1.0), (2, 2.0)]
+
+
+def test_several_that_have_not_all_ended():
+    """Are under way until the last one has; then they are all right, or what the first to fail of them is."""
+
+    def program(made):
+        if made.rank() == 0:
+            work = made._join([start_allreduce(made, torch.ones(1)), made.recv([torch.zeros(1)], 1)])
+            made.barrier().wait()
+            assert not work.is_completed()
+            assert not work.is_success()
+            assert work.exception() is None
+            made.send([torch.zeros(1)], 1).wait()
+            assert work.wait()
+            assert work.is_success()
+            assert len(work.result()) == 2
+            failing = made._join([made.recv([torch.zeros(1)], 1, tag) for tag in (1, 2)])
+            made.abort()
+            with pytest.raises(DistributedError, match="aborted"):
+                failing.wait()
+            assert failing.is_completed()
+            assert not failing.is_success()
+            assert isinstance(failing.exception(), DistributedError)
+            return
+        start_allreduce(made, torch.ones(1)).wait()
+        made.barrier().wait()
+        made.recv([torch.zeros(1)], 0).wait()
+        made.send([torch.zeros(1)], 0).wait()
+
+    run(program)
+
+
+def test_what_several_fail_with():
+    """Is what the first of them does, when all have ended; a limit that passes while one goes on ends the wait."""
+
+    class Ended(DoneWork):
+        def wait_for(self, seconds):
+            raise self.results[0]
+
+    class Late(DoneWork):
+        def has_ended(self):
+            return False
+
+        def wait_for(self, seconds):
+            raise DistributedTimeoutError("not yet")
+
+    threads = Threads("test")
+    ended = [Ended([error], threads) for error in (DistributedTimeoutError("first"), GroupClosedError("second"))]
+    for works, message in ((ended, "first"), (ended[::-1], "second"), ([*ended, Late([], threads)], "not yet")):
+        with pytest.raises(DistributedError, match=message):
+            JoinedWork(works, threads).wait()
+
+
+def test_a_work_has_one_future():
+    """Whoever asks for it, and when."""
+
+    def program(made):
+        work = start_allreduce(made, torch.ones(1))
+        assert work.get_future() is work.get_future()
+        work.wait()
+
+    run(program)
+
+
 def test_the_future_of_what_never_comes_fails():
     """When the group's time has passed, and callbacks that were added after it run."""
 
@@ -139,6 +239,7 @@ def test_the_future_of_what_never_comes_fails():
             made.barrier().wait()
             return
         future = made.recv([torch.zeros(1)], 1).get_future()
+        assert not future.done()
         errors = []
 
         def look(done):
