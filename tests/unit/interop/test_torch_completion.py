@@ -19,6 +19,7 @@ from ferrodist.interop.process_group import FerrodistProcessGroup
 from ferrodist.testing import run_ranks
 
 NAME = "ferrodist-test"
+BACKENDS = ["simulated", "native-threads"]
 
 
 @pytest.fixture
@@ -182,7 +183,7 @@ def crossing(made, then=lambda: None):
     assert (beside == 2).all()
 
 
-@pytest.mark.parametrize("backend", ["simulated", "native-threads"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_callbacks_cross_the_program(backend):
     """Their collectives have an order of their own; those of callbacks in callbacks another one."""
 
@@ -213,7 +214,8 @@ def test_a_callback_in_one_without_collectives():
     assert run_ranks(program, 2, timeout=60) == [2.0, 2.0]
 
 
-def test_callbacks_fail_with_the_group():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_callbacks_fail_with_the_group(backend):
     """Also those in a collective that no other rank has called; after the group has ended they can't begin one."""
 
     def program(group):
@@ -240,4 +242,4 @@ def test_callbacks_fail_with_the_group():
             beside[0].barrier()
         group.barrier()
 
-    run_ranks(program, 2, timeout=60)
+    run_ranks(program, 2, backend=backend, timeout=60)
