@@ -220,6 +220,25 @@ def test_what_several_fail_with():
             JoinedWork(works, threads).wait()
 
 
+def test_futures_of_collectives_share_a_thread():
+    """They end in the order in which they were started, so one waits for all."""
+
+    def program(made):
+        if made.rank() == 0:
+            works = [start_allreduce(made, torch.ones(1)) for _ in range(20)]
+            futures = [work.get_future() for work in works]
+            name = f"ferrodist-futures-{made.group.name}"
+            assert [each.name for each in threading.enumerate()].count(name) == 1
+            made.send([torch.ones(1)], 1).wait()
+            assert all(future.wait()[0].item() == 2 for future in futures)
+            return
+        made.recv([torch.ones(1)], 0).wait()
+        for _ in range(20):
+            start_allreduce(made, torch.ones(1)).wait()
+
+    run(program)
+
+
 def test_a_work_has_one_future():
     """Whoever asks for it, and when."""
 
