@@ -8,7 +8,7 @@
     operations.py      its collectives, over our engines        layouts.py      torch's tensors as what engines take
     calls.py           one that has been looked at
     sparse.py          allreduce of sparse tensors              works.py        what torch waits for
-    completion.py      futures, and who completes them      compilers.py    what torch's compiler is to leave alone
+    completion.py      futures, and who completes them          compilers.py    what torch's compiler is to leave alone
     kernels.py         for what looks at torch's operators
 """
 

@@ -60,11 +60,11 @@ class Threads:
     def run(self, job: Callable[[], None]) -> None:
         """Run something in a thread; it must not raise."""
         with self._lock:
+            self._jobs.put(job)  # and not into the thread, which would hold it until it ends
             if self._num_idle:
                 self._num_idle -= 1
-                self._jobs.put(job)
                 return
-            made = threading.Thread(target=self._work, args=(job,), name=self._name, daemon=True)
+            made = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._members.add(made)
         made.start()
 
@@ -83,22 +83,21 @@ class Threads:
         for member in members:
             member.join(deadline.remaining())
 
-    def _work(self, job: Callable[[], None] | None) -> None:
+    def _work(self) -> None:
         try:
-            self._run_all_from(job)
+            self._run_all()
         finally:
             with self._lock:
                 self._members.discard(threading.current_thread())
 
-    def _run_all_from(self, job: Callable[[], None] | None) -> None:
-        while job is not None:
+    def _run_all(self) -> None:
+        while (job := self._next()) is not None:
             job()
             del job  # or a result would live until the next one comes
             with self._lock:
                 if self._is_closed:
                     return
                 self._num_idle += 1
-            job = self._next()
 
     def _next(self) -> Callable[[], None] | None:
         with contextlib.suppress(queue.Empty):
@@ -163,7 +162,6 @@ class Line:
                 job()
             except BaseException:  # noqa: BLE001 - those after it are to run
                 _log.exception("a callback of a future failed")
-            del job
         here.line = _OUTSIDE
 
 

@@ -55,20 +55,20 @@ def both_forms(
     def decorate(method: Callable[..., _Result]) -> Callable[..., _Result]:
         first = _First(method, options, num_tensors, (*fields, "timeout"), in_lists=in_lists)
 
-        def run(group: Any, arguments: Sequence[Any], unknown: dict[str, Any]) -> _Result:
-            found: _Result | None = None if _router is None or unknown else _router(group, method, arguments)
+        def run(group: Any, arguments: Sequence[Any]) -> _Result:
+            found: _Result | None = None if _router is None else _router(group, method, arguments)
             if found is not None:
                 return found
             with recorded(method.__name__):
-                return method(group, *arguments, **unknown)
+                return method(group, *arguments)
 
         @functools.wraps(method)
         def call(group: Any, *given: Any, **named: Any) -> _Result:
             group.num_calls += 1
             if given and type(given[-1]) is options and not named:  # so do torch's own calls: no time is to be lost
                 is_watched = _router is not None or profiler._is_profiler_enabled  # noqa: SLF001 - torch asks it so
-                return run(group, given, named) if is_watched else method(group, *given)
-            return run(group, *first.of(given, named))
+                return run(group, given) if is_watched else method(group, *given)
+            return run(group, first.of(given, named))
 
         return call
 
@@ -87,10 +87,13 @@ class _First:
         self._fields = fields
         self._in_lists = in_lists
 
-    def of(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Tensors and options, and what is not known."""
-        rest, named = list(given), dict(named)
-        tensors = []
+    def of(self, given: Sequence[Any], named: dict[str, Any]) -> list[Any]:
+        """Tensors and options; what it takes is gone from ``named``.
+
+        Raises:
+            TypeError: Something is missing, or is too much.
+        """
+        rest, tensors = list(given), []
         for name in self._tensor_names:
             if rest:
                 tensors.append(rest.pop(0))
@@ -101,17 +104,18 @@ class _First:
         if self._in_lists and any(isinstance(each, torch.Tensor) for each in tensors):
             tensors = [[each] for each in tensors]
         opts = named.pop("opts", None)
-        if opts is None and rest and (rest[0] is None or hasattr(rest[0], "timeout")):
+        if opts is None and rest and hasattr(rest[0], "timeout"):
             opts = rest.pop(0)
         if opts is not None:
-            if rest:
+            if rest or named:
                 raise TypeError(f"{self._name} takes opts, or {', '.join(self._fields)}, not both")
-            return [*tensors, opts], named
-        if len(rest) > len(self._fields):
-            raise TypeError(f"{self._name} takes {', '.join(self._fields)} after its tensors, not {tuple(rest)}")
+            return [*tensors, opts]
         said = dict(zip(self._fields, rest, strict=False))
         said |= {name: named.pop(name) for name in self._fields if name in named}
-        return [*tensors, _filled(self._options, said)], named
+        if named or len(rest) > len(self._fields):
+            given_too = ", ".join([*map(repr, rest), *named])
+            raise TypeError(f"{self._name} takes {', '.join(self._fields)} after its tensors, not {given_too}")
+        return [*tensors, _filled(self._options, said)]
 
 
 def _filled(kind: type, said: dict[str, Any]) -> Any:

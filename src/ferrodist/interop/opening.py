@@ -42,7 +42,7 @@ def make_process_group(options: Any, pg_options: Any) -> FerrodistProcessGroup:
         raise TypeError(f"groups of ferrodist have no options: leave pg_options={pg_options!r} out")
     seconds = options.timeout.total_seconds()
     ranks = list(options.global_ranks_in_group)
-    whole = dist.distributed_c10d._get_default_group() if ranks and dist.is_initialized() else None  # noqa: SLF001
+    whole = dist.group.WORLD if ranks else None
     name = f"torch group {options.group_id}"
     if isinstance(whole, FerrodistProcessGroup):
         # The number of groups of the same ranks may differ: not all of them are ours.

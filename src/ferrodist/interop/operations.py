@@ -29,6 +29,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "gather",
+    "gather_single",
     "only",
     "reduce",
     "reduce_scatter",
@@ -132,13 +133,7 @@ def all_gather(group: Backend, outputs: Sequence[torch.Tensor], tensor: torch.Te
 
 def all_gather_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor) -> Collective:
     """Into one tensor, in which the ranks' lie one after the other."""
-    _check(output)
-    _check_like(output, tensor)
-    if output.numel() != group.world_size * tensor.numel():
-        raise ValueError(
-            f"the output must have the input's {tensor.numel()} elements for each of {group.world_size} ranks, not"
-            f" {output.numel()}"
-        )
+    _check_whole(group, output, tensor)
     target = Target(output, beside=None if _is_own_part(group, output, tensor) else tensor)
     return _gather_into(target, [output], tensor, [tensor.numel()] * group.world_size)
 
@@ -157,12 +152,28 @@ def _gather_into(target: Target, results: list[Any], tensor: torch.Tensor, count
 
 def gather(group: Backend, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> Collective:
     """Into the root's tensors, one for each rank, all of one size; None elsewhere."""
-    _check(tensor)
-    target, source = None, Source(tensor)
+    target = None
     if outputs is not None:
         _check_list(group, outputs, tensor, "outputs")
         target = Target(*outputs)
         _check_even(target.counts, tensor)
+    return _gather_at_root(group, target, list(outputs or ()), tensor, root)
+
+
+def gather_single(group: Backend, output: torch.Tensor | None, tensor: torch.Tensor, root: int) -> Collective:
+    """Into one tensor of the root's, in which the ranks' lie one after the other; None elsewhere."""
+    if output is None:
+        return _gather_at_root(group, None, [], tensor, root)
+    _check_whole(group, output, tensor)
+    target = Target(output, beside=None if _is_own_part(group, output, tensor) else tensor)
+    return _gather_at_root(group, target, [output], tensor, root)
+
+
+def _gather_at_root(
+    group: Backend, target: Target | None, results: list[Any], tensor: torch.Tensor, root: int
+) -> Collective:
+    _check(tensor)
+    source = Source(tensor)
     counts = [tensor.numel() * scale_of(tensor)] * group.world_size
 
     def run(engine: TensorCollectives, timeout: float, place: int) -> None:
@@ -171,7 +182,7 @@ def gather(group: Backend, outputs: Sequence[torch.Tensor] | None, tensor: torch
         if target is not None:
             target.finish()
 
-    return Collective("gather", tensor.device, list(outputs or ()), run)
+    return Collective("gather", tensor.device, results, run)
 
 
 def scatter(group: Backend, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> Collective:
@@ -321,6 +332,16 @@ def _check_like(one: torch.Tensor, other: torch.Tensor) -> None:
         )
 
 
+def _check_whole(group: Backend, output: torch.Tensor, tensor: torch.Tensor) -> None:
+    _check(output)
+    _check_like(output, tensor)
+    if output.numel() != group.world_size * tensor.numel():
+        raise ValueError(
+            f"the output must have the input's {tensor.numel()} elements for each of {group.world_size} ranks, not"
+            f" {output.numel()}"
+        )
+
+
 def _check_list(group: Backend, tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str) -> None:
     if len(tensors) != group.world_size:
         raise ValueError(f"{what} must be one tensor for each of {group.world_size} ranks, not {len(tensors)}")
@@ -337,7 +358,8 @@ def _check_even(counts: Sequence[int], tensor: torch.Tensor) -> None:
 
 
 def _is_own_part(group: Backend, whole: torch.Tensor, part: torch.Tensor) -> bool:
-    """Whether a tensor is this rank's part of another: nobody else's, so it may be read and written at once."""
-    if not whole.is_contiguous() or not part.is_contiguous():
-        return False
+    """Whether a tensor is this rank's part of another: nobody else's, so it may be read and written at once.
+
+    Where one of them is not contiguous a copy of it is what is read, or written.
+    """
     return part.data_ptr() == whole.data_ptr() + group.rank * part.nbytes

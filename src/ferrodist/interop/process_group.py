@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import warnings
 from collections import deque
 from datetime import timedelta
 from functools import partial
@@ -141,10 +142,19 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     # torch's functions ask a group's backend for a device what it can do: here that is the group itself.
 
     supports_coalescing = supports_splitting = supports_time_estimate = supports_shrinking = False
+    supports_reconfigure = supports_window = False
 
     def _get_backend(self, device: torch.device) -> FerrodistProcessGroup:
         del device
         return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Warn: groups keep the timeout that they were made with."""
+        warnings.warn(
+            f"group {self.group.name!r} keeps its timeout of {self.group.timeout:g} s, in place of"
+            f" {timeout.total_seconds():g} s: pass timeout to init_process_group or new_group",
+            stacklevel=2,
+        )
 
     # Its end.
 
@@ -174,7 +184,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Fold a tensor over the ranks, in place."""
         tensor = only(tensors, "allreduce")
         op = OPERATIONS.get(opts.reduceOp.op)
-        if op is not None and opts.timeout.days < 0 and tensor.layout is torch.strided:
+        if op is not None and opts.timeout.days < 0:
             lane, data = self._lane(), tensor.data
             if opts.asyncOp:
                 started = start_allreduce(data, op, lane.group, data)
@@ -235,7 +245,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     @both_forms(AllgatherOptions, 2)
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Give every rank the tensors of all, one after the other in one."""
-        if opts.timeout.days < 0 and _are_flat(output, tensor):
+        if opts.timeout.days < 0 and output.is_contiguous() and tensor.is_contiguous():
             lane, out, data = self._lane(), output.data.view(-1), tensor.data.view(-1)
             if opts.asyncOp:
                 started = start_all_gather(data, 0, lane.group, out)
@@ -262,6 +272,13 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         tensor = only(input_tensors, "gather")
         return self._run(operations.gather(self.group, outputs, tensor, opts.rootRank), opts)
 
+    @both_forms(dist.GatherOptions, 2, "root")
+    def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
+        """Give the root the tensors of all, one after the other in one; of other ranks ``output`` is left alone."""
+        check_root(self.group, opts.rootRank, "root")
+        at_root = output if self.group.rank == opts.rootRank else None
+        return self._run(operations.gather_single(self.group, at_root, tensor, opts.rootRank), opts)
+
     @both_forms(dist.ScatterOptions, 2, "root", in_lists=True)
     def scatter(
         self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
@@ -281,15 +298,10 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         return self._run_all(operations.reduce_scatter(self.group, output, inputs, reduction(opts.reduceOp)), opts)
 
     @both_forms(dist.ReduceScatterOptions, 2)
-    def reduce_scatter_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        opts: Any,
-    ) -> FerrodistWork:
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks, and give rank r its r-th part."""
         op = OPERATIONS.get(opts.reduceOp.op)
-        if op is not None and opts.timeout.days < 0 and _are_flat(output, tensor):
+        if op is not None and opts.timeout.days < 0 and output.is_contiguous() and tensor.is_contiguous():
             lane, out, data = self._lane(), output.data.view(-1), tensor.data.view(-1)
             if opts.asyncOp:
                 started = start_reduce_scatter(data, op, 0, lane.group, out)
@@ -302,10 +314,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     @both_forms(dist.ReduceScatterOptions, 2)
     def reduce_scatter_single_coalesced(
-        self,
-        outputs: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        opts: Any,
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
     ) -> FerrodistWork:
         """`reduce_scatter_single` of several tensors."""
         return self._join([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
@@ -504,13 +513,9 @@ def group_of(process_group: dist.ProcessGroup | None = None) -> Backend:
         process_group: It; None is torch's default group.
 
     Raises:
-        TypeError: It is another backend's.
+        TypeError: It is another backend's, or there is no default group.
     """
-    chosen = dist.distributed_c10d._get_default_group() if process_group is None else process_group  # noqa: SLF001
+    chosen = dist.group.WORLD if process_group is None else process_group
     if not isinstance(chosen, FerrodistProcessGroup):
         raise TypeError(f"{chosen!r} is no group of ferrodist's: make it with init_process_group('ferrodist')")
     return chosen.group
-
-
-def _are_flat(*tensors: torch.Tensor) -> bool:
-    return all(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() for tensor in tensors)

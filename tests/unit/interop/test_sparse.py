@@ -56,6 +56,20 @@ def test_the_sum_can_be_used_as_the_tensor_was(is_inference):
         assert torch.equal(found, total)
 
 
+def test_autograd_does_not_see_the_sum():
+    """A tensor that needs a gradient is written to as others are."""
+
+    def program(group):
+        tensor = embedded(group.rank).requires_grad_()
+        FerrodistProcessGroup(group).allreduce([tensor]).wait()
+        assert tensor.grad_fn is None
+        return tensor.detach().to_dense()
+
+    total = sum(embedded(rank).to_dense() for rank in range(2))
+    for found in run_ranks(program, 2, timeout=60):
+        assert torch.equal(found, total)
+
+
 def test_other_reductions_and_layouts():
     """They are refused, before anything is sent."""
 

@@ -9,9 +9,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from ferrodist.errors import DistributedError, DistributedTimeoutError, InvalidRankError
-from ferrodist.interop.process_group import FerrodistProcessGroup
+from ferrodist.interop.process_group import FerrodistProcessGroup, group_of
 from ferrodist.testing import run_ranks
 
 LIMIT = timedelta(seconds=20)
@@ -38,6 +39,11 @@ def ranked(rank):
     return torch.arange(2.0) + 10 * rank
 
 
+def spread(tensor):
+    """An equal tensor, whose elements don't lie side by side."""
+    return torch.stack([tensor, torch.full_like(tensor, -1.0)], dim=-1)[..., 0]
+
+
 FORMS = {
     "allreduce": lambda group, own: (group.allreduce(own, dist.ReduceOp.MAX), own),
     "allreduce of lists": lambda group, own: (group.allreduce([own], op=dist.ReduceOp.MAX, timeout=LIMIT), own),
@@ -61,8 +67,8 @@ FORMS = {
 
 
 def made_of(own, call):
-    """What a call writes to the tensors that it gets."""
-    out = [torch.zeros_like(own) for _ in range(2)]
+    """What a call writes to the tensors that it gets, which lie as its own does."""
+    out = [torch.zeros_like(own) if own.is_contiguous() else spread(torch.zeros_like(own)) for _ in range(2)]
     return call(out), out
 
 
@@ -82,16 +88,194 @@ RESULTS = {
 }
 
 
+@pytest.mark.parametrize("lie", [torch.clone, spread])
 @pytest.mark.parametrize("form", FORMS)
-def test_methods_take_tensors(form):
-    """In place of lists and options, as those of torch's own groups do."""
+def test_methods_take_tensors(form, lie):
+    """In place of lists and options, as those of torch's own groups do; tensors that lie in any way."""
 
     def program(made):
-        work, out = FORMS[form](made, ranked(made.rank()))
+        work, out = FORMS[form](made, lie(ranked(made.rank())))
         work.wait()
         return [each.tolist() for each in out] if isinstance(out, list) else out.tolist()
 
     assert run(program) == RESULTS[form]
+
+
+@pytest.mark.parametrize("backend", ["simulated", "native-threads"])
+def test_views_that_negate_or_conjugate(backend):
+    """Count as what they show, and are written so."""
+
+    def program(made):
+        rank = made.rank()
+        negated = torch._neg_view(ranked(rank))
+        made.allreduce(negated).wait()
+        sent = torch._neg_view(ranked(rank))
+        made.broadcast(sent, 1).wait()
+        gathered = torch._neg_view(torch.zeros(4))
+        made.all_gather_single(gathered, torch._neg_view(ranked(rank))).wait()
+        folded = torch._neg_view(torch.zeros(1))
+        made.reduce_scatter_single(folded, torch._neg_view(ranked(rank))).wait()
+        conjugated = torch.zeros(2, dtype=torch.complex64).conj()
+        made.all_gather_single(conjugated, torch.tensor([complex(rank, 1)]).conj()).wait()
+        return [each.tolist() for each in (negated, sent, gathered, folded, conjugated)]
+
+    found = [[-10.0, -12.0], [-10.0, -11.0], [0.0, -1.0, -10.0, -11.0]]
+    assert run(program, backend=backend) == [[*found, [part], [-1j, 1 - 1j]] for part in (-10.0, -12.0)]
+
+
+@pytest.mark.parametrize("lie", [torch.clone, spread])
+def test_gather_into_one_tensor(lie):
+    """The root's, also where what is gathered is a part of it; other ranks' is left alone."""
+
+    def program(made):
+        out = lie(torch.full((4,), -1.0))
+        made.gather_single(out, lie(ranked(made.rank())), 1).wait()
+        again = torch.cat([ranked(made.rank())] * 2)
+        parts = again[:2], again[2:]
+        made.gather_single(again, parts[made.rank()], 1).wait()
+        made.gather_single(again, parts[1 - made.rank()], root=1).wait()  # where another rank's part will be
+        return out.tolist(), again.tolist()
+
+    assert run(program) == [([-1.0] * 4, [0.0, 1.0, 0.0, 1.0]), ([0.0, 1.0, 10.0, 11.0], [0.0, 1.0, 0.0, 1.0])]
+
+
+def test_lists_of_tensors_by_rank():
+    """As torch's functions pass them."""
+
+    def program(made):
+        own = [ranked(made.rank()), ranked(made.rank()) + 100]
+        by_rank = [[torch.zeros(2) for _ in own] for _ in range(2)]
+        made.allgather_coalesced(by_rank, own).wait()
+        return [[each.tolist() for each in outputs] for outputs in by_rank]
+
+    found = [[[0.0, 1.0], [100.0, 101.0]], [[10.0, 11.0], [110.0, 111.0]]]
+    assert run(program) == [found, found]
+
+
+def test_a_sum_with_a_factor():
+    """Which torch keeps in the reduction."""
+
+    def program(made):
+        own = ranked(made.rank())
+        made.allreduce(own, dist._make_nccl_premul_sum(0.5)).wait()
+        return own.tolist()
+
+    assert run(program) == [[5.0, 6.0]] * 2
+
+
+def test_several_calls_as_one():
+    """Their work has ended when all have, and is none of later calls."""
+
+    def program(made):
+        cpu = torch.device("cpu")
+        options = dist.AllreduceOptions()
+        options.asyncOp = True
+        tensors = [ranked(made.rank()) for _ in range(3)]
+        made._start_coalescing(cpu)
+        for tensor in tensors:
+            made.allreduce([tensor], options)
+        work = made._end_coalescing(cpu)
+        work.wait()
+        assert [each.tolist() for each in tensors] == [[10.0, 12.0]] * 3
+        later = made.recv([torch.zeros(1)], 1 - made.rank())
+        assert work.is_completed()
+        made.send([torch.zeros(1)], 1 - made.rank())
+        later.wait()
+        made._start_coalescing(cpu)
+        made._end_coalescing(cpu).wait()  # of none
+
+    run(program)
+
+
+def test_groups_of_some_ranks():
+    """With a name and a limit of their own; None where this rank is none of them."""
+
+    def program(made):
+        pair = made.split_group([0, 2], timeout=timedelta(seconds=7), group_name="pair", group_desc="ends")
+        if made.rank() == 1:
+            return pair
+        own = ranked(made.rank())
+        pair.allreduce(own).wait()
+        return pair.group.timeout, pair.group_name, pair.group_desc, own.tolist()
+
+    pair = (7.0, "pair", "ends", [20.0, 22.0])
+    assert run(program, 3) == [pair, None, pair]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("name", ["allreduce", "broadcast", "all_gather_single", "reduce_scatter_single", "barrier"])
+def test_options_limit_a_call(name, is_async):
+    """Which ends with its group when that has passed, also on the engine's short way."""
+    kind, tensors = {
+        "allreduce": (dist.AllreduceOptions, lambda: [[torch.zeros(2)]]),
+        "broadcast": (dist.BroadcastOptions, lambda: [[torch.zeros(2)]]),
+        "all_gather_single": (AllgatherOptions, lambda: [torch.zeros(4), torch.zeros(2)]),
+        "reduce_scatter_single": (dist.ReduceScatterOptions, lambda: [torch.zeros(2), torch.zeros(4)]),
+        "barrier": (dist.BarrierOptions, list),
+    }[name]
+
+    def program(made):
+        if made.rank() != 1:  # the root of a broadcast needs to wait for nobody
+            return
+        options = kind()
+        options.asyncOp, options.timeout = is_async, timedelta(milliseconds=50)
+        with pytest.raises(DistributedTimeoutError):
+            getattr(made, name)(*tensors(), options).wait()
+
+    run(program, backend="native-threads")
+
+
+@pytest.mark.parametrize("backend", ["simulated", "native-threads"])
+def test_an_asynchronous_barrier(backend):
+    """Returns before the others have come to it."""
+
+    def program(made):
+        options = dist.BarrierOptions()
+        options.asyncOp = True
+        if made.rank() == 0:
+            work = made.barrier(options)
+            assert not work.is_completed()
+            made.send([torch.zeros(1)], 1).wait()
+            work.wait()
+            return
+        made.recv([torch.zeros(1)], 0).wait()
+        made.barrier().wait()
+
+    run(program, backend=backend)
+
+
+def test_the_timeout_of_a_group_stays():
+    """Who sets another one is told."""
+
+    def program(made):
+        with pytest.warns(UserWarning, match=r"keeps its timeout of \d+ s, in place of 3 s"):
+            made.set_timeout(timedelta(seconds=3))
+
+    run(program, 1)
+
+
+def test_the_group_behind_one_of_torch_s():
+    """Others have none."""
+
+    def program(made):
+        assert group_of(made) is made.group
+
+    run(program, 1)
+    for other in (None, dist.ProcessGroup(0, 1)):
+        with pytest.raises(TypeError, match="is no group of ferrodist's"):
+            group_of(other)
+
+
+def test_a_group_that_is_left_is_let_go():
+    """Nothing keeps it until the program ends."""
+
+    def program(made):
+        made.shutdown()
+        return weakref.ref(made)
+
+    references = run(program)
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
 
 
 def test_what_methods_do_not_take():
@@ -99,18 +283,54 @@ def test_what_methods_do_not_take():
 
     def program(made):
         own = ranked(made.rank())
-        with pytest.raises(TypeError, match="allreduce takes op, timeout after its tensors"):
+        with pytest.raises(TypeError, match=r"allreduce takes op, timeout after its tensors, not .*, 3$"):
             made.allreduce(own, dist.ReduceOp.MAX, LIMIT, 3)
-        with pytest.raises(TypeError, match="root"):
+        with pytest.raises(TypeError, match="allreduce takes op, timeout after its tensors, not root"):
             made.allreduce(own, root=1)
-        with pytest.raises(TypeError, match="op"):  # which options say
-            made.allreduce(own, dist.AllreduceOptions(), op=dist.ReduceOp.MAX)
-        with pytest.raises(TypeError, match="opts"):
+        for options in ({"op": dist.ReduceOp.MAX}, {"root": 1}):
+            with pytest.raises(TypeError, match="allreduce takes opts, or op, timeout, not both"):
+                made.allreduce(own, dist.AllreduceOptions(), **options)
+        with pytest.raises(TypeError, match="allreduce takes opts, or op, timeout, not both"):
             made.allreduce(own, dist.AllreduceOptions(), dist.ReduceOp.MAX)
         with pytest.raises(ValueError, match="one tensor a rank, not 2"):
             made.allreduce([own, own])
 
     run(program)
+
+
+def test_none_is_what_options_say():
+    """As if it had been left out."""
+
+    def program(made):
+        own = ranked(made.rank())
+        made.allreduce(own, None).wait()
+        made.allreduce(own, op=None, timeout=None).wait()
+        made.broadcast([own], opts=None).wait()
+        return own.tolist()
+
+    assert run(program) == [[20.0, 24.0]] * 2
+
+
+@pytest.mark.parametrize("lie", [torch.clone, spread])
+def test_autograd_sees_nothing(lie):
+    """What is written is not counted, and leaves may be written to."""
+
+    def program(made):
+        peer = 1 - made.rank()
+        leaves = [lie(ranked(made.rank())).requires_grad_() for _ in range(5)]
+        versions = [leaf._version for leaf in leaves]
+        made.allreduce(leaves[0]).wait()
+        made.broadcast(leaves[1], 1).wait()
+        made.all_gather_single(leaves[2], leaves[1][:1]).wait()
+        made.send([leaves[1]], peer)
+        made.recv([leaves[3]], peer).wait()
+        made.reduce_scatter_single(leaves[4][:1], leaves[1]).wait()
+        assert [leaf._version for leaf in leaves] == versions
+        return [leaf.tolist() for leaf in leaves]
+
+    assert run(program) == [
+        [[10.0, 12.0], SECOND, [10.0, 10.0], SECOND, [part, rest]] for part, rest in ((20.0, 1.0), (22.0, 11.0))
+    ]
 
 
 def test_a_timeout_among_the_arguments():
@@ -187,15 +407,19 @@ def test_the_future_of_what_has_ended_is_done():
     run(program, backend="native-threads")
 
 
-def test_outputs_of_lists_are_not_kept():
+@pytest.mark.parametrize("is_async", [False, True])
+def test_outputs_are_not_kept(is_async):
     """The group keeps no work whose tensors are large, also not one of lists."""
 
     def program(made):
-        outputs = [torch.empty(5000) for _ in range(2)]
-        made.allgather([outputs], [torch.ones(5000)]).wait()
+        outputs = [torch.empty(5000) for _ in range(3)]
+        gathering, folding = AllgatherOptions(), dist.AllreduceOptions()
+        gathering.asyncOp = folding.asyncOp = is_async
+        made.allgather([outputs[:2]], [torch.ones(5000)], gathering).wait()
+        made.allreduce([outputs[2]], folding).wait()
         references = [weakref.ref(each) for each in outputs]
         del outputs
         gc.collect()
         return [reference() for reference in references]
 
-    assert run(program) == [[None, None]] * 2
+    assert run(program) == [[None] * 3] * 2

@@ -78,3 +78,12 @@ def test_stores_without_a_file_or_a_server():
     assert server_of(store) is None
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert server_of(dist.PrefixStore("a", served)) == "127.0.0.1"
+
+
+@pytest.mark.parametrize("stores", [hash_stores, file_stores, prefixed_stores])
+def test_what_is_replaced_by_itself(stores, tmp_path):
+    """Is found where it is, and not where it is missing, of which these stores say the same."""
+    store = TorchStore(stores(tmp_path)[0], timeout=LIMIT)
+    assert store.compare_set("key", b"1", b"1") == b""
+    store.set("key", b"1")
+    assert store.compare_set("key", b"1", b"1") == b"1"
