@@ -51,6 +51,10 @@ def main():
         dist.all_reduce(tensor, dist.ReduceOp.PRODUCT)
         work = dist.all_reduce(tensor, async_op=True)
         work.wait()
+        options = dist.AllreduceOptions()
+        options.asyncOp = True
+        dist.group.WORLD.allreduce([tensor], options).wait()
+        assert options.asyncOp, "options are as they were"
     assert tensor.tolist() == [2, 2, 2]
     with FakeTensorMode():
         fake = torch.ones(4)

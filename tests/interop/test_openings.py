@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch_world import run_world, world
 
 import ferrodist
+from ferrodist.backends.sub import SubBackend
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupAbortedError, PeerLostError
+from ferrodist.interop import group_of
 from ferrodist.testing import run_ranks
 
 SOURCE = Path(ferrodist.__file__).parents[1]
@@ -69,6 +71,7 @@ def test_worlds_one_after_the_other(tmp_path, monkeypatch):
             dist.init_process_group("ferrodist", store=store, rank=rank, world_size=2)
             pairs = [dist.new_group([0, 1]) for _ in range(3)]
             assert [total(pair) for pair in pairs] == [3.0] * 3
+            assert all(isinstance(group_of(pair), SubBackend) for pair in pairs)  # made without a message
             future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
             assert future.then(lambda _: total()).then(lambda done: done.value() + total()).wait() == 6.0
             dist.destroy_process_group()

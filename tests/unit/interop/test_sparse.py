@@ -38,15 +38,19 @@ def test_sum(width, is_async):
         assert torch.equal(found, total)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("is_inference", [False, True])
-def test_the_sum_can_be_used_as_the_tensor_was(is_inference):
+def test_the_sum_can_be_used_as_the_tensor_was(is_inference, is_async):
     """In backward passes and in place, outside of inference mode; and inside of it."""
 
     def program(group):
         with torch.inference_mode(is_inference):
             tensor = embedded(group.rank)
-            FerrodistProcessGroup(group).allreduce([tensor]).wait()
+            options = dist.AllreduceOptions()
+            options.asyncOp = is_async
+            FerrodistProcessGroup(group).allreduce([tensor], options).wait()
             assert tensor.is_inference() == is_inference
+            assert tensor._values().is_inference() == tensor._indices().is_inference() == is_inference
             tensor.mul_(0.5)
             assert tensor.coalesce().values().is_inference() == is_inference
             return tensor.to_dense()

@@ -243,6 +243,21 @@ def test_inputs_that_are_outputs(backend, factor):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_an_output_in_another_rank_s_part_of_the_input(backend):
+    """Others read that while this rank's result is there already."""
+
+    def program(made):
+        rank = made.rank()
+        for shift in (1, 2, 1, 2):
+            whole = torch.cat([torch.full((LARGE,), 10.0 * rank + to) for to in range(3)])
+            output = whole[LARGE * ((rank + shift) % 3) :][:LARGE]
+            made.reduce_scatter_single(output, whole).wait()
+            assert (output == 30.0 + 3 * rank).all()
+
+    run(program, 3, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_s_own_part_may_be_used_in_place(backend):
     """Of the whole that is gathered or folded."""
 

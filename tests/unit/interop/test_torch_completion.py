@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import weakref
@@ -145,7 +146,9 @@ def test_a_future_with_devices_keeps_the_class_of_an_error(threads):
     assert seen.wait(10.0)
 
 
-@pytest.mark.parametrize("look", [iter, len, bool, list, lambda result: result[0], lambda result: result.__class__])
+@pytest.mark.parametrize(
+    "look", [iter, len, bool, copy.copy, lambda result: result[0], lambda result: result.__class__]
+)
 def test_the_result_of_what_has_failed_raises(look, threads):
     """Wherever somebody looks into it who has got it past the future, as torch's C++ does."""
 
@@ -243,3 +246,19 @@ def test_callbacks_fail_with_the_group(backend):
         group.barrier()
 
     run_ranks(program, 2, backend=backend, timeout=60)
+
+
+@pytest.mark.usefixtures("without_rest")
+def test_a_group_s_threads_end_with_it():
+    """And not when they have rested."""
+
+    def program(group):
+        made = FerrodistProcessGroup(group)
+        assert start_allreduce(made, torch.ones(1)).then(lambda done: done.value()[0].item()).wait() == 2.0
+        made.shutdown()
+
+    run_ranks(program, 2, timeout=60)
+    for each in threading.enumerate():
+        if each.name.startswith("ferrodist-futures"):
+            each.join(10.0)
+            assert not each.is_alive()
