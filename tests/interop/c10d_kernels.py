@@ -19,6 +19,8 @@ CALLS = {
     "_reduce_scatter_base_": lambda: dist.group.WORLD._reduce_scatter_base(torch.empty(2), torch.ones(2)),
     "alltoall_base_": lambda: dist.all_to_all_single(torch.empty(2), torch.ones(2)),
 }
+if hasattr(dist, "gather_single"):  # as torch has from 2.14
+    CALLS["gather_into_tensor_"] = lambda: dist.gather_single(torch.ones(2), torch.empty(2))
 
 
 def count(call):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["use_c10d_kernels"]
 
-_METHODS = {
+_OPERATORS = {
     "allreduce": "allreduce_",
     "allreduce_coalesced": "allreduce_coalesced_",
     "broadcast": "broadcast_",
@@ -39,6 +39,7 @@ _METHODS = {
     "all_gather_single": "_allgather_base_",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
     "gather": "gather_",
+    "gather_single": "gather_into_tensor_",
     "scatter": "scatter_",
     "reduce_scatter": "reduce_scatter_",
     "reduce_scatter_single": "_reduce_scatter_base_",
@@ -46,7 +47,10 @@ _METHODS = {
     "alltoall": "alltoall_",
     "all_to_all_single": "alltoall_base_",
 }
-"""Of groups, and the operators that torch's own call for them."""
+"""What methods of torch's own groups call."""
+
+# Not every torch has all of them.
+_METHODS = {method: name for method, name in _OPERATORS.items() if hasattr(torch.ops.c10d, name)}
 
 _GATHERING = {"all_gather_single", "all_gather_single_coalesced", "allgather", "alltoall"}
 """Those whose operators say all there is to know: two arguments with tensors."""

@@ -429,7 +429,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         for call in calls:
             if call.device is not None:
                 engine_of(self.group, call.device)  # which may refuse, before anything is sent
-        if getattr(opts, "asyncOp", True):
+        if opts.asyncOp:
             return [self._run(call, opts) for call in calls][-1]
         # All of them, as ranks that don't wait do: each takes a place in the group.
         errors = [error for call in calls if (error := self._error_of(call, opts)) is not None]
@@ -460,7 +460,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
             run=partial(self._run_at, call, engine, seconds),
             finish=call.finish,
         )
-        if not getattr(opts, "asyncOp", True):
+        if not opts.asyncOp:
             run_now(operation)
             return self._done
         return self._give(CollectiveWork(run_later(operation), call.results, self._threads, lane.line))
