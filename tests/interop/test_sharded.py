@@ -12,6 +12,8 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as checkpoint
 import torch.distributed.nn.functional as autograd_collectives
 from torch import nn
+from torch.distributed._shard import sharded_tensor as sharded_tensors
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -259,6 +261,16 @@ def pipeline(kind, stages_per_rank=1):
     return found, [each.grad for stage in mine for each in stage.submod.parameters()]
 
 
+def sharded_tensor():
+    """torch's own, which asks the backend on which device it gathers."""
+    parts = ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in range(dist.get_world_size())])
+    torch.manual_seed(dist.get_rank())
+    tensor = sharded_tensors.rand(parts, 7, 2)
+    out = torch.zeros(7, 2)
+    tensor.gather(0, out if dist.get_rank() == 0 else None)
+    return out
+
+
 def saved():
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
@@ -472,6 +484,7 @@ CHECKS = {
     "GPipe": lambda: pipeline(ScheduleGPipe),
     "1F1B": lambda: pipeline(Schedule1F1B),
     "Interleaved": lambda: pipeline(ScheduleInterleaved1F1B, 2),
+    "sharded tensor": sharded_tensor,
     "DCP": saved,
     "functional": functionals,
     "autograd": differentiable,

@@ -320,7 +320,7 @@ def _check(tensor: torch.Tensor, op: Op | None = None) -> None:
     if op is not None:
         check_tensor(tensor)
         check_reduction(tensor.dtype, op)
-    elif tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
+    elif tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda") or tensor.is_quantized:
         check_tensor(tensor)  # says what is wrong
 
 

@@ -18,9 +18,12 @@ def register() -> None:
     A program calls it where that is switched off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``). More calls do nothing.
     """
     import torch.distributed as dist  # noqa: PLC0415 - which is loaded only now
+    from torch.backends import cuda  # noqa: PLC0415
 
     if dist.is_available() and NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu", "cuda"])
+        # What asks a backend for its devices takes the first that is not "cpu", whether or not this torch knows it.
+        devices = ["cpu", "cuda"] if cuda.is_built() else ["cpu"]  # type: ignore[no-untyped-call]
+        dist.Backend.register_backend(NAME, _make, extended_api=True, devices=devices)
 
 
 def _make(options: Any, pg_options: Any) -> ProcessGroup:

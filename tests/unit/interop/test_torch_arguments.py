@@ -322,6 +322,26 @@ def test_outputs_whose_elements_share_memory():
     run(program)
 
 
+@pytest.mark.filterwarnings("ignore:.*quantized tensor.*:UserWarning")
+def test_quantized_tensors():
+    """Are refused where their scale would have to travel, too; the group goes on."""
+
+    def program(made):
+        tensors = [torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.quint8) for _ in range(3)]
+        for call in (
+            lambda: made.allreduce(tensors[0]),
+            lambda: made.broadcast(tensors[0].view(2, 2).t(), 0),
+            lambda: made.allgather(tensors[1:], tensors[0]),
+        ):
+            with pytest.raises(TypeError, match="collectives carry"):
+                call().wait()
+        after = torch.ones(1)
+        made.allreduce(after).wait()
+        return after.item()
+
+    assert run(program) == [2.0, 2.0]
+
+
 def test_single_elements_of_any_stride():
     """Are contiguous whatever their stride, also of types that are moved as bytes."""
 
