@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ferrodist.interop import use_c10d_kernels
 
@@ -19,8 +20,18 @@ CALLS = {
     "_reduce_scatter_base_": lambda: dist.group.WORLD._reduce_scatter_base(torch.empty(2), torch.ones(2)),
     "alltoall_base_": lambda: dist.all_to_all_single(torch.empty(2), torch.ones(2)),
 }
-if hasattr(dist, "gather_single"):  # as torch has from 2.14
-    CALLS["gather_into_tensor_"] = lambda: dist.gather_single(torch.ones(2), torch.empty(2))
+
+
+class Operators(TorchDispatchMode):
+    """The names of those that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def count(call):
@@ -58,6 +69,12 @@ def main():
         dist.group.WORLD.allreduce([tensor], options).wait()
         assert options.asyncOp, "options are as they were"
     assert tensor.tolist() == [2, 2, 2]
+    if hasattr(dist, "gather_single"):  # as torch has from 2.14; its mode does not count it
+        with Operators() as mode:
+            dist.gather_single(torch.ones(3), tensor)
+        assert mode.names.count("gather_into_tensor_.default") == 1
+        assert tensor.tolist() == [1, 1, 1]
+        tensor.fill_(2.0)
     with FakeTensorMode():
         fake = torch.ones(4)
         dist.all_reduce(fake)
