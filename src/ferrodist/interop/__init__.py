@@ -6,10 +6,10 @@
     process_group.py   FerrodistProcessGroup: torch's methods   torch_store.py  torch's stores as ours
     forms.py           what else may be passed to them          messages.py     its messages
     operations.py      its collectives, over our engines        layouts.py      torch's tensors as what engines take
-    calls.py           one that has been looked at
+    calls.py           one that has been looked at              lanes.py        how it goes
     sparse.py          allreduce of sparse tensors              works.py        what torch waits for
-    completion.py      futures, and who completes them          compilers.py    what torch's compiler is to leave alone
-    kernels.py         for what looks at torch's operators
+    completion.py      futures, and who completes them          ending.py       what a group waits for when it ends
+    kernels.py         for what looks at torch's operators      compilers.py    what torch's compiler is to leave alone
 """
 
 from typing import TYPE_CHECKING, Any

@@ -10,7 +10,6 @@ import threading
 import warnings
 from collections import deque
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +18,6 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from ferrodist.backends.process_group import tell_of_the_end
 from ferrodist.backends.sub import SubBackend
-from ferrodist.collectives.devices import engine_of
-from ferrodist.collectives.operation import Operation, collectives_of, run_later, run_now
 from ferrodist.collectives.prepare import check_root
 from ferrodist.collectives.quick import (
     quick_all_gather,
@@ -33,22 +30,21 @@ from ferrodist.collectives.quick import (
     start_broadcast,
     start_reduce_scatter,
 )
-from ferrodist.errors import DistributedError, describe_error
 from ferrodist.interop import operations
 from ferrodist.interop.compilers import not_compiled
-from ferrodist.interop.completion import Line, Threads, here
+from ferrodist.interop.completion import Threads
 from ferrodist.interop.ending import Sends, finish_started, may_finish
 from ferrodist.interop.forms import both_forms, recorded
+from ferrodist.interop.lanes import Lanes
 from ferrodist.interop.messages import start_receive, start_send
 from ferrodist.interop.operations import OPERATIONS, only, reduction
 from ferrodist.interop.sparse import sparse_allreduce
-from ferrodist.interop.works import CollectiveWork, DoneWork, FerrodistWork, JoinedWork, seconds_of
+from ferrodist.interop.works import DoneWork, FerrodistWork, JoinedWork, seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engine import TensorCollectives
     from ferrodist.interop.calls import Collective
 
 __all__ = ["FORMER_NAMES", "FerrodistProcessGroup", "group_of"]
@@ -58,20 +54,6 @@ _NUM_KEPT = 1024
 that is not Python's, and waits for it when others have come in between."""
 
 _CPU = torch.device("cpu")
-
-
-class _Lane:
-    """Collectives that have an order among each other.
-
-    Args:
-        group: What they are called in.
-    """
-
-    __slots__ = ("group", "line")
-
-    def __init__(self, group: Backend) -> None:
-        self.group = group
-        self.line = Line()  # of their ends
 
 
 @not_compiled
@@ -92,8 +74,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         self._names = (group.name, "undefined")
         self._threads = Threads(f"ferrodist-futures-{group.name}")
         self._done = DoneWork([], self._threads)
-        self._lanes = [_Lane(group)]  # by the depth of the callbacks that call in them
-        self._lanes_lock = threading.Lock()
+        self._lanes = Lanes(group, self._threads)
         self._kept: deque[FerrodistWork] = deque(maxlen=_NUM_KEPT)
         self._sends = Sends()
         self._local = threading.local()
@@ -167,10 +148,10 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         atexit.unregister(self._leave_at_exit)
         try:
             if may_finish():
-                finish_started([lane.group for lane in self._lanes], self._sends)
+                finish_started(self._lanes.groups, self._sends)
         finally:  # also when somebody interrupts that
-            for lane in reversed(self._lanes):
-                lane.group.close()
+            for group in reversed(self._lanes.groups):
+                group.close()
             self._threads.close()
 
     def _leave_at_exit(self) -> None:
@@ -185,11 +166,11 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         tensor = only(tensors, "allreduce")
         op = OPERATIONS.get(opts.reduceOp.op)
         if op is not None and opts.timeout.days < 0:
-            lane, data = self._lane(), tensor.data
+            lane, data = self._lanes.here(), tensor.data
             if opts.asyncOp:
                 started = start_allreduce(data, op, lane.group, data)
                 if started is not None:
-                    return self._give(CollectiveWork(started, [tensor], self._threads, lane.line))
+                    return self._give(lane.work_of(started, [tensor]))
             elif quick_allreduce(data, op, lane.group, data) is not None:
                 return self._done
         if tensor.layout is torch.strided:
@@ -207,11 +188,11 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         tensor = only(tensors, "broadcast")
         check_root(self.group, opts.rootRank, "root")
         if opts.timeout.days < 0:
-            lane, data = self._lane(), tensor.data
+            lane, data = self._lanes.here(), tensor.data
             if opts.asyncOp:
                 started = start_broadcast(data, opts.rootRank, lane.group, data)
                 if started is not None:
-                    return self._give(CollectiveWork(started, [tensor], self._threads, lane.line))
+                    return self._give(lane.work_of(started, [tensor]))
             elif quick_broadcast(data, opts.rootRank, lane.group, data) is not None:
                 return self._done
         return self._run(operations.broadcast(self.group, tensor, opts.rootRank), opts)
@@ -246,11 +227,11 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Give every rank the tensors of all, one after the other in one."""
         if opts.timeout.days < 0 and output.is_contiguous() and tensor.is_contiguous():
-            lane, out, data = self._lane(), output.data.view(-1), tensor.data.view(-1)
+            lane, out, data = self._lanes.here(), output.data.view(-1), tensor.data.view(-1)
             if opts.asyncOp:
                 started = start_all_gather(data, 0, lane.group, out)
                 if started is not None:
-                    return self._give(CollectiveWork(started, [output], self._threads, lane.line))
+                    return self._give(lane.work_of(started, [output]))
             elif quick_all_gather(data, 0, lane.group, out) is not None:
                 return self._done
         return self._run(operations.all_gather_single(self.group, output, tensor), opts)
@@ -302,11 +283,11 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         """Fold a tensor over the ranks, and give rank r its r-th part."""
         op = OPERATIONS.get(opts.reduceOp.op)
         if op is not None and opts.timeout.days < 0 and output.is_contiguous() and tensor.is_contiguous():
-            lane, out, data = self._lane(), output.data.view(-1), tensor.data.view(-1)
+            lane, out, data = self._lanes.here(), output.data.view(-1), tensor.data.view(-1)
             if opts.asyncOp:
                 started = start_reduce_scatter(data, op, 0, lane.group, out)
                 if started is not None:
-                    return self._give(CollectiveWork(started, [output], self._threads, lane.line))
+                    return self._give(lane.work_of(started, [output]))
             elif quick_reduce_scatter(data, op, 0, lane.group, out) is not None:
                 return self._done
         call = operations.reduce_scatter_single(self.group, output, tensor, reduction(opts.reduceOp))
@@ -344,14 +325,14 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     @both_forms(dist.BarrierOptions, 0)
     def barrier(self, opts: Any) -> FerrodistWork:
         """Wait for all ranks."""
-        if not opts.asyncOp and opts.timeout.days < 0 and quick_barrier(self._lane().group):
+        if not opts.asyncOp and opts.timeout.days < 0 and quick_barrier(self._lanes.here().group):
             return self._done
         return self._run(operations.barrier(), opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: FBT001, FBT002
         """Wait for all ranks; every barrier here names all that are late. A timeout of 0 is one."""
         del wait_all_ranks
-        self._lane().group.barrier(0.0 if timeout == timedelta(0) else seconds_of(timeout))
+        self._lanes.here().group.barrier(0.0 if timeout == timedelta(0) else seconds_of(timeout))
 
     # Messages.
 
@@ -411,69 +392,11 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     # How all of them go.
 
-    def _lane(self) -> _Lane:
-        """Where this thread's collectives go: see [Note: callbacks] in `ferrodist.interop.completion`."""
-        depth = here.line.depth
-        if depth >= len(self._lanes):
-            with self._lanes_lock:
-                for missing in range(len(self._lanes), depth + 1):
-                    label = f"callbacks of depth {missing}"
-                    name = f"{self.group.name}, {label}"
-                    ranks = range(self.group.world_size)
-                    beside = SubBackend(self.group, ranks, name=name, label=label, ends_with_parent=True)
-                    self._lanes.append(_Lane(beside))
-        return self._lanes[depth]
+    def _run(self, call: Collective, opts: Any) -> FerrodistWork:
+        return self._give(self._lanes.here().run(call, opts))
 
     def _run_all(self, calls: list[Collective], opts: Any) -> FerrodistWork:
-        """Do calls that are one for the user, whose error and results are the last one's."""
-        for call in calls:
-            if call.device is not None:
-                engine_of(self.group, call.device)  # which may refuse, before anything is sent
-        if opts.asyncOp:
-            return [self._run(call, opts) for call in calls][-1]
-        # All of them, as ranks that don't wait do: each takes a place in the group.
-        errors = [error for call in calls if (error := self._error_of(call, opts)) is not None]
-        if errors:
-            raise errors[0]
-        return self._done
-
-    def _error_of(self, call: Collective, opts: Any) -> DistributedError | None:
-        try:
-            self._run(call, opts)
-        except DistributedError as error:
-            return error
-        return None
-
-    def _run(self, call: Collective, opts: Any) -> FerrodistWork:
-        """Do what was checked: now, or by a thread."""
-        lane = self._lane()
-        group = lane.group
-        engine = collectives_of(group) if call.device is None else engine_of(group, call.device)
-        limit = seconds_of(opts.timeout)
-        seconds = group.timeout if limit is None else limit
-        operation: Operation[None] = Operation(
-            name=call.name,
-            group=group,
-            engine=engine,
-            device=call.device,
-            timeout=seconds,
-            run=partial(self._run_at, call, engine, seconds),
-            finish=call.finish,
-        )
-        if not opts.asyncOp:
-            run_now(operation)
-            return self._done
-        return self._give(CollectiveWork(run_later(operation), call.results, self._threads, lane.line))
-
-    def _run_at(self, call: Collective, engine: TensorCollectives, seconds: float, place: int) -> None:
-        try:
-            call.run(engine, seconds, place)
-        except DistributedError:
-            raise
-        except BaseException as error:
-            # Others wait for what may not have been called at all: no memory for a copy, an interruption before.
-            self.group.abort(f"{call.name} failed with {describe_error(error)}")
-            raise
+        return self._give(self._lanes.here().run_all(calls, opts))
 
     def _join(self, works: list[FerrodistWork]) -> FerrodistWork:
         started = [work for work in works if work is not self._done]
@@ -481,7 +404,10 @@ class FerrodistProcessGroup(dist.ProcessGroup):
             return self._done
         return started[0] if len(works) == 1 else JoinedWork(works, self._threads)
 
-    def _give(self, work: FerrodistWork) -> FerrodistWork:
+    def _give(self, work: FerrodistWork | None) -> FerrodistWork:
+        """What torch gets of what was started; None where it has ended."""
+        if work is None:
+            return self._done
         works = getattr(self._local, "works", None)
         if works is not None:
             works.append(work)
