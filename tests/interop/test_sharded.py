@@ -81,6 +81,15 @@ def sharded(**options):
     return train(module), whole(module)
 
 
+def sharded_in_own_memory():
+    module = model()
+    fully_shard(module[0], mesh=mesh())
+    fully_shard(module, mesh=mesh())
+    for each in (module[0], module):
+        each.set_allocate_memory_from_process_group_for_comm(True)  # gloo has none
+    return train(module), whole(module)
+
+
 def sharded_mixed():
     return sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
 
@@ -465,6 +474,7 @@ def compiled():
 
 CHECKS = {
     "FSDP2": sharded,
+    "FSDP2 in the group's memory": sharded_in_own_memory,
     "FSDP2 mixed": sharded_mixed,
     "FSDP2 meta": sharded_from_meta,
     "FSDP2 hybrid": sharded_hybrid,

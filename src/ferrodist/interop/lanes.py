@@ -14,7 +14,6 @@ from ferrodist.interop.completion import Line, Threads, here
 from ferrodist.interop.works import CollectiveWork, seconds_of
 
 if TYPE_CHECKING:
-
     from ferrodist.backends.base import Backend
     from ferrodist.collectives.engine import TensorCollectives
     from ferrodist.collectives.pending import PendingCollective

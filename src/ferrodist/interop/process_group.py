@@ -30,12 +30,14 @@ from ferrodist.collectives.quick import (
     start_broadcast,
     start_reduce_scatter,
 )
+from ferrodist.errors import UnsupportedOpError
 from ferrodist.interop import operations
 from ferrodist.interop.compilers import not_compiled
 from ferrodist.interop.completion import Threads
 from ferrodist.interop.ending import Sends, finish_started, may_finish
 from ferrodist.interop.forms import both_forms, recorded
 from ferrodist.interop.lanes import Lanes
+from ferrodist.interop.memory import Memory
 from ferrodist.interop.messages import start_receive, start_send
 from ferrodist.interop.operations import OPERATIONS, only, reduction
 from ferrodist.interop.sparse import sparse_allreduce
@@ -77,6 +79,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         self._lanes = Lanes(group, self._threads)
         self._kept: deque[FerrodistWork] = deque(maxlen=_NUM_KEPT)
         self._sends = Sends()
+        self._memory = Memory()
         self._local = threading.local()
         self.num_calls = 0
         atexit.register(self._leave_at_exit)
@@ -128,6 +131,16 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> FerrodistProcessGroup:
         del device
         return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether `allocate_tensor` has memory for a device."""
+        return device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Make a tensor of one dim and undefined elements, in memory that was one's before, if there is such."""
+        if not self.supports_tensor_alloc(device):
+            raise UnsupportedOpError(f"groups of ferrodist have no memory on {device}: use torch.empty")
+        return self._memory.lend(size, dtype)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Warn: groups keep the timeout that they were made with."""
