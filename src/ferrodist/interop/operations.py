@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ferrodist.collectives.engine import Collectives, TensorCollectives
 
 __all__ = [
-    "OPERATIONS",
     "all_gather",
     "all_gather_single",
     "all_to_all",
@@ -31,6 +30,7 @@ __all__ = [
     "gather",
     "gather_single",
     "only",
+    "plain_reduction",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single",
@@ -51,13 +51,23 @@ OPERATIONS = {
 """torch's reductions as ours."""
 
 
+_SUM = dist.ReduceOp.SUM
+_BY_NUMBER = {kind.value: op for kind, op in OPERATIONS.items()}  # torch takes long to hash the kinds
+
+
+def plain_reduction(given: Any) -> ReduceOp | None:
+    """A reduction of torch's as ours; None for one that has a factor, or that there is not."""
+    if given == _SUM:  # as it nearly always is: asked for by itself, it is known in half the time
+        return ReduceOp.SUM
+    return _BY_NUMBER.get(given.op.value)
+
+
 def reduction(given: Any) -> Op:
     """A reduction of torch's as ours; a premultiplied sum has its factor from torch."""
-    kind = getattr(given, "op", given)
-    found = OPERATIONS.get(kind)
+    found = plain_reduction(given)
     if found is not None:
         return found
-    if kind == dist.ReduceOp.PREMUL_SUM:
+    if given.op == dist.ReduceOp.PREMUL_SUM:
         factor = given.__getstate__()[1]
         return PremultipliedSum(float(factor))
     raise UnsupportedOpError(f"there is no reduction {given}: there are {', '.join(each.name for each in OPERATIONS)}")

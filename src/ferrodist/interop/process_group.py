@@ -39,7 +39,7 @@ from ferrodist.interop.forms import both_forms, recorded
 from ferrodist.interop.lanes import Lanes
 from ferrodist.interop.memory import Memory
 from ferrodist.interop.messages import start_receive, start_send
-from ferrodist.interop.operations import OPERATIONS, only, reduction
+from ferrodist.interop.operations import only, plain_reduction, reduction
 from ferrodist.interop.sparse import sparse_allreduce
 from ferrodist.interop.works import DoneWork, FerrodistWork, JoinedWork, seconds_of
 
@@ -177,7 +177,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks, in place."""
         tensor = only(tensors, "allreduce")
-        op = OPERATIONS.get(opts.reduceOp.op)
+        op = plain_reduction(opts.reduceOp)
         if op is not None and opts.timeout.days < 0:
             lane, data = self._lanes.here(), tensor.data
             if opts.asyncOp:
@@ -294,7 +294,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
     @both_forms(dist.ReduceScatterOptions, 2)
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks, and give rank r its r-th part."""
-        op = OPERATIONS.get(opts.reduceOp.op)
+        op = plain_reduction(opts.reduceOp)
         if op is not None and opts.timeout.days < 0 and output.is_contiguous() and tensor.is_contiguous():
             lane, out, data = self._lanes.here(), output.data.view(-1), tensor.data.view(-1)
             if opts.asyncOp:
