@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/fresh_memory.h"
 #include "collectives/movement.h"
 #include "collectives/pipeline.h"
 #include "collectives/sizes.h"
@@ -144,6 +145,7 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
         ++context.segments;  // what was staged
         return;
     }
+    expect_writes(out, received_at[ranks] * element_size);
     const std::size_t largest = are_all_even ? part : compare_counts(context, receive_counts);
     exchange_entered(context, offer_at, offer, (largest + piece - 1) / piece, stage, staged_for, take, direct, deadline);
 }

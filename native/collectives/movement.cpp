@@ -2,6 +2,7 @@
 
 #include <numeric>
 
+#include "base/fresh_memory.h"
 #include "collectives/pipeline.h"
 #include "collectives/sizes.h"
 
@@ -45,6 +46,7 @@ void collect(Context& context, const shm::Call& call, std::byte* out, const std:
                        counts[r] * element_size);
         return;
     }
+    expect_writes(out, starts.back() * element_size);
     const std::size_t piece = elements_in(segment_bytes(largest * element_size, context.fabric.layout()), element_size);
     const auto pieces_of = [&](std::size_t r) {
         return Pieces{.count = counts[r], .element_size = element_size, .piece = piece};
@@ -103,6 +105,7 @@ void broadcast(Context& context, std::byte* data, std::size_t count, DType dtype
         if (!is_root) copy_bytes(data, context.arrival_of(root).payload.data(), size);
         return;
     }
+    if (!is_root) expect_writes(data, size);
     const Pieces pieces{.count = count,
                         .element_size = element_size,
                         .piece = elements_in(segment_bytes(size, context.fabric.layout()), element_size)};
@@ -151,6 +154,7 @@ void scatter(Context& context, std::byte* out, const std::byte* source, std::spa
         return Pieces{.count = counts[r], .element_size = element_size, .piece = piece};
     };
     const auto own = static_cast<std::size_t>(context.rank);
+    expect_writes(out, counts[own] * element_size);
     // Only the root has a source; no symmetric memory, for its ranks' tensors lie elsewhere.
     const Offer offer{.is_readable = offer_source(context, nullptr, 0, largest * element_size).is_readable, .own = source};
     exchange(

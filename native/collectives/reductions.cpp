@@ -1,5 +1,6 @@
 #include "collectives/reductions.h"
 
+#include "base/fresh_memory.h"
 #include "collectives/chain.h"
 #include "collectives/folder.h"
 #include "collectives/pipeline.h"
@@ -156,6 +157,7 @@ void fold_whole(Context& context, const shm::Call& call, std::byte* out, const s
     const std::size_t size = count * element_size;
     Folder folder(context, reduction);
     folder.begin_call(call, reduction);
+    if (out != source) expect_writes(out, size);
     if (size + folder.head_bytes() <= shm::max_inline_bytes) {
         fold_inline(context, folder, out, source, {.begin = 0, .size = count}, count, element_size, deadline);
     } else if (context.num_ranks == 2 && context.fabric.has_remote_ranks()) {
@@ -199,6 +201,7 @@ void reduce_scatter(Context& context, std::byte* out, const std::byte* source, s
     if (starts[ranks] * element_size + folder.head_bytes() <= shm::max_inline_bytes)
         return fold_inline(context, folder, out, source, {.begin = starts[own_rank], .size = counts[own_rank]},
                            starts[ranks], element_size, deadline);
+    expect_writes(out, counts[own_rank] * element_size);
     const std::size_t slot_bytes = segment_bytes(largest * ranks * element_size, context.fabric.layout());
     const std::size_t piece = elements_in(slot_bytes / ranks, element_size);
     const auto pieces_of = [&](int r) {
