@@ -40,7 +40,7 @@ NATIVE_RUN = $(BIN)/cmake --preset $(1) >/dev/null && $(BIN)/cmake --build build
 	build/$(1)/native/tests/messages_test $(2) && build/$(1)/native/tests/stress_test $(2)
 
 native: $(INSTALLED)
-	$(call NATIVE_RUN,native,100000)
+	$(call NATIVE_RUN,native,30000)
 
 sanitize: $(INSTALLED)
 	$(call NATIVE_RUN,asan,100000)

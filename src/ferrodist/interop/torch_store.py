@@ -72,6 +72,7 @@ class TorchStore:
         self._limit(timeout)
         value = check_value(value)
         self._ask(lambda store: store.set(check_key(key), value))  # type: ignore[arg-type] # bytes will do, too
+        self._has(key)  # torch's TCPStore has not waited for its server, which answers this after it
 
     def get(self, key: str, *, timeout: float | None = None) -> bytes:
         """See `Store.get`."""

@@ -87,3 +87,11 @@ def test_what_is_replaced_by_itself(stores, tmp_path):
     assert store.compare_set("key", b"1", b"1") == b""
     store.set("key", b"1")
     assert store.compare_set("key", b"1", b"1") == b"1"
+
+
+def test_what_is_set_is_there_for_all(tmp_path):
+    """When `set` returns, also in a store whose own does not wait for its server."""
+    first, second = [TorchStore(store, timeout=LIMIT) for store in tcp_stores(tmp_path)]
+    for number in range(1000):
+        first.set("count", b"%d" % number)
+        assert second.add("count", 1) == number + 1
