@@ -131,11 +131,14 @@ bool is_plain_here() {
     return interface != nullptr && !may_have_tangents() && !may_be_traced();
 }
 
-// Where they are.
-std::optional<TensorView> view_plain(PyObject* object) {
+// Whether autograd follows it.
+bool needs_grad(PyObject* object) {
+    return is_true(requires_grad->get(object, requires_grad->closure));
+}
+
+// Where a tensor is, unless it is one of torch's other kinds.
+std::optional<TensorView> view_memory(PyObject* object) {
     Tensor tensor{};
-    if (Py_TYPE(object) != tensor_type && Py_TYPE(object) != parameter_type) return std::nullopt;
-    if (is_true(requires_grad->get(object, requires_grad->closure))) return std::nullopt;
     if (interface->tensor_from_object(object, &tensor) != 0) {
         PyErr_Clear();
         return std::nullopt;
@@ -155,6 +158,14 @@ std::optional<TensorView> view_plain(PyObject* object) {
                       .count = static_cast<std::size_t>(count),
                       .dtype = *dtype,
                       .shape = {tensor.shape, static_cast<std::size_t>(tensor.num_dims)}};
+}
+
+bool has_known_type(PyObject* object) {
+    return Py_TYPE(object) == tensor_type || Py_TYPE(object) == parameter_type;
+}
+
+std::optional<TensorView> view_plain(PyObject* object) {
+    return has_known_type(object) && !needs_grad(object) ? view_memory(object) : std::nullopt;
 }
 
 }  // namespace
@@ -187,6 +198,10 @@ bool load_tensor_interface(PyObject* plain, PyObject* parameter, PyObject* incre
 
 std::optional<TensorView> view_tensor(PyObject* object) {
     return is_plain_here() ? view_plain(object) : std::nullopt;
+}
+
+std::optional<TensorView> view_data(PyObject* object) {
+    return is_plain_here() && has_known_type(object) ? view_memory(object) : std::nullopt;
 }
 
 std::optional<std::pair<TensorView, TensorView>> view_tensors(PyObject* tensor, PyObject* other) {

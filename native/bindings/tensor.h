@@ -31,6 +31,8 @@ bool load_tensor_interface(PyObject* tensor_type, PyObject* parameter_type, PyOb
 // carry; or it is negated lazily, or may carry a tangent of forward-mode differentiation, or be traced (make_fx); or there
 // is no interface.
 std::optional<TensorView> view_tensor(PyObject* tensor);
+// The view of ``tensor.data``: it may require grad, and autograd is not told of what is written.
+std::optional<TensorView> view_data(PyObject* tensor);
 // Of the two tensors of a call, which may be the same one.
 std::optional<std::pair<TensorView, TensorView>> view_tensors(PyObject* tensor, PyObject* other);
 

@@ -110,8 +110,8 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
     const auto stage = [&](std::size_t k, std::byte* slot) {
         for_others([&](std::size_t r) {
             const Pieces pieces = pieces_of(send_counts[r]);
-            copy_bytes(slot + r * room, source + sent_from[r] * element_size + pieces.offset_bytes(k),
-                       pieces.size_bytes(k));
+            context.into_shared.copy(slot + r * room, source + sent_from[r] * element_size + pieces.offset_bytes(k),
+                                     pieces.size_bytes(k));
         });
     };
     const auto staged_for = [&](std::size_t k, int r) {

@@ -72,7 +72,7 @@ private:
             fabric_.await_host(&shm::Progress::done, number - shm::num_slots + 1, deadline);
         std::byte* slot = fabric_.slot(context_.rank, number);
         for_others(k, [&](int, std::size_t offset, std::size_t size) {
-            copy_bytes(slot + offset, source_ + pieces_.offset_bytes(k) + offset, size);
+            context_.into_shared.copy(slot + offset, source_ + pieces_.offset_bytes(k) + offset, size);
         });
         fabric_.publish_host(&shm::Progress::staged, number + 1);
     }
@@ -94,7 +94,7 @@ private:
                                                               : fabric_.slot(r, number) + offset;
             std::byte* target = chain_.next >= 0 ? slot + start : result + start;
             fold_(target, context_.inputs.data(), index, size / element_size_, context_.factors.data());
-            if (chain_.next < 0) copy_bytes(slot + start, target, size);
+            if (chain_.next < 0) context_.into_shared.copy(slot + start, target, size);
         }
         if (chain_.next >= 0) {
             fabric_.send_to(chain_.next, tcp::Kind::staged, number, own);
@@ -109,7 +109,7 @@ private:
             const Range own = own_range(k);
             fabric_.await_rank(chain_.next, &shm::Progress::folded, number + 1, deadline);
             const std::byte* theirs = fabric_.slot(chain_.next, number) + own.offset;
-            copy_bytes(fabric_.slot(context_.rank, number) + own.offset, theirs, own.size);
+            context_.into_shared.copy(fabric_.slot(context_.rank, number) + own.offset, theirs, own.size);
             copy_bytes(out_ + pieces_.offset_bytes(k) + own.offset, theirs, own.size);
             publish_result(number, own);
         }

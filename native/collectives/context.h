@@ -13,6 +13,7 @@
 #include "kernels/fold.h"
 #include "transport/shm/arena.h"
 #include "transport/shm/peer_memory.h"
+#include "transport/shm/shared_copy.h"
 #include "transport/fabric.h"
 
 namespace ferrodist {
@@ -41,6 +42,7 @@ struct Context {
     std::uint64_t known_done = 0;  // segments that all ranks are known to be done with
     shm::Arenas* arenas = nullptr;
     shm::PeerMemory peers = shm::PeerMemory(num_ranks);
+    shm::SharedCopy into_shared = {};  // whatever goes into slots, and into others' symmetric memory
 
     // Room for what a collective computes a rank, so that none allocates.
     std::vector<const std::byte*> inputs = std::vector<const std::byte*>(static_cast<std::size_t>(num_ranks));

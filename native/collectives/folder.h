@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "collectives/context.h"
@@ -49,15 +50,17 @@ public:
         return factor;
     }
 
-    // The same, with a second copy of the result.
+    // The same into memory that others read, and into `out` unless that is null.
     template <class At>
-    void fold_twice(std::byte* out, std::byte* copy, std::size_t count, std::size_t element_size, const At& at) {
+    void fold_into_shared(std::byte* shared, std::byte* out, std::size_t count, std::size_t element_size, const At& at) {
+        alignas(part_alignment) std::array<std::byte, copied_bytes> room;
         const std::size_t block = copied_bytes / element_size;
         for (std::size_t start = 0; start < count; start += block) {
             const std::size_t size = std::min(block, count - start);
             const std::size_t offset = start * element_size;
-            fold(out + offset, size, [&](int r) { return at(r) + offset; });
-            copy_bytes(copy + offset, out + offset, size * element_size);
+            std::byte* target = out != nullptr ? out + offset : room.data();
+            fold(target, size, [&](int r) { return at(r) + offset; });
+            context_.into_shared.copy(shared + offset, target, size * element_size);
         }
     }
 

@@ -59,7 +59,7 @@ void collect(Context& context, const shm::Call& call, std::byte* out, const std:
         context, payload, offer, (largest + piece - 1) / piece,
         [&](std::size_t k, std::byte* slot) {
             const Pieces pieces = pieces_of(rank);
-            copy_bytes(slot, source + pieces.offset_bytes(k), pieces.size_bytes(k));
+            context.into_shared.copy(slot, source + pieces.offset_bytes(k), pieces.size_bytes(k));
         },
         [&](std::size_t k, int r) {
             return Range{.size = call.root < 0 || r == call.root ? pieces_of(rank).size_bytes(k) : 0};
@@ -113,7 +113,7 @@ void broadcast(Context& context, std::byte* data, std::size_t count, DType dtype
     exchange(
         context, payload, offer, pieces.num_segments(),
         [&](std::size_t k, std::byte* slot) {
-            if (is_root) copy_bytes(slot, data + pieces.offset_bytes(k), pieces.size_bytes(k));
+            if (is_root) context.into_shared.copy(slot, data + pieces.offset_bytes(k), pieces.size_bytes(k));
         },
         [&](std::size_t k, int) { return Range{.size = is_root ? pieces.size_bytes(k) : 0}; },
         [&](std::size_t k, std::uint64_t number) {
@@ -164,8 +164,8 @@ void scatter(Context& context, std::byte* out, const std::byte* source, std::spa
             for (std::size_t r = 0; r < counts.size(); ++r) {
                 if (r == own) continue;
                 const Pieces pieces = pieces_of(r);
-                copy_bytes(slot + r * room, source + starts[r] * element_size + pieces.offset_bytes(k),
-                           pieces.size_bytes(k));
+                context.into_shared.copy(slot + r * room, source + starts[r] * element_size + pieces.offset_bytes(k),
+                                         pieces.size_bytes(k));
             }
         },
         [&](std::size_t k, int r) {

@@ -40,7 +40,7 @@ void fold_one_shot(Context& context, Folder& folder, std::byte* out, const std::
     const auto is_wanted_by = [&](int r) { return root < 0 || r == root; };
     exchange(
         context, folder.payload(), {}, 1,
-        [&](std::size_t, std::byte* slot) { copy_bytes(slot, source, count * element_size); },
+        [&](std::size_t, std::byte* slot) { context.into_shared.copy(slot, source, count * element_size); },
         [&](std::size_t, int r) { return Range{.size = is_wanted_by(r) ? count * element_size : 0}; },
         [&](std::size_t, std::uint64_t number) {
             if (out == nullptr) return;
@@ -115,14 +115,14 @@ void fold_in_parts(Context& context, Folder& folder, std::byte* out, const std::
             std::byte* own = offer.out.of(rank) + offset;
             folder.fold(own, size, [&](int r) { return offer.source.of(r) + offset; });
             for (int r = 0; r < context.num_ranks; ++r)
-                if (r != rank) copy_bytes(offer.out.of(r) + offset, own, size * element_size);
+                if (r != rank) context.into_shared.copy(offer.out.of(r) + offset, own, size * element_size);
         }
     };
     exchange_folded(
         context, folder.payload(), offer, pieces.num_segments(),
         [&](std::size_t k, std::byte* slot) {
             for_others(k, [&](int, std::size_t offset, std::size_t size) {
-                copy_bytes(slot + offset, source + pieces.offset_bytes(k) + offset, size);
+                context.into_shared.copy(slot + offset, source + pieces.offset_bytes(k) + offset, size);
             });
         },
         range_of,
@@ -135,11 +135,8 @@ void fold_in_parts(Context& context, Folder& folder, std::byte* out, const std::
             const auto at = [&](int r) {
                 return r == rank ? own : context.fabric.slot(r, number) + offset;
             };
-            if (out == nullptr) {
-                folder.fold(slot, size, at);
-            } else {
-                folder.fold_twice(out + pieces.offset_bytes(k) + offset, slot, size, element_size, at);
-            }
+            std::byte* result = out != nullptr ? out + pieces.offset_bytes(k) + offset : nullptr;
+            folder.fold_into_shared(slot, result, size, element_size, at);
         },
         [&](std::size_t k, int r) { return root < 0 || r == root ? range_of(k, rank) : Range{}; },
         [&](std::size_t k, std::uint64_t number) {
@@ -216,8 +213,8 @@ void reduce_scatter(Context& context, std::byte* out, const std::byte* source, s
             for (int r = 0; r < context.num_ranks; ++r) {
                 if (r == context.rank) continue;
                 const Pieces pieces = pieces_of(r);
-                copy_bytes(slot + static_cast<std::size_t>(r) * room, source_of(r) + pieces.offset_bytes(k),
-                           pieces.size_bytes(k));
+                context.into_shared.copy(slot + static_cast<std::size_t>(r) * room,
+                                         source_of(r) + pieces.offset_bytes(k), pieces.size_bytes(k));
             }
         },
         [&](std::size_t k, int r) {

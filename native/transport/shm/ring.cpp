@@ -84,8 +84,8 @@ void RingWriter::write(const Frame& frame, const std::byte* payload) {
     if (frame.length != 0) {
         const std::size_t start = (at + sizeof(Frame)) & (size_ - 1);
         const std::size_t first = std::min<std::size_t>(frame.length, size_ - start);
-        std::memcpy(bytes_ + start, payload, first);
-        if (first < frame.length) std::memcpy(bytes_, payload + first, frame.length - first);
+        copy_.copy(bytes_ + start, payload, first);
+        if (first < frame.length) copy_.copy(bytes_, payload + first, frame.length - first);
     }
     tail_ += taken_by(frame.length);
     ring_.tail.store(tail_);  // partners: the loads in `RingReader`

@@ -19,6 +19,7 @@
 #include "transport/shm/bell.h"
 #include "transport/shm/memory.h"
 #include "transport/shm/segment.h"
+#include "transport/shm/shared_copy.h"
 
 namespace ferrodist::shm {
 
@@ -87,6 +88,7 @@ private:
     std::uint64_t tail_ = 0;
     std::uint64_t head_ = 0;  // as last seen
     bool is_blocked_ = false;
+    SharedCopy copy_;
 };
 
 // A receiver's side of a ring. For one thread at a time, but for `has_frames`.

@@ -5,7 +5,8 @@ none of what the long way does, and the engine looks at them itself. All other c
 for their arguments, go the long way. Both ways meet in the engine: ranks may go different ones.
 
 Each function takes what its public namesake takes and returns the result, or None before anything has happened. Those
-that block are in native/bindings/short_ways.cpp whole; `quick_barrier` returns whether it is done.
+that block are in native/bindings/short_ways.cpp whole. `quick_barrier` returns whether it is done, and so does
+`quick_allreduce_data`, which is in place and which autograd knows nothing of.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
     "quick_all_gather",
     "quick_all_to_all",
     "quick_allreduce",
+    "quick_allreduce_data",
     "quick_barrier",
     "quick_broadcast",
     "quick_reduce_scatter",
@@ -185,9 +187,10 @@ if is_native_available():
     quick_all_gather: Callable[..., Any] = _native.quick_all_gather
     quick_all_to_all: Callable[..., Any] = _native.quick_all_to_all
     quick_allreduce: Callable[..., Any] = _native.quick_allreduce
+    quick_allreduce_data: Callable[..., Any] = _native.quick_allreduce_data
     quick_barrier: Callable[..., Any] = _native.quick_barrier
     quick_broadcast: Callable[..., Any] = _native.quick_broadcast
     quick_reduce_scatter: Callable[..., Any] = _native.quick_reduce_scatter
 else:
-    quick_all_gather = quick_all_to_all = quick_allreduce = _never
+    quick_all_gather = quick_all_to_all = quick_allreduce = quick_allreduce_data = _never
     quick_barrier = quick_broadcast = quick_reduce_scatter = _never

@@ -21,7 +21,7 @@ from ferrodist.backends.sub import SubBackend
 from ferrodist.collectives.prepare import check_root
 from ferrodist.collectives.quick import (
     quick_all_gather,
-    quick_allreduce,
+    quick_allreduce_data,
     quick_barrier,
     quick_broadcast,
     quick_reduce_scatter,
@@ -179,12 +179,13 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         tensor = only(tensors, "allreduce")
         op = plain_reduction(opts.reduceOp)
         if op is not None and opts.timeout.days < 0:
-            lane, data = self._lanes.here(), tensor.data
+            lane = self._lanes.here()
             if opts.asyncOp:
+                data = tensor.data
                 started = start_allreduce(data, op, lane.group, data)
                 if started is not None:
                     return self._give(lane.work_of(started, [tensor]))
-            elif quick_allreduce(data, op, lane.group, data) is not None:
+            elif quick_allreduce_data(tensor, op, lane.group):
                 return self._done
         if tensor.layout is torch.strided:
             return self._run(operations.allreduce(tensor, reduction(opts.reduceOp)), opts)

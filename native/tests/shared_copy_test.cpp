@@ -1,0 +1,109 @@
+// Copies into shared memory: what both ways write, and which one is gone.
+#include "transport/shm/shared_copy.h"
+
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+
+using namespace ferrodist::shm;
+using ferrodist::require;
+using Way = CopyChoice::Way;
+
+namespace {
+
+std::byte value_at(std::size_t i, std::size_t seed) {
+    return static_cast<std::byte>((i * 31 + seed * 7 + 1) & 0xff);
+}
+
+void test_both_ways_write_what_they_are_to() {
+    constexpr std::size_t most = 700, margin = 80;
+    const std::byte untouched{0xa5};
+    std::vector<std::byte> source(most + margin);
+    for (std::size_t i = 0; i < source.size(); ++i) source[i] = value_at(i, 0);
+    for (const auto copy : {copy_cached, copy_streamed}) {
+        for (std::size_t size = 0; size < most; ++size) {
+            const std::size_t from = size % 17, to = size % 67;
+            std::vector<std::byte> out(most + 2 * margin, untouched);
+            copy(out.data() + to, source.data() + from, size);
+            for (std::size_t i = 0; i < out.size(); ++i) {
+                const bool is_written = i >= to && i < to + size;
+                require(out[i] == (is_written ? source[i - to + from] : untouched), "byte %zu of %zu", i, size);
+            }
+        }
+    }
+}
+
+// Goes on with so many copies that take as long as said, and counts those past the caches.
+int count_streamed(CopyChoice& choice, int num_copies, double cached_seconds, double streamed_seconds) {
+    int count = 0;
+    for (int i = 0; i < num_copies; ++i) {
+        const Way way = choice.next();
+        count += way == Way::streamed;
+        choice.took(way, way == Way::streamed ? streamed_seconds : cached_seconds, 1000);
+    }
+    return count;
+}
+
+void test_the_faster_way_is_gone_and_the_other_one_tried() {
+    CopyChoice choice;
+    count_streamed(choice, 100, 1.0, 1.0);
+    require(choice.better() == Way::cached, "the cache, where nothing is won without");
+    require(count_streamed(choice, 160, 1.0, 0.6) == 10, "a sixteenth the other way, where too little is won");
+    count_streamed(choice, 10, 5.0, 1.0);
+    require(choice.better() == Way::streamed, "past the caches, where that is much faster, soon");
+    require(count_streamed(choice, 160, 5.0, 1.0) == 150, "a sixteenth through the cache");
+    count_streamed(choice, 17, 1.0, 1.0);
+    require(choice.better() == Way::cached, "and back at the first that is fast again");
+}
+
+void test_copies_that_were_stopped_mean_nothing() {
+    CopyChoice choice;
+    count_streamed(choice, 100, 1.0, 1.0);
+    for (int i = 0; i < 3; ++i) choice.took(Way::cached, 1000.0, 1000);
+    require(choice.better() == Way::cached, "three that took long");
+    choice.took(Way::cached, 1.0, 1000);
+    for (int i = 0; i < 3; ++i) choice.took(Way::cached, 1000.0, 1000);
+    require(choice.better() == Way::cached, "and three more");
+    choice.took(Way::cached, 1000.0, 1000);
+    require(choice.better() == Way::streamed, "four in a row are no accident");
+}
+
+// A reader in another thread finds all of what was copied before the store that it has seen.
+template <class Copy>
+void test_what_was_copied_is_there_when_a_flag_is(const Copy& copy, std::size_t size, std::uint64_t num_rounds) {
+    std::vector<std::byte> shared(size), source(size);
+    std::atomic<std::uint64_t> written{0}, read{0};
+    std::thread reader([&] {
+        for (std::uint64_t round = 1; round <= num_rounds; ++round) {
+            while (written.load(std::memory_order_acquire) != round) std::this_thread::yield();
+            for (std::size_t i = size; i-- > 0;)  // what was written last is the last to be there
+                require(shared[i] == value_at(i, round), "byte %zu in round %zu", i, static_cast<std::size_t>(round));
+            read.store(round, std::memory_order_release);
+        }
+    });
+    for (std::uint64_t round = 1; round <= num_rounds; ++round) {
+        for (std::size_t i = 0; i < size; ++i) source[i] = value_at(i, round);
+        copy(shared.data(), source.data(), size);
+        written.store(round, std::memory_order_release);
+        while (read.load(std::memory_order_acquire) != round) std::this_thread::yield();
+    }
+    reader.join();
+}
+
+}  // namespace
+
+int main() {
+    test_both_ways_write_what_they_are_to();
+    test_the_faster_way_is_gone_and_the_other_one_tried();
+    test_copies_that_were_stopped_mean_nothing();
+    SharedCopy copies;
+    const auto copy = [&](std::byte* out, const std::byte* source, std::size_t size) { copies.copy(out, source, size); };
+    for (const std::size_t size : {64, 1000, 5000, 24 * 1024, 100'003}) {
+        const std::uint64_t num_rounds = 20'000'000 / (size + 2000);
+        test_what_was_copied_is_there_when_a_flag_is(copy, size, num_rounds);
+        test_what_was_copied_is_there_when_a_flag_is(copy_streamed, size, num_rounds);
+    }
+    std::puts("shared copies: all right");
+}
