@@ -136,7 +136,7 @@ void all_to_all(Context& context, std::byte* out, const std::byte* source, std::
         copy_own();
     };
     const std::size_t sent_bytes = sent_from[ranks] * element_size;
-    const Offer offer = offer_source(context, source, sent_bytes, sent_bytes / ranks);
+    const Offer offer = offer_source(context, Operation::all_to_all, source, sent_bytes, sent_bytes / ranks);
     make_offer(context, offer_at, offer, stage, staged_for, deadline);
     enter(context, deadline);
     const bool are_all_even = even.are_all();

@@ -9,7 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "base/deadline.h"
 #include "base/failure.h"
+#include "collectives/reading.h"
 #include "kernels/fold.h"
 #include "transport/shm/arena.h"
 #include "transport/shm/peer_memory.h"
@@ -42,6 +44,8 @@ struct Context {
     std::uint64_t known_done = 0;  // segments that all ranks are known to be done with
     shm::Arenas* arenas = nullptr;
     shm::PeerMemory peers = shm::PeerMemory(num_ranks);
+    Reading reading = {};
+    Clock::duration staging_time = {};  // of the last call that staged before it entered, where that is timed
     shm::SharedCopy into_shared = {};  // whatever goes into slots, and into others' symmetric memory
 
     // Room for what a collective computes a rank, so that none allocates.

@@ -54,7 +54,8 @@ void collect(Context& context, const shm::Call& call, std::byte* out, const std:
     // The parts differ in size; each rank offers the memory from where its own begins.
     const std::size_t read_size = largest * element_size;
     const bool is_read = call.root < 0 || read_size <= most_read_from_one_bytes;
-    const Offer offer = offer_source(context, source, counts[rank] * element_size, is_read ? read_size : 0);
+    const Offer offer = offer_source(context, call.root < 0 ? Operation::all_gather : Operation::gather, source,
+                                     counts[rank] * element_size, is_read ? read_size : 0);
     exchange(
         context, payload, offer, (largest + piece - 1) / piece,
         [&](std::size_t k, std::byte* slot) {
@@ -109,7 +110,7 @@ void broadcast(Context& context, std::byte* data, std::size_t count, DType dtype
     const Pieces pieces{.count = count,
                         .element_size = element_size,
                         .piece = elements_in(segment_bytes(size, context.fabric.layout()), element_size)};
-    const Offer offer = offer_source(context, data, size, size <= most_read_from_one_bytes ? size : 0);
+    const Offer offer = offer_source(context, Operation::broadcast, data, size, size <= most_read_from_one_bytes ? size : 0);
     exchange(
         context, payload, offer, pieces.num_segments(),
         [&](std::size_t k, std::byte* slot) {
@@ -156,7 +157,8 @@ void scatter(Context& context, std::byte* out, const std::byte* source, std::spa
     const auto own = static_cast<std::size_t>(context.rank);
     expect_writes(out, counts[own] * element_size);
     // Only the root has a source; no symmetric memory, for its ranks' tensors lie elsewhere.
-    const Offer offer{.is_readable = offer_source(context, nullptr, 0, largest * element_size).is_readable, .own = source};
+    Offer offer = offer_source(context, Operation::scatter, nullptr, 0, largest * element_size);
+    offer.own = source;
     exchange(
         context, payload, offer, (largest + piece - 1) / piece,
         [&](std::size_t k, std::byte* slot) {

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <optional>
 
 #include "collectives/context.h"
 #include "collectives/sizes.h"
@@ -38,15 +39,21 @@ struct Offer {
     bool needs_out = false;           // whether the collective can do without staging only if `out` is shared, too
     bool is_readable = false;         // whether the others may read `own`, which lies anywhere
     const std::byte* own = nullptr;   // this rank's source
+    std::size_t read_size = 0;        // bytes that another rank takes of it
+    std::optional<Reading::Kind> kind = {};  // where the call has ways to choose from
 
     [[nodiscard]] bool is_made() const { return is_readable || (source.arena && (out.arena || !needs_out)); }
 };
 
 // The offer of a source of `size` bytes, of which another rank reads `read_size` at once.
-inline Offer offer_source(const Context& context, const std::byte* source, std::size_t size, std::size_t read_size) {
-    return {.source = context.arenas->find(source, size),
-            .is_readable = context.peers.is_usable() && read_size >= least_read_bytes(context.fabric.layout()),
-            .own = source};
+inline Offer offer_source(const Context& context, Operation operation, const std::byte* source, std::size_t size,
+                          std::size_t read_size) {
+    Offer offer{.source = context.arenas->find(source, size), .own = source, .read_size = read_size};
+    if (context.peers.is_usable() && read_size >= least_read_bytes(context.fabric.layout())) {
+        offer.kind = Reading::kind_of(operation, read_size);
+        offer.is_readable = context.reading.way_of(*offer.kind) == Reading::in_place;
+    }
+    return offer;
 }
 
 // [Note: offers]
@@ -61,7 +68,20 @@ struct Entered {
 };
 
 using Places = std::array<shm::Place, 2>;
-inline constexpr std::size_t offer_bytes = sizeof(Places);
+
+// An offer as it travels.
+struct Offered {
+    Places places;
+    std::uint64_t advice;  // see [Note: reading]; of rank 0
+};
+inline constexpr std::size_t offer_bytes = sizeof(Offered);
+
+inline Offered offered_by(const Context& context, const std::byte* payload, int r) {
+    const auto at = payload - context.arrival_of(context.rank).payload.data();
+    Offered offered;
+    std::memcpy(&offered, context.arrival_of(r).payload.data() + at, offer_bytes);
+    return offered;
+}
 
 // In the place of an arena: that the offset is an address of the rank's process.
 inline constexpr std::uint64_t readable = ~std::uint64_t{0};
@@ -71,7 +91,7 @@ class Sources {
 public:
     Sources(const Context& context, const std::byte* payload, const Offer& offer, bool is_mapped)
         : context_(context),
-          at_(static_cast<std::size_t>(payload - context.arrival_of(context.rank).payload.data())),
+          payload_(payload),
           offer_(offer),
           is_mapped_(is_mapped) {}
 
@@ -79,16 +99,14 @@ public:
     void copy(int r, std::size_t offset, std::byte* out, std::size_t size) const {
         if (size == 0) return;
         if (is_mapped_) return copy_bytes(out, offer_.source.of(r) + offset, size);
-        Places theirs;
-        std::memcpy(theirs.data(), context_.arrival_of(r).payload.data() + at_, offer_bytes);
-        context_.peers.read(r, out, theirs[1].offset + offset, size);
+        context_.peers.read(r, out, offered_by(context_, payload_, r).places[1].offset + offset, size);
     }
 
     [[nodiscard]] bool are_mapped() const { return is_mapped_; }
 
 private:
     const Context& context_;
-    std::size_t at_;
+    const std::byte* payload_;
     const Offer& offer_;
     bool is_mapped_;
 };
@@ -97,6 +115,32 @@ inline Places places_of(const Offer& offer) {
     const shm::Place own{readable, reinterpret_cast<std::uintptr_t>(offer.own)};
     return {offer.is_made() ? offer.source.place() : shm::Place{}, offer.is_readable ? own : offer.out.place()};
 }
+
+// What a part of a call takes, on the rank that compares ways and in calls that have them; else it asks no clock.
+class Stopwatch {
+public:
+    Stopwatch(Context& context, const Offer& offer)
+        : context_(context),
+          offer_(offer),
+          is_on_(offer.kind && context.rank == 0),
+          began_(is_on_ ? Clock::now() : Clock::time_point{}) {}
+
+    [[nodiscard]] Clock::duration time() const { return is_on_ ? Clock::now() - began_ : Clock::duration{}; }
+
+    // At the end of a call that went one way: its time is this one and, by way of slots, that of staging before it entered.
+    // How long others were late is in neither.
+    void note(Way way) const {
+        if (!is_on_) return;
+        const Clock::duration whole = time() + (way == Reading::by_slots ? context_.staging_time : Clock::duration{});
+        context_.reading.took(*offer_.kind, way, std::chrono::duration<double>(whole).count(), offer_.read_size);
+    }
+
+private:
+    Context& context_;
+    const Offer& offer_;
+    bool is_on_;
+    Clock::time_point began_;
+};
 
 template <class Stage>
 void stage_first(Context& context, const Stage& stage, const Deadline& deadline) {
@@ -108,11 +152,14 @@ void stage_first(Context& context, const Stage& stage, const Deadline& deadline)
 template <class Stage, class StagedFor>
 void make_offer(Context& context, std::byte* payload, const Offer& offer, const Stage& stage, const StagedFor& staged_for,
                 const Deadline& deadline) {
-    const Places places = places_of(offer);
-    std::memcpy(payload, places.data(), offer_bytes);
+    const bool is_advising = offer.kind && context.rank == 0;
+    const Offered offered{places_of(offer), is_advising ? context.reading.advise(*offer.kind) : 0};
+    std::memcpy(payload, &offered, offer_bytes);
     if (offer.is_made()) return;
+    const Stopwatch stopwatch(context, offer);
     stage_first(context, stage, deadline);
     context.fabric.send_staged(context.segments, [&](int r) { return staged_for(std::size_t{0}, r); });
+    context.staging_time = stopwatch.time();
 }
 
 // After entry: what all ranks' offers come to. Stages segment 0 where it was not, and is needed.
@@ -120,18 +167,17 @@ template <class Stage, class StagedFor>
 Entered judge_offers(Context& context, const std::byte* payload, const Offer& offer, const Stage& stage,
                      const StagedFor& staged_for, const Deadline& deadline) {
     const Places places = places_of(offer);
-    const auto at = static_cast<std::size_t>(payload - context.arrival_of(context.rank).payload.data());
     const bool is_made = offer.is_made();
     bool is_mapped = offer.source.arena != nullptr && is_made;
     bool is_readable = offer.is_readable;
     bool is_any_made = false;
     for (int r = 0; r < context.num_ranks; ++r) {
-        Places theirs;
-        std::memcpy(theirs.data(), context.arrival_of(r).payload.data() + at, offer_bytes);
+        const Places theirs = offered_by(context, payload, r).places;
         is_mapped = is_mapped && theirs[0] == places[0] && (!offer.needs_out || theirs[1] == places[1]);
         is_readable = is_readable && theirs[1].arena == readable;
         is_any_made = is_any_made || theirs[0].arena != 0 || theirs[1].arena == readable;
     }
+    if (offer.kind) context.reading.follow(offered_by(context, payload, 0).advice);
     const bool is_direct = is_mapped || is_readable;
     if (!is_direct && is_any_made) {
         if (is_made) stage_first(context, stage, deadline);
@@ -158,11 +204,14 @@ void exchange_entered(Context& context, std::byte* payload, const Offer& offer, 
                       const Deadline& deadline) {
     Fabric& fabric = context.fabric;
     const std::uint64_t base = context.segments;
+    const Stopwatch stopwatch(context, offer);
     const Entered entered = judge_offers(context, payload, offer, stage, staged_for, deadline);
     const std::size_t count = std::max<std::size_t>(num_segments, 1);
     if (entered.is_direct) {
         direct(Sources(context, payload, offer, entered.is_mapped));
-        return finish_direct(context, deadline);
+        finish_direct(context, deadline);
+        if (!entered.is_mapped) stopwatch.note(Reading::in_place);
+        return;
     }
     for (std::size_t k = 0; k < count; ++k) {
         const std::uint64_t number = base + k;
@@ -176,6 +225,7 @@ void exchange_entered(Context& context, std::byte* payload, const Offer& offer, 
         finish_segment(context, k, count, number);
     }
     context.segments = base + count;
+    if (!entered.is_staged_late) stopwatch.note(Reading::by_slots);
 }
 
 // The whole of it, for a call that has begun (`begin`), in whose `payload` there is room for an offer.

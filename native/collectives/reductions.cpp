@@ -206,7 +206,8 @@ void reduce_scatter(Context& context, std::byte* out, const std::byte* source, s
     };
     const std::size_t room = piece * element_size;  // of one rank's part in a slot
     const auto source_of = [&](int r) { return source + starts[static_cast<std::size_t>(r)] * element_size; };
-    const Offer offer = offer_source(context, source, starts[ranks] * element_size, largest * element_size);
+    const Offer offer = offer_source(context, Operation::reduce_scatter, source, starts[ranks] * element_size,
+                                     largest * element_size);
     exchange(
         context, folder.payload(), offer, (largest + piece - 1) / piece,
         [&](std::size_t k, std::byte* slot) {

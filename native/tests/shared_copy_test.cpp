@@ -1,4 +1,4 @@
-// Copies into shared memory: what both ways write, and which one is gone.
+// Copies into shared memory, both ways.
 #include "transport/shm/shared_copy.h"
 
 #include <atomic>
@@ -9,7 +9,6 @@
 
 using namespace ferrodist::shm;
 using ferrodist::require;
-using Way = CopyChoice::Way;
 
 namespace {
 
@@ -33,41 +32,6 @@ void test_both_ways_write_what_they_are_to() {
             }
         }
     }
-}
-
-// Goes on with so many copies that take as long as said, and counts those past the caches.
-int count_streamed(CopyChoice& choice, int num_copies, double cached_seconds, double streamed_seconds) {
-    int count = 0;
-    for (int i = 0; i < num_copies; ++i) {
-        const Way way = choice.next();
-        count += way == Way::streamed;
-        choice.took(way, way == Way::streamed ? streamed_seconds : cached_seconds, 1000);
-    }
-    return count;
-}
-
-void test_the_faster_way_is_gone_and_the_other_one_tried() {
-    CopyChoice choice;
-    count_streamed(choice, 100, 1.0, 1.0);
-    require(choice.better() == Way::cached, "the cache, where nothing is won without");
-    require(count_streamed(choice, 160, 1.0, 0.6) == 10, "a sixteenth the other way, where too little is won");
-    count_streamed(choice, 10, 5.0, 1.0);
-    require(choice.better() == Way::streamed, "past the caches, where that is much faster, soon");
-    require(count_streamed(choice, 160, 5.0, 1.0) == 150, "a sixteenth through the cache");
-    count_streamed(choice, 17, 1.0, 1.0);
-    require(choice.better() == Way::cached, "and back at the first that is fast again");
-}
-
-void test_copies_that_were_stopped_mean_nothing() {
-    CopyChoice choice;
-    count_streamed(choice, 100, 1.0, 1.0);
-    for (int i = 0; i < 3; ++i) choice.took(Way::cached, 1000.0, 1000);
-    require(choice.better() == Way::cached, "three that took long");
-    choice.took(Way::cached, 1.0, 1000);
-    for (int i = 0; i < 3; ++i) choice.took(Way::cached, 1000.0, 1000);
-    require(choice.better() == Way::cached, "and three more");
-    choice.took(Way::cached, 1000.0, 1000);
-    require(choice.better() == Way::streamed, "four in a row are no accident");
 }
 
 // A reader in another thread finds all of what was copied before the store that it has seen.
@@ -96,8 +60,6 @@ void test_what_was_copied_is_there_when_a_flag_is(const Copy& copy, std::size_t 
 
 int main() {
     test_both_ways_write_what_they_are_to();
-    test_the_faster_way_is_gone_and_the_other_one_tried();
-    test_copies_that_were_stopped_mean_nothing();
     SharedCopy copies;
     const auto copy = [&](std::byte* out, const std::byte* source, std::size_t size) { copies.copy(out, source, size); };
     for (const std::size_t size : {64, 1000, 5000, 24 * 1024, 100'003}) {

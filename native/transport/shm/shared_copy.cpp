@@ -1,13 +1,14 @@
 #include "transport/shm/shared_copy.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
 #include <cstring>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+
+#include "base/deadline.h"
 
 namespace ferrodist::shm {
 
@@ -17,13 +18,9 @@ namespace {
 constexpr std::size_t least_streamed = 4 * 1024;
 // From this on copies are timed: it takes some 50 ns. A frame of a ring is; what a fold copies at a time follows the others.
 constexpr std::size_t least_timed = 24 * 1024;
-// One copy in so many goes the other way.
-constexpr unsigned trial_period = 16;
-// How many times as fast a copy past the caches has to be: its reader pays for it.
-constexpr double least_gain = 2.0;
 
-void copy_by(CopyChoice::Way way, std::byte* out, const std::byte* source, std::size_t size) noexcept {
-    if (way == CopyChoice::Way::cached) {
+void copy_by(Way way, std::byte* out, const std::byte* source, std::size_t size) noexcept {
+    if (way == Way::first) {
         copy_cached(out, source, size);
     } else {
         copy_streamed(out, source, size);
@@ -32,32 +29,13 @@ void copy_by(CopyChoice::Way way, std::byte* out, const std::byte* source, std::
 
 }  // namespace
 
-double CopyChoice::Recent::best() const noexcept {
-    return *std::ranges::min_element(seconds_a_byte);
-}
-
-CopyChoice::Way CopyChoice::better() const noexcept {
-    return recent_[0].best() > least_gain * recent_[1].best() ? Way::streamed : Way::cached;
-}
-
-CopyChoice::Way CopyChoice::next() noexcept {
-    const Way better_one = better();
-    if (++num_copies_ % trial_period != 0) return better_one;
-    return better_one == Way::cached ? Way::streamed : Way::cached;
-}
-
-void CopyChoice::took(Way way, double seconds, std::size_t size) noexcept {
-    Recent& recent = of(way);
-    recent.seconds_a_byte[recent.next++ % recent.seconds_a_byte.size()] = seconds / static_cast<double>(size);
-}
-
 void SharedCopy::copy(std::byte* out, const std::byte* source, std::size_t size) noexcept {
     if (size < least_streamed) return copy_cached(out, source, size);
     if (size < least_timed) return copy_by(choice_.better(), out, source, size);
-    const CopyChoice::Way way = choice_.next();
-    const auto began = std::chrono::steady_clock::now();
+    const Way way = choice_.next();
+    const auto began = Clock::now();
     copy_by(way, out, source, size);
-    choice_.took(way, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count(), size);
+    choice_.took(way, std::chrono::duration<double>(Clock::now() - began).count(), size);
 }
 
 void copy_cached(std::byte* out, const std::byte* source, std::size_t size) noexcept {

@@ -5,38 +5,14 @@
 // taken away fast, and the next reader finds the bytes in that cache. Between others (other dies, other sockets; where a
 // virtual machine runs is not known, and changes) it may take five times as long: 2 GB/s in place of 10, measured on one
 // kind of processor. Stores that go past the caches need no line: 11 GB/s in both cases, but the next reader finds the
-// bytes in memory, at 7 GB/s in place of 11. So both ways are timed, and the faster one by far is gone.
+// bytes in memory, at 7 GB/s in place of 11. So both ways are timed, and the second is gone where it is faster by far.
 #pragma once
 
-#include <array>
 #include <cstddef>
 
+#include "base/choice.h"
+
 namespace ferrodist::shm {
-
-// Which of the two ways is gone, from how long each has taken.
-class CopyChoice {
-public:
-    enum class Way : unsigned char { cached, streamed };
-
-    // The better way; at times the other one, for both are to be known.
-    [[nodiscard]] Way next() noexcept;
-    [[nodiscard]] Way better() const noexcept;
-    // Takes note of a copy that went a way.
-    void took(Way way, double seconds, std::size_t size) noexcept;
-
-private:
-    // The best of the last few counts: whoever is stopped in the middle takes longer, and nobody is faster by accident.
-    struct Recent {
-        std::array<double, 4> seconds_a_byte{};  // 0 before it is known, so it is tried
-        std::size_t next = 0;
-
-        [[nodiscard]] double best() const noexcept;
-    };
-    [[nodiscard]] Recent& of(Way way) noexcept { return recent_[static_cast<std::size_t>(way)]; }
-
-    std::array<Recent, 2> recent_;
-    unsigned num_copies_ = 0;
-};
 
 // Copies into memory that is shared, one after the other.
 class SharedCopy {
@@ -45,7 +21,7 @@ public:
     void copy(std::byte* out, const std::byte* source, std::size_t size) noexcept;
 
 private:
-    CopyChoice choice_;
+    Choice choice_{2.0, 16};  // its reader pays for a copy past the caches
 };
 
 // The two ways; the second is the first where the processor has no such stores.
