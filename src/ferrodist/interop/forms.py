@@ -72,7 +72,7 @@ def both_forms(
             return run(group, first.of(given, named))
 
         def call_with_one(
-            group: Any, tensors: Any = _MISSING, opts: Any = _MISSING, *rest: Any, **named: Any
+            group: Any, tensors: Any = _MISSING, opts: Any = _MISSING, /, *rest: Any, **named: Any
         ) -> _Result:
             # The same in half the time, which is 0.2 us less.
             if type(opts) is options and _router is None and not (rest or named or profiler._is_profiler_enabled):  # noqa: SLF001

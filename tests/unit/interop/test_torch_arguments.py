@@ -367,6 +367,8 @@ def test_arguments_by_name():
         made.allgather(output_tensors=[out], input_tensors=[own], timeout=timedelta(seconds=5)).wait()
         with pytest.raises(TypeError, match="allreduce takes tensors: tensors is missing"):
             made.allreduce()
+        with pytest.raises(TypeError, match="allreduce takes tensors: tensors is missing"):
+            made.allreduce(opts=dist.AllreduceOptions())
         return own.tolist(), out[1].tolist()
 
     assert run(program) == [([2.0, 2.0], [2.0, 2.0])] * 2

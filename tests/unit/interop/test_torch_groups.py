@@ -44,8 +44,17 @@ def spread(tensor):
     return torch.stack([tensor, torch.full_like(tensor, -1.0)], dim=-1)[..., 0]
 
 
+def of_maximum():
+    """Options of an allreduce."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    return options
+
+
 FORMS = {
     "allreduce": lambda group, own: (group.allreduce(own, dist.ReduceOp.MAX), own),
+    "allreduce with named options": lambda group, own: (group.allreduce(own, opts=of_maximum()), own),
+    "allreduce by name": lambda group, own: (group.allreduce(opts=of_maximum(), tensors=own), own),
     "allreduce of lists": lambda group, own: (group.allreduce([own], op=dist.ReduceOp.MAX, timeout=LIMIT), own),
     "broadcast": lambda group, own: (group.broadcast(own, 1), own),
     "broadcast by name": lambda group, own: (group.broadcast(own, root=1, timeout=LIMIT), own),
@@ -75,6 +84,8 @@ def made_of(own, call):
 FIRST, SECOND, NOTHING = [0.0, 1.0], [10.0, 11.0], [0.0, 0.0]
 RESULTS = {
     "allreduce": [SECOND, SECOND],
+    "allreduce with named options": [SECOND, SECOND],
+    "allreduce by name": [SECOND, SECOND],
     "allreduce of lists": [SECOND, SECOND],
     "broadcast": [SECOND, SECOND],
     "broadcast by name": [SECOND, SECOND],
