@@ -45,7 +45,7 @@ struct Context {
     shm::Arenas* arenas = nullptr;
     shm::PeerMemory peers = shm::PeerMemory(num_ranks);
     Reading reading = {};
-    Clock::duration staging_time = {};  // of the last call that staged before it entered, where that is timed
+    Clock::duration staging_time = {};  // of this call before it entered, where that is timed
     shm::SharedCopy into_shared = {};  // whatever goes into slots, and into others' symmetric memory
 
     // Room for what a collective computes a rank, so that none allocates.

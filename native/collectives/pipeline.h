@@ -127,11 +127,13 @@ public:
 
     [[nodiscard]] Clock::duration time() const { return is_on_ ? Clock::now() - began_ : Clock::duration{}; }
 
-    // At the end of a call that went one way: its time is this one and, by way of slots, that of staging before it entered.
-    // How long others were late is in neither.
-    void note(Way way) const {
+    // At the end of a call: its time is this one and that of staging before it entered. How long others were late is in
+    // neither. It counts for the way that this rank offered, also where other ranks' offers led by way of slots, for that
+    // is what the offer came to: a way that never counted would stay unknown, and be gone for ever.
+    void note() const {
         if (!is_on_) return;
-        const Clock::duration whole = time() + (way == Reading::by_slots ? context_.staging_time : Clock::duration{});
+        const Way way = offer_.is_readable ? Reading::in_place : Reading::by_slots;
+        const Clock::duration whole = time() + context_.staging_time;
         context_.reading.took(*offer_.kind, way, std::chrono::duration<double>(whole).count(), offer_.read_size);
     }
 
@@ -155,6 +157,7 @@ void make_offer(Context& context, std::byte* payload, const Offer& offer, const 
     const bool is_advising = offer.kind && context.rank == 0;
     const Offered offered{places_of(offer), is_advising ? context.reading.advise(*offer.kind) : 0};
     std::memcpy(payload, &offered, offer_bytes);
+    context.staging_time = {};
     if (offer.is_made()) return;
     const Stopwatch stopwatch(context, offer);
     stage_first(context, stage, deadline);
@@ -177,7 +180,7 @@ Entered judge_offers(Context& context, const std::byte* payload, const Offer& of
         is_readable = is_readable && theirs[1].arena == readable;
         is_any_made = is_any_made || theirs[0].arena != 0 || theirs[1].arena == readable;
     }
-    if (offer.kind) context.reading.follow(offered_by(context, payload, 0).advice);
+    context.reading.follow(offered_by(context, payload, 0).advice);  // also on a rank whose own part is of no kind
     const bool is_direct = is_mapped || is_readable;
     if (!is_direct && is_any_made) {
         if (is_made) stage_first(context, stage, deadline);
@@ -210,7 +213,7 @@ void exchange_entered(Context& context, std::byte* payload, const Offer& offer, 
     if (entered.is_direct) {
         direct(Sources(context, payload, offer, entered.is_mapped));
         finish_direct(context, deadline);
-        if (!entered.is_mapped) stopwatch.note(Reading::in_place);
+        if (!entered.is_mapped) stopwatch.note();
         return;
     }
     for (std::size_t k = 0; k < count; ++k) {
@@ -225,7 +228,7 @@ void exchange_entered(Context& context, std::byte* payload, const Offer& offer, 
         finish_segment(context, k, count, number);
     }
     context.segments = base + count;
-    if (!entered.is_staged_late) stopwatch.note(Reading::by_slots);
+    stopwatch.note();
 }
 
 // The whole of it, for a call that has begun (`begin`), in whose `payload` there is room for an offer.

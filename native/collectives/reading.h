@@ -5,6 +5,7 @@
 // the other, in us: 440 in place and 650 by way of slots on one processor; on another 950 and 630 where both had one
 // cache. So rank 0 times both, and says with each call which way the next one of that kind goes. All ranks hear it in the
 // same call, so all go the same way; where they don't, for the parts of an all_to_all differ in size, nothing is read in place.
+// What such a call takes counts, too, for the way that rank 0 offered: so it offers again what leads to the faster one.
 #pragma once
 
 #include <algorithm>
@@ -52,8 +53,11 @@ private:
     static constexpr std::size_t smallest = 16;   // bits of the size of what is worth the question
     static constexpr std::size_t num_sizes = 13;  // each twice the one before
     static constexpr std::size_t num_operations = 10;
+
+public:
     static constexpr std::size_t num_kinds = num_operations * num_sizes;
 
+private:
     std::array<Way, num_kinds> ways_{};
     std::vector<Choice> choices_ = std::vector<Choice>(num_kinds, Choice{1.1, 32});
 };
