@@ -228,7 +228,7 @@ std::shared_ptr<const shm::Mapping> make_memory(std::size_t size) {
 }
 
 // Rank r is on host `hosts[r]`; ranks of different hosts are connected by sockets.
-Group make_group(const std::vector<int>& hosts, bool is_crowded) {
+Group make_group(const std::vector<int>& hosts, bool is_crowded, std::size_t slot_size = slot_bytes) {
     const int num_ranks = static_cast<int>(hosts.size());
     std::vector<std::vector<int>> sockets(hosts.size(), std::vector<int>(hosts.size(), -1));
     for (std::size_t a = 0; a < hosts.size(); ++a)
@@ -246,7 +246,7 @@ Group make_group(const std::vector<int>& hosts, bool is_crowded) {
         const auto num_local = static_cast<int>(std::count(hosts.begin(), hosts.end(), hosts[own]));
         const shm::Layout layout{.num_ranks = num_local,
                                  .group_size = num_ranks,
-                                 .slot_bytes = slot_bytes,
+                                 .slot_bytes = slot_size,
                                  .is_crowded = is_crowded,
                                  .spin_micros = 20};
         auto& memory = memories[hosts[own]];
@@ -256,7 +256,7 @@ Group make_group(const std::vector<int>& hosts, bool is_crowded) {
         }
         auto segment = std::make_shared<shm::Segment>(memory, layout);
         std::unique_ptr<tcp::Links> links;
-        if (num_local < num_ranks) links = std::make_unique<tcp::Links>(sockets[own], slot_bytes);
+        if (num_local < num_ranks) links = std::make_unique<tcp::Links>(sockets[own], slot_size);
         group.push_back(std::make_unique<Communicator>(
             Fabric(std::move(segment), rank, std::move(links), hosts)));
     }
@@ -350,6 +350,29 @@ void ways_of_moving() {
         goes_back_to_reading("all_to_all", Operation::all_to_all, size, uneven);
     }
     std::printf("ways of moving\n");
+}
+
+// Parts so large that they are staged both ways (transport/shm/shared_copy.h) and folded in several blocks, for which ranks
+// that want no result have room for one.
+void large_parts(int num_ranks) {
+    constexpr std::size_t count = 100'003;
+    const auto group = make_group(one_host(num_ranks), false, 256 * 1024);
+    run_ranks(num_ranks, [&](int rank) {
+        Communicator& own = *group[static_cast<std::size_t>(rank)];
+        const Reduction sum{.dtype = DType::int32, .op = ReduceOp::sum};
+        for (std::uint64_t number = 0; number < 20; ++number) {
+            const int root = static_cast<int>(number) % num_ranks;
+            Values source = input_of(rank, number, count), out(count), all(count);
+            own.run(own.reserve(), patience, [&](Context& c, const Deadline& d) {
+                reduce(c, bytes_of(out), bytes_of(source), count, root, sum, d);
+                allreduce(c, bytes_of(all), bytes_of(source), count, sum, d);
+            });
+            const Values total = sum_of(num_ranks, number, count);
+            if (rank == root) expect(out, total, "reduce of large parts", rank, number);
+            expect(all, total, "allreduce of large parts", rank, number);
+        }
+    });
+    std::printf("large parts, %d ranks\n", num_ranks);
 }
 
 template <class Collective>
@@ -519,6 +542,8 @@ int main(int argc, char** argv) {
     }
     stopped_arrivals();
     ways_of_moving();
+    large_parts(2);
+    large_parts(3);
     ends_before_leaving(total / 20);
     stress(one_host(1), false, total / 20, seed);
     stress(one_host(2), false, total * 6 / 20, seed + 1);
