@@ -45,11 +45,18 @@ struct Offer {
     [[nodiscard]] bool is_made() const { return is_readable || (source.arena && (out.arena || !needs_out)); }
 };
 
+// Whether all ranks do the same, so that what rank 0 takes is what they all take; not where one is the root.
+inline bool is_alike(Operation operation) {
+    return operation == Operation::all_gather || operation == Operation::reduce_scatter ||
+           operation == Operation::all_to_all;
+}
+
 // The offer of a source of `size` bytes, of which another rank reads `read_size` at once.
 inline Offer offer_source(const Context& context, Operation operation, const std::byte* source, std::size_t size,
                           std::size_t read_size) {
     Offer offer{.source = context.arenas->find(source, size), .own = source, .read_size = read_size};
-    if (context.peers.is_usable() && read_size >= least_read_bytes(context.fabric.layout())) {
+    offer.is_readable = context.peers.is_usable() && read_size >= least_read_bytes(context.fabric.layout());
+    if (offer.is_readable && is_alike(operation)) {
         offer.kind = Reading::kind_of(operation, read_size);
         offer.is_readable = context.reading.way_of(*offer.kind) == Reading::in_place;
     }

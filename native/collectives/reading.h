@@ -1,11 +1,12 @@
 // Whether what only moves is read in place, or goes by way of slots; see [Note: offers] in pipeline.h.
 //
 // [Note: reading]
-// Which is faster depends on the processor, on where the system runs the ranks, and on the size. Two ranks that each took 4 MiB from
-// the other, in us: 440 in place and 650 by way of slots on one processor; on another 950 and 630 where both had one
-// cache. So rank 0 times both, and says with each call which way the next one of that kind goes. All ranks hear it in the
-// same call, so all go the same way; where they don't, for the parts of an all_to_all differ in size, nothing is read in place.
-// What such a call takes counts, too, for the way that rank 0 offered: so it offers again what leads to the faster one.
+// Which is faster depends on the processor, on where the system runs the ranks, and on the size. Two ranks that each
+// took 4 MiB from the other, in us: 440 in place and 650 by way of slots on one processor; on another 950 and 630 where
+// both had one cache. So rank 0 times both, and says with each call which way the next one of that kind goes. All ranks
+// hear it in the same call, so all go the same way; where they don't, for the parts of an all_to_all differ in size,
+// nothing is read in place. What such a call takes counts, too, for the way that rank 0 offered: so it offers again
+// what leads to the faster one.
 #pragma once
 
 #include <algorithm>
@@ -28,6 +29,8 @@ public:
 
     // Calls of one operation and of about the same size.
     using Kind = std::uint32_t;
+    static constexpr std::size_t num_sizes = 13;  // each twice the one before
+    static constexpr std::size_t num_kinds = 10 * num_sizes;  // for each operation
 
     static Kind kind_of(Operation operation, std::size_t read_size) {
         const auto size = static_cast<std::size_t>(std::bit_width(read_size));
@@ -50,14 +53,8 @@ public:
     void took(Kind kind, Way way, double seconds, std::size_t size) { choices_[kind].took(way, seconds, size); }
 
 private:
-    static constexpr std::size_t smallest = 16;   // bits of the size of what is worth the question
-    static constexpr std::size_t num_sizes = 13;  // each twice the one before
-    static constexpr std::size_t num_operations = 10;
+    static constexpr std::size_t smallest = 16;  // bits of the size of what is worth the question
 
-public:
-    static constexpr std::size_t num_kinds = num_operations * num_sizes;
-
-private:
     std::array<Way, num_kinds> ways_{};
     std::vector<Choice> choices_ = std::vector<Choice>(num_kinds, Choice{1.1, 32});
 };

@@ -1,11 +1,12 @@
 // Copies into memory that other processors read.
 //
 // [Note: shared copies]
-// A store needs its cache line for itself, and who read the line last still has it. Between processors that share a cache it is
-// taken away fast, and the next reader finds the bytes in that cache. Between others (other dies, other sockets; where a
-// virtual machine runs is not known, and changes) it may take five times as long: 2 GB/s in place of 10, measured on one
-// kind of processor. Stores that go past the caches need no line: 11 GB/s in both cases, but the next reader finds the
-// bytes in memory, at 7 GB/s in place of 11. So both ways are timed, and the second is gone where it is faster by far.
+// A store needs its cache line for itself, and who read the line last still has it. Between processors that share a
+// cache it is taken away fast, and the next reader finds the bytes in that cache. Between others (other dies, other
+// sockets; where a virtual machine runs is not known, and changes) it may take five times as long: 2 GB/s in place of
+// 10, measured on one kind of processor. Stores that go past the caches need no line: 11 GB/s in both cases, but the
+// next reader finds the bytes in memory, at 7 GB/s in place of 11. So both ways are timed, and the second is gone where
+// it is faster by far.
 #pragma once
 
 #include <cstddef>
