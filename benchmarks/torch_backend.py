@@ -7,7 +7,8 @@ results are compared with the sum; each rank's median counts, and the slower ran
 ``training_step.py``: four linear layers of 2048 x 2048 on 16 rows a rank with SGD, by torch's DistributedDataParallel
 and by its fully_shard; its time is the slower rank's for a step. Both backends run in every round, each in processes of
 its own; figures are medians of the rounds, ratios medians of the rounds' ratios. All ways end with the same weights,
-to rounding, or the benchmark fails.
+to rounding, or the benchmark fails. The training also runs with nothing sent at all, with wrong weights: what gloo
+takes over that is as much as any backend could win.
 """
 
 from __future__ import annotations
@@ -18,23 +19,26 @@ import os
 import statistics
 import tempfile
 import time
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import ferrodist as fd
 
 WIDTH, ROWS, NUM_LAYERS = 2048, 16, 4
 WARM_UP = 6
 BACKENDS = ("gloo", "ferrodist")
+NOTHING = "nothing sent"
 
 
 class Result(NamedTuple):
@@ -80,6 +84,45 @@ def sharded_in_own_memory(model: torch.nn.Sequential) -> torch.nn.Module:
     return model
 
 
+class _NotSent(AllGather, ReduceScatter):
+    """FSDP2's collectives without what they are for; in memory of its own, as by default, or in the group's."""
+
+    def __init__(self, *, is_lent: bool) -> None:
+        self._is_lent = is_lent
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Make room for what would be sent or received."""
+        if self._is_lent:
+            return dist.group.WORLD.allocate_tensor(math.prod(size), dtype=dtype, device=device).view(size)
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, *_: object, **__: object) -> None:
+        """Do nothing."""
+
+
+def data_parallel_alone(model: torch.nn.Sequential) -> torch.nn.Module:
+    """`data_parallel` with nothing sent."""
+    wrapped = data_parallel(model)
+    wrapped.register_comm_hook(None, lambda _, bucket: _ready(bucket.buffer()))
+    return wrapped
+
+
+def _ready(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+def sharded_alone(model: torch.nn.Sequential, *, is_lent: bool) -> torch.nn.Module:
+    """`sharded`, or `sharded_in_own_memory`, with nothing sent."""
+    sharded(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and module is not model:
+            module.set_custom_all_gather(_NotSent(is_lent=is_lent))
+            module.set_custom_reduce_scatter(_NotSent(is_lent=is_lent))
+    return model
+
+
 def train(wrap: Callable[[torch.nn.Sequential], torch.nn.Module], num_steps: int) -> Result:
     """Train as one rank."""
     torch.manual_seed(0)
@@ -116,22 +159,29 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of a round")
     parser.add_argument("--calls", type=int, default=20000, help="of a round")
     options = parser.parse_args()
-    programs: dict[str, Callable[[], Result]] = {
-        "all_reduce of 8 bytes": lambda: call(options.calls),
-        "DDP": lambda: train(data_parallel, options.steps),
-        "FSDP2": lambda: train(sharded, options.steps),
-        "FSDP2, the group's memory": lambda: train(sharded_in_own_memory, options.steps),
+    steps = options.steps
+    programs: dict[str, dict[str, Callable[[], Result]]] = {
+        "all_reduce of 8 bytes": dict.fromkeys(BACKENDS, lambda: call(options.calls)),
+        "DDP": dict.fromkeys(BACKENDS, lambda: train(data_parallel, steps))
+        | {NOTHING: lambda: train(data_parallel_alone, steps)},
+        "FSDP2": dict.fromkeys(BACKENDS, lambda: train(sharded, steps))
+        | {NOTHING: lambda: train(partial(sharded_alone, is_lent=False), steps)},
+        "FSDP2, the group's memory": dict.fromkeys(BACKENDS, lambda: train(sharded_in_own_memory, steps))
+        | {NOTHING: lambda: train(partial(sharded_alone, is_lent=True), steps)},
     }
-    times: dict[tuple[str, str], list[float]] = {(name, backend): [] for name in programs for backend in BACKENDS}
+    times: dict[tuple[str, str], list[float]] = {(name, way): [] for name in programs for way in programs[name]}
     norms: dict[str, set[float]] = {name: set() for name in programs}
     print(f"load average {os.getloadavg()[0]:.1f} at the beginning, of {os.cpu_count()} cores")
     for number in range(1, options.rounds + 1):
-        for name, program in programs.items():
-            for backend in BACKENDS:
+        for name, ways in programs.items():
+            for way, program in ways.items():
+                torch_backend = "ferrodist" if way == NOTHING else way
                 with tempfile.TemporaryDirectory() as folder:
-                    results = run_ranks(measure, 2, backend, program, f"{folder}/meeting", backend="tcp", timeout=300)
-                times[name, backend].append(max(result.seconds for result in results))
-                norms[name] |= {result.norm for result in results}
+                    meeting = f"{folder}/meeting"
+                    results = run_ranks(measure, 2, torch_backend, program, meeting, backend="tcp", timeout=300)
+                times[name, way].append(max(result.seconds for result in results))
+                if way != NOTHING:
+                    norms[name] |= {result.norm for result in results}
         print(f"round {number} of {options.rounds}", flush=True)
     check(norms)
     report(times)
@@ -146,14 +196,21 @@ def check(norms: dict[str, set[float]]) -> None:
 
 def report(times: dict[tuple[str, str], list[float]]) -> None:
     """Print the table: microseconds a call, milliseconds a step."""
-    print(f"{'':26} {'':>4} {'gloo':>9} {'ferrodist':>10} {'least':>9} {'most':>9} {'times as fast':>14}")
+    heads = [f"{head:>9}" for head in ("gloo", "ferrodist", "least", "most", "nothing")]
+    print(f"{'':26} {'':>4} {' '.join(heads)} {'times as fast':>14} {'at most':>8}")
     for name in dict.fromkeys(name for name, _ in times):
         unit, factor = ("us", 1e6) if "all_reduce" in name else ("ms", 1e3)
-        theirs, ours = times[name, "gloo"], times[name, "ferrodist"]
-        ratio = statistics.median(their / our for their, our in zip(theirs, ours, strict=True))
+        theirs, ours, none = times[name, "gloo"], times[name, "ferrodist"], times.get((name, NOTHING), [])
         numbers = [statistics.median(theirs), statistics.median(ours), min(ours), max(ours)]
-        texts = " ".join(f"{factor * each:{9 + (place == 1)}.1f}" for place, each in enumerate(numbers))
-        print(f"{name:26} {unit:>4} {texts} {ratio:14.2f}")
+        texts = [f"{factor * each:9.1f}" for each in numbers]
+        texts.append(f"{factor * statistics.median(none):9.1f}" if none else f"{'':9}")
+        texts.append(f"{ratio(theirs, ours):14.2f}" + (f" {ratio(theirs, none):8.2f}" if none else ""))
+        print(f"{name:26} {unit:>4} {' '.join(texts)}")
+
+
+def ratio(theirs: list[float], ours: list[float]) -> float:
+    """How many times as fast the second is, in the same rounds."""
+    return statistics.median(their / our for their, our in zip(theirs, ours, strict=True))
 
 
 if __name__ == "__main__":
