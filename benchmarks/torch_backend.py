@@ -7,8 +7,9 @@ results are compared with the sum; each rank's median counts, and the slower ran
 ``training_step.py``: four linear layers of 2048 x 2048 on 16 rows a rank with SGD, by torch's DistributedDataParallel
 and by its fully_shard; its time is the slower rank's for a step. Both backends run in every round, each in processes of
 its own; figures are medians of the rounds, ratios medians of the rounds' ratios. All ways end with the same weights,
-to rounding, or the benchmark fails. The training also runs with nothing sent at all, with wrong weights: what gloo
-takes over that is as much as any backend could win.
+to rounding, or the benchmark fails. The training also runs with nothing sent, where ranks only wait for each other as
+they have to, by a barrier for each collective; with wrong weights. What gloo takes over that is as much as any backend
+could win.
 """
 
 from __future__ import annotations
@@ -96,21 +97,20 @@ class _NotSent(AllGather, ReduceScatter):
             return dist.group.WORLD.allocate_tensor(math.prod(size), dtype=dtype, device=device).view(size)
         return torch.empty(size, dtype=dtype, device=device)
 
-    def __call__(self, *_: object, **__: object) -> None:
-        """Do nothing."""
+    def __call__(self, *_: object, async_op: bool = False, **__: object) -> dist.Work | None:
+        """Meet."""
+        return dist.barrier(async_op=async_op)
 
 
 def data_parallel_alone(model: torch.nn.Sequential) -> torch.nn.Module:
     """`data_parallel` with nothing sent."""
     wrapped = data_parallel(model)
-    wrapped.register_comm_hook(None, lambda _, bucket: _ready(bucket.buffer()))
+    wrapped.register_comm_hook(None, lambda _, bucket: _met(bucket.buffer()))
     return wrapped
 
 
-def _ready(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(tensor)
-    return future
+def _met(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    return dist.barrier(async_op=True).get_future().then(lambda _: tensor)
 
 
 def sharded_alone(model: torch.nn.Sequential, *, is_lent: bool) -> torch.nn.Module:
