@@ -16,7 +16,8 @@ namespace {
 
 // Below this a copy goes through the cache: its reader is about to read it.
 constexpr std::size_t least_streamed = 4 * 1024;
-// From this on copies are timed: it takes some 50 ns. A frame of a ring is; what a fold copies at a time follows the others.
+// From this on copies are timed, which takes some 50 ns: frames of rings of 128 KiB and more are. What a fold copies at a
+// time is not, and goes the way of the others.
 constexpr std::size_t least_timed = 24 * 1024;
 
 void copy_by(Way way, std::byte* out, const std::byte* source, std::size_t size) noexcept {
