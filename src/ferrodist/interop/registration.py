@@ -24,6 +24,11 @@ def register() -> None:
         # What asks a backend for its devices takes the first that is not "cpu", whether or not this torch knows it.
         devices = ["cpu", "cuda"] if cuda.is_built() else ["cpu"]  # type: ignore[no-untyped-call]
         dist.Backend.register_backend(NAME, _make, extended_api=True, devices=devices)
+        # From torch 2.15 on its flight recorder hooks itself into groups by a backend that C++ made. A group written in
+        # Python has none, and making the group would fail; the backends of this set are left out of it.
+        recording = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+        if isinstance(recording, set):
+            recording.add(NAME)
 
 
 def _make(options: Any, pg_options: Any) -> ProcessGroup:
