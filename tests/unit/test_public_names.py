@@ -42,6 +42,7 @@ PUBLIC = [
     "NcclBackend",
     "NcclUniqueId",
     "NoConnectionError",
+    "NonMemberGroup",
     "ParallelAttention",
     "ParallelEmbedding",
     "Partial",

@@ -9,13 +9,14 @@ import threading
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from ferrodist.backends.base import Backend
 from ferrodist.backends.hybrid import HybridBackend, best_backend
 from ferrodist.backends.mpi import MpiBackend
 from ferrodist.backends.native import GlooBackend, NativeBackend
 from ferrodist.backends.nccl import NcclBackend
+from ferrodist.backends.non_member import NonMemberGroup, check_group
 from ferrodist.backends.sub import SubBackend
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.ucc import UccBackend
@@ -199,12 +200,9 @@ def resolve_group(group: Backend | None) -> Backend:
 
     Raises:
         TypeError: It is neither a `Backend` nor None.
+        InvalidRankError: This rank is not in it.
     """
-    if group is None:
-        return default_group()
-    if not isinstance(group, Backend):
-        raise TypeError(f"group must be a ferrodist Backend or None, not {type(group).__name__}")
-    return group
+    return default_group() if group is None else check_group(group)
 
 
 def find_group(group: Backend | None) -> Backend | None:
@@ -229,10 +227,26 @@ def use_group(group: Backend) -> Iterator[Backend]:
         _local_group.reset(token)
 
 
+@overload
+def new_group(ranks: None = None, *, group: Backend | None = None, timeout: float | None = None) -> SubBackend: ...
+
+
+@overload
+def new_group(
+    ranks: Sequence[int], *, group: Backend | None = None, timeout: float | None = None
+) -> SubBackend | NonMemberGroup: ...
+
+
 def new_group(
     ranks: Sequence[int] | None = None, *, group: Backend | None = None, timeout: float | None = None
-) -> SubBackend | None:
-    """Make a sub-group. Only its members need to call; on other ranks it does nothing and returns None.
+) -> SubBackend | NonMemberGroup:
+    """Make a sub-group. Only its members need to call; no rank waits for another.
+
+    Other ranks get a `NonMemberGroup`, which every call refuses with `InvalidRankError`::
+
+        evens = fd.new_group([0, 2])
+        if evens.is_member:
+            fd.allreduce(tensor, group=evens)
 
     Args:
         ranks: Ranks of ``group``, in the order they shall have; None takes all.
@@ -243,7 +257,7 @@ def new_group(
     members = list(range(parent.world_size)) if ranks is None else list(ranks)
     SubBackend.check_members(parent, members)
     if parent.rank not in members:
-        return None
+        return NonMemberGroup(parent, tuple(members))
     return SubBackend(parent, members, timeout=timeout)
 
 
