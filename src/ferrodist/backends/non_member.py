@@ -84,12 +84,8 @@ class NonMemberGroup:
         return f"{type(self).__name__}(name={self.name!r}, members={members}, rank_outside={rank})"
 
 
-def check_group(group: object, taker: str = "group") -> Backend:
-    """A group that this rank is in.
-
-    Args:
-        group: What the user passed.
-        taker: What the error calls the argument.
+def check_group(group: object) -> Backend:
+    """What the user passed as a group, if this rank is in it.
 
     Raises:
         InvalidRankError: This rank is not in the group.
@@ -99,4 +95,6 @@ def check_group(group: object, taker: str = "group") -> Backend:
         return group
     if isinstance(group, NonMemberGroup):
         raise group.refusal()
-    raise TypeError(f"{taker} must be a ferrodist Backend or None, not {type(group).__name__}")
+    kind = type(group).__name__
+    hint = ": pass ferrodist.interop.group_of(group)" if kind.endswith("ProcessGroup") else ""
+    raise TypeError(f"group must be a ferrodist Backend or None, not {kind}{hint}")
