@@ -283,7 +283,9 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     home = _HOME_OF.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from ferrodist.torch_names import hint_for  # noqa: PLC0415 - seldom needed
+
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint_for(name)}")
     value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
     return value
 
