@@ -2,7 +2,8 @@
 
 ::
 
-    groups        init_process_group, destroy_process_group, default_group, is_initialized, new_group, use_group
+    groups        init_process_group, destroy_process_group, default_group, is_initialized, new_group, use_group,
+                  NonMemberGroup
     backends      Backend, NativeBackend, GlooBackend, TcpBackend, MpiBackend, UccBackend, SimulatedBackend, SubBackend,
                   register_backend; HybridBackend, NcclBackend, NcclUniqueId, reduce_op_to_nccl; is_native_available,
                   is_gloo_available, is_mpi_available, is_ucc_available, is_nccl_available
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.nccl import NcclUniqueId as NcclUniqueId
     from ferrodist.backends.nccl import is_nccl_available as is_nccl_available
     from ferrodist.backends.nccl import reduce_op_to_nccl as reduce_op_to_nccl
+    from ferrodist.backends.non_member import NonMemberGroup as NonMemberGroup
     from ferrodist.backends.process_group import default_group as default_group
     from ferrodist.backends.process_group import destroy_process_group as destroy_process_group
     from ferrodist.backends.process_group import init_process_group as init_process_group
@@ -162,6 +164,7 @@ _HOMES = {
     "backends.nccl": ["NcclBackend", "NcclUniqueId", "is_nccl_available", "reduce_op_to_nccl"],
     "backends.ucc": ["UccBackend", "is_ucc_available"],
     "backends.native": ["GlooBackend", "NativeBackend", "is_gloo_available", "is_native_available"],
+    "backends.non_member": ["NonMemberGroup"],
     "backends.process_group": [
         "default_group",
         "destroy_process_group",
@@ -280,7 +283,9 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     home = _HOME_OF.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from ferrodist.torch_names import hint_for  # noqa: PLC0415 - seldom needed
+
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint_for(name)}")
     value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
     return value
 

@@ -12,7 +12,7 @@ import math
 import operator
 import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 from ferrodist.backends.agreement import Agreement
@@ -50,6 +50,9 @@ class Backend(ABC):
         timeout: Seconds a blocking call may take when it names no timeout itself.
         name: What error messages call the group.
     """
+
+    is_member: Literal[True] = True
+    """True: this rank is in the group. False for the `NonMemberGroup` that `new_group` gives to the ranks outside."""
 
     group_id: int = 0
     """Upper half of the tags of this group's messages: 0, or what a sub-group derives from its members."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.base import Backend, NonBlockingBackend
 from ferrodist.backends.native import NativeBackend, is_native_available
+from ferrodist.backends.non_member import NonMemberGroup, check_group
 from ferrodist.backends.tcp import TcpBackend
 
 if TYPE_CHECKING:
@@ -43,10 +44,11 @@ class ControlledBackend(NonBlockingBackend):
     """
 
     def __init__(self, control: Backend) -> None:
-        if not isinstance(control, Backend):
+        if not isinstance(control, Backend | NonMemberGroup):
             raise TypeError(
                 f"{type(self).__name__} takes a group of the same ranks, such as a TcpBackend, not {control!r}"
             )
+        check_group(control)
         super().__init__(control.rank, control.world_size, timeout=control.timeout, name=control.name)
         self._control = control
         self.subgroups = control.subgroups  # which tells the control group of those that are dropped

@@ -9,13 +9,14 @@ import threading
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from ferrodist.backends.base import Backend
 from ferrodist.backends.hybrid import HybridBackend, best_backend
 from ferrodist.backends.mpi import MpiBackend
 from ferrodist.backends.native import GlooBackend, NativeBackend
 from ferrodist.backends.nccl import NcclBackend
+from ferrodist.backends.non_member import NonMemberGroup, check_group
 from ferrodist.backends.sub import SubBackend
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.ucc import UccBackend
@@ -42,11 +43,12 @@ __all__ = [
     "resolve_group",
     "tell_of_the_end",
     "use_group",
+    "use_torch_default",
 ]
 
 
 _local_group: ContextVar[Backend | None] = ContextVar("ferrodist_group", default=None)
-_lock = threading.Lock()
+_lock = threading.RLock()  # whoever closes a group may be a handler of a signal
 
 
 class _Process:
@@ -54,7 +56,15 @@ class _Process:
 
     def __init__(self) -> None:
         self.group: Backend | None = None
+        """`own`, or where there is none `torchs`; compiled code reads it, too."""
+        self.own: Backend | None = None
         self.membership: Membership | None = None
+        self.end_torch_default: Callable[[], None] | None = None
+        self.torchs: Backend | None = None
+
+    def choose(self) -> None:
+        """Have `group` follow the others."""
+        self.group = self.torchs if self.own is None else self.own
 
 
 _process = _Process()
@@ -79,6 +89,7 @@ def init_process_group(
     init_method: str | None = None,
     timeout: float = DEFAULT_COLLECTIVE_TIMEOUT,
     secret: str | bytes | None = None,
+    torch_default: bool = False,
 ) -> Backend:
     """Meet the other ranks of the job and make the default group. Every rank calls it, once.
 
@@ -95,6 +106,9 @@ def init_process_group(
             (rank 0 serves there) or ``file://path`` (a file that all ranks can reach).
         timeout: Seconds for all ranks to meet, and the group's default for blocking calls.
         secret: The job secret; None takes FERRODIST_SECRET. Needed where the ranks meet on anything but loopback.
+        torch_default: Whether the group becomes torch.distributed's default group, too, for what asks torch:
+            `torch.nn.SyncBatchNorm`, `DistributedSampler`, torchmetrics. On all ranks or on none.
+            `destroy_process_group` ends both.
 
     Returns:
         The group, which calls without ``group=`` then use.
@@ -102,16 +116,31 @@ def init_process_group(
     Raises:
         RendezvousError: On every rank, when some did not come; they are named.
         BackendUnavailable: This installation has no such backend, or some rank can't use it.
-        ValueError: ``backend`` or ``init_method`` is unknown, or the environment lacks a variable.
+        ValueError: ``backend`` or ``init_method`` is unknown, the environment lacks a variable, or with
+            ``torch_default`` torch has a default group already.
+        CollectiveMismatchError: On every rank, when some pass ``torch_default`` and some do not: at the first
+            collective of those.
     """
     opener = _OPENERS.get(backend or "") or partial(_meet_and_open, _factory(backend))
     deadline = Deadline(check_timeout(timeout))
     asked = _Asked(rank=rank, world_size=world_size, init_method=init_method, timeout=timeout, secret=secret)
+    if torch_default:
+        from ferrodist.backends import torch_default as torchs  # noqa: PLC0415 - loads torch.distributed
+
+        torchs.check_torch_default()
     with _lock:
-        if _process.group is not None:
+        if _process.own is not None:
             raise ValueError("this process has a default group: call destroy_process_group() before making another")
         group, membership = opener(asked, deadline)
-        _process.group, _process.membership = group, membership
+        if torch_default:
+            store = None if membership is None else membership.store
+            try:
+                _process.end_torch_default = torchs.open_torch_default(group, store, deadline)
+            except BaseException:
+                _close(group, membership)
+                raise
+        _process.own, _process.membership = group, membership
+        _process.choose()
     atexit.register(_leave_at_exit)
     return group
 
@@ -139,21 +168,51 @@ def _open_mpi(asked: _Asked, deadline: Deadline) -> tuple[Backend, None]:
 
 
 def destroy_process_group() -> None:
-    """Close the default group, and the store it was made through. Without one it does nothing."""
+    """Close the group that `init_process_group` made, and the store it was made through. Without one it does nothing.
+
+    Where it is torch's default group, too, that is destroyed, with the groups that torch has made from it.
+    """
     with _lock:
-        group, membership = _process.group, _process.membership
-        _process.group = _process.membership = None
+        group, membership, end_torch_default = _process.own, _process.membership, _process.end_torch_default
+        _process.own = _process.membership = _process.end_torch_default = None
+        _process.choose()
     atexit.unregister(_leave_at_exit)
+    try:
+        if end_torch_default is not None:
+            end_torch_default()
+    finally:
+        _close(group, membership)
+
+
+def _close(group: Backend | None, membership: Membership | None) -> None:
     if group is not None:
         group.close()
     if membership is not None:
         membership.close()
 
 
+def use_torch_default(group: Backend) -> None:
+    """Have calls without a group use torch's default group, which is ours, until it is closed.
+
+    The group that `init_process_group` makes goes before it.
+    """
+    with _lock:
+        _process.torchs = group
+        _process.choose()
+    group.on_close(partial(_forget_torch_default, group))
+
+
+def _forget_torch_default(group: Backend) -> None:
+    with _lock:
+        if _process.torchs is group:
+            _process.torchs = None
+            _process.choose()
+
+
 def _leave_at_exit() -> None:
     """Close the default group; the others learn of the exception that ended this program before of its goodbye."""
-    if _process.group is not None:
-        tell_of_the_end(_process.group)
+    if _process.own is not None:
+        tell_of_the_end(_process.own)
     destroy_process_group()
 
 
@@ -182,6 +241,8 @@ def is_initialized() -> bool:
 def default_group() -> Backend:
     """The group that calls without ``group=`` use: `use_group`'s in this thread, else the process's.
 
+    The process's is `init_process_group`'s, else torch's default group where that is of backend "ferrodist".
+
     Raises:
         GroupClosedError: There is none.
     """
@@ -199,12 +260,9 @@ def resolve_group(group: Backend | None) -> Backend:
 
     Raises:
         TypeError: It is neither a `Backend` nor None.
+        InvalidRankError: This rank is not in it.
     """
-    if group is None:
-        return default_group()
-    if not isinstance(group, Backend):
-        raise TypeError(f"group must be a ferrodist Backend or None, not {type(group).__name__}")
-    return group
+    return default_group() if group is None else check_group(group)
 
 
 def find_group(group: Backend | None) -> Backend | None:
@@ -229,10 +287,26 @@ def use_group(group: Backend) -> Iterator[Backend]:
         _local_group.reset(token)
 
 
+@overload
+def new_group(ranks: None = None, *, group: Backend | None = None, timeout: float | None = None) -> SubBackend: ...
+
+
+@overload
+def new_group(
+    ranks: Sequence[int], *, group: Backend | None = None, timeout: float | None = None
+) -> SubBackend | NonMemberGroup: ...
+
+
 def new_group(
     ranks: Sequence[int] | None = None, *, group: Backend | None = None, timeout: float | None = None
-) -> SubBackend | None:
-    """Make a sub-group. Only its members need to call; on other ranks it does nothing and returns None.
+) -> SubBackend | NonMemberGroup:
+    """Make a sub-group. Only its members need to call; no rank waits for another.
+
+    Other ranks get a `NonMemberGroup`, which every call refuses with `InvalidRankError`::
+
+        evens = fd.new_group([0, 2])
+        if evens.is_member:
+            fd.allreduce(tensor, group=evens)
 
     Args:
         ranks: Ranks of ``group``, in the order they shall have; None takes all.
@@ -243,7 +317,7 @@ def new_group(
     members = list(range(parent.world_size)) if ranks is None else list(ranks)
     SubBackend.check_members(parent, members)
     if parent.rank not in members:
-        return None
+        return NonMemberGroup(parent, tuple(members))
     return SubBackend(parent, members, timeout=timeout)
 
 

@@ -82,7 +82,7 @@ class SubBackend(NonBlockingBackend):
         if parent.rank not in members:
             raise InvalidRankError(
                 f"rank {parent.rank} of group {parent.name!r} is not among the sub-group's ranks {list(members)}: only"
-                " members make a sub-group; new_group() returns None on other ranks"
+                " members make a sub-group; new_group() gives other ranks a NonMemberGroup"
             )
         super().__init__(
             members.index(parent.rank),

@@ -101,7 +101,7 @@ def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Ten
 def _way_of(group: Backend | None) -> Any:
     if collector.get() is not None:
         return None
-    chosen = group or process_group.find_group(None)
+    chosen = process_group.find_group(None) if group is None else group
     return getattr(chosen, "quick", None)
 
 

@@ -124,7 +124,7 @@ def quick_sendrecv(
 
 def _way_of(group: Backend | None) -> tuple[Any, Any]:
     """The group of a call, and its short way or None."""
-    chosen = group or find_group(None)
+    chosen = find_group(None) if group is None else group
     return chosen, getattr(chosen, "tensor_messages", None)
 
 

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ferrodist.backends.base import Backend
 from ferrodist.backends.controlled import control_of
+from ferrodist.backends.process_group import use_torch_default
 from ferrodist.backends.sub import SubBackend
 from ferrodist.deadline import Deadline
 from ferrodist.interop.process_group import FerrodistProcessGroup
@@ -16,7 +18,6 @@ from ferrodist.rendezvous import PrefixStore, rendezvous_in
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.backends.base import Backend
     from ferrodist.rendezvous import Store
 
 __all__ = ["make_process_group"]
@@ -28,16 +29,18 @@ def make_process_group(options: Any, pg_options: Any) -> FerrodistProcessGroup:
     """Make this rank's part of a group, as torch asks for it; called on all its ranks.
 
     Ranks of a default group of ours are brought together already: then no message is sent. Others meet in torch's
-    store.
+    store. A default group that is made here is what `ferrodist`'s functions use without a group.
 
     Args:
         options: torch's: the store, the rank, and so on.
-        pg_options: The user's; there are none.
+        pg_options: A group of ours of these ranks, for this one to be it; or None.
 
     Raises:
-        TypeError: ``pg_options`` is given.
+        TypeError: ``pg_options`` is anything else.
         RendezvousError: Not all ranks came.
     """
+    if isinstance(pg_options, Backend):
+        return FerrodistProcessGroup(pg_options)
     if pg_options is not None:
         raise TypeError(f"groups of ferrodist have no options: leave pg_options={pg_options!r} out")
     seconds = options.timeout.total_seconds()
@@ -50,6 +53,8 @@ def make_process_group(options: Any, pg_options: Any) -> FerrodistProcessGroup:
         return FerrodistProcessGroup(group)
     group, leave = _meet(options, seconds)
     group.on_close(leave)
+    if not ranks:
+        use_torch_default(group)
     return FerrodistProcessGroup(group)
 
 

@@ -30,7 +30,7 @@ from ferrodist.collectives.quick import (
     start_broadcast,
     start_reduce_scatter,
 )
-from ferrodist.errors import UnsupportedOpError
+from ferrodist.errors import InvalidRankError, UnsupportedOpError
 from ferrodist.interop import operations
 from ferrodist.interop.compilers import not_compiled
 from ferrodist.interop.completion import Threads
@@ -454,8 +454,14 @@ def group_of(process_group: dist.ProcessGroup | None = None) -> Backend:
 
     Raises:
         TypeError: It is another backend's, or there is no default group.
+        InvalidRankError: It is what torch gives to ranks outside of a group.
     """
     chosen = dist.group.WORLD if process_group is None else process_group
+    if chosen is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap] # as torch returns it
+        raise InvalidRankError(
+            f"rank {dist.get_rank()} is not in this group of torch's: only members make its calls; ask"
+            " `group is not torch.distributed.GroupMember.NON_GROUP_MEMBER` first"
+        )
     if not isinstance(chosen, FerrodistProcessGroup):
         raise TypeError(f"{chosen!r} is no group of ferrodist's: make it with init_process_group('ferrodist')")
     return chosen.group

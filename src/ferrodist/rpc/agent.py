@@ -7,6 +7,7 @@ import functools
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ferrodist.backends.base import Backend
+from ferrodist.backends.non_member import NonMemberGroup, check_group
 from ferrodist.collectives.nested_values import is_encodable
 from ferrodist.collectives.prepare import check_integer
 from ferrodist.deadline import Deadline, check_timeout
@@ -70,8 +71,8 @@ class RpcAgent:
         message_limit: int = DEFAULT_MESSAGE_LIMIT,
         allow_pickle: bool = False,
     ) -> None:
-        if isinstance(backend, Backend):
-            backend = GroupRpcBackend(backend)
+        if isinstance(backend, Backend | NonMemberGroup):
+            backend = GroupRpcBackend(check_group(backend))
         if not isinstance(backend, RpcBackend):
             raise TypeError(f"an RpcAgent is made with an RpcBackend or a group, not {type(backend).__name__}")
         self._functions = Functions()

@@ -146,14 +146,17 @@ def test_use_group_is_per_thread():
     assert not fd.is_initialized()
 
 
-def test_new_group_is_none_outside():
-    """Only members get a handle, without any rank waiting for another."""
+def test_new_group_says_who_is_a_member():
+    """Members get a group and others a handle that is false, without any rank waiting for another."""
 
     def program(group):
         sub = fd.new_group([2, 0])
-        return None if sub is None else (sub.rank, fd.all_gather(torch.tensor([group.rank]), group=sub).tolist())
+        assert bool(sub) == sub.is_member == (group.rank != 1)
+        assert (sub.members, sub.parent, sub.name) == ((2, 0), group, "world[2, 0]")
+        return (sub.rank, fd.all_gather(torch.tensor([group.rank]), group=sub).tolist()) if sub.is_member else repr(sub)
 
-    assert run_ranks(program, 3) == [(1, [2, 0]), None, (0, [2, 0])]
+    outside = "NonMemberGroup(name='world[2, 0]', members=[2, 0], rank_outside=1)"
+    assert run_ranks(program, 3) == [(1, [2, 0]), outside, (0, [2, 0])]
 
 
 def test_new_group_checks_its_ranks():

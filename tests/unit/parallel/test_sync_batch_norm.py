@@ -311,7 +311,7 @@ def test_in_ddp_equals_one_process():
 
 def test_wrong_inputs():
     """Each says what is wrong, before anything is sent where it can."""
-    with pytest.raises(TypeError, match="group must be a group"):
+    with pytest.raises(TypeError, match="group must be a ferrodist Backend"):
         SyncBatchNorm1d(3, group="world")
     with pytest.raises(TypeError, match=r"takes a torch.nn.Module"):
         convert_sync_batchnorm([])

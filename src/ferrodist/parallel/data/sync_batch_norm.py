@@ -18,7 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ferrodist.backends.base import Backend
+from ferrodist.backends.non_member import check_group
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.gathering import all_gather
@@ -26,6 +26,8 @@ from ferrodist.collectives.reductions import allreduce
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
+
+    from ferrodist.backends.base import Backend
 
 __all__ = ["SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d", "convert_sync_batchnorm"]
 
@@ -81,9 +83,7 @@ class _SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - t
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
-        if group is not None and not isinstance(group, Backend):
-            raise TypeError(f"group must be a group or None, not {type(group).__name__}")
-        self._group = group
+        self._group = None if group is None else check_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickles: all but the group, which belongs to this process."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ferrodist.backends.base import Backend
+from ferrodist.backends.non_member import NonMemberGroup
 from ferrodist.mesh import DeviceMesh
 
 __all__ = ["Axes", "ShardingStrategy"]
@@ -95,7 +96,7 @@ class Axes:
             ValueError, TypeError: They don't go together.
         """
         if not isinstance(group, DeviceMesh):
-            if group is not None and not isinstance(group, Backend):
+            if group is not None and not isinstance(group, Backend | NonMemberGroup):
                 raise TypeError(f"FSDP takes a group, a DeviceMesh or None, not {type(group).__name__}")
             group = DeviceMesh(group, (-1,))
         if group.ndim == 1:
