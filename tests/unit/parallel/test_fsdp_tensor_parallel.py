@@ -89,13 +89,13 @@ def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def train(model, optimizer, inputs=INPUTS, *, num_steps=3, max_norm=None, norm_type=2.0):
+def train(model, optimizer, inputs=INPUTS, *, num_steps=3, max_norm=None, norm_type=2.0, is_torchs=False):
     """The norms before clipping."""
     norms = []
     for _ in range(num_steps):
         optimizer.zero_grad()
         loss_of(model, inputs).backward()
-        if isinstance(model, FSDP) and max_norm is not None:
+        if isinstance(model, FSDP) and max_norm is not None and not is_torchs:
             norms.append(model.clip_grad_norm_(max_norm, norm_type))
         elif max_norm is not None:
             norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type))
@@ -126,7 +126,7 @@ def test_training_is_that_of_one_process(run, strategy):
     def program(group):
         mesh = mesh_of(group)
         fsdp = divided(model, mesh, offset=group.rank, strategy=STRATEGIES[strategy])
-        assert all(type(piece) is torch.nn.Parameter for piece in fsdp.parameters())
+        assert not any(isinstance(piece, fd.DTensor) for piece in fsdp.parameters())
         norms = train(fsdp, adam(fsdp), part(mesh, "dp"), max_norm=0.1)
         return fsdp.full_state_dict(), norms
 
@@ -188,15 +188,16 @@ class Joined(torch.nn.Module):
         return self.divided(torch.tanh(self.plain(inputs)))
 
 
+@pytest.mark.parametrize("is_torchs", [False, True])
 @pytest.mark.parametrize("norm_type", [1.0, 3.0, float("inf")])
-def test_norms_where_only_some_parameters_are_distributed(norm_type):
+def test_norms_where_only_some_parameters_are_distributed(norm_type, is_torchs):
     """Plain parameters count once, though all ranks of the other axis have them."""
     plain = torch.nn.Linear(4, 4).double()
 
     def program(group):
         mesh = mesh_of(group)
         fsdp = FSDP(Joined(mesh["tp"], plain), mesh["dp"])
-        norms = train(fsdp, adam(fsdp), part(mesh, "dp"), max_norm=0.1, norm_type=norm_type)
+        norms = train(fsdp, adam(fsdp), part(mesh, "dp"), max_norm=0.1, norm_type=norm_type, is_torchs=is_torchs)
         return fsdp.full_state_dict(), norms
 
     expected, expected_norms = alone(Joined(None, plain), max_norm=0.1, norm_type=norm_type)

@@ -11,6 +11,7 @@ from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.reductions import allreduce
 from ferrodist.parallel.sharded.distributed import count_copies
+from ferrodist.parallel.sharded.pieces import plain_functions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,9 +44,8 @@ def clip_gradients(
         raise ValueError(f"norm_type must be above 0, not {norm_type}")
     gradients = [piece.grad for flat in flats for piece in flat.parameters if piece.grad is not None]
     is_largest = math.isinf(norm_type)
-    with explain_errors(
-        lambda: f"Rank {axes.whole.rank} was adding up norms in clip_grad_norm_().", "Every rank must call it."
-    ):
+    doing = f"Rank {axes.whole.rank} was adding up norms in clip_grad_norm_()."
+    with plain_functions(), explain_errors(lambda: doing, "Every rank must call it."):
         total = _add_powers(flats, axes, norm_type)
     if not is_largest:
         total = total ** (1 / norm_type)

@@ -57,10 +57,14 @@ class FSDP(torch.nn.Module):
     has no gradient on this rank counts as zeros; one that has none on any rank keeps None. Gradients of several
     backwards add up; inside `no_sync` they stay with the rank, whole, until a backward outside of it averages them.
 
-    Optimizers that need whole matrices (Muon, Shampoo, Adafactor) or all parameters at once (LBFGS) don't work on
-    pieces. Hooks on parameters are refused when FSDP is made; those registered on pieces afterwards are never called in
-    backward, for it sees other parameters. A module that uses the parameters of a child without calling it must be in
-    one unit with the child.
+    torch's norms and totals of pieces and of their gradients are those of the whole tensors, so
+    `torch.nn.utils.clip_grad_norm_` and ``GradScaler.step`` are right: every rank must call them, and each tensor costs
+    a small message (`clip_grad_norm_` of the FSDP sends one for all). What needs rows or columns of a gradient is an
+    error. So optimizers that need whole matrices (Muon, Shampoo, Adafactor) or all parameters at once (LBFGS) don't
+    work on pieces; nor do those that take norms of what they have computed from pieces (LAMB, LARS), whose numbers
+    would be this rank's. Hooks on parameters are refused when FSDP is made; those registered on pieces afterwards are
+    never called in backward, for it sees other parameters. A module that uses the parameters of a child without calling
+    it must be in one unit with the child.
 
     Parameters may be DTensors, as `parallelize` makes them, over another axis of a mesh than that of FSDP, whose ranks
     all have the same parts. These are what FSDP divides; inside forward and backward the module has DTensors. Pieces
@@ -217,7 +221,7 @@ class FSDP(torch.nn.Module):
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.unscale_(optimizer)`` for gradients that are divided; every rank must call, before ``scaler.step``.
 
-        A gradient may be infinite in one rank's piece only. Without this the other ranks would step all the same.
+        A gradient may be infinite in one rank's piece only: all ranks find it, as ``scaler.step`` does by itself.
         """
         unscale_gradients(scaler, optimizer, self._axes, self._device)
 

@@ -33,6 +33,7 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.sharded.distributed import cut_part, part_of, wrap_part
 from ferrodist.parallel.sharded.gradients import FlatGradients
 from ferrodist.parallel.sharded.memory import same_memory
+from ferrodist.parallel.sharded.pieces import as_piece, division_of
 from ferrodist.tensor.gradient_placement import keep_gradients_placed
 from ferrodist.tensor.regions import FlatPiece, mark_piece
 
@@ -282,6 +283,9 @@ class FlatParameters:
             num_copies=1 if copies is None else copies.world_size,
         )
         mark_piece(self.parameters[place], piece)
+        division = division_of(self._axes, self.distributed[place])
+        if division is not None:
+            as_piece(self.parameters[place], division)
 
     def piece_of_shard(self, place: int) -> torch.Tensor:
         """The memory of this rank's piece of a parameter, in the shape that optimizers see."""

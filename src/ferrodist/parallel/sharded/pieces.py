@@ -1,0 +1,393 @@
+"""Pieces that know that they are pieces: norms and totals of them are those of the whole tensors.
+
+[Note: pieces among torch's functions]
+Optimizers step on pieces element by element, and need not know. But `torch.nn.utils.clip_grad_norm_`, and whoever adds
+up norms by hand, would take a piece for a whole gradient, and each rank would scale by another number. So pieces are of
+a class of their own, `Piece`, their gradients are `DividedTensor` when a program looks at them, and torch asks both
+what its functions give: of norms and totals what the whole tensor gives, on all ranks the same, by an allreduce; an
+error for what needs rows or columns of the whole; for all else what torch makes of this rank's elements. What has been
+cast, reshaped or joined, or is a power or an absolute value, is still divided; other results are plain tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import linalg
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
+
+from ferrodist.collectives.explain import explain_errors
+from ferrodist.collectives.reduce_op import ReduceOp
+from ferrodist.collectives.reductions import allreduce
+from ferrodist.errors import UnsupportedOpError
+from ferrodist.parallel.sharded.distributed import count_copies
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.parallel.sharded.strategy import Axes
+    from ferrodist.tensor.layout import Layout
+
+__all__ = ["DividedTensor", "Division", "Piece", "as_piece", "division_of", "plain_functions"]
+
+plain_functions = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 - torch documents it for subclasses
+"""A block inside of which torch's functions take pieces for plain tensors."""
+
+_call_plain = torch._C._disabled_torch_function_impl  # noqa: SLF001 - what torch.nn.Parameter itself has
+_gradient: Any = torch.Tensor.grad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """Who has the other elements of a tensor.
+
+    Args:
+        groups: All of them together have each element.
+        num_copies: How many of their ranks have each.
+    """
+
+    groups: tuple[Backend, ...]
+    num_copies: int
+
+    def total(self, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        """Fold numbers of all ranks; every rank calls this.
+
+        Args:
+            own: This rank's, in float64 or complex128; overwritten.
+            op: How they are folded. In sums what several ranks have counts once.
+        """
+        if op is ReduceOp.SUM:
+            own = own / self.num_copies
+        with explain_errors(
+            lambda: f"Rank {self.groups[-1].rank} asked for a norm or total of tensors that FSDP divides.",
+            "Every rank must ask for it, as for what clip_grad_norm_() needs.",
+        ):
+            for group in self.groups:
+                own = allreduce(own, op, group=group)
+        return own
+
+
+def division_of(axes: Axes, layout: Layout | None) -> Division | None:
+    """How a parameter is divided, by FSDP and over the mesh over which it lies; None where each rank has all of it."""
+    groups, num_copies = [], 1
+    if layout is not None and layout.mesh.size > 1:
+        groups, num_copies = [layout.mesh.group], count_copies(layout)
+    if axes.shard is not None:
+        groups.append(axes.shard)
+    return Division(groups=tuple(groups), num_copies=num_copies) if groups else None
+
+
+class DividedTensor(torch.Tensor):
+    """This rank's elements of a tensor that FSDP divides; see [Note: pieces among torch's functions]."""
+
+    division: Division | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        special = _SPECIAL.get(func)
+        if special is None:
+            return _call_plain(func, types, args, kwargs or {})
+        with plain_functions():
+            return special(func, *args, **(kwargs or {}))
+
+    def __matmul__(self, _other: object) -> NoReturn:
+        """Refused, by an error that Python does not take for that of another class."""
+        _refuse(torch.matmul)
+
+    __rmatmul__ = __matmul__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain tensor, for groups belong to this process."""
+        return as_plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A plain tensor."""
+        memo[id(self)] = twin = as_plain(self).clone()
+        return twin
+
+
+class Piece(torch.nn.Parameter):
+    """This rank's piece of a parameter; see [Note: pieces among torch's functions]."""
+
+    division: Division | None = None
+    __torch_function__ = DividedTensor.__torch_function__
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The piece's gradient, whoever has put it there."""
+        found = _get_gradient(self)
+        if type(found) is torch.Tensor and self.division is not None:
+            found = _as_divided(found, self.division)
+            _set_gradient(self, found)
+        return found
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _set_gradient(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _set_gradient(self, None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain parameter."""
+        return self._as_parameter().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """A plain parameter."""
+        memo[id(self)] = twin = self._as_parameter(copies=True)
+        return twin
+
+    def _as_parameter(self, *, copies: bool = False) -> torch.nn.Parameter:
+        value = as_plain(self)
+        return torch.nn.Parameter(value.clone() if copies else value, requires_grad=self.requires_grad)
+
+
+def _get_gradient(piece: torch.Tensor) -> torch.Tensor | None:
+    with plain_functions():
+        found: torch.Tensor | None = _gradient.__get__(piece)
+        return found
+
+
+def _set_gradient(piece: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    with plain_functions():
+        _gradient.__set__(piece, gradient)
+
+
+def as_piece(parameter: torch.nn.Parameter, division: Division) -> None:
+    """Have a parameter know that it is a piece now. Those of other classes than torch's own stay what they are."""
+    if type(parameter) is torch.nn.Parameter:
+        parameter.__class__ = Piece
+    for module, kind in ((optimizer, Piece), (_foreach_utils, DividedTensor)):  # torch's DTensor puts itself there, too
+        supported = getattr(module, "_foreach_supported_types", [kind])
+        if kind not in supported:
+            supported.append(kind)
+    if isinstance(parameter, Piece):
+        parameter.division = division
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements, as a tensor that torch's functions take for what it is."""
+    with plain_functions():
+        return tensor.detach()
+
+
+def _as_divided(tensor: torch.Tensor, division: Division) -> DividedTensor:
+    with plain_functions():
+        divided = tensor.as_subclass(DividedTensor)
+    divided.division = division
+    return divided
+
+
+def _division_of(value: object) -> Division | None:
+    return value.division if isinstance(value, (DividedTensor, Piece)) else None
+
+
+# What stays divided.
+
+
+def _keep(func: Callable[..., Any], source: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function whose result has the elements of what it is given, in some form."""
+    result = func(source, *args, **kwargs)
+    sources = source if isinstance(source, (tuple, list)) else (source,)
+    divisions = {_division_of(each) for each in sources}
+    division = divisions.pop()
+    if division is None or divisions or type(result) is not torch.Tensor or result.requires_grad:
+        return result
+    return _as_divided(result, division)
+
+
+# What is asked of all elements.
+
+
+def _norm(func: Callable[..., Any], source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if _division_of(source) is None:
+        return func(source, *args, **kwargs)
+    options = dict(zip(("order", "dim", "keepdim"), args, strict=False)) | kwargs
+    dtype = options.pop("dtype", None)
+    order = options.pop("order", options.pop("ord", options.pop("p", None)))
+    is_of_matrix = func is linalg.norm and order is not None and source.ndim > 1
+    order = 2 if order in {None, "fro"} else order
+    if is_of_matrix or isinstance(order, str) or any(_is_given(option) for option in options.values()):
+        _refuse(func)
+    return _find_norms([source], float(order), dtype)[0]
+
+
+def _foreach_norm(func: Callable[..., Any], tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    order = float(kwargs.get("ord", args[0] if args else 2))
+    dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)
+    results: list[torch.Tensor | None] = [None] * len(tensors)
+    divided = [place for place, each in enumerate(tensors) if _division_of(each) is not None]
+    others = [place for place, each in enumerate(tensors) if _division_of(each) is None]
+    for place, norm in zip(divided, _find_norms([tensors[place] for place in divided], order, dtype), strict=True):
+        results[place] = norm
+    if others:
+        for place, norm in zip(others, func([tensors[place] for place in others], *args, **kwargs), strict=True):
+            results[place] = norm
+    return tuple(results)
+
+
+def _find_norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Norms of whole tensors, by one allreduce for those that are divided alike."""
+    members: dict[Division, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        _check_without_gradient(tensor)
+        division = _division_of(tensor)
+        assert division is not None
+        members.setdefault(division, []).append(place)
+    results = list(tensors)
+    for division, places in members.items():
+        folded = division.total(torch.stack([_power(tensors[place], order) for place in places]), _op_of_norm(order))
+        if order and not math.isinf(order):
+            folded = folded ** (1 / order)
+        for place, norm in zip(places, folded, strict=True):
+            results[place] = norm.to(dtype or tensors[place].dtype.to_real())
+    return results
+
+
+def _op_of_norm(order: float) -> ReduceOp:
+    return {math.inf: ReduceOp.MAX, -math.inf: ReduceOp.MIN}.get(order, ReduceOp.SUM)
+
+
+def _power(tensor: torch.Tensor, order: float) -> torch.Tensor:
+    """What of a norm adds up over the ranks, or the largest or smallest of which counts."""
+    values = as_plain(tensor)
+    if not values.numel():
+        return values.new_full((), math.inf if order == -math.inf else 0.0, dtype=torch.float64)
+    wide = torch.complex128 if values.is_complex() else torch.float64
+    norm: torch.Tensor = linalg.vector_norm(values, order, dtype=wide).to(torch.float64)
+    return norm**order if order and not math.isinf(order) else norm
+
+
+def _total(func: Callable[..., Any], source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call a reduction of all elements: sum, mean, the largest, the smallest, whether any, whether all, how many."""
+    division = _division_of(source)
+    is_of_two = any(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values()))  # the larger of each pair
+    if division is None or is_of_two:
+        return func(source, *args, **kwargs)
+    options = dict(kwargs)
+    dtype = options.pop("dtype", None)
+    if any(_is_given(option) for option in (*args, *options.values())):
+        _refuse(func)
+    _check_without_gradient(source)
+    values = as_plain(source)
+    wide = torch.complex128 if values.is_complex() else torch.float64
+    kind: str = func.__name__
+    if kind in _EXTREMES:
+        op, empty = _EXTREMES[kind]
+        values = (values != 0) if kind in {"any", "all"} else values
+        own = values.to(wide)
+        own = own.new_tensor(empty) if not own.numel() else own.max() if op is ReduceOp.MAX else own.min()
+        whole = division.total(own, op)
+    else:
+        own = (values != 0 if kind == "count_nonzero" else values).sum(dtype=wide)
+        whole, count = division.total(torch.stack([own, own.new_tensor(values.numel())]), ReduceOp.SUM)
+        whole = whole / count if kind == "mean" else whole
+    return whole.to(dtype or _dtype_of_total(kind, source.dtype))
+
+
+_EXTREMES = {
+    **dict.fromkeys(("max", "amax"), (ReduceOp.MAX, -math.inf)),
+    **dict.fromkeys(("min", "amin"), (ReduceOp.MIN, math.inf)),
+    "any": (ReduceOp.MAX, 0.0),
+    "all": (ReduceOp.MIN, 1.0),
+}
+"""How the ranks' results are folded, and what a rank without elements says."""
+
+
+def _dtype_of_total(kind: str, dtype: torch.dtype) -> torch.dtype:
+    if kind in {"any", "all"}:
+        return torch.bool
+    is_count = kind == "count_nonzero" or (kind == "sum" and not (dtype.is_floating_point or dtype.is_complex))
+    return torch.int64 if is_count else dtype
+
+
+def _is_given(option: object) -> bool:
+    """Whether an argument is one that a reduction of all elements doesn't have: a dim, keepdim, out."""
+    return isinstance(option, torch.Tensor) or not (option is None or option is False or option in ((), []))
+
+
+def _unscale(
+    func: Callable[..., Any], gradients: Sequence[torch.Tensor], found: torch.Tensor, scale: torch.Tensor
+) -> Any:
+    """Have all ranks find an infinity that is in the piece of one, as `torch.amp.GradScaler` looks for it."""
+    result = func(gradients, found, scale)
+    divisions = dict.fromkeys(map(_division_of, gradients))
+    for division in divisions:
+        if division is not None:
+            found.copy_(division.total(found.to(torch.float64), ReduceOp.MAX))
+    return result
+
+
+def _refuse(func: Callable[..., Any], *_args: Any, **_kwargs: Any) -> NoReturn:
+    raise UnsupportedOpError(
+        f"{getattr(func, '__name__', func)}() needs rows, columns or the order of a whole tensor, of which"
+        " this rank has a piece, from FSDP: use an optimizer that works element by element, or look at whole parameters"
+        " inside summon_full_params(); this rank's piece by itself is piece.detach().numpy()"
+    )
+
+
+def _refuse_divided(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if any(_division_of(each) is not None for each in (*args, *kwargs.values())):
+        _refuse(func)
+    return func(*args, **kwargs)
+
+
+def _check_without_gradient(tensor: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise UnsupportedOpError(
+            "a norm or total of a parameter that FSDP divides has no gradient outside of forward: return it from the"
+            " module's forward, where parameters are whole, take it under torch.no_grad(), or let the optimizer's"
+            " weight_decay do what it is for"
+        )
+
+
+def _named(owners: Sequence[object], names: str) -> list[Callable[..., Any]]:
+    """Functions of torch by name; the names that this torch doesn't have are left out."""
+    return [getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name)]
+
+
+_LINALG_NORMS = (linalg.vector_norm, linalg.norm)
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(
+        _named(
+            (torch, torch.Tensor),
+            "detach view reshape flatten ravel contiguous squeeze unsqueeze t transpose lerp to type float double half"
+            " bfloat16 cpu cuda abs absolute square pow __pow__ isfinite isnan isinf cat concat concatenate hstack",
+        ),
+        _keep,
+    ),
+    **{form.__get__: _keep for form in (torch.Tensor.data, torch.Tensor.T, torch.Tensor.mT)},  # type: ignore[attr-defined]
+    **dict.fromkeys([*_LINALG_NORMS, torch.norm, torch.Tensor.norm], _norm),
+    torch._foreach_norm: _foreach_norm,  # noqa: SLF001
+    **dict.fromkeys(
+        _named((torch, torch.Tensor), "sum mean max min amax amin any all count_nonzero"),
+        _total,
+    ),
+    **dict.fromkeys(
+        [
+            *_named(
+                (torch, torch.Tensor),
+                "dot vdot inner matmul mm mv bmm addmm addmv std var std_mean var_mean median"
+                " nanmedian quantile nanquantile prod argmax argmin logsumexp softmax log_softmax cumsum nansum"
+                " nanmean aminmax dist renorm _foreach_max _foreach_powsum",
+            ),
+            *_named((linalg,), "matrix_norm svd svdvals qr _powsum"),
+        ],
+        _refuse_divided,
+    ),
+    **dict.fromkeys(_named((torch,), "_amp_foreach_non_finite_check_and_unscale_"), _unscale),
+}
+"""What torch's functions do with pieces; all others take this rank's elements for what they are given."""

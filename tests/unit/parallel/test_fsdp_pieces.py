@@ -1,0 +1,336 @@
+"""What torch's own functions give for pieces of parameters and of gradients."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+import ferrodist as fd
+from ferrodist import FSDP, ShardingStrategy, UnsupportedOpError
+from ferrodist.testing import run_ranks
+
+STRATEGIES = {
+    "full": ShardingStrategy.FULL_SHARD,
+    "grad-op": ShardingStrategy.SHARD_GRAD_OP,
+    "none": ShardingStrategy.NO_SHARD,
+    "hybrid": ShardingStrategy.hybrid(2),
+}
+INPUTS = torch.linspace(-1, 1, 24).view(4, 6)
+
+
+def make():
+    """A model some of whose parameters lie on one rank, so that others have empty pieces of them."""
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(6, 31), torch.nn.Tanh(), torch.nn.Linear(31, 5), torch.nn.Linear(5, 1))
+
+
+def loss_of(model):
+    return (model(INPUTS) * 30).square().mean()
+
+
+def divided(model, group, **options):
+    """The model on this group, with the gradients of one backward."""
+    fsdp = FSDP(copy.deepcopy(model), group, wrap=torch.nn.Linear, **options)
+    loss_of(fsdp).backward()
+    return fsdp
+
+
+def with_gradients():
+    model = make()
+    loss_of(model).backward()
+    return model
+
+
+def gradients(model):
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("norm_type", [0.0, 0.5, 1.0, 2.0, 3.0, math.inf, -math.inf])
+def test_clipping_by_torch_is_that_of_one_process(norm_type, foreach):
+    """torch.nn.utils.clip_grad_norm_ gives all ranks the whole model's norm, and scales by it."""
+    model, own = make(), with_gradients()
+    expected = clip_grad_norm_(own.parameters(), 1.0, norm_type, foreach=foreach)
+
+    def program(group):
+        fsdp = divided(model, group)
+        total = clip_grad_norm_(fsdp.parameters(), 1.0, norm_type, error_if_nonfinite=True, foreach=foreach)
+        return total, get_total_norm(gradients(fsdp), norm_type, foreach=foreach)
+
+    for total, left in run_ranks(program, 3):
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(left, get_total_norm(gradients(own), norm_type), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_clipping_by_torch_however_the_model_is_divided(strategy):
+    """Copies of a part count once, and what is whole on each rank isn't added up."""
+    model, own = make(), with_gradients()
+    expected = clip_grad_norm_(own.parameters(), 1.0)
+
+    def program(group):
+        return clip_grad_norm_(divided(model, group, strategy=STRATEGIES[strategy]).parameters(), 1.0)
+
+    for total in run_ranks(program, 4):
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+def test_clipping_of_divided_distributed_and_plain_gradients_together(foreach):
+    """A list may have pieces, DTensors and plain tensors: each counts whole, once."""
+    model, own, head, tail = make(), with_gradients(), make(), make()
+    for each in (head, tail):
+        loss_of(each).backward()
+    expected = get_total_norm([*gradients(own), *gradients(head), *gradients(tail)])
+
+    def program(group):
+        fsdp, plain = divided(model, group), copy.deepcopy(head)
+        mesh = fd.DeviceMesh(group, (2,), ("tp",))
+        parallel = fd.parallelize(make_like(tail), mesh, {"0": fd.ColumnParallel()})
+        loss_of(parallel).backward()
+        for mine, other in zip(plain.parameters(), head.parameters(), strict=True):
+            mine.grad = other.grad.clone()
+        found = [*gradients(fsdp), *gradients(plain), *gradients(parallel)]
+        norms = torch._foreach_norm(found) if foreach else [torch.linalg.vector_norm(each) for each in found]
+        whole = [norm.full_tensor() if isinstance(norm, fd.DTensor) else norm for norm in norms]
+        return torch.linalg.vector_norm(torch.stack(whole))
+
+    for total in run_ranks(program, 2):
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
+
+
+def make_like(model):
+    twin = make()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def test_norms_written_by_hand():
+    """The loops that people write around .norm() give the whole model's norm, in whatever form they look at it."""
+    model, own = make(), with_gradients()
+    expected = float(get_total_norm(gradients(own)))
+
+    def program(group):
+        found = gradients(divided(model, group))
+        return [
+            math.sqrt(sum(each.norm().item() ** 2 for each in found)),
+            math.sqrt(sum(each.detach().data.norm(2).item() ** 2 for each in found)),
+            math.sqrt(sum(float((each**2).sum()) for each in found)),
+            math.sqrt(sum(float(each.float().abs().square().sum()) for each in found)),
+            float(torch.norm(torch.stack([torch.norm(each, 2.0) for each in found]))),
+            float(torch.cat([each.view(-1) for each in found]).norm()),
+            float(torch.linalg.norm(torch.cat([each.flatten() for each in found]))),
+        ]
+
+    for norms in run_ranks(program, 2):
+        assert norms == pytest.approx([expected] * len(norms), rel=1e-5)
+
+
+def test_totals_of_pieces_are_those_of_whole_tensors():
+    """Sums, means, largest and smallest elements, counts and questions are about the whole, also for empty pieces."""
+    names = ("sum", "mean", "max", "min", "amax", "amin", "any", "all", "count_nonzero")
+    model, own = make(), with_gradients()
+    expected = [[getattr(each, name)() for name in names] for each in gradients(own)]
+
+    def program(group):
+        return [[getattr(each, name)() for name in names] for each in gradients(divided(model, group))]
+
+    for found in run_ranks(program, 3):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_an_infinite_gradient_on_one_rank_is_found_on_all():
+    """error_if_nonfinite raises on the ranks whose pieces are finite, too, and NaN is not lost."""
+    model = make()
+
+    def program(group):
+        fsdp = divided(model, group)
+        largest = None
+        if group.rank == 1:
+            next(piece.grad for piece in fsdp.parameters() if piece.grad.numel())[0] = math.nan
+        with pytest.raises(RuntimeError, match="non-finite"):
+            clip_grad_norm_(fsdp.parameters(), 1.0, error_if_nonfinite=True)
+        largest = [float(each.abs().max()) for each in gradients(fsdp)]
+        return any(map(math.isnan, largest)), bool(torch.cat([each.view(-1) for each in gradients(fsdp)]).isnan().any())
+
+    assert run_ranks(program, 2) == [(True, True)] * 2
+
+
+def test_a_gradient_that_a_program_puts_there_is_a_piece_too():
+    """What is assigned to .grad, as after dividing it by something, has the norm of the whole gradient."""
+    model, own = make(), with_gradients()
+    expected = get_total_norm(gradients(own)) / 2
+
+    def program(group):
+        fsdp = divided(model, group)
+        for piece in fsdp.parameters():
+            piece.grad = piece.grad.clone() / 2
+        return clip_grad_norm_(fsdp.parameters(), math.inf)
+
+    for total in run_ranks(program, 2):
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
+
+
+def test_clipping_by_value():
+    """clip_grad_value_ limits each element of the gradients, which pieces have in common with whole ones."""
+    model, own = make(), with_gradients()
+    clip_grad_value_(own.parameters(), 0.5)
+    expected = get_total_norm(gradients(own))
+
+    def program(group):
+        fsdp = divided(model, group)
+        clip_grad_value_(fsdp.parameters(), 0.5)
+        return get_total_norm(gradients(fsdp))
+
+    for total in run_ranks(program, 2):
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
+
+
+def test_norms_of_the_parameters_themselves():
+    """A parameter's norm is the whole one's under no_grad; where it would need a gradient, it is refused."""
+    model = make()
+    expected = get_total_norm(list(model.parameters())).detach()
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group)
+        with torch.no_grad():
+            total = get_total_norm(fsdp.parameters())
+        with pytest.raises(UnsupportedOpError, match="weight_decay"):
+            sum(piece.norm() for piece in fsdp.parameters())
+        return total
+
+    for total in run_ranks(program, 2):
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
+
+
+WHOLE = {
+    "sum along a dim": lambda gradient: gradient.sum(0),
+    "norm along a dim": lambda gradient: torch.linalg.vector_norm(gradient, dim=0),
+    "matrix norm": lambda gradient: torch.linalg.norm(gradient, 1),
+    "largest along a dim": lambda gradient: torch.max(gradient, 0),
+    "product": lambda gradient: gradient @ torch.ones(1, 1),
+    "inner product": lambda gradient: torch.dot(gradient.view(-1), gradient.view(-1)),
+    "standard deviation": torch.std,
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_needs_whole_tensors_is_refused(name):
+    """What can't be told from a piece is an error that says so, and no number."""
+    model = make()
+
+    def program(group):
+        fsdp = divided(model, group)
+        with pytest.raises(UnsupportedOpError, match="whole tensor"):
+            WHOLE[name](fsdp.module[0].weight.grad)
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon"])
+def test_optimizers_of_whole_matrices_are_refused(name):
+    """An optimizer that mixes the elements of a matrix would step by other numbers on pieces: it gets an error."""
+    model = make()
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"torch {torch.__version__} has no {name}")
+
+    def program(group):
+        fsdp = divided(model, group)
+        matrices = [piece for piece in fsdp.parameters() if piece.ndim == 2]
+        optimizer = getattr(torch.optim, name)(matrices)
+        with pytest.raises(UnsupportedOpError, match="element by element"):
+            optimizer.step(lambda: loss_of(fsdp))
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "foreach": True}),
+        ("AdamW", {"foreach": True, "amsgrad": True}),
+        ("AdamW", {"fused": True}),
+        ("Adamax", {}),
+        ("Rprop", {}),
+        ("NAdam", {}),
+    ],
+)
+def test_optimizers_take_pieces_for_what_they_are(name, options):
+    """What optimizers keep is plain tensors, and they step as on whole parameters."""
+    model = make()
+
+    def trained(model):
+        optimizer = getattr(torch.optim, name)(model.parameters(), **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        return optimizer
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group)
+        states = trained(fsdp).state.values()
+        assert {type(value) for state in states for value in state.values()} == {torch.Tensor}
+        return fsdp.full_state_dict()
+
+    own = copy.deepcopy(model)
+    trained(own)
+    for state in run_ranks(program, 2):
+        for key, value in own.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_scaler_without_unscale():
+    """GradScaler.step skips the step on all ranks when one rank's piece is infinite."""
+    model = make()
+
+    def program(group):
+        fsdp = divided(model, group)
+        optimizer, scaler = torch.optim.SGD(fsdp.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
+        fsdp.zero_grad()
+        scaler.scale(loss_of(fsdp)).backward()
+        if group.rank == 1:
+            next(piece.grad for piece in fsdp.parameters() if piece.grad.numel())[0] = math.inf
+        before = [piece.detach().clone() for piece in fsdp.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        return all(map(torch.equal, before, fsdp.parameters())), scaler.get_scale()
+
+    assert run_ranks(program, 2) == [(True, 1.0)] * 2
+
+
+def test_pieces_are_saved_and_copied_as_plain_tensors():
+    """torch.save, torch.load and deepcopy of pieces and their gradients need no ferrodist."""
+    model = make()
+
+    def program(group):
+        weight = divided(model, group).module[0].weight
+        file = io.BytesIO()
+        torch.save([weight, weight.grad], file)
+        file.seek(0)
+        read = torch.load(file, weights_only=True)
+        twins = copy.deepcopy([weight, weight.grad])
+        for pair in (read, twins):
+            assert [type(each) for each in pair] == [torch.nn.Parameter, torch.Tensor]
+            assert torch.equal(pair[0], weight)
+            assert torch.equal(pair[1], weight.grad)
+
+    run_ranks(program, 2)
+
+
+def test_a_norm_that_one_rank_asks_for():
+    """A rank that asks alone waits for the others no longer than the time-out, and hears what is missing."""
+    model = make()
+
+    def program(group):
+        fsdp = divided(model, group)
+        if group.rank == 1:
+            return
+        with pytest.raises(fd.DistributedError, match="Every rank must ask for it"):
+            clip_grad_norm_(fsdp.parameters(), 1.0)
+
+    run_ranks(program, 2, timeout=2)
