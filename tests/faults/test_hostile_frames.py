@@ -65,6 +65,19 @@ def _frame(
 
 _OFFER = _frame(Kind.OFFER, size=_LARGE)
 
+_BAD_REASONS: dict[str, bytes] = {
+    "a type that is none": b"\xc1" * 9,
+    "other types": msgspec.msgpack.encode({"name": 1}),
+    "a class that is no text": b"\x93\xa3\xff\xff\xff\xa1x\x90",
+    "a message that is no text": b"\x93\xa1x\xa3\xff\xff\xff\x90",
+    "a huge length": b"\x93\xdb\xff\xff\xff\xff",
+    "a huge number of ranks": b"\x93\xa1x\xa1x\xdd\xff\xff\xff\xff",
+    "lists in lists": b"\x91" * 100_000,
+    "a rank that can't be": msgspec.msgpack.encode(("PeerLostError", "x", (3,))),
+    "a huge rank": msgspec.msgpack.encode(("PeerLostError", "x", (2**64 - 1,))),
+    "more behind": msgspec.msgpack.encode(("PeerLostError", "x", ())) + b"x",
+}
+
 _VIOLATIONS: dict[str, bytes] = {
     "another magic": _frame(magic=b"GE"),
     "an HTTP request": b"GET / HTTP/1.1\r\nHost: example.org\r\nUser-Agent: a browser\r\nAccept: */*\r\n\r\n",
@@ -98,7 +111,7 @@ _VIOLATIONS: dict[str, bytes] = {
     "DATA without bytes": _OFFER + _frame(Kind.DATA, size=_LARGE),
     "an ABORT without a reason": _frame(Kind.ABORT),
     "an ABORT with garbage": _frame(Kind.ABORT, b"\xff" * 100),
-    "an ABORT of other types": _frame(Kind.ABORT, msgspec.msgpack.encode({"name": 1})),
+    **{f"an ABORT with {name}": _frame(Kind.ABORT, payload) for name, payload in _BAD_REASONS.items()},
     "half a header and the end": _frame()[:20],
     "half a payload and the end": _frame(payload=b"xxxx", length=100, size=100),
 }
@@ -218,6 +231,29 @@ def test_violations_end_the_group(violation: str, bystanders: Callable[[], None]
         assert caught.value.ranks == (_HOSTILE,)
         assert tracemalloc.get_traced_memory()[1] < _MEMORY_LIMIT
         bystanders()
+
+
+_PASSED_ON: dict[str, bytes] = {
+    **{f"an ABORT with {name}": _frame(Kind.ABORT, payload, destination=2) for name, payload in _BAD_REASONS.items()},
+    "an ABORT without a reason": _frame(Kind.ABORT, destination=2),
+    "a second OFFER": _frame(Kind.OFFER, size=_LARGE, destination=2) * 2,
+    "DATA out of order": _frame(Kind.OFFER, size=_LARGE, destination=2)
+    + _frame(Kind.DATA, b"x" * 10, size=_LARGE, offset=20, destination=2),
+    "DATA of another size": _frame(Kind.OFFER, size=_LARGE, destination=2)
+    + _frame(Kind.DATA, b"x" * 10, size=_LARGE + 1, destination=2),
+}
+
+
+@pytest.mark.parametrize("violation", _PASSED_ON)
+def test_violations_that_rank_0_passes_on_name_their_sender(violation: str) -> None:
+    """What breaks the protocol at the rank that it is for is put down to who sent it, by all ranks."""
+    with check_leaks(), _job() as job:
+        job.sock.sendall(_PASSED_ON[violation])
+        for rank in (2, 0):
+            error, took = _failure_of(job.groups[rank], lambda rank=rank: job.groups[rank].recv(bytearray(1), 2 - rank))
+            assert isinstance(error, fd.ProtocolError), error
+            assert error.ranks == (_HOSTILE,), error
+            assert took < _LIMIT_SECONDS, error
 
 
 def test_huge_offers_cost_nothing() -> None:

@@ -151,7 +151,9 @@ def _comparison(runs: list[list[_Collected]], group: Backend) -> Operation[None]
         payloads = engine.share("coalesce", payload, timeout=timeout, sequence=sequence)
         differing = [rank for rank, other in enumerate(payloads) if other[:16] != payloads[0][:16]]
         if differing:
-            said = "; ".join(f"rank {rank}: {payloads[rank][16:].decode()}" for rank in (0, differing[0]))
+            said = "; ".join(
+                f"rank {rank}: {payloads[rank][16:].decode(errors='replace')}" for rank in (0, differing[0])
+            )
             error = CollectiveMismatchError(
                 f"the ranks of group {group.name!r} put different operations into a coalesce() block: {said}. (A +"
                 " joins operations that travel as one: of one kind and dtype, and without memory in common.)",

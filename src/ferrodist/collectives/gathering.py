@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.differentiable import attach, records_history
+from ferrodist.collectives.facts import check_sizes, read_facts
 from ferrodist.collectives.fold import widen
 from ferrodist.collectives.operation import Operation, collectives_of, refuse_in_coalesce, run_later, run_now
 from ferrodist.collectives.prepare import (
@@ -143,9 +144,8 @@ def share_sizes(operation: str, tensor: torch.Tensor, dim: int, group: Backend, 
     engine_of(group, tensor.device)  # or an error, before the others count on this rank
     engine = collectives_of(group)
     payload = _SIZE.pack(tensor.shape[dim], dim, tensor.dim(), tensor.is_cuda)
-    heads = [
-        _SIZE.unpack(head) for head in engine.share(operation, payload, timeout=timeout, sequence=engine.reserve())
-    ]
+    payloads = engine.share(operation, payload, timeout=timeout, sequence=engine.reserve())
+    heads = read_facts(_SIZE, payloads, group, operation)
     differing = tuple(rank for rank, head in enumerate(heads) if head[1:] != heads[0][1:])
     if differing:
         said = "; ".join(
@@ -158,6 +158,8 @@ def share_sizes(operation: str, tensor: torch.Tensor, dim: int, group: Backend, 
         )
         group.abort(error)
         raise error
+    for rank, head in enumerate(heads):
+        check_sizes(head[:1], group, rank, operation)
     return [head[0] for head in heads]
 
 

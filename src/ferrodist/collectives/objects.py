@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from ferrodist.backends.call import MAX_PAYLOAD
+from ferrodist.collectives.facts import check_sizes, protocol_error, read_facts
 from ferrodist.collectives.gathering import all_gather_by_sizes, share_sizes
 from ferrodist.collectives.operation import collectives_of, refuse_in_coalesce
 from ferrodist.collectives.plain_data import encode_plain
@@ -230,7 +231,7 @@ def _sizes_of_root(
         payload += numbers.pack(*sizes)
     engine = collectives_of(group)
     heads = engine.share(operation, payload, timeout=deadline.remaining(), sequence=engine.reserve())
-    roots = [_ROOT.unpack_from(head)[0] for head in heads]
+    roots = [root for (root,) in read_facts(_ROOT, heads, group, operation)]
     if len(set(roots)) > 1:
         calls = "; ".join(f"rank {rank} called {operation}({root_name}={r})" for rank, r in enumerate(roots))
         error = CollectiveMismatchError(
@@ -240,9 +241,14 @@ def _sizes_of_root(
         group.abort(error)
         raise error
     if fits:
-        return numbers.unpack_from(heads[root], _ROOT.size)
-    told = broadcast(torch.tensor(sizes, device="cpu"), root, group=group, timeout=deadline.remaining())
-    return tuple(told.tolist())
+        if len(heads[root]) != _ROOT.size + numbers.size:
+            raise protocol_error(group, root, f"sent no sizes with its {operation}")
+        told = numbers.unpack_from(heads[root], _ROOT.size)
+    else:
+        mine = torch.tensor(sizes, device="cpu")
+        told = tuple(broadcast(mine, root, group=group, timeout=deadline.remaining()).tolist())
+    check_sizes(told, group, root, operation)
+    return told
 
 
 def _encode(value: Any, allow_pickle: bool) -> torch.Tensor:  # noqa: FBT001 - the user's keyword, passed on

@@ -10,6 +10,7 @@ import torch
 
 from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.differentiable import attach, records_history
+from ferrodist.collectives.facts import check_sizes, dtype_at, protocol_error, read_facts
 from ferrodist.collectives.gathering import Join, share_sizes
 from ferrodist.collectives.operation import Operation, collectives_of, refuse_in_coalesce, run_now
 from ferrodist.collectives.prepare import (
@@ -199,6 +200,8 @@ def scatter(
     heads = engine.share("scatter", head, timeout=limit, sequence=engine.reserve())
     _compare_scatters(heads, chosen)
     dim, _, place, recorded, is_cuda, num_dims, *shape = _SCATTER_HEAD.unpack(heads[src])
+    check_sizes(shape, chosen, src, "scatter")
+    dtype = dtype_at(place, chosen, src, "scatter")
     sizes = compute_shard_sizes(shape[dim], chosen.world_size)
     device = _device_of_part(is_cuda, tensor, out)
     whole = tensor
@@ -206,7 +209,7 @@ def scatter(
     if whole is None or is_elsewhere or (recorded and not whole.requires_grad):
         whole = torch.empty(0, requires_grad=recorded, device=device)  # so that backward comes through here too
     with torch.enable_grad() if recorded else torch.no_grad():
-        target = prepare_late_out(out, _part_shape(shape[:num_dims], dim, chosen), DTYPES[place], whole, dim=dim)
+        target = prepare_late_out(out, _part_shape(shape[:num_dims], dim, chosen), dtype, whole, dim=dim)
         if is_elsewhere:
             target = replace(target, refusal=ValueError(f"rank {src}'s tensor is on a {device.type}: pass one there"))
         return scatter_by_sizes(whole, target, sizes, src, dim=dim, group=chosen, timeout=deadline.remaining())
@@ -228,9 +231,14 @@ def _part_shape(shape: Sequence[int], dim: int, group: Backend) -> list[int]:
 
 def _compare_scatters(heads: Sequence[bytes], group: Backend) -> None:
     """Raise, the same on every rank, unless all ranks scatter the tensor of one rank along one dim."""
-    said = [_SCATTER_CALL.unpack_from(head) for head in heads]
+    said = read_facts(_SCATTER_CALL, heads, group, "scatter")
+    root = said[0][1]
     if len({src for _, src in said}) == 1:
-        dim, _, _, _, _, num_dims, *_ = _SCATTER_HEAD.unpack(heads[said[0][1]])
+        if len(heads[root]) != _SCATTER_HEAD.size:
+            raise protocol_error(group, root, "sent no shape with its scatter")
+        dim, _, _, _, _, num_dims, *_ = _SCATTER_HEAD.unpack(heads[root])
+        if not 0 <= dim < num_dims <= _MAX_SCATTER_DIMS:
+            raise protocol_error(group, root, "named a dim with its scatter that no tensor has")
         if all(other in (dim, dim - num_dims) for other, _ in said):
             return
     calls = "; ".join(f"rank {rank} called scatter(src={src}, dim={dim})" for rank, (dim, src) in enumerate(said))

@@ -23,6 +23,7 @@ import torch
 from ferrodist.backends.call import Call
 from ferrodist.backends.sub import SubBackend
 from ferrodist.collectives.device_streams import streams_of
+from ferrodist.collectives.facts import dtype_text, read_facts
 from ferrodist.collectives.operation import collectives_of
 from ferrodist.collectives.reduce_op import DTYPES, Op, ReduceOp
 from ferrodist.collectives.staged_plan import Parts, Plan
@@ -284,10 +285,9 @@ class StagedCollectives:
         place = DTYPES.index(plan.like.dtype)
         head = _HEAD.pack(place, plan.number, call.root, call.dim, call.count, plan.largest)
         engine = collectives_of(self._group)
-        heads = [
-            _HEAD.unpack(said)
-            for said in engine.share(f"{call.operation} on GPUs", head, timeout=deadline.remaining(), sequence=sequence)
-        ]
+        name = f"{call.operation} on GPUs"
+        payloads = engine.share(name, head, timeout=deadline.remaining(), sequence=sequence)
+        heads = read_facts(_HEAD, payloads, self._group, name)
         if len({said[:_NUM_COMPARED] for said in heads}) > 1:
             raise self._group.agreement.mismatch_error(
                 [_call_of(call.operation, said[:_NUM_COMPARED], sequence) for said in heads]
@@ -423,8 +423,8 @@ def _call_of(operation: str, said: tuple[int, ...], sequence: int) -> Call:
     ops = [*map(str, ReduceOp), "premultiplied_sum"]
     return Call(
         operation=operation,
-        dtype=str(DTYPES[place]).removeprefix("torch."),
-        reduce_op="" if number < 0 else ops[number],
+        dtype=dtype_text(place),
+        reduce_op="" if number < 0 else ops[number] if number < len(ops) else f"reduction {number}",
         root=root,
         dim=dim,
         count=count,

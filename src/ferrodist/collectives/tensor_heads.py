@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 import threading
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +23,12 @@ __all__ = ["HEAD_BYTES", "MAX_DIMS", "KeptHeads", "TensorHead", "body_numbers", 
 
 MAX_DIMS = 12
 """Dims that a head has room for."""
+
+_MAX_BYTES = 1 << 47
+"""More than any machine's memory: a tensor can't have as many."""
+
+_MOST = (1 << 63) - 1
+"""What torch's arithmetic of sizes holds."""
 
 _HEAD = struct.Struct(f"<QBB{MAX_DIMS}q")  # number of the body, dtype's place in DTYPES, dims, shape
 
@@ -49,7 +56,10 @@ class TensorHead(NamedTuple):
         number, place, num_dims, *padded = _HEAD.unpack(message)
         if place >= len(DTYPES) or num_dims > MAX_DIMS or min(padded) < 0:
             return None
-        return cls(number, DTYPES[place], tuple(padded[:num_dims]))
+        shape = tuple(padded[:num_dims])
+        # torch counts so, too: a dim without elements does not make up for the others.
+        size = math.prod(max(dim, 1) for dim in shape) * DTYPES[place].itemsize
+        return None if size > (_MAX_BYTES if 0 not in shape else _MOST) else cls(number, DTYPES[place], shape)
 
 
 def body_numbers(group: Backend) -> Iterator[int]:

@@ -2,7 +2,8 @@
 
 [Note: given up]
 A send that is given up has sent its head already. It leaves an empty message where its elements would be, on which
-the receiver drops the head and waits for the next one. A receive that is given up after its head has come keeps the
+the receiver drops the head and waits for the next one: also where the head is not what it expects, so it looks whether
+the elements are there before it complains. A receive that is given up after its head has come keeps the
 head with the group, for the next receive of that tag: the elements are still to come, or wait.
 """
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
+    from typing_extensions import Buffer
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.request import Late, Request
@@ -203,13 +205,19 @@ class TensorReceive(BaseRequest):
         try:
             number, dtype, shape = self._read_head()
             tag = channel_tag(Channel.TENSOR_BODY, number)
-            if self._target is None or (shape, dtype) != (self._shape, self._dtype):
-                self._check(shape, dtype, tag)
+            mismatch = self._mismatch(shape, dtype)
+            if mismatch is not None and 0 not in shape:
+                self._look_for_body(tag, partial(self._refuse_body, shape, dtype, tag, mismatch))
+                return
+            if mismatch is not None:
+                self._fail(mismatch)
+                return
+            if self._target is None:
                 self._target = prepare_out(None, shape, dtype)
             if not self._target.flat.numel():
                 self.end()
             else:
-                self._start_body(self._target, tag)
+                self._start_body(bytes_of(self._target.flat), tag, partial(self._take_body, shape, dtype, tag))
         except Exception as error:  # noqa: BLE001 - it is raised again in wait()
             self._fail(error)
 
@@ -222,46 +230,72 @@ class TensorReceive(BaseRequest):
             )
         return head
 
-    def _start_body(self, target: Target, tag: int) -> None:
+    def _start_body(self, buffer: Buffer, tag: int, then: Callable[[Request], None]) -> None:
         with self._starting:
             if self._cancelled:
                 kept_heads(self._group).keep(self._tag, self.peer, bytes(self._head))
                 raise DistributedTimeoutError("the receive was cancelled")
-            body = self._body = self._group.irecv(bytes_of(target.flat), self.peer, tag=tag)
-        body.add_done_callback(partial(self._take_body, body, tag))
+            body = self._body = self._group.irecv(buffer, self.peer, tag=tag)
+        body.add_done_callback(lambda: self._go_on(then, body))
 
-    def _check(self, shape: tuple[int, ...], dtype: torch.dtype, tag: int) -> None:
-        if (self._shape is not None and shape != self._shape) or (self._dtype is not None and dtype is not self._dtype):
-            unwanted = prepare_out(None, shape, dtype).flat
-            if unwanted.numel():  # take its elements, or the sender of a large one waits for its whole timeout
-                self._group.irecv(bytes_of(unwanted), self.peer, tag=tag)
-            wanted = f"{self._dtype or 'any dtype'} of shape {self._shape if self._shape is not None else 'any'}"
-            raise SizeMismatchError(
-                f"rank {self.peer} of group {self._group.name!r} sent a {dtype} tensor of shape {shape}; rank"
-                f" {self._group.rank} expected {wanted}",
-                ranks=(self.peer,),
-            )
-
-    def _take_body(self, body: Request, tag: int) -> None:
+    def _go_on(self, then: Callable[[Request], None], body: Request) -> None:
         try:
-            body.wait(0)
-        except SizeMismatchError:  # an empty message: the sender has given up
-            try:
-                self._restart(tag)
-            except Exception as error:  # noqa: BLE001 - it is raised again in wait()
-                self._fail(error)
+            then(body)
         except Exception as error:  # noqa: BLE001 - it is raised again in wait()
             self._fail(error)
+
+    def _take_body(self, shape: tuple[int, ...], dtype: torch.dtype, tag: int, body: Request) -> None:
+        try:
+            body.wait(0)
+        except SizeMismatchError:  # an empty message, if its sender has given up
+            broken = ProtocolError(
+                f"rank {self.peer} of group {self._group.name!r} sent elements that are not those of its {dtype} tensor"
+                f" of shape {shape}",
+                ranks=(self.peer,),
+            )
+            self._look_for_body(tag, partial(self._refuse_body, shape, dtype, tag, broken))
         else:
             self.end()
 
-    def _restart(self, tag: int) -> None:
-        """Take the empty message and begin anew.
+    def _look_for_body(self, tag: int, refuse: Callable[[], None]) -> None:
+        """Begin anew if the sender has given up, else ``refuse()``, which raises.
+
+        A receive of nothing takes the empty message of a sender that has, and fails at once on elements, or an offer.
+        """
+
+        def then(body: Request) -> None:
+            try:
+                body.wait(0)
+            except SizeMismatchError:
+                refuse()
+            else:
+                self._restart()
+
+        self._start_body(bytearray(), tag, then)
+
+    def _refuse_body(self, shape: tuple[int, ...], dtype: torch.dtype, tag: int, error: DistributedError) -> None:
+        """Take the elements of a tensor, or the sender of a large one waits for its whole timeout, and raise."""
+        with contextlib.suppress(RuntimeError):  # no memory for what nobody wants, or the group has ended
+            self._group.irecv(bytes_of(prepare_out(None, shape, dtype).flat), self.peer, tag=tag)
+        raise error
+
+    def _mismatch(self, shape: tuple[int, ...], dtype: torch.dtype) -> SizeMismatchError | None:
+        """Why a tensor is not the one that was asked for, or None."""
+        if (self._shape is None or shape == self._shape) and (self._dtype is None or dtype is self._dtype):
+            return None
+        wanted = f"{self._dtype or 'any dtype'} of shape {self._shape if self._shape is not None else 'any'}"
+        return SizeMismatchError(
+            f"rank {self.peer} of group {self._group.name!r} sent a {dtype} tensor of shape {shape}; rank"
+            f" {self._group.rank} expected {wanted}",
+            ranks=(self.peer,),
+        )
+
+    def _restart(self) -> None:
+        """Begin anew, when the empty message has been taken.
 
         The next head and its body may have come already, and be another that was given up: then this is called again
         from within, and leaves it to the loop outside, for any number of them may follow each other.
         """
-        self._group.irecv(bytearray(), self.peer, tag=tag)
         with self._starting:
             self._body = self._head_request = None
             self.peer, self._target = self._source, self._given

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ferrodist.backends.call import MAX_PAYLOAD
+from ferrodist.collectives.facts import read_facts
 from ferrodist.errors import CollectiveMismatchError
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class Comparison:
         # By a name that no other call has: ranks that make one are told of it, and take none of this for their data.
         name = f"{self._name}'s sizes"
         payloads = cast("Collectives", engine).share(name, self._payload, timeout=timeout, sequence=place)
-        self._heads = [_HEAD.unpack_from(payload) for payload in payloads]
+        self._heads = read_facts(_HEAD, payloads, self._group, name)
         for payload in payloads:
             text = payload[_HEAD.size :].decode("ascii", "replace")
             self._texts.append(f"{text}..." if len(payload) == MAX_PAYLOAD else text)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.backends.call import MAX_PAYLOAD
+from ferrodist.collectives.facts import dtype_text, read_facts
 from ferrodist.collectives.operation import collectives_of
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
@@ -338,15 +339,15 @@ def _agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
     head = _PART.pack(DTYPES.index(local.dtype), local.dim(), *shape, digest)
     payload = head + text[: MAX_PAYLOAD - len(head)]
     payloads = engine.share("from_local", payload, timeout=group.timeout, sequence=engine.reserve())
-    said = [_PART.unpack_from(other) for other in payloads]
+    said = read_facts(_PART, payloads, group, "from_local")
     shapes = [tuple(sizes[:num_dims]) for _, num_dims, *sizes, _ in said]
     for rank, (dtype, num_dims, *_, kind) in enumerate(said):
         if (dtype, num_dims, kind) != (*said[0][:2], said[0][-1]):
             raise CollectiveMismatchError(
                 "the ranks' parts don't make a tensor: "
                 + " and ".join(
-                    f"rank {mesh.ranks[at]} has {DTYPES[said[at][0]]} of shape {shapes[at]},"
-                    f" placed as {payloads[at][_PART.size :].decode()}"
+                    f"rank {mesh.ranks[at]} has torch.{dtype_text(said[at][0])} of shape {shapes[at]},"
+                    f" placed as {payloads[at][_PART.size :].decode(errors='replace')}"
                     for at in (0, rank)
                 ),
                 ranks=(mesh.ranks[rank],),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
+
+import pytest
 
 from ferrodist.backends.native import failures
 from ferrodist.backends.native.failures import FailureKind
+from ferrodist.backends.native.names import call_of_line
 
 _HEADER = Path(__file__).parents[3] / "native" / "base" / "failure.h"
 
@@ -19,3 +23,19 @@ def test_all_failures_are_mapped():
     assert len(names) == len(FailureKind)
     assert [{"queue": "queued"}.get(name, name) for name in names] == [kind.name.lower() for kind in FailureKind]
     assert set(failures._ERRORS) == set(FailureKind)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ((200, 0, 0), "operation 200("),
+        ((1, 200, 0), "dtype 200[7]"),
+        ((1, 0, 200), "reduction 200, "),
+        ((255, 255, 255), "operation 255("),
+    ],
+)
+def test_numbers_that_are_unknown_here_stand_for_themselves(line, said):
+    """Another rank's call of an operation, dtype or reduction that this build lacks is named in a mismatch."""
+    call = call_of_line(struct.pack("<BBBbiQ", *line, -1, -1, 7).ljust(64, b"\0"), 3)
+    assert said in str(call)
+    assert call.sequence == 3

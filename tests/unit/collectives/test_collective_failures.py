@@ -220,6 +220,46 @@ def test_bodies_of_refused_tensors_are_not_kept() -> None:
     assert run_ranks(on_rank, 2) == [0, 0]
 
 
+@pytest.mark.parametrize(
+    "shape", [(2**62, 2**62), (2**50,), (0, 2**62), (2**40, 2**40, 0)], ids=["product", "one", "with none", "none"]
+)
+@pytest.mark.parametrize("receive", ["recv", "recv of a shape", "recv_into"])
+def test_heads_of_tensors_that_no_machine_has_room_for(shape: tuple[int, ...], receive: str) -> None:
+    """A head with sizes that no machine has room for is a ProtocolError that names its sender, nothing of torch's."""
+
+    def on_rank(group: Backend) -> None:
+        if group.rank == 0:
+            head = TensorHead(7, torch.float32, shape).pack()
+            group.send(head, 1, tag=channel_tag(Channel.TENSOR_HEAD, 0))
+            group.send(bytes(8), 1, tag=channel_tag(Channel.TENSOR_BODY, 7))
+            return
+        calls: dict[str, Callable[[], object]] = {
+            "recv": lambda: fd.recv(None, None, 0),
+            "recv of a shape": lambda: fd.recv((2,), torch.float32, 0),
+            "recv_into": lambda: fd.recv_into(torch.ones(2), 0),
+        }
+        with pytest.raises(fd.ProtocolError, match=r"rank 0 .* the head of a tensor that can't be") as caught:
+            calls[receive]()
+        assert caught.value.ranks == (0,)
+
+    run_ranks(on_rank, 2)
+
+
+def test_elements_that_are_not_those_of_their_head() -> None:
+    """A tensor's elements of another size than its head says end the receive at once, and their sender is named."""
+
+    def on_rank(group: Backend) -> None:
+        if group.rank == 0:
+            group.send(TensorHead(7, torch.float32, (3,)).pack(), 1, tag=channel_tag(Channel.TENSOR_HEAD, 0))
+            group.send(bytes(5), 1, tag=channel_tag(Channel.TENSOR_BODY, 7))
+            return
+        with pytest.raises(fd.ProtocolError, match="elements that are not those of its") as caught:
+            fd.recv((3,), torch.float32, 0)
+        assert caught.value.ranks == (0,)
+
+    run_ranks(on_rank, 2)
+
+
 def test_a_cancelled_receive_leaves_the_tensor_alone() -> None:
     """A recv that gave up before its elements came does not write to its tensor later, whenever they come."""
 

@@ -370,3 +370,52 @@ def test_any_number_of_sends_may_be_given_up_before_one_arrives():
         return fd.recv(None, None, 0, timeout=20).tolist()
 
     assert run_ranks(program, 2)[1] == [7.0] * 3
+
+
+_TAKERS = {
+    "recv": lambda src: fd.recv((3,), torch.float32, src, timeout=20),
+    "recv_into": lambda src: (tensor := torch.empty(3), fd.recv_into(tensor, src, timeout=20))[0],
+    "sendrecv": lambda src: fd.sendrecv(torch.ones(1), 0, (3,), src, timeout=20),
+    "batch": lambda src: (tensor := torch.empty(3), fd.batch([fd.Recv(tensor, src)], timeout=20))[0],
+}
+
+
+@pytest.mark.parametrize("take", _TAKERS)
+@pytest.mark.parametrize(
+    "backend", ["simulated", "tcp-threads", pytest.param("native", marks=_NATIVE), pytest.param("gloo", marks=_NATIVE)]
+)
+def test_what_a_send_gave_up_is_no_mismatch_for_the_next_receive(backend, take):
+    """A receive passes over tensors of another shape or dtype whose sends gave up, and takes the one behind them."""
+
+    def program(group):
+        if group.rank == 0:
+            for large in (torch.ones(600_000), torch.ones(3_000, dtype=torch.float64), torch.ones(2, 200_000)):
+                with pytest.raises(fd.DistributedTimeoutError):
+                    fd.send(large.repeat(100) if large.dim() == 1 else large, 1, timeout=0.02)
+            fd.send(torch.ones(3), 1, tag=9)
+            for value in (5.0, 6.0):
+                fd.send(torch.full((3,), value), 1, timeout=20)
+            if take == "sendrecv":
+                fd.recv(None, None, 1, timeout=20)
+                fd.recv(None, None, 1, timeout=20)
+            return None
+        fd.recv((3,), None, 0, tag=9, timeout=20)
+        return [_TAKERS[take](src).tolist() for src in (0, fd.ANY_SOURCE)]
+
+    assert run_ranks(program, 2, backend=backend)[1] == [[5.0] * 3, [6.0] * 3]
+
+
+@pytest.mark.parametrize("backend", ["simulated", "tcp-threads", pytest.param("native", marks=_NATIVE)])
+def test_a_tensor_of_another_shape_is_refused_while_its_send_waits(backend):
+    """A receive of another shape raises at once and lets the sender of the large tensor go on."""
+
+    def program(group):
+        if group.rank == 0:
+            fd.send(torch.ones(2_000_000), 1, timeout=20)
+            fd.send(torch.ones(3), 1, timeout=20)
+            return None
+        with pytest.raises(fd.SizeMismatchError, match=r"rank 0 .* sent a torch.float32 tensor of shape \(2000000,\)"):
+            fd.recv((3,), None, 0, timeout=20)
+        return fd.recv((3,), None, 0, timeout=20).tolist()
+
+    assert run_ranks(program, 2, backend=backend)[1] == [1.0] * 3

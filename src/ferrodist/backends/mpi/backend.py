@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from ferrodist.backends.mailbox_backend import MAX_AHEAD, Departure, GroupReceive, MailboxBackend, Send
 from ferrodist.backends.mpi import world
 from ferrodist.backends.mpi.agreement import MpiAgreement
@@ -22,6 +20,7 @@ from ferrodist.backends.mpi.messages import MessagesIn, MessagesOut
 from ferrodist.backends.mpi.messenger import Messenger, Outgoing
 from ferrodist.backends.mpi.mover import MpiMover
 from ferrodist.backends.mpi.progress import Progress
+from ferrodist.backends.reason import pack_reason, unpack_reason
 from ferrodist.backends.request import Late, answer_seconds
 from ferrodist.backends.tcp.live import track
 from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
@@ -31,8 +30,6 @@ from ferrodist.errors import (
     DistributedTimeoutError,
     PeerLostError,
     ProtocolError,
-    error_from_wire,
-    error_to_wire,
     ranks_text,
 )
 
@@ -55,9 +52,6 @@ _PARKING_SECONDS = 0.5
 
 _LOOK_SECONDS = 0.05
 """How long a rank that comes late waits for a look of another thread's, which may find that others have given up."""
-
-_MAX_REASON = 10_000
-"""Characters of an error message, and ranks, that an ABORT frame carries."""
 
 _DIED = Departure(what="died: MPI reports its process as failed")
 
@@ -230,12 +224,11 @@ class MpiBackend(MailboxBackend):
 
     def _on_abort(self, source: int, frame: Frame, payload: memoryview) -> None:
         try:
-            name, text, ranks = msgspec.msgpack.decode(payload, type=tuple[str, str, tuple[int, ...]])
-        except msgspec.MsgspecError as error:
-            raise ProtocolError(f"an ABORT frame whose reason can't be read ({error})", ranks=(source,)) from None
+            reason = unpack_reason(payload, self.world_size)
+        except ValueError as error:
+            raise ProtocolError(f"an ABORT frame with {error}") from None
         if not self._is_told(source, frame):
             return
-        reason = error_from_wire(name, text, ranks)
         if self._unheard_leavers(frame.group, reason):
             self._parked.append(_Parked(frame.group, reason, Deadline(_PARKING_SECONDS)))
         else:
@@ -351,8 +344,7 @@ class MpiBackend(MailboxBackend):
     # Notices, and the end.
 
     def _notify_abort(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
-        name, message, ranks = error_to_wire(error)
-        payload = msgspec.msgpack.encode((name, message[:_MAX_REASON], ranks[:_MAX_REASON]))
+        payload = pack_reason(error)
         for rank in members:
             if rank != self.rank:
                 self._push(rank, Outgoing(Frame(Kind.ABORT, group=group_id), payload))

@@ -188,8 +188,14 @@ class Messenger:
                     data = way.coming.popleft()[1].data
                     self.num_coming -= 1
                     moved = True
-                    self._take(source, Frame.unpack(data), data[HEADER_SIZE:])
+                    self._act_on(source, data)
         return moved
+
+    def _act_on(self, source: int, data: memoryview) -> None:
+        try:
+            self._take(source, Frame.unpack(data), data[HEADER_SIZE:])
+        except ProtocolError as error:
+            raise ProtocolError(f"rank {source} broke the protocol: {error.message}", ranks=(source,)) from None
 
     def _has_come(self, way: _Way) -> bool:
         """Whether a rank's next frame is here.

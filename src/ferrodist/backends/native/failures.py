@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from ferrodist.backends.native.names import call_of_line
+from ferrodist.backends.reason import pack_reason, unpack_reason
 from ferrodist.deadline import Deadline, Elapsed
 from ferrodist.errors import (
     BackendUnavailable,
@@ -23,8 +22,6 @@ from ferrodist.errors import (
     ProtocolError,
     SizeMismatchError,
     UnsupportedOpError,
-    error_from_wire,
-    error_to_wire,
     ranks_text,
 )
 
@@ -86,8 +83,7 @@ def public_error(group: Backend, failure: Exception, call: Call, timeout: float)
 
 def abort_record(error: DistributedError) -> bytes:
     """An error as the other ranks of this host are told it."""
-    name, message, ranks = error_to_wire(error)
-    return msgspec.msgpack.encode((name, message[:_MAX_REASON], ranks[:_MAX_RANKS]))
+    return pack_reason(error, letters=_MAX_REASON, ranks=_MAX_RANKS)
 
 
 def queued_error(group: Backend, call: Call, elapsed: Elapsed) -> DistributedTimeoutError:
@@ -180,7 +176,10 @@ def _sizes(failed: _Failed) -> DistributedError:
 def _aborted(failed: _Failed) -> DistributedError:
     if not failed.record:  # who wrote it was killed before it had
         return _ended(failed)
-    return error_from_wire(*msgspec.msgpack.decode(failed.record, type=tuple[str, str, tuple[int, ...]]))
+    try:
+        return unpack_reason(failed.record, failed.group.world_size)
+    except ValueError as error:
+        return ProtocolError(f"{failed.where}: a rank of this host ended it with {error}")
 
 
 def _ended(failed: _Failed) -> DistributedError:

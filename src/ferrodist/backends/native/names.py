@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ferrodist.backends.call import Call
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["SHARE_NAME_BYTES", "call_of_line", "dtype_name", "dtype_number"]
 
@@ -39,14 +42,22 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_DTYPE_NAMES = tuple(map(dtype_name, _DTYPES))
+
+
+def _name_of(number: int, names: Sequence[str], what: str) -> str:
+    """What stands for a number of another rank; one that is unknown here stands for itself."""
+    return names[number] if number < len(names) else f"{what} {number}"
+
+
 def call_of_line(line: bytes, sequence: int) -> Call:
     """One rank's call and payload, as the engine keeps them, in words."""
     number, dtype, reduction, dim, root, count = _LINE.unpack_from(line)
-    operation = _OPERATIONS[number]
+    operation = _name_of(number, _OPERATIONS, "operation")
     if operation == "share":
         name = line[_LINE.size : _LINE.size + SHARE_NAME_BYTES].rstrip(b"\0").decode("ascii", "replace")
         return Call(operation=name, sequence=sequence)
-    facts: dict[str, Any] = {} if operation == "barrier" else {"dtype": dtype_name(_DTYPES[dtype])}
+    facts: dict[str, Any] = {} if operation == "barrier" else {"dtype": _name_of(dtype, _DTYPE_NAMES, "dtype")}
     if operation in _FOLDING:
-        facts["reduce_op"] = _REDUCTIONS[reduction]
+        facts["reduce_op"] = _name_of(reduction, _REDUCTIONS, "reduction")
     return Call(operation=operation, root=root, dim=dim, count=count, sequence=sequence, **facts)

@@ -101,7 +101,9 @@ class CountComparison:
 
     def _compare(self, sequence: int, rank: int, theirs: tuple[int, int]) -> None:
         with self._changed:
-            left = self._own[sequence]
+            left = self._own.get(sequence, {})
+            if rank not in left:
+                return  # it has told of this operation already, as no rank does
             sent, expected = left.pop(rank)
             if not left:
                 del self._own[sequence]

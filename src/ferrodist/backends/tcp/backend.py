@@ -14,10 +14,9 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from ferrodist.backends.mailbox import EAGER_LIMIT, Message
 from ferrodist.backends.mailbox_backend import MAX_AHEAD, Departure, MailboxBackend, Send
+from ferrodist.backends.reason import pack_reason, unpack_reason
 from ferrodist.backends.request import Late
 from ferrodist.backends.tags import group_of_tag, group_tag
 from ferrodist.backends.tcp.frame import MAX_PAYLOAD, Frame, Kind
@@ -33,8 +32,6 @@ from ferrodist.errors import (
     NoConnectionError,
     ProtocolError,
     RendezvousError,
-    error_from_wire,
-    error_to_wire,
     ranks_text,
 )
 from ferrodist.rendezvous.listener import format_address
@@ -63,9 +60,6 @@ _FAREWELL_SECONDS = 0.2
 """How long a rank that was not let in waits for its goodbye to be taken."""
 
 _FLUSH_POLL_SECONDS = 0.01
-
-_MAX_REASON = 10_000
-"""Characters of an error message, and ranks, that an ABORT frame carries."""
 
 
 class TcpBackend(MailboxBackend):
@@ -421,9 +415,13 @@ class TcpBackend(MailboxBackend):
             self._mailbox.withdraw(message)
 
     def _on_abort(self, link: Link, frame: Frame, payload: memoryview | bytes) -> None:
-        error = _decode_error(payload)
+        try:
+            reason = unpack_reason(payload, self.world_size)
+        except ValueError as error:
+            self._refuse(link, frame, f"an ABORT frame with {error}")
+            return
         if self._is_told(link, frame):
-            self._fail_group(frame.group, error)
+            self._fail_group(frame.group, reason)
 
     def _on_left(self, link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
         link.has_left |= frame.group == _WORLD and frame.source == link.peer
@@ -500,8 +498,7 @@ class TcpBackend(MailboxBackend):
     # Notices, and the end.
 
     def _notify_abort(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
-        name, message, ranks = error_to_wire(error)
-        payload = msgspec.msgpack.encode((name, message[:_MAX_REASON], ranks[:_MAX_REASON]))
+        payload = pack_reason(error)
         for rank in members:
             if rank != self.rank:
                 frame = Frame(kind=Kind.ABORT, source=self.rank, destination=rank, group=group_id, length=len(payload))
@@ -579,11 +576,3 @@ def _new_message(frame: Frame) -> Message:
 
 def _death(reason: str) -> Departure:
     return Departure(what=f"died: {reason} without a goodbye")
-
-
-def _decode_error(payload: memoryview | bytes) -> DistributedError:
-    try:
-        name, message, ranks = msgspec.msgpack.decode(payload, type=tuple[str, str, tuple[int, ...]])
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"an ABORT frame whose reason can't be read ({error})") from None
-    return error_from_wire(name, message, ranks)
