@@ -7,7 +7,7 @@ import contextlib
 import sys
 import threading
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, overload
 
@@ -78,7 +78,7 @@ class _Asked:
     world_size: int | None
     init_method: str | None
     timeout: float
-    secret: str | bytes | None
+    secret: str | bytes | None = field(repr=False)
 
 
 def init_process_group(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Attempt:
     master_addr: str
     master_port: int
     run_id: str
-    secret: str
+    secret: str = field(repr=False)
     restart_count: int = 0
 
 

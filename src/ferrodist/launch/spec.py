@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ferrodist.deadline import check_timeout
 from ferrodist.launch.limits import check_rank_count
+from ferrodist.rendezvous.secret import resolve_secret
 
 __all__ = ["DEFAULT_TIMEOUT_BEFORE_KILL", "LaunchSpec", "MpiLauncher", "ProgramKind"]
 
@@ -89,6 +90,7 @@ class LaunchSpec:
             raise ValueError(
                 f"--timeout-before-kill must be 0 or more seconds, not {self.timeout_before_kill:g}"
             ) from None
+        resolve_secret(self.secret or "")  # white space is refused here as it is in the ranks
         self._check_rendezvous()
         self._check_mpi()
         self._check_program()

@@ -50,6 +50,9 @@ class _Charter(msgspec.Struct, frozen=True, kw_only=True):
     nonce: bytes
     proof: bytes
 
+    def __repr__(self) -> str:  # without the secret
+        return f"_Charter(job={self.job!r}, world_size={self.world_size})"
+
 
 def meet(
     store: Store,

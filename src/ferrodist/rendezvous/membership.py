@@ -60,7 +60,7 @@ class Joining:
     world_size: int
     local_rank: int | None
     job: str
-    secret: bytes
+    secret: bytes = dataclasses.field(repr=False)
     deadline: Deadline
 
     def member(self, store: Store, host: str, on_close: Callable[[], None], secret: bytes) -> Membership:

@@ -18,15 +18,25 @@ def make_secret() -> str:
 def resolve_secret(secret: str | bytes | None) -> bytes:
     """Return the secret as bytes: the argument, else the environment's FERRODIST_SECRET, else ``b""``.
 
-    White space around a text secret is dropped, since files and shells add a line feed.
+    White space around a text secret is dropped, since files and shells add a line feed. ``b""`` stands for none: then
+    processes prove to each other that they know their user's secret (`user_secret`).
 
     Raises:
         TypeError: It is neither text nor bytes-like.
+        ValueError: It has white space alone.
     """
+    source = "secret"
     if secret is None:
-        secret = os.environ.get(SECRET_VARIABLE, "")
+        secret, source = os.environ.get(SECRET_VARIABLE, ""), SECRET_VARIABLE
     if isinstance(secret, str):
-        return secret.strip().encode()
-    if not isinstance(secret, (bytes, bytearray, memoryview)):  # bytes(5) would be five zeros
+        given, found = bool(secret), secret.strip().encode()
+    elif isinstance(secret, (bytes, bytearray, memoryview)):  # bytes(5) would be five zeros
+        given, found = len(secret) > 0, bytes(secret)
+    else:
         raise TypeError(f"secret must be text or bytes, or None for FERRODIST_SECRET, not {type(secret).__name__}")
-    return bytes(secret)
+    if given and not found.strip():
+        raise ValueError(
+            f"{source} is white space, which anybody can guess: give it a value (`python -m ferrodist secret` prints a"
+            " new one), or none at all"
+        )
+    return found

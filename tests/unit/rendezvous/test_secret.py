@@ -1,8 +1,15 @@
 """The job secret: what it may be given as."""
 
+import dataclasses
+import importlib
+import pkgutil
+
+import msgspec
 import pytest
 
-from ferrodist.rendezvous import resolve_secret
+import ferrodist
+from ferrodist.launch.spec import LaunchSpec, ProgramKind
+from ferrodist.rendezvous import meeting, resolve_secret
 
 
 @pytest.mark.parametrize("secret", [5, True, 1.5, ["s"], [1, 2]])
@@ -16,3 +23,58 @@ def test_a_secret_is_text_or_bytes(secret):
 def test_text_and_bytes_are_one_secret(secret):
     """Every form gives the same bytes, and text loses the white space around it."""
     assert resolve_secret(secret) == b"s"
+
+
+@pytest.mark.parametrize("secret", [" ", "\n\t ", b" ", bytearray(b" \n")])
+def test_white_space_is_no_secret(secret, monkeypatch):
+    """What anybody can guess is refused by name, as argument and as variable, and never taken for no secret."""
+    with pytest.raises(ValueError, match=r"^secret is white space"):
+        resolve_secret(secret)
+    if isinstance(secret, str):
+        monkeypatch.setenv("FERRODIST_SECRET", secret)
+        with pytest.raises(ValueError, match=r"^FERRODIST_SECRET is white space"):
+            resolve_secret(None)
+        with pytest.raises(ValueError, match=r"white space"):
+            LaunchSpec(program="pkg", kind=ProgramKind.MODULE)
+
+
+def _all_classes():
+    for module in pkgutil.walk_packages(ferrodist.__path__, "ferrodist."):
+        if module.name.endswith("__main__"):
+            continue
+        try:
+            found = importlib.import_module(module.name)
+        except ImportError:  # of what is not installed here
+            continue
+        for kind in vars(found).values():
+            if isinstance(kind, type) and kind.__module__ == module.name:
+                yield kind
+
+
+def _holds_secret(name, annotation):
+    words = name.strip("_").split("_")
+    return bool({"secret", "password", "credentials"} & set(words)) or (
+        words[-1] == "key" and "bytes" in str(annotation)
+    )
+
+
+def test_no_repr_shows_a_secret():
+    """Every class with a secret among its fields leaves it out of its repr: tracebacks and logs print those."""
+    found = set()
+    for kind in _all_classes():
+        if dataclasses.is_dataclass(kind):
+            for entry in dataclasses.fields(kind):
+                if _holds_secret(entry.name, entry.type):
+                    found.add(kind.__name__)
+                    assert not entry.repr, f"{kind.__qualname__}.{entry.name} needs field(repr=False)"
+        elif issubclass(kind, (msgspec.Struct, tuple)) and hasattr(kind, "__annotations__"):
+            if any(_holds_secret(name, annotation) for name, annotation in kind.__annotations__.items()):
+                found.add(kind.__name__)
+                assert "__repr__" in vars(kind), f"{kind.__qualname__} needs a repr without the secret"
+    assert found >= {"Place", "Attempt", "Joining", "Membership", "_Asked", "_Charter", "LaunchSpec"}
+
+
+def test_what_holds_the_secret_does_not_print_it():
+    """The repr of rank 0's charter, which is written by hand, has none of its secret."""
+    charter = meeting._Charter(job="j", world_size=2, made_secret=b"do-not-show", nonce=b"", proof=b"")
+    assert "do-not-show" not in repr(charter)

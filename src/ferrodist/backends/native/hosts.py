@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,7 +70,7 @@ class Place:
 
     hosts: tuple[bytes, ...]
     address: str
-    secret: bytes
+    secret: bytes = field(repr=False)
     job: str
 
     @property
