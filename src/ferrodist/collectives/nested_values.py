@@ -6,8 +6,9 @@ tuple, list, dict                                the same, of plans
 None, bool, int, float, str, bytes               itself
 what an `Extension` knows                        the plan of what it makes of that
 
-What is of a subclass of these arrives as these: a named tuple as a tuple, numpy's float64 as a float. An int has 64
-bits, with or without sign. Nothing is nested deeper than `MAX_LEVELS`.
+What is of a subclass of these arrives as these: a named tuple as a tuple. A numpy scalar arrives as the bool, int,
+float, str or bytes that is equal to it. An int has 64 bits, with or without sign. Nothing is nested deeper than
+`MAX_LEVELS`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from ferrodist.collectives.numpy_scalars import python_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -99,6 +102,7 @@ class _Flattening:
             raise
 
     def _pair(self, key: Any, value: Any, levels: int) -> list[Any]:
+        key = python_value(key)
         if not isinstance(key, (str, int)):
             raise _MisfitError(f"has the key {key!r}: keys of what goes from rank to rank are text or numbers")
         return [_plain(key), self._member(key, value, levels)]
@@ -159,22 +163,22 @@ def is_encodable(text: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    match value:
-        case None | bool():
+    match python_value(value):
+        case None | bool() as value:
             return value
-        case int():
+        case int() as value:
             if not _LEAST_INT <= value <= _MOST_INT:
                 raise _MisfitError(
                     f"is {value}: integers that go from rank to rank are -2**63 to 2**64 - 1, which have 64 bits"
                 )
             return int.__int__(value)
-        case float():
+        case float() as value:
             return float.__float__(value)
-        case str():
+        case str() as value:
             if not is_encodable(value):
                 raise _MisfitError(f"is {value!r}, which holds half of a surrogate pair: pass it as bytes")
             return str.__str__(value)
-        case bytes():
+        case bytes() as value:
             return bytes(memoryview(value))
     raise _MisfitError(
         f"is of type {type(value).__name__}: tensors, numbers, text, bytes and None go from rank to rank, in tuples,"

@@ -4,6 +4,7 @@
     None, bool, int, float, str, bytes       itself
     list, dict                               itself; a subclass as a list or a dict
     tuple                                    a list; as a key of a dict a tuple
+    numpy scalar                             the bool, int, float, str or bytes that is equal to it
     dataclass, msgspec struct                a dict of the fields that are set; an ``array_like`` struct as a list
 
 An int has 64 bits, with or without sign. A key of a dict is None, bool, int, float, str, bytes or a tuple of these.
@@ -18,6 +19,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
+
+from ferrodist.collectives.numpy_scalars import python_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,11 +39,21 @@ def encode_plain(value: Any) -> bytes:
         RecursionError: It is nested too deeply, or holds itself.
     """
     try:
-        data = msgspec.msgpack.encode(value)  # first: what it can encode ends, so the walk below does
+        data = msgspec.msgpack.encode(
+            value, enc_hook=_replace
+        )  # first: what it can encode ends, so the walk below does
     except (OverflowError, ValueError) as error:
         raise TypeError(str(error)) from error
     _check_values([value])
     return data
+
+
+def _replace(value: Any) -> Any:
+    """What is encoded for a value that msgspec does not know."""
+    replacement = python_value(value)
+    if isinstance(replacement, np.generic) or replacement is value:
+        raise TypeError(f"Encoding objects of type {type(value).__name__} is unsupported")
+    return replacement
 
 
 def _check_values(values: Iterable[Any]) -> None:
@@ -50,7 +64,7 @@ def _check_values(values: Iterable[Any]) -> None:
         if set(map(type, members)) <= _PLAIN:
             continue
         for value in members:
-            if type(value) in _PLAIN:
+            if type(python_value(value)) in _PLAIN:
                 continue
             if isinstance(value, (list, tuple)):
                 left.append(value)
@@ -66,7 +80,7 @@ def _check_values(values: Iterable[Any]) -> None:
 
 
 def _check_keys(keys: Iterable[Any]) -> None:
-    while others := [key for key in keys if type(key) not in _PLAIN]:
+    while others := [key for key in keys if type(python_value(key)) not in _PLAIN]:
         for key in others:
             if not isinstance(key, tuple):
                 raise TypeError(f"{_article(key)} as a key of a dict would arrive as something else, or not at all")

@@ -208,19 +208,22 @@ class RpcAgent:
         """How many objects this rank keeps for others and for itself, and how many other ranks keep for it."""
         return self._switchboard.objects.counting.tables.look()
 
-    def wait_for_rank(self, rank: int, timeout: float | None = None) -> None:
+    def wait_for_rank(self, rank: int | str, timeout: float | None = None) -> None:
         """Return when a rank can be called: one that was lost, when it has been started again.
 
         Args:
-            rank: It.
+            rank: The rank, or its name; where the rank of that name was lost, the next one that comes with the name.
             timeout: Seconds; None takes the backend's.
 
         Raises:
             DistributedTimeoutError: It is not there in time.
+            InvalidRankError: There is no such rank, or none of that name in time.
         """
-        peer = self._rank_of(rank)
+        deadline = Deadline(self._seconds(timeout))
+        names = self._switchboard.names
+        peer = names.wait_for(rank, deadline) if isinstance(rank, str) else self._rank_of(rank)
         if peer != self.rank:
-            self._switchboard.connector.wait_for(peer, Deadline(self._seconds(timeout)))
+            self._switchboard.connector.wait_for(peer, deadline)
 
     def statistics(self) -> RpcStatistics:
         """How the calls of this agent, and those of others here, have gone so far."""

@@ -58,14 +58,22 @@ class Names:
             InvalidRankError: There is none in time, or more than one.
             GroupClosedError: The agent is closed.
         """
+        return self._find(name, deadline, among_lost=True)
+
+    def wait_for(self, name: str, deadline: Deadline) -> int:
+        """The rank of a name, waiting also for the next one of a name whose rank was lost. Raises as `find`."""
+        return self._find(name, deadline, among_lost=False)
+
+    def _find(self, name: str, deadline: Deadline, *, among_lost: bool) -> int:
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_closed or name in self._names.values() or name in self._lost, deadline.remaining()
+                lambda: self._is_closed or name in self._names.values() or (among_lost and name in self._lost),
+                deadline.remaining(),
             )
             if self._is_closed:
                 raise GroupClosedError("the agent was closed")
             ranks = [rank for rank, each in self._names.items() if each == name]
-            if not ranks and name in self._lost:
+            if not ranks and among_lost and name in self._lost:
                 return self._lost[name]
             if len(ranks) == 1:
                 return ranks[0]

@@ -3,6 +3,7 @@
 ::
 
     ranks.py               run_ranks            supervision.py     watching ranks, whatever they are
+    backend_names.py       what may connect ranks
     rank_program.py        what a rank does     thread_ranks.py, process_ranks.py, rank_child.py
     rank_failures.py       one error of many    stack_dump.py      where a stuck process is
     leaks.py               check_leaks          pytest_plugin.py   the marker ranks
@@ -20,18 +21,18 @@ if TYPE_CHECKING:
     from ferrodist.testing.backend_checks.harness import RankRunner as RankRunner
     from ferrodist.testing.backend_conformance import BACKEND_CHECKS as BACKEND_CHECKS
     from ferrodist.testing.backend_conformance import check_backend as check_backend
+    from ferrodist.testing.backend_names import RANKS_BACKENDS as RANKS_BACKENDS
+    from ferrodist.testing.backend_names import BackendName as BackendName
     from ferrodist.testing.leaks import check_leaks as check_leaks
-    from ferrodist.testing.ranks import RANKS_BACKENDS as RANKS_BACKENDS
-    from ferrodist.testing.ranks import BackendName as BackendName
     from ferrodist.testing.ranks import run_ranks as run_ranks
     from ferrodist.testing.store_conformance import STORE_CHECKS as STORE_CHECKS
     from ferrodist.testing.store_conformance import check_store as check_store
 
 _HOME_OF = {
     "BACKEND_CHECKS": "backend_conformance",
-    "RANKS_BACKENDS": "ranks",
+    "RANKS_BACKENDS": "backend_names",
     "STORE_CHECKS": "store_conformance",
-    "BackendName": "ranks",
+    "BackendName": "backend_names",
     "RankRunner": "backend_checks.harness",
     "check_backend": "backend_conformance",
     "check_leaks": "leaks",

@@ -14,9 +14,11 @@ at every start, so it imports nothing but the standard library and pytest; the r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
+
+from ferrodist.testing.backend_names import RANKS_BACKENDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -24,11 +26,11 @@ if TYPE_CHECKING:
     from _pytest._io import TerminalWriter  # pytest has no public name for it
 
     from ferrodist.backends.base import Backend
-    from ferrodist.testing.ranks import BackendName
+    from ferrodist.testing.backend_names import BackendName
+    from ferrodist.testing.ranks import BackendFactory
 
 __all__: list[str] = []
 
-_BACKENDS = ("simulated", "tcp", "tcp-threads")
 _DEFAULT_TIMEOUT = 60.0
 
 
@@ -36,8 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--ranks-backend``."""
     parser.getgroup("ferrodist").addoption(
         "--ranks-backend",
-        choices=_BACKENDS,
-        default=_BACKENDS[0],
+        choices=RANKS_BACKENDS,
+        default=RANKS_BACKENDS[0],
         help="what connects the ranks of tests marked with ranks, where the marker does not say (default: %(default)s)",
     )
 
@@ -47,7 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "ranks(world_size, backend=None, timeout=60): run the test on each of world_size ranks; the test's argument"
-        " 'group' is the rank's group. backend is simulated, tcp or tcp-threads.",
+        " 'group' is the rank's group. backend is a function that makes the groups, or one of"
+        f" {', '.join(RANKS_BACKENDS)}.",
     )
 
 
@@ -67,12 +70,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     from ferrodist.errors import RankFailedError  # noqa: PLC0415 - see the module's docstring
     from ferrodist.testing.ranks import run_ranks  # noqa: PLC0415
 
-    options = _read_marker(*marker.args, **marker.kwargs)
+    options = _read_marker(marker)
     names = pyfuncitem._fixtureinfo.argnames  # noqa: SLF001 - as pytest's own implementation of this hook does
     if "group" not in names:
         pytest.fail("a test marked with ranks must take the argument 'group'", pytrace=False)
     arguments = {name: pyfuncitem.funcargs[name] for name in names if name != "group"}
-    backend: BackendName = options.backend or pyfuncitem.config.getoption("--ranks-backend")
+    backend: BackendName | BackendFactory = options.backend or pyfuncitem.config.getoption("--ranks-backend")
     body: Callable[..., Any] = pyfuncitem.obj
 
     def program(group: Backend) -> None:
@@ -120,19 +123,41 @@ class _RankOutcome(BaseException):
     """A rank has ended the test in one of pytest's own ways. pytest's exceptions for these do not pickle."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Options:
-    """What the marker says."""
+    """The marker's arguments."""
 
     world_size: int
-    backend: BackendName | None
-    timeout: float
+    backend: BackendName | BackendFactory | None = None
+    timeout: float = _DEFAULT_TIMEOUT
 
 
-def _read_marker(world_size: int, *, backend: BackendName | None = None, timeout: float = _DEFAULT_TIMEOUT) -> _Options:
-    if backend is not None and backend not in _BACKENDS:
-        pytest.fail(f"the marker ranks takes as backend {', '.join(_BACKENDS)}, not {backend!r}", pytrace=False)
-    return _Options(world_size=world_size, backend=backend, timeout=timeout)
+def _read_marker(marker: pytest.Mark) -> _Options:
+    """The arguments of a marker; the test fails with one sentence where they are wrong."""
+    try:
+        options = _Options(*marker.args, **marker.kwargs)
+    except TypeError:
+        given = [*map(repr, marker.args), *(f"{name}={value!r}" for name, value in marker.kwargs.items())]
+        _refuse(f"takes (world_size, backend=None, timeout=60), not ({', '.join(given)})")
+    size: object = options.world_size  # of any type, as the others
+    backend: object = options.backend
+    timeout: object = options.timeout
+    if isinstance(size, (list, tuple, set, frozenset, range)):
+        _refuse(
+            f"takes one number of ranks, not {size!r}: for several, give the test an argument n, and"
+            f" @pytest.mark.parametrize('n', [pytest.param(n, marks=pytest.mark.ranks(n)) for n in {size!r}])"
+        )
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        _refuse(f"takes a number of ranks, of 1 or more, not {size!r}")
+    if backend is not None and not callable(backend) and backend not in RANKS_BACKENDS:
+        _refuse(f"takes as backend a function or {', '.join(RANKS_BACKENDS)}, not {backend!r}")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
+        _refuse(f"takes as timeout a number of seconds, not {timeout!r}")
+    return options
+
+
+def _refuse(why: str) -> NoReturn:
+    pytest.fail(f"the marker ranks {why}", pytrace=False)
 
 
 @dataclass(frozen=True, kw_only=True)

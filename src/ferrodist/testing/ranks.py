@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 import socket
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, check_timeout
 from ferrodist.errors import InvalidWorldSizeError
+from ferrodist.testing.backend_names import RANKS_BACKENDS
 from ferrodist.testing.rank_program import RankProgram
 from ferrodist.testing.supervision import supervise
 
@@ -15,16 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
+    from ferrodist.testing.backend_names import BackendName
     from ferrodist.testing.supervision import RankSet
 
     BackendFactory: TypeAlias = Callable[[int], Sequence[Backend]]
 
-__all__ = ["RANKS_BACKENDS", "BackendFactory", "BackendName", "run_ranks"]
-
-BackendName: TypeAlias = Literal["simulated", "tcp", "tcp-threads", "native", "native-threads", "gloo", "gloo-threads"]
-
-RANKS_BACKENDS = ("simulated", "tcp", "tcp-threads", "native", "native-threads", "gloo", "gloo-threads")
-"""The names `run_ranks` takes for ``backend``."""
+__all__ = ["BackendFactory", "run_ranks"]
 
 _GROUP_SHARE = 0.75
 """Part of the run's time that a call in the group may take: its error, which names the late rank, must come first."""

@@ -113,8 +113,10 @@ _REFUSED: list[Any] = [
     msgspec.Raw(b"\x01"),
     msgspec.msgpack.Ext(1, b"x"),
     msgspec.UNSET,
-    np.float64(1.5),
-    np.int64(1),
+    np.datetime64("2020-01-01"),
+    np.timedelta64(1, "ns"),
+    np.complex64(1j),
+    np.longdouble(1.5),
     np.zeros(2),
     torch.ones(2),
     2**64,
@@ -148,6 +150,30 @@ def _and_type(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value), [_and_type(other) for other in value]
     return type(value), value
+
+
+_SCALARS: list[Any] = [
+    np.float16(0.1),
+    np.float32(0.1),
+    np.float64(0.1),
+    np.int8(-3),
+    np.uint64(2**64 - 1),
+    np.bool_(True),
+    np.str_("text"),
+    np.bytes_(b"bytes"),
+]
+
+
+def test_numpy_scalars_arrive_equal() -> None:
+    """Rewards, flags and counts of environments go as they are: alone, nested, and as keys; as Python's values."""
+
+    def on_rank(group: Backend) -> None:
+        for value in (*_SCALARS, _SCALARS, {"a": _SCALARS}, dict.fromkeys(_SCALARS, 1), {(_SCALARS[0], 1): 2}):
+            got = fd.all_gather_object(value)
+            assert got == [value] * 2
+        assert [type(each) for each in fd.broadcast_object(_SCALARS)] == [float] * 3 + [int] * 2 + [bool, str, bytes]
+
+    run_ranks(on_rank, 2)
 
 
 def test_plain_data_comes_back_as_itself() -> None:

@@ -103,9 +103,16 @@ def test_agents_whose_names_move():
         wait_for_end(caller, 1)
         with pytest.raises(PeerLostError, match="rank 1 has left"):
             caller.rpc_sync("worker", "who")
+        with pytest.raises(
+            InvalidRankError, match="no rank called 'worker' was there"
+        ):  # its next one may have another number
+            caller.wait_for_rank("worker", timeout=0.01)
         agent(1, None)
         caller.wait_for_rank(1)
         with pytest.raises(InvalidRankError, match="no rank called 'worker' was there"):
             caller.rpc_sync("worker", "who", timeout=0.01)
+        with pytest.raises(InvalidRankError, match="no rank called 'worker' was there"):
+            caller.wait_for_rank("worker", timeout=0.01)
         agent(2, "worker")
+        caller.wait_for_rank("worker")
         assert caller.rpc_sync("worker", "who") == [2, "worker"]

@@ -95,6 +95,40 @@ def test_integers_that_are_too_large(number):
             pack_result(value, EXTENSIONS)
 
 
+SCALARS = [
+    np.float16(0.1),
+    np.float32(0.1),
+    np.float64(0.1),
+    np.int64(-(2**63)),
+    np.uint8(255),
+    np.bool_(False),
+    np.str_("text"),
+    np.bytes_(b"bytes"),
+]
+
+
+@pytest.mark.parametrize("value", SCALARS, ids=lambda value: type(value).__name__)
+def test_numpy_scalars(agents, value):
+    """What environments give, as rewards and flags, arrives equal: in arguments and results, nested and as keys."""
+    for each in (value, [value], {"a": (value,)}):
+        assert passed(each) == [each] * 3
+        assert agents[0].rpc_sync(1, "echo", each, key=each) == [each, {"key": each}]
+        assert agents[0].rpc_sync(0, "echo", each) == [each, {}]
+    assert type(passed(value)[0]) in (float, int, bool, str, bytes)
+
+
+def test_numpy_scalars_as_keys():
+    """An index from numpy is as good a key as one of Python's."""
+    assert passed({np.int64(3): 1, np.str_("a"): 2})[0] == {3: 1, "a": 2}
+
+
+@pytest.mark.parametrize("value", [np.complex64(1j), np.datetime64("2020-01-01"), np.timedelta64(1, "ns")])
+def test_numpy_scalars_without_an_equal(value):
+    """A time does not become a number on its way: it is refused."""
+    with pytest.raises(TypeError, match=rf"argument \[0\] is of type {type(value).__name__}"):
+        pack_call(Call("echo", (value,), {}), EXTENSIONS)
+
+
 class Kind(np.ndarray):
     """A user's own."""
 

@@ -10,6 +10,8 @@ import pytest
 import ferrodist.backends.process_group
 import ferrodist.testing.process_ranks
 import ferrodist.testing.thread_ranks  # noqa: F401
+from ferrodist.backends.native import NativeBackend
+from ferrodist.testing import RANKS_BACKENDS
 
 INSTALLED = any(entry.name == "ferrodist" for entry in entry_points(group="pytest11"))
 # The import hook of an editable installation is loaded before pytest, which warns that it can't rewrite it.
@@ -214,7 +216,77 @@ def test_unknown_backend_is_explained(run):
     """A backend that there is not fails the test with those that there are."""
     result = run("import pytest\n@pytest.mark.ranks(2, backend='smoke')\ndef test_ranks(group): pass")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*simulated, tcp, tcp-threads, not 'smoke'*"])
+    result.stdout.fnmatch_lines(["*simulated, tcp, tcp-threads, native, * gloo-threads, not 'smoke'*"])
+
+
+def test_wrong_markers_are_explained(run):
+    """One sentence says what the marker takes, without the traceback of the library."""
+    wrong = {
+        "[1, 2, 3]": "takes one number of ranks, not [[]1, 2, 3]: *pytest.param(n, marks=pytest.mark.ranks(n))*",
+        "range(1, 4)": "takes one number of ranks, not range(1, 4): *",
+        "": "takes (world_size, backend=None, timeout=60), not ()",
+        "2, time=3": "takes (world_size, backend=None, timeout=60), not (2, time=3)",
+        "0": "takes a number of ranks, of 1 or more, not 0",
+        "'2'": "takes a number of ranks, of 1 or more, not '2'",
+        "2, timeout='long'": "takes as timeout a number of seconds, not 'long'",
+    }
+    tests = [f"@pytest.mark.ranks({each})\ndef test_{n}(group): pass" for n, each in enumerate(wrong)]
+    result = run("\n".join(["import pytest", *tests]))
+    result.assert_outcomes(failed=len(wrong))
+    result.stdout.fnmatch_lines([f"the marker ranks {sentence}" for sentence in wrong.values()])
+    result.stdout.no_fnmatch_line("*Traceback*")
+
+
+def test_several_numbers_of_ranks(run):
+    """The way that the error shows for several numbers of ranks works."""
+    result = run(
+        """
+        import pytest
+
+        @pytest.mark.parametrize('n', [pytest.param(n, marks=pytest.mark.ranks(n)) for n in [1, 2, 3]])
+        def test_ranks(group, n):
+            assert group.world_size == n
+        """
+    )
+    result.assert_outcomes(passed=3)
+
+
+@pytest.mark.parametrize("backend", RANKS_BACKENDS)
+def test_every_backend_by_option(run, backend):
+    """What `run_ranks` takes as a name, the option takes too."""
+    result = run(
+        f"""
+        import pytest
+
+        @pytest.mark.ranks(2)
+        def test_ranks(group):
+            group.barrier()
+            assert type(group).__name__.removesuffix("Backend").lower() == {backend.removesuffix("-threads")!r}
+        """,
+        f"--ranks-backend={backend}",
+    )
+    result.assert_outcomes(passed=1)
+
+
+@pytest.mark.ranks(2, "native-threads")
+def test_other_backends_by_marker(group):
+    """The marker takes the same names, in the place that its help gives them."""
+    assert type(group) is NativeBackend
+
+
+def test_a_function_that_makes_groups(run):
+    """A backend of one's own is tested by the marker as by `run_ranks`."""
+    result = run(
+        """
+        import pytest
+        from ferrodist.backends.simulated import SimulatedBackend
+
+        @pytest.mark.ranks(2, backend=lambda n: SimulatedBackend.create_group(n, name="mine"))
+        def test_ranks(group):
+            assert group.name == "mine"
+        """
+    )
+    result.assert_outcomes(passed=1)
 
 
 def test_importing_the_plugin_is_cheap():

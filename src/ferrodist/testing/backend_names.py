@@ -1,0 +1,12 @@
+"""The names of what may connect the ranks of a test."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, get_args
+
+__all__ = ["RANKS_BACKENDS", "BackendName"]
+
+BackendName: TypeAlias = Literal["simulated", "tcp", "tcp-threads", "native", "native-threads", "gloo", "gloo-threads"]
+
+RANKS_BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
+"""The names `run_ranks`, the marker ``ranks`` and ``--ranks-backend`` take."""
