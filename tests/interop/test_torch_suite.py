@@ -93,8 +93,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, s
 
 
 @pytest.mark.timeout(LIMIT_SECONDS + 60)
-def test_with_two_ranks(two_ranks):
+def test_with_two_ranks(two_ranks, record_property):
     """All of them, each of which must be there."""
+    record_property("2", num_passed(two_ranks))
     check(two_ranks)
     assert num_passed(two_ranks) >= LEAST_PASSED[2]
     assert not FAILING.keys() - two_ranks.keys()
@@ -102,10 +103,11 @@ def test_with_two_ranks(two_ranks):
 
 @pytest.mark.timeout(LIMIT_SECONDS + 60)
 @pytest.mark.skipif(IS_WHOLE, reason="the whole suite runs with 3 ranks")
-def test_with_three_ranks(two_ranks, tmp_path):
+def test_with_three_ranks(two_ranks, tmp_path, record_property):
     """Those that need as many."""
     names = [name for name, row in two_ranks.items() if row["detail"] == NEEDS_MORE_RANKS]
     rows = run_suite(tmp_path, 3, names)
+    record_property("3", num_passed(rows))
     check(rows)
     assert num_passed(rows) >= LEAST_PASSED[3] - LEAST_PASSED[2]
 
