@@ -57,7 +57,8 @@ def run_subject(paths: list[str], report: Path) -> dict[str, Any]:
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     if not report.exists() or code not in (0, 1):
         return {"passed": 0, "skipped": 0, "failed": [f"pytest ended with {code}"]}
-    cases = list(ET.parse(report).getroot().iter("testcase"))
+    root = ET.parse(report).getroot()
+    cases = list(root.iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [case for case in cases if case.find("skipped") is not None]
     found: dict[str, Any] = {
@@ -65,7 +66,7 @@ def run_subject(paths: list[str], report: Path) -> dict[str, Any]:
         "skipped": len(skipped),
         "failed": sorted(f"{case.get('classname')}::{case.get('name')}" for case in failed),
     }
-    suite = {each.get("name"): each.get("value") for case in cases for each in case.iter("property")}
+    suite = {each.get("name"): each.get("value") for each in root.iter("property")}
     if suite:
         found["torch's own suite"] = {f"{ranks} ranks": int(count or 0) for ranks, count in sorted(suite.items())}
     return found

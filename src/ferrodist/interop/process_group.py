@@ -471,10 +471,13 @@ FORMER_NAMES = {
     "all_to_all_single": "alltoall_base",
     "gather_single": "gather_into_tensor",
 }
-"""What torch has called some methods before: both names are there, whichever of them a version of torch calls."""
+"""What torch has called some methods before. Those that its C++ knows by both names find ours by the one of now."""
+
+_KNOWN_TO_PYTHON = {"_allgather_base", "_reduce_scatter_base", "gather_into_tensor"}
 
 for _name, _former_name in FORMER_NAMES.items():
-    setattr(FerrodistProcessGroup, _former_name, getattr(FerrodistProcessGroup, _name))
+    if _former_name in _KNOWN_TO_PYTHON or not hasattr(dist.ProcessGroup, _name):
+        setattr(FerrodistProcessGroup, _former_name, getattr(FerrodistProcessGroup, _name))
 
 
 def group_of(process_group: dist.ProcessGroup | None = None) -> Backend:

@@ -215,7 +215,9 @@ def test_collectives_of_one_tensor_by_all_their_names(backend):
             getattr(made, name)(out := torch.zeros(2), own, [], []).wait()
             found[name] = out.tolist()
         for name in ("gather_single", "gather_into_tensor"):
-            getattr(made, name)(out := torch.zeros(4), own, 1).wait()
+            options = dist.GatherOptions()
+            options.rootRank = 1
+            getattr(made, name)(out := torch.zeros(4), own, options).wait()
             found[name] = out.tolist()
         made.scatter_single(out := torch.zeros(2), torch.arange(4.0) if rank == 1 else torch.zeros(0), 1).wait()
         found["scatter_single"] = out.tolist()
