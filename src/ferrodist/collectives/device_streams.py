@@ -125,7 +125,8 @@ def _runtime() -> Any:
 
 def is_capturing() -> bool:
     """Whether a CUDA graph captures what the calling thread puts into its current stream."""
-    return torch.version.cuda is not None and torch.cuda.is_current_stream_capturing()
+    # Without a driver, which torch for CUDA may run without, asking is an error.
+    return torch.version.cuda is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 _known: dict[torch.device, CudaStreams] = {}

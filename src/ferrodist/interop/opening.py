@@ -50,12 +50,12 @@ def make_process_group(options: Any, pg_options: Any) -> FerrodistProcessGroup:
     if isinstance(whole, FerrodistProcessGroup):
         # The number of groups of the same ranks may differ: not all of them are ours.
         group: Backend = SubBackend(whole.group, ranks, timeout=seconds, name=name, label=f"torch {options.group_id}")
-        return FerrodistProcessGroup(group)
+        return FerrodistProcessGroup(group, options.store)
     group, leave = _meet(options, seconds)
     group.on_close(leave)
     if not ranks:
         use_torch_default(group)
-    return FerrodistProcessGroup(group)
+    return FerrodistProcessGroup(group, options.store)
 
 
 def _meet(options: Any, seconds: float) -> tuple[Backend, Callable[[], None]]:

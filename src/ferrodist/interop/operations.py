@@ -36,6 +36,7 @@ __all__ = [
     "reduce_scatter_single",
     "reduction",
     "scatter",
+    "scatter_single",
 ]
 
 OPERATIONS = {
@@ -203,7 +204,24 @@ def scatter(group: Backend, tensor: torch.Tensor, inputs: Sequence[torch.Tensor]
         _check_list(group, inputs, tensor, "inputs")
         source = Source(*inputs)
         _check_even(source.counts, tensor)
-    target = Target(tensor)
+    return _scatter_from_root(group, Target(tensor), source, tensor, root)
+
+
+def scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor | None, root: int) -> Collective:
+    """Scatter one tensor of the root's, in which the ranks' parts lie one after the other; None elsewhere."""
+    _check(output)
+    if tensor is None:
+        return _scatter_from_root(group, Target(output), None, output, root)
+    _check(tensor)
+    _check_like(tensor, output)
+    _check_whole_input(group, tensor, output)
+    target = Target(output, beside=None if _is_own_part(group, tensor, output) else tensor)
+    return _scatter_from_root(group, target, Source(tensor), output, root)
+
+
+def _scatter_from_root(
+    group: Backend, target: Target, source: Source | None, tensor: torch.Tensor, root: int
+) -> Collective:
     counts = [tensor.numel() * scale_of(tensor)] * group.world_size
 
     def run(engine: TensorCollectives, timeout: float, place: int) -> None:
@@ -231,11 +249,7 @@ def reduce_scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Te
     """Of one tensor, in which the ranks' parts lie one after the other."""
     _check(tensor)
     _check_like(tensor, output)
-    if tensor.numel() != group.world_size * output.numel():
-        raise ValueError(
-            f"the input must have the output's {output.numel()} elements for each of {group.world_size} ranks, not"
-            f" {tensor.numel()}"
-        )
+    _check_whole_input(group, tensor, output)
     target = Target(output, beside=None if _is_own_part(group, tensor, output) else tensor)
     return _reduce_parts(target, output, Source(tensor), [output.numel()] * group.world_size, op)
 
@@ -349,6 +363,14 @@ def _check_whole(group: Backend, output: torch.Tensor, tensor: torch.Tensor) -> 
         raise ValueError(
             f"the output must have the input's {tensor.numel()} elements for each of {group.world_size} ranks, not"
             f" {output.numel()}"
+        )
+
+
+def _check_whole_input(group: Backend, tensor: torch.Tensor, output: torch.Tensor) -> None:
+    if tensor.numel() != group.world_size * output.numel():
+        raise ValueError(
+            f"the input must have the output's {output.numel()} elements for each of {group.world_size} ranks, not"
+            f" {tensor.numel()}"
         )
 
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import atexit
 import threading
-import warnings
 from collections import deque
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore  # type: ignore[attr-defined] # its stub leaves it out
 
 from ferrodist.backends.process_group import tell_of_the_end
 from ferrodist.backends.sub import SubBackend
@@ -46,6 +46,8 @@ from ferrodist.interop.works import DoneWork, FerrodistWork, JoinedWork, seconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch._C._distributed_c10d import Store
+
     from ferrodist.backends.base import Backend
     from ferrodist.interop.calls import Collective
 
@@ -68,11 +70,16 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     Args:
         group: It; this closes it.
+        store: torch's store, in which the group's ranks met; for `get_group_store`.
     """
 
-    def __init__(self, group: Backend) -> None:
+    is_written_in_python = True
+    """Whether torch's C++ has no backend for the group, so that its hooks can't be attached."""
+
+    def __init__(self, group: Backend, store: Store | None = None) -> None:
         super().__init__(group.rank, group.world_size)  # type: ignore[call-arg] # with a store it is for C++ alone
         self.group = group
+        self._store = store
         self._names = (group.name, "undefined")
         self._threads = Threads(f"ferrodist-futures-{group.name}")
         self._done = DoneWork([], self._threads)
@@ -125,8 +132,19 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     # torch's functions ask a group's backend for a device what it can do: here that is the group itself.
 
-    supports_coalescing = supports_splitting = supports_time_estimate = supports_shrinking = False
+    supports_splitting = True
+    supports_coalescing = supports_time_estimate = supports_shrinking = False
     supports_reconfigure = supports_window = False
+
+    @property
+    def options(self) -> SimpleNamespace:
+        """What torch reads of a backend's options when it splits a group: the timeout."""
+        timeout = timedelta(seconds=self.group.timeout)
+        return SimpleNamespace(backend="ferrodist", timeout=timeout, _timeout=timeout)
+
+    def get_group_store(self) -> Store | None:
+        """Return torch's store of this group, if torch made the group."""
+        return self._store
 
     def _get_backend(self, device: torch.device) -> FerrodistProcessGroup:
         del device
@@ -143,12 +161,10 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         return self._memory.lend(size, dtype)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Warn: groups keep the timeout that they were made with."""
-        warnings.warn(
-            f"group {self.group.name!r} keeps its timeout of {self.group.timeout:g} s, in place of"
-            f" {timeout.total_seconds():g} s: pass timeout to init_process_group or new_group",
-            stacklevel=2,
-        )
+        """Set the timeout of later calls. Groups that were made from this one keep theirs."""
+        seconds = timeout.total_seconds()
+        for group in self._lanes.groups:
+            group.timeout = seconds
 
     # Its end.
 
@@ -274,6 +290,13 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         at_root = output if self.group.rank == opts.rootRank else None
         return self._run(operations.gather_single(self.group, at_root, tensor, opts.rootRank), opts)
 
+    @both_forms(dist.ScatterOptions, 2, "root")
+    def scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
+        """Give every rank its part of the root's tensor; of other ranks ``tensor`` is left alone."""
+        check_root(self.group, opts.rootRank, "root")
+        at_root = tensor if self.group.rank == opts.rootRank else None
+        return self._run(operations.scatter_single(self.group, output, at_root, opts.rootRank), opts)
+
     @both_forms(dist.ScatterOptions, 2, "root", in_lists=True)
     def scatter(
         self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
@@ -387,22 +410,32 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         opts: Any = None,
         group_name: str | None = None,
         group_desc: str | None = None,
-        devices: Any = None,
+        device_types: Any = None,
     ) -> FerrodistProcessGroup | None:
-        """Make a group of some of this group's ranks; called on all of them, and None elsewhere."""
-        del opts, devices
+        """Make a group of some of this group's ranks; called on all of them. On other ranks it returns None."""
+        del opts, device_types
         if self.group.rank not in ranks:
             return None
         name = group_name or f"{self.group_name}{list(ranks)}"
         seconds = seconds_of(timeout)
         made = FerrodistProcessGroup(
-            SubBackend(self.group, list(ranks), timeout=seconds, name=f"torch group {name}", label=f"torch {name}")
+            SubBackend(self.group, list(ranks), timeout=seconds, name=f"torch group {name}", label=f"torch {name}"),
+            None if self._store is None else PrefixStore(f"split {name}", self._store),
         )
         made._set_group_name(name)  # type: ignore[arg-type] # which is a str
         made._set_group_desc(group_desc or "undefined")
         return made
 
     splitGroup = split_group  # noqa: N815 - torch's name
+
+    # Where a device is bound to the default group, torch connects each new group to it at once, and has ranks outside
+    # of the new group take part in making it. Groups of ferrodist need neither.
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Do nothing: a group is connected when it is made."""
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing: only its members make a group."""
 
     # How all of them go.
 
@@ -436,10 +469,11 @@ FORMER_NAMES = {
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
+    "gather_single": "gather_into_tensor",
 }
 """What torch has called some methods before. Those that its C++ knows by both names find ours by the one of now."""
 
-_KNOWN_TO_PYTHON = {"_allgather_base", "_reduce_scatter_base"}
+_KNOWN_TO_PYTHON = {"_allgather_base", "_reduce_scatter_base", "gather_into_tensor"}
 
 for _name, _former_name in FORMER_NAMES.items():
     if _former_name in _KNOWN_TO_PYTHON or not hasattr(dist.ProcessGroup, _name):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ferrodist.torch_private.c10d import keep_torchcomms_out, leave_flight_recorder_out
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -18,20 +20,21 @@ def register() -> None:
     A program calls it where that is switched off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``). More calls do nothing.
     """
     import torch.distributed as dist  # noqa: PLC0415 - which is loaded only now
-    from torch.backends import cuda  # noqa: PLC0415
 
     if dist.is_available() and NAME not in dist.Backend.backend_list:
-        # What asks a backend for its devices takes the first that is not "cpu", whether or not this torch knows it.
-        devices = ["cpu", "cuda"] if cuda.is_built() else ["cpu"]  # type: ignore[no-untyped-call]
-        dist.Backend.register_backend(NAME, _make, extended_api=True, devices=devices)
-        # From torch 2.15 on its flight recorder hooks itself into groups by a backend that C++ made. A group written in
-        # Python has none, and making the group would fail; the backends of this set are left out of it.
-        recording = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
-        if isinstance(recording, set):
-            recording.add(NAME)
+        dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu"])  # and see `_make`
+        leave_flight_recorder_out(dist.distributed_c10d, NAME)
+        keep_torchcomms_out(dist.distributed_c10d, NAME)
 
 
 def _make(options: Any, pg_options: Any) -> ProcessGroup:
+    import torch.distributed as dist  # noqa: PLC0415 - as above
+    from torch import cuda  # noqa: PLC0415
+
     from ferrodist.interop.opening import make_process_group  # noqa: PLC0415 - loads much
 
+    # What asks a backend for its devices takes the first that is not "cpu", and fails where this host has none: so with
+    # torch for CUDA on a host without a driver. Asked now, not at torch's import, for which looking takes too long.
+    if cuda.device_count():
+        dist.Backend.backend_capability[NAME] = ["cpu", "cuda"]
     return make_process_group(options, pg_options)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined] # its stub leaves it out
 
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import RendezvousError

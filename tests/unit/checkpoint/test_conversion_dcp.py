@@ -1,5 +1,6 @@
 """Folders of torch.distributed.checkpoint become checkpoints, and checkpoints such folders."""
 
+import io
 import os
 import pickle
 import warnings
@@ -232,6 +233,15 @@ def test_exports_that_fail(tmp_path, monkeypatch):
     assert sorted(file.name for file in Path(tmp_path).iterdir()) == ["c", "list"]
 
 
+def tells_offsets():
+    """Whether this torch says where in a file the elements of a tensor lie: 2.10 does not."""
+    file = io.BytesIO()
+    torch.save(torch.ones(1), file)
+    file.seek(0)
+    return torch.load(file, map_location="meta", weights_only=True).untyped_storage()._checkpoint_offset is not None
+
+
+@pytest.mark.skipif(not tells_offsets(), reason="this torch does not say where elements lie: chunks are loaded whole")
 def test_memory(tmp_path):
     """A tensor that lies row-major goes through in bands."""
     path = save({"large": torch.ones(128 << 20, dtype=torch.uint8).view(16, -1)}, tmp_path / "dcp")

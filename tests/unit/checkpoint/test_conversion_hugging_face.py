@@ -170,7 +170,7 @@ def test_memory(tmp_path):
     path = write_folder(tmp_path / "hf", {"large": torch.ones(128 << 20, dtype=torch.uint8).view(16, -1)})
     options = RewriteOptions(num_ranks=2, dim=1, max_memory_bytes=16 << 20)
     taken = measure_memory(lambda: import_hugging_face(path, tmp_path / "c", options=options))
-    assert taken < 24 << 20, f"{taken >> 20} MiB"
+    assert taken < 32 << 20, f"{taken >> 20} MiB"  # 18 to 28 by torch's version
 
 
 def test_safetensors_reads_what_was_imported(tmp_path):

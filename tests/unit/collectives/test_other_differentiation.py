@@ -109,17 +109,22 @@ _TRANSFORMS: dict[str, Callable[[Callable[[torch.Tensor], object]], object]] = {
     "functionalize": lambda call: torch.func.functionalize(lambda x: (call(x), x)[1])(torch.ones(2)),
     "make_fx": lambda call: make_fx(lambda x: (call(x), x)[1])(torch.ones(2)),
 }
+_MAKES_FX = pytest.mark.skipif(
+    torch.__version__ < "2.11" and torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="torch 2.10 for CUDA crashes in the second make_fx of a process on a host without a driver",
+)
+_PARAMETERS = [pytest.param(name, marks=_MAKES_FX) if name == "make_fx" else name for name in _TRANSFORMS]
 _WORDS = {name: "make_fx does not record" if name == "make_fx" else "functorch transforms" for name in _TRANSFORMS}
 
 
-@pytest.mark.parametrize("transform", _TRANSFORMS)
+@pytest.mark.parametrize("transform", _PARAMETERS)
 @pytest.mark.parametrize("name", _CALLS)
 def test_transforms_are_refused(name: str, transform: str, backend: str) -> None:
     """A tensor of a functorch transform, or one that is traced, is refused with a sentence that says so."""
     _refused(backend, lambda: _TRANSFORMS[transform](_CALLS[name]), _WORDS[transform])
 
 
-@pytest.mark.parametrize("transform", ["grad", "jvp", "make_fx"])
+@pytest.mark.parametrize("transform", ["grad", "jvp", pytest.param("make_fx", marks=_MAKES_FX)])
 def test_other_tensors_inside_of_a_transform(transform: str, backend: str) -> None:
     """Transforms that wrap or record whatever is made inside refuse tensors from outside and objects too."""
     tensor = torch.ones(2)

@@ -198,6 +198,63 @@ def test_several_calls_as_one():
     run(program)
 
 
+@pytest.mark.parametrize("backend", ["simulated", "native-threads"])
+def test_collectives_of_one_tensor_by_all_their_names(backend):
+    """The names of today and of before give the same: torch's releases, and programs, call either."""
+
+    def program(made):
+        rank, own = made.rank(), torch.arange(2.0) + 10 * made.rank()
+        found = {}
+        for name in ("all_gather_single", "_allgather_base"):
+            getattr(made, name)(out := torch.zeros(4), own).wait()
+            found[name] = out.tolist()
+        for name in ("reduce_scatter_single", "_reduce_scatter_base"):
+            getattr(made, name)(out := torch.zeros(1), own).wait()
+            found[name] = out.tolist()
+        for name in ("all_to_all_single", "alltoall_base"):
+            getattr(made, name)(out := torch.zeros(2), own, [], []).wait()
+            found[name] = out.tolist()
+        for name in ("gather_single", "gather_into_tensor"):
+            options = dist.GatherOptions()
+            options.rootRank = 1
+            getattr(made, name)(out := torch.zeros(4), own, options).wait()
+            found[name] = out.tolist()
+        made.scatter_single(out := torch.zeros(2), torch.arange(4.0) if rank == 1 else torch.zeros(0), 1).wait()
+        found["scatter_single"] = out.tolist()
+        for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
+            getattr(made, name)(outs := [torch.zeros(4), torch.zeros(2)], [own, own[:1]]).wait()
+            found[name] = [out.tolist() for out in outs]
+        for name in ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"):
+            getattr(made, name)(outs := [torch.zeros(1), torch.zeros(1)], [own, 2 * own]).wait()
+            found[name] = [out.tolist() for out in outs]
+        return found
+
+    def expected(rank):
+        gathered, reduced = [0.0, 1.0, 10.0, 11.0], 10.0 + 2 * rank
+        by_names = [
+            (("all_gather_single", "_allgather_base"), gathered),
+            (("reduce_scatter_single", "_reduce_scatter_base"), [reduced]),
+            (("all_to_all_single", "alltoall_base"), [0.0 + rank, 10.0 + rank]),
+            (("gather_single", "gather_into_tensor"), gathered if rank == 1 else [0.0] * 4),
+            (("scatter_single",), [2.0 * rank, 2.0 * rank + 1]),
+            (("all_gather_single_coalesced", "allgather_into_tensor_coalesced"), [gathered, [0.0, 10.0]]),
+            (("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"), [[reduced], [2 * reduced]]),
+        ]
+        return {name: value for names, value in by_names for name in names}
+
+    assert run(program, backend=backend) == [expected(0), expected(1)]
+
+
+def test_a_scatter_of_one_tensor_of_another_size():
+    """The root is told how much it must be."""
+
+    def program(made):
+        with pytest.raises(ValueError, match="the output's 2 elements for each of 1 ranks, not 3"):
+            made.scatter_single(torch.zeros(2), torch.zeros(3), 0)
+
+    run(program, 1)
+
+
 def test_groups_of_some_ranks():
     """With a name and a limit of their own; None where this rank is none of them."""
 
@@ -255,12 +312,55 @@ def test_an_asynchronous_barrier(backend):
     run(program, backend=backend)
 
 
-def test_the_timeout_of_a_group_stays():
-    """Who sets another one is told."""
+def at_once(kind):
+    """Options of a call that waits."""
+    options = kind()
+    options.asyncOp = False
+    return options
+
+
+LATE_CALLS = {
+    "an allreduce": lambda made: made.allreduce([torch.zeros(2)], at_once(dist.AllreduceOptions)),
+    "a collective that was started": lambda made: made.allreduce([torch.zeros(2)]).wait(),
+    "a collective of another way": lambda made: made.gather([], [torch.zeros(2)]).wait(),
+    "a barrier": lambda made: made.barrier(at_once(dist.BarrierOptions)),
+    "a message": lambda made: made.recv([torch.zeros(2)], 0).wait(),
+    "a callback's collective": lambda made: (
+        made.split_group([1], group_name="one")
+        .allreduce([torch.zeros(2)])
+        .get_future()
+        .then(lambda _: made.allreduce([torch.zeros(2)]).wait())
+        .wait()
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["simulated", "native-threads"])
+@pytest.mark.parametrize("call", LATE_CALLS)
+def test_a_timeout_that_is_set_is_that_of_later_calls(call, backend):
+    """`torch.distributed.set_timeout` works after calls by every way, or a program waits for the timeout of before."""
 
     def program(made):
-        with pytest.warns(UserWarning, match=r"keeps its timeout of \d+ s, in place of 3 s"):
-            made.set_timeout(timedelta(seconds=3))
+        for _ in range(3):  # the engine's short way is known only then
+            made.allreduce([torch.zeros(2)]).wait()
+        if made.rank() != 1:
+            return
+        made.set_timeout(timedelta(milliseconds=50))
+        assert made.options._timeout == timedelta(milliseconds=50)
+        with pytest.raises(DistributedTimeoutError, match=r"0\.0[45]"):
+            LATE_CALLS[call](made)
+
+    run(program, backend=backend)
+
+
+def test_a_timeout_that_is_none():
+    """What is no time is refused, and the one of before stays."""
+
+    def program(made):
+        before = made.group.timeout
+        with pytest.raises(ValueError, match="timeout"):
+            made.set_timeout(timedelta(seconds=-1))
+        assert made.group.timeout == before
 
     run(program, 1)
 

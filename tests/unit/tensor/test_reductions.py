@@ -68,6 +68,16 @@ OTHERS = {
 }
 
 
+def has_derivative(function):
+    """Whether this torch can differentiate it: 2.10 can't aminmax."""
+    found = function(make(2, 2, 2).requires_grad_())
+    try:
+        sum(each.sum() for each in (found if isinstance(found, tuple) else (found,))).backward()
+    except RuntimeError as error:
+        return "derivative" not in str(error)
+    return True
+
+
 @pytest.mark.parametrize("name", [*DIFFERENTIABLE, *OTHERS])
 @settings(max_examples=8, deadline=None)
 @given(
@@ -76,8 +86,8 @@ OTHERS = {
     data=st.data(),
 )
 def test_a_reduction_is_the_plain_one(name, shape, mesh_shape, data):
-    backward = name in DIFFERENTIABLE
-    function = DIFFERENTIABLE[name] if backward else OTHERS[name]
+    function = DIFFERENTIABLE.get(name) or OTHERS[name]
+    backward = name in DIFFERENTIABLE and has_derivative(function)
     # A variance of one element is none, and the gradient of a deviation of 0 is none either.
     if name.startswith(("var", "std")):
         shape = tuple(max(size, 2) for size in shape)

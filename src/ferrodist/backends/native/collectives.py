@@ -61,9 +61,13 @@ class NativeCollectives:
         self._opened = threading.Event()
         self.num_ranks = group.world_size
         self.group_name = group.name
-        self.timeout = group.timeout
         self._end: Callable[[Any], object] | None = None
         self.failure_type: type[Exception] = load().Failure
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call may take when it names no timeout itself: the group's, which may change."""
+        return self._group.timeout
 
     def reserve(self) -> int:
         """Take the next position among the group's collectives."""

@@ -1,0 +1,73 @@
+"""Private names of `torch.distributed`.
+
+Loaded at torch's own import, by `interop.registration`: it must stay small, and loads nothing itself.
+
+======================================  ========================================================================
+`_FR_SELF_RECORDING_BACKENDS`           2.15: names of backends that the flight recorder leaves alone
+`_maybe_attach_flight_recorder`         2.15: attaches the flight recorder to a new group
+`new_comm`                              2.12 on, where torchcomms is installed: makes a group of torchcomms
+`_torchcomms_handles_backend`           2.14 on: torchcomms is asked whether it has a backend before it is used
+======================================  ========================================================================
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+__all__ = ["keep_torchcomms_out", "leave_flight_recorder_out"]
+
+
+def leave_flight_recorder_out(c10d: Any, name: str) -> None:
+    """Have torch's flight recorder leave the groups of a backend alone.
+
+    It hooks itself into groups by a backend that C++ made. A group written in Python has none, and making the group
+    would fail. Without the names, as before 2.15, there is nothing to do.
+
+    Args:
+        c10d: `torch.distributed.distributed_c10d`.
+        name: The backend's name.
+    """
+    recording = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if isinstance(recording, set):
+        recording.add(name)
+    attach = getattr(c10d, "_maybe_attach_flight_recorder", None)
+    if attach is None:
+        return
+
+    # In "cpu:ferrodist,cuda:nccl" there is another name, too, but the group is all ours: torch takes what a backend
+    # written in Python gives for the whole group.
+    @functools.wraps(attach)
+    def attach_to_others(pg: Any, *arguments: Any, **named: Any) -> None:
+        if not getattr(pg, "is_written_in_python", False):
+            attach(pg, *arguments, **named)
+
+    c10d._maybe_attach_flight_recorder = attach_to_others  # noqa: SLF001
+
+
+def keep_torchcomms_out(c10d: Any, name: str) -> None:
+    """Have a clear error where torch would ask torchcomms for the groups of a backend, which has no such backend.
+
+    Before 2.14 torch asks it for all groups where ``TORCH_DISTRIBUTED_USE_TORCHCOMMS=1`` is set. Later versions ask it
+    for those only that it has.
+
+    Args:
+        c10d: `torch.distributed.distributed_c10d`.
+        name: The backend's name.
+    """
+    make = getattr(c10d, "new_comm", None)
+    if make is None or hasattr(c10d, "_torchcomms_handles_backend"):
+        return
+
+    @functools.wraps(make)
+    def make_others(backend: str, *arguments: Any, **named: Any) -> Any:
+        if backend == name:
+            from ferrodist.errors import UnsupportedOpError  # noqa: PLC0415 - seldom
+
+            raise UnsupportedOpError(
+                f"torchcomms has no backend {name!r}, and this torch asks it for every group: unset"
+                " TORCH_DISTRIBUTED_USE_TORCHCOMMS, or use torch 2.14 or newer"
+            )
+        return make(backend, *arguments, **named)
+
+    c10d.new_comm = make_others
