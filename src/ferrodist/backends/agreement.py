@@ -29,6 +29,7 @@ from ferrodist.errors import (
     DistributedError,
     DistributedTimeoutError,
     GroupClosedError,
+    describe_error,
     ranks_text,
 )
 
@@ -39,12 +40,20 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.request import Late, Request
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "left_reason"]
 
 _COORDINATOR = 0
 
 _ANSWER_GRACE_SECONDS = 0.5
 """How long past its deadline a rank waits for rank 0 to say who is late."""
+
+
+def left_reason(rank: int, call: object, error: BaseException) -> str:
+    """The reason to abort a group for, when a rank leaves a collective that others count on it in.
+
+    That is any exception that is no failure of the group: an interruption, what a signal's handler raises, no memory.
+    """
+    return f"rank {rank} left {call} by {describe_error(error)}"
 
 
 class _Group(Protocol):
@@ -96,27 +105,32 @@ class Agreement:
             CollectiveMismatchError: On all ranks, when two calls differ. The group has failed.
             DistributedTimeoutError: On all ranks, when one is late. The group has failed.
         """
-        call = call.at(self.reserve() if sequence is None else sequence)
-        if self._group.failure is not None:
-            raise self._group.failure.fresh()
-        if self._group.world_size == 1:
-            return [call.payload]
-        deadline = Deadline(timeout)
-        table = memoryview(bytearray(CALL_SIZE * self._group.world_size))
         pending: list[Request] = []
         try:
-            if self._group.rank == _COORDINATOR:
-                self._collect(call, table, deadline, pending)
-            else:
-                self._report(call, table, deadline, pending)
+            return self._reach(call, Deadline(timeout), sequence, pending)
         except GroupClosedError:
             raise
         except DistributedError as error:
             self._group.abort(error)
             raise (self._group.failure or error).fresh() from None
+        except BaseException as error:
+            self._group.abort(left_reason(self._group.rank, call, error))
+            raise
         finally:  # after the abort, so that the others learn of it first
             for request in pending:
                 request.cancel()
+
+    def _reach(self, call: Call, deadline: Deadline, sequence: int | None, pending: list[Request]) -> list[bytes]:
+        call = call.at(self.reserve() if sequence is None else sequence)
+        if self._group.failure is not None:
+            raise self._group.failure.fresh()
+        if self._group.world_size == 1:
+            return [call.payload]
+        table = memoryview(bytearray(CALL_SIZE * self._group.world_size))
+        if self._group.rank == _COORDINATOR:
+            self._collect(call, table, deadline, pending)
+        else:
+            self._report(call, table, deadline, pending)
         self._doubt = ""
         records = [table[i : i + CALL_SIZE] for i in range(0, len(table), CALL_SIZE)]
         self._compare(records)

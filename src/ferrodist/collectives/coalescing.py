@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from ferrodist.backends.agreement import left_reason
 from ferrodist.backends.call import MAX_PAYLOAD
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.device_streams import keep_until_now
@@ -16,7 +17,7 @@ from ferrodist.collectives.operation import Operation, collectives_of, collector
 from ferrodist.collectives.pending import PendingCollective, QueuedCollective
 from ferrodist.collectives.prepare import writing_to
 from ferrodist.collectives.views import shares_memory
-from ferrodist.errors import CollectiveMismatchError, DistributedError, describe_error
+from ferrodist.errors import CollectiveMismatchError, DistributedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -200,7 +201,7 @@ def _fused(members: list[_Collected]) -> Operation[None]:
             for _, pending in members:
                 pending.fail(error)
             if not isinstance(error, DistributedError):  # as of memory that is short: the others would wait for us
-                first.group.abort(f"rank {first.group.rank} left a coalesced {first.name} by {describe_error(error)}")
+                first.group.abort(left_reason(first.group.rank, f"a coalesced {first.name}", error))
             raise
         for operation, pending in members:
             pending.succeed(operation.finish)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ferrodist.backends.agreement import left_reason
 from ferrodist.backends.call import MAX_PAYLOAD
 from ferrodist.backends.request import answer_seconds
 from ferrodist.collectives.fold import fold
@@ -245,7 +246,7 @@ class MovedCollectives(ReferenceCollectives):
                 raise
             except BaseException as error:
                 # An interruption, or no memory: this rank is out of step with the others.
-                self._group.abort(f"rank {run.rank} left {call}, operation {sequence}, by {type(error).__name__}")
+                self._group.abort(left_reason(run.rank, f"{call}, operation {sequence},", error))
                 raise
 
 

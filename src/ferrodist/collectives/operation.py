@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import torch
 
+from ferrodist.backends.agreement import left_reason
 from ferrodist.collectives.device_streams import Handover, streams_of
 from ferrodist.collectives.moved import MovedCollectives
 from ferrodist.collectives.pending import EnqueuedCollective, OperationQueue, PendingCollective, QueuedCollective
 from ferrodist.collectives.reference import ReferenceCollectives
+from ferrodist.errors import DistributedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,8 +126,14 @@ def _run(operation: Operation[T], sequence: int) -> None:
     What a caller makes inside of `torch.inference_mode` can only be written to inside of it, and what was made outside
     everywhere.
     """
-    with torch.inference_mode():
-        operation.run(sequence)
+    try:
+        with torch.inference_mode():
+            operation.run(sequence)
+    except DistributedError:
+        raise
+    except BaseException as error:
+        operation.group.abort(left_reason(operation.group.rank, operation.name, error))
+        raise
 
 
 def run_now(operation: Operation[T]) -> T:

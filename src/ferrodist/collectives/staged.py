@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.backends.agreement import left_reason
 from ferrodist.backends.call import Call
 from ferrodist.backends.sub import SubBackend
 from ferrodist.collectives.device_streams import streams_of
@@ -248,7 +249,7 @@ class StagedCollectives:
             group.abort(error)
             raise (group.failure or error).fresh() from None
         except BaseException as failure:
-            group.abort(f"rank {group.rank} left {plan.call} by {type(failure).__name__}")
+            group.abort(left_reason(group.rank, plan.call, failure))
             raise
 
     def _do(self, plan: Plan, deadline: Deadline, sequence: int) -> None:

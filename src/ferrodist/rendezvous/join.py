@@ -16,6 +16,7 @@ from ferrodist.errors import (
     InvalidWorldSizeError,
     RendezvousError,
 )
+from ferrodist.rendezvous import rounds
 from ferrodist.rendezvous.attendance import await_all, claim_rank, leave, note_rejection
 from ferrodist.rendezvous.environment import Environment, read_environment
 from ferrodist.rendezvous.file_store import FileStore
@@ -28,6 +29,7 @@ from ferrodist.rendezvous.tcp_store import TcpStore, TcpStoreServer
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable
 
     from ferrodist.rendezvous.membership import Membership
     from ferrodist.rendezvous.store import Store
@@ -264,13 +266,39 @@ def _join_tcp(address: str, joining: Joining, *, shared_port: bool) -> Membershi
     where = f"job {joining.job!r} at tcp://{address}"
     if joining.rank == 0:
         return _serve(address, joining, where, shared_port=shared_port)
-    client = _dial(address, joining)
+    client, name = _dial_this_round(address, joining, where)
     try:
         _attend(client, joining, where)
     except BaseException:
-        client.close()
+        _leave(name, client.close)
         raise
-    return joining.member(client, client.local_host, client.close, joining.secret)
+    return joining.member(client, client.local_host, lambda: _leave(name, client.close), joining.secret)
+
+
+def _leave(name: bytes, close: Callable[[], None]) -> None:
+    rounds.note_left(name)
+    close()
+
+
+def _dial_this_round(address: str, joining: Joining, where: str) -> tuple[TcpStore, bytes]:
+    """Connect to a store that this process has not left, and learn its name; see [Note: rounds] in `rounds.py`."""
+    while True:
+        client = _dial(address, joining)
+        try:
+            name = rounds.name_of(client, joining.deadline)
+            if not rounds.has_left(name):
+                return client, name
+            rounds.wait_until_over(client, joining.deadline)
+        except RendezvousError:  # it went away
+            client.close()
+            if not rounds.has_left_any():
+                raise
+        except BaseException:
+            client.close()
+            raise
+        else:
+            client.close()
+        rounds.pause(f"{where}: the store of rank 0", joining.deadline)
 
 
 def _dial(address: str, joining: Joining) -> TcpStore:
@@ -286,15 +314,22 @@ def _dial(address: str, joining: Joining) -> TcpStore:
 
 def _serve(address: str, joining: Joining, where: str, *, shared_port: bool) -> Membership:
     server = _open_server(address, joining, where, shared_port=shared_port)
+
+    def end() -> None:
+        with contextlib.suppress(RendezvousError):  # it was closed before
+            rounds.say_over(server.store)
+        server.close(linger=LINGER)
+
     try:
+        rounds.set_name(server.store)
         _attend(server.store, joining, where)
     except DistributedError:
-        server.close(linger=LINGER)  # the others are to read why
+        end()  # the others are to read why
         raise
     except BaseException:
         server.close()
         raise
-    return joining.member(server.store, server.host, lambda: server.close(linger=LINGER), joining.secret)
+    return joining.member(server.store, server.host, end, joining.secret)
 
 
 def _open_server(

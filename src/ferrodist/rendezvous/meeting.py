@@ -18,6 +18,7 @@ from ferrodist.errors import (
     InvalidWorldSizeError,
     RendezvousError,
 )
+from ferrodist.rendezvous import rounds
 from ferrodist.rendezvous.attendance import await_all, call_off, claim_rank, network_id, note_rejection, roll
 from ferrodist.rendezvous.environment import read_environment
 from ferrodist.rendezvous.resolution import resolve
@@ -77,19 +78,24 @@ def meet(
     Raises:
         RendezvousError, AuthenticationError, InvalidWorldSizeError: As `rendezvous` does.
     """
-    secret = (_found if joining.rank == 0 else _check)(store, joining, where, advice)
+    secret, name = (_found if joining.rank == 0 else _check)(store, joining, where, advice)
+
+    def leave(patience: float) -> None:
+        rounds.note_left(name)
+        depart(patience)
+
     claim_rank(store, rank=joining.rank, where=where, advice=advice, deadline=joining.deadline)
     try:
         await_all(store, rank=joining.rank, world_size=joining.world_size, where=where, deadline=joining.deadline)
         host = _agree_on_interfaces(store, joining, where, server)
     except BaseException:
-        depart(_HASTE)
+        leave(_HASTE)
         raise
-    return joining.member(store, host, lambda: depart(LINGER), secret)
+    return joining.member(store, host, lambda: leave(LINGER), secret)
 
 
-def _found(store: Store, joining: Joining, where: str, advice: str) -> bytes:
-    """Write the charter as rank 0, and return the job secret."""
+def _found(store: Store, joining: Joining, where: str, advice: str) -> tuple[bytes, bytes]:
+    """Write the charter as rank 0, and return the job secret and the store's name."""
     made = b"" if joining.secret else make_secret().encode()
     secret, nonce = joining.secret or made, os.urandom(32)
     charter = msgspec.msgpack.encode(
@@ -101,17 +107,25 @@ def _found(store: Store, joining: Joining, where: str, advice: str) -> bytes:
             proof=_file_proof(secret, nonce),
         )
     )
-    if store.compare_set(_CHARTER_KEY, b"", charter, timeout=joining.deadline.remaining()) != charter:
+    while True:
+        current = store.compare_set(_CHARTER_KEY, b"", charter, timeout=joining.deadline.remaining())
+        if current == charter:
+            return secret, nonce
+        if rounds.has_left(_read_charter(current).nonce) and not joining.deadline.expired:
+            rounds.pause(where, joining.deadline)
+            continue
         message = f"{where}: another rank 0 has begun a rendezvous there; {advice}"
         note_rejection(store, message)
         raise RendezvousError(message, ranks=(0,))
-    return secret
 
 
-def _check(store: Store, joining: Joining, where: str, advice: str) -> bytes:
-    """Compare this rank with the charter, and return the job secret."""
-    data = store.get(_CHARTER_KEY, timeout=joining.deadline.remaining())
-    charter = msgspec.msgpack.decode(data, type=_Charter)
+def _check(store: Store, joining: Joining, where: str, advice: str) -> tuple[bytes, bytes]:
+    """Compare this rank with the charter, and return the job secret and the store's name."""
+    while True:
+        charter = _read_charter(store.get(_CHARTER_KEY, timeout=joining.deadline.remaining()))
+        if not rounds.has_left(charter.nonce):
+            break
+        rounds.pause(where, joining.deadline)
     who = f"{where}: rank {joining.rank}"
     secret = joining.secret or charter.made_secret
     refusal: DistributedError | None = None
@@ -131,7 +145,11 @@ def _check(store: Store, joining: Joining, where: str, advice: str) -> bytes:
     if refusal is not None:
         note_rejection(store, refusal.message)
         raise refusal
-    return secret
+    return secret, charter.nonce
+
+
+def _read_charter(data: bytes) -> _Charter:
+    return msgspec.msgpack.decode(data, type=_Charter)
 
 
 def _file_proof(secret: bytes, nonce: bytes) -> bytes:

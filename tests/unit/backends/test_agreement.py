@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 import ferrodist as fd
 from ferrodist.backends.request import BaseRequest
+from ferrodist.backends.tags import Channel, channel_of_tag
 from ferrodist.testing import run_ranks
 
 
@@ -49,3 +51,36 @@ def test_ranks_that_do_not_take_the_answer_are_named() -> None:
         " answer, after 0."
     )
     assert "of 0.05 s allowed" in messages[0]
+
+
+class _OutOfThinAirError(Exception):
+    """What no collective raises of its own."""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), _OutOfThinAirError("no memory"), SystemExit(3)], ids=repr)
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+@pytest.mark.parametrize("step", ["agreement", "data"])
+def test_any_exception_that_leaves_a_collective_is_told(error, leaver, step):
+    """Ranks that count on one that has left by an exception raise at once who left, and by what."""
+
+    def program(group):
+        fd.barrier()
+        if group.rank == leaver:
+            transfer = group.irecv
+
+            def fail(buffer, *args, tag):
+                channel = channel_of_tag(tag)
+                if channel == (Channel.CALL if step == "agreement" else Channel.DATA):
+                    raise error
+                return transfer(buffer, *args, tag=tag)
+
+            group.irecv = fail
+            with pytest.raises(type(error)):
+                fd.allreduce(torch.ones(10_000), timeout=60)
+            group.irecv = transfer
+        else:
+            with pytest.raises(fd.GroupAbortedError, match=rf"rank {leaver} left .*{type(error).__name__}") as caught:
+                fd.allreduce(torch.ones(10_000), timeout=60)
+            assert caught.value.ranks == (leaver,)
+
+    run_ranks(program, 3, timeout=20)

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ferrodist.backends.agreement import Agreement
+from ferrodist.backends.agreement import Agreement, left_reason
 from ferrodist.backends.call import CALL_SIZE, Call, payload_of
 from ferrodist.deadline import Deadline, Elapsed
-from ferrodist.errors import DistributedTimeoutError
+from ferrodist.errors import DistributedError, DistributedTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.moving.call_order import CallOrder
-    from ferrodist.errors import DistributedError
 
     class Mover(Protocol):
         """What starts MPI's collectives, and waits for them."""
@@ -73,23 +72,30 @@ class MpiAgreement(Agreement):
                 raise self._fail(self._queued_error(call, deadline))
             if group.world_size == 1:
                 return [call.payload]
-            table = np.empty(CALL_SIZE * group.world_size, np.uint8)
             try:
-                self.num_entered = sequence + 1
-                request = self._mover.agree(np.frombuffer(call.encode(), np.uint8), table)
-                if not self._mover.wait_for([request], deadline):
-                    if group.failure is not None:
-                        raise group.failure.fresh()
-                    late = self._find_behind(sequence)
-                    raise self._fail(self.late_error(call, late, Elapsed.of(deadline)))
-                self._hear_who_gave_up()
-            except (KeyboardInterrupt, SystemExit) as error:  # this rank is out of step with the others
-                group.abort(f"rank {group.rank} left {call} by {type(error).__name__}")
+                records = self._collect_calls(call, sequence, deadline)
+            except DistributedError:
                 raise
-        data = table.data
-        records = [data[i : i + CALL_SIZE] for i in range(0, len(data), CALL_SIZE)]
+            except BaseException as error:
+                group.abort(left_reason(group.rank, call, error))
+                raise
         self._compare(records)
         return [payload_of(record) for record in records]
+
+    def _collect_calls(self, call: Call, sequence: int, deadline: Deadline) -> list[memoryview]:
+        """Every rank's call, encoded."""
+        group = self._backend
+        table = np.empty(CALL_SIZE * group.world_size, np.uint8)
+        self.num_entered = sequence + 1
+        request = self._mover.agree(np.frombuffer(call.encode(), np.uint8), table)
+        if not self._mover.wait_for([request], deadline):
+            if group.failure is not None:
+                raise group.failure.fresh()
+            late = self._find_behind(sequence)
+            raise self._fail(self.late_error(call, late, Elapsed.of(deadline)))
+        self._hear_who_gave_up()
+        data = table.data
+        return [data[i : i + CALL_SIZE] for i in range(0, len(data), CALL_SIZE)]
 
     def _hear_who_gave_up(self) -> None:
         """Raise when others have given this collective up: what they had given MPI before ends it for a late rank."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ferrodist.backends.agreement import left_reason
 from ferrodist.backends.call import Call
 from ferrodist.backends.native.failures import abort_record, public_error, queued_error
 from ferrodist.backends.native.library import load
@@ -302,7 +303,7 @@ class NativeCollectives:
     def _ended_by(self, failure: BaseException, call: Call, timeout: float) -> BaseException:
         """End the group for what ended a call in the engine, and return what it is called in public."""
         if not isinstance(failure, self.failure_type):  # an interruption: this rank is out of step with the others
-            self._group.abort(f"rank {self._group.rank} left {call} by {type(failure).__name__}")
+            self._group.abort(left_reason(self._group.rank, call, failure))
             return failure
         error = public_error(self._group, failure, call, timeout)
         self._group.abort(error)

@@ -24,6 +24,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ferrodist.backends.agreement import left_reason
 from ferrodist.backends.call import Call
 from ferrodist.backends.nccl.call_ring import CallRing
 from ferrodist.backends.nccl.communicator import NcclError
@@ -372,7 +373,7 @@ class Launcher:
             self.end()
             raise (self._group.failure or told).fresh() from None
         except BaseException as error:
-            self._group.abort(f"rank {self._group.rank} left {call} by {type(error).__name__}")
+            self._group.abort(left_reason(self._group.rank, call, error))
             self.end()
             raise
 

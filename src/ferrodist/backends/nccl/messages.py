@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ferrodist.backends.agreement import left_reason
 from ferrodist.backends.sub import SubBackend
 from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag
 from ferrodist.deadline import Deadline
@@ -138,7 +139,7 @@ class NcclMessages:
                     found.append(self._find(what, receive, deadline))  # noqa: PERF401 - kept when a later one raises
             except BaseException as error:
                 if sends:  # announced, and not to come: the receivers can't know
-                    self._group.abort(f"rank {self._group.rank} left {what} by {type(error).__name__}: {error}")
+                    self._group.abort(left_reason(self._group.rank, what, error))
                 else:
                     self._inbox.put_back(found)
                 raise
