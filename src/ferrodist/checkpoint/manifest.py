@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 __all__ = [
     "HASH_BYTES",
     "INDEX_NAME",
+    "LENGTH_BYTES",
     "MANIFEST_NAME",
+    "MAX_HEADER_BYTES",
     "FileEntry",
     "Manifest",
     "ShardEntry",
@@ -37,6 +39,9 @@ __all__ = [
 MANIFEST_NAME = "metadata.json"
 INDEX_NAME = "model.safetensors.index.json"
 HASH_BYTES = 16
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+"""Of a safetensors file, without its length; readers of these files accept no longer one."""
 _VERSION = 1
 _START = b'{"format":"ferrodist-checkpoint","version":'
 _HASH = b',"hash":"'
@@ -44,6 +49,10 @@ _BODY = b'","checkpoint":'
 _END = b"}\n"
 _MAX_DIMS = 64
 """Of torch's tensors."""
+_MAX_BLOCK_BYTES = 1 << 30
+"""A reader holds a whole block."""
+_MAX_TIME_NS = 1 << 62
+"""In the year 2116; a later time is no time at which a checkpoint was saved."""
 
 
 class FileEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -167,7 +176,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
         _check(manifest)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
         raise DistCheckpointError(f"{where} is no manifest of a checkpoint: {error}") from error
     return manifest
 
@@ -175,7 +184,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
 def _why_other(data: bytes, where: str) -> str:
     try:
         head = msgspec.json.decode(data, type=_HeadOfFile)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError):
         return f"{where} is damaged, or is no manifest of a checkpoint"
     if head.format != "ferrodist-checkpoint":
         return f"{where} is of format {head.format!r}, not 'ferrodist-checkpoint'"
@@ -188,13 +197,18 @@ def _check(manifest: Manifest) -> None:
     """Raise ValueError unless each shard can lie where it is said to."""
     if manifest.world_size < 1 or manifest.block_bytes < 1:
         raise ValueError("a world size or block size below 1")
+    if manifest.block_bytes > _MAX_BLOCK_BYTES:
+        raise ValueError(f"blocks of {manifest.block_bytes} bytes, where {_MAX_BLOCK_BYTES} is the most")
+    if not 0 <= manifest.created_ns < _MAX_TIME_NS:
+        raise ValueError(f"a time of {manifest.created_ns} ns since 1970")
     names = [file.name for file in manifest.files]
     if len(set(names)) < len(names):
         raise ValueError("a file comes twice")
     for file in manifest.files:
         if not file.name or set(file.name) & set("/\\\0") or file.name in (".", "..", MANIFEST_NAME, INDEX_NAME):
             raise ValueError(f"a file named {file.name!r}")
-        if not 8 <= file.header_bytes <= file.size_bytes:
+        most = min(file.size_bytes, LENGTH_BYTES + MAX_HEADER_BYTES)
+        if not LENGTH_BYTES <= file.header_bytes <= most:
             raise ValueError(f"file {file.name!r} of {file.size_bytes} bytes has a header of {file.header_bytes}")
     for key, tensor in manifest.tensors.items():
         for problem in _problems(manifest, tensor):

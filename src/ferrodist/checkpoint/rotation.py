@@ -45,8 +45,15 @@ def list_checkpoints(
     Args:
         dir: The folder, or a URL of fsspec's.
         storage_options: For fsspec's file system, if it is a URL.
+
+    Raises:
+        DistCheckpointError: The folder can't be listed.
     """
-    return [found.path for found in _find(open_storage(dir, storage_options).url, storage_options)]
+    storage = open_storage(dir, storage_options)
+    try:
+        return [found.path for found in _find(storage.url, storage_options)]
+    except OSError as error:
+        raise DistCheckpointError(f"{storage.url} can't be looked through for checkpoints: {error}") from error
 
 
 def find_latest(

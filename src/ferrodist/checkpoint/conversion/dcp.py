@@ -65,11 +65,11 @@ def import_dcp(
     """
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
     try:
-        if METADATA_NAME not in storage.list_names():
-            raise DistCheckpointError(
-                f"{storage.url} is no folder of torch.distributed.checkpoint: {METADATA_NAME} is missing"
-            )
         with explain_foreign(storage.url):
+            if METADATA_NAME not in storage.list_names():
+                raise DistCheckpointError(
+                    f"{storage.url} is no folder of torch.distributed.checkpoint: {METADATA_NAME} is missing"
+                )
             contents = make_contents(_Folder(storage).state(), storage)
         rewrite(contents, new_storage, options or RewriteOptions())
     finally:

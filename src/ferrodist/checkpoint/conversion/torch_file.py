@@ -12,6 +12,7 @@ from ferrodist.checkpoint.conversion.foreign import explain_foreign, make_conten
 from ferrodist.checkpoint.conversion.whole import open_whole
 from ferrodist.checkpoint.rewriting import RewriteOptions, rewrite
 from ferrodist.checkpoint.storage import LocalStorage, open_storage
+from ferrodist.checkpoint.storage.local import open_regular
 from ferrodist.errors import DistCheckpointError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def import_torch_file(
 
 
 def _load(file: Path) -> Any:
-    with file.open("rb") as opened:
+    with os.fdopen(open_regular(file), "rb") as opened:
         is_zip = opened.read(2) == b"PK"
     try:
         return torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
     from ferrodist.deadline import Deadline
 
-__all__ = ["FileWriter", "Storage", "save_of"]
+__all__ = ["MAX_SMALL_FILE_BYTES", "FileWriter", "Storage", "save_of"]
+
+MAX_SMALL_FILE_BYTES = 1 << 30
+"""The most that `Storage.get` reads: room for a manifest of some million shards."""
 
 _OF_A_SAVE = re.compile(r"model-([0-9a-f]{12})-\d{5,}-of-\d{5,}\.safetensors")
 """Names that only saves give: what a save was killed before it could remove is known by them for what it is."""
@@ -111,10 +114,13 @@ class Storage(Protocol):
         """The names of folders in the folder, without links to others; none if there is no folder."""
 
     def size_bytes(self, name: str) -> int:
-        """The size of a file; FileNotFoundError if it is not there."""
+        """The size of a file; FileNotFoundError if it is not there, OSError if it is no regular file."""
 
     def get(self, name: str) -> bytes:
-        """A small file whole; FileNotFoundError if it is not there."""
+        """A small file whole; FileNotFoundError if it is not there.
+
+        OSError if it is no regular file, or has more than `MAX_SMALL_FILE_BYTES`.
+        """
 
     def read(self, name: str, start: int, into: memoryview) -> None:
         """Fill memory from a place of a file on; EOFError if the file ends before."""

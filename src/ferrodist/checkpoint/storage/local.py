@@ -7,12 +7,14 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES
 from ferrodist.checkpoint.storage.local_writer import LocalWriter
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
     from ferrodist.deadline import Deadline
 
-__all__ = ["LocalStorage"]
+__all__ = ["LocalStorage", "open_regular"]
 
 _SAVING = ".saving-"
 _MAX_OPEN = 100
@@ -142,7 +144,7 @@ class LocalStorage:
 
     def list_names(self) -> list[str]:
         """See `Storage`."""
-        return [entry.name for entry in self._entries() if entry.is_file()]
+        return [entry.name for entry in self._entries() if _is_file(entry)]
 
     def list_folders(self) -> list[str]:
         """See `Storage`."""
@@ -158,11 +160,18 @@ class LocalStorage:
 
     def size_bytes(self, name: str) -> int:
         """See `Storage`."""
-        return (self.path / name).stat().st_size
+        found = (self.path / name).stat()
+        _check_regular(self.path / name, found)
+        return found.st_size
 
     def get(self, name: str) -> bytes:
         """See `Storage`."""
-        return (self.path / name).read_bytes()
+        with os.fdopen(open_regular(self.path / name), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_SMALL_FILE_BYTES:
+                what = f"It has {size} bytes, and may have {MAX_SMALL_FILE_BYTES}"
+                raise OSError(errno.EFBIG, what, str(self.path / name))
+            return file.read(size)
 
     def read(self, name: str, start: int, into: memoryview) -> None:
         """See `Storage`."""
@@ -186,7 +195,7 @@ class LocalStorage:
             file = self._open.pop(name, None)
             if file is None:
                 self._close_idle()
-                file = _OpenFile(os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC))
+                file = _OpenFile(open_regular(self.path / name))
             self._open[name] = file
             file.num_readers += 1
         try:
@@ -203,6 +212,36 @@ class LocalStorage:
 
     def _place(self, save_id: str) -> Path:
         return self.path / f"{_SAVING}{save_id}"
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # a link that leads to itself
+        return False
+
+
+def open_regular(path: Path) -> int:
+    """Open a file to be read: a descriptor.
+
+    Raises:
+        OSError: The file can't be opened, or is no regular file: a FIFO would block, a device may have no end.
+    """
+    _check_regular(path, path.stat())  # a device or a FIFO may notice that it is opened
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        _check_regular(path, os.fstat(file))
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _check_regular(path: Path, found: os.stat_result) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "Is a folder, where a file is expected", str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "Is no regular file, but a FIFO, a socket or a device", str(path))
 
 
 def _lock(folder: int) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsspec.asyn import AsyncFileSystem, sync
 
-from ferrodist.checkpoint.storage.base import save_of
+from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES, save_of
 from ferrodist.checkpoint.storage.remote_errors import as_os_errors, to_os_error, was_refused
 from ferrodist.checkpoint.storage.remote_writer import RemoteWriter
 from ferrodist.checkpoint.storage.uploads import abort_upload, list_uploads
@@ -178,6 +178,10 @@ class RemoteStorage:
 
     def get(self, name: str) -> bytes:
         """See `Storage`."""
+        size = self.size_bytes(name)
+        if size > MAX_SMALL_FILE_BYTES:
+            what = f"It has {size} bytes, and may have {MAX_SMALL_FILE_BYTES}"
+            raise OSError(errno.EFBIG, what, self._where(name))
         with as_os_errors(self._where(name)):
             return bytes(self._fs.cat_file(self._path(name)))
 
