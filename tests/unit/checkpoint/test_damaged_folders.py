@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import shutil
 import socket
 import threading
@@ -16,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from offline_states import make_state, save_sharded, save_whole
+from offline_states import limited_memory, make_state, save_sharded, save_whole
 
 from ferrodist.checkpoint import (
     DistributedCheckpoint,
@@ -74,11 +73,8 @@ def _readers(path: Path, out: Path) -> dict[str, Callable[[], object]]:
 @pytest.fixture(autouse=True)
 def little_memory() -> Iterator[None]:
     """No more than some hundred MB beyond what the process has."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
+    with limited_memory(1 << 30):
+        yield
 
 
 @pytest.fixture
