@@ -7,6 +7,7 @@ The file is one line, in one spelling only, so that every byte of it counts::
 
 from __future__ import annotations
 
+import re
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,14 @@ __all__ = [
     "LENGTH_BYTES",
     "MANIFEST_NAME",
     "MAX_HEADER_BYTES",
+    "TIME_WITHIN_BYTES",
     "FileEntry",
     "Manifest",
     "ShardEntry",
     "TensorEntry",
     "decode_manifest",
     "encode_manifest",
+    "find_time",
     "hash_bytes",
 ]
 
@@ -51,8 +54,13 @@ _MAX_DIMS = 64
 """Of torch's tensors."""
 _MAX_BLOCK_BYTES = 1 << 30
 """A reader holds a whole block."""
-_MAX_TIME_NS = 1 << 62
-"""In the year 2116; a later time is no time at which a checkpoint was saved."""
+_MAX_TIME_NS = 1 << 63
+"""In the year 2262."""
+_NUM_TIMES_BELOW = 1 << 32
+"""Later times are not counted on from: these are left for checkpoints that must be later than another one."""
+TIME_WITHIN_BYTES = 256
+"""A manifest has its `created_ns` in its first bytes."""
+_TIME = re.compile(re.escape(_START) + rb'[^{]*"checkpoint":\{"save_id":"[^"]*","created_ns":(\d{1,20}),')
 
 
 class FileEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -112,7 +120,7 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     Args:
         save_id: Names the act of saving.
-        created_ns: When it was begun, since 1970.
+        created_ns: When it was committed, since 1970; later than that of each checkpoint that was beside it then.
         producer: Who wrote it.
         world_size: By how many ranks it was saved.
         block_bytes: How much of a shard each hash is of.
@@ -179,6 +187,12 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
         raise DistCheckpointError(f"{where} is no manifest of a checkpoint: {error}") from error
     return manifest
+
+
+def find_time(head: bytes) -> int | None:
+    """The `created_ns` that the beginning of a manifest has; None if it has none that can be."""
+    found = _TIME.match(head)
+    return int(found[1]) if found and int(found[1]) < _MAX_TIME_NS - _NUM_TIMES_BELOW else None
 
 
 def _why_other(data: bytes, where: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ferrodist.checkpoint.folder import read_manifest
 from ferrodist.checkpoint.manifest import INDEX_NAME, MANIFEST_NAME
 from ferrodist.checkpoint.storage import join_path, open_storage, parent_path
+from ferrodist.deadline import Deadline
 from ferrodist.errors import DistCheckpointError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.manifest import Manifest
     from ferrodist.checkpoint.storage import Storage
 
-__all__ = ["find_latest", "list_checkpoints", "newest_ns", "remove_old"]
+__all__ = ["find_latest", "list_checkpoints", "remove_old"]
 
 _logger = logging.getLogger(__name__)
 
@@ -65,15 +66,6 @@ def find_latest(
     return next(reversed(list_checkpoints(dir, storage_options=storage_options)), None)
 
 
-def newest_ns(dir: str, storage_options: Mapping[str, Any] | None) -> int:  # noqa: A002
-    """When the newest checkpoint in a folder was begun; 0 if there is none, or the folder can't be read."""
-    try:
-        return max((found.manifest.created_ns for found in _find(dir, storage_options)), default=0)
-    except (OSError, DistCheckpointError) as error:
-        _logger.warning("%s can't be looked through: %s", dir, error)
-        return 0
-
-
 def remove_old(
     saved: str,
     keep_last: int,
@@ -101,13 +93,16 @@ def remove_old(
 
 def _remove(found: _Found) -> None:
     try:
-        # Without its manifest it is no checkpoint any more: never one that lacks files.
-        found.storage.remove([INDEX_NAME])  # which no later look could tell from somebody else's
-        found.storage.remove([MANIFEST_NAME])
-        found.storage.remove([file.name for file in found.manifest.files])
-        found.storage.remove_leftovers()
+        with found.storage.exclusive(Deadline(0.0)):
+            if read_manifest(found.storage).save_id != found.manifest.save_id:
+                return  # another job has saved there meanwhile
+            # Without its manifest it is no checkpoint any more: never one that lacks files.
+            found.storage.remove([INDEX_NAME])  # which no later look could tell from somebody else's
+            found.storage.remove([MANIFEST_NAME])
+            found.storage.remove([file.name for file in found.manifest.files])
+            found.storage.remove_leftovers()
         found.storage.remove_folder()
-    except OSError as error:
+    except (OSError, DistCheckpointError) as error:
         _logger.warning("the old checkpoint %s can't be removed: %s", found.path, error)
 
 

@@ -213,7 +213,7 @@ def test_values_that_python_writes_in_no_decimals(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("created_ns", -1), ("created_ns", 1 << 62), ("created_ns", 10**30), ("block_bytes", 1 << 40)]
+    ("field", "value"), [("created_ns", -1), ("created_ns", 1 << 63), ("created_ns", 10**30), ("block_bytes", 1 << 40)]
 )
 def test_numbers_beyond_reason(tmp_path: Path, out: Path, field: str, value: int) -> None:
     """Times that no calendar has, and blocks that no memory holds, are refused when the manifest is read."""

@@ -47,8 +47,8 @@ def import_dcp(
 ) -> None:
     """Make a checkpoint of a folder that ``torch.distributed.checkpoint.save`` has written.
 
-    None of its code runs: ``.metadata`` is read without any class, values with ``weights_only=True``. It takes memory in
-    proportion to the files. Keys of dicts are text there, whatever they were.
+    None of its code runs: ``.metadata`` is read without any class, values with ``weights_only=True``. Memory is taken
+    in proportion to the files. Keys of dicts are text there, whatever they were.
 
     Args:
         path: The folder.
