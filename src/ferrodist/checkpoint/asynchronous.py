@@ -18,7 +18,7 @@ from ferrodist.backends.sub import SubBackend
 from ferrodist.checkpoint.folder import remove_unfinished
 from ferrodist.checkpoint.functions import DEFAULT_CHECKPOINT_TIMEOUT, check_keep_last, resolve_ranks
 from ferrodist.checkpoint.outcome import agree_on, on_all_ranks, run_on_first
-from ferrodist.checkpoint.rotation import newest_ns, remove_old
+from ferrodist.checkpoint.rotation import remove_old
 from ferrodist.checkpoint.saving import DEFAULT_FILE_BYTES, Save
 from ferrodist.checkpoint.staging import StagingBuffer
 from ferrodist.checkpoint.storage import join_path, open_storage
@@ -149,12 +149,13 @@ class AsyncCheckpointer:
         )
         """The folder of checkpoints."""
 
-        def look_through() -> int:
-            _remove_unfinished(self.dir, storage_options)
-            return newest_ns(self.dir, storage_options)
-
-        what = "look through a folder of checkpoints"
-        self._newest_ns = run_on_first(look_through, what, self.dir, self._group, deadline) or 0
+        run_on_first(
+            lambda: _remove_unfinished(self.dir, storage_options),
+            "look through a folder of checkpoints",
+            self.dir,
+            self._group,
+            deadline,
+        )
         self._own_group = SubBackend(self._group, range(self._group.world_size), label="ferrodist.checkpoint")
         self._queue = queue
         self._options: dict[str, Any] = {
@@ -212,8 +213,7 @@ class AsyncCheckpointer:
 
         storage = on_all_ranks(open_when_there_is_room, "begin a checkpoint", path, self._group, deadline)
         deadline = Deadline(self._timeout)
-        save = Save(state, storage, self._group, **self._options, deadline=deadline, after_ns=self._newest_ns)
-        self._newest_ns = save.created_ns
+        save = Save(state, storage, self._group, **self._options, deadline=deadline)
         with self._lock:
             buffer = self._free.pop() if self._free else StagingBuffer()
         try:

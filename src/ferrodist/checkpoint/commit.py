@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib.metadata
 import logging
 from math import prod
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ferrodist.checkpoint.dtypes import dtype_from_name
-from ferrodist.checkpoint.folder import find_stale, read_manifest
+from ferrodist.checkpoint.folder import find_stale, next_time_ns, read_manifest
 from ferrodist.checkpoint.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -20,6 +22,7 @@ from ferrodist.checkpoint.manifest import (
     TensorEntry,
     encode_manifest,
 )
+from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES
 from ferrodist.checkpoint.writer import BLOCK_BYTES
 from ferrodist.errors import DistCheckpointError
 
@@ -58,8 +61,9 @@ def commit(storage: Storage, manifest: Manifest, deadline: Deadline) -> None:
 
 def _commit(storage: Storage, manifest: Manifest) -> None:
     names = [file.name for file in manifest.files]
+    index = make_index(manifest)
     try:
-        stale = _publish(storage, manifest, names)
+        stale = _publish(storage, manifest, names, index)
     except BaseException:
         try:
             _withdraw(storage, manifest.save_id, names)
@@ -67,20 +71,34 @@ def _commit(storage: Storage, manifest: Manifest) -> None:
             _logger.warning("what was published of a checkpoint at %s can't be removed: %s", storage.url, second)
         raise
     try:
-        _tidy(storage, manifest, stale)
+        _tidy(storage, manifest, stale, index)
     except (OSError, DistCheckpointError) as error:  # all that a load needs is there, and the next save tidies again
         _logger.warning("the checkpoint at %s is saved, but its folder is not tidy: %s", storage.url, error)
 
 
-def _publish(storage: Storage, manifest: Manifest, names: Sequence[str]) -> set[str]:
+def _publish(storage: Storage, manifest: Manifest, names: Sequence[str], index: bytes | None) -> set[str]:
     """Put everything in its place, the manifest last, and return which files were there before."""
+    if index is not None and storage.is_staged:  # what the disk has no room for is known before the commit
+        writer = storage.create(manifest.save_id, INDEX_NAME, len(index))
+        try:
+            writer.write(memoryview(index))
+            writer.close()
+        except BaseException:
+            writer.discard()
+            raise
     storage.publish(manifest.save_id, names)
     for file in manifest.files:
         found = storage.size_bytes(file.name)
         if found != file.size_bytes:
             raise OSError(f"{file.name} has {found} bytes where {file.size_bytes} were written")
     stale = find_stale(storage) - set(names)
-    storage.put(MANIFEST_NAME, encode_manifest(manifest))
+    manifest.created_ns = next_time_ns(storage)
+    data = encode_manifest(manifest)
+    if len(data) > MAX_SMALL_FILE_BYTES:
+        raise OSError(
+            errno.EFBIG, f"The manifest has {len(data)} bytes, and may have {MAX_SMALL_FILE_BYTES}", storage.url
+        )
+    storage.put(MANIFEST_NAME, data)
     return stale
 
 
@@ -93,27 +111,38 @@ def _withdraw(storage: Storage, save_id: str, names: Sequence[str]) -> None:
     storage.remove(names)
 
 
-def _tidy(storage: Storage, manifest: Manifest, stale: set[str]) -> None:
-    """What readers of manifests can do without."""
+def _tidy(storage: Storage, manifest: Manifest, stale: set[str], index: bytes | None) -> None:
+    """What readers of manifests can do without; the first error is raised at the end."""
     if not storage.is_staged and read_manifest(storage).save_id != manifest.save_id:
         return  # without a lock another save was committed meanwhile: what looks stale here may be its files
-    index = make_index(manifest)
-    if index is not None:
-        storage.put(INDEX_NAME, index)
-    storage.remove(stale if index is not None else {*stale, INDEX_NAME})
-    storage.remove_leftovers()
+    with contextlib.ExitStack() as steps:  # each is done, whatever becomes of the others; the last one first
+        steps.callback(storage.remove_leftovers)
+        steps.callback(storage.discard, manifest.save_id)
+        steps.callback(storage.remove, stale if index is not None else {*stale, INDEX_NAME})
+        if index is not None:
+            _put_index(storage, manifest.save_id, index)
+
+
+def _put_index(storage: Storage, save_id: str, index: bytes) -> None:
+    try:
+        if storage.is_staged:
+            storage.publish(save_id, [INDEX_NAME])
+        else:
+            storage.put(INDEX_NAME, index)
+    except OSError as error:
+        what = f"{INDEX_NAME} is missing, without which Hugging Face's tools find no tensors: {error.strerror}"
+        raise OSError(error.errno, what, storage.url) from error
 
 
 def make_manifest(
-    plan: SavePlan, reports: Sequence[Sequence[FileReport]], *, save_id: str, created_ns: int, world_size: int
+    plan: SavePlan, reports: Sequence[Sequence[FileReport]], *, save_id: str, world_size: int
 ) -> Manifest:
-    """The manifest of a save.
+    """The manifest of a save, which has no time as yet.
 
     Args:
         plan: What was to be written.
         reports: What was written, for each rank.
         save_id: Names the save.
-        created_ns: When it was begun, since 1970.
         world_size: Of the ranks whose state it is.
     """
     files: list[FileEntry] = []
@@ -149,7 +178,7 @@ def make_manifest(
     }
     return Manifest(
         save_id=save_id,
-        created_ns=created_ns,
+        created_ns=0,
         producer=_producer(),
         world_size=world_size,
         block_bytes=BLOCK_BYTES,

@@ -16,7 +16,7 @@ from ferrodist.checkpoint.folder import read_manifest
 from ferrodist.checkpoint.progress import Progress
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tree import decode_leaf, is_leaf_node, path_text
+from ferrodist.checkpoint.tree import decode_leaf, is_leaf_node, leaf_text, path_text
 
 if TYPE_CHECKING:
     import os
@@ -192,7 +192,7 @@ def _is_same(one: Any, two: Any) -> bool:
 
 def _shown(node: Any) -> str:
     if is_leaf_node(node):
-        text = repr(decode_leaf(node))
+        text = leaf_text(node)
     else:
         mark = _mark(node)
         text = "a tensor" if mark == "tensor" else f"{'an' if mark == 'array' else 'a'} {mark.replace('_', ' ')}"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import TYPE_CHECKING
 
-from ferrodist.checkpoint.manifest import MANIFEST_NAME, Manifest, decode_manifest
+from ferrodist.checkpoint.manifest import MANIFEST_NAME, TIME_WITHIN_BYTES, Manifest, decode_manifest, find_time
 from ferrodist.checkpoint.storage.base import save_of
+from ferrodist.deadline import Deadline
 from ferrodist.errors import DistCheckpointError
 
 if TYPE_CHECKING:
     from ferrodist.checkpoint.storage.base import Storage
 
-__all__ = ["check_is_ours", "find_stale", "read_manifest", "remove_unfinished"]
+__all__ = ["check_is_ours", "find_stale", "next_time_ns", "read_manifest", "remove_dead", "remove_unfinished"]
+
+_logger = logging.getLogger(__name__)
 
 
 def read_manifest(storage: Storage) -> Manifest:
@@ -60,9 +65,69 @@ def find_stale(storage: Storage) -> set[str]:
     return stale | {file.name for file in older.files if file.name in names}
 
 
+def next_time_ns(storage: Storage) -> int:
+    """The time of a checkpoint that is committed now: now, or later than that of every checkpoint beside it.
+
+    Clocks are put back, and those of hosts differ; what is saved last is the newest all the same.
+    """
+    now = time.time_ns()
+    try:
+        heads = storage.read_beside(MANIFEST_NAME, TIME_WITHIN_BYTES)
+    except OSError as error:
+        _logger.warning("what is beside %s can't be looked through, and may have a later time: %s", storage.url, error)
+        return now
+    return max(now, *(time_ns + 1 for head in heads if (time_ns := find_time(head)) is not None), 0)
+
+
 def remove_unfinished(storage: Storage) -> None:
-    """Remove what saves to the folder have left that were never committed, unless a checkpoint is there."""
-    if MANIFEST_NAME not in storage.list_names():
+    """Remove what saves to the folder have left that were never committed, unless a checkpoint is there.
+
+    Raises:
+        OSError: What the storage says; another save is being committed.
+    """
+    with storage.exclusive(Deadline(0.0)):
+        if MANIFEST_NAME in storage.list_names():
+            return
         storage.remove(find_stale(storage))
         storage.remove_leftovers()
+    storage.remove_folder()
+
+
+_DEATH_SECONDS = 2.0
+"""How long to wait for the end of a process that was lost."""
+_PAUSE_SECONDS = 0.01
+
+
+def remove_dead(storage: Storage, save_id: str) -> bool:
+    """Remove what saves left whose rank 0 has died, and look for one of them.
+
+    Args:
+        storage: The folder.
+        save_id: The save; its published files go, too, unless it was committed. Empty for one that isn't known.
+
+    Returns:
+        Whether nothing is left of it; False where it may still live.
+    """
+    if not storage.is_staged:
+        return False
+    deadline = Deadline(_DEATH_SECONDS)
+    try:
+        # The system drops locks of a process that ends, and its connections, in any order.
+        while storage.has_leftovers(save_id):
+            storage.remove_leftovers()
+            if not storage.has_leftovers(save_id):
+                break
+            if deadline.expired:
+                return False
+            time.sleep(_PAUSE_SECONDS)
+        with storage.exclusive(deadline):
+            names = storage.list_names()
+            if MANIFEST_NAME not in names or read_manifest(storage).save_id != save_id:
+                storage.remove([name for name in names if save_id and save_of(name) == save_id])
+            storage.remove_leftovers()
         storage.remove_folder()
+    except FileNotFoundError:
+        return True
+    except (OSError, DistCheckpointError):
+        return False
+    return True

@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from ferrodist.checkpoint.dtypes import dtype_from_name, safetensors_form
+from ferrodist.checkpoint.manifest import LENGTH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrodist.checkpoint.manifest import Manifest
 
-__all__ = ["MAX_HEADER_BYTES", "HeaderEntry", "expected_entries", "make_header", "name_in_file", "parse_header"]
-
-LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000
-"""What readers of these files accept; a longer one is none."""
+__all__ = [
+    "HeaderEntry",
+    "expected_entries",
+    "make_header",
+    "most_entry_bytes",
+    "name_in_file",
+    "parse_header",
+]
 
 
 class HeaderEntry(NamedTuple):
@@ -52,6 +56,11 @@ def make_header(parts: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[byte
     return header, [len(header) + begin for begin in begins], len(header) + at
 
 
+def most_entry_bytes(key: str, num_dims: int) -> int:
+    """The most that a tensor's entry takes of a header."""
+    return 6 * len(key) + 100 * num_dims + 300  # JSON writes some characters as six
+
+
 def parse_header(data: bytes) -> dict[str, HeaderEntry]:
     """The tensors that a header has, by name.
 
@@ -67,7 +76,7 @@ def parse_header(data: bytes) -> dict[str, HeaderEntry]:
         entries = msgspec.json.decode(data[LENGTH_BYTES:], type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
         return {name: HeaderEntry(*_fields(raw)) for name, raw in entries.items()}
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"its header can't be read: {error}") from error
 
 

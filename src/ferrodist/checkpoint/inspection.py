@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ferrodist.checkpoint.dtypes import dtype_from_name
 from ferrodist.checkpoint.folder import read_manifest
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tree import decode_leaf, is_leaf_node
+from ferrodist.checkpoint.tree import is_leaf_node, leaf_text
 from ferrodist.checkpoint.verification import verify
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping
 
 def _entries(manifest: Manifest, node: Any, place: tuple[str, ...]) -> Iterator[StateEntry]:
     if is_leaf_node(node):
-        yield StateEntry(place=place, kind="value", value=repr(decode_leaf(node))[:_SHOWN_CHARACTERS])
+        yield StateEntry(place=place, kind="value", value=leaf_text(node)[:_SHOWN_CHARACTERS])
         return
     mark: str
     content: Any
@@ -135,7 +135,7 @@ def _entries(manifest: Manifest, node: Any, place: tuple[str, ...]) -> Iterator[
         yield StateEntry(place=place, kind=mark, tensor=_facts(manifest, content))
         return
     if mark == "pairs":
-        members = {repr(decode_leaf(key)): each for key, each in content}
+        members = {leaf_text(key): each for key, each in content}
     else:
         members = content if isinstance(content, dict) else {str(at): each for at, each in enumerate(content)}
     yield StateEntry(place=place, kind="dict" if mark == "pairs" else mark, value=str(len(members)))

@@ -7,6 +7,7 @@ The file is one line, in one spelling only, so that every byte of it counts::
 
 from __future__ import annotations
 
+import re
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -24,19 +25,26 @@ if TYPE_CHECKING:
 __all__ = [
     "HASH_BYTES",
     "INDEX_NAME",
+    "LENGTH_BYTES",
     "MANIFEST_NAME",
+    "MAX_HEADER_BYTES",
+    "TIME_WITHIN_BYTES",
     "FileEntry",
     "Manifest",
     "ShardEntry",
     "TensorEntry",
     "decode_manifest",
     "encode_manifest",
+    "find_time",
     "hash_bytes",
 ]
 
 MANIFEST_NAME = "metadata.json"
 INDEX_NAME = "model.safetensors.index.json"
 HASH_BYTES = 16
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+"""Of a safetensors file, without its length; readers of these files accept no longer one."""
 _VERSION = 1
 _START = b'{"format":"ferrodist-checkpoint","version":'
 _HASH = b',"hash":"'
@@ -44,6 +52,15 @@ _BODY = b'","checkpoint":'
 _END = b"}\n"
 _MAX_DIMS = 64
 """Of torch's tensors."""
+_MAX_BLOCK_BYTES = 1 << 30
+"""A reader holds a whole block."""
+_MAX_TIME_NS = 1 << 63
+"""In the year 2262."""
+_NUM_TIMES_BELOW = 1 << 32
+"""Later times are not counted on from: these are left for checkpoints that must be later than another one."""
+TIME_WITHIN_BYTES = 256
+"""A manifest has its `created_ns` in its first bytes."""
+_TIME = re.compile(re.escape(_START) + rb'[^{]*"checkpoint":\{"save_id":"[^"]*","created_ns":(\d{1,20}),')
 
 
 class FileEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -103,7 +120,7 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     Args:
         save_id: Names the act of saving.
-        created_ns: When it was begun, since 1970.
+        created_ns: When it was committed, since 1970; later than that of each checkpoint that was beside it then.
         producer: Who wrote it.
         world_size: By how many ranks it was saved.
         block_bytes: How much of a shard each hash is of.
@@ -167,15 +184,21 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
         _check(manifest)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
         raise DistCheckpointError(f"{where} is no manifest of a checkpoint: {error}") from error
     return manifest
+
+
+def find_time(head: bytes) -> int | None:
+    """The `created_ns` that the beginning of a manifest has; None if it has none that can be."""
+    found = _TIME.match(head)
+    return int(found[1]) if found and int(found[1]) < _MAX_TIME_NS - _NUM_TIMES_BELOW else None
 
 
 def _why_other(data: bytes, where: str) -> str:
     try:
         head = msgspec.json.decode(data, type=_HeadOfFile)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError):
         return f"{where} is damaged, or is no manifest of a checkpoint"
     if head.format != "ferrodist-checkpoint":
         return f"{where} is of format {head.format!r}, not 'ferrodist-checkpoint'"
@@ -188,13 +211,18 @@ def _check(manifest: Manifest) -> None:
     """Raise ValueError unless each shard can lie where it is said to."""
     if manifest.world_size < 1 or manifest.block_bytes < 1:
         raise ValueError("a world size or block size below 1")
+    if manifest.block_bytes > _MAX_BLOCK_BYTES:
+        raise ValueError(f"blocks of {manifest.block_bytes} bytes, where {_MAX_BLOCK_BYTES} is the most")
+    if not 0 <= manifest.created_ns < _MAX_TIME_NS:
+        raise ValueError(f"a time of {manifest.created_ns} ns since 1970")
     names = [file.name for file in manifest.files]
     if len(set(names)) < len(names):
         raise ValueError("a file comes twice")
     for file in manifest.files:
         if not file.name or set(file.name) & set("/\\\0") or file.name in (".", "..", MANIFEST_NAME, INDEX_NAME):
             raise ValueError(f"a file named {file.name!r}")
-        if not 8 <= file.header_bytes <= file.size_bytes:
+        most = min(file.size_bytes, LENGTH_BYTES + MAX_HEADER_BYTES)
+        if not LENGTH_BYTES <= file.header_bytes <= most:
             raise ValueError(f"file {file.name!r} of {file.size_bytes} bytes has a header of {file.header_bytes}")
     for key, tensor in manifest.tensors.items():
         for problem in _problems(manifest, tensor):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ferrodist.checkpoint.tree import decode_leaf, is_leaf_node, path_text, tensor_key
+from ferrodist.checkpoint.tree import decode_leaf, is_leaf_node, leaf_text, path_text, tensor_key
 from ferrodist.errors import DistCheckpointError
 
 if TYPE_CHECKING:
@@ -94,5 +94,5 @@ def _merge_lists(nodes: Mapping[int, list[Node]], path: tuple[object, ...]) -> l
 
 
 def _shown(node: Node) -> str:
-    text = repr(decode_leaf(node)) if is_leaf_node(node) else str(node)
+    text = leaf_text(node) if is_leaf_node(node) else str(node)
     return text if len(text) < 100 else f"{text[:100]}..."

@@ -10,6 +10,8 @@ import msgspec
 
 from ferrodist.checkpoint.coverage import covers_once
 from ferrodist.checkpoint.dtypes import dtype_from_name
+from ferrodist.checkpoint.header import most_entry_bytes
+from ferrodist.checkpoint.manifest import MAX_HEADER_BYTES
 from ferrodist.checkpoint.merging import merge_trees
 from ferrodist.checkpoint.tree import referenced_keys
 from ferrodist.errors import DistCheckpointError, ranks_text
@@ -200,14 +202,14 @@ def _divide(holders: Iterable[tuple[Span, list[int]]], sizes: Mapping[str, int],
 
 
 def _bin(spans: Sequence[Span], sizes: Mapping[str, int], max_file_bytes: int) -> list[list[Span]]:
-    """Spans for each file, in order."""
+    """Spans for each file, in order; readers take no longer files, and no longer headers."""
     files: list[list[Span]] = []
-    filled = 0
+    filled = header = 0
     for span in spans:
-        size = prod(span.shape) * sizes[span.key]
-        if not files or filled + size > max_file_bytes:
+        size, entry = prod(span.shape) * sizes[span.key], most_entry_bytes(span.key, len(span.shape))
+        if not files or filled + size > max_file_bytes or header + entry > MAX_HEADER_BYTES:
             files.append([])
-            filled = 0
+            filled = header = 0
         files[-1].append(span)
-        filled += size
+        filled, header = filled + size, header + entry
     return files

@@ -7,7 +7,6 @@ order, so that what a file gets of a tensor comes in the file's order.
 
 from __future__ import annotations
 
-import time
 import uuid
 from dataclasses import dataclass
 from itertools import pairwise
@@ -124,7 +123,7 @@ def rewrite(contents: Contents, storage: Storage, options: RewriteOptions) -> No
         DistCheckpointError: The source is damaged, or the storage refuses. Nothing was committed.
     """
     reports = _make_reports(contents, options)
-    save_id, created_ns = uuid.uuid4().hex[:12], time.time_ns()
+    save_id = uuid.uuid4().hex[:12]
     try:
         check_is_ours(storage)
         plan = plan_save(reports, prefix=f"model-{save_id}", max_file_bytes=options.max_file_bytes)
@@ -136,7 +135,6 @@ def rewrite(contents: Contents, storage: Storage, options: RewriteOptions) -> No
             plan,
             [[file.report() for file in own] for own in files],
             save_id=save_id,
-            created_ns=created_ns,
             world_size=contents.world_size if _has_own(plan.tree) else options.num_ranks,
         )
         commit(storage, manifest, Deadline(DEFAULT_CHECKPOINT_TIMEOUT))

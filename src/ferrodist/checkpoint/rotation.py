@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ferrodist.checkpoint.folder import read_manifest
 from ferrodist.checkpoint.manifest import INDEX_NAME, MANIFEST_NAME
 from ferrodist.checkpoint.storage import join_path, open_storage, parent_path
+from ferrodist.deadline import Deadline
 from ferrodist.errors import DistCheckpointError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.manifest import Manifest
     from ferrodist.checkpoint.storage import Storage
 
-__all__ = ["find_latest", "list_checkpoints", "newest_ns", "remove_old"]
+__all__ = ["find_latest", "list_checkpoints", "remove_old"]
 
 _logger = logging.getLogger(__name__)
 
@@ -45,8 +46,15 @@ def list_checkpoints(
     Args:
         dir: The folder, or a URL of fsspec's.
         storage_options: For fsspec's file system, if it is a URL.
+
+    Raises:
+        DistCheckpointError: The folder can't be listed.
     """
-    return [found.path for found in _find(open_storage(dir, storage_options).url, storage_options)]
+    storage = open_storage(dir, storage_options)
+    try:
+        return [found.path for found in _find(storage.url, storage_options)]
+    except OSError as error:
+        raise DistCheckpointError(f"{storage.url} can't be looked through for checkpoints: {error}") from error
 
 
 def find_latest(
@@ -56,15 +64,6 @@ def find_latest(
 ) -> str | None:
     """The path of the newest checkpoint in a folder that lacks nothing, or None. See `list_checkpoints`."""
     return next(reversed(list_checkpoints(dir, storage_options=storage_options)), None)
-
-
-def newest_ns(dir: str, storage_options: Mapping[str, Any] | None) -> int:  # noqa: A002
-    """When the newest checkpoint in a folder was begun; 0 if there is none, or the folder can't be read."""
-    try:
-        return max((found.manifest.created_ns for found in _find(dir, storage_options)), default=0)
-    except (OSError, DistCheckpointError) as error:
-        _logger.warning("%s can't be looked through: %s", dir, error)
-        return 0
 
 
 def remove_old(
@@ -94,13 +93,16 @@ def remove_old(
 
 def _remove(found: _Found) -> None:
     try:
-        # Without its manifest it is no checkpoint any more: never one that lacks files.
-        found.storage.remove([INDEX_NAME])  # which no later look could tell from somebody else's
-        found.storage.remove([MANIFEST_NAME])
-        found.storage.remove([file.name for file in found.manifest.files])
-        found.storage.remove_leftovers()
+        with found.storage.exclusive(Deadline(0.0)):
+            if read_manifest(found.storage).save_id != found.manifest.save_id:
+                return  # another job has saved there meanwhile
+            # Without its manifest it is no checkpoint any more: never one that lacks files.
+            found.storage.remove([INDEX_NAME])  # which no later look could tell from somebody else's
+            found.storage.remove([MANIFEST_NAME])
+            found.storage.remove([file.name for file in found.manifest.files])
+            found.storage.remove_leftovers()
         found.storage.remove_folder()
-    except OSError as error:
+    except (OSError, DistCheckpointError) as error:
         _logger.warning("the old checkpoint %s can't be removed: %s", found.path, error)
 
 

@@ -8,7 +8,6 @@ Until rank 0 commits, nothing that a reader sees has changed; see [Note: commit]
 from __future__ import annotations
 
 import logging
-import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ import msgspec
 
 from ferrodist.checkpoint.commit import commit, make_manifest
 from ferrodist.checkpoint.dtypes import dtype_name
-from ferrodist.checkpoint.folder import check_is_ours
+from ferrodist.checkpoint.folder import check_is_ours, remove_dead
 from ferrodist.checkpoint.manifest import hash_bytes
 from ferrodist.checkpoint.outcome import agree_on, run_on_first
 from ferrodist.checkpoint.planner import (
@@ -33,7 +32,7 @@ from ferrodist.checkpoint.state import collect_state, fold_sums
 from ferrodist.checkpoint.tree import Encoder
 from ferrodist.checkpoint.writer import FileReport, bytes_of, hash_blocks, write_file
 from ferrodist.collectives.objects import gather_object, scatter_object
-from ferrodist.errors import DistributedError
+from ferrodist.errors import DistCheckpointError, DistributedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,7 +62,6 @@ class Save:
         check_replicas: Compare what several ranks should have the same.
         shards: How plain tensors are divided.
         deadline: When all must be done.
-        after_ns: When the newest checkpoint beside was begun, as far as known: this one is newer, whatever clocks say.
 
     Raises:
         DistCheckpointError: On all ranks: what they have doesn't fit together, or the storage refuses.
@@ -80,14 +78,11 @@ class Save:
         check_replicas: bool,
         shards: ShardMetadata | None,
         deadline: Deadline,
-        after_ns: int = 0,
     ) -> None:
         self._storage = storage
         self._group = group
         self._deadline = deadline
         self.save_id = ""
-        self.created_ns = after_ns + 1
-        """When it was begun; on rank 0."""
         self._plan: SavePlan | None = None
         """Of all ranks; on rank 0 only."""
         self.files: list[FilePlan] = []
@@ -113,7 +108,6 @@ class Save:
             assert encoded is not None, "rank 0 has gathered"
             reports = [msgspec.msgpack.decode(each, type=StateReport) for each in encoded]
             save_id = uuid.uuid4().hex[:12]
-            self.created_ns = max(time.time_ns(), self.created_ns)
             check_is_ours(self._storage)
             self._plan = plan_save(reports, prefix=f"model-{save_id}", max_file_bytes=max_file_bytes)
             self.save_id = save_id  # from here on there is something to discard
@@ -188,15 +182,19 @@ class Save:
                 lambda: self._commit(gathered or []), "commit a checkpoint", self._storage.url, group, self._deadline
             )
         except BaseException as error:
-            # From here on rank 0 may commit at any moment, whatever becomes of the group: its files are not for others
-            # to remove. If it was killed the next save to the folder does.
+            # From here on rank 0 may commit at any moment, whatever becomes of the group: as long as it lives its files
+            # are not for others to remove.
             if not is_handed_over:
                 self.discard(error)
+            elif isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError):
+                self._remove_dead(error)
             raise
 
     def discard(self, error: BaseException) -> None:
         """Remove what was written; ``error`` is why."""
         # Where the ranks have failed together every one does this, for rank 0 may be the one that died.
+        if not self.save_id and isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError):
+            remove_dead(self._storage, "")  # it may have begun what the others haven't heard of
         if self.save_id and (self._group.rank == 0 or isinstance(error, DistributedError)):
             try:
                 if not (self._storage.is_staged or self._group.rank == 0):
@@ -208,13 +206,23 @@ class Save:
                     "what was written of a checkpoint at %s can't be removed: %s", self._storage.url, second
                 )
 
+    def _remove_dead(self, error: DistributedError) -> None:
+        """Remove what rank 0 can't remove any more, or raise the error with words that say where it lies."""
+        if remove_dead(self._storage, self.save_id):
+            return
+        told = error.fresh()
+        told.message = (
+            f"{error.message.rstrip('.')}. What was written of the checkpoint may be left at {self._storage.url}, under"
+            f" names with {self.save_id}, if it was not committed; the next save to that path removes it."
+        )
+        told.args = (told.message,)
+        raise told from error.__cause__
+
     def _commit(self, gathered: Sequence[bytes]) -> None:
         """On rank 0, when all files are written."""
         assert self._plan is not None, "rank 0 has the plan"
         reports = [msgspec.msgpack.decode(each, type=list[FileReport]) for each in gathered]
-        manifest = make_manifest(
-            self._plan, reports, save_id=self.save_id, created_ns=self.created_ns, world_size=self._group.world_size
-        )
+        manifest = make_manifest(self._plan, reports, save_id=self.save_id, world_size=self._group.world_size)
         commit(self._storage, manifest, self._deadline)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ class TensorShardSpec:
         shard_sizes: Its size on each rank, in their order.
 
     Raises:
+        TypeError: A size or the dim is no int.
         ValueError: The sizes are not the dim's together, or there is no such dim.
     """
 
@@ -41,6 +43,13 @@ class TensorShardSpec:
     shard_sizes: Sequence[int]
 
     def __post_init__(self) -> None:
+        try:
+            for each in (*self.full_shape, self.shard_dim, *self.shard_sizes):
+                operator.index(each)
+        except TypeError:
+            raise TypeError("full_shape, shard_dim and shard_sizes must be ints") from None
+        if any(size < 0 for size in self.full_shape):
+            raise ValueError(f"no tensor has shape {tuple(self.full_shape)}")
         if not 0 <= self.shard_dim < len(self.full_shape):
             raise ValueError(f"a tensor of shape {tuple(self.full_shape)} has no dim {self.shard_dim}")
         size = self.full_shape[self.shard_dim]
@@ -74,17 +83,19 @@ class ShardMetadata:
     """How tensors are divided, by name.
 
     Args:
-        num_ranks: Over how many ranks.
+        num_ranks: Over how many ranks, from 1 on.
         tensor_specs: For each tensor that is divided; names of nested ones are joined by dots.
 
     Raises:
-        ValueError: A tensor has shards for another number of ranks.
+        TypeError: ``num_ranks`` is no int.
+        ValueError: ``num_ranks`` is below 1, or a tensor has shards for another number of ranks.
     """
 
     num_ranks: int
     tensor_specs: Mapping[str, TensorShardSpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_num_ranks("num_ranks", self.num_ranks)
         for name, spec in self.tensor_specs.items():
             if len(spec.shard_sizes) != self.num_ranks:
                 raise ValueError(f"tensor {name!r} has {len(spec.shard_sizes)} shards for {self.num_ranks} ranks")
@@ -109,6 +120,14 @@ class ShardMetadata:
             return spec.part(tensor, rank)
         except ValueError as error:
             raise ValueError(f"tensor {key!r}: {error}") from None
+
+
+def check_num_ranks(name: str, value: object) -> None:
+    """Raise unless an argument is a number of ranks."""
+    if type(value) is not int:
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be a number of ranks from 1, not {value}")
 
 
 def flat_shard_metadata(state_dict: Mapping[str, torch.Tensor], world_size: int) -> ShardMetadata:

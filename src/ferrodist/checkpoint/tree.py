@@ -21,7 +21,6 @@ that a file says.
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -47,6 +46,7 @@ __all__ = [
     "check_tensor",
     "decode_leaf",
     "is_leaf_node",
+    "leaf_text",
     "path_text",
     "referenced_keys",
     "tensor_key",
@@ -306,8 +306,12 @@ def is_leaf_node(node: Node) -> bool:
 _BRANCHES = frozenset({"dict", "pairs", "tuple", "set", "frozenset", "size", "tensor", "array", "per_rank"})
 
 
-def decode_leaf(node: Node) -> Any:
+def decode_leaf(node: Node, depth: int = 0) -> Any:
     """The value of a leaf's node.
+
+    Args:
+        node: The node.
+        depth: The number of nodes around it.
 
     Raises:
         ValueError: There is no such node.
@@ -316,25 +320,54 @@ def decode_leaf(node: Node) -> Any:
         return node
     if len(node) != 1:
         raise ValueError(f"a node with {len(node)} marks")
+    if depth > MAX_DEPTH:
+        raise ValueError("a value that is nested too deeply")
     ((mark, content),) = node.items()
     try:
-        return _DECODERS[mark](content)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, binascii.Error) as error:
+        return _DECODERS[mark](content, depth + 1)
+    except Exception as error:  # the content may be anything, and each decoder fails in a way of its own
         raise ValueError(f"no value is written as {str(node)[:100]}") from error
 
 
-_DECODERS: dict[str, Callable[[Any], Any]] = {
-    "int": lambda text: int(text, 16),
-    "float": lambda text: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[text],
-    "complex": lambda pair: complex(*[decode_leaf(part) for part in pair]),
-    "bytes": lambda text: base64.b64decode(text, validate=True),
-    "bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
-    "number": lambda pair: _NUMBERS[pair[0]](decode_leaf(pair[1])),
-    "counter": lambda pairs: Counter({decode_leaf(key): decode_leaf(count) for key, count in pairs}),
-    "dtype": dtype_from_name,
-    "device": torch.device,
-    "tuple": lambda members: tuple(decode_leaf(each) for each in members),
-    "frozenset": lambda members: frozenset(decode_leaf(each) for each in members),
+def leaf_text(node: Node) -> str:
+    """The value of a leaf's node as Python writes it."""
+    value = decode_leaf(node)
+    try:
+        return repr(value)
+    except ValueError:  # Python writes no int of more than some thousand digits
+        return str(node)
+
+
+def _decode_complex(parts: list[Node], depth: int) -> complex:
+    real, imaginary = (decode_leaf(part, depth) for part in parts)
+    return complex(float(real), float(imaginary))
+
+
+def _decode_number(pair: list[Node], depth: int) -> Any:
+    name, node = pair
+    value = decode_leaf(node, depth)
+    if not isinstance(value, (bool, int, float, complex)):
+        raise TypeError(f"a number of {type(value).__name__}")
+    with np.errstate(all="ignore"):
+        return _NUMBERS[name](value)
+
+
+def _decode_device(text: str, _depth: int) -> torch.device:
+    return torch.device(str.__str__(text))  # a number would be a device of this machine
+
+
+_DECODERS: dict[str, Callable[[Any, int], Any]] = {
+    "int": lambda text, _: int(text, 16),
+    "float": lambda text, _: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[text],
+    "complex": _decode_complex,
+    "bytes": lambda text, _: base64.b64decode(text, validate=True),
+    "bytearray": lambda text, _: bytearray(base64.b64decode(text, validate=True)),
+    "number": _decode_number,
+    "counter": lambda pairs, depth: Counter({decode_leaf(k, depth): decode_leaf(n, depth) for k, n in pairs}),
+    "dtype": lambda name, _: dtype_from_name(name),
+    "device": _decode_device,
+    "tuple": lambda members, depth: tuple(decode_leaf(each, depth) for each in members),
+    "frozenset": lambda members, depth: frozenset(decode_leaf(each, depth) for each in members),
 }
 
 

@@ -256,7 +256,7 @@ class _Verifier:
             return
         try:
             is_same = msgspec.json.decode(self._storage.get(INDEX_NAME)) == msgspec.json.decode(expected)
-        except (msgspec.MsgspecError, OSError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, OSError, RecursionError, MemoryError) as error:
             yield Problem(file=INDEX_NAME, what=f"can't be read: {error}")
             return
         if not is_same:

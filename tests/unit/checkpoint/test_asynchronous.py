@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +16,6 @@ from ferrodist.checkpoint import (
     find_latest,
     list_checkpoints,
     load_distributed,
-    saving,
 )
 from ferrodist.checkpoint.storage.local_writer import LocalWriter
 from ferrodist.testing import run_ranks
@@ -213,7 +213,7 @@ def test_what_a_killed_job_left_is_removed(tmp_path: Path) -> None:
 def test_the_last_one_is_the_newest_whatever_clocks_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that goes on where the clock is behind saves what find_latest finds."""
     for now, steps in ((10**18, (1, 2)), (10**17, (3, 4))):
-        monkeypatch.setattr(saving.time, "time_ns", lambda now=now: now)
+        monkeypatch.setattr(time, "time_ns", lambda now=now: now)
         with AsyncCheckpointer(tmp_path) as checkpointer:
             for step in steps:
                 checkpointer.save_async({"a": torch.ones(3)}, step)

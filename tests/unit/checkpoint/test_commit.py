@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from ferrodist.checkpoint import DistCheckpointError, PerRank, functions, load_distributed, save_distributed
+from ferrodist.checkpoint import DistCheckpointError, PerRank, functions, load_distributed, save_distributed, verify
 from ferrodist.checkpoint.manifest import INDEX_NAME, MANIFEST_NAME
-from ferrodist.checkpoint.storage import local
+from ferrodist.checkpoint.storage import RemoteStorage, local
 from ferrodist.checkpoint.storage.local import LocalStorage
 from ferrodist.checkpoint.storage.local_writer import LocalWriter
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ferrodist.backends.base import Backend
     from ferrodist.checkpoint.storage import Storage
 
@@ -62,15 +63,73 @@ def test_no_room_for_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert _saved(path) == 3.0
 
 
-def test_no_room_for_the_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The checkpoint is there by then: the save has succeeded, and the log has what failed."""
-    _fail_to_put(monkeypatch, INDEX_NAME)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_no_room_for_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
+    """On a disk that has no room, or no inode, for the last small file the save fails as a whole."""
+    path = tmp_path / "saved"
+    if not is_first:
+        _save(path)
+    before = _names(path) if path.exists() else None
+    create = LocalStorage.create
+
+    def fail(storage: LocalStorage, save_id: str, name: str, size_bytes: int) -> LocalWriter:
+        if name == INDEX_NAME:
+            raise OSError(28, "No space left on device")
+        return create(storage, save_id, name, size_bytes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStorage, "create", fail)
+        with pytest.raises(DistCheckpointError, match="No space left"):
+            _save(path, 2.0)
+    assert (_names(path) if path.exists() else None) == before
+    _save(path, 3.0)
+    assert _saved(path) == 3.0
+
+
+def test_a_disk_without_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many files a disk has room for: the save fails and leaves nothing, or all of the checkpoint is there."""
+    open_file, left = os.open, [0]
+
+    def open_or_fail(path: str, flags: int, *rest: int, **named: int) -> int:
+        if flags & os.O_CREAT and not Path(path).exists():
+            if not left[0]:
+                raise OSError(28, "No space left on device", str(path))
+            left[0] -= 1
+        return open_file(path, flags, *rest, **named)
+
+    outcomes = []
+    for number in range(7):
+        left[0] = number
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "open", open_or_fail)
+            try:
+                _save(tmp_path / "saved", float(number))
+                outcomes.append(True)
+            except DistCheckpointError:
+                outcomes.append(False)
+        if outcomes[-1]:
+            assert verify(tmp_path / "saved").is_sound
+            assert len(_names(tmp_path / "saved")) == 3
+            shutil.rmtree(tmp_path / "saved")
+        assert not _names(tmp_path)
+    assert outcomes == sorted(outcomes)
+    assert len(set(outcomes)) == 2
+
+
+def test_an_index_that_a_store_refuses(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The checkpoint is there by then: the save has succeeded, and the log says that the index is missing."""
+    put = RemoteStorage.put
+
+    def fail(storage: RemoteStorage, name: str, data: bytes) -> None:
+        if name == INDEX_NAME:
+            raise OSError(28, "no room")
+        put(storage, name, data)
+
+    monkeypatch.setattr(RemoteStorage, "put", fail)
     with caplog.at_level(logging.WARNING, logger="ferrodist"):
-        _save(tmp_path, 2.0)
-    assert "no room" in caplog.text
-    assert _saved(tmp_path) == 2.0
+        save_distributed({"a": torch.ones(3)}, "memory://an-index-that-fails")
+    assert "index.json is missing, without which Hugging Face's tools find no tensors: no room" in caplog.text
+    assert load_distributed("memory://an-index-that-fails")["a"].tolist() == [1.0] * 3
 
 
 def test_a_manifest_in_its_place_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -418,3 +418,15 @@ def test_boxes_that_are_a_whole(case, is_far):
         others = [([*a, *[0] * 9], [*n, *[2] * 9]) for a, n in given_boxes[1:]]
         given_boxes, shape = [first, *rest, *others], (*shape, *[2] * 9)
     assert covers_once(given_boxes, shape) == bool((counts == 1).all())
+
+
+def test_boxes_along_many_dims():
+    """Thousands of boxes along any number of dims are checked in a moment, and an overlap of two is found."""
+    corners = list(itertools.product((0, 1), repeat=13))
+    for change in (0, 1):
+        boxes = [(at, (1,) * 13) for at in corners]
+        boxes[change * 77] = boxes[77]
+        begin = time.process_time()
+        assert covers_once(boxes, (2,) * 13) == (change == 1)
+        assert time.process_time() - begin < 2
+    assert covers_once([((at,) * 60, (1,) * 60) for at in range(1)], (1,) * 60)

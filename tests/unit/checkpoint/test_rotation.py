@@ -11,6 +11,7 @@ import torch
 
 from ferrodist.checkpoint import find_latest, list_checkpoints, load_distributed, save_distributed
 from ferrodist.checkpoint.storage.local import LocalStorage
+from ferrodist.errors import DistCheckpointError
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -83,3 +84,12 @@ def test_an_interrupted_removal_is_saved_over(tmp_path: Path, monkeypatch: pytes
     assert "metadata.json" not in _names(tmp_path / "step-1")
     _save(tmp_path / "step-1")
     assert find_latest(tmp_path) == str(tmp_path / "step-1")
+
+
+def test_what_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    """A file where a folder is expected is an error of checkpoints; where nothing is, there are none."""
+    (tmp_path / "file").write_text("")
+    for find in (find_latest, list_checkpoints):
+        with pytest.raises(DistCheckpointError, match="can't be looked through"):
+            find(tmp_path / "file")
+    assert find_latest(tmp_path / "nothing") is None

@@ -210,7 +210,7 @@ def test_folders_in_the_folder_are_told_apart(reopen, storage):
         assert inner.list_names() == []
         inner.begin(SAVE)
         inner.put("metadata.json", b"{}")
-        inner.remove_leftovers()
+        inner.discard(SAVE)
     assert reopen().list_folders() == storage.list_folders() == ["step-1", "step-2"]
     assert storage.list_names() == ["metadata.json"]
     with pytest.raises(OSError):

@@ -14,27 +14,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ferrodist.checkpoint.conversion.dcp_metadata import METADATA_NAME, decode_metadata
+from ferrodist.checkpoint.conversion.dcp_metadata import METADATA_NAME, DcpItem, DcpTensor, decode_metadata
 from ferrodist.checkpoint.conversion.file_view import open_view
 from ferrodist.checkpoint.conversion.foreign import ForeignTensor, LoadedPart, RawPart, explain_foreign, make_contents
+from ferrodist.checkpoint.conversion.torch_pickles import load_checked
 from ferrodist.checkpoint.conversion.whole import open_whole
 from ferrodist.checkpoint.dtypes import dtype_name
 from ferrodist.checkpoint.rewriting import RewriteOptions, rewrite
 from ferrodist.checkpoint.storage import open_storage
 from ferrodist.errors import DistCheckpointError
-from ferrodist.tensor.regions import Box
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
     from ferrodist.checkpoint.progress import ProgressCallback
     from ferrodist.checkpoint.storage.base import Storage
+    from ferrodist.tensor.regions import Box
 
 __all__ = ["export_dcp", "import_dcp"]
 
@@ -49,8 +47,8 @@ def import_dcp(
 ) -> None:
     """Make a checkpoint of a folder that ``torch.distributed.checkpoint.save`` has written.
 
-    None of its code runs: ``.metadata`` is read by torch's classes of it alone, values with ``weights_only=True``. Keys
-    of dicts are text there, whatever they were.
+    None of its code runs: ``.metadata`` is read without any class, values with ``weights_only=True``. Memory is taken
+    in proportion to the files. Keys of dicts are text there, whatever they were.
 
     Args:
         path: The folder.
@@ -65,11 +63,11 @@ def import_dcp(
     """
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
     try:
-        if METADATA_NAME not in storage.list_names():
-            raise DistCheckpointError(
-                f"{storage.url} is no folder of torch.distributed.checkpoint: {METADATA_NAME} is missing"
-            )
         with explain_foreign(storage.url):
+            if METADATA_NAME not in storage.list_names():
+                raise DistCheckpointError(
+                    f"{storage.url} is no folder of torch.distributed.checkpoint: {METADATA_NAME} is missing"
+                )
             contents = make_contents(_Folder(storage).state(), storage)
         rewrite(contents, new_storage, options or RewriteOptions())
     finally:
@@ -86,68 +84,59 @@ class _Folder:
 
     def state(self) -> Any:
         """The state that was saved, with `ForeignTensor`s."""
-        paths = self._metadata.planner_data
         state: dict[Any, Any] = {}
-        for name, found in self._metadata.state_dict_metadata.items():
-            path = paths.get(name, (name,)) if isinstance(paths, dict) else (name,)
-            _put(state, path, self._value(name, found))
+        for name, found in self._metadata.tensors.items():
+            with explain_foreign(f"{self._storage.url}: {name!r}"):
+                value = self._load(self._item(name, None)) if found is None else self._tensor(name, found)
+            _put(state, self._metadata.paths.get(name, (name,)), value)
         return _with_lists(state)
 
-    def _value(self, name: str, found: object) -> Any:
-        with explain_foreign(f"{self._storage.url}: {name!r}"):
-            if isinstance(found, TensorStorageMetadata):
-                return self._tensor(name, found)
-            if isinstance(found, BytesStorageMetadata):
-                return self._load(self._item(MetadataIndex(name)))
-            raise ValueError(f"it is a {type(found).__name__}")
-
-    def _tensor(self, name: str, found: TensorStorageMetadata) -> ForeignTensor:
-        dtype = found.properties.dtype
-        parts = [self._part(name, Box(tuple(chunk.offsets), tuple(chunk.sizes)), dtype) for chunk in found.chunks]
+    def _tensor(self, name: str, found: DcpTensor) -> ForeignTensor:
+        dtype = found.dtype
+        parts = [self._part(name, box, dtype) for box in found.chunks]
         if not all(isinstance(part, RawPart) for part in parts):
             parts = [
-                LoadedPart(box=part.box, load=partial(self._load, self._item(MetadataIndex(name, part.box.offsets))))
-                for part in parts
+                LoadedPart(box=part.box, load=partial(self._load, self._item(name, part.box.offsets))) for part in parts
             ]
-        return ForeignTensor(shape=tuple(found.size), dtype=dtype_name(dtype), parts=parts)  # type: ignore[arg-type]
+        return ForeignTensor(shape=found.shape, dtype=dtype_name(dtype), parts=parts)  # type: ignore[arg-type]
 
     def _part(self, name: str, box: Box, dtype: torch.dtype) -> RawPart | LoadedPart:
         """A chunk: where its bytes are, if they lie row-major."""
-        item = self._item(MetadataIndex(name, box.offsets))
+        item = self._item(name, box.offsets)
         tensor = self._load(item, device="meta")
         if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (box.shape, dtype):
-            raise ValueError(f"its chunk at {box.offsets} in {item.relative_path} is another tensor")
+            raise ValueError(f"its chunk at {box.offsets} in {item.file} is another tensor")
         # torch notes it for tensors that it loads to the meta device; its documents on serialization tell of it.
         start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if start is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return LoadedPart(box=box, load=partial(self._load, item))
         at = item.offset + start + tensor.storage_offset() * dtype.itemsize
         if not item.offset <= at <= at + tensor.nbytes <= item.offset + item.length:
-            raise ValueError(f"its chunk at {box.offsets} in {item.relative_path} is longer than its item")
-        return RawPart(box=box, file=item.relative_path, start=at)
+            raise ValueError(f"its chunk at {box.offsets} in {item.file} is longer than its item")
+        return RawPart(box=box, file=item.file, start=at)
 
-    def _item(self, index: MetadataIndex) -> _StorageInfo:
-        """Where an item lies."""
-        found: _StorageInfo | None = (self._metadata.storage_data or {}).get(index)
+    def _item(self, key: str, offsets: tuple[int, ...] | None) -> DcpItem:
+        """Where a value lies, or a chunk of a tensor."""
+        found = self._metadata.items.get((key, offsets))
         if found is None:
             raise ValueError("it has no place in a file")
-        name = found.relative_path
+        name = found.file
         if "/" in name or "\\" in name or name in ("", ".", ".."):
             raise ValueError(f"it is in a file named {name!r}")
-        if getattr(found, "transform_descriptors", None):
-            raise ValueError(f"it is written with {found.transform_descriptors}, which is not known here")
+        if found.transforms:
+            raise ValueError(f"it is written with {list(found.transforms)}, which is not known here")
         if name not in self._sizes:
             try:
                 self._sizes[name] = self._storage.size_bytes(name)
             except FileNotFoundError:
-                raise DistCheckpointError(f"{self._storage.url}/{name} is missing, which has {index.fqn!r}") from None
+                raise DistCheckpointError(f"{self._storage.url}/{name} is missing, which has {key!r}") from None
         if not 0 <= found.offset <= found.offset + found.length <= self._sizes[name]:
-            raise DistCheckpointError(f"{self._storage.url}/{name} is cut off: it ends before {index.fqn!r}")
+            raise DistCheckpointError(f"{self._storage.url}/{name} is cut off: it ends before {key!r}")
         return found
 
-    def _load(self, item: _StorageInfo, device: str = "cpu") -> Any:
-        with open_view(self._storage, item.relative_path, item.offset, item.length) as view:
-            return torch.load(view, map_location=device, weights_only=True)
+    def _load(self, item: DcpItem, device: str = "cpu") -> Any:
+        with open_view(self._storage, item.file, item.offset, item.length) as view:
+            return load_checked(view, item.length, map_location=device)
 
 
 def _put(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:

@@ -1,22 +1,23 @@
-"""``.metadata`` of torch.distributed.checkpoint: a pickle, of which only the classes are made that belong in it."""
+"""``.metadata`` of torch.distributed.checkpoint: a pickle, of which nothing is taken but what belongs there."""
 
 from __future__ import annotations
 
 import io
-import pickle
-from pathlib import PurePosixPath
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint import metadata as classes
 
-__all__ = ["METADATA_NAME", "decode_metadata"]
+from ferrodist.checkpoint.conversion.pickles import Global, Items, Made, read_pickle
+from ferrodist.tensor.regions import Box
+
+__all__ = ["METADATA_NAME", "DcpItem", "DcpMetadata", "DcpTensor", "decode_metadata"]
 
 METADATA_NAME = ".metadata"
 
+_METADATA = "torch.distributed.checkpoint.metadata"
 _KNOWN = {
-    "torch.distributed.checkpoint.metadata": (
+    _METADATA: (
         "Metadata",
         "MetadataIndex",
         "TensorStorageMetadata",
@@ -27,46 +28,154 @@ _KNOWN = {
         "_MEM_FORMAT_ENCODING",
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath"),
 }
-_MODULES = {"torch.distributed.checkpoint.metadata": classes, "torch.distributed.checkpoint.filesystem": filesystem}
+_MAX_DIMS = 64
 
 
-def decode_metadata(data: bytes) -> classes.Metadata:
-    """Read the file's bytes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpTensor:
+    """A tensor: its shape, and the chunks that it lies in."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpItem:
+    """Where a chunk or a value lies.
+
+    Args:
+        name: The name of the tensor or value.
+        file: The file's name.
+        offset: The item's first byte in the file.
+        length: Its size in bytes.
+        transforms: How its bytes are transformed, by names.
+    """
+
+    name: str
+    file: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class DcpMetadata:
+    """What a folder has.
+
+    Args:
+        tensors: By name; None for what is a value.
+        paths: The keys that lead to each in the state, where they are known.
+        items: By name, and for a chunk its offsets.
+    """
+
+    tensors: dict[str, DcpTensor | None] = field(default_factory=dict)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    items: dict[tuple[str, tuple[int, ...] | None], DcpItem] = field(default_factory=dict)
+
+
+def decode_metadata(data: bytes) -> DcpMetadata:
+    """Read the file's bytes. Nothing is called or changed for them, and memory is taken in proportion to them.
 
     Raises:
-        ValueError: They are something else, or name a class that doesn't belong there; none of its code has run.
+        ValueError: They are something else, or name a class that doesn't belong there.
     """
     try:
-        found = _Unpickler(io.BytesIO(data)).load()
-    except Exception as error:  # a pickle of any bytes may end in any way
+        fields = _fields(read_pickle(io.BytesIO(data), len(data), _check_known), "Metadata")
+        found = DcpMetadata()
+        for name, node in _by_text(fields.get("state_dict_metadata")).items():
+            found.tensors[name] = _tensor(node)
+        if isinstance(fields.get("planner_data"), Items):  # otherwise another planner's
+            for name, path in _by_text(fields["planner_data"]).items():
+                found.paths[name] = _path(path)
+        if fields.get("storage_data") is not None:
+            for key, node in _pairs(fields["storage_data"]):
+                index = _fields(key, "MetadataIndex")
+                name, offset = _of(index.get("fqn"), str), index.get("offset")
+                found.items[name, None if offset is None else _sizes(offset)] = _item(name, node)
+    except ValueError as error:
         raise ValueError(f"{METADATA_NAME} is not what torch.distributed.checkpoint writes: {error}") from error
-    if not isinstance(found, classes.Metadata):
-        raise ValueError(  # noqa: TRY004 - of the bytes
-            f"{METADATA_NAME} is a {type(found).__name__}, not what torch.distributed.checkpoint writes"
-        )
     return found
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """Only what is known to do nothing but be."""
-        if name in _KNOWN.get(module, ()):
-            return getattr(_MODULES[module], name)
-        if module == "torch":
-            found = getattr(torch, name, None)
-            if found is torch.Size or isinstance(found, torch.dtype):
-                return found
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return _layout
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath", "PurePosixPath"):
-            return PurePosixPath
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which doesn't belong there")
+def _check_known(found: Global) -> None:
+    if found.name in _KNOWN.get(found.module, ()):
+        return
+    if found.module == "torch" and (found.name == "Size" or isinstance(vars(torch).get(found.name), torch.dtype)):
+        return
+    raise ValueError(f"it names {found}, which doesn't belong there")
 
 
-def _layout(name: str) -> torch.layout:
-    if name != "torch.strided":
-        raise pickle.UnpicklingError(f"it has a tensor of layout {name}")
-    return torch.strided
+def _tensor(node: Any) -> DcpTensor | None:
+    if isinstance(node, Made) and node.function == (_METADATA, "BytesStorageMetadata"):
+        return None
+    fields = _fields(node, "TensorStorageMetadata")
+    properties = fields.get("properties")
+    if not isinstance(properties, Made) or properties.function != (_METADATA, "TensorProperties"):
+        raise ValueError("it has a tensor without properties")
+    state = _of(properties.state, tuple)
+    dtype = vars(torch).get(state[0].name) if state and isinstance(state[0], Global) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("it has a tensor without a dtype")  # noqa: TRY004 - of the file
+    layout = state[1] if len(state) > 1 else None
+    if not isinstance(layout, Made) or layout.arguments != ("torch.strided",):
+        raise ValueError("it has a tensor of another layout than torch.strided")
+    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in _of(fields.get("chunks"), list)]
+    boxes = tuple(Box(_sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))) for chunk in chunks)
+    return DcpTensor(shape=_sizes(fields.get("size")), dtype=dtype, chunks=boxes)
+
+
+def _item(name: str, node: Any) -> DcpItem:
+    fields = _fields(node, "_StorageInfo")
+    transforms = fields.get("transform_descriptors")
+    return DcpItem(
+        name=name,
+        file=_of(fields.get("relative_path"), str),
+        offset=_of(fields.get("offset"), int),
+        length=_of(fields.get("length"), int),
+        transforms=() if transforms is None else tuple(_of(each, str) for each in _of(transforms, (list, tuple))),
+    )
+
+
+def _fields(node: Any, name: str) -> dict[str, Any]:
+    """The attributes of an object of a class."""
+    if not isinstance(node, Made) or node.function.name != name or node.arguments:
+        raise ValueError(f"it has something else where a {name} is expected")
+    return {} if node.state is None else _by_text(node.state)
+
+
+def _pairs(node: Any) -> list[tuple[Any, Any]]:
+    if isinstance(node, Made) and node.function.name == "OrderedDict" and not node.arguments:
+        node = node.items
+    pairs: list[tuple[Any, Any]] = _of(node, Items).pairs
+    return pairs
+
+
+def _by_text(node: Any) -> dict[str, Any]:
+    return {_of(key, str): value for key, value in _pairs(node)}
+
+
+def _path(node: Any) -> tuple[str | int, ...]:
+    if not isinstance(node, tuple) or not node or not all(type(step) in (str, int) for step in node):
+        raise ValueError("it has a path that is none")
+    return node
+
+
+def _sizes(node: Any) -> tuple[int, ...]:
+    """A torch.Size."""
+    if isinstance(node, Made) and node.function == ("torch", "Size") and len(node.arguments) == 1:
+        sizes = node.arguments[0]
+        if isinstance(sizes, (list, tuple)) and len(sizes) <= _MAX_DIMS:
+            return tuple(_of(size, int) for size in sizes)
+    raise ValueError("it has something else where a torch.Size is expected")
+
+
+def _of(node: Any, kind: Any) -> Any:
+    if not isinstance(node, kind) or isinstance(node, (bool, Global)):
+        raise ValueError(f"it has a {type(node).__name__} in a place of something else")  # noqa: TRY004 - of the file
+    return node

@@ -9,8 +9,8 @@ import msgspec
 from ferrodist.checkpoint.conversion.foreign import ForeignTensor, RawPart, explain_foreign, make_contents
 from ferrodist.checkpoint.dtypes import name_of_safetensors_dtype
 from ferrodist.checkpoint.folder import read_manifest
-from ferrodist.checkpoint.header import LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
-from ferrodist.checkpoint.manifest import INDEX_NAME, MANIFEST_NAME
+from ferrodist.checkpoint.header import parse_header
+from ferrodist.checkpoint.manifest import INDEX_NAME, LENGTH_BYTES, MANIFEST_NAME, MAX_HEADER_BYTES
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.rewriting import Contents, RewriteOptions, rewrite
 from ferrodist.checkpoint.storage import open_storage

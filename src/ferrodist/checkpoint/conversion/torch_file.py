@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.checkpoint.conversion.foreign import explain_foreign, make_contents
+from ferrodist.checkpoint.conversion.torch_pickles import check_pickles
 from ferrodist.checkpoint.conversion.whole import open_whole
 from ferrodist.checkpoint.rewriting import RewriteOptions, rewrite
 from ferrodist.checkpoint.storage import LocalStorage, open_storage
+from ferrodist.checkpoint.storage.local import open_regular
 from ferrodist.errors import DistCheckpointError
 
 if TYPE_CHECKING:
@@ -52,9 +54,11 @@ def import_torch_file(
 
 
 def _load(file: Path) -> Any:
-    with file.open("rb") as opened:
-        is_zip = opened.read(2) == b"PK"
     try:
+        with os.fdopen(open_regular(file), "rb") as opened:
+            is_zip = opened.read(2) == b"PK"
+            opened.seek(0)
+            check_pickles(opened, os.fstat(opened.fileno()).st_size)
         return torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
     except OSError:
         raise

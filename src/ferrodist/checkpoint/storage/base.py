@@ -9,7 +9,14 @@ with tensors are written before, under names that no committed manifest of the f
     rank 0    with exclusive(deadline): publish(id, names), put(manifest), remove(what no manifest mentions any more)
 
 A save that failed, or whose ranks were killed, leaves the folder's manifest as it was. ``discard`` removes what it
-wrote; where nobody was left to call that, the next save to the folder does.
+wrote; where rank 0 was killed the other ranks do, and where nobody was left to call that, the next save to the folder.
+
+[Note: living saves]
+Several jobs may save to one folder at a time. On a disk ``begin`` locks a file in the save's own folder, and holds the
+lock as long as the save lives: the system drops it when the process ends, however it does. ``remove_leftovers`` removes
+folders whose lock it gets. The file has the running system's boot id as well, for some file systems that hosts share
+have locks for each host alone, and some none: the folder of another system, or one without a lock that works, is left
+there until nothing in it was changed for a day.
 
 [Note: staged or not]
 On a disk a save has a folder of its own until ``publish`` moves its files to their places. Object stores can't move:
@@ -30,7 +37,10 @@ if TYPE_CHECKING:
 
     from ferrodist.deadline import Deadline
 
-__all__ = ["FileWriter", "Storage", "save_of"]
+__all__ = ["MAX_SMALL_FILE_BYTES", "FileWriter", "Storage", "save_of"]
+
+MAX_SMALL_FILE_BYTES = 1 << 30
+"""The most that `Storage.get` reads: room for a manifest of some million shards."""
 
 _OF_A_SAVE = re.compile(r"model-([0-9a-f]{12})-\d{5,}-of-\d{5,}\.safetensors")
 """Names that only saves give: what a save was killed before it could remove is known by them for what it is."""
@@ -85,6 +95,9 @@ class Storage(Protocol):
     def put(self, name: str, data: bytes) -> None:
         """Write a small file whole, at once and for good: readers see what was there before, or this."""
 
+    def read_beside(self, name: str, size_bytes: int) -> list[bytes]:
+        """The beginnings of the files of one name in this folder, and in the folders that lie where this one lies."""
+
     def discard(self, save_id: str) -> None:
         """Remove what all ranks have made for a save, but for what `publish` has moved, and what may be committed.
 
@@ -95,11 +108,11 @@ class Storage(Protocol):
     def remove(self, names: Collection[str]) -> None:
         """Remove files; those that are not there count as removed."""
 
-    def has_leftovers(self) -> bool:
-        """Whether a save was begun here that was neither committed nor discarded."""
+    def has_leftovers(self, save_id: str = "") -> bool:
+        """Whether a save was begun here that was neither committed nor discarded; any save, or one."""
 
     def remove_leftovers(self) -> None:
-        """Remove what saves left that nobody could discard."""
+        """Remove what saves left that nobody could discard; see [Note: living saves]."""
 
     def remove_folder(self) -> None:
         """Remove the folder if nothing is in it."""
@@ -111,10 +124,13 @@ class Storage(Protocol):
         """The names of folders in the folder, without links to others; none if there is no folder."""
 
     def size_bytes(self, name: str) -> int:
-        """The size of a file; FileNotFoundError if it is not there."""
+        """The size of a file; FileNotFoundError if it is not there, OSError if it is no regular file."""
 
     def get(self, name: str) -> bytes:
-        """A small file whole; FileNotFoundError if it is not there."""
+        """A small file whole; FileNotFoundError if it is not there.
+
+        OSError if it is no regular file, or has more than `MAX_SMALL_FILE_BYTES`.
+        """
 
     def read(self, name: str, start: int, into: memoryview) -> None:
         """Fill memory from a place of a file on; EOFError if the file ends before."""

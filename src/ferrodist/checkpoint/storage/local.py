@@ -7,26 +7,35 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import threading
 import time
+import uuid
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES
 from ferrodist.checkpoint.storage.local_writer import LocalWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from ferrodist.deadline import Deadline
 
-__all__ = ["LocalStorage"]
+__all__ = ["LocalStorage", "open_regular"]
 
 _SAVING = ".saving-"
 _MAX_OPEN = 100
 """How many files reading keeps open: as many as a checkpoint has may be more than a process may open."""
 
 _LOCK_PAUSE_SECONDS = 0.01
+_LOCK_NAME = "lock"
+"""In the folder of a save; see [Note: living saves] in `base`."""
+_DEAD_SECONDS = 86_400
+"""How long nothing has changed in the folder of a save of which nobody can tell whether it lives."""
+_NUM_TRIES = 100
 
 
 @dataclass(slots=True)
@@ -52,6 +61,10 @@ class LocalStorage:
         self.url = str(self.path)
         self._is_new = False
         """Whether `begin` has made the folder."""
+        self._is_exclusive = False
+        """Whether `exclusive` is held."""
+        self._release: Callable[[], None] = _nothing
+        """Drops the lock of the save that was begun here."""
         self._open: dict[str, _OpenFile] = {}
         """The one that was last read comes last."""
         self._lock = threading.Lock()
@@ -60,7 +73,8 @@ class LocalStorage:
         """See `Storage`."""
         missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self._is_new = bool(missing)
-        self._place(save_id).mkdir(parents=True, exist_ok=True)
+        self._release()
+        self._release = weakref.finalize(self, _unlock, _make_locked(self._place(save_id)))
         for folder in missing:
             _sync_folder(folder.parent)
         _sync_folder(self.path)
@@ -83,8 +97,10 @@ class LocalStorage:
                     what = "Another save to this folder is being committed, and has not ended in time"
                     raise TimeoutError(errno.ETIMEDOUT, what, self.url)
                 time.sleep(min(_LOCK_PAUSE_SECONDS, deadline.remaining()))
+            self._is_exclusive = True
             yield
         finally:
+            self._is_exclusive = False
             with contextlib.suppress(OSError):  # by name: a forked child may have the folder open, too
                 fcntl.flock(folder, fcntl.LOCK_UN)
             os.close(folder)
@@ -99,7 +115,7 @@ class LocalStorage:
 
     def put(self, name: str, data: bytes) -> None:
         """See `Storage`."""
-        place = self._place(f"{name}-{os.getpid()}-{threading.get_ident()}")
+        place = self._place(f"{name}-{uuid.uuid4().hex}")
         writer = LocalWriter(place, len(data))
         try:
             writer.write(memoryview(data))
@@ -116,24 +132,52 @@ class LocalStorage:
             shutil.rmtree(self._place(save_id), ignore_errors=True)
             if self._is_new:
                 self.remove_folder()
+        self._release()
+
+    def read_beside(self, name: str, size_bytes: int) -> list[bytes]:
+        """See `Storage`."""
+        beside = LocalStorage(self.path.parent)
+        folders = {self.path, *(beside.path / each for each in beside.list_folders())}
+        found = []
+        for folder in folders:
+            with contextlib.suppress(OSError), os.fdopen(open_regular(folder / name), "rb") as file:
+                found.append(file.read(size_bytes))
+        return found
 
     def remove(self, names: Collection[str]) -> None:
         """See `Storage`."""
         for name in names:
             (self.path / name).unlink(missing_ok=True)
 
-    def has_leftovers(self) -> bool:
+    def has_leftovers(self, save_id: str = "") -> bool:
         """See `Storage`."""
-        return any(self.path.glob(f"{_SAVING}*"))
+        return any(self.path.glob(f"{_SAVING}{save_id}*"))
 
     def remove_leftovers(self) -> None:
         """See `Storage`."""
         for found in list(self.path.glob(f"{_SAVING}*")):
-            if found.is_dir():
-                shutil.rmtree(found, ignore_errors=True)
-            else:  # a small file that was not put in its place
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # another process removes it, too
+                if found.is_dir():
+                    self._remove_if_dead(found)
+                elif self._is_exclusive:  # a small file that was not put in its place: nobody puts one now
                     found.unlink()
+
+    def _remove_if_dead(self, place: Path) -> None:
+        """Remove the folder of a save, unless the save lives or may live."""
+        file = os.open(place / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            except OSError:
+                is_dead = False
+            else:
+                is_dead = os.read(file, 100) in (b"", _system_id())
+            if is_dead or self.path.stat().st_mtime - _last_change(place) > _DEAD_SECONDS:
+                shutil.rmtree(place, ignore_errors=True)
+        finally:
+            os.close(file)
 
     def remove_folder(self) -> None:
         """See `Storage`."""
@@ -142,7 +186,7 @@ class LocalStorage:
 
     def list_names(self) -> list[str]:
         """See `Storage`."""
-        return [entry.name for entry in self._entries() if entry.is_file()]
+        return [entry.name for entry in self._entries() if _is_file(entry)]
 
     def list_folders(self) -> list[str]:
         """See `Storage`."""
@@ -158,11 +202,18 @@ class LocalStorage:
 
     def size_bytes(self, name: str) -> int:
         """See `Storage`."""
-        return (self.path / name).stat().st_size
+        found = (self.path / name).stat()
+        _check_regular(self.path / name, found)
+        return found.st_size
 
     def get(self, name: str) -> bytes:
         """See `Storage`."""
-        return (self.path / name).read_bytes()
+        with os.fdopen(open_regular(self.path / name), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_SMALL_FILE_BYTES:
+                what = f"It has {size} bytes, and may have {MAX_SMALL_FILE_BYTES}"
+                raise OSError(errno.EFBIG, what, str(self.path / name))
+            return file.read(size)
 
     def read(self, name: str, start: int, into: memoryview) -> None:
         """See `Storage`."""
@@ -186,7 +237,7 @@ class LocalStorage:
             file = self._open.pop(name, None)
             if file is None:
                 self._close_idle()
-                file = _OpenFile(os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC))
+                file = _OpenFile(open_regular(self.path / name))
             self._open[name] = file
             file.num_readers += 1
         try:
@@ -203,6 +254,80 @@ class LocalStorage:
 
     def _place(self, save_id: str) -> Path:
         return self.path / f"{_SAVING}{save_id}"
+
+
+def _nothing() -> None:
+    pass
+
+
+def _system_id() -> bytes:
+    """What no other running system has: the host and when it was started, or at least the host."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    except OSError:
+        return os.uname().nodename.encode()
+
+
+def _make_locked(place: Path) -> int:
+    """Make the folder of a save, with a file that is locked: a descriptor."""
+    for _ in range(_NUM_TRIES):
+        # Who removes what dead saves left may take the folder for theirs, as long as the file isn't locked.
+        with contextlib.suppress(FileNotFoundError):
+            place.mkdir(parents=True, exist_ok=True)
+            file = os.open(place / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            try:
+                os.write(file, _system_id())
+                with contextlib.suppress(OSError):  # some file systems have no locks
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                if os.path.samestat((place / _LOCK_NAME).stat(), os.fstat(file)):
+                    return file
+            except BaseException:
+                os.close(file)
+                raise
+            os.close(file)
+    raise OSError(errno.EBUSY, "The folder of a save was removed again and again", str(place))
+
+
+def _unlock(file: int) -> None:
+    with contextlib.suppress(OSError):  # by name: a forked child may have it open, too
+        fcntl.flock(file, fcntl.LOCK_UN)
+    os.close(file)
+
+
+def _last_change(place: Path) -> float:
+    """When something in a folder was changed last, by the clock of its file system."""
+    with os.scandir(place) as entries:
+        return max([place.stat().st_mtime, *(entry.stat().st_mtime for entry in entries if entry.name != _LOCK_NAME)])
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # a link that leads to itself
+        return False
+
+
+def open_regular(path: Path) -> int:
+    """Open a file to be read: a descriptor.
+
+    Raises:
+        OSError: The file can't be opened, or is no regular file: a FIFO would block, a device may have no end.
+    """
+    _check_regular(path, path.stat())  # a device or a FIFO may notice that it is opened
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        _check_regular(path, os.fstat(file))
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _check_regular(path: Path, found: os.stat_result) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "Is a folder, where a file is expected", str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "Is no regular file, but a FIFO, a socket or a device", str(path))
 
 
 def _lock(folder: int) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsspec.asyn import AsyncFileSystem, sync
 
-from ferrodist.checkpoint.storage.base import save_of
+from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES, save_of
 from ferrodist.checkpoint.storage.remote_errors import as_os_errors, to_os_error, was_refused
 from ferrodist.checkpoint.storage.remote_writer import RemoteWriter
 from ferrodist.checkpoint.storage.uploads import abort_upload, list_uploads
@@ -119,6 +119,20 @@ class RemoteStorage:
             if self._is_new:
                 self.remove_folder()
 
+    def read_beside(self, name: str, size_bytes: int) -> list[bytes]:
+        """See `Storage`."""
+        parent = self._folder.rpartition("/")[0]
+        folders = {self._folder}
+        with as_os_errors(self.url):
+            if parent:
+                self._fs.invalidate_cache()
+                found = self._fs.ls(parent, detail=True)
+                folders |= {entry["name"].rstrip("/") for entry in found if entry["type"] == "directory"}
+            paths = [f"{folder}/{name}" for folder in sorted(folders)]
+            size = [size_bytes] * len(paths)
+            pieces = self._fs.cat_ranges(paths, [0] * len(paths), size, on_error="return") if paths else []
+        return [bytes(piece) for piece in pieces if not isinstance(piece, BaseException)]
+
     def remove(self, names: Collection[str]) -> None:
         """See `Storage`."""
         if isinstance(self._fs, AsyncFileSystem):
@@ -131,9 +145,9 @@ class RemoteStorage:
                 with contextlib.suppress(FileNotFoundError), as_os_errors(self._where(name)):
                     self._fs.rm_file(self._path(name))
 
-    def has_leftovers(self) -> bool:
+    def has_leftovers(self, save_id: str = "") -> bool:
         """See `Storage`; whole files are told by their names."""
-        return bool(self._uploads(None))
+        return bool(self._uploads(save_id or None))
 
     def remove_leftovers(self) -> None:
         """See `Storage`."""
@@ -178,6 +192,10 @@ class RemoteStorage:
 
     def get(self, name: str) -> bytes:
         """See `Storage`."""
+        size = self.size_bytes(name)
+        if size > MAX_SMALL_FILE_BYTES:
+            what = f"It has {size} bytes, and may have {MAX_SMALL_FILE_BYTES}"
+            raise OSError(errno.EFBIG, what, self._where(name))
         with as_os_errors(self._where(name)):
             return bytes(self._fs.cat_file(self._path(name)))
 

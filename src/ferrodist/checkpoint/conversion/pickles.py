@@ -1,0 +1,345 @@
+"""Pickles of other makers, read without a class of theirs: an interpreter of pickle's opcodes that makes inert values.
+
+Python's own unpickler calls what a file names, sets attributes of what it has made, and sizes its memo by a number in
+the file. This one looks up nothing, calls nothing, hashes nothing that a file says, and takes memory in proportion to
+the bytes that it reads. A pickle becomes::
+
+    None, bool, int, float, str, bytes, list, tuple      itself
+    dict                                                 Items
+    a class or function                                  Global
+    a call of one, or an object                          Made
+    a persistent id                                      Persistent
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import IO
+
+__all__ = ["Global", "Items", "Made", "Persistent", "check_expanded_size", "members_of", "read_pickle"]
+
+_MAX_PROTOCOL = 5
+_MAX_NAME_BYTES = 1000
+
+
+class Global(NamedTuple):
+    """A class or function that a pickle names."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(slots=True, eq=False)
+class Items:
+    """A dict's keys and values, in the file's order; a key may come twice."""
+
+    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Made:
+    """A call that a pickle asks for, and what it does with the result.
+
+    Args:
+        function: The class or function.
+        arguments: Its arguments.
+        state: What BUILD gives the object; None without BUILD.
+        items: What is set in the object as in a dict.
+    """
+
+    function: Global
+    arguments: tuple[Any, ...]
+    state: Any = None
+    items: Items = field(default_factory=Items)
+
+
+@dataclass(slots=True, eq=False)
+class Persistent:
+    """A reference to what lies outside of the pickle."""
+
+    id: Any
+
+
+def read_pickle(file: IO[bytes], size_bytes: int, check: Callable[[Global], None]) -> Any:
+    """Read one pickle from where a file stands, up to its STOP.
+
+    Args:
+        file: The file.
+        size_bytes: The most that the pickle may have.
+        check: Raises ValueError for a class or function that doesn't belong into the file.
+
+    Raises:
+        ValueError: The bytes are no pickle, or one with opcodes that these files don't have.
+    """
+    return _Machine(file, size_bytes, check).run()
+
+
+def members_of(value: Any) -> list[Any]:
+    """The values directly in a value."""
+    if isinstance(value, (list, tuple)) and not isinstance(value, Global):
+        return list(value)
+    if isinstance(value, Items):
+        return [each for pair in value.pairs for each in pair]
+    if isinstance(value, Made):
+        return [value.arguments, value.state, value.items]
+    return [value.id] if isinstance(value, Persistent) else []
+
+
+def check_expanded_size(value: Any, most: int) -> None:
+    """See that a value written out, shared members each time, has at most so many members.
+
+    A few bytes of pickle can say a list of two lists, each of which is the same list of two, and so on. Text and bytes
+    count one more for each 8 of them.
+
+    Raises:
+        ValueError: It has more, or holds itself.
+    """
+    sizes: dict[int, int] = {}
+    open_ones: set[int] = set()
+    left: list[tuple[Any, list[Any] | None]] = [(value, None)]
+    while left:
+        node, members = left.pop()
+        if members is None:
+            if id(node) in sizes:
+                continue
+            if id(node) in open_ones:
+                raise ValueError("it holds itself")
+            members = members_of(node)
+            open_ones.add(id(node))
+            left.append((node, members))
+            left += [(each, None) for each in members]
+        else:
+            open_ones.discard(id(node))
+            own = len(node) // 8 if isinstance(node, (str, bytes)) else 0
+            sizes[id(node)] = 1 + own + sum(sizes[id(each)] for each in members)
+            if sizes[id(node)] > most:
+                raise ValueError(f"it has more than {most} members when it is written out")
+
+
+class _Machine:
+    """Pickle's stack machine, with inert values on its stack."""
+
+    def __init__(self, file: IO[bytes], size_bytes: int, check: Callable[[Global], None]) -> None:
+        self._file = file
+        self._left = size_bytes
+        self._check = check
+        self._stack: list[Any] = []
+        self._below: list[list[Any]] = []
+        """The stacks below the marks."""
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        """The value."""
+        try:
+            for code in iter(lambda: self._take(1), b"."):
+                if code not in _OPERATIONS:
+                    _refuse(f"opcode {code!r} doesn't belong there")
+                operate, *arguments = _OPERATIONS[code]
+                operate(self, *arguments)
+            return self._stack.pop()
+        except (IndexError, KeyError, AttributeError, TypeError, struct.error) as error:
+            raise ValueError(f"it is no pickle: {error}") from error
+
+    def _take(self, count: int) -> bytes:
+        data = self._file.read(count) if count <= self._left else b""
+        if len(data) < count:
+            _refuse("it is cut off")
+        self._left -= count
+        return data
+
+    def _number(self, form: str) -> int:
+        found: int = struct.unpack(form, self._take(struct.calcsize(form)))[0]
+        return found
+
+    def _line(self) -> str:
+        line = self._file.readline(min(self._left, _MAX_NAME_BYTES))
+        self._left -= len(line)
+        if not line.endswith(b"\n"):
+            _refuse("it has a name without an end")
+        return line[:-1].decode()
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _pop_mark(self) -> list[Any]:
+        members, self._stack = self._stack, self._below.pop()
+        return members
+
+    # Values
+
+    def _protocol(self) -> None:
+        if self._number("<B") > _MAX_PROTOCOL:
+            _refuse("it has a protocol that is not known here")
+
+    def _frame(self) -> None:
+        self._take(8)  # a hint for readers
+
+    def _int(self, form: str) -> None:
+        self._push(self._number(form))
+
+    def _bytes(self, form: str) -> None:
+        self._push(self._take(self._number(form)))
+
+    def _text(self, form: str) -> None:
+        self._push(self._take(self._number(form)).decode())
+
+    def _long(self) -> None:
+        self._push(int.from_bytes(self._take(self._number("<B")), "little", signed=True))
+
+    def _float(self) -> None:
+        self._push(struct.unpack(">d", self._take(8))[0])
+
+    # Containers
+
+    def _new(self, kind: type) -> None:
+        self._push(kind())
+
+    def _mark(self) -> None:
+        self._below.append(self._stack)
+        self._stack = []
+
+    def _tuple(self) -> None:
+        members = tuple(self._pop_mark())
+        self._push(members)
+
+    def _short_tuple(self, count: int) -> None:
+        members = tuple(self._stack[-count:])
+        if len(members) < count:
+            _refuse("its stack is empty")
+        del self._stack[-count:]
+        self._push(members)
+
+    def _append(self) -> None:
+        value = self._stack.pop()
+        self._list().append(value)
+
+    def _appends(self) -> None:
+        members = self._pop_mark()
+        self._list().extend(members)
+
+    def _list(self) -> list[Any]:
+        target = self._stack[-1]
+        if not isinstance(target, list):
+            _refuse("it appends to what is no list")
+        return target
+
+    def _set_item(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._pairs().append((key, value))
+
+    def _set_items(self) -> None:
+        members = self._pop_mark()
+        if len(members) % 2:
+            _refuse("it has a key without a value")
+        self._pairs().extend(zip(members[::2], members[1::2], strict=True))
+
+    def _pairs(self) -> list[tuple[Any, Any]]:
+        target = self._stack[-1]
+        if isinstance(target, Made):
+            target = target.items
+        if not isinstance(target, Items):
+            _refuse("it sets items of what is no dict")
+        return target.pairs
+
+    # Memo
+
+    def _put(self, form: str) -> None:
+        self._memo[self._number(form)] = self._stack[-1]
+
+    def _memoize(self) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    def _get(self, form: str) -> None:
+        self._push(self._memo[self._number(form)])
+
+    # Classes and objects
+
+    def _global(self) -> None:
+        self._push_global(self._line(), self._line())
+
+    def _stack_global(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        self._push_global(module, name)
+
+    def _push_global(self, module: object, name: object) -> None:
+        if not (isinstance(module, str) and isinstance(name, str) and len(module) + len(name) <= _MAX_NAME_BYTES):
+            _refuse("it names a class by what is no name")
+        found = Global(module, name)
+        self._check(found)
+        self._push(found)
+
+    def _make(self) -> None:
+        arguments, function = self._stack.pop(), self._stack.pop()
+        if not isinstance(function, Global) or not isinstance(arguments, tuple) or isinstance(arguments, Global):
+            _refuse("it calls what is no class")
+        self._push(Made(function, arguments))
+
+    def _build(self) -> None:
+        state = self._stack.pop()
+        target = self._stack[-1]
+        if not isinstance(target, Made) or target.state is not None:
+            _refuse("it gives a state to what takes none")
+        target.state = state
+
+    def _persistent(self) -> None:
+        self._push(Persistent(self._stack.pop()))
+
+
+def _refuse(why: str) -> NoReturn:
+    raise ValueError(why)
+
+
+_Operation = tuple[Any, ...]
+"""A method of the machine, and its arguments."""
+
+_OPERATIONS: dict[bytes, _Operation] = {
+    b"\x80": (_Machine._protocol,),
+    b"\x95": (_Machine._frame,),
+    b"N": (_Machine._push, None),
+    b"\x88": (_Machine._push, True),
+    b"\x89": (_Machine._push, False),
+    b"J": (_Machine._int, "<i"),
+    b"K": (_Machine._int, "<B"),
+    b"M": (_Machine._int, "<H"),
+    b"\x8a": (_Machine._long,),
+    b"G": (_Machine._float,),
+    b"X": (_Machine._text, "<I"),
+    b"\x8c": (_Machine._text, "<B"),
+    b"\x8d": (_Machine._text, "<Q"),
+    b"B": (_Machine._bytes, "<I"),
+    b"C": (_Machine._bytes, "<B"),
+    b"U": (_Machine._bytes, "<B"),
+    b"\x8e": (_Machine._bytes, "<Q"),
+    b"(": (_Machine._mark,),
+    b"t": (_Machine._tuple,),
+    b")": (_Machine._push, ()),
+    b"\x85": (_Machine._short_tuple, 1),
+    b"\x86": (_Machine._short_tuple, 2),
+    b"\x87": (_Machine._short_tuple, 3),
+    b"]": (_Machine._new, list),
+    b"a": (_Machine._append,),
+    b"e": (_Machine._appends,),
+    b"}": (_Machine._new, Items),
+    b"s": (_Machine._set_item,),
+    b"u": (_Machine._set_items,),
+    b"q": (_Machine._put, "<B"),
+    b"r": (_Machine._put, "<I"),
+    b"\x94": (_Machine._memoize,),
+    b"h": (_Machine._get, "<B"),
+    b"j": (_Machine._get, "<I"),
+    b"c": (_Machine._global,),
+    b"\x93": (_Machine._stack_global,),
+    b"R": (_Machine._make,),
+    b"\x81": (_Machine._make,),
+    b"b": (_Machine._build,),
+    b"Q": (_Machine._persistent,),
+}
+"""By the bytes that pickle has for them; those that neither DCP nor torch.save writes are refused."""

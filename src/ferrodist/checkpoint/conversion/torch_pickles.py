@@ -1,0 +1,159 @@
+"""Files of ``torch.save``, looked through before torch loads them.
+
+With ``weights_only=True`` torch calls nothing but functions that it knows to be harmless. Some of them still take what
+memory a number in the file says, a compressed archive is larger than its file, and a few bytes can say a value that is
+2**50 members when it is written out. Such files are refused here.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.checkpoint.conversion.pickles import (
+    Global,
+    Items,
+    Made,
+    Persistent,
+    check_expanded_size,
+    members_of,
+    read_pickle,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import IO
+
+__all__ = ["check_pickles", "load_checked"]
+
+_NUM_LEGACY_PICKLES = 5
+"""At the beginning of files that torch wrote before version 1.6: a number, a version, facts, the state, and keys."""
+
+_MIN_MEMBERS = 1_000_000
+_MEMBERS_PER_BYTE = 10
+_MAX_KEY_MEMBERS = 1000
+_NAMES_OF_LATIN_1 = ("latin1", "latin-1")
+
+
+def load_checked(file: IO[bytes], size_bytes: int, **options: Any) -> Any:
+    """What `torch.load` gives of a file that was looked through.
+
+    Args:
+        file: The file, at its beginning.
+        size_bytes: Its size.
+        options: For `torch.load`; ``weights_only`` is True.
+
+    Raises:
+        ValueError: The file has what would take more memory than it has bytes.
+    """
+    check_pickles(file, size_bytes)
+    file.seek(0)
+    return torch.load(file, weights_only=True, **options)
+
+
+def check_pickles(file: IO[bytes], size_bytes: int) -> None:
+    """See that torch takes memory in proportion to a file when it loads it.
+
+    Raises:
+        ValueError: It would take more, or the file is none of `torch.save`.
+    """
+    start = file.read(4)
+    file.seek(0)
+    if start != b"PK\x03\x04":
+        for _ in range(_NUM_LEGACY_PICKLES):
+            _check(read_pickle(file, size_bytes, lambda _: None), size_bytes)
+        return
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for entry in archive.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > size_bytes:
+                    raise ValueError(f"its record {entry.filename!r} is compressed, which torch.save does not do")
+                if entry.filename.rpartition("/")[2] == "data.pkl":
+                    with archive.open(entry) as opened:
+                        _check(read_pickle(opened, entry.file_size, lambda _: None), size_bytes)
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OverflowError) as error:
+        raise ValueError(f"it is no archive: {error}") from error
+
+
+def _check(value: Any, size_bytes: int) -> None:
+    check_expanded_size(value, max(_MIN_MEMBERS, _MEMBERS_PER_BYTE * size_bytes))
+    for node in _walk(value):
+        if isinstance(node, Items):
+            for key, _ in node.pairs:
+                check_expanded_size(key, _MAX_KEY_MEMBERS)  # it is hashed
+        elif isinstance(node, Made):
+            _check_call(node.function, node.arguments)
+        elif isinstance(node, Persistent):
+            _num_elements(node, size_bytes)
+
+
+def _walk(value: Any) -> Iterator[Any]:
+    """All values in a value, each once."""
+    seen: set[int] = set()
+    left = [value]
+    kept = []  # an id is one as long as its object lives
+    while left:
+        node = left.pop()
+        if id(node) not in seen:
+            seen.add(id(node))
+            kept.append(node)
+            yield node
+            left += members_of(node)
+
+
+def _check_call(function: Global, arguments: tuple[Any, ...]) -> None:
+    """See that a call takes no memory that its arguments don't have.
+
+    Raises:
+        ValueError: It does.
+    """
+    if function.name == "_rebuild_from_type_v2" and len(arguments) > 2:
+        called, _, given = arguments[:3]
+        if isinstance(called, Global) and isinstance(given, tuple):
+            _check_call(called, given)
+    elif function.module in ("builtins", "__builtin__"):
+        _check_builtin(function, arguments)
+    elif function.name == "encode":
+        if len(arguments) > 1 and arguments[1] not in _NAMES_OF_LATIN_1:
+            raise ValueError(f"it calls {function} for another encoding than latin1")
+    elif function.module.partition(".")[0] == "torch":
+        if function.name.endswith(("Tensor", "Storage")) and arguments:
+            raise ValueError(f"it calls {function}, which torch.save does not do")
+        if function.name.startswith("_rebuild") and arguments and isinstance(arguments[0], Persistent):
+            _check_tensor(arguments)
+
+
+def _check_builtin(function: Global, arguments: tuple[Any, ...]) -> None:
+    """The same for a type of Python."""
+    if any(isinstance(each, (int, float)) for each in arguments) and function.name != "complex":
+        raise ValueError(f"it calls {function} with a number")
+    if function.name == "set":
+        for each in arguments:
+            for member in members_of(each):
+                check_expanded_size(member, _MAX_KEY_MEMBERS)  # it is hashed
+
+
+def _check_tensor(arguments: tuple[Any, ...]) -> None:
+    """See that a tensor's elements are in its storage; torch would make the storage longer."""
+    storage, offset, sizes, strides = (*arguments, None, None, None)[:4]
+    if isinstance(sizes, Made) and sizes.function == ("torch", "Size") and len(sizes.arguments) == 1:
+        sizes = sizes.arguments[0]
+    numbers = [offset, *sizes, *strides] if isinstance(sizes, tuple) and isinstance(strides, tuple) else [None]
+    if not all(isinstance(each, int) and each >= 0 for each in numbers) or len(sizes) != len(strides):
+        raise ValueError("it has a tensor of a shape that is none")
+    last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    if 0 not in sizes and last >= _num_elements(storage, None):
+        raise ValueError("it has a tensor with elements outside of its storage")
+
+
+def _num_elements(storage: Persistent, most: int | None) -> int:
+    """How many elements a storage has, as the file says."""
+    found = storage.id
+    if isinstance(found, int):  # of a file that was begun elsewhere
+        raise ValueError("it refers to a storage by number")  # noqa: TRY004 - of the file
+    count = found[4] if isinstance(found, tuple) and len(found) > 4 else None
+    if not isinstance(count, int) or count < 0 or (most is not None and count > most):
+        raise ValueError("it has a storage that is longer than the file, or none")
+    return count

@@ -1,0 +1,261 @@
+"""Pickles of others: whatever they say, nothing is called or changed, and memory is in proportion to their bytes."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import io
+import pathlib
+import pickle
+import struct
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from offline_states import limited_memory
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import save as save_with_torch
+
+from ferrodist.checkpoint import load_distributed
+from ferrodist.checkpoint.conversion import import_dcp, import_torch_file
+from ferrodist.checkpoint.conversion.dcp_metadata import _KNOWN, METADATA_NAME, decode_metadata
+from ferrodist.errors import DistCheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+_CLASSES = [
+    *(getattr(metadata, name) for name in _KNOWN[metadata.__name__]),
+    filesystem._StorageInfo,
+    torch.Size,
+    dict,
+    collections.OrderedDict,
+    pathlib.PurePosixPath,
+    pathlib.PosixPath,
+]
+
+
+@pytest.fixture(autouse=True)
+def unchanged() -> Iterator[None]:
+    """No class is changed, and no more than some hundred MB are taken."""
+    before = _contents()
+    with limited_memory(1 << 30):
+        yield
+    assert _contents() == before
+
+
+def _contents() -> list[dict[str, Any]]:
+    """What the classes have, but for what Python's own pickle notes in them."""
+    return [{name: value for name, value in vars(kind).items() if name != "__slotnames__"} for kind in _CLASSES]
+
+
+def _text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+def _named(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+_SUFFIX = b"(N}" + _text("suffix") + _text("PWNED") + b"stb0N."
+
+_HOSTILE = {
+    "an attribute of a class": b"\x80\x04" + _named("pathlib", "PurePosixPath") + _SUFFIX,
+    "an attribute of DCP's class": b"\x80\x04" + _named(metadata.__name__, "Metadata") + _SUFFIX,
+    "an attribute of torch.Size": b"\x80\x04" + _named("torch", "Size") + _SUFFIX,
+    "an attribute of a dtype": b"\x80\x04" + _named("torch", "float32") + _SUFFIX,
+    "a method of a class": b"\x80\x04" + _named(filesystem.__name__, "_StorageInfo.__init__") + _SUFFIX,
+    "a module of torch": b"\x80\x04" + _named("torch", "_inductor") + _SUFFIX,
+    "a large memo": b"\x80\x04Nr" + struct.pack("<I", 120_000_000) + b".",
+    "the largest memo": b"\x80\x04Nr" + struct.pack("<I", (1 << 32) - 1) + b".",
+    "a memo in decimals": b"\x80\x04Np120000000\n.",
+    "a long text": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"x.",
+    "a text of 4 GB": b"\x80\x04X" + struct.pack("<I", (1 << 32) - 1) + b"x.",
+    "long bytes": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"x.",
+    "a long bytearray": b"\x80\x05\x96" + struct.pack("<Q", 1 << 36) + b"x.",
+    "a long int": b"\x80\x04\x8b" + struct.pack("<i", (1 << 31) - 1) + b"x.",
+    "an int in decimals": b"\x80\x04L" + b"9" * 1_000_000 + b"L\n.",
+    "a long frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N.",
+    "a name without an end": b"\x80\x04c" + b"x" * 1_000_000,
+    "a nest": b"\x80\x04" + b"]" * 500_000 + b"a" * 499_999 + b".",
+    "a nest of tuples": b"\x80\x04)" + b"\x85" * 1_000_000 + b".",
+    "marks": b"\x80\x04" + b"(" * 1_000_000 + b".",
+    "what holds itself": b"\x80\x04]q\x00h\x00a.",
+    "a list of 2**60": b"\x80\x04]" + b"2\x86" * 60 + b".",
+    "nothing": b"",
+    "only an end": b".",
+    "an empty stack": b"\x80\x040.",
+    "a protocol to come": b"\x80\x63N.",
+    "a persistent id": b"\x80\x04NQ.",
+    "an extension": b"\x80\x04\x82\x01.",
+    "an instance": b"\x80\x04(iposix\nsystem\n.",
+    "another class": b"\x80\x04" + _named("os", "system") + _text("true") + b"\x85R.",
+}
+
+
+@pytest.mark.parametrize("data", _HOSTILE.values(), ids=_HOSTILE)
+def test_hostile_metadata(tmp_path: Path, data: bytes) -> None:
+    """Each is DistCheckpointError, soon; what it wanted to change or fill is as it was."""
+    (tmp_path / METADATA_NAME).write_bytes(data)
+    with pytest.raises(DistCheckpointError, match=r"is not what torch\.distributed\.checkpoint writes"):
+        import_dcp(tmp_path, tmp_path / "out")
+    assert pathlib.PurePosixPath("a.txt").suffix == ".txt"
+
+
+def _numbered(codes: bytes, form: str) -> st.SearchStrategy[bytes]:
+    """Opcodes with a number behind them."""
+    most = (1 << 8 * struct.calcsize(form)) - 1
+    numbers = st.one_of(st.integers(0, 9), st.integers(0, most))
+    return st.builds(lambda code, number: bytes([code]) + struct.pack(form, number), st.sampled_from(codes), numbers)
+
+
+_PIECES = st.one_of(
+    st.sampled_from([bytes([code]) for code in b"().]}NaestubRQ0123\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94l"]),
+    st.sampled_from([_named(module, name) for module, names in _KNOWN.items() for name in names]),
+    st.sampled_from([_named("torch", "Size"), _named("torch", "float32"), _named("os", "system")]),
+    st.sampled_from(["fqn", "offset", "size", "chunks", "properties", "state_dict_metadata", "a", ""]).map(_text),
+    _numbered(b"hqKC\x8c", "<B"),
+    _numbered(b"rjBX", "<I"),
+    _numbered(b"\x8d\x8e\x95", "<Q"),
+    st.binary(max_size=8),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(_PIECES, max_size=60))
+def test_any_opcodes(pieces: list[bytes]) -> None:
+    """Opcodes in any order are metadata or a ValueError, and no class is changed."""
+    with contextlib.suppress(ValueError):
+        decode_metadata(b"\x80\x04" + b"".join(pieces) + b".")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_change_of_metadata(data: st.DataObject) -> None:
+    """What torch writes with some bytes changed is metadata or a ValueError."""
+    chunk = metadata.ChunkStorageMetadata(torch.Size([0]), torch.Size([3]))
+    tensor = metadata.TensorStorageMetadata(metadata.TensorProperties(torch.float32), torch.Size([3]), [chunk])
+    places = {metadata.MetadataIndex("a", [0]): filesystem._StorageInfo("__0_0.distcp", 0, 100)}
+    whole = bytearray(pickle.dumps(metadata.Metadata({"a": tensor}, {"a": ("a",)}, places)))
+    assert decode_metadata(bytes(whole)).tensors["a"] is not None
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(ValueError):
+        decode_metadata(bytes(whole))
+
+
+def _archive(path: Path, state: bytes, *, compression: int = zipfile.ZIP_STORED, storage: bytes = b"") -> Path:
+    """A file as torch.save writes it, with any pickle."""
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("archive/data.pkl", state)
+        archive.writestr("archive/byteorder", b"little", zipfile.ZIP_STORED)
+        archive.writestr("archive/data/0", storage, zipfile.ZIP_STORED)
+        archive.writestr("archive/version", b"3\n", zipfile.ZIP_STORED)
+    return path
+
+
+def _tensor_of(num_elements: int, sizes: bytes, strides: bytes) -> bytes:
+    storage = b"((" + _text("storage") + _named("torch", "FloatStorage") + _text("0") + _text("cpu")
+    storage += b"J" + struct.pack("<i", num_elements) + b"tQ"
+    ordered = _named("collections", "OrderedDict") + b")R"
+    function = _named("torch._utils", "_rebuild_tensor_v2")
+    return b"\x80\x02" + function + storage + b"K\x00" + sizes + strides + b"\x89" + ordered + b"tR."
+
+
+_LARGE = b"\x8a\x05" + (10**10).to_bytes(5, "little")
+
+_HOSTILE_STATES = {
+    "a bytearray of a size": b"\x80\x02" + _named("__builtin__", "bytearray") + _LARGE + b"\x85R.",
+    "the same in a subclass": b"\x80\x02" + _named("torch._tensor", "_rebuild_from_type_v2") + b"("
+    + _named("__builtin__", "bytearray") + _named("torch", "Tensor") + _LARGE + b"\x85}tR.",
+    "a storage of a size": b"\x80\x02" + _named("torch.storage", "UntypedStorage") + _LARGE + b"\x85R.",
+    "a tensor of a size": b"\x80\x02" + _named("torch", "FloatTensor") + _LARGE + b"\x85R.",
+    "a list of 2**60": b"\x80\x02]q\x00" + b"".join(b"]q\x01(h\x00h\x00eq\x00" for _ in range(60)) + b".",
+    "a key of 2**60": b"\x80\x02}N" + b"q\x00h\x00\x86" * 60 + b"Ns.",
+    "a set of 2**60": b"\x80\x02" + _named("__builtin__", "set") + b"]N" + b"q\x00h\x00\x86" * 60 + b"a\x85R.",
+    "a text many times": b"\x80\x02(" + _text("x" * 500_000) + b"q\x00" + b"h\x00" * 200_000 + b"t.",
+    "another encoding": b"\x80\x02" + _named("_codecs", "encode") + _text("x" * 9) + _text("punycode") + b"\x86R.",
+    "elements outside": _tensor_of(1, b"J" + struct.pack("<i", 1 << 30) + b"\x85", b"K\x01\x85"),
+    "a long storage": _tensor_of(1 << 30, b"J" + struct.pack("<i", 1 << 30) + b"\x85", b"K\x01\x85"),
+    "a negative size": _tensor_of(1, b"J" + struct.pack("<i", -1) + b"\x85", b"K\x01\x85"),
+    "what holds itself": b"\x80\x02]q\x00h\x00a.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("state", _HOSTILE_STATES.values(), ids=_HOSTILE_STATES)
+def test_hostile_states(tmp_path: Path, state: bytes, is_zip: bool) -> None:
+    """In a file of torch.save of either kind each is DistCheckpointError, soon."""
+    if is_zip:
+        _archive(tmp_path / "file.pt", state, storage=bytes(4))
+    else:
+        start = b"".join(pickle.dumps(each, 2) for each in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
+        (tmp_path / "file.pt").write_bytes(start + state + pickle.dumps([], 2))
+    with pytest.raises(DistCheckpointError, match=r"file\.pt"):
+        import_torch_file(tmp_path / "file.pt", tmp_path / "out")
+
+
+def test_compressed_archives(tmp_path: Path) -> None:
+    """A file of some MB whose state would be GBs: refused, for torch.save doesn't compress."""
+    state = b"\x80\x02" + b"N0" * 50_000_000 + b"N."
+    path = _archive(tmp_path / "file.pt", state, compression=zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 1 << 20
+    with pytest.raises(DistCheckpointError, match="is compressed"):
+        import_torch_file(path, tmp_path / "out")
+
+
+def test_hostile_items(tmp_path: Path) -> None:
+    """A value in a DCP folder is looked through as a file of torch.save is."""
+    save_with_torch({"a": 1}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (file,) = (tmp_path / "dcp").glob("*.distcp")
+    data = _archive(tmp_path / "made", _HOSTILE_STATES["a bytearray of a size"]).read_bytes()
+    found = pickle.loads((tmp_path / "dcp" / METADATA_NAME).read_bytes())
+    for place in found.storage_data.values():
+        place.offset, place.length = 0, len(data)
+    (tmp_path / "dcp" / METADATA_NAME).write_bytes(pickle.dumps(found))
+    file.write_bytes(data)
+    with pytest.raises(DistCheckpointError, match="bytearray with a number"):
+        import_dcp(tmp_path / "dcp", tmp_path / "out")
+
+
+def test_all_that_torch_saves(tmp_path: Path) -> None:
+    """Kinds of values, dtypes and views that are no danger are taken as before, from both kinds of files."""
+    dtypes = [torch.float64, torch.bfloat16, torch.int16, torch.uint8, torch.bool, torch.complex64, torch.float16]
+    base = torch.arange(24.0)
+    state: dict[str, Any] = {
+        "dtypes": [torch.ones(3).to(dtype) for dtype in dtypes],
+        "views": [base[5:7], base[::3], base.view(4, 6).T, base[3].expand(2, 2), base[:0], base.view(2, 3, 4)[1]],
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "values": [None, True, 1, -(1 << 200), 1.5, 2j, "text", b"bytes", bytearray(b"more"), (1, (2,))],
+        "keys": {3: 4, (5, 6): 7},
+        "sets": {1, 2, (3, 4)},
+        "counter": collections.Counter("aab"),
+        "size": torch.Size([1, 2]),
+        "dtype": torch.float16,
+        "device": torch.device("cpu"),
+    }  # fmt: skip
+    shared = [1, 2, 3]
+    state["shared"] = [shared] * 1000
+    for is_zip in (False, True):
+        if is_zip:  # the others have no name in the files of old
+            state["dtypes"] += [torch.ones(3).to(each) for each in (torch.uint16, torch.uint64, torch.float8_e4m3fn)]
+        torch.save(state, tmp_path / f"{is_zip}.pt", _use_new_zipfile_serialization=is_zip)
+        import_torch_file(tmp_path / f"{is_zip}.pt", tmp_path / f"{is_zip}")
+        loaded = load_distributed(tmp_path / f"{is_zip}")
+        for key in ("dtypes", "views"):
+            assert all(a.equal(b) for a, b in zip(loaded.pop(key), state[key], strict=True)), key
+        assert loaded.pop("parameter").tolist() == [1.0, 1.0]
+        rest = {key: value for key, value in state.items() if key in loaded}
+        assert loaded == rest
+
+
+def test_what_python_would_do() -> None:
+    """The hostile pickles of these tests are ones that Python's unpickler runs."""
+    data = b"\x80\x02" + _named("__builtin__", "bytearray") + b"K\x05\x85R."
+    assert pickle.load(io.BytesIO(data)) == bytearray(5)
