@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.tensor.copied_views import watch
 from ferrodist.tensor.replication import replicate_call
 from ferrodist.tensor.rules.table import DECOMPOSITIONS, RULES
 
@@ -49,7 +50,9 @@ def _view_in_place(func: torch._ops.OpOverload, /, tensor: Any, *args: Any) -> A
     view = functional(tensor, *args)
     with torch._C._DisableTorchDispatch():
         func(tensor, *args)  # the wrapper's own shape and stride
-    tensor._local, tensor._layout, tensor._is_copy = view._local, view._layout, view._is_copy
+    tensor._local, tensor._layout = view._local, view._layout
+    if view._copied is not None:
+        watch(tensor, view._copied)
     return tensor
 
 
