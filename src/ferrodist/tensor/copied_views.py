@@ -13,14 +13,23 @@ from __future__ import annotations
 
 import weakref
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ferrodist.errors import UnsupportedOpError
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["COPIES", "CopiedPart", "ViewKind", "after_write", "check_writable", "describe_stale", "find_kind", "watch"]
+__all__ = [
+    "COPIES",
+    "CopiedPart",
+    "ViewKind",
+    "after_write",
+    "become",
+    "check_writable",
+    "describe_stale",
+    "find_kind",
+    "watch",
+]
 
 COPIES: dict[int, list[weakref.ref[CopiedPart]]] = {}
 """The copies of what lies in a storage, by the storage's identity; ranks that are threads share it."""
@@ -137,6 +146,16 @@ def watch(view: Any, part: CopiedPart) -> None:
             COPIES.pop(key, None)
 
     COPIES[key] = [*COPIES.get(key, ()), weakref.ref(part, forget)]
+
+
+def become(tensor: Any, source: Any) -> Any:
+    """Have a tensor share memory with another, whose shape and layout it takes too."""
+    with torch._C._DisableTorchDispatch():
+        torch.ops.aten.set_.source_Tensor(tensor, source)  # the wrapper's own shape and stride
+    tensor._local, tensor._layout, tensor._copied = source._local, source._layout, None
+    if source._copied is not None:
+        watch(tensor, source._copied)
+    return tensor
 
 
 def after_write(tensor: Any) -> None:

@@ -21,7 +21,7 @@ from ferrodist.tensor.layout import Layout
 from ferrodist.tensor.plain import adopt_plain, find_plain
 from ferrodist.tensor.redistribution import redistribute_local
 from ferrodist.tensor.rules.table import RULES
-from ferrodist.tensor.substitutes import find_substitute
+from ferrodist.tensor.substitutes import copy_to_itself, find_substitute, is_copy_to_itself
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -264,17 +264,42 @@ def _prepare(
     mesh = _check(func, layouts)
     if find_plain(list(layouts.values())):
         return adopt_plain(func, cls, mesh)
+    if is_copy_to_itself(func, layouts):
+        return copy_to_itself
     if str(func).startswith(("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")):
         recipe = _prepare_each(func, layouts, rule, mesh)
         _find_lists_lane(recipe, func, args, kwargs, cls)
         return recipe
     call = Call(func, layouts, mesh)
-    recipe = _decide(call, rule)
+    try:
+        recipe = _decide(call, rule)
+    except _NoWayError as error:
+        return functools.partial(_fold_first, func, cls, str(error))
     if (func.is_view or func is _UNSAFE_VIEW) and not recipe.written:
         recipe.offsets = [int(meta.storage_offset()) for meta in call.results]
         recipe.view_kind = _kind_of_view(func, rule, call.inputs[0], recipe.layouts[0])
     _find_lane(recipe, func, args, cls)
     return recipe
+
+
+class _NoWayError(UnsupportedOpError):
+    """An operator can't be computed in a way that leaves what it writes where it lies."""
+
+
+def _fold_first(func: torch._ops.OpOverload, cls: Any, refusal: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Have the parts of a sum that a gradient's formula writes to folded: they are the formula's own."""
+    written = [one for name, one in bind_arguments(func, args, kwargs).items() if name in _written_names(func)]
+    partial = [one for one in written if isinstance(one, cls) and one._layout is not one._layout.folded]
+    if torch._C._current_graph_task_id() == -1 or not partial:
+        raise UnsupportedOpError(refusal)
+    for tensor in partial:
+        layout = tensor._layout
+        tensor._local, tensor._layout = redistribute_local(tensor._local, layout, layout.folded), layout.folded
+    return func(*args, **kwargs)
+
+
+def _written_names(func: torch._ops.OpOverload) -> list[str]:
+    return [name for _, name in _written_arguments(func)]
 
 
 def _kind_of_view(func: torch._ops.OpOverload, rule: Rule, before: Layout, after: Layout) -> ViewKind:
@@ -317,7 +342,7 @@ def _decide(call: Call, rule: Rule) -> Recipe:
     ]
     fixed = _inputs_of(call, written)
     if not choose(call, rule, fixed):
-        raise UnsupportedOpError(
+        raise _NoWayError(
             f"{func} can't write to a tensor that lies as {call.inputs[fixed[0]] if fixed else call.inputs}:"
             " redistribute() it first, or use the form that makes a new tensor"
         )

@@ -143,6 +143,7 @@ class DTensor(torch.Tensor):
                         after_write(args[0])
                     return args[0]
                 return DTensor._wrap_results(recipe, result, args[0])
+        value = None  # `plain` counts who has an argument
         return dispatch(func, args, kwargs or {}, DTensor, key)
 
     @staticmethod
