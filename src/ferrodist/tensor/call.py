@@ -41,12 +41,14 @@ class Rule:
             place of distributed ones.
         arguments: What other arguments the operator gets on this rank, by name, given the same.
         by_value: Whether choices depend on the values of floating-point arguments, and not on their presence alone.
+        copies: Whether the local outputs are copies where the operator gives views.
     """
 
     choices: Callable[[Call, int], Sequence[Choice]]
     local: Callable[[Call, Sequence[Layout], Sequence[Layout]], Callable[..., Any] | None] | None = None
     arguments: Callable[[Call, Sequence[Layout], Sequence[Layout]], Mapping[str, Any]] | None = None
     by_value: bool = False
+    copies: bool = False
 
 
 class Call:

@@ -16,11 +16,12 @@ import torch
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.call import Call, bind_arguments, map_tensors, split_arguments
 from ferrodist.tensor.choosing import choose
+from ferrodist.tensor.copied_views import COPIES, ViewKind, after_write, check_writable, find_kind
 from ferrodist.tensor.layout import Layout
 from ferrodist.tensor.plain import adopt_plain, find_plain
 from ferrodist.tensor.redistribution import redistribute_local
 from ferrodist.tensor.rules.table import RULES
-from ferrodist.tensor.substitutes import find_substitute
+from ferrodist.tensor.substitutes import copy_to_itself, find_substitute, is_copy_to_itself
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +29,13 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.call import Rule
 
-__all__ = ["Lane", "Recipe", "dispatch", "dispatch_lists", "is_elsewhere", "part_of_key"]
+__all__ = ["Lane", "Recipe", "dispatch", "dispatch_lists", "part_of_key"]
 
 _BY_VALUE: Any = object()
 """In the place of a recipe: it is found under a key with the values of numbers, and torch's default dtype, too."""
+
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+"""A view that autograd takes for none: of results that nobody else has, and of what `torch.kron` writes to."""
 
 _MAX_RECIPES = 1 << 14
 """How many a group keeps; programs with new shapes in each step would fill the memory."""
@@ -71,6 +75,7 @@ class Recipe:
         "outputs",
         "places",
         "replaced",
+        "view_kind",
         "written",
     )
 
@@ -96,6 +101,8 @@ class Recipe:
         """Of views, where in the memory of the whole tensor they start; None where the results are no views."""
         self.offset = 0
         """The only one of ``offsets``, in `Lane.VIEW`."""
+        self.view_kind = ViewKind.COPIED
+        """Of views whose parts have memory of their own."""
         self.may_copy = True
         """In `Lane.VIEW`, whether parts may be copies: views by the operator itself never are."""
 
@@ -161,12 +168,18 @@ def dispatch_lists(
 ) -> None:
     """Compute a call of `Lane.LISTS`."""
     for place, _ in recipe.places:
-        if True in [type(one) is cls and one._is_copy for one in args[place]]:
+        if True in [type(one) is cls and one._copied is not None for one in args[place]]:
             _check_writable(func, args, kwargs)
     local = [
         [one._local if type(one) is cls else one for one in value] if type(value) is list else value for value in args
     ]
     recipe.local(*local, **kwargs)
+    if COPIES:
+        _after_writes([args[place] for place, _ in recipe.places], cls)
+
+
+def _after_writes(written: Sequence[Any], cls: Any) -> None:
+    map_tensors(after_write, written, cls)
 
 
 def _makes_floats(recipe: Recipe, arguments: Sequence[Any]) -> bool:
@@ -210,43 +223,26 @@ def _run(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwarg
     positional, named = split_arguments(func, arguments)
     results = recipe.local(*positional, **named)
     if recipe.written:
+        _after_writes([whole[name] for name in recipe.written], cls)
         return whole[recipe.written[0]] if func._schema.returns else None
     outputs = iter(recipe.outputs)
     if recipe.offsets is not None:
         base, offsets = next(iter(whole.values())), iter(recipe.offsets)
 
         def wrap(local: torch.Tensor) -> Any:
-            is_copy = is_elsewhere(local, base._local)
-            return cls._wrap_view(local, next(outputs), base, next(offsets), is_copy)
+            kind = find_kind(recipe.view_kind, local, base._local)
+            return cls._wrap_view(local, next(outputs), base, next(offsets), kind)
 
         return map_tensors(wrap, results, torch.Tensor)
     return map_tensors(lambda local: cls._wrap(local, next(outputs)), results, torch.Tensor)
 
 
-# [Note: views]
-# A view of a distributed tensor has a part that is a view of the tensor's part, so that what is written to one is seen
-# in the other; autograd knows from the wrappers which is a view of which, and where in the whole tensor's memory it
-# starts. Where the parts had to be moved or copied first, the view's part is a copy: reading it is right, but what is
-# written to it would not reach the tensor. Such views are marked, and can't be written. Views that backward formulas
-# take are not marked: they are of tensors that nobody else has.
-
-
-def is_elsewhere(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have memory of their own."""
-    return bool(one.untyped_storage()._cdata != other.untyped_storage()._cdata)
-
-
 def _check_writable(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise if one of the written arguments is a view whose part is a copy; see [Note: views]."""
+    """Raise if what is written to one of the arguments would be lost."""
     for place, name in _written_arguments(func):
         value = args[place] if place < len(args) else kwargs.get(name)
         for tensor in value if isinstance(value, list | tuple) else (value,):
-            if getattr(tensor, "_is_copy", False):
-                raise UnsupportedOpError(
-                    f"{func} would write to a view whose parts had to be moved, {tensor._layout}, so that the"
-                    " tensor that it is a view of would not change: redistribute() that tensor first, so that what"
-                    " the view cuts or joins is whole, or write to a clone() of the view"
-                )
+            check_writable(func, tensor)
 
 
 @functools.cache
@@ -268,16 +264,53 @@ def _prepare(
     mesh = _check(func, layouts)
     if find_plain(list(layouts.values())):
         return adopt_plain(func, cls, mesh)
+    if is_copy_to_itself(func, layouts):
+        return copy_to_itself
     if str(func).startswith(("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")):
         recipe = _prepare_each(func, layouts, rule, mesh)
         _find_lists_lane(recipe, func, args, kwargs, cls)
         return recipe
     call = Call(func, layouts, mesh)
-    recipe = _decide(call, rule)
-    if func.is_view and not recipe.written:
+    try:
+        recipe = _decide(call, rule)
+    except _NoWayError as error:
+        return functools.partial(_fold_first, func, cls, str(error))
+    if (func.is_view or func is _UNSAFE_VIEW) and not recipe.written:
         recipe.offsets = [int(meta.storage_offset()) for meta in call.results]
+        recipe.view_kind = _kind_of_view(func, rule, call.inputs[0], recipe.layouts[0])
     _find_lane(recipe, func, args, cls)
     return recipe
+
+
+class _NoWayError(UnsupportedOpError):
+    """An operator can't be computed in a way that leaves what it writes where it lies."""
+
+
+def _fold_first(func: torch._ops.OpOverload, cls: Any, refusal: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Have the parts of a sum that a gradient's formula writes to folded: they are the formula's own."""
+    written = [one for name, one in bind_arguments(func, args, kwargs).items() if name in _written_names(func)]
+    partial = [one for one in written if isinstance(one, cls) and one._layout is not one._layout.folded]
+    if torch._C._current_graph_task_id() == -1 or not partial:
+        raise UnsupportedOpError(refusal)
+    for tensor in partial:
+        layout = tensor._layout
+        tensor._local, tensor._layout = redistribute_local(tensor._local, layout, layout.folded), layout.folded
+    return func(*args, **kwargs)
+
+
+def _written_names(func: torch._ops.OpOverload) -> list[str]:
+    return [name for _, name in _written_arguments(func)]
+
+
+def _kind_of_view(func: torch._ops.OpOverload, rule: Rule, before: Layout, after: Layout) -> ViewKind:
+    """What a view of a tensor is if its part has memory of its own; the same on all ranks."""
+    is_moved = any(
+        size > 1 and one != other
+        for size, one, other in zip(before.mesh.shape, before.placements, after.placements, strict=True)
+    )
+    if is_moved and func is _UNSAFE_VIEW:
+        return ViewKind.UNPROMISED
+    return ViewKind.MOVED if is_moved or rule.copies else ViewKind.COPIED
 
 
 def _check(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> DeviceMesh:
@@ -309,7 +342,7 @@ def _decide(call: Call, rule: Rule) -> Recipe:
     ]
     fixed = _inputs_of(call, written)
     if not choose(call, rule, fixed):
-        raise UnsupportedOpError(
+        raise _NoWayError(
             f"{func} can't write to a tensor that lies as {call.inputs[fixed[0]] if fixed else call.inputs}:"
             " redistribute() it first, or use the form that makes a new tensor"
         )

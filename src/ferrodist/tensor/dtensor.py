@@ -14,7 +14,8 @@ from ferrodist.collectives.facts import dtype_text, read_facts
 from ferrodist.collectives.operation import collectives_of
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
-from ferrodist.tensor.dispatch import Lane, Recipe, dispatch, dispatch_lists, is_elsewhere, part_of_key
+from ferrodist.tensor.copied_views import COPIES, CopiedPart, ViewKind, after_write, describe_stale, find_kind, watch
+from ferrodist.tensor.dispatch import Lane, Recipe, dispatch, dispatch_lists, part_of_key
 from ferrodist.tensor.gradient_memory import own
 from ferrodist.tensor.layout import Layout, check_placements, local_sizes
 from ferrodist.tensor.placement import Partial, Replicate, Shard
@@ -31,6 +32,7 @@ __all__ = ["DTensor"]
 
 # A member of an enum takes longer to look up than a name.
 _ANY, _IN_PLACE, _LISTS, _RESULT, _VIEW = Lane.ANY, Lane.IN_PLACE, Lane.LISTS, Lane.RESULT, Lane.VIEW
+_SHARED = ViewKind.SHARED
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 _tensor_data: Any = torch.Tensor.__dict__.get("data", torch._C.TensorBase.data)
@@ -50,8 +52,8 @@ class DTensor(torch.Tensor):
 
     _layout: Layout
     _local: torch.Tensor
-    _is_copy = False
-    """Whether this is a view whose part has memory of its own, as `dispatch` says in [Note: views]."""
+    _copied: CopiedPart | None = None
+    """Of a view whose part has memory of its own: see `copied_views`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -62,12 +64,14 @@ class DTensor(torch.Tensor):
         return made
 
     @staticmethod
-    def _wrap_view(local: torch.Tensor, layout: Layout, base: DTensor, offset: int, is_copy: bool) -> DTensor:  # noqa: FBT001 - quicker
+    def _wrap_view(
+        local: torch.Tensor, layout: Layout, base: DTensor, offset: int, kind: ViewKind = ViewKind.SHARED
+    ) -> DTensor:
         """A view of another, that starts ``offset`` elements further in the memory of the whole tensor."""
         if torch.is_inference_mode_enabled() and not base.is_inference():
             # As a plain tensor's, it is one that autograd knows too.
             with torch.inference_mode(mode=False):
-                return DTensor._wrap_view(local, layout, base, offset, is_copy)
+                return DTensor._wrap_view(local, layout, base, offset, kind)
         offset += base.storage_offset()  # type: ignore[assignment] # torch has it symbolic too
         if offset:
             shape, stride, _, *rest = layout.wrapper_arguments
@@ -75,8 +79,8 @@ class DTensor(torch.Tensor):
         else:
             made = _make_wrapper(DTensor, *layout.wrapper_arguments)
         made._local, made._layout = local, layout
-        if (is_copy or base._is_copy) and torch._C._current_graph_task_id() == -1:
-            made._is_copy = True
+        if (kind is not _SHARED or base._copied is not None) and torch._C._current_graph_task_id() == -1:
+            watch(made, base._copied if kind is _SHARED else CopiedPart.of(base, local, kind))  # type: ignore[arg-type]
         return made
 
     @staticmethod
@@ -84,14 +88,14 @@ class DTensor(torch.Tensor):
         """What a recipe of `Lane.VIEW` or `Lane.SEVERAL` gives, from what its local computation does."""
         if recipe.lane is _VIEW:
             is_view = not recipe.may_copy or (recipe.local is torch.reshape and base._local.is_contiguous())
-            is_copy = not is_view and is_elsewhere(result, base._local)
+            kind = _SHARED if is_view else find_kind(recipe.view_kind, result, base._local)
             output: Any = recipe.output
-            return DTensor._wrap_view(result, output, base, recipe.offset, is_copy)
+            return DTensor._wrap_view(result, output, base, recipe.offset, kind)
         outputs = iter(recipe.outputs)
         return tuple([None if one is None else DTensor._wrap(one, next(outputs)) for one in result])
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override] # noqa: C901 - calls would take longer than what they do
+    def __torch_dispatch__(  # type: ignore[override] # noqa: C901, PLR0912 - calls would take longer than what they do
         cls,
         func: Any,
         types: Any,
@@ -122,7 +126,7 @@ class DTensor(torch.Tensor):
             if (
                 type(recipe) is Recipe
                 and (lane := recipe.lane) is not _ANY
-                and not (lane is _IN_PLACE and args[0]._is_copy)
+                and not (lane is _IN_PLACE and args[0]._copied is not None)
             ):
                 if lane is _LISTS:
                     return dispatch_lists(recipe, func, args, kwargs or {}, DTensor)
@@ -135,7 +139,12 @@ class DTensor(torch.Tensor):
                     made: DTensor = _make_wrapper(DTensor, *output.wrapper_arguments)
                     made._local, made._layout = result, output
                     return made
-                return args[0] if lane is _IN_PLACE else DTensor._wrap_results(recipe, result, args[0])
+                if lane is _IN_PLACE:
+                    if COPIES:
+                        after_write(args[0])
+                    return args[0]
+                return DTensor._wrap_results(recipe, result, args[0])
+        value = None  # `plain` counts who has an argument
         return dispatch(func, args, kwargs or {}, DTensor, key)
 
     @staticmethod
@@ -239,8 +248,8 @@ class DTensor(torch.Tensor):
     def data(self) -> DTensor:
         """The tensor without its history, which shares memory with it; it can be set to another DTensor."""
         made = DTensor._wrap(self._local, self._layout)
-        if self._is_copy:
-            made._is_copy = True
+        if self._copied is not None:
+            watch(made, self._copied)
         return made
 
     @data.setter
@@ -251,7 +260,19 @@ class DTensor(torch.Tensor):
                 " fd.distribute(tensor, mesh, placements)"
             )
         _tensor_data.__set__(self, value)
-        self._local, self._layout, self._is_copy = value._local, value._layout, value._is_copy
+        self._local, self._layout, self._copied = value._local, value._layout, None
+        if value._copied is not None:
+            watch(self, value._copied)
+
+    def _give_up(self) -> None:
+        """Have every later use raise: the tensor that this is a view of was written, and the view's part wasn't."""
+        del self._local
+
+    def __getattr__(self, name: str) -> Any:
+        # Only where there is none.
+        if name == "_local":
+            raise RuntimeError(describe_stale(self._layout))  # no TypeError, of which operators as + make their own
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def tolist(self) -> Any:
         """Refuse: each rank has a part."""
@@ -297,7 +318,7 @@ class DTensor(torch.Tensor):
         made.requires_grad_(self.requires_grad)
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
-        made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "_is_copy"}, memo))
+        made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "_copied"}, memo))
         for hook in (self._backward_hooks or {}).values():
             if getattr(hook, "is_of_layout", False):
                 made.requires_grad_(True)
@@ -306,11 +327,33 @@ class DTensor(torch.Tensor):
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"DTensor({self._layout}, local={self._local})"
+        is_stale = self._copied is not None and self._copied.is_stale
+        return f"DTensor({self._layout}, {'out of date' if is_stale else f'local={self._local}'})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled: a part without its mesh is not the tensor."""
         raise TypeError("a DTensor is not pickled: save its to_local() or full_tensor()")
+
+
+_WRITES = {
+    "iadd": "add_",
+    "isub": "sub_",
+    "imul": "mul_",
+    "itruediv": "div_",
+    "ifloordiv": "floor_divide_",
+    "imod": "remainder_",
+    "ipow": "pow_",
+    "iand": "bitwise_and_",
+    "ior": "bitwise_or_",
+    "ixor": "bitwise_xor_",
+    "ilshift": "bitwise_left_shift_",
+    "irshift": "bitwise_right_shift_",
+}
+"""Methods for operators that write. torch's own take a TypeError, as `UnsupportedOpError` is, for "try another way":
+then Python makes ``x = x + y`` of ``x += y``, and the tensor is as it was."""
+
+for _operator, _method in _WRITES.items():
+    setattr(DTensor, f"__{_operator}__", getattr(torch.Tensor, _method))
 
 
 def _no_plain_data(name: str) -> TypeError:

@@ -1,59 +1,238 @@
-"""Plain tensors among distributed ones: an error, but for those that torch itself makes, the same on every rank."""
+"""Plain tensors among distributed ones: whole where they count as such, and refused elsewhere.
+
+[Note: plain tensors among distributed ones]
+A plain tensor may be another one on each rank, and what is computed from it and distributed ones is a tensor only if it
+is not. So it is refused, but for these:
+
+- numbers, which a tensor without dims is, and tensors without elements;
+- inside of a module that is parallel as a whole, and in its gradients: what the module's code makes counts as whole,
+  and the ranks compare it (`WholeTensors`);
+- what formulas of gradients make: zeros and ones, known by their elements;
+- what torch's own functions make, as the mask of causal attention or the index that a list is: nobody but torch has
+  such a tensor, or torch's Python code is what computes with it. The ranks compare these at once.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+import functools
+import sys
+from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.tensor.call import map_tensors
+from ferrodist.tensor.call import bind_arguments, map_tensors, split_arguments
+from ferrodist.tensor.comparison import compare_tensors, describe_module
 from ferrodist.tensor.layout import Layout
 from ferrodist.tensor.placement import Replicate
+from ferrodist.tensor.redistribution import redistribute_local
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from types import FrameType
 
     from ferrodist.mesh import DeviceMesh
+    from ferrodist.tensor.comparison import WholeTensors
 
-__all__ = ["adopt_plain", "find_plain"]
+__all__ = ["BACKWARD", "INSIDE", "adopt", "adopt_plain", "find_plain", "is_each", "returned_arguments"]
+
+INSIDE: ContextVar[WholeTensors | None] = ContextVar("inside", default=None)
+"""The plain tensors of the parallel module whose code runs."""
+
+BACKWARD = "tensor.backward"
+"""What a group keeps under this name: `WholeTensors` of a parallel module over it, for the gradients."""
 
 
 def find_plain(arguments: Sequence[Any]) -> list[torch.Tensor]:
-    """The plain tensors among arguments that are more than one number; numbers are taken as they are."""
+    """The plain tensors among arguments that can't be taken as numbers, as none can in a list with distributed ones."""
     found: list[torch.Tensor] = []
-    map_tensors(found.append, list(arguments), torch.Tensor)
-    return [tensor for tensor in found if tensor.dim() and not hasattr(tensor, "_layout")]
+    for value in arguments:
+        if isinstance(value, torch.Tensor):
+            if value.dim() and not _is_distributed(value):
+                found.append(value)
+        elif isinstance(value, list | tuple):
+            has_distributed = any(map(_is_distributed, value))
+            found += [
+                one
+                for one in value
+                if isinstance(one, torch.Tensor) and (one.dim() or has_distributed) and not _is_distributed(one)
+            ]
+    return found
+
+
+def _is_distributed(value: Any) -> bool:
+    return hasattr(value, "_layout") or isinstance(value, Layout)
+
+
+def is_each(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator works on each place of lists of tensors by itself."""
+    return str(func).startswith("aten._foreach_")
 
 
 def adopt_plain(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh) -> Callable[..., Any]:
-    """What calls an operator that got plain tensors beside distributed ones, or raises.
-
-    Formulas of gradients fill in zeros for what has no gradient, that of a product starts with ones, and one_hot
-    compares with the numbers from 0: all are known by their elements, and are whole. Any other tensor may be another
-    one on each rank.
-    """
-    return partial(_call, func, cls, mesh)
+    """What calls an operator that got plain tensors beside distributed ones, or raises."""
+    return functools.partial(_call_each if is_each(func) else _call, func, cls, mesh)
 
 
 def _call(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *args: Any, **kwargs: Any) -> Any:
+    wrapped, named = adopt(func, cls, mesh, args, kwargs)
+    result = func(*wrapped, **named)
+    arguments = bind_arguments(func, args, kwargs)
+    returned = [arguments[name] for name in returned_arguments(func) if name is not None]
+    return returned[0] if len(returned) == 1 else result
+
+
+@functools.cache
+def returned_arguments(func: torch._ops.OpOverload) -> list[str | None]:
+    """For each result of an operator the name of the argument that it is, or None for one that is no argument."""
+    written = [argument for argument in func._schema.arguments if argument.is_write]
+
+    def name_of(result: Any) -> str | None:
+        if result.alias_info is None or not result.alias_info.is_write:
+            return None
+        names = [
+            one.name
+            for one in written
+            if one.alias_info is not None and one.alias_info.before_set & result.alias_info.before_set
+        ]
+        return names[0] if names else None
+
+    return [name_of(result) for result in func._schema.returns]
+
+
+def adopt(
+    func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments with plain tensors replaced by distributed ones, which are whole and share memory with them.
+
+    Raises:
+        ValueError: A plain tensor may be another one on each rank.
+        CollectiveMismatchError: On all ranks: a plain tensor is another one on some.
+    """
+    # Counted before anything else has the tensors.
+    ours = {id(args[place]) for place in range(len(args)) if sys.getrefcount(args[place]) <= _HOLDERS}
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, list):
+            ours |= {
+                id(value[place]) for place in range(len(value)) if sys.getrefcount(value[place]) <= _HOLDERS_IN_LIST
+            }
+    arguments = [*args, *kwargs.values()]
+    is_written_number = _writes_numbers(func, cls, args, kwargs)
+
     def wrap(tensor: torch.Tensor) -> Any:
-        if not tensor.dim() or isinstance(tensor, cls):
+        if isinstance(tensor, cls):
             return tensor
-        if not _is_the_same_everywhere(func, tensor):
-            raise ValueError(  # no TypeError, of which operators as + make one of their own
-                f"{func} got distributed tensors and a {type(tensor).__name__} of shape {tuple(tensor.shape)}:"
-                " distribute it too, as by fd.distribute(tensor, mesh, placements), or work on to_local()"
-            )
+        if not is_written_number and tensor.numel() and tensor.dim():
+            _check(func, tensor, mesh, is_torchs=id(tensor) in ours)
+        plain = tensor.resolve_conj().resolve_neg()
         whole = [Replicate()] * mesh.ndim
-        return cls._wrap(tensor, Layout.of(mesh, whole, tensor.shape, tensor.dtype, tensor.stride()))
+        return cls._wrap(plain, Layout.of(mesh, whole, plain.shape, plain.dtype, plain.stride()))
 
-    named = {name: map_tensors(wrap, value, torch.Tensor) for name, value in kwargs.items()}
-    return func(*[map_tensors(wrap, value, torch.Tensor) for value in args], **named)
+    def replace(value: Any) -> Any:
+        return map_tensors(wrap, value, torch.Tensor) if find_plain([value]) else value
+
+    made = [replace(value) for value in arguments]
+    return made[: len(args)], dict(zip(kwargs, made[len(args) :], strict=True))
 
 
-def _is_the_same_everywhere(func: torch._ops.OpOverload, tensor: torch.Tensor) -> bool:
-    if torch._C._current_graph_task_id() != -1:
+_HOLDERS = 3
+"""Of an argument that no other code has: torch's tuple of arguments, ours, and what asks for the number."""
+
+_HOLDERS_IN_LIST = 2
+"""Of a tensor in a list that is an argument: the list, and what asks."""
+
+
+def _writes_numbers(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether each rank's own tensor is written, given a number that all have, as when gradients are clipped."""
+    arguments = bind_arguments(func, args, kwargs)
+    written = [argument.name for argument in func._schema.arguments if argument.is_write]
+    others = [value for name, value in arguments.items() if name not in written]
+    return (
+        bool(written)
+        and not any(isinstance(arguments[name], cls) for name in written)
+        and not any(isinstance(value, list | tuple) and find_plain([value]) for value in others)
+        and not any(isinstance(value, torch.Tensor) and value.dim() for value in others)
+    )
+
+
+def _check(func: torch._ops.OpOverload, tensor: torch.Tensor, mesh: DeviceMesh, *, is_torchs: bool) -> None:
+    """Return if a plain tensor counts as whole."""
+    inside = INSIDE.get()
+    is_backward = torch._C._current_graph_task_id() != -1
+    if inside is None and is_backward:
+        inside = mesh.parent.attachments.get(BACKWARD)
+    reason = ""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+        reason = (
+            f"it is a {type(tensor).__name__} on {tensor.device}, and distributed tensors are plain ones on the CPU"
+        )
+    elif tensor.requires_grad and tensor.is_leaf and not is_backward:
+        reason = "it is a leaf that requires grad, and would get the gradient of a distributed tensor"
+    elif inside is not None:
+        inside.note(func, tensor, mesh)
+        return
+    elif _is_known(func, tensor, is_backward=is_backward):
+        return
+    elif (is_torchs and not tensor.requires_grad and tensor._base is None) or _is_torchs_code():
+        compare_tensors(func, tensor, mesh)
+        return
+    raise ValueError(  # no TypeError, of which operators as + make one of their own
+        f"{func}{describe_module()} got distributed tensors and a {type(tensor).__name__} of shape"
+        f" {tuple(tensor.shape)}: {reason + ': ' if reason else ''}distribute it too, as by"
+        " fd.distribute(tensor, mesh, placements), or work on to_local(); inside of fd.parallelize(model, mesh, plan)"
+        " plain tensors that the model's code makes count as whole"
+    )
+
+
+def _is_known(func: torch._ops.OpOverload, tensor: torch.Tensor, *, is_backward: bool) -> bool:
+    if is_backward:
         return not tensor.any() or bool((tensor == 1).all())
     numbers = torch.arange(tensor.numel(), dtype=tensor.dtype, device="cpu") if tensor.dtype is torch.int64 else None
     return func is torch.ops.aten.eq.Tensor and numbers is not None and torch.equal(tensor, numbers)
+
+
+_OURS = str(Path(__file__).parent.parent)
+_TORCH = str(Path(torch.__file__).parent)
+_CALLS = tuple(f"{_TORCH}/{name}" for name in ("_ops.py", "utils/"))
+_FUNCTIONS = tuple(f"{_TORCH}/{name}" for name in ("functional.py", "_decomp/", "_refs/", "_prims"))
+
+
+def _is_torchs_code() -> bool:
+    """Whether a function of torch that is written in Python calls the operator."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_OURS, *_CALLS)):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_FUNCTIONS)
+
+
+def _call_each(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *args: Any, **kwargs: Any) -> Any:
+    """Compute places of lists where all tensors are plain by themselves: each rank its own."""
+    arguments = bind_arguments(func, args, kwargs)
+    lists = {name: value for name, value in arguments.items() if isinstance(value, list | tuple) and value}
+    count = max(map(len, lists.values()))
+    is_plain = [not any(isinstance(value[place], cls) for value in lists.values()) for place in range(count)]
+    if not any(is_plain):
+        return _call(func, cls, mesh, *args, **kwargs)
+    results: list[Any] = [None] * count
+    for wanted in (True, False):
+        places = [place for place in range(count) if is_plain[place] is wanted]
+        if not places:
+            continue
+        chosen = {
+            name: [value[place] for place in places] if name in lists else _as_plain(value, cls) if wanted else value
+            for name, value in arguments.items()
+        }
+        positional, named = split_arguments(func, chosen)
+        computed = func(*positional, **named)
+        for place, one in zip(places, computed or [None] * len(places), strict=True):
+            results[place] = one
+    return results if func._schema.returns else None
+
+
+def _as_plain(value: Any, cls: Any) -> Any:
+    """A number that is distributed as a plain one."""
+    if not isinstance(value, cls):
+        return value
+    layout = value._layout
+    return redistribute_local(value._local, layout, layout.whole)

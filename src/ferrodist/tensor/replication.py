@@ -12,14 +12,19 @@ import torch
 
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.call import bind_arguments, map_tensors, split_arguments
+from ferrodist.tensor.copied_views import ViewKind, after_write, become
+from ferrodist.tensor.generators import check_generators
 from ferrodist.tensor.layout import Layout
 from ferrodist.tensor.placement import Replicate
+from ferrodist.tensor.plain import adopt, find_plain, returned_arguments
 from ferrodist.tensor.redistribution import redistribute_local
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["allow_replication", "replicate_call"]
+    from ferrodist.mesh import DeviceMesh
+
+__all__ = ["allow_replication", "compute_whole", "replicate_call"]
 
 _FORWARD_MODE = torch.ops.aten._has_same_storage_numel.default
 """What forward-mode differentiation asks of a tensor and its tangent before anything else, and nothing else does."""
@@ -58,32 +63,98 @@ def _call(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -
             " inputs"
         )
     warnings.warn(f"{func} has no rule: its inputs are gathered, and every rank computes all of it", stacklevel=4)
-    arguments = bind_arguments(func, args, kwargs)
+    return compute_whole(func, cls, args, kwargs)
+
+
+def compute_whole(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Compute an operator on whole tensors, on every rank.
+
+    Raises:
+        UnsupportedOpError: It gives a tensor that it writes to another shape.
+        ValueError: A plain tensor among the arguments may be another one on each rank.
+    """
+    tensors: list[Any] = []
+    map_tensors(tensors.append, [*args, *kwargs.values()], cls)
+    mesh = tensors[0]._layout.mesh
+    given = bind_arguments(func, args, kwargs)
+    written = {argument.name for argument in func._schema.arguments if argument.is_write}
+    # What is only written may be each rank's own.
+    read = {name: value for name, value in given.items() if name not in written or find_plain([value]) == []}
+    adopted, _ = adopt(func, cls, mesh, list(read.values()), {})
+    arguments = given | dict(zip(read, adopted, strict=True))
 
     def gather(tensor: Any) -> torch.Tensor:
         layout = tensor._layout
-        whole = redistribute_local(tensor._local, layout, layout.whole)
-        return whole.clone() if whole is tensor._local else whole
+        return redistribute_local(tensor._local, layout, layout.whole)
 
-    tensors: list[Any] = []
-    map_tensors(tensors.append, list(arguments.values()), cls)
-    mesh = tensors[0]._layout.mesh
     wholes = {name: map_tensors(gather, value, cls) for name, value in arguments.items()}
+    for name in written:
+        wholes[name] = (
+            map_tensors(torch.clone, wholes[name], torch.Tensor) if _has(arguments[name], cls) else given[name]
+        )
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        check_generators(
+            mesh, next((one for one in wholes.values() if isinstance(one, torch.Generator)), None), str(func)
+        )
     positional, named = split_arguments(func, wholes)
     results = func(*positional, **named)
-    written = [argument.name for argument in func._schema.arguments if argument.is_write]
     for name in written:
         for tensor, whole in zip(_listed(arguments[name]), _listed(wholes[name]), strict=True):
-            layout = tensor._layout
-            tensor._local.copy_(redistribute_local(whole, layout.whole, layout))
-    if written:
-        return arguments[written[0]]
+            if isinstance(tensor, cls):
+                _write(func, tensor, whole)
+    if not func._schema.returns:
+        return None
+    returned = returned_arguments(func)
+    several = len(returned) > 1
+    made = [
+        given[name] if name is not None else _wrap(result, cls, mesh, _viewed(func, place, arguments))
+        for place, (name, result) in enumerate(zip(returned, results if several else [results], strict=True))
+    ]
+    return tuple(made) if several else made[0]
 
-    def wrap(result: torch.Tensor) -> Any:
-        layout = Layout.of(mesh, [Replicate()] * mesh.ndim, result.shape, result.dtype, result.stride())
-        return cls._wrap(result, layout)
 
-    return map_tensors(wrap, results, torch.Tensor)
+def _has(value: Any, cls: Any) -> bool:
+    return any(isinstance(one, cls) for one in _listed(value))
+
+
+def _write(func: torch._ops.OpOverload, tensor: Any, whole: torch.Tensor) -> None:
+    """Have a distributed tensor what an operator wrote to the whole of it."""
+    layout = tensor._layout
+    if tuple(whole.shape) != layout.shape and not tensor.numel():
+        # As torch does with an empty tensor; it gives operators such itself.
+        become(tensor, _wrap(whole, type(tensor), layout.mesh, None))
+        return
+    if tuple(whole.shape) != layout.shape:
+        raise UnsupportedOpError(
+            f"{func} gives a tensor of shape {tuple(whole.shape)}, and what it writes to has {tuple(layout.shape)}: a"
+            " distributed tensor keeps its shape"
+        )
+    tensor._local.copy_(redistribute_local(whole.contiguous(), layout.whole, layout))
+    after_write(tensor)
+
+
+def _viewed(func: torch._ops.OpOverload, place: int, arguments: Mapping[str, Any]) -> Any:
+    """The argument that one of the results is a view of, or None."""
+    alias = func._schema.returns[place].alias_info
+    if alias is None:
+        return None
+    for argument in func._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.before_set & alias.before_set:
+            return arguments[argument.name]
+    return None
+
+
+def _wrap(result: Any, cls: Any, mesh: DeviceMesh, viewed: Any) -> Any:
+    """A result as distributed tensors, whole on every rank: those of views are never written in vain."""
+
+    def wrap(one: torch.Tensor) -> Any:
+        plain = one.resolve_conj().resolve_neg()
+        layout = Layout.of(mesh, [Replicate()] * mesh.ndim, plain.shape, plain.dtype, plain.stride())
+        if not isinstance(viewed, cls):
+            return cls._wrap(plain, layout)
+        return cls._wrap_view(plain, layout, viewed, 0, ViewKind.MOVED)
+
+    return map_tensors(wrap, result, torch.Tensor)
 
 
 def _listed(value: Any) -> list[Any]:

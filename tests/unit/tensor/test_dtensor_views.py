@@ -1,6 +1,7 @@
 """Operators that name the same elements otherwise, on distributed tensors."""
 
 import math
+import operator as operator_module
 
 import pytest
 import torch
@@ -156,5 +157,186 @@ def test_what_no_view_can_be_is_an_error_as_of_torch():
             x.t().view(24)
         with pytest.raises(IndexError):
             x.transpose(0, 2)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: torch.ops.aten._unsafe_view(x, [4, 3, 2]).add_(1),
+        lambda x: x.view(4, 3, 2).add_(1),
+        lambda x: x.reshape(4, 3, 2).add_(1),
+        lambda x: x.unflatten(1, (3, 2)).mul_(2),
+        lambda x: x.flatten().add_(1),
+        lambda x: x.ravel()[3].add_(1),
+        lambda x: x.contiguous().add_(1),
+        lambda x: x.to(x.dtype).add_(1),
+        lambda x: x.expand_as(x).add_(1),
+        lambda x: x.t().contiguous().t().add_(1),
+        lambda x: x.t().reshape(2, 3, 4).add_(1),
+        lambda x: torch.ops.aten._reshape_alias(x, [4, 3, 2], [6, 2, 1]).add_(1),
+        lambda x: x.detach().view(8, 3).add_(1),
+        lambda x: x.data.view(8, 3).add_(1),
+        lambda x: x.view(4, 3, 2)[1].add_(1),
+        lambda x: x.view(2, 12).view(4, 3, 2).add_(1),
+        lambda x: torch.kron(fd_like(torch.ones(2, 3), x), fd_like(torch.ones(2, 2), x), out=x),
+        lambda x: torch._foreach_add_([x.view(4, 3, 2)], 1.0),
+        lambda x: x.squeeze_().add_(1),
+        lambda x: x.split(2, 1)[0].add_(1),
+        lambda x: x.unbind(0)[1].add_(1),
+        lambda x: x.narrow(0, 1, 2).copy_(x.narrow(0, 0, 2) + 1),
+        lambda x: x.diagonal().add_(1),
+        lambda x: x.movedim(0, 1).add_(1),
+        lambda x: x.chunk(3, 1)[1].zero_(),
+        lambda x: x.tensor_split(3)[1].add_(1),
+    ],
+)
+def test_what_is_written_to_a_view_is_in_the_tensor(write):
+    """However it lies, and whatever is a view of which; or every rank raises. Never is a write lost."""
+    expected = make(4, 6)
+    write(expected)
+
+    def check(group):
+        mesh = DeviceMesh(group, (2,) * (group.world_size // 2))
+        outcomes = []
+        for where in placements_of(2, mesh.ndim):
+            x = spread(make(4, 6), mesh, where)
+            try:
+                write(x)
+            except fd.UnsupportedOpError:
+                outcomes.append("refused")
+            else:
+                assert_same(x, expected, f"{where}")
+                outcomes.append("written")
+        return outcomes
+
+    for size in (2, 4):
+        outcomes = run_ranks(check, size)
+        assert outcomes == [outcomes[0]] * size
+        assert "written" in outcomes[0]
+
+
+def fd_like(tensor, other):
+    """A tensor that is whole on the mesh of another, if that is distributed."""
+    whole = tensor.to(other.dtype)
+    is_plain = not isinstance(other, fd.DTensor)
+    return whole if is_plain else fd.distribute(whole, other.mesh, [Replicate()] * other.mesh.ndim)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.view(4, 3, 2),
+        lambda x: x.view(24)[5:9],
+        lambda x: x.unflatten(1, (3, 2)).transpose(0, 1),
+        lambda x: torch.ops.aten._unsafe_view(x, [4, 3, 2]),
+        lambda x: x[1:3],
+        lambda x: x.detach().view(3, 8),
+        lambda x: x.view(3, 8).view(24),
+        lambda x: x.expand(2, 4, 6),
+    ],
+)
+@pytest.mark.parametrize("inference", [False, True])
+def test_views_see_what_is_written_to_the_tensor_or_say_that_they_are_out_of_date(view, inference):
+    """Also through another view, on lists, and where autograd keeps no versions."""
+    writes = (
+        lambda x: x.add_(1),
+        lambda x: x[0].mul_(3),
+        lambda x: x.t().add_(1),
+        lambda x: torch._foreach_add_([x], 1.0),
+        lambda x: x.data.zero_(),
+        lambda x: torch.mul(x, 2, out=x),
+    )
+
+    def check(group):
+        mesh = DeviceMesh(group, (2,))
+        outcomes = []
+        with torch.inference_mode(inference):
+            for where in placements_of(2, 1, partial=False):
+                for write in writes:
+                    plain, x = make(4, 6), spread(make(4, 6), mesh, where)
+                    expected, got = view(plain), view(x)
+                    write(plain)
+                    try:
+                        write(x)
+                    except fd.UnsupportedOpError:
+                        continue
+                    if "out of date" in repr(got):
+                        outcomes.append("refused")
+                        with pytest.raises(RuntimeError, match="take the view again"):
+                            _ = got * 1
+                        got = view(x)
+                    else:
+                        outcomes.append("read")
+                    assert_same(got * 1, expected, f"{where}")
+        return outcomes
+
+    outcomes = run_ranks(check, 2)
+    assert outcomes[0] == outcomes[1]
+    assert "read" in outcomes[0]
+
+
+def test_parts_that_lie_otherwise_in_memory_on_one_rank():
+    """Where the view of one rank's part takes a copy, and that of another's doesn't, writing and reading are right."""
+
+    def check(group):
+        mesh = DeviceMesh(group, (2,))
+        local = torch.arange(12.0) + 12 * group.rank
+        local = local.view(4, 3).t() if group.rank else local.view(3, 4)
+        whole = torch.cat([torch.arange(12.0).view(3, 4), (torch.arange(12.0) + 12).view(4, 3).t()])
+        for view in ((24,), (6, 2, 2), (2, 12)):
+            x, plain = fd.DTensor.from_local(local.clone(), mesh, Shard(0), shape=(6, 4)), whole.clone()
+            got, expected = x.view(view), plain.view(view)
+            got.add_(1), expected.add_(1)
+            assert_same(x, plain, "written to the view")
+            x.mul_(2), plain.mul_(2)
+            assert_same(got, expected, "written to the tensor")
+            got.unsqueeze(0).mul_(3), expected.unsqueeze(0).mul_(3)
+            assert_same(x, plain, "written to a view of the view")
+            x.view(2, 12).sub_(1), plain.view(2, 12).sub_(1)
+            assert_same(got, expected, "written to another view")
+
+    run_ranks(check, 2)
+
+
+def test_results_that_nobody_else_has_may_be_written():
+    """A product's result is a view of one that is gone: that its parts were moved is of no account."""
+
+    def check(group):
+        mesh = DeviceMesh(group, (2,))
+        x, w = make(3, 5, 6), make(6, 4)
+        for where in placements_of(3, 1):
+            for there in placements_of(2, 1):
+                got = (spread(x, mesh, where) @ spread(w, mesh, there)).mul_(2)
+                assert_same(got, (x @ w) * 2, f"{where} {there}")
+            moved = spread(x, mesh, where).transpose(0, 1).reshape(15, 6).add_(1)
+            assert_same(moved, x.transpose(0, 1).reshape(15, 6) + 1, f"{where}")
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift"]
+)
+def test_operators_that_write(name):
+    """They write to the tensor, or raise: never do they make another one of what was to be written."""
+    operator = getattr(operator_module, f"i{name}")
+    dtype = torch.int64 if name in ("and", "or", "xor", "lshift") else torch.float64
+    value = torch.full((4, 3, 2), 3, dtype=dtype)
+
+    def check(group):
+        mesh = DeviceMesh(group, (2,))
+        for where in placements_of(2, 1, partial=dtype is torch.float64):
+            whole = make(4, 6, low=1, high=9).to(dtype)
+            x, other = spread(whole, mesh, where), fd_like(value, spread(whole, mesh, where))
+            view = x.view(4, 3, 2)
+            try:
+                after = operator(view, other)
+            except fd.UnsupportedOpError:
+                assert_same(x, whole, f"{where}")
+            else:
+                assert after is view
+                assert_same(x, operator(whole.view(4, 3, 2), value).view(4, 6), f"{where}")
 
     run_ranks(check, 2)

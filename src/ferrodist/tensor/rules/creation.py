@@ -47,7 +47,7 @@ def _as_strided(tensor: Any, size: Sequence[int], stride: Sequence[int], storage
     offset = 0 if storage_offset is None else storage_offset - start
     view = local.as_strided(size, stride, local.storage_offset() + offset)
     result = Layout.of(layout.mesh, layout.placements, view.shape, layout.dtype, view.stride())
-    return type(tensor)._wrap_view(view, result, tensor, offset, False)
+    return type(tensor)._wrap_view(view, result, tensor, offset)
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = {

@@ -227,7 +227,7 @@ _masked_rule = Rule(choices=partial(_choices, _in_masked, ()), by_value=True)
 RULES: dict[torch._ops.OpOverload, Rule] = {
     **{overload: rule for rule, names in _NAMES for overload in overloads(names.split())},
     **dict.fromkeys((_aten.add_.Scalar, _aten.add_.Tensor, _aten.sub_.Scalar, _aten.sub_.Tensor), _add_in_place_rule),
-    _aten._conj.default: Rule(choices=partial(_choices, _in_first, ()), local=_conjugate),
+    _aten._conj.default: Rule(choices=partial(_choices, _in_first, ()), local=_conjugate, copies=True),
     _aten.masked_fill.Scalar: _masked_rule,
     _aten.masked_fill_.Scalar: _masked_rule,
 }

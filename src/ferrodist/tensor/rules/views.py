@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.call import Choice, Rule
 from ferrodist.tensor.placement import PARTIAL_OPS, Partial, Replicate, Shard
 from ferrodist.tensor.rules.cutting import renamed
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ferrodist.tensor.layout import Layout
     from ferrodist.tensor.placement import Placement
 
-__all__ = ["RULES"]
+__all__ = ["DECOMPOSITIONS", "RULES"]
 
 _aten = torch.ops.aten
 
@@ -178,3 +179,14 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.view.default: _reshape_rule,
     _aten._unsafe_view.default: _reshape_rule,
 }
+
+
+def _reshape_alias(tensor: Any, size: Sequence[int], stride: Sequence[int]) -> Any:
+    """A view of another shape, whose stride torch has computed already."""
+    view = tensor.view(size)
+    if view.stride() != tuple(stride):
+        raise UnsupportedOpError(f"_reshape_alias to stride {tuple(stride)}, where view() gives {view.stride()}")
+    return view
+
+
+DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {_aten._reshape_alias.default: _reshape_alias}

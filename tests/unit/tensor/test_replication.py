@@ -1,0 +1,238 @@
+"""Operators without a rule, on whole tensors; and those that write to ``out``, or return what they don't write."""
+
+import pytest
+import torch
+from operator_checks import assert_same, make, placements_of, spread
+from torch.nn import functional
+
+import ferrodist as fd
+from ferrodist import CollectiveMismatchError, DeviceMesh, DTensor, Partial, Replicate, Shard, UnsupportedOpError
+from ferrodist.testing import run_ranks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:aten.* has no rule"),
+    pytest.mark.filterwarnings("ignore:index_reduce.. is in beta"),
+]
+
+
+def on_two(check):
+    def program(group):
+        with fd.allow_replication():
+            check(DeviceMesh(group, (2,)))
+
+    run_ranks(program, 2)
+
+
+def positive(*shape, **named):
+    """A matrix that has an inverse, and all that."""
+    x = make(*shape, **named)
+    return x @ x.mT + 3 * torch.eye(shape[-1], dtype=x.dtype)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        functional.rrelu,
+        lambda x: functional.rrelu(x, 0.2, 0.2, training=True),
+        torch.nn.RReLU(0.25, 0.25).train(),
+        lambda x: functional.rrelu(x, 0.1, 0.1, training=False, inplace=True),
+    ],
+)
+def test_what_an_operator_writes_is_not_what_it_returns(function):
+    """A leaky ReLU of random slopes writes the slopes, and returns something else."""
+
+    def check(mesh):
+        for where in placements_of(2, 1):
+            x, target = make(4, 6), spread(make(4, 6), mesh, where)
+            assert_same(function(target), function(x), f"{where}")
+
+    on_two(check)
+
+
+def test_random_operators_draw_alike_or_say_that_they_would_not():
+    """What has no rule draws from this rank's generator, which must be in the state that all others are in."""
+
+    def program(group):
+        mesh = DeviceMesh(group, (2,))
+        x = fd.distribute(make(4, 6), mesh, Shard(0))
+        generator = torch.Generator().manual_seed(group.rank)
+        noise = fd.distribute(torch.zeros(4, 6, dtype=torch.float64), mesh, Replicate())
+        with (
+            fd.allow_replication(),
+            pytest.raises(CollectiveMismatchError, match="draws the same numbers on all ranks, but the generators"),
+        ):
+            torch.ops.aten.rrelu_with_noise(x, noise, 0.1, 0.3, True, generator)
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (lambda x, out: torch.linalg.inv(x, out=out), [(4, 4)]),
+        (lambda x, out: torch.linalg.det(x, out=out), [()]),
+        (lambda x, out: torch.linalg.cholesky(x, out=out), [(4, 4)]),
+        (lambda x, out: torch.linalg.eigvalsh(x, out=out), [(4,)]),
+        (lambda x, out: torch.linalg.svdvals(x, out=out), [(4,)]),
+        (lambda x, out: torch.linalg.solve(x, x, out=out), [(4, 4)]),
+        (lambda x, out: torch.linalg.eigh(x, out=out), [(4,), (4, 4)]),
+        (lambda x, out: torch.linalg.qr(x, out=out), [(4, 4), (4, 4)]),
+        (lambda x, out: torch.geqrf(x, out=out), [(4, 4), (4,)]),
+        (lambda x, out: torch.linalg.slogdet(x, out=out), [(), ()]),
+    ],
+)
+def test_out_of_what_has_no_rule(function, shapes):
+    """What is written may be several tensors, and others that torch makes itself; they are what is returned."""
+    expected = function(positive(4, 4), None if len(shapes) > 1 else torch.empty(shapes[0], dtype=torch.float64))
+
+    def check(mesh):
+        for where in (Replicate(), Shard(0)):
+            outs = [
+                spread(torch.zeros(shape, dtype=torch.float64), mesh, where if shape else Replicate())
+                for shape in shapes
+            ]
+            got = function(spread(positive(4, 4), mesh, where), outs[0] if len(outs) == 1 else tuple(outs))
+            given = [got] if isinstance(got, torch.Tensor) else got
+            assert all(one is out for one, out in zip(given, outs, strict=True))
+            assert_same(outs, [expected] if len(outs) == 1 else list(expected), f"{where}")
+
+    on_two(check)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (lambda x, out: torch.max(x, 1, out=out), [(4,), (4,)]),
+        (lambda x, out: torch.sort(x, 1, out=out), [(4, 6), (4, 6)]),
+        (lambda x, out: torch.topk(x, 2, 1, out=out), [(4, 2), (4, 2)]),
+        (lambda x, out: torch.matmul(x.view(2, 2, 6), x.t(), out=out), [(2, 2, 4)]),
+        (lambda x, out: torch.matmul(x, x.t(), out=out), [(4, 4)]),
+        (lambda x, out: torch.matmul(x.view(2, 2, 6), x[0], out=out), [(2, 2)]),
+        (lambda x, out: torch.add(x, 1, out=out), [(4, 6)]),
+        (lambda x, out: torch.cat([x, x], out=out), [(8, 6)]),
+        (lambda x, out: torch.kron(x, x, out=out), [(16, 36)]),
+    ],
+)
+def test_out_of_what_has_one(function, shapes):
+    """Several tensors too, and products that torch computes in another shape; or it is refused, on all ranks alike."""
+    dtypes = [torch.float64, torch.int64]
+
+    def plain():
+        return [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
+
+    expected = plain()
+    function(make(4, 6), expected[0] if len(shapes) == 1 else tuple(expected))
+
+    def program(group):
+        mesh, outcomes = DeviceMesh(group, (2,)), []
+        for where in placements_of(2, 1):
+            for there in (Replicate(), Shard(0), Shard(len(shapes[0]) - 1)):
+                outs = [spread(one, mesh, there) for one in plain()]
+                try:
+                    got = function(spread(make(4, 6), mesh, where), outs[0] if len(outs) == 1 else tuple(outs))
+                except UnsupportedOpError:
+                    outcomes.append(False)
+                    continue
+                outcomes.append(True)
+                assert_same(outs, expected, f"{where} {there}")
+                assert_same([got] if len(outs) == 1 else list(got), expected, f"{where} {there}")
+        return outcomes
+
+    first, second = run_ranks(program, 2)
+    assert first == second
+    assert sum(first) > len(first) // 2
+
+
+def test_out_that_does_not_fit():
+    """Of another shape, or of a dtype that would cut the result: an error, with nothing written."""
+
+    def check(mesh):
+        x = spread(make(4, 6), mesh, Shard(0))
+        for shape in ((6,), (4, 6), ()):
+            out = spread(torch.zeros(shape, dtype=torch.float64), mesh, Replicate())
+            with pytest.raises(UnsupportedOpError, match="keeps its shape"):
+                torch.linalg.eigvalsh(spread(positive(4, 4), mesh, Shard(0)), out=out)
+        with pytest.raises(RuntimeError, match="can't be cast"):
+            torch.add(x, 1, out=spread(torch.zeros(4, 6, dtype=torch.int64), mesh, Replicate()))
+        with pytest.raises(UnsupportedOpError, match="keeps its shape"):
+            x.resize_(3, 3)
+        with pytest.raises(RuntimeError, match="can't be broadcast"):
+            x.copy_(spread(make(3, 3), mesh, Shard(0)))
+        assert_same(x, make(4, 6), "nothing is written")
+
+    on_two(check)
+
+
+def test_memory_of_another_tensor():
+    """``set_`` shares it, takes the way that it lies, and its shape."""
+
+    def check(mesh):
+        x, other = spread(make(4, 6), mesh, Shard(0)), spread(make(4, 6, seed=1), mesh, Shard(1))
+        x.set_(other)
+        other.add_(1)
+        assert_same(x, make(4, 6, seed=1) + 1, "written to the other")
+        assert_same(x.set_(spread(make(5, 3), mesh, Shard(0))), make(5, 3), "of another shape")
+        assert_same(x * 2, make(5, 3) * 2, "of another shape")
+
+
+def test_empty_out():
+    """It takes the result's shape, as torch's does."""
+
+    def check(mesh):
+        x, out = spread(make(4, 6), mesh, Shard(0)), spread(torch.zeros(0, dtype=torch.float64), mesh, Replicate())
+        assert torch.add(x, x, out=out) is out
+        assert_same(out, make(4, 6) * 2, "of an operator with a rule")
+        assert_same(x, make(4, 6), "which shares no memory")
+        out = spread(torch.zeros(0, dtype=torch.float64), mesh, Replicate())
+        torch.linalg.inv(spread(positive(4, 4), mesh, Shard(0)), out=out)
+        assert_same(out, torch.linalg.inv(positive(4, 4)), "of one without")
+
+    on_two(check)
+
+
+def test_views_by_operators_without_a_rule_are_not_written_in_vain():
+    """They are copies: writing to one is refused, and so is reading it when the tensor was written."""
+
+    def check(mesh):
+        x = fd.distribute(torch.complex(make(4, 6), make(4, 6, seed=1)), mesh, Shard(0))
+        view = torch.view_as_real(x)
+        with pytest.raises(UnsupportedOpError, match="would write to a view"):
+            view.add_(1)
+        x.mul_(2)
+        with pytest.raises(RuntimeError, match="out of date"):
+            view.sum()
+
+    on_two(check)
+
+
+def test_plain_tensors_are_refused_there_too():
+    """What every rank computes from its own tensor is no tensor; numbers and what is only written are."""
+
+    def check(mesh):
+        x = spread(positive(4, 4), mesh, Shard(0))
+        with pytest.raises(ValueError, match="distribute it too"):
+            torch.linalg.solve(x, make(4, 4))
+        out = torch.zeros(4, 4, dtype=torch.float64)
+        assert torch.linalg.inv(x, out=out) is out
+        torch.testing.assert_close(out, torch.linalg.inv(positive(4, 4)))
+
+    on_two(check)
+
+
+def test_gradient_formulas_that_write_in_place():
+    """To a tensor of their own, of which the ranks have parts of a sum: that is folded first."""
+
+    def check(mesh):
+        for where in (Shard(0), Shard(1), Replicate(), Partial()):
+            for reduce in ("mean", "amax", "amin", "prod"):
+                grads = []
+                for place in (lambda t, *_: t, lambda t, to: spread(t, mesh, to)):
+                    a = place(make(4, 6), Replicate()).requires_grad_()
+                    b = place(make(3, 6, seed=1), where).requires_grad_()
+                    index = place(torch.tensor([0, 2, 0]), Replicate())
+                    a.index_reduce(0, index, b, reduce).square().sum().backward()
+                    grads.append((a.grad, b.grad))
+                assert_same(grads[1], grads[0], f"{where} {reduce}")
+                assert isinstance(grads[1][0], DTensor)
+
+    on_two(check)
