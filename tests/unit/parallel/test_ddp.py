@@ -442,6 +442,62 @@ def test_buffers_come_from_rank_0_before_each_forward():
     assert run_ranks(statistics, 2, False) == [(2.0, [2.0]), (3.0, [3.0])]
 
 
+STEPS = {
+    "backward": lambda ddp, inputs: ddp(inputs).square().sum().backward(),
+    "several forwards": lambda ddp, inputs: (ddp(inputs) + ddp(inputs + 1)).square().sum().backward(),
+    "no gradient": lambda ddp, inputs: torch.no_grad()(ddp)(inputs),
+    "explicit": lambda ddp, inputs: (ddp(inputs).square().sum().backward(), ddp.sync_gradients()),
+    "after no_sync": lambda ddp, inputs: (
+        _in_no_sync(ddp, inputs),
+        ddp(inputs).square().sum().backward(),
+    ),
+    "evaluated between": lambda ddp, inputs: (
+        ddp(inputs).square().sum().backward(),
+        ddp.eval()(inputs),
+        ddp.train()(inputs).square().sum().backward(),
+    ),
+}
+OPTIONS = {"explicit": {"overlap_comm": False}}
+
+
+def _in_no_sync(ddp, inputs):
+    with ddp.no_sync():
+        ddp(inputs).square().sum().backward()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_ranks_evaluate_with_equal_buffers(step):
+    """After the last step running statistics and outputs in evaluation are the same on all ranks: those of rank 0."""
+
+    def evaluated(group):
+        ddp = DDP(torch.nn.BatchNorm1d(2), group, **OPTIONS.get(step, {}))
+        for _ in range(3):
+            STEPS[step](ddp, torch.arange(8.0).view(4, 2) * (group.rank + 1) + group.rank)
+        ddp.eval()
+        return ddp(torch.ones(1, 2)), ddp.state_dict(), ddp.module.num_batches_tracked
+
+    first, *others = run_ranks(evaluated, 3)
+    assert float(first[1]["running_mean"].sum()) > 0
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+def test_buffers_of_their_own_in_evaluation_are_warned_of():
+    """A rank that evaluates after a forward that nothing averaged is told, once, and how to make its buffers equal."""
+
+    def evaluated(group):
+        ddp = DDP(torch.nn.BatchNorm1d(2), group)
+        _in_no_sync(ddp, torch.arange(8.0).view(4, 2) + group.rank)
+        ddp.eval()
+        with pytest.warns(UserWarning, match=r"buffers of its own.*Call broadcast_parameters\(\)"):
+            ddp(torch.ones(1, 2))
+        ddp.broadcast_parameters()
+        return ddp(torch.ones(1, 2)).tolist()
+
+    first, second = run_ranks(evaluated, 2, backend="native")
+    assert first == second
+
+
 def test_a_rank_may_evaluate_alone():
     """In evaluation mode forward needs no other rank."""
 
@@ -987,7 +1043,8 @@ def test_modules_without_trainable_parameters():
     def outputs(group):
         ddp = DDP(torch.nn.BatchNorm1d(1, affine=False), group)
         ddp.sync_gradients()
-        return ddp(torch.tensor([[1.0], [3.0]])).flatten().tolist()
+        ddp(torch.tensor([[1.0], [3.0]]) + group.rank)
+        return ddp.module.running_mean.item()
 
     first, second = run_ranks(outputs, 2)
     assert first == second
