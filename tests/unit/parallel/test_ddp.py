@@ -694,6 +694,51 @@ def test_state_dict_is_the_modules():
         assert torch.equal(wrapped["0.bias"], start[0].bias + 1)
 
 
+class Deep(torch.nn.Module):
+    """A module with a child that has the name by which DDP knows its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = torch.nn.Linear(2, 2)
+        self.norm = torch.nn.BatchNorm1d(2)
+
+
+@pytest.mark.parametrize("make", [mlp, Deep, lambda: torch.nn.Linear(2, 2)])
+def test_names_are_those_of_the_state_dict(make):
+    """What named_parameters and named_buffers give is loaded, inside other modules too, and each name is found."""
+    ddp = DDP(make(), SimulatedBackend.create_group(1)[0])
+    for model in (ddp, torch.nn.ModuleDict({"model": ddp})):
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        assert set(named) == set(model.state_dict())
+        model.load_state_dict({name: tensor.detach().clone() for name, tensor in named.items()})
+    for name, parameter in ddp.named_parameters():
+        assert ddp.get_parameter(name) is parameter
+        assert ddp.get_parameter(f"module.{name}") is parameter
+    for name, buffer in ddp.named_buffers():
+        assert ddp.get_buffer(name) is buffer
+    modules = dict(ddp.named_modules(remove_duplicate=False))
+    assert set(modules) == set(dict(ddp.module.named_modules()))
+    assert all(ddp.get_submodule(name) is module for name, module in modules.items() if name)
+    assert {ddp, *ddp.module.modules()} == set(ddp.modules())
+
+
+@pytest.mark.parametrize("make", [mlp, Deep, lambda: torch.nn.Linear(2, 2)])
+def test_a_checkpoint_of_torchs_ddp_is_loaded(make):
+    """Names that begin with "module." throughout, as torch's DDP saves them, are those of the module without it."""
+    ddp, start = DDP(make(), SimulatedBackend.create_group(1)[0]), make()
+    theirs = torch.nn.Module()
+    theirs.module = start
+    outer, their_outer = torch.nn.ModuleDict({"model": ddp}), torch.nn.ModuleDict({"model": theirs})
+    for mine, other in ((ddp, theirs), (outer, their_outer)):
+        with torch.no_grad():
+            for tensor in (*start.parameters(), *start.buffers()):
+                tensor.add_(1)
+        mine.load_state_dict(other.state_dict())
+        assert_same_bits([ddp.state_dict(), start.state_dict()])
+    with pytest.raises(RuntimeError, match="Missing key"):
+        ddp.load_state_dict({"module.other": torch.ones(1)})
+
+
 @pytest.mark.parametrize(("how", "expected"), [("abort", GroupAbortedError), ("close", PeerLostError)])
 def test_a_peer_that_leaves_during_backward(how, expected):
     """Survivors get the error out of backward itself, whichever bucket they wait for."""

@@ -29,9 +29,10 @@ from ferrodist.parallel.data.options import Options
 from ferrodist.parallel.data.reducer import Reducer
 from ferrodist.parallel.data.replication import broadcast_tensors, check_same_form, check_supported
 from ferrodist.parallel.data.unreached import find_unreached
+from ferrodist.parallel.inner_names import InnerNames, without_wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from ferrodist.backends.base import Backend
     from ferrodist.parallel.data.gradient_bucket import CommHook
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["DDP"]
 
 
-class DDP(torch.nn.Module):
+class DDP(InnerNames):
     """Train one module on several ranks: after ``backward()`` every rank has the mean of all ranks' gradients.
 
     Making it is a collective: every rank of the group gives the same module, whose parameters and buffers then
@@ -334,9 +335,12 @@ class DDP(torch.nn.Module):
         """The module's own state dict: files written with and without DDP are the same."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the module's own state dict. Every rank loads the same, or `broadcast_parameters` must follow."""
-        return self.module.load_state_dict(*args, **kwargs)
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load the module's own state dict, or one of torch's DDP, whose names begin with ``module.``.
+
+        Every rank loads the same, or `broadcast_parameters` must follow.
+        """
+        return self.module.load_state_dict(without_wrapper(state_dict, self.module), *args, **kwargs)
 
     def checkpoint_module(self) -> torch.nn.Module:
         """The module that `save_distributed` saves when it is given this."""
@@ -424,7 +428,8 @@ class DDP(torch.nn.Module):
 _OF_THE_GROUP = ("_group", "_members", "_join", "_is_skipping", "_number")
 
 
-def _insert_module_prefix(_module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: object) -> None:
+def _insert_module_prefix(ddp: DDP, state_dict: dict[str, Any], prefix: str, *_rest: object) -> None:
     """Let a module that has a DDP inside load what its ``state_dict()`` gave: names without ``module.``."""
-    for name in [name for name in state_dict if name.startswith(prefix)]:
-        state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+    given = {name: state_dict.pop(name) for name in [name for name in state_dict if name.startswith(prefix)]}
+    own = without_wrapper({name.removeprefix(prefix): value for name, value in given.items()}, ddp.module)
+    state_dict.update({f"{prefix}module.{name}": value for name, value in own.items()})

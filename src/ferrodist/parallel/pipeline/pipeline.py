@@ -12,6 +12,7 @@ from ferrodist.collectives.exchange import barrier
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.reductions import allreduce
 from ferrodist.deadline import Deadline
+from ferrodist.parallel.inner_names import InnerNames
 from ferrodist.parallel.pipeline.building import PipelineSchedule, resolve_schedule
 from ferrodist.parallel.pipeline.communication import backward_only, forward_only
 from ferrodist.parallel.pipeline.edges import find_edges
@@ -26,7 +27,7 @@ from ferrodist.parallel.pipeline.whole_model import WholeModel
 from ferrodist.parallel.same_form import compare_forms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.parallel.pipeline.actions import Action
@@ -35,15 +36,15 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline"]
 
 
-class Pipeline(torch.nn.Module):
+class Pipeline(InnerNames):
     """A model in stages, of which each rank has some; batches flow through them in microbatches.
 
     Making it is a collective: every rank of the group makes it with the same arguments, but for the stages of other
     ranks, which may be None. Then all ranks call `step`, or `forward`, as often as the others.
 
-    The parameters of this module are those of this rank's stages, so that each rank has an optimizer for its own. Its
-    state dict has the names that they have in the whole model: ``save_distributed`` takes the pipeline, and a
-    checkpoint of it can be loaded by any number of ranks, with any schedule, or by the model itself.
+    The parameters of this module are those of this rank's stages, so that each rank has an optimizer for its own. They
+    have the names that they have in the whole model, here and in the state dict: ``save_distributed`` takes the
+    pipeline, and a checkpoint of it can be loaded by any number of ranks, with any schedule, or by the model itself.
 
     When a stage raises, all ranks raise, and may go on with the next step; gradients have no meaning then.
 
@@ -238,6 +239,10 @@ class Pipeline(torch.nn.Module):
     def checkpoint_module(self) -> torch.nn.Module:
         """The module that `save_distributed` saves when it is given this: this rank's part of the whole model."""
         return self._whole.make()
+
+    def inner_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """This rank's stages, by their places in the whole model."""
+        return self._whole.places()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The tensors of this rank's stages, by their names in the whole model.
