@@ -51,7 +51,8 @@ class Pipeline(InnerNames):
     Args:
         stages: All stages of the model in their order, with None for those of other ranks, if you like: see
             `split_sequential`. A module alone is the only stage of this rank. A stage is called with what the one
-            before returned: several arguments if that is a tuple. Shapes may differ from microbatch to microbatch.
+            before returned: several arguments if that is a tuple, but for a `torch.nn.Sequential`, which takes the
+            tuple, as its children do from each other. Shapes may differ from microbatch to microbatch.
         group: The group; None is the default group.
         num_microbatches: How many parts a batch is divided into.
         schedule: What is done when; with more stages than ranks one that allows that. A `Schedule` is your own.
@@ -141,7 +142,7 @@ class Pipeline(InnerNames):
 
         Args:
             inputs: What the first stage is called with; read where that is. Tensors are divided along dim 0, in nested
-                values too; a tuple is several arguments. Or `Microbatches`.
+                values too; a tuple is several arguments (a `torch.nn.Sequential` takes it as one). Or `Microbatches`.
             targets: For ``loss_fn``, divided in the same way; read where the last stage is.
             timeout: Seconds to wait for another rank, whatever it is doing: as long as a forward of the whole model may
                 take. None takes the group's.
