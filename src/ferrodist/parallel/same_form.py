@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.deadline import Deadline
 
-__all__ = ["compare_forms", "write_obstacle"]
+__all__ = ["compare_forms", "find_unsynchronised", "write_obstacle"]
 
 
 def compare_forms(
@@ -78,3 +78,28 @@ def write_obstacle(tensor: torch.Tensor) -> str:
             if elements_overlap(tensor):
                 return "has elements that share memory (expand, as_strided)"
     return ""
+
+
+def find_unsynchronised(module: torch.nn.Module, group: Backend) -> str | None:
+    """A sentence about the first `torch.nn.SyncBatchNorm` that would be a plain batch norm here; None when none would.
+
+    It synchronises over groups of torch's, where there are some, and on devices that are no CPUs.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm) and group.world_size > 1 and not _is_synchronised(layer):
+            return (
+                f"{name or 'the module'!r} is a torch.nn.SyncBatchNorm, which would normalise by each rank's batch"
+                " alone (it synchronises on GPUs, and over groups of torch.distributed): call"
+                " ferrodist.convert_sync_batchnorm(module) before"
+            )
+    return None
+
+
+def _is_synchronised(layer: torch.nn.SyncBatchNorm) -> bool:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    tensors = [*layer.parameters(), *layer.buffers()]
+    if any(tensor.device.type == "cpu" for tensor in tensors):
+        return False
+    return bool(distributed.get_world_size(layer.process_group) > 1)

@@ -442,6 +442,62 @@ def test_buffers_come_from_rank_0_before_each_forward():
     assert run_ranks(statistics, 2, False) == [(2.0, [2.0]), (3.0, [3.0])]
 
 
+STEPS = {
+    "backward": lambda ddp, inputs: ddp(inputs).square().sum().backward(),
+    "several forwards": lambda ddp, inputs: (ddp(inputs) + ddp(inputs + 1)).square().sum().backward(),
+    "no gradient": lambda ddp, inputs: torch.no_grad()(ddp)(inputs),
+    "explicit": lambda ddp, inputs: (ddp(inputs).square().sum().backward(), ddp.sync_gradients()),
+    "after no_sync": lambda ddp, inputs: (
+        _in_no_sync(ddp, inputs),
+        ddp(inputs).square().sum().backward(),
+    ),
+    "evaluated between": lambda ddp, inputs: (
+        ddp(inputs).square().sum().backward(),
+        ddp.eval()(inputs),
+        ddp.train()(inputs).square().sum().backward(),
+    ),
+}
+OPTIONS = {"explicit": {"overlap_comm": False}}
+
+
+def _in_no_sync(ddp, inputs):
+    with ddp.no_sync():
+        ddp(inputs).square().sum().backward()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_ranks_evaluate_with_equal_buffers(step):
+    """After the last step running statistics and outputs in evaluation are the same on all ranks: those of rank 0."""
+
+    def evaluated(group):
+        ddp = DDP(torch.nn.BatchNorm1d(2), group, **OPTIONS.get(step, {}))
+        for _ in range(3):
+            STEPS[step](ddp, torch.arange(8.0).view(4, 2) * (group.rank + 1) + group.rank)
+        ddp.eval()
+        return ddp(torch.ones(1, 2)), ddp.state_dict(), ddp.module.num_batches_tracked
+
+    first, *others = run_ranks(evaluated, 3)
+    assert float(first[1]["running_mean"].sum()) > 0
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+def test_buffers_of_their_own_in_evaluation_are_warned_of():
+    """A rank that evaluates after a forward that nothing averaged is told, once, and how to make its buffers equal."""
+
+    def evaluated(group):
+        ddp = DDP(torch.nn.BatchNorm1d(2), group)
+        _in_no_sync(ddp, torch.arange(8.0).view(4, 2) + group.rank)
+        ddp.eval()
+        with pytest.warns(UserWarning, match=r"buffers of its own.*Call broadcast_parameters\(\)"):
+            ddp(torch.ones(1, 2))
+        ddp.broadcast_parameters()
+        return ddp(torch.ones(1, 2)).tolist()
+
+    first, second = run_ranks(evaluated, 2, backend="native")
+    assert first == second
+
+
 def test_a_rank_may_evaluate_alone():
     """In evaluation mode forward needs no other rank."""
 
@@ -636,6 +692,51 @@ def test_state_dict_is_the_modules():
     for wrapped, bare in run_ranks(exchange, 2):
         assert_same_bits([bare, wrapped])
         assert torch.equal(wrapped["0.bias"], start[0].bias + 1)
+
+
+class Deep(torch.nn.Module):
+    """A module with a child that has the name by which DDP knows its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = torch.nn.Linear(2, 2)
+        self.norm = torch.nn.BatchNorm1d(2)
+
+
+@pytest.mark.parametrize("make", [mlp, Deep, lambda: torch.nn.Linear(2, 2)])
+def test_names_are_those_of_the_state_dict(make):
+    """What named_parameters and named_buffers give is loaded, inside other modules too, and each name is found."""
+    ddp = DDP(make(), SimulatedBackend.create_group(1)[0])
+    for model in (ddp, torch.nn.ModuleDict({"model": ddp})):
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        assert set(named) == set(model.state_dict())
+        model.load_state_dict({name: tensor.detach().clone() for name, tensor in named.items()})
+    for name, parameter in ddp.named_parameters():
+        assert ddp.get_parameter(name) is parameter
+        assert ddp.get_parameter(f"module.{name}") is parameter
+    for name, buffer in ddp.named_buffers():
+        assert ddp.get_buffer(name) is buffer
+    modules = dict(ddp.named_modules(remove_duplicate=False))
+    assert set(modules) == set(dict(ddp.module.named_modules()))
+    assert all(ddp.get_submodule(name) is module for name, module in modules.items() if name)
+    assert {ddp, *ddp.module.modules()} == set(ddp.modules())
+
+
+@pytest.mark.parametrize("make", [mlp, Deep, lambda: torch.nn.Linear(2, 2)])
+def test_a_checkpoint_of_torchs_ddp_is_loaded(make):
+    """Names that begin with "module." throughout, as torch's DDP saves them, are those of the module without it."""
+    ddp, start = DDP(make(), SimulatedBackend.create_group(1)[0]), make()
+    theirs = torch.nn.Module()
+    theirs.module = start
+    outer, their_outer = torch.nn.ModuleDict({"model": ddp}), torch.nn.ModuleDict({"model": theirs})
+    for mine, other in ((ddp, theirs), (outer, their_outer)):
+        with torch.no_grad():
+            for tensor in (*start.parameters(), *start.buffers()):
+                tensor.add_(1)
+        mine.load_state_dict(other.state_dict())
+        assert_same_bits([ddp.state_dict(), start.state_dict()])
+    with pytest.raises(RuntimeError, match="Missing key"):
+        ddp.load_state_dict({"module.other": torch.ones(1)})
 
 
 @pytest.mark.parametrize(("how", "expected"), [("abort", GroupAbortedError), ("close", PeerLostError)])
@@ -987,7 +1088,8 @@ def test_modules_without_trainable_parameters():
     def outputs(group):
         ddp = DDP(torch.nn.BatchNorm1d(1, affine=False), group)
         ddp.sync_gradients()
-        return ddp(torch.tensor([[1.0], [3.0]])).flatten().tolist()
+        ddp(torch.tensor([[1.0], [3.0]]) + group.rank)
+        return ddp.module.running_mean.item()
 
     first, second = run_ranks(outputs, 2)
     assert first == second

@@ -94,6 +94,18 @@ def test_buffers_come_from_a_rank_that_has_a_batch():
     assert run_ranks(statistics, 3) == [(24.0, 3)] * 3
 
 
+def test_buffers_are_equal_after_a_block_in_which_all_had_as_many_batches():
+    """When no rank was left over, the ranks leave the block with the buffers of one of them, too."""
+
+    def statistics(group):
+        ddp = DDP(torch.nn.BatchNorm1d(1, momentum=1.0), group)
+        with ddp.join():
+            ddp(torch.tensor([[1.0], [3.0]]) + 10 * group.rank).sum().backward()
+        return ddp.eval().module.running_mean.item()
+
+    assert run_ranks(statistics, 3) == [2.0] * 3
+
+
 def test_accumulation_in_join():
     """Ranks that accumulate in no_sync() are helped only in the backwards that average."""
 

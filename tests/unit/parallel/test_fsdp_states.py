@@ -434,3 +434,19 @@ def test_extra_state_that_cannot_be_sent_is_refused():
         assert fsdp.module.count is state["_extra_state"]
 
     run_ranks(program, 2)
+
+
+def test_names_of_pieces_are_those_of_the_states():
+    """named_parameters and named_buffers name what full and sharded states name, inside other modules too."""
+
+    def names(group):
+        fsdp = FSDP(seeded(), group, wrap=torch.nn.Linear)
+        tensors = {*dict(fsdp.named_parameters(remove_duplicate=False)), *dict(fsdp.named_buffers())}
+        inside = dict(torch.nn.ModuleDict({"model": fsdp}).named_parameters())
+        assert set(inside) == {f"model.{name}" for name, _ in fsdp.named_parameters()}
+        assert set(fsdp.sharded_state_dict()["parameters"]) == set(dict(fsdp.named_parameters()))
+        assert all(fsdp.get_parameter(name) is piece for name, piece in fsdp.named_parameters())
+        return tensors, set(fsdp.full_state_dict())
+
+    for named, saved in run_ranks(names, 2):
+        assert named == saved

@@ -16,7 +16,7 @@ from pipeline_models import Wrapped
 from torch import nn
 
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
-from ferrodist.parallel.pipeline import measuring
+from ferrodist.parallel.pipeline import Pipeline, measuring
 from ferrodist.parallel.pipeline.partition import partition
 from ferrodist.parallel.pipeline.splitting import Balance, split_sequential
 from ferrodist.parallel.pipeline.stages import Stages, find_shared
@@ -623,3 +623,65 @@ def test_children_that_cannot_be_measured():
         split_sequential(model, 2, Balance.TIMES, sample=torch.ones(1, 2))
     with pytest.raises(ValueError, match=r"child '0' \(Locked\) can't be copied.*pass costs=.*there is one"):
         split_sequential(nn.Sequential(Locked(1, 1)), 1, Balance.TIMES, sample=torch.ones(1))
+
+
+class Wrapping(nn.Module):
+    """What DDP is to a pipeline: a module that says whose names count."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def checkpoint_module(self):
+        return self.module
+
+    def forward(self, *args):
+        return self.module(*args)
+
+
+class TwoWays(nn.Module):
+    """A child that takes and gives a tuple, of one, two or three values."""
+
+    def __init__(self, num_given):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.num_given = num_given
+
+    def forward(self, values):
+        first, *rest = values if isinstance(values, tuple) else (values,)
+        made = self.linear(first) + sum(each.mean() if isinstance(each, torch.Tensor) else each for each in rest)
+        return (made, made * 2, 3)[: self.num_given] if self.num_given else made
+
+
+@pytest.mark.parametrize("wrap", [lambda stage: stage, Wrapping])
+@pytest.mark.parametrize(("is_pair", "num_stages"), [(False, 2), (False, 5), (True, 3)])
+def test_children_that_pass_tuples(is_pair, num_stages, wrap):
+    """A Sequential whose children hand tuples to each other computes in stages what it does on one rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[TwoWays(given) for given in (2, 3, 1, 2, 0)])
+    batch = torch.randn(4, 3)
+    inputs = (batch, batch + 1) if is_pair else batch
+    expected = model(inputs)
+    expected.sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+
+    def program(group):
+        stages = [wrap(stage) for stage in split_sequential(copy.deepcopy(model), num_stages)]
+        pipeline = Pipeline(stages, group, loss_fn=lambda output, _: output.sum())
+        return pipeline(inputs), pipeline.step(inputs, batch), [each.grad for each in pipeline.parameters()]
+
+    outputs = run_ranks(program, num_stages)
+    assert torch.equal(outputs[-1][0], expected)
+    assert float(outputs[0][1]) == pytest.approx(expected.sum().item())
+    for found, wanted in zip([each for _, _, rank in outputs for each in rank], gradients, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_tuple_of_one_input_is_one_argument():
+    """What a program passes to a pipeline as a tuple of one is that one, for a Sequential, too."""
+
+    def program(group):
+        return Pipeline(split_sequential(nn.Sequential(nn.Flatten(), nn.ReLU()), 2), group)((torch.ones(2, 1, 1),))
+
+    assert torch.equal(run_ranks(program, 2)[1], torch.ones(2, 1))

@@ -1,5 +1,7 @@
 """Pipelines with DDP and FSDP on another axis, shared parameters, activation checkpointing, autocast, checkpoints."""
 
+from collections import OrderedDict
+
 import pipeline_models
 import pytest
 import torch
@@ -7,7 +9,7 @@ from pipeline_models import FEW_KINDS, KINDS, Block, Embedding, Gpt, Mlp, one_pr
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ferrodist import DDP, FSDP, DeviceMesh
+from ferrodist import DDP, FSDP, DeviceMesh, new_group
 from ferrodist.checkpoint import OptimizerState, load_distributed, save_distributed
 from ferrodist.errors import CollectiveMismatchError, PipelineError
 from ferrodist.parallel.pipeline import Pipeline, PipelineSchedule, Stages
@@ -430,3 +432,26 @@ def test_optimizers_of_shared_parameters_in_checkpoints(tmp_path, num_ranks):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     load_distributed(tmp_path, {"model": model, "optimizer": OptimizerState(model, optimizer)})
     assert len(optimizer.state) == 7
+
+
+@pytest.mark.parametrize("prefixes", [["", ""], ["a.", "b."], ["deep.", "deep.er."]])
+@pytest.mark.parametrize("wrap", [lambda stage, _: stage, DDP, FSDP])
+def test_names_are_those_of_the_whole_model(prefixes, wrap):
+    """named_parameters and named_buffers of a pipeline name what its checkpoint has, wrapped stages or not."""
+
+    def names(group):
+        alone = new_group([group.rank], group=group)
+        stages = [
+            torch.nn.Sequential(OrderedDict({f"{number}": torch.nn.BatchNorm1d(2)})) if number == group.rank else None
+            for number in range(2)
+        ]
+        stages[group.rank] = wrap(stages[group.rank], alone)
+        pipeline = Pipeline(Stages(stages, prefixes), group)
+        named = {**dict(pipeline.named_parameters()), **dict(pipeline.named_buffers())}
+        assert all(pipeline.get_parameter(name) is each for name, each in pipeline.named_parameters())
+        assert set(named) == set(pipeline.checkpoint_module().state_dict())
+        return set(named)
+
+    first, second = run_ranks(names, 2)
+    assert f"{prefixes[0]}0.weight" in first
+    assert f"{prefixes[1]}1.running_var" in second

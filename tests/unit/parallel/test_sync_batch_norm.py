@@ -1,6 +1,7 @@
 """Synchronised batch norm on parts of a batch is torch's batch norm on the whole of it."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -131,16 +132,22 @@ def test_buffers_that_a_user_removed(missing, momentum):
             torch.testing.assert_close(state[name], value)
 
 
-def test_no_channels():
-    """An input without channels gives one, and its gradient."""
+@pytest.mark.parametrize("num_features", [0, -1])
+def test_no_channels(num_features):
+    """A layer without channels is refused when it is made, and so is one that is converted."""
+    with pytest.raises(ValueError, match="a number of channels from 1"):
+        SyncBatchNorm2d(num_features)
+    with pytest.raises(ValueError, match="a number of channels from 1"):
+        convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm2d(0)))
 
-    def program(group):
-        batch = torch.ones(2, 0, requires_grad=True)
-        output = SyncBatchNorm1d(0, group=group)(batch)
-        output.sum().backward()
-        return output.shape, batch.grad.shape
 
-    assert run_ranks(program, 2) == [((2, 0), (2, 0))] * 2
+def test_one_rank_without_a_batch():
+    """A group of one rank refuses an empty batch, which several ranks together refuse, too."""
+    with (
+        fd.use_group(fd.SimulatedBackend.create_group(1)[0]),
+        pytest.raises(ValueError, match="more than one value a channel in the batches of all ranks together, not 0"),
+    ):
+        SyncBatchNorm2d(3)(torch.zeros(0, 3, 2, 2))
 
 
 def test_values_far_from_zero():
@@ -234,12 +241,91 @@ class Widened(torch.nn.BatchNorm2d):
 def test_convert_refuses_other_subclasses():
     """A subclass that stayed as it is would not be synchronised, and nobody would know; the model is left alone."""
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), Widened(3))
-    with pytest.raises(TypeError, match=r"1 is a Widened, a subclass of a batch norm"):
+    with pytest.raises(TypeError, match=r"'1' is a Widened, a subclass of a batch norm"):
         convert_sync_batchnorm(model)
     assert type(model[0]) is torch.nn.BatchNorm1d
     kept = torch.nn.Sequential(torch.nn.InstanceNorm1d(3), torch.nn.LazyInstanceNorm1d(), SyncBatchNorm1d(3))
     before = list(kept)
     assert all(new is old for new, old in zip(convert_sync_batchnorm(kept), before, strict=True))
+
+
+class Activated(torch.nn.BatchNorm1d):
+    """A batch norm with its activation."""
+
+    def forward(self, batch):
+        return super().forward(batch).relu()
+
+
+class SyncActivated(SyncBatchNorm1d):
+    """Its synchronised sibling, as a user writes it."""
+
+    def forward(self, batch):
+        return super().forward(batch).relu()
+
+
+def _as_two(layer):
+    plain = torch.nn.BatchNorm1d(layer.num_features, layer.eps, layer.momentum)
+    plain.load_state_dict(layer.state_dict())
+    return torch.nn.Sequential(plain, torch.nn.ReLU())
+
+
+@pytest.mark.parametrize("replace", [_as_two, lambda layer: SyncActivated(layer.num_features)])
+def test_convert_has_subclasses_replaced(replace):
+    """What a user gives in the place of a layer with code of its own computes what the layer does on all batches."""
+    batches = torch.arange(16.0).view(8, 2).square()
+    expected = Activated(2)(batches)
+
+    def program(group):
+        model = convert_sync_batchnorm(torch.nn.Sequential(Activated(2).eval()), replace=replace)
+        assert not model[0].training
+        return model.train()(batches[group.rank * 4 :][:4])
+
+    torch.testing.assert_close(torch.cat(run_ranks(program, 2)), expected)
+
+
+def test_convert_leaves_what_replace_returns():
+    """A layer that is to normalise by its own batch stays, and no module in its place is an error."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), Widened(3))
+    kept = model[1]
+    assert convert_sync_batchnorm(model, replace=lambda layer: layer)[1] is kept
+    assert type(model[0]) is SyncBatchNorm1d
+    for wrong in (lambda _: None, lambda _: torch.nn.Module):
+        with pytest.raises(TypeError, match=r"as for '1'"):
+            convert_sync_batchnorm(model, replace=wrong)
+    with pytest.raises(TypeError, match="replace must be a function"):
+        convert_sync_batchnorm(model, replace=torch.nn.Linear(1, 1).weight)
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (4, 2, 3), (2, 2, 3, 2)])
+def test_convert_takes_torchs_own_synchronised_layers(shape):
+    """A model that torch has converted is converted once more, for inputs of any number of dims."""
+    batch = torch.arange(48.0)[: math.prod(shape)].view(shape).square()
+    plain = [torch.nn.BatchNorm1d, torch.nn.BatchNorm1d, torch.nn.BatchNorm2d][len(shape) - 2](2)
+    expected = plain(batch)
+
+    def program(group):
+        layer = convert_sync_batchnorm(torch.nn.SyncBatchNorm(2))
+        return layer(batch.chunk(2)[group.rank]), layer.state_dict()
+
+    (first, state), (second, _) = run_ranks(program, 2)
+    torch.testing.assert_close(torch.cat([first, second]), expected)
+    torch.testing.assert_close(state, plain.state_dict())
+
+
+@pytest.mark.parametrize("wrapper", [fd.DDP, fd.FSDP])
+def test_torchs_own_synchronised_layers_are_refused(wrapper):
+    """DDP and FSDP don't take a layer that would silently be a plain batch norm, and name the way out, which works."""
+
+    def program(group):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
+        with pytest.raises(fd.UnsupportedOpError, match=r"'1' is a torch.nn.SyncBatchNorm.*convert_sync_batchnorm"):
+            wrapper(model, group)
+        wrapped = wrapper(convert_sync_batchnorm(model), group)
+        wrapped(torch.ones(3, 2) * group.rank).sum().backward()
+        return wrapped.module[1].running_mean
+
+    first, second = run_ranks(program, 2)
+    assert torch.equal(first, second)
 
 
 def test_a_layer_pickles_without_its_group():
@@ -315,9 +401,9 @@ def test_wrong_inputs():
         SyncBatchNorm1d(3, group="world")
     with pytest.raises(TypeError, match=r"takes a torch.nn.Module"):
         convert_sync_batchnorm([])
-    with pytest.raises(TypeError, match=r"0 is a torch\.nn\.SyncBatchNorm"):
-        convert_sync_batchnorm(torch.nn.Sequential(torch.nn.SyncBatchNorm(3)))
-    with pytest.raises(ValueError, match="0 is lazy"):
+    with pytest.raises(ValueError, match=r"'0' is a torch\.nn\.SyncBatchNorm over a process group.*pass group="):
+        convert_sync_batchnorm(torch.nn.Sequential(torch.nn.SyncBatchNorm(3, process_group=object())))
+    with pytest.raises(ValueError, match="'0' is lazy"):
         convert_sync_batchnorm(torch.nn.Sequential(torch.nn.LazyBatchNorm1d()))
     hooked = torch.nn.BatchNorm1d(3)
     hooked.register_forward_hook(lambda *_: None)

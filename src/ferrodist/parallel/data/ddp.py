@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
+import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -27,9 +29,10 @@ from ferrodist.parallel.data.options import Options
 from ferrodist.parallel.data.reducer import Reducer
 from ferrodist.parallel.data.replication import broadcast_tensors, check_same_form, check_supported
 from ferrodist.parallel.data.unreached import find_unreached
+from ferrodist.parallel.inner_names import InnerNames, without_wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from ferrodist.backends.base import Backend
     from ferrodist.parallel.data.gradient_bucket import CommHook
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["DDP"]
 
 
-class DDP(torch.nn.Module):
+class DDP(InnerNames):
     """Train one module on several ranks: after ``backward()`` every rank has the mean of all ranks' gradients.
 
     Making it is a collective: every rank of the group gives the same module, whose parameters and buffers then
@@ -71,8 +74,11 @@ class DDP(torch.nn.Module):
         bucket_size_mb: Gradients are reduced in messages of about this many megabytes (2**20 bytes); the first has one.
         overlap_comm: Average during backward. Without, backward leaves this rank's own gradients, and
             `sync_gradients` or `overlapped_sync_gradients` averages them before the optimizer steps.
-        broadcast_buffers: Give every rank the buffers of rank 0 before each forward in training mode, so that
-            running statistics are the same everywhere. In evaluation mode a rank may call forward by itself.
+        broadcast_buffers: Give every rank the buffers of rank 0 before each forward in training mode, and again when
+            its gradients are averaged (or, where none can come, as under ``torch.no_grad()``, after the forward): so
+            running statistics are the same everywhere between two steps and after the last one. In evaluation mode
+            nothing is sent, and a rank may call forward by itself; it warns when its buffers may be its own, for the
+            gradients of the last forward in training mode were not averaged.
         find_unused_parameters: Ranks may use different parts of the module (each at least one parameter): who has no
             gradient counts as zeros, and gets the average. Each forward then looks through the graph, so that buckets
             need not wait for what will not come.
@@ -121,6 +127,8 @@ class DDP(torch.nn.Module):
             comm_hook=comm_hook,
         )
         self._unjoined_group: Backend | None = None
+        self._is_behind = False
+        """Whether a forward in training mode may have given this rank buffers of its own."""
         self._join_group(resolve_group(group))
         self.register_load_state_dict_pre_hook(_insert_module_prefix)  # type: ignore[no-untyped-call]
 
@@ -136,15 +144,21 @@ class DDP(torch.nn.Module):
         self._number = number_model(group, type(self.module).__name__)
         self._group = group
         self._reducer: Reducer | None = self._make_reducer()
+        self._note_equal_buffers()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; in training mode every rank must."""
-        if not self.training and (self._reducer is None or not torch.is_grad_enabled()):
-            return self.module(*args, **kwargs)
+        if not self.training:
+            if self._is_behind:
+                self._check_buffers()
+            if self._reducer is None or not torch.is_grad_enabled():
+                return self.module(*args, **kwargs)
         reducer = self._prepare_forward()
         result = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._watch_outputs(result, reducer)
+        if self.training and not (torch.is_grad_enabled() and reducer.parameters):
+            self._end_forward()
         return result
 
     # Compilers are kept out of both, by what torch's optimizers use: torch.compiler.disable loads the compiler at once.
@@ -160,20 +174,55 @@ class DDP(torch.nn.Module):
     def _prepare_forward(self) -> Reducer:
         reducer = self._follow_changes() if torch.is_grad_enabled() else self._attached()
         in_backward = current_backward() != -1  # a checkpoint's second forward must see what the first saw
-        if self.training and self._options.broadcast_buffers and not self._is_skipping and not in_backward:
-            root = 0 if self._join is None else self._join.announce(Event.FORWARD)
-            self._broadcast_buffers(root)
+        if self.training and self._options.broadcast_buffers and not in_backward:
+            if not self._is_skipping:
+                root = 0 if self._join is None else self._join.announce(Event.FORWARD)
+                self._broadcast_buffers(root)
+            self._is_behind = True
         return reducer
 
-    def _broadcast_buffers(self, root: int) -> None:
+    def _broadcast_buffers(self, root: int, when: str = "Before forward") -> None:
         # `.data` leaves autograd's version counters alone, so that several forwards may come before one backward: batch
         # norm's running statistics are kept for it, and not used. Nor is a buffer noticed that backward does use, and
         # that differs from rank 0's when a second forward begins.
         with explain_errors(
-            lambda: f"Before forward {self._title()} gives all ranks the buffers of rank {root}.",
-            "In training mode every rank must call forward as often as the others (see join()).",
+            lambda: f"{when} {self._title()} gives all ranks the buffers of rank {root}.",
+            "In training mode every rank must call forward and backward as often as the others (see join()).",
         ):
             self._broadcast([buffer.data for buffer in self.module.buffers()], root, Deadline(self._group.timeout))
+        self._note_equal_buffers()
+
+    @_disable_dynamo
+    def _end_forward(self) -> None:
+        """Give all ranks the buffers of rank 0 after a forward that has no backward."""
+        if self._options.broadcast_buffers and not self._is_skipping and current_backward() == -1:
+            root = 0 if self._join is None else self._join.announce(Event.FORWARD)
+            self._broadcast_buffers(root, "After forward")
+
+    def _end_round(self, root: int) -> None:
+        """Give all ranks the same buffers once more: evaluation sends nothing, for one rank may do it alone."""
+        if self._options.broadcast_buffers:
+            self._broadcast_buffers(root, "After backward")
+
+    def _note_equal_buffers(self) -> None:
+        self._is_behind = False
+        self._given = self._count_buffer_changes()
+
+    def _count_buffer_changes(self) -> tuple[int, ...]:
+        counted = (buffer for buffer in self.module.buffers() if not buffer.is_inference())
+        return tuple(buffer._version for buffer in counted)  # noqa: SLF001 - torch documents it so
+
+    @_disable_dynamo
+    def _check_buffers(self) -> None:
+        """Warn, in evaluation, if the last forward has changed buffers that no rank has given to the others."""
+        self._is_behind = False
+        if self._reducer is not None and self._group.world_size > 1 and self._given != self._count_buffer_changes():
+            warnings.warn(
+                f"rank {self._group.rank} evaluates {self._title()} with buffers of its own, as batch norm's running"
+                " statistics: they become equal when gradients are averaged, and those of the last forward in training"
+                " mode were not (no_sync(), or no backward). Call broadcast_parameters() on all ranks before.",
+                stacklevel=3,
+            )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -280,14 +329,18 @@ class DDP(torch.nn.Module):
         check_root(self._group, root, "root")
         deadline = Deadline(self._group.timeout if timeout is None else timeout)
         self._broadcast([*self.module.parameters(), *self.module.buffers()], root, deadline)
+        self._note_equal_buffers()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own state dict: files written with and without DDP are the same."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the module's own state dict. Every rank loads the same, or `broadcast_parameters` must follow."""
-        return self.module.load_state_dict(*args, **kwargs)
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load the module's own state dict, or one of torch's DDP, whose names begin with ``module.``.
+
+        Every rank loads the same, or `broadcast_parameters` must follow.
+        """
+        return self.module.load_state_dict(without_wrapper(state_dict, self.module), *args, **kwargs)
 
     def checkpoint_module(self) -> torch.nn.Module:
         """The module that `save_distributed` saves when it is given this."""
@@ -329,7 +382,16 @@ class DDP(torch.nn.Module):
 
     def _make_reducer(self) -> Reducer:
         trainable = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-        return Reducer(trainable, self._group, self._options, model=self._number)
+        reducer = Reducer(trainable, self._group, self._options, model=self._number)
+        reference = weakref.ref(self)
+
+        def give_buffers(root: int) -> None:
+            alive = reference()
+            if alive is not None:
+                alive._end_round(root)  # noqa: SLF001 - a method of this class would keep the DDP
+
+        reducer.after_round = give_buffers
+        return reducer
 
     def _attached(self) -> Reducer:
         """The reducer; a copy joins its group first."""
@@ -366,7 +428,8 @@ class DDP(torch.nn.Module):
 _OF_THE_GROUP = ("_group", "_members", "_join", "_is_skipping", "_number")
 
 
-def _insert_module_prefix(_module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: object) -> None:
+def _insert_module_prefix(ddp: DDP, state_dict: dict[str, Any], prefix: str, *_rest: object) -> None:
     """Let a module that has a DDP inside load what its ``state_dict()`` gave: names without ``module.``."""
-    for name in [name for name in state_dict if name.startswith(prefix)]:
-        state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+    given = {name: state_dict.pop(name) for name in [name for name in state_dict if name.startswith(prefix)]}
+    own = without_wrapper({name.removeprefix(prefix): value for name, value in given.items()}, ddp.module)
+    state_dict.update({f"{prefix}module.{name}": value for name, value in own.items()})

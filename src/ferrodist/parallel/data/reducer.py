@@ -83,6 +83,8 @@ class Reducer:
         """Whether backward averages; else only `reduce` does."""
         self.before_round: Callable[[], tuple[int, float]] | None = None
         """In `DDP.join`: tells the others of a round, and returns a rank that has a batch, and averages' factor."""
+        self.after_round: Callable[[int], None] | None = None
+        """Called when all gradients are averages, on all ranks, with a rank that has a batch."""
         self.has_own_gradients = False
         """Whether there are gradients that have not been averaged."""
         self._group = group
@@ -155,10 +157,12 @@ class Reducer:
             self._refuse_uneven(uneven, is_idle=is_idle)
         if not self._is_rebuilt:
             self._rebuild(arrived)
+        if self.after_round is not None:
+            self.after_round(self._root)
 
     def continue_from(self, other: Reducer) -> None:
         """Take over what another reducer of the same model was told."""
-        self.is_syncing, self.before_round = other.is_syncing, other.before_round
+        self.is_syncing, self.before_round, self.after_round = other.is_syncing, other.before_round, other.after_round
         self.has_own_gradients = other.has_own_gradients
 
     def check_owns_parameters(self) -> None:

@@ -15,7 +15,7 @@ from ferrodist.collectives.reductions import async_broadcast
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.data.buckets import plan_buckets
 from ferrodist.parallel.owners import describe_owner
-from ferrodist.parallel.same_form import compare_forms, write_obstacle
+from ferrodist.parallel.same_form import compare_forms, find_unsynchronised, write_obstacle
 from ferrodist.tensor.dtensor import DTensor
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ def check_same_form(
         deadline,
         maker=maker,
         module=type(module).__name__,
-        refusal=describe_owner(module.named_parameters()) or _find_distributed(module, maker),
+        refusal=describe_owner(module.named_parameters())
+        or _find_distributed(module, maker)
+        or find_unsynchronised(module, group),
     )
     check_supported(module, group, maker=maker)
 

@@ -25,11 +25,13 @@ from ferrodist.collectives.gathering import all_gather
 from ferrodist.collectives.reductions import allreduce
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.autograd.function import FunctionCtx
 
     from ferrodist.backends.base import Backend
 
-__all__ = ["SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d", "convert_sync_batchnorm"]
+__all__ = ["SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d", "convert_sync_batchnorm"]
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 
@@ -52,7 +54,7 @@ _DETAILS = """
     A copy has the group of its original; what was pickled has none, and uses the default group.
 
     Args:
-        num_features: Number of channels C; inputs are (N, C) or (N, C, L), (N, C, H, W), (N, C, D, H, W).
+        num_features: Number of channels C, from 1; inputs are (N, C) or (N, C, L), (N, C, H, W), (N, C, D, H, W).
         eps: Added to the variance.
         momentum: Weight of a batch in the running statistics; None takes the mean of all batches so far.
         affine: Learn a weight and a bias a channel.
@@ -82,6 +84,8 @@ class _SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - t
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if num_features < 1:
+            raise ValueError(f"{type(self).__name__} normalises a number of channels from 1, not {num_features}")
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         self._group = None if group is None else check_group(group)
 
@@ -107,17 +111,23 @@ class _SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - t
         if input.shape[1] != self.num_features:
             raise ValueError(f"{type(self).__name__} of {self.num_features} channels got an input of {input.shape[1]}")
         group = resolve_group(self._group) if self.training else None
-        if group is None or group.world_size == 1:
+        if group is None:
+            return super().forward(input)
+        if group.world_size == 1:
+            self._check_count(input.shape[0] * math.prod(input.shape[2:]))
             return super().forward(input)
         mean, variance, count = self._share_statistics(input, group)
+        self._check_count(count)
+        if self.track_running_stats:
+            self._update_running(mean, variance * (count / (count - 1)))
+        return _Normalise.apply(input, self.weight, self.bias, mean, variance, count, self.eps, group)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _check_count(self, count: int) -> None:
         if count <= 1:
             raise ValueError(
                 f"{type(self).__name__} in training needs more than one value a channel in the batches of all ranks"
                 f" together, not {count}"
             )
-        if self.track_running_stats:
-            self._update_running(mean, variance * (count / (count - 1)))
-        return _Normalise.apply(input, self.weight, self.bias, mean, variance, count, self.eps, group)  # type: ignore[no-any-return, no-untyped-call]
 
     def _share_statistics(self, batch: torch.Tensor, group: Backend) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Mean and variance of each channel, in float64, and the number of values, over all ranks."""
@@ -169,32 +179,64 @@ class SyncBatchNorm3d(_SyncBatchNorm, torch.nn.BatchNorm3d):
     __doc__ = f"{__doc__}{_DETAILS}"
 
 
+class SyncBatchNorm(_SyncBatchNorm):
+    """Batch norm of inputs of any number of dims: what takes the place of a `torch.nn.SyncBatchNorm`."""
+
+    __doc__ = f"{__doc__}{_DETAILS}"
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - torch's name
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
 _SIBLINGS: dict[type[torch.nn.Module], type[_SyncBatchNorm]] = {
     torch.nn.BatchNorm1d: SyncBatchNorm1d,
     torch.nn.BatchNorm2d: SyncBatchNorm2d,
     torch.nn.BatchNorm3d: SyncBatchNorm3d,
+    torch.nn.SyncBatchNorm: SyncBatchNorm,
 }
 
 
-def convert_sync_batchnorm(module: _Module, group: Backend | None = None) -> _Module:
+def convert_sync_batchnorm(
+    module: _Module,
+    group: Backend | None = None,
+    *,
+    replace: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
+) -> _Module:
     """Replace every batch norm layer inside of a module by its synchronised sibling, which takes its tensors over.
+
+    A layer of a class that is derived from torch's has code of its own, which a sibling would not have. ``replace``
+    says what takes its place, as for a norm with its activation::
+
+        def replace(layer):
+            plain = torch.nn.BatchNorm2d(layer.num_features, layer.eps, layer.momentum)
+            plain.load_state_dict(layer.state_dict())
+            return torch.nn.Sequential(plain, torch.nn.ReLU())
+
+        fd.convert_sync_batchnorm(model, replace=replace)
 
     Args:
         module: It is changed in place, unless it is itself such a layer. Parameters, buffers, training mode and hooks'
             absence stay: make optimizers before or after.
         group: The group of the new layers; None is the default group when they are called.
+        replace: ``replace(layer)`` gives the module that takes the place of a batch norm of another class than torch's
+            own: one that is derived from `SyncBatchNorm2d` or its siblings, or any module, whose batch norms are
+            replaced in turn. The layer itself, where each rank is to normalise by its own batch.
 
     Returns:
         The module, or what replaces it. Layers that appear twice are replaced by one that does.
 
     Raises:
-        ValueError: A layer is lazy and has no form yet, or has hooks, which would be lost. Nothing is changed.
-        TypeError: ``module`` is no module, or has a `torch.nn.SyncBatchNorm`, whose number of dims is not known, or
-            another subclass of a batch norm, whose own code would be lost. Nothing is changed.
+        ValueError: A layer is lazy and has no form yet, has no channels, has hooks, which would be lost, or is a
+            `torch.nn.SyncBatchNorm` over a process group of torch's, where ``group`` is None. Nothing is changed.
+        TypeError: ``module`` is no module, or has a subclass of a batch norm, whose own code would be lost, and
+            ``replace`` is None or returned no module. Nothing is changed.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"convert_sync_batchnorm takes a torch.nn.Module, not {type(module).__name__}")
-    layers = {each: _sibling(each, name, group) for name, each in module.named_modules()}
+    if replace is not None and not callable(replace):
+        raise TypeError(f"replace must be a function of a layer or None, not {type(replace).__name__}")
+    layers = {each: _sibling(each, name, group, replace) for name, each in module.named_modules()}
     for parent in list(layers):
         for name, child in list(parent._modules.items()):  # noqa: SLF001 - named_children has each child once
             if child is not None and layers.get(child) is not None:
@@ -202,24 +244,28 @@ def convert_sync_batchnorm(module: _Module, group: Backend | None = None) -> _Mo
     return layers[module] or module  # type: ignore[return-value]
 
 
-def _sibling(layer: torch.nn.Module, name: str, group: Backend | None) -> _SyncBatchNorm | None:
+def _sibling(
+    layer: torch.nn.Module,
+    name: str,
+    group: Backend | None,
+    replace: Callable[[torch.nn.Module], torch.nn.Module] | None,
+) -> torch.nn.Module | None:
     """What replaces a layer, or None where it stays."""
     if not isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) or isinstance(layer, _SyncBatchNorm):  # noqa: SLF001
         return None
-    if isinstance(layer, torch.nn.SyncBatchNorm):
-        raise TypeError(f"{name or 'the module'} is a torch.nn.SyncBatchNorm: make it a BatchNorm1d, 2d or 3d first")
+    title = repr(name) if name else "the module"
     if isinstance(layer, torch.nn.modules.batchnorm._LazyNormBase):  # noqa: SLF001 - it has no public name
-        raise ValueError(  # noqa: TRY004 - its type will be right
-            f"{name or 'the module'} is lazy: call the module once before you convert it"
-        )
+        raise ValueError(f"{title} is lazy: call the module once before you convert it")  # noqa: TRY004 - its type will be right
+    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:  # noqa: SLF001
+        raise ValueError(f"{title} has hooks, which would be lost: convert first, then register them")
     kind = _SIBLINGS.get(type(layer))
     if kind is None:
-        raise TypeError(
-            f"{name or 'the module'} is a {type(layer).__name__}, a subclass of a batch norm, whose own code would be"
-            " lost: derive it from SyncBatchNorm1d, 2d or 3d, or replace it first"
+        return _replace(layer, title, group, replace)
+    if getattr(layer, "process_group", None) is not None and group is None:
+        raise ValueError(
+            f"{title} is a torch.nn.SyncBatchNorm over a process group of torch's: pass group=, the ranks over which"
+            " the new layers synchronise"
         )
-    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:  # noqa: SLF001
-        raise ValueError(f"{name or 'the module'} has hooks, which would be lost: convert first, then register them")
     new = kind(
         layer.num_features,
         layer.eps,
@@ -234,6 +280,30 @@ def _sibling(layer: torch.nn.Module, name: str, group: Backend | None) -> _SyncB
     new.running_mean, new.running_var = layer.running_mean, layer.running_var
     new.num_batches_tracked = layer.num_batches_tracked
     return new
+
+
+def _replace(
+    layer: torch.nn.Module,
+    title: str,
+    group: Backend | None,
+    replace: Callable[[torch.nn.Module], torch.nn.Module] | None,
+) -> torch.nn.Module | None:
+    """What a user's function gives for a layer with code of its own; None where it is to stay."""
+    article = "an" if type(layer).__name__[0] in "AEIOUaeiou" else "a"
+    if replace is None:
+        raise TypeError(
+            f"{title} is {article} {type(layer).__name__}, a subclass of a batch norm, whose own code would be lost:"
+            " pass replace=, a function that gives what takes its place"
+        )
+    new = replace(layer)
+    if not isinstance(new, torch.nn.Module):
+        raise TypeError(
+            f"replace must return the module that takes the place of a layer, or the layer itself, not"
+            f" {type(new).__name__} as for {title}"
+        )
+    if new is layer:
+        return None
+    return convert_sync_batchnorm(new, group).train(layer.training)
 
 
 class _Normalise(torch.autograd.Function):

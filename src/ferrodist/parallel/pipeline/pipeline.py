@@ -12,6 +12,7 @@ from ferrodist.collectives.exchange import barrier
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.reductions import allreduce
 from ferrodist.deadline import Deadline
+from ferrodist.parallel.inner_names import InnerNames
 from ferrodist.parallel.pipeline.building import PipelineSchedule, resolve_schedule
 from ferrodist.parallel.pipeline.communication import backward_only, forward_only
 from ferrodist.parallel.pipeline.edges import find_edges
@@ -26,7 +27,7 @@ from ferrodist.parallel.pipeline.whole_model import WholeModel
 from ferrodist.parallel.same_form import compare_forms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.parallel.pipeline.actions import Action
@@ -35,22 +36,23 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline"]
 
 
-class Pipeline(torch.nn.Module):
+class Pipeline(InnerNames):
     """A model in stages, of which each rank has some; batches flow through them in microbatches.
 
     Making it is a collective: every rank of the group makes it with the same arguments, but for the stages of other
     ranks, which may be None. Then all ranks call `step`, or `forward`, as often as the others.
 
-    The parameters of this module are those of this rank's stages, so that each rank has an optimizer for its own. Its
-    state dict has the names that they have in the whole model: ``save_distributed`` takes the pipeline, and a
-    checkpoint of it can be loaded by any number of ranks, with any schedule, or by the model itself.
+    The parameters of this module are those of this rank's stages, so that each rank has an optimizer for its own. They
+    have the names that they have in the whole model, here and in the state dict: ``save_distributed`` takes the
+    pipeline, and a checkpoint of it can be loaded by any number of ranks, with any schedule, or by the model itself.
 
     When a stage raises, all ranks raise, and may go on with the next step; gradients have no meaning then.
 
     Args:
         stages: All stages of the model in their order, with None for those of other ranks, if you like: see
             `split_sequential`. A module alone is the only stage of this rank. A stage is called with what the one
-            before returned: several arguments if that is a tuple. Shapes may differ from microbatch to microbatch.
+            before returned: several arguments if that is a tuple, but for a `torch.nn.Sequential`, which takes the
+            tuple, as its children do from each other. Shapes may differ from microbatch to microbatch.
         group: The group; None is the default group.
         num_microbatches: How many parts a batch is divided into.
         schedule: What is done when; with more stages than ranks one that allows that. A `Schedule` is your own.
@@ -140,7 +142,7 @@ class Pipeline(torch.nn.Module):
 
         Args:
             inputs: What the first stage is called with; read where that is. Tensors are divided along dim 0, in nested
-                values too; a tuple is several arguments. Or `Microbatches`.
+                values too; a tuple is several arguments (a `torch.nn.Sequential` takes it as one). Or `Microbatches`.
             targets: For ``loss_fn``, divided in the same way; read where the last stage is.
             timeout: Seconds to wait for another rank, whatever it is doing: as long as a forward of the whole model may
                 take. None takes the group's.
@@ -238,6 +240,10 @@ class Pipeline(torch.nn.Module):
     def checkpoint_module(self) -> torch.nn.Module:
         """The module that `save_distributed` saves when it is given this: this rank's part of the whole model."""
         return self._whole.make()
+
+    def inner_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """This rank's stages, by their places in the whole model."""
+        return self._whole.places()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The tensors of this rank's stages, by their names in the whole model.

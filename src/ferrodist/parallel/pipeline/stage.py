@@ -11,6 +11,7 @@ import torch
 from ferrodist.collectives.nested_values import unflatten
 from ferrodist.parallel.pipeline.edges import MAIN
 from ferrodist.parallel.pipeline.split_backward import backward_inputs
+from ferrodist.parallel.pipeline.whole_model import unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -83,6 +84,7 @@ class Stage:
         self.module = module
         self._last = last
         self._averaging = module if isinstance(module, _Averaging) else None
+        self._takes_one = type(unwrap(module)).forward is torch.nn.Sequential.forward
         self._live: dict[int, _Live] = {}
         self._weights: dict[int, WeightBackward | None] = {}
 
@@ -117,10 +119,16 @@ class Stage:
             values[name] = unflatten(parcel.plan, leaves)
         main = values.pop(MAIN)
         with self._syncing_only_at(microbatch):
-            result = self.module(*main, **values) if isinstance(main, tuple) else self.module(main, **values)
+            result = self.module(*(main if self._is_divided(main, received) else (main,)), **values)
         if torch.is_grad_enabled():
             self._live[microbatch] = _Live(inputs, {})
         return result if isinstance(result, PipelineOutput) else PipelineOutput(result)
+
+    def _is_divided(self, main: Any, received: Mapping[str, Parcel]) -> bool:
+        """Whether a value is several arguments; a Sequential takes one, as its children take it from each other."""
+        if not isinstance(main, tuple):
+            return False
+        return not self._takes_one or (MAIN not in received and len(main) == 1)
 
     def has_buffers(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether some are buffers of the module, or views of these, to which its next forward may write."""

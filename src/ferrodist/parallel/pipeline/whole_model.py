@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = ["WholeModel", "unwrap"]
 
@@ -50,6 +50,11 @@ class WholeModel:
             else:
                 _graft(unwrap(stage), _find_place(whole, names))
         return whole
+
+    def places(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The stages, by the names of their places in the whole model."""
+        for number, stage in self._stages.items():
+            yield self._prefixes[number].removesuffix("."), unwrap(stage)
 
     def rename(self, state: dict[str, Any], prefix: str) -> dict[str, str]:
         """Give the tensors of a state of the whole model the names of ``ModuleDict`` ``stages``.

@@ -17,7 +17,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.meta_device import has_meta_tensors, materialise
 from ferrodist.parallel.owners import claim_parameters, describe_owner
-from ferrodist.parallel.same_form import compare_forms, write_obstacle
+from ferrodist.parallel.same_form import compare_forms, find_unsynchronised, write_obstacle
 from ferrodist.parallel.sharded.distributed import layout_of, part_of
 from ferrodist.parallel.sharded.layout import FlatLayout, find_gone, release_names
 from ferrodist.parallel.sharded.memory import allot
@@ -117,7 +117,7 @@ def _refusal(plans: Sequence[UnitPlan], root: torch.nn.Module, device: torch.dev
             return f"buffer {name!r}: {reason}"
         if obstacle := write_obstacle(part_of(buffer)):
             return f"buffer {name!r} {obstacle}, so nothing can be written to it: make it a clone()"
-    return None
+    return find_unsynchronised(root, group)
 
 
 def find_device(plans: Sequence[UnitPlan], root: torch.nn.Module, given: torch.device | str | None) -> torch.device:

@@ -17,6 +17,7 @@ import torch
 
 from ferrodist.collectives.reductions import broadcast
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.parallel.inner_names import InnerNames
 from ferrodist.parallel.sharded.building import build_units, check_same_plan, find_device
 from ferrodist.parallel.sharded.clipping import clip_gradients, unscale_gradients
 from ferrodist.parallel.sharded.distributed import as_parts, find_groups, part_of
@@ -43,7 +44,7 @@ _wrapped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Modules that belong to an FSDP: their parameters are pieces."""
 
 
-class FSDP(torch.nn.Module):
+class FSDP(InnerNames):
     """Train one module on several ranks, each of which holds a part of it; a drop-in for the module.
 
     Making it is a collective: every rank of the group gives the same module, whose parameters take rank 0's values. The
@@ -381,6 +382,10 @@ class FSDP(torch.nn.Module):
     def checkpoint_module(self) -> torch.nn.Module:
         """The module that `save_distributed` saves when it is given this; its parameters are this rank's pieces."""
         self._schedule.recover()
+        return self.module
+
+    def inner_module(self) -> torch.nn.Module:
+        """The module, as it is now: in the midst of a step too."""
         return self.module
 
     @property
