@@ -189,7 +189,7 @@ class Agreement:
             group.isend(call.encode(), _COORDINATOR, tag=tag).wait(deadline.remaining())
             answer.wait(deadline.remaining())
         except DistributedTimeoutError:
-            if group.failure is not None:
+            if group.failure is not None or answer.done():  # the group has failed, by a timeout
                 raise
             group.isend(b"\0", _COORDINATOR, tag=channel_tag(Channel.LATE, call.sequence))
             try:

@@ -1,13 +1,16 @@
 """The contract of a backend: what a group is to everything above it.
 
 A group is a `Backend`: one rank's handle on a fixed set of ranks that can send each other bytes. An author implements
-``send``, ``recv``, ``abort`` and ``close``; everything else in ferrodist works on top. A backend that can start a
-transfer without waiting for it also overrides ``isend`` and ``irecv``, which otherwise run the blocking calls in
-threads. `ferrodist.testing.check_backend` tests all of what is said here.
+``send``, ``recv``, ``abort`` and ``close``. ``rank``, ``world_size`` and ``barrier`` have forms here, and may be an
+author's own: these seven are the contract, and everything else in ferrodist works on top. Where the backend knows why a
+group has failed, ``failure`` says so. A backend that can start a transfer without waiting for it also overrides
+``isend`` and ``irecv``, which otherwise run the blocking calls in threads. `ferrodist.testing.check_backend` tests all
+of what is said here.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import threading
@@ -34,7 +37,7 @@ from ferrodist.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from typing_extensions import Buffer
+    from typing_extensions import Buffer, Self
 
 __all__ = ["Backend", "NonBlockingBackend", "as_abort_error", "check_peer", "check_rank"]
 
@@ -53,6 +56,19 @@ class Backend(ABC):
 
     is_member: Literal[True] = True
     """True: this rank is in the group. False for the `NonMemberGroup` that `new_group` gives to the ranks outside."""
+
+    subgroups: WeakSet[Backend]
+    """The sub-groups made from this group, and from these in turn; they are closed with it, the outermost group."""
+
+    attachments: dict[str, Any]
+    """What layers above keep with the group, by name."""
+
+    agreement: Agreement
+
+    _close_callbacks: list[Callable[[], None]]
+    _synchronizers: list[Callable[[float], None]]
+    _threaded: dict[tuple[str, int], list[tuple[int, ThreadedRequest]]]
+    _threaded_lock: threading.Lock
 
     group_id: int = 0
     """Upper half of the tags of this group's messages: 0, or what a sub-group derives from its members."""
@@ -75,6 +91,26 @@ class Backend(ABC):
     tensor_messages: Any = None
     """The engine's short way for tensors from rank to rank, or None: see `collectives/quick_messages.py`."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in ("rank", "world_size", "timeout", "name", "failure"):
+            if inspect.isfunction(vars(cls).get(name)):
+                raise TypeError(f"{cls.__name__}.{name} is a property of every Backend: put @property before it")
+
+    def __new__(cls, *_arguments: Any, **_options: Any) -> Self:
+        """Make what every group has, so that a class with its own `rank` and `world_size` need not call `__init__`."""
+        self = super().__new__(cls)
+        self._timeout = DEFAULT_COLLECTIVE_TIMEOUT
+        self._name = "world"
+        self._close_callbacks = []
+        self._synchronizers = []
+        self._threaded = {}
+        self._threaded_lock = threading.Lock()
+        self.subgroups = WeakSet()
+        self.attachments = {}
+        self.agreement = Agreement(self)
+        return self
+
     def __init__(
         self, rank: int, world_size: int, *, timeout: float = DEFAULT_COLLECTIVE_TIMEOUT, name: str = "world"
     ) -> None:
@@ -86,15 +122,6 @@ class Backend(ABC):
         self._world_size = world_size
         self._timeout = check_timeout(timeout)
         self._name = name
-        self._close_callbacks: list[Callable[[], None]] = []
-        self._synchronizers: list[Callable[[float], None]] = []
-        self._threaded: dict[tuple[str, int], list[tuple[int, ThreadedRequest]]] = {}
-        self._threaded_lock = threading.Lock()
-        self.subgroups: WeakSet[Backend] = WeakSet()
-        """The sub-groups made from this group, and from these in turn; they are closed with it, the outermost group."""
-        self.attachments: dict[str, Any] = {}
-        """What layers above keep with the group, by name."""
-        self.agreement = Agreement(self)
 
     @property
     def rank(self) -> int:
@@ -124,7 +151,10 @@ class Backend(ABC):
 
     @property
     def failure(self) -> DistributedError | None:
-        """Why the group can't be used any more, or None while it can. A group that has failed stays failed."""
+        """Why the group can't be used any more, or None while it can. A group that has failed stays failed.
+
+        This form knows of nothing: then calls in a group that has failed raise what `send` and `recv` do.
+        """
         return None
 
     def subgroup_collectives(self, subgroup: Backend) -> Any:

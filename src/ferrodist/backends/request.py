@@ -193,6 +193,10 @@ class BaseRequest:
         return self.peer
 
 
+_EARLY = 0.8
+"""A call that raises a timeout before this part of its time has passed has not run out of it: its group has failed."""
+
+
 class ThreadedRequest(BaseRequest):
     """A request that repeats a blocking call with a short timeout in a thread until it succeeds or is cancelled.
 
@@ -236,10 +240,11 @@ class ThreadedRequest(BaseRequest):
                 if earlier[-1].ended_within(self._FIRST_SECONDS):
                     earlier.pop()
                 continue
+            deadline = Deadline(_EARLY * seconds)
             try:
                 self.peer = attempt(seconds)
-            except DistributedTimeoutError:
-                failure = self._failure()
+            except DistributedTimeoutError as error:
+                failure = self._failure() or (None if deadline.expired else error)
                 if failure is not None:
                     self.end(failure)
                     return

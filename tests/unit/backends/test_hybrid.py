@@ -63,12 +63,52 @@ def test_bytes_go_through_the_control_group() -> None:
         group.barrier()
         assert fd.allreduce(torch.ones(2)).tolist() == [2, 2]
         assert fd.all_gather_object(group.rank) == [0, 1]
-        assert isinstance(group.tcp(), fd.SimulatedBackend)
-        assert group.nccl() is group.device_collectives
+        assert isinstance(group.tcp, fd.SimulatedBackend)
         group.synchronize_nccl()
         assert group.shared.opened == [], "no GPU was used"
 
     run_ranks(program, 2, backend=fake_groups)
+
+
+def test_getters_are_groups() -> None:
+    """What `nccl` and `tcp` give may be a ``group=``, in any turn with the group itself; each is what its name says."""
+
+    def program(group: fd.HybridBackend) -> None:
+        assert isinstance(group.nccl, fd.NcclBackend)
+        assert group.nccl is group.nccl
+        assert (group.nccl.rank, group.nccl.world_size, group.nccl.name) == (group.rank, 2, "world")
+        for one in (group.nccl, group, group.tcp, group.nccl, group.tcp):
+            assert fd.allreduce(torch.ones(2), group=one).tolist() == [2, 2]
+            assert fd.async_allreduce(torch.ones(2), group=one).wait().tolist() == [2, 2]
+        fd.barrier(fd.new_group([1, 0], group=group.nccl))
+        with pytest.raises(fd.UnsupportedOpError, match="no bytes"):
+            group.nccl.send(b"x", 1 - group.rank)
+        group.tcp.barrier()
+        group.nccl.close()
+        with pytest.raises(fd.GroupClosedError):
+            group.barrier()
+
+    run_ranks(program, 2, backend=fake_groups)
+
+
+@pytest.mark.parametrize("kind", [fd.HybridBackend, fd.NcclBackend])
+def test_a_group_is_not_made_without_nccl(kind: type[fd.HybridBackend | fd.NcclBackend]) -> None:
+    """Without NCCL or a GPU the constructor says why, as `init_process_group` does, and leaves the control group."""
+    (control,) = fd.SimulatedBackend.create_group(1)
+    if fd.is_nccl_available():
+        pytest.skip("this machine has NCCL and a GPU")
+    with pytest.raises(fd.BackendUnavailable, match=rf"{kind.__name__} needs NCCL .* rank 0 can't use it: .*doctor"):
+        kind(control)
+    control.barrier()
+
+
+@pytest.mark.parametrize("kind", [fd.HybridBackend, fd.NcclBackend])
+@pytest.mark.parametrize("stream", ["x", 0, object()])
+def test_a_stream_is_one_of_cudas(kind: type[fd.HybridBackend | fd.NcclBackend], stream: object) -> None:
+    """What is no stream is refused when the group is made, not when a GPU is first used."""
+    (control,) = fd.SimulatedBackend.create_group(1)
+    with pytest.raises(TypeError, match=rf"{kind.__name__} takes a torch.cuda.Stream as stream, or None, not"):
+        kind(control, stream=stream, library=FakeNccl)
 
 
 def test_nccls_group_refuses_bytes() -> None:

@@ -175,7 +175,7 @@ def test_exchanges_of_one_rank_leave_nothing_behind() -> None:
     group = alone()
     assert fd.all_to_all_single_uneven(torch.ones(2), [2], [2], group=group).tolist() == [1, 1]
     group.synchronize()
-    assert group.nccl()._counts._own == {}
+    assert group.device_collectives._counts._own == {}
     group.close()
 
 
@@ -204,7 +204,7 @@ def test_a_captured_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(fd.UnsupportedOpError, match="graph"):
             find(group, cuda)
     monkeypatch.setattr(devices, "is_capturing", lambda: False)
-    assert devices.engine_of(group, cuda) is group.nccl()
+    assert devices.engine_of(group, cuda) is group.device_collectives
     assert devices.messages_of(group, cuda) is group.device_messages
     group.close()
 

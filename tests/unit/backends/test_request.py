@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ferrodist.backends import request as request_module
 from ferrodist.backends.request import BaseRequest, ThreadedRequest
 from ferrodist.errors import DistributedTimeoutError
 
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(("size_bytes", "longest"), [(0, 0.5), (10_000_000, 1.5)])
-def test_attempts_of_a_threaded_request_stay_short(size_bytes: int, longest: float) -> None:
+def test_attempts_of_a_threaded_request_stay_short(
+    size_bytes: int, longest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Cancelling waits for the attempt under way: however long the request has waited, only a large one is long."""
+    monkeypatch.setattr(request_module, "_EARLY", 0.0)  # these attempts don't wait
     attempts: list[float] = []
     enough = threading.Event()
 
@@ -34,6 +38,17 @@ def test_attempts_of_a_threaded_request_stay_short(size_bytes: int, longest: flo
     assert attempts == sorted(attempts)
     assert attempts[0] == 0.05
     assert max(attempts) == longest
+
+
+def test_a_threaded_request_ends_with_a_timeout_that_came_too_early() -> None:
+    """A group that has failed by a timeout raises it at once: to try again would only burn a processor."""
+    request = ThreadedRequest(_raise_at_once, 1, lambda: None)
+    with pytest.raises(DistributedTimeoutError, match="the group's own"):
+        request.wait(10)
+
+
+def _raise_at_once(timeout: float) -> int:
+    raise DistributedTimeoutError(f"the group's own, not that of {timeout} s")
 
 
 def test_a_cancelled_threaded_request_ends_with_its_attempt() -> None:

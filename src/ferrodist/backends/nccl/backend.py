@@ -28,6 +28,10 @@ class NcclBackend(NcclGroup):
         stream: A `torch.cuda.Stream` for all of the group's work on the GPU; None makes one for each group.
         library: Gives NCCL, or raises BackendUnavailable; for tests.
         streams: CUDA's; for tests.
+
+    Raises:
+        BackendUnavailable: This process has no NCCL, or no GPU.
+        TypeError: ``stream`` is no stream, or ``control`` no group.
     """
 
     def send(self, data: Buffer, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:

@@ -50,6 +50,10 @@ class NcclGroup(ControlledBackend):
         stream: A `torch.cuda.Stream` for all of the group's work on the GPU; None makes one for each group.
         library: Gives NCCL, or raises BackendUnavailable; for tests.
         streams: CUDA's; for tests.
+
+    Raises:
+        BackendUnavailable: This process has no NCCL, or no GPU.
+        TypeError: ``stream`` is no stream, or ``control`` no group.
     """
 
     def __init__(
@@ -61,6 +65,15 @@ class NcclGroup(ControlledBackend):
         streams: Streams | None = None,
     ) -> None:
         super().__init__(control)
+        if stream is not None and not hasattr(stream, "cuda_stream"):
+            raise TypeError(f"{type(self).__name__} takes a torch.cuda.Stream as stream, or None, not {stream!r}")
+        reason = why_no_nccl() if library is load_nccl else None
+        if reason is not None:
+            raise BackendUnavailable(
+                f"{type(self).__name__} needs NCCL on all ranks, and rank {control.rank} can't use it: {reason}."
+                " 'ferrodist doctor' tells what is there.",
+                ranks=(control.rank,),
+            )
         self._is_closed = False
         self._stream = stream
         self._library = library
