@@ -7,6 +7,7 @@ needs torch is imported by the handler that needs it, so that ``run`` and ``secr
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.metadata
 import sys
 from typing import TYPE_CHECKING, NoReturn
@@ -72,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(argv: Sequence[str] | None) -> int:
-    arguments = build_parser().parse_args(argv)
+    arguments, unknown = build_parser().parse_known_args(argv)
+    if unknown:
+        arguments.parser.error(_unrecognized(arguments.parser, unknown))
     try:
         code: int = arguments.handler(arguments)
     except UsageError as error:
@@ -81,6 +84,17 @@ def _run_command(argv: Sequence[str] | None) -> int:
         complain(f"ferrodist: {error}\n")
         return 1
     return code
+
+
+def _unrecognized(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    """What is said of arguments that a command does not have, with its own options that look like them."""
+    options = [option for option in parser._option_string_actions if option.startswith("--")]  # noqa: SLF001 - as above
+    likely: list[str] = []
+    for given in (each.partition("=")[0] for each in unknown if each.startswith("--")):
+        longer = [option for option in options if option.startswith(given)]
+        likely += longer[:1] or difflib.get_close_matches(given, options, 1)
+    hint = f"; is it {' or '.join(dict.fromkeys(likely))}?" if likely else ""
+    return f"unrecognized arguments: {' '.join(unknown)}{hint}"
 
 
 def build_parser() -> argparse.ArgumentParser:

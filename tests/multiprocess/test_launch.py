@@ -325,6 +325,135 @@ def test_user_signals_are_passed_on_and_stop_nothing(script):
         assert launcher.wait(LIMIT) == 0
 
 
+STUCK_RANK = """
+    import os, signal, sys, time
+
+    def stuck_here():
+        print("ready", os.getpid(), flush=True)
+        while True: time.sleep(60)
+
+    signal.signal(signal.SIGUSR2, lambda *_: sys.exit(0))
+    stuck_here()
+"""
+
+
+@linux_only
+def test_sigusr1_shows_where_every_rank_is(script):
+    """A job that seems to hang says where: each rank's stack, of programs that import nothing of ours, and goes on."""
+    path = script(STUCK_RANK)
+    with started("--nproc-per-node", "2", path) as launcher:
+        pids = read_pids(launcher, 2)
+        shown = {rank: [] for rank in pids}
+        for _ in range(2):  # not only the first time
+            launcher.send_signal(signal.SIGUSR1)
+            while not all(any(b"in <module>" in line for line in lines) for lines in shown.values()):
+                line = launcher.stderr.readline()
+                shown[int(re.match(rb"\[rank (\d)", line)[1])].append(line)
+            for lines in shown.values():
+                assert any(re.search(rb"File .*rank_script.py., line [56] in stuck_here", line) for line in lines)
+                lines.clear()
+        launcher.send_signal(signal.SIGUSR2)
+        assert launcher.wait(LIMIT) == 0
+
+
+@linux_only
+@pytest.mark.parametrize("in_a_shell", [False, True])
+def test_sigusr1_kills_nobody(script, in_a_shell):
+    """A program's own handler stays, and what has none goes on: a rank's child, and a shell that it runs in."""
+    path = script("""
+        import os, signal, subprocess, sys, threading
+        came = threading.Event()
+        child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+        signal.signal(signal.SIGUSR1, lambda *_: came.set())
+        print("ready", os.getpid(), flush=True)
+        while not came.wait(0.1): pass
+        print("ended", child.poll(), flush=True)
+    """)
+    wrapper = ["--no-python", "sh", "-c", f"{sys.executable} {path}; echo went on"]
+    with started(*(wrapper if in_a_shell else [path])) as launcher:
+        read_pids(launcher, 1)
+        launcher.send_signal(signal.SIGUSR1)
+        shown, errors = launcher.communicate(timeout=LIMIT)
+    assert (launcher.returncode, errors) == (0, b"")
+    assert lines_of(shown, 0) == [b"ended None", b"went on"][: 1 + in_a_shell]
+
+
+def test_a_crash_leaves_a_stack(script):
+    """A segmentation fault says which line of the program it was in."""
+    path = script("""
+        import os, signal
+
+        def crash():
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+        if os.environ["RANK"] == "1":
+            crash()
+        signal.pause()
+    """)
+    done = run_to_end("--nproc-per-node", "2", path)
+    assert done.returncode == 128 + signal.SIGSEGV
+    assert b"[rank 1] Fatal Python error: Segmentation fault" in done.stderr
+    assert re.search(rb"\[rank 1\]   File .*rank_script.py., line 5 in crash", done.stderr)
+
+
+def test_the_programs_environment_is_its_own(script, tmp_path):
+    """What makes ranks print stacks is gone when the program starts, and a ``sitecustomize`` of the user's has run."""
+    (tmp_path / "sitecustomize.py").write_text("import os; os.environ['CUSTOMIZED'] = 'yes'\n")
+    path = script("""
+        import os, sys, sitecustomize
+        print(os.environ["PYTHONPATH"], os.environ["CUSTOMIZED"], sitecustomize.__file__)
+        print([each for each in sys.path if "rank_site" in each])
+    """)
+    given = f"{tmp_path}{os.pathsep}{SOURCE}"
+    done = run_to_end(path, env=environment(PYTHONPATH=given))
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert lines_of(done.stdout, 0) == [f"{given} yes {tmp_path / 'sitecustomize.py'}".encode(), b"[]"]
+
+
+def test_rank_0_reads_what_is_typed(script):
+    """The first rank has the launcher's standard input, the others none."""
+    path = script("import os, sys; print(os.environ['RANK'], repr(sys.stdin.read()))")
+    done = run_to_end("--nproc-per-node", "2", path, stdin=None, input=b"typed")
+    assert sorted(done.stdout.splitlines()) == [b"[rank 0] 0 'typed'", b"[rank 1] 1 ''"]
+
+
+def test_a_breakpoint_in_rank_0(script):
+    """With several ranks at a terminal, rank 0's debugger shows its prompt, takes commands, and the job goes on."""
+    path = script("""
+        import os
+        value = 41
+        if os.environ["RANK"] == "0": breakpoint()
+        print("went on with", value)
+    """)
+    ours, theirs = os.openpty()
+    shown = b""
+
+    def read_until(text):
+        nonlocal shown
+        while text not in shown:
+            assert select.select([ours], [], [], LIMIT)[0], shown
+            shown += os.read(ours, 4096)
+
+    env = environment(NO_COLOR="1")
+    arguments = command("--nproc-per-node", "2", path)
+    with subprocess.Popen(arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as launcher:
+        try:
+            read_until(b"[rank 1] went on with 41")
+            for line in (b"value += 1", b"p value * 2"):
+                read_until(b"[rank 0] (Pdb) ")
+                shown = b""
+                os.write(ours, line + b"\n")
+            read_until(b"84\r\n")
+            read_until(b"[rank 0] (Pdb) ")
+            os.write(ours, b"c\n")
+            read_until(b"went on with 42")
+            assert launcher.wait(LIMIT) == 0
+        finally:
+            launcher.kill()
+            os.close(ours)
+            os.close(theirs)
+
+
 def test_ranks_that_die_of_the_signal_give_its_exit_code(script):
     """A default SIGTERM ends the ranks; one line says so, and nobody is blamed or restarted."""
     path = script(WAITING_RANK + "    signal.pthread_sigmask(signal.SIG_UNBLOCK, watched); signal.pause()")
@@ -532,7 +661,7 @@ def test_restarts_start_all_ranks_again(script):
 def test_restarts_end_and_use_a_new_port_each(script, monkeypatch, capfd):
     """When the restarts are used up the failure stands; every attempt had a port of its own."""
     ports = iter([1001, 1002, 1003])
-    monkeypatch.setattr(run_module, "find_free_port", lambda: next(ports))
+    monkeypatch.setattr(run_module, "reserved_port", lambda: contextlib.nullcontext(next(ports)))
     path = script("import os, sys; print(os.environ['MASTER_PORT']); sys.exit(9)")
     assert launch(LaunchSpec(program=path, max_restarts=2)) == 9
     shown = capfd.readouterr()

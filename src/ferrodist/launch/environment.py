@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from ferrodist.launch.spec import LaunchSpec
 
-__all__ = ["LOOPBACK", "Attempt", "find_free_port", "rank_environment", "usable_cores"]
+__all__ = ["LOOPBACK", "Attempt", "rank_environment", "reserved_port", "usable_cores", "with_stack_dumps"]
 
 LOOPBACK = "127.0.0.1"
+
+_RANK_SITE = str(Path(__file__).with_name("rank_site"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +48,28 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def find_free_port() -> int:
-    """A loopback port that was free a moment ago.
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A loopback port for rank 0, which nobody else is given inside the block.
 
-    The port is closed again before rank 0 binds it. Linux hands out ephemeral ports in a scattered order, so
-    another process would have to draw the same one in those milliseconds; rank 0 then fails to bind and says
-    so.
+    The socket stays bound, and never listens. On Linux another socket may then bind the same port by its number where
+    both have SO_REUSEADDR, as rank 0's listener has (ferrodist's and torch's), and listen on it; a socket that takes
+    whichever port is free, or that connects, gets another one. Elsewhere the socket is closed before the ranks start,
+    so that in rare cases another process takes the port first; rank 0 then fails to bind and says so.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((LOOPBACK, 0))
+        port: int = holder.getsockname()[1]
+        if sys.platform != "linux":
+            holder.close()
+        yield port
+
+
+def with_stack_dumps(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which Python programs print their stacks at SIGUSR1 and crashes; see `rank_site`."""
+    paths = [_RANK_SITE, *filter(None, [environment.get("PYTHONPATH")])]
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def rank_environment(

@@ -15,13 +15,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["LONGEST_LINE", "REDRAW_INTERVAL", "TAIL_LINES", "LinePrefixer", "OutputPump", "rank_prefix"]
+__all__ = [
+    "LONGEST_LINE",
+    "PROMPT_SECONDS",
+    "REDRAW_INTERVAL",
+    "TAIL_LINES",
+    "LinePrefixer",
+    "OutputPump",
+    "rank_prefix",
+]
 
 LONGEST_LINE = 64 * 1024
 """Bytes after which a line without an end is cut, so that no rank can fill the launcher's memory."""
 
 REDRAW_INTERVAL = 1.0
 """Seconds between two shown states of a progress bar."""
+
+PROMPT_SECONDS = 0.1
+"""How long a line may stay without an end before it is shown as a prompt, where prompts are."""
 
 TAIL_LINES = 20
 """Lines of standard error kept for the failure report."""
@@ -67,10 +78,14 @@ class LinePrefixer:
         self._clock = clock
         self._partial = bytearray()
         self._last_redraw = -math.inf
+        self._is_redrawing = False
+        self._num_shown = 0  # bytes of the partial line that `take_prompt` gave
+        self._last_fed = -math.inf
 
     def feed(self, data: bytes) -> bytes:
         """Add bytes of the stream; returns the lines they completed, each with prefix and newline."""
         lines: list[bytes] = []
+        self._last_fed = self._clock()
         if b"\n" in data or b"\r" in data or self._partial.endswith(b"\r"):
             text, start = _RETURNS.sub(b"\r", bytes(self._partial) + data), 0
             for match in _LINE_END.finditer(text):
@@ -95,26 +110,53 @@ class LinePrefixer:
         self._partial.clear()
         return b"".join(lines)
 
+    def seconds_to_prompt(self) -> float:
+        """Seconds until `take_prompt` has something to give; infinity while it has not."""
+        if len(self._partial) == self._num_shown or self._is_redrawing or b"\r" in self._partial:
+            return math.inf
+        return max(0.0, self._last_fed + PROMPT_SECONDS - self._clock())
+
+    def take_prompt(self) -> bytes:
+        """What the line that has no end yet has gained, if nothing followed for a while.
+
+        What comes after it has a prefix again: most often somebody has typed an answer, with the end of that line.
+        """
+        if self.seconds_to_prompt() > 0:
+            return b""
+        text = bytes(self._partial[self._num_shown :])
+        self._num_shown = len(self._partial)
+        return self._prefix + text
+
+    def interrupt_prompt(self) -> bytes:
+        """The end of a line that `take_prompt` began, before another stream's; it will be given again."""
+        end = b"\n" if self._num_shown else b""
+        self._num_shown = 0
+        return end
+
     def _add(self, lines: list[bytes], text: bytes, *, redraw: bool) -> None:
+        self._is_redrawing = redraw
         while len(text) > LONGEST_LINE:
             self._emit(lines, text[:LONGEST_LINE])
             text = text[LONGEST_LINE:]
         if redraw:
             now = self._clock()
-            if not text or now - self._last_redraw < REDRAW_INTERVAL:
+            if not self._num_shown and (not text or now - self._last_redraw < REDRAW_INTERVAL):
                 return
             self._last_redraw = now
         self._emit(lines, text)
 
     def _emit(self, lines: list[bytes], text: bytes) -> None:
         self.tail.append(text)
-        lines.append(self._prefix + text + b"\n")
+        rest = text[self._num_shown :]
+        lines.append(self._prefix + rest + b"\n" if rest or not self._num_shown else b"\n")
+        self._num_shown = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Route:
     prefixer: LinePrefixer
     sink: int
+    prompts: bool
 
 
 class OutputPump:
@@ -132,12 +174,16 @@ class OutputPump:
         self._routes: dict[int, _Route] = {}
         self._queue: deque[tuple[int, memoryview]] = deque()
         self._gone: set[int] = set()
+        self._prompter: _Route | None = None  # the last one with prompts that said something
         self.error: OSError | None = None
         """Why a sink was dropped, if it was not because its reader had left."""
 
-    def add(self, source: int, sink: int, prefixer: LinePrefixer) -> None:
-        """Carry what arrives at ``source`` to ``sink``; takes ownership of ``source``."""
-        self._routes[source] = _Route(prefixer, sink)
+    def add(self, source: int, sink: int, prefixer: LinePrefixer, *, prompts: bool = False) -> None:
+        """Carry what arrives at ``source`` to ``sink``; takes ownership of ``source``.
+
+        With ``prompts`` the sink is a terminal at which somebody answers whoever writes to the source.
+        """
+        self._routes[source] = _Route(prefixer, sink, prompts)
 
     @property
     def sources(self) -> frozenset[int]:
@@ -159,6 +205,17 @@ class OutputPump:
         for source in sources:
             if source in self._routes:
                 self._read_one(source)
+
+    def seconds_to_prompt(self) -> float:
+        """Seconds until `show_prompt` has something to do; infinity while it has not."""
+        return math.inf if self._prompter is None or self._queue else self._prompter.prefixer.seconds_to_prompt()
+
+    def show_prompt(self) -> None:
+        """Queue the line that has no end yet, where somebody may be waiting for it."""
+        if self._prompter is not None and not self._queue:
+            data = self._prompter.prefixer.take_prompt()
+            if data:
+                self._queue.append((self._prompter.sink, memoryview(data)))
 
     def write(self) -> None:
         """Write what the sinks accept now."""
@@ -210,18 +267,32 @@ class OutputPump:
         data = os.read(source, _READ_SIZE)
         if data:
             route = self._routes[source]
-            self._enqueue(route.sink, route.prefixer.feed(data))
+            if route.prompts and route is not self._prompter:
+                self._interrupt_prompt()
+                self._prompter = route
+            self._enqueue(route, route.prefixer.feed(data))
         else:
             self._end(source)
 
     def _end(self, source: int) -> None:
         route = self._routes.pop(source)
-        self._enqueue(route.sink, route.prefixer.flush())
+        self._enqueue(route, route.prefixer.flush())
+        if route is self._prompter:
+            self._prompter = None
         os.close(source)
 
-    def _enqueue(self, sink: int, data: bytes) -> None:
-        if data:
-            self._queue.append((sink, memoryview(data)))
+    def _enqueue(self, route: _Route, data: bytes) -> None:
+        if not data:
+            return
+        if route is not self._prompter:
+            self._interrupt_prompt()
+        self._queue.append((route.sink, memoryview(data)))
+
+    def _interrupt_prompt(self) -> None:
+        if self._prompter is not None:
+            end = self._prompter.prefixer.interrupt_prompt()
+            if end:
+                self._queue.append((self._prompter.sink, memoryview(end)))
 
 
 def _is_writable(descriptor: int) -> bool:

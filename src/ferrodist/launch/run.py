@@ -11,12 +11,20 @@ import uuid
 from typing import TYPE_CHECKING
 
 from ferrodist.launch.console import complain
-from ferrodist.launch.environment import LOOPBACK, Attempt, find_free_port, rank_environment, usable_cores
+from ferrodist.launch.environment import (
+    LOOPBACK,
+    Attempt,
+    rank_environment,
+    reserved_port,
+    usable_cores,
+    with_stack_dumps,
+)
 from ferrodist.launch.mpi import run_mpiexec
 from ferrodist.launch.pmi import PmiServer
 from ferrodist.launch.report import failure_report, stop_report
 from ferrodist.launch.signals import SignalInbox
 from ferrodist.launch.spec import DEFAULT_TIMEOUT_BEFORE_KILL, LaunchSpec, MpiLauncher, ProgramKind
+from ferrodist.launch.torchrun_options import add_torchrun_arguments, spellings
 from ferrodist.launch.worker_group import GroupOutcome, RankProcess, Sinks, WorkerGroup
 from ferrodist.rendezvous.secret import make_secret
 
@@ -32,8 +40,10 @@ _STDOUT, _STDERR = 1, 2
 def launch(spec: LaunchSpec) -> int:
     """Run the ranks of this host to their end, restarting them as the spec allows.
 
-    Forwards SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 to the ranks when called in the main thread. Blocks
-    until all ranks have ended and been reaped; reports on standard error when that was a failure.
+    Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR2 to the ranks when called in the main thread, and SIGUSR1 to those that
+    it does not kill: Python programs print their stacks, or do what their own handler does.
+    The first rank of the host reads this process's standard input, the others the null device. Blocks until all ranks
+    have ended and been reaped; reports on standard error when that was a failure.
 
     Args:
         spec: What to launch.
@@ -53,14 +63,15 @@ def launch(spec: LaunchSpec) -> int:
     max_attempts = spec.max_restarts + 1
     with _sinks(spec) as sinks, SignalInbox() as inbox:
         for restart_count in range(max_attempts):
-            attempt = Attempt(
-                master_addr=spec.master_addr or LOOPBACK,
-                master_port=spec.master_port or find_free_port(),
-                run_id=run_id,
-                secret=secret,
-                restart_count=restart_count,
-            )
-            outcome = _run_attempt(spec, attempt, inbox, sinks)
+            with contextlib.nullcontext(spec.master_port) if spec.master_port else reserved_port() as port:
+                attempt = Attempt(
+                    master_addr=spec.master_addr or LOOPBACK,
+                    master_port=port,
+                    run_id=run_id,
+                    secret=secret,
+                    restart_count=restart_count,
+                )
+                outcome = _run_attempt(spec, attempt, inbox, sinks)
             restarts = outcome.first_failure is not None and outcome.stopped_by is None
             _report(outcome, restart_count + 1, max_attempts)
             if not restarts:
@@ -80,10 +91,10 @@ def _run_attempt(spec: LaunchSpec, attempt: Attempt, inbox: SignalInbox, sinks: 
                 rank=spec.global_rank(local_rank),
                 command=command,
                 environment={
-                    **rank_environment(spec, attempt, local_rank, base=os.environ, cores=cores),
+                    **rank_environment(spec, attempt, local_rank, base=with_stack_dumps(os.environ), cores=cores),
                     **(pmi.environment(local_rank) if pmi is not None else {}),
                 },
-                owns_stdin=spec.nproc_per_node == 1,
+                owns_stdin=local_rank == 0,
                 descriptors=(pmi.descriptor(local_rank),) if pmi is not None else (),
             )
             for local_rank in range(spec.nproc_per_node)
@@ -132,8 +143,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``ferrodist run``, in torchrun's spelling with hyphens or underscores."""
 
     def option(name: str, kind: Callable[[str], Any], metavar: str, text: str, *aliases: str) -> None:
-        names = [spelling for long in (name, *aliases) for spelling in (long, "--" + long[2:].replace("-", "_"))]
-        parser.add_argument(*dict.fromkeys(names), type=kind, metavar=metavar, help=text)
+        parser.add_argument(*spellings(name, *aliases), type=kind, metavar=metavar, help=text)
 
     option("--nproc-per-node", _ranks_per_host, "N", "ranks on this host (default 1); auto: one for each usable core")
     option("--nnodes", _hosts, "N", "hosts in the job (default 1)")
@@ -155,6 +165,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-python", "--no_python", action="store_true", help="the program is an executable, not Python"
     )
+    add_torchrun_arguments(parser)
     # Not a positional followed by REMAINDER: that positional would swallow a "--" meant for the program.
     parser.add_argument(
         "command",

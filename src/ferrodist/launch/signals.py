@@ -5,20 +5,26 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import TracebackType
 
     from typing_extensions import Self
 
-__all__ = ["FORWARDED", "STOPPING", "SignalInbox", "signal_name"]
+__all__ = ["FORWARDED", "STOPPING", "SignalInbox", "signal_name", "surviving_members"]
 
 STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 """Forwarded, and start the countdown to SIGKILL."""
 
 FORWARDED = STOPPING | {signal.SIGUSR1, signal.SIGUSR2}
-"""Signals that reach every rank."""
+"""Signals that reach the ranks."""
+
+_PROC = Path("/proc")
+_DISPOSITIONS = ("SigBlk:", "SigIgn:", "SigCgt:")
+"""The lines of /proc/PID/status with the masks of signals that do not take their default action."""
 
 
 def signal_name(number: int) -> str:
@@ -27,6 +33,38 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def surviving_members(groups: Iterable[int], number: signal.Signals) -> list[int]:
+    """The processes of these process groups that a signal does not kill: they catch, ignore or block it.
+
+    Elsewhere than on Linux nobody can say, and all the groups' leaders are taken.
+    """
+    wanted = set(groups)
+    if not _PROC.is_dir():
+        return sorted(wanted)
+    return [
+        int(entry.name)
+        for entry in _PROC.iterdir()
+        if entry.name.isdecimal() and _group_of(int(entry.name)) in wanted and _survives(entry, number)
+    ]
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except OSError:  # it has ended
+        return None
+
+
+def _survives(process: Path, number: signal.Signals) -> bool:
+    try:
+        lines = (process / "status").read_text(errors="replace").splitlines()
+        is_in_sigwait = "sigtimedwait" in (process / "wchan").read_text()  # it blocks what it waits for, unseen
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(_DISPOSITIONS)]
+    return is_in_sigwait or any(mask >> (number - 1) & 1 for mask in masks)
 
 
 class SignalInbox:

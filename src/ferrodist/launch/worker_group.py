@@ -26,7 +26,7 @@ from ferrodist.launch import _rank_entry
 from ferrodist.launch.consequence import is_consequence
 from ferrodist.launch.exits import CAUSE_SECONDS, EXIT_POLL_INTERVAL, ExitWatch, RankExit
 from ferrodist.launch.output import LinePrefixer, OutputPump, rank_prefix
-from ferrodist.launch.signals import STOPPING, SignalInbox
+from ferrodist.launch.signals import STOPPING, SignalInbox, surviving_members
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -39,6 +39,7 @@ __all__ = ["GroupOutcome", "RankProcess", "Sinks", "WorkerGroup"]
 _REPEAT_WINDOW = 0.1
 """Seconds in which a stop signal counts once: GNU ``timeout`` signals its child, then its child's group."""
 
+_STDIN = 0
 _LONGEST_POLL = 3600.0  # poll() counts milliseconds in a C int
 
 # What a rank ends with when it is asked to: the signals themselves, and the same as a shell or a handler
@@ -56,7 +57,8 @@ class RankProcess:
         rank: Its number in the job.
         command: Program and arguments.
         environment: The whole environment.
-        owns_stdin: Whether it reads what the user types. One rank may; several would fight for it.
+        owns_stdin: Whether it reads what the user types. One rank may; several would fight for it. Where that is a
+            terminal, text without a line's end appears when nothing follows, as a prompt should.
         descriptors: What it inherits beside its standard streams.
     """
 
@@ -117,6 +119,10 @@ class GroupOutcome:
         # in.
         own = [exit_.code for exit_ in failed if exit_.rank not in self.killed]
         return _shell_code(own[0]) if own else 128 + self.stopped_by
+
+
+def _stdin_is_terminal() -> bool:
+    return sys.__stdin__ is not None and os.isatty(_STDIN)
 
 
 def _shell_code(code: int) -> int:
@@ -188,6 +194,7 @@ class WorkerGroup:
                 self._on_signal(number)
             self._look_for_cause()
             self._pump.read(ready)
+            self._pump.show_prompt()
             if self._all_exited:
                 self._settle()
             if self._kill_deadline is not None and self._kill_deadline.expired:
@@ -233,20 +240,21 @@ class WorkerGroup:
             self._processes[process.pid] = process
             self._rank_of[process.pid] = rank.rank
             self._watch.add(process.pid)
-            self._connect(rank.rank, process.stdout, self._sinks.stdout)
-            self._errors[rank.rank] = self._connect(rank.rank, process.stderr, self._sinks.stderr)
+            self._connect(rank, process.stdout, self._sinks.stdout)
+            self._errors[rank.rank] = self._connect(rank, process.stderr, self._sinks.stderr)
         except OSError as error:
             raise RankFailedError(
                 f"rank {rank.rank} could not be started: {error}; the ranks before it were ended",
                 ranks=(rank.rank,),
             ) from error
 
-    def _connect(self, rank: int, stream: IO[bytes] | None, sink: int) -> LinePrefixer:
-        colour = os.isatty(sink) and not os.environ.get("NO_COLOR")
-        prefixer = LinePrefixer(rank_prefix(rank, colour=colour))
+    def _connect(self, rank: RankProcess, stream: IO[bytes] | None, sink: int) -> LinePrefixer:
+        on_terminal = os.isatty(sink)
+        prefixer = LinePrefixer(rank_prefix(rank.rank, colour=on_terminal and not os.environ.get("NO_COLOR")))
         if stream is not None:
             with stream:
-                self._pump.add(os.dup(stream.fileno()), sink, prefixer)
+                source = os.dup(stream.fileno())
+            self._pump.add(source, sink, prefixer, prompts=on_terminal and rank.owns_stdin and _stdin_is_terminal())
         return prefixer
 
     def _poll(self) -> frozenset[int]:
@@ -261,6 +269,7 @@ class WorkerGroup:
             limit = EXIT_POLL_INTERVAL
         for source in self._pump.sources:
             poller.register(source, select.POLLIN)
+        limit = min(limit, self._pump.seconds_to_prompt())
         if self._pump.blocked_sink is not None:
             poller.register(self._pump.blocked_sink, select.POLLOUT)
         if not self._stopping:
@@ -307,6 +316,9 @@ class WorkerGroup:
         self._stop(signal.SIGTERM)
 
     def _on_signal(self, number: signal.Signals) -> None:
+        if number == signal.SIGUSR1:
+            self._ask_for_stacks()
+            return
         if number not in STOPPING:
             self._signal_groups(number)
             return
@@ -341,6 +353,12 @@ class WorkerGroup:
         if self._killed is None:
             self._killed = frozenset(self._rank_of.values()) - {exit_.rank for exit_ in self._exits}
             self._signal_groups(signal.SIGKILL)
+
+    def _ask_for_stacks(self) -> None:
+        """Send SIGUSR1 to the ranks, and to what they started, but for those it would kill."""
+        for pid in surviving_members(self._processes, signal.SIGUSR1):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # as below
+                os.kill(pid, signal.SIGUSR1)
 
     def _signal_groups(self, number: signal.Signals) -> None:
         for pid in self._processes:

@@ -85,6 +85,12 @@ def test_the_rendezvous_backends_of_torchrun_are_accepted(backend):
     assert parse("--rdzv_backend", backend, __file__) == parse(__file__)
 
 
+@pytest.mark.parametrize("option", ["--monitor-interval=5", "--start_method=spawn", "--event-log-handler=null"])
+def test_settings_of_torchruns_own_work_change_nothing(option):
+    """Command lines written for torchrun run as they are where what they set is of no use here."""
+    assert parse(option, __file__) == parse(__file__)
+
+
 def test_a_script_whose_name_looks_like_an_option(tmp_path, monkeypatch):
     """Python is given a path that it can't take for an option of its own."""
     monkeypatch.chdir(tmp_path)
@@ -132,7 +138,14 @@ def test_endpoint_is_address_and_port():
         (["run", "--nnodes", "1:2", __file__], "1:2 is an elastic range"),
         (["run", "--nnodes", "x", __file__], "invalid value: 'x'"),
         (["run", "--rdzv-backend", "etcd", __file__], "there is no 'etcd'"),
-        (["run", "--nproc", "2", __file__], "unrecognized arguments"),
+        (
+            ["run", "--nproc", "2", __file__],
+            "ferrodist run: unrecognized arguments: --nproc; is it --nproc-per-node? (see 'ferrodist run",
+        ),
+        (["run", "--log-dir", "logs", __file__], "--log-dir is an option of torchrun's: the ranks' output goes to"),
+        (["run", "--log_dir=logs", __file__], "--log_dir is an option of torchrun's: the ranks' output goes to"),
+        (["run", "-t", "3", __file__], "-t is an option of torchrun's: the ranks' output goes to"),
+        (["run", "--rdzv-conf", "timeout=900", __file__], "--timeout S is ours"),
         (["run", "no/such.py"], "there is no script 'no/such.py'"),
         (["run", "--no-python", "-m", "sh"], "exclude each other"),
         (["run", "--standalone", "--nnodes", "2", __file__], "--standalone is for one host"),

@@ -7,11 +7,12 @@ import os
 import resource
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
 from ferrodist.launch import run
-from ferrodist.launch.environment import Attempt, find_free_port, rank_environment, usable_cores
+from ferrodist.launch.environment import Attempt, rank_environment, reserved_port, usable_cores, with_stack_dumps
 from ferrodist.launch.limits import rank_limit
 from ferrodist.launch.spec import LaunchSpec, ProgramKind
 
@@ -97,10 +98,26 @@ def test_usable_cores_are_those_of_the_affinity_mask(monkeypatch):
     assert usable_cores() == 3
 
 
-def test_a_free_port_can_be_bound():
-    """The port found is one that rank 0 can listen on."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", find_free_port()))
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a port that is bound can't be bound again")
+def test_a_port_is_kept_for_rank_0():
+    """Nobody takes the port while the ranks start, and rank 0 can listen on it, as torch's stores do, too."""
+    with reserved_port() as port:
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
+        for address in ("127.0.0.1", "0.0.0.0"):
+            socket.create_server((address, port)).close()  # with SO_REUSEADDR
+        socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True).close()
+    with socket.socket() as anybody:
+        anybody.bind(("127.0.0.1", port))
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, []), ("", []), ("a:b", ["a", "b"])])
+def test_stack_dumps_stand_before_the_users_path(given, expected):
+    """The folder of the hook comes first in PYTHONPATH; where that was empty nothing stands for the working folder."""
+    base = {} if given is None else {"PYTHONPATH": given}
+    folder, *rest = with_stack_dumps(base)["PYTHONPATH"].split(os.pathsep)
+    assert rest == expected
+    assert (Path(folder) / "sitecustomize.py").exists()
 
 
 def test_commands_use_the_launching_interpreter():

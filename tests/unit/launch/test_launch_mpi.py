@@ -9,6 +9,7 @@ import pytest
 
 from ferrodist.cli import main
 from ferrodist.errors import BackendUnavailable
+from ferrodist.launch.environment import with_stack_dumps
 from ferrodist.launch.mpi import find_mpiexec, is_open_mpi, mpiexec_command, mpiexec_environment, mpiexec_options
 from ferrodist.launch.pmi import PmiServer
 from ferrodist.launch.spec import LaunchSpec, MpiLauncher
@@ -36,6 +37,7 @@ def test_command_for_open_mpi(is_root):
 def test_variables_for_mpiexec():
     """Ranks learn how many they are to be, and no single rank's number."""
     found = mpiexec_environment(spec(), {"RANK": "7", "LOCAL_RANK": "7", "HOME": "/here"}, cores=8)
+    assert found.pop("PYTHONPATH") == with_stack_dumps({})["PYTHONPATH"]
     assert found == {"HOME": "/here", "WORLD_SIZE": "3", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "2"}
     assert mpiexec_environment(spec(), {"OMP_NUM_THREADS": "5"}, cores=8)["OMP_NUM_THREADS"] == "5"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from unittest import mock
 
@@ -108,6 +109,67 @@ def test_colour_only_when_asked():
     coloured = rank_prefix(3, colour=True)
     assert coloured.startswith(b"\x1b[")
     assert coloured.endswith(b"[rank 3]\x1b[0m ")
+
+
+class _Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_prompt_is_shown_when_nothing_follows():
+    """Text without a line's end appears after a moment, once, and what answers it has a prefix of its own."""
+    clock = _Clock()
+    prefixer = LinePrefixer(b"> ", clock=clock)
+    assert prefixer.feed(b"line\n(Pdb) ") == b"> line\n"
+    assert prefixer.take_prompt() == b""
+    assert prefixer.seconds_to_prompt() == pytest.approx(output.PROMPT_SECONDS)
+    clock.now += 1
+    assert prefixer.take_prompt() == b"> (Pdb) "
+    assert prefixer.seconds_to_prompt() == math.inf
+    assert prefixer.feed(b"84\nworking") == b"> 84\n"
+    clock.now += 1
+    assert prefixer.take_prompt() == b"> working"
+    assert prefixer.feed(b"\nnext\n") == b"\n> next\n"
+    assert list(prefixer.tail) == [b"line", b"(Pdb) 84", b"working", b"next"]
+
+
+def test_a_progress_bar_is_no_prompt():
+    """Bars stay at one state a second, whichever end of a state has the carriage return."""
+    clock = _Clock()
+    prefixer = LinePrefixer(b"> ", clock=clock)
+    for text in (b"\r 0%", b"\r 10%", b" 20%\r", b" 30%"):
+        prefixer.feed(text)
+        clock.now += 0.5
+        assert prefixer.take_prompt() == b""
+
+
+def test_another_ranks_line_interrupts_a_prompt():
+    """It gets a line of its own, and the prompt appears again after it."""
+    pump = OutputPump()
+    ours, sink = os.pipe()
+    clock = _Clock()
+    sides, sources = [], []
+    for rank in range(2):
+        source, side = os.pipe()
+        pump.add(source, sink, LinePrefixer(b"[%d] " % rank, clock=clock), prompts=rank == 0)
+        sides.append(side)
+        sources.append(source)
+    try:
+        for side, text in ((0, b"(Pdb) "), (1, b"hello\n"), (0, b"42\n")):
+            os.write(sides[side], text)
+            pump.read([sources[side]])
+            while pump.blocked_sink is not None:
+                pump.write()
+            clock.now += 1
+            pump.show_prompt()
+            pump.write()
+        assert os.read(ours, 4096) == b"[0] (Pdb) \n[1] hello\n[0] (Pdb) [0] 42\n"
+    finally:
+        pump.close()
+        for descriptor in (*sides, ours, sink):
+            os.close(descriptor)
 
 
 def test_the_pump_pauses_reading_while_its_reader_pauses():
