@@ -13,13 +13,21 @@ import pytest
 from ferrodist.backends.tcp.frame import Frame, Kind
 from ferrodist.backends.tcp.link import Link
 from ferrodist.backends.tcp.loop import LinkLoop
+from ferrodist.rendezvous.session import Session
 from ferrodist.testing import check_leaks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _LIMIT = 20.0
+_KEY = bytes(32)
 _FRAME = Frame(kind=Kind.PING, source=1, destination=0)
+
+
+def _sealed(session: Session) -> bytes:
+    tag = session.outgoing.tag(_FRAME.pack())
+    session.outgoing.advance()
+    return _FRAME.pack() + tag
 
 
 class _Recorder:
@@ -69,7 +77,7 @@ def _connected(*peers: int) -> Iterator[tuple[dict[int, Link], dict[int, socket.
     with socket.create_server(("127.0.0.1", 0)) as server:
         for peer in peers:
             far[peer] = socket.create_connection(server.getsockname())
-            links[peer] = Link(server.accept()[0], peer)
+            links[peer] = Link(server.accept()[0], peer, Session(_KEY, is_server=True))
     try:
         yield links, far
     finally:
@@ -105,9 +113,10 @@ def test_without_epoll_links_are_read_on(monkeypatch: pytest.MonkeyPatch) -> Non
         for link in links.values():
             loop.touch(link)
         loop.start()
-        far[1].sendall(_FRAME.pack() * 3)
+        session = Session(_KEY, is_server=False)
+        far[1].sendall(b"".join(_sealed(session) for _ in range(3)))
         assert handler.wait_for(lambda: handler.num_frames == 3)
-        far[1].sendall(_FRAME.pack())
+        far[1].sendall(_sealed(session))
         assert handler.wait_for(lambda: handler.num_frames == 4)
         loop.stop()
 
@@ -119,7 +128,7 @@ def test_a_link_of_a_loop_that_is_stopped_at_once(is_started: bool) -> None:
         for _ in range(20):
             loop = LinkLoop(_Recorder(), 2, "ferrodist-test")
             ours, theirs = socket.socketpair()
-            link = Link(ours, 1)
+            link = Link(ours, 1, Session(_KEY, is_server=True))
             if is_started:
                 loop.start()
             loop.touch(link)

@@ -17,6 +17,7 @@ from ferrodist.errors import (
     RendezvousError,
 )
 from ferrodist.rendezvous import Hello, connect, greet, handshake
+from ferrodist.rendezvous.session import Connection
 
 HELLO = Hello(purpose="group", job="j", rank=1, world_size=2, group="g")
 
@@ -36,8 +37,7 @@ def accept_and(listening, script):
     """Return a call that accepts one connection and runs ``script`` on it."""
 
     def call():
-        sock, _ = listening.accept()
-        with sock:
+        with Connection.take_over(listening.accept()[0]) as sock:
             return script(sock)
 
     return call
