@@ -13,6 +13,7 @@ import pytest
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
+    AuthenticationError,
     DistributedTimeoutError,
     InvalidRankError,
     InvalidWorldSizeError,
@@ -311,3 +312,42 @@ def test_a_forked_child_cannot_use_the_parents_store(server, client, until):
     finally:
         os.close(write_end)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("tamper", ["a bit", "repeat", "reflect"])
+def test_a_request_that_was_changed_on_its_way(server, client, tamper):
+    """The server refuses it, says so, and serves others; nothing of it is done."""
+    with raw(server) as sock:
+        request = msgspec.msgpack.encode([1, ["k"], 0.0, b"v"])
+        tag = sock.session.outgoing.tag(len(request).to_bytes(4, "big"), request)
+        if tamper == "a bit":
+            request = request.replace(b"v", b"w")
+        elif tamper == "repeat":
+            sock.send_frame(msgspec.msgpack.encode([1, ["other"], 0.0, b"v"]), None)
+            sock.receive_frame(100, Deadline(20))
+        else:
+            tag = sock.session.incoming.tag(len(request).to_bytes(4, "big"), request)
+        sock.sendall(len(request).to_bytes(4, "big") + tag + request)
+        _, error = msgspec.msgpack.decode(sock.receive_frame(1 << 20, Deadline(20)))
+        assert error[0] == "AuthenticationError"
+        assert sock.recv(1) == b""
+    with pytest.raises(DistributedTimeoutError):
+        client.get("k", timeout=0)
+
+
+def test_an_answer_that_was_changed_on_its_way(server, client, monkeypatch):
+    """The client raises AuthenticationError, which names the store and the call, and not another value."""
+    client.set("k", b"v")
+
+    def send(sock, reply):
+        payload = msgspec.msgpack.encode(reply)
+        length = len(payload).to_bytes(4, "big")
+        tag = sock.session.outgoing.tag(length, payload)
+        sock.session.outgoing.advance()
+        sock.sendall(length + tag + payload.replace(b"v", b"w"))
+
+    monkeypatch.setattr(tcp_store, "_send", send)
+    with pytest.raises(AuthenticationError, match=r"the store of rank 0 at .* its answer to GET k can't be trusted"):
+        client.get("k")
+    monkeypatch.undo()
+    assert client.get("k") == b"v"
