@@ -54,6 +54,14 @@ def test_a_relay_that_changes_an_address():
     assert isinstance(ours, DistributedError)
 
 
+def test_a_store_that_sends_a_rank_elsewhere():
+    """A rank that is sent to a relay raises, though that passes on all: it could change tensors."""
+    ours, theirs = hostile_peers.other_hub(seconds=2)
+    assert isinstance(theirs, AuthenticationError)
+    assert "has changed the address" in theirs.message
+    assert "was told that this group is at" in ours.message
+
+
 def test_frames_of_random_headers():
     """A rank that knows the secret and sends what no rank would is the one that is named."""
     assert set(hostile_peers.fuzzed_frames(5)) == {"rank 1 is named"}

@@ -30,7 +30,7 @@ import torch.distributed as dist
 import ferrodist as fd
 from ferrodist import rpc
 from ferrodist.deadline import Deadline
-from ferrodist.rendezvous import Hello, Listener, connect
+from ferrodist.rendezvous import Hello, Listener, MemoryStore, connect, rendezvous_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -299,6 +299,25 @@ class AddressChange:
         return data[:end] + b"9" * length + data[end + length :]
 
 
+def other_hub(seconds: float = 2.0) -> list[Any]:
+    """What two ranks say when the store, to which others may write, sends rank 1 to a relay in the place of rank 0."""
+    store = MemoryStore()
+
+    def rank(number: int) -> object:
+        membership = rendezvous_in(
+            store, "a store", rank=number, world_size=2, timeout=seconds, secret="s", job="j", is_private=True
+        )
+        with contextlib.ExitStack() as stack:
+            if number == 1:
+                host, port = membership.store.get("tcp/address", timeout=seconds).decode().split(":")
+                relay = stack.enter_context(Relay((host, int(port))))
+                membership.store.set("tcp/address", relay.address.encode())
+            with contextlib.closing(fd.TcpBackend.from_membership(membership, seconds, Deadline(seconds))) as group:
+                return fd.allreduce(torch.full((100_000,), 111.0), group=group)[0].item()
+
+    return in_threads(lambda: rank(0), lambda: rank(1))
+
+
 class Tampering:
     """One change of what passes: a bit, or a piece that is dropped, repeated or sent back to nobody.
 
@@ -483,6 +502,8 @@ def main() -> int:
         said,
         bool(change.num_changed) and classify(said) == "an error",
     )
+    said = other_hub()
+    report("another address in a store that others write to", said, classify(said) == "an error")
     counts = fuzzed_frames(rounds)
     report("frames of random headers", dict(counts), set(counts) == {"rank 1 is named"})
     intro = b"ferrodistC" + (2).to_bytes(2, "big")

@@ -24,10 +24,10 @@ _KEY = bytes(32)
 _FRAME = Frame(kind=Kind.PING, source=1, destination=0)
 
 
-def _sealed(session: Session) -> bytes:
-    tag = session.outgoing.tag(_FRAME.pack())
+def _sealed(session: Session, frame: Frame = _FRAME, payload: bytes = b"") -> bytes:
+    tag = session.outgoing.tag(frame.pack(), payload)
     session.outgoing.advance()
-    return _FRAME.pack() + tag
+    return frame.pack() + tag + payload
 
 
 class _Recorder:
@@ -36,6 +36,7 @@ class _Recorder:
     def __init__(self) -> None:
         self.num_frames = 0
         self.ended: list[int] = []
+        self.violations = 0
         self.broke: Exception | None = None
         self.blocks: dict[Link, Link] = {}  # by the link whose next frame waits in front of the other
         self._changed = threading.Condition()
@@ -57,7 +58,8 @@ class _Recorder:
         pass
 
     def link_ended(self, link: Link, reason: str, *, by_violation: bool) -> None:
-        del reason, by_violation
+        del reason
+        self.violations += by_violation
         self._tell(ended=[*self.ended, link.peer])
 
     def loop_broke(self, error: Exception) -> None:
@@ -135,3 +137,28 @@ def test_a_link_of_a_loop_that_is_stopped_at_once(is_started: bool) -> None:
             loop.stop()
             assert ours.fileno() == -1
             theirs.close()
+
+
+@pytest.mark.parametrize("change", ["header", "payload", "tag", "repeated", "left out"])
+def test_a_frame_that_is_not_the_peers_next(change: str) -> None:
+    """The link ends as one whose peer broke the protocol, and nobody hears of the frame."""
+    handler = _Recorder()
+    with check_leaks(), _connected(1) as (links, far):
+        session = Session(_KEY, is_server=False)
+        frame = Frame(kind=Kind.EAGER, source=1, destination=0, length=3, size_bytes=3)
+        data = bytearray(_sealed(session, frame, b"abc"))
+        place = {"header": 20, "payload": -1, "tag": 60}.get(change)
+        if place is not None:
+            data[place] ^= 1
+        elif change == "repeated":
+            data *= 2
+        else:
+            data = bytearray(_sealed(session, frame, b"abc"))
+        loop = LinkLoop(handler, 2, "loop")
+        loop.touch(links[1])
+        loop.start()
+        far[1].sendall(data)
+        assert handler.wait_for(lambda: bool(handler.ended))
+        loop.stop()
+    assert handler.num_frames == (change == "repeated")
+    assert handler.violations == 1
