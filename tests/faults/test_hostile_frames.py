@@ -20,9 +20,10 @@ from ferrodist.backends import mailbox, mailbox_backend
 from ferrodist.backends.sub import SubBackend
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.backends.tcp import TcpBackend
-from ferrodist.backends.tcp.frame import HEADER_SIZE, MAX_MESSAGE, MAX_PAYLOAD, Frame, Kind
+from ferrodist.backends.tcp.frame import HEADER_SIZE, MAX_MESSAGE, MAX_PAYLOAD, WIRE_VERSION, Frame, Kind
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous.handshake import Hello, connect, greet
+from ferrodist.rendezvous.session import TAG_BYTES, Connection
 from ferrodist.testing import check_leaks
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def _frame(
     payload: bytes = b"",
     *,
     magic: bytes = b"fd",
-    version: int = 1,
+    version: int = WIRE_VERSION,
     padding: int = 0,
     length: int | None = None,
     source: int = _HOSTILE,
@@ -54,13 +55,24 @@ def _frame(
     offset: int = 0,
     group: int = 0,
     tag: int = 5,
-) -> bytes:
-    """A frame with any header."""
+) -> list[tuple[bytes, bytes]]:
+    """A frame with any header, as this and its payload."""
     declared = len(payload) if length is None else length
-    return (
-        _HEADER.pack(magic, version, kind, padding, declared, source, destination, message, group, tag, size, offset)
-        + payload
-    )
+    fields = (magic, version, kind, padding, declared, source, destination, message, group, tag, size, offset)
+    return [(_HEADER.pack(*fields), payload)]
+
+
+def _send(sock: Connection, frames: bytes | list[tuple[bytes, bytes]]) -> None:
+    """Send frames as a rank that has the keys, or anything else as it is."""
+    if isinstance(frames, bytes):
+        sock.sendall(frames)
+        return
+    for header, payload in frames:
+        *_, length, _, _, _, _, tag, _, _ = _HEADER.unpack(header)
+        covers = Frame(kind=Kind.EAGER, source=0, destination=1, length=length, tag=tag).is_covered
+        seal = sock.session.outgoing.tag(header, payload if covers else b"")
+        sock.session.outgoing.advance()
+        sock.sendall(header + seal + payload)
 
 
 _OFFER = _frame(Kind.OFFER, size=_LARGE)
@@ -78,11 +90,11 @@ _BAD_REASONS: dict[str, bytes] = {
     "more behind": msgspec.msgpack.encode(("PeerLostError", "x", ())) + b"x",
 }
 
-_VIOLATIONS: dict[str, bytes] = {
+_VIOLATIONS: dict[str, bytes | list[tuple[bytes, bytes]]] = {
     "another magic": _frame(magic=b"GE"),
-    "an HTTP request": b"GET / HTTP/1.1\r\nHost: example.org\r\nUser-Agent: a browser\r\nAccept: */*\r\n\r\n",
-    "zeros": bytes(HEADER_SIZE),
-    "another version": _frame(version=2),
+    "an HTTP request": b"GET / HTTP/1.1\r\nHost: example.org\r\nUser-Agent: a browser\r\nAccept: */*\r\nA: b\r\n\r\n",
+    "zeros": bytes(HEADER_SIZE + TAG_BYTES),
+    "another version": _frame(version=WIRE_VERSION + 1),
     "padding that is not zero": _frame(padding=1),
     "kind 0": _frame(0),
     "kind 12": _frame(12),
@@ -112,7 +124,7 @@ _VIOLATIONS: dict[str, bytes] = {
     "an ABORT without a reason": _frame(Kind.ABORT),
     "an ABORT with garbage": _frame(Kind.ABORT, b"\xff" * 100),
     **{f"an ABORT with {name}": _frame(Kind.ABORT, payload) for name, payload in _BAD_REASONS.items()},
-    "half a header and the end": _frame()[:20],
+    "half a header and the end": _frame()[0][0][:20],
     "half a payload and the end": _frame(payload=b"xxxx", length=100, size=100),
 }
 
@@ -142,9 +154,13 @@ class _Job:
     def read_frame(self) -> Frame:
         """The next frame that the hub sends to the hostile rank, without its payload."""
         data = bytearray()
-        while len(data) < HEADER_SIZE:
-            data += self.sock.recv(HEADER_SIZE - len(data))
-        return Frame.unpack(memoryview(data), _WORLD_SIZE)
+        while len(data) < HEADER_SIZE + TAG_BYTES:
+            data += self.sock.recv(HEADER_SIZE + TAG_BYTES - len(data))
+        return Frame.unpack(memoryview(data)[:HEADER_SIZE], _WORLD_SIZE)
+
+    def send(self, frames: bytes | list[tuple[bytes, bytes]]) -> None:
+        """Say something as the hostile rank."""
+        _send(self.sock, frames)
 
     def close(self) -> None:
         """Close what is there."""
@@ -218,7 +234,7 @@ def test_violations_end_the_group(violation: str, bystanders: Callable[[], None]
         pending = job.groups[2].irecv(waiting, _HOSTILE, tag=77)
         tracemalloc.start()
         stack.callback(tracemalloc.stop)
-        job.sock.sendall(_VIOLATIONS[violation])
+        job.send(_VIOLATIONS[violation])
         if "and the end" in violation:
             job.sock.shutdown(socket.SHUT_WR)
         error, took = _failure_of(job.groups[0], lambda: job.groups[0].recv(bytearray(1), 2, tag=78))
@@ -248,7 +264,7 @@ _PASSED_ON: dict[str, bytes] = {
 def test_violations_that_rank_0_passes_on_name_their_sender(violation: str) -> None:
     """What breaks the protocol at the rank that it is for is put down to who sent it, by all ranks."""
     with check_leaks(), _job() as job:
-        job.sock.sendall(_PASSED_ON[violation])
+        job.send(_PASSED_ON[violation])
         for rank in (2, 0):
             error, took = _failure_of(job.groups[rank], lambda rank=rank: job.groups[rank].recv(bytearray(1), 2 - rank))
             assert isinstance(error, fd.ProtocolError), error
@@ -261,8 +277,8 @@ def test_huge_offers_cost_nothing() -> None:
     with check_leaks(), _job() as job, ExitStack() as stack:
         tracemalloc.start()
         stack.callback(tracemalloc.stop)
-        job.sock.sendall(_frame(Kind.OFFER, size=2**47, tag=5))
-        job.sock.sendall(_frame(payload=b"x", size=1, tag=6, message=2))
+        job.send(_frame(Kind.OFFER, size=2**47, tag=5))
+        job.send(_frame(payload=b"x", size=1, tag=6, message=2))
         job.groups[0].recv(bytearray(1), _HOSTILE, tag=6)  # so the offer has come
         with pytest.raises(fd.SizeMismatchError, match=str(2**47)):
             job.groups[0].recv(bytearray(8), _HOSTILE, tag=5)
@@ -277,7 +293,7 @@ def test_floods_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with check_leaks(), _job() as job:
         with suppress(OSError):  # the hub closes the connection while it is written to
             for number in range(40):
-                job.sock.sendall(_frame(payload=bytes(100_000), size=100_000, message=number, tag=number))
+                job.send(_frame(payload=bytes(100_000), size=100_000, message=number, tag=number))
         error, _ = _failure_of(job.groups[0], lambda: job.groups[0].recv(bytearray(1), 2, tag=78))
         assert isinstance(error, fd.GroupAbortedError)
         assert error.ranks == (_HOSTILE,)
@@ -288,8 +304,8 @@ def test_who_floods_is_named_whoever_comes_last(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(mailbox, "MAX_UNASKED_BYTES", 1 << 20)
     with check_leaks(), _job() as job:
         for number in range(10):
-            job.sock.sendall(_frame(payload=bytes(100_000), size=100_000, message=number, tag=number))
-        job.sock.sendall(_frame(payload=b"x", size=1, tag=77, message=10))
+            job.send(_frame(payload=bytes(100_000), size=100_000, message=number, tag=number))
+        job.send(_frame(payload=b"x", size=1, tag=77, message=10))
         job.groups[0].recv(bytearray(1), _HOSTILE, tag=77)
         job.groups[2].send(bytes(100_000), 0)
         error, _ = _failure_of(job.groups[0], lambda: job.groups[0].recv(bytearray(1), 2, tag=78))
@@ -308,11 +324,11 @@ def test_ends_of_unknown_groups_are_bounded(
     """A rank may tell of the end of groups that another has not made yet, but not of ever more of them."""
     monkeypatch.setattr(mailbox_backend, "MAX_AHEAD", 100)
     with check_leaks(), _job() as job:
-        notices = [_frame(kind, payload, destination=destination, group=group) for group in range(1, 101)]
-        job.sock.sendall(b"".join(notices * 2))
-        job.sock.sendall(_frame(payload=b"x", size=1, destination=destination, message=2))
+        notices = [_frame(kind, payload, destination=destination, group=group)[0] for group in range(1, 101)]
+        job.send(notices * 2)
+        job.send(_frame(payload=b"x", size=1, destination=destination, message=2))
         job.groups[destination].recv(bytearray(1), _HOSTILE, tag=5)
-        job.sock.sendall(_frame(kind, payload, destination=destination, group=101))
+        job.send(_frame(kind, payload, destination=destination, group=101))
         for rank in (0, 2):
             error, _ = _failure_of(job.groups[rank], lambda rank=rank: job.groups[rank].recv(bytearray(1), 2 - rank))
             assert error.ranks == (_HOSTILE,), error
@@ -324,13 +340,14 @@ def test_offers_in_a_failed_group_are_not_kept() -> None:
     with check_leaks(), _job() as job:
         hub = job.groups[0]
         group = SubBackend(hub, [0, _HOSTILE])
-        offers = [_frame(Kind.OFFER, size=_LARGE, message=number, group=group.group_id) for number in range(1, 201)]
-        job.sock.sendall(b"".join(offers[:100]) + _frame(payload=b"x", size=1, message=1000))
+        numbers = range(1, 201)
+        offers = [_frame(Kind.OFFER, size=_LARGE, message=number, group=group.group_id)[0] for number in numbers]
+        job.send(offers[:100] + _frame(payload=b"x", size=1, message=1000))
         hub.recv(bytearray(1), _HOSTILE, tag=5)
         assert len(hub._incoming) == 100
         group.abort("enough")
         assert not hub._incoming
-        job.sock.sendall(b"".join(offers[100:]) + _frame(payload=b"x", size=1, message=1001))
+        job.send(offers[100:] + _frame(payload=b"x", size=1, message=1001))
         hub.recv(bytearray(1), _HOSTILE, tag=5)
         assert not hub._incoming
 
@@ -340,8 +357,8 @@ def test_strangers_have_no_part_in_a_group() -> None:
     with check_leaks(), _job() as job:
         hub, other = SubBackend(job.groups[0], [0, 2]), SubBackend(job.groups[2], [0, 2])
         for kind, payload, size in ((Kind.EAGER, b"x", 1), (Kind.ABORT, _REASON, 0), (Kind.LEFT, b"", 0)):
-            job.sock.sendall(_frame(kind, payload, size=size, group=hub.group_id, tag=5))
-        job.sock.sendall(_frame(payload=b"x", size=1, message=2, tag=6))
+            job.send(_frame(kind, payload, size=size, group=hub.group_id, tag=5))
+        job.send(_frame(payload=b"x", size=1, message=2, tag=6))
         job.groups[0].recv(bytearray(1), _HOSTILE, tag=6)
         with pytest.raises(fd.DistributedTimeoutError):
             hub.recv(bytearray(1), fd.ANY_SOURCE, tag=5, timeout=0)
@@ -353,8 +370,8 @@ def test_data_that_was_not_asked_for_is_refused() -> None:
     """DATA before its GRANT ends the group: the receive that comes later must not return what was never written."""
     with _job() as job:
         with suppress(OSError):  # rank 0 ends the connection at the first of it
-            job.sock.sendall(_OFFER + _frame(Kind.DATA, b"x" * _LARGE, size=_LARGE))
-            job.sock.sendall(_frame(payload=b"x", size=1, tag=6, message=2))
+            job.send(_OFFER + _frame(Kind.DATA, b"x" * _LARGE, size=_LARGE))
+            job.send(_frame(payload=b"x", size=1, tag=6, message=2))
         buffer = bytearray(b"\xee" * _LARGE)
         error = _error_of_all(
             lambda: job.groups[0].recv(bytearray(1), _HOSTILE, tag=6, timeout=2),
@@ -371,8 +388,8 @@ def test_grants_of_strangers_start_nothing() -> None:
         send = job.groups[0].isend(data, 2, tag=3)
         with suppress(OSError):  # rank 0 ends the connection at the first of them
             for number in range(1, 20):
-                job.sock.sendall(_frame(Kind.GRANT, message=number))
-            job.sock.sendall(_frame(payload=b"x", size=1, tag=6))
+                job.send(_frame(Kind.GRANT, message=number))
+            job.send(_frame(payload=b"x", size=1, tag=6))
         buffer = bytearray(len(data))
         error = _error_of_all(
             lambda: job.groups[0].recv(bytearray(1), _HOSTILE, tag=6, timeout=2),
@@ -390,7 +407,7 @@ def test_calls_that_no_rank_makes_are_mismatches(record: bytes) -> None:
     """A collective's call that is garbage is a mismatch, told to all ranks in the same words."""
     with check_leaks(), _job() as job:
         tag = channel_tag(Channel.CALL, 0)
-        job.sock.sendall(_frame(payload=record, size=192, tag=tag))
+        job.send(_frame(payload=record, size=192, tag=tag))
         errors: dict[int, BaseException] = {}
 
         def meet(rank: int) -> None:
@@ -416,11 +433,11 @@ def test_a_hostile_hub_is_named(violation: str, ready: bool) -> None:
         server = socket.create_server(("127.0.0.1", 0))
 
         def be_hub() -> None:
-            sock, _ = server.accept()
+            sock = Connection.take_over(server.accept()[0])
             greet(sock, secret=_SECRET, admit=lambda hello: None, deadline=Deadline(5))
             if ready:
-                sock.sendall(_frame(Kind.READY, source=0, destination=1))
-            sock.sendall(_VIOLATIONS[violation])
+                _send(sock, _frame(Kind.READY, source=0, destination=1))
+            _send(sock, _VIOLATIONS[violation])
             with suppress(OSError):
                 sock.recv(1)
             sock.close()

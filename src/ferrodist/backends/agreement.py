@@ -10,6 +10,8 @@ wrong unseen:
   rank 0 (`Channel.LATE`) and gives it half a second to answer for all; without an answer it is rank 0 that is late;
 - no rank starts a collective's data before all have entered it, so what a rank has to hold for operations it has not
   called yet is bounded by one call;
+- where messages may pass through others' hands, each call and the list carry a tag under the group's key: what is
+  agreed is what the ranks have said, or an AuthenticationError;
 - up to `MAX_PAYLOAD` bytes of each rank travel along, which serves tiny collectives whole, and sizes that ranks don't
   know of each other.
 """
@@ -20,6 +22,7 @@ import itertools
 import threading
 from typing import TYPE_CHECKING, Protocol
 
+from ferrodist.backends.agreement_tags import AgreementTags
 from ferrodist.backends.call import CALL_SIZE, Call, fingerprint_of, payload_of
 from ferrodist.backends.request import answer_seconds, wait_all
 from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag
@@ -67,6 +70,10 @@ class _Group(Protocol):
     def name(self) -> str: ...
     @property
     def failure(self) -> DistributedError | None: ...
+    @property
+    def group_id(self) -> int: ...
+    @property
+    def agreement_key(self) -> bytes: ...
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request: ...
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request: ...
     def find_late(self, peers: tuple[int, ...], within: float) -> Late: ...
@@ -126,28 +133,34 @@ class Agreement:
             raise self._group.failure.fresh()
         if self._group.world_size == 1:
             return [call.payload]
-        table = memoryview(bytearray(CALL_SIZE * self._group.world_size))
+        tags = AgreementTags(self._group.agreement_key, self._group.group_id, call.sequence)
+        table = memoryview(bytearray(tags.table_size(self._group.world_size)))
         if self._group.rank == _COORDINATOR:
-            self._collect(call, table, deadline, pending)
+            self._collect(call, table, deadline, pending, tags)
         else:
-            self._report(call, table, deadline, pending)
+            self._report(call, table, deadline, pending, tags)
         self._doubt = ""
-        records = [table[i : i + CALL_SIZE] for i in range(0, len(table), CALL_SIZE)]
+        records = [table[tags.record_size * rank :][:CALL_SIZE] for rank in range(self._group.world_size)]
         self._compare(records)
         return [payload_of(record) for record in records]
 
-    def _collect(self, call: Call, table: memoryview, deadline: Deadline, pending: list[Request]) -> None:
+    def _collect(
+        self, call: Call, table: memoryview, deadline: Deadline, pending: list[Request], tags: AgreementTags
+    ) -> None:
         """Rank 0: take every rank's call, then send all of them to everyone."""
         group = self._group
         tag = channel_tag(Channel.CALL, call.sequence)
-        table[:CALL_SIZE] = call.encode()
+        size = tags.record_size
+        table[:size] = tags.seal_call(call.encode(), _COORDINATOR)
         missing: dict[int, Request] = {}
         for rank in range(1, group.world_size):
-            missing[rank] = group.irecv(table[rank * CALL_SIZE : (rank + 1) * CALL_SIZE], rank, tag=tag)
+            missing[rank] = group.irecv(table[rank * size : (rank + 1) * size], rank, tag=tag)
             pending.append(missing[rank])
         late = group.irecv(bytearray(1), ANY_SOURCE, tag=channel_tag(Channel.LATE, call.sequence))
         pending.append(late)
         self._await_calls(call, missing, late, deadline)
+        tags.check_calls(table)
+        tags.seal_table(table)
         try:
             wait_all([group.isend(table, rank, tag=tag) for rank in range(1, group.world_size)], deadline)
         except DistributedTimeoutError as error:
@@ -179,14 +192,16 @@ class Agreement:
             if not changed.acquire(timeout=deadline.remaining()):
                 raise self.late_error(call, tuple(missing), Elapsed.of(deadline))
 
-    def _report(self, call: Call, table: memoryview, deadline: Deadline, pending: list[Request]) -> None:
+    def _report(
+        self, call: Call, table: memoryview, deadline: Deadline, pending: list[Request], tags: AgreementTags
+    ) -> None:
         """Every other rank: send the call to rank 0 and take its answer."""
         group = self._group
         tag = channel_tag(Channel.CALL, call.sequence)
         answer = group.irecv(table, _COORDINATOR, tag=tag)
         pending.append(answer)
         try:
-            group.isend(call.encode(), _COORDINATOR, tag=tag).wait(deadline.remaining())
+            group.isend(tags.seal_call(call.encode(), group.rank), _COORDINATOR, tag=tag).wait(deadline.remaining())
             answer.wait(deadline.remaining())
         except DistributedTimeoutError:
             if group.failure is not None or answer.done():  # the group has failed, by a timeout
@@ -196,6 +211,7 @@ class Agreement:
                 answer.wait(_ANSWER_GRACE_SECONDS)
             except DistributedTimeoutError:
                 raise (group.failure or self.late_error(call, (_COORDINATOR,), Elapsed.of(deadline))) from None
+        tags.check_table(table)
 
     def late_error(
         self, call: Call, ranks: tuple[int, ...], elapsed: Elapsed, detail: str = ""

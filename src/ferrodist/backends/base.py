@@ -76,6 +76,9 @@ class Backend(ABC):
     collectives: Any = None
     """The backend's own `Collectives` for this group, or None: then messages carry them."""
 
+    agreement_key: bytes = b""
+    """What agreements are authenticated with where their messages are not, or nothing."""
+
     mover: Any = None
     """What moves bytes for all ranks at once, or None: see `collectives/moved.py`."""
 

@@ -94,6 +94,7 @@ class SubBackend(NonBlockingBackend):
         self._parent = parent
         self._members = members
         self._root, self._root_ranks = _outermost(parent, members)
+        self.agreement_key = self._root.agreement_key
         self._index = {rank: i for i, rank in enumerate(self._root_ranks)}
         self._closed: DistributedError | None = None
         self.group_id = _next_id(parent, self._root_ranks, label)

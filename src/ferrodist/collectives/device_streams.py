@@ -126,7 +126,9 @@ def _runtime() -> Any:
 def is_capturing() -> bool:
     """Whether a CUDA graph captures what the calling thread puts into its current stream."""
     # Without a driver, which torch for CUDA may run without, asking is an error.
-    return torch.version.cuda is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if torch.version.cuda is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 _known: dict[torch.device, CudaStreams] = {}

@@ -12,7 +12,7 @@ from ferrodist.backends.process_group import use_torch_default
 from ferrodist.backends.sub import SubBackend
 from ferrodist.deadline import Deadline
 from ferrodist.interop.process_group import FerrodistProcessGroup
-from ferrodist.interop.torch_store import TorchStore, hide_file_of, server_of
+from ferrodist.interop.torch_store import TorchStore, hide, server_of
 from ferrodist.rendezvous import PrefixStore, rendezvous_in
 
 if TYPE_CHECKING:
@@ -60,10 +60,10 @@ def make_process_group(options: Any, pg_options: Any) -> FerrodistProcessGroup:
 
 def _meet(options: Any, seconds: float) -> tuple[Backend, Callable[[], None]]:
     deadline = Deadline(seconds)
-    if options.group_rank == 0:
-        hide_file_of(options.store)  # before a secret may be put into it
+    store = _fresh_part(TorchStore(options.store, timeout=seconds), options.group_rank)
+    is_private = hide(options.store)  # which has its file by now, and before a secret may be put into it
     membership = rendezvous_in(
-        _fresh_part(TorchStore(options.store, timeout=seconds), options.group_rank),
+        store,
         "torch's store",
         rank=options.group_rank,
         world_size=options.group_size,
@@ -71,6 +71,7 @@ def _meet(options: Any, seconds: float) -> tuple[Backend, Callable[[], None]]:
         secret=None,
         job=f"torch/{options.group_id}",
         server=server_of(options.store),
+        is_private=is_private,
     )
     try:
         return control_of(membership, seconds, deadline), membership.close

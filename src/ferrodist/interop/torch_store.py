@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import stat
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined] # its stub leaves it out
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined] # its stub leaves it out
 
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import RendezvousError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store as Torchs
 
-__all__ = ["TorchStore", "hide_file_of", "server_of"]
+__all__ = ["TorchStore", "hide", "server_of"]
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.05
 _END = 2**63
@@ -33,15 +34,22 @@ def server_of(store: Torchs) -> str | None:
     return inner.host if isinstance(inner, TCPStore) else None
 
 
-def hide_file_of(store: Torchs) -> None:
-    """Let other users not read the file of one of torch's stores, which torch lets all, unless they may write to it."""
+def hide(store: Torchs) -> bool:
+    """Hide one of torch's stores from other users where that can be; returns whether nobody else can use it.
+
+    torch lets all users read its files. Those that others may write to stay as they are, for that was somebody's wish.
+    """
     inner = _without_prefixes(store)
+    if isinstance(inner, HashStore):  # of this process
+        return True
     if isinstance(inner, FileStore):
         path = Path(inner.path)  # type: ignore[attr-defined] # which it has
-        with contextlib.suppress(OSError):  # another user's file, or no such file
-            mode = stat.S_IMODE(path.stat().st_mode)
-            if not mode & (stat.S_IWGRP | stat.S_IWOTH):
-                path.chmod(mode & stat.S_IRWXU)
+        with contextlib.suppress(OSError):  # no such file
+            status = path.stat()
+            if status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                path.chmod(stat.S_IMODE(status.st_mode) & stat.S_IRWXU)
+                return True
+    return False
 
 
 def _without_prefixes(store: Torchs) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import socket
@@ -14,8 +14,10 @@ __all__ = ["close_in_child"]
 _OWNED: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _hooked = False
 
+_Socket = TypeVar("_Socket", bound="socket.socket")
 
-def close_in_child(sock: socket.socket) -> socket.socket:
+
+def close_in_child(sock: _Socket) -> _Socket:
     """Have ``sock`` closed in every child that this process forks from now on; returns ``sock``.
 
     The child closes its descriptors only: the connections of the parent stay open. A socket whose descriptor

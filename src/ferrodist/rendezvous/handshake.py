@@ -13,16 +13,23 @@
 ``proof(role)`` is HMAC-SHA256 under the job secret over the role, the protocol version and both nonces, so a
 proof can be neither replayed (fresh nonces of 32 bytes) nor sent back to its maker (roles). Every message up
 to the proofs has a fixed length. ``seal`` adds an HMAC under a key of this one connection. The client proves
-itself first: a stranger gets no HMAC out of a server.
+itself first: a stranger gets no HMAC out of a server. Without a job secret both prove that they know their user's
+(`user_secret`).
 
-What it does not do: encrypt, or authenticate what follows. Someone who can rewrite packets on the network
-between the ranks is outside of what the job secret protects against.
+The handshake may go through proxies and port forwards. Whoever passes it on learns no key from it, so what follows
+is authenticated by `Session` (see [Note: session keys] in `session.py`) where it says who is where or what was agreed.
+A client that was told by a server itself, through a store or an agreement, where that listens, says so in its Hello:
+an address that was changed on its way is found by the server.
+
+What it does not do: encrypt.
 """
 
 from __future__ import annotations
 
+import enum
 import errno
 import hmac
+import os
 import secrets
 import socket
 import struct
@@ -43,14 +50,17 @@ from ferrodist.errors import (
 from ferrodist.rendezvous.fork import close_in_child
 from ferrodist.rendezvous.framing import arm, disconnect, read_exactly, read_frame, write, write_frame
 from ferrodist.rendezvous.resolution import resolve
+from ferrodist.rendezvous.session import Connection, Session
+from ferrodist.rendezvous.user_secret import secret_or_users
 from ferrodist.rendezvous.verdict import Verdict, read_verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Any
 
-__all__ = ["PROTOCOL_VERSION", "Hello", "check_hello", "connect", "greet"]
+__all__ = ["PROTOCOL_VERSION", "Hello", "Progress", "check_address", "check_hello", "connect", "greet"]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 _MAGIC = b"ferrodist"
 _INTRO = struct.Struct(f"!{len(_MAGIC)}s1sH")
@@ -69,6 +79,14 @@ _ATTEMPT_TIMEOUT = 5.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2
 
 
+class Progress(enum.IntEnum):
+    """How far a client has come in its handshake."""
+
+    SILENT = 0
+    SPOKEN = 1  # as a ferrodist client
+    PROVEN = 2  # it knows the secret
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """Who connects, and what for.
 
@@ -78,6 +96,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
         rank: The client's rank.
         world_size: Number of ranks, as the client was told.
         group: Name of the group, for purpose "group".
+        address: What the server itself has told of where it listens; empty where the user has.
     """
 
     purpose: str
@@ -85,6 +104,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     world_size: int
     group: str
+    address: str = ""
 
 
 _HELLO_DECODER = msgspec.msgpack.Decoder(Hello)
@@ -92,19 +112,19 @@ _HELLO_DECODER = msgspec.msgpack.Decoder(Hello)
 
 def connect(
     host: str, port: int, *, secret: bytes, hello: Hello, deadline: Deadline, retry_refused: bool = True
-) -> socket.socket:
+) -> Connection:
     """Connect to a `greet`-ing server, dialling again until it is there.
 
     Args:
-        host: Name or address of the server.
+        host: Name or address of the server; of several addresses of a name all are tried.
         port: Its port.
-        secret: The job secret; may be empty.
+        secret: The job secret; where it is empty, this user's.
         hello: Who this process is.
         deadline: When to stop trying.
         retry_refused: Whether the server may be yet to start; if not, a refused connection is an error.
 
     Returns:
-        A blocking socket with no timeout and TCP_NODELAY set. Forked children do not inherit it.
+        A blocking connection with no timeout and TCP_NODELAY set. Forked children do not inherit it.
 
     Raises:
         AuthenticationError: One side does not know the other's secret.
@@ -151,23 +171,42 @@ def check_hello(hello: Hello) -> None:
         )
 
 
+def check_address(hello: Hello, address: str) -> None:
+    """Raise unless a client that was told the server's address looks for the one that the server has told.
+
+    Both compare what was told, so it does not matter through which proxies the connection goes.
+
+    Raises:
+        AuthenticationError: The address was changed between the two.
+    """
+    if hello.address and hello.address != address:
+        raise AuthenticationError(
+            f"rank {hello.rank} was told that this {hello.purpose} is at {hello.address}, but it is at {address}:"
+            " somebody who can write to the store through which the ranks meet has changed the address",
+            ranks=(hello.rank,),
+        )
+
+
 def greet(
-    sock: socket.socket,
+    sock: Connection,
     *,
     secret: bytes,
     admit: Callable[[Hello], None],
     deadline: Deadline,
     dismiss: Callable[[Hello], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Hello:
     """Do the server's side of the handshake on an accepted connection.
 
     Args:
-        sock: The connection; afterwards blocking, with no timeout and TCP_NODELAY set. Not closed on failure.
-        secret: The job secret; may be empty.
+        sock: The connection; afterwards blocking, with no timeout, TCP_NODELAY set, and a session. Not closed on
+            failure.
+        secret: The job secret; where it is empty, this user's.
         admit: Called with the proven client's Hello; a DistributedError it raises is sent to the client, then
             raised.
         deadline: For the whole exchange.
         dismiss: Called with a Hello that was admitted when the client can't be told so, and is not returned.
+        progress: Called each time that the client has come further.
 
     Raises:
         AuthenticationError: The client does not know the secret.
@@ -175,7 +214,10 @@ def greet(
         OSError: It closed the connection or was too slow.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    secret = secret_or_users(secret)
     version = _read_intro(sock, _CLIENT, deadline)
+    if progress is not None:
+        progress(Progress.SPOKEN)
     server_nonce = secrets.token_bytes(_NONCE_BYTES)
     intro = _INTRO.pack(_MAGIC, _SERVER, PROTOCOL_VERSION)
     write(sock, intro + server_nonce, deadline)
@@ -186,6 +228,8 @@ def greet(
     if not hmac.compare_digest(answer[_NONCE_BYTES:], _proof(secret, b"client", nonces)):
         write(sock, _REFUSED + bytes(_PROOF_BYTES), deadline)
         raise AuthenticationError("wrong job secret")
+    if progress is not None:
+        progress(Progress.PROVEN)
     write(sock, _ACCEPTED + _proof(secret, b"server", nonces), deadline)
 
     key = _proof(secret, b"session", nonces)
@@ -202,6 +246,7 @@ def greet(
         raise refusal from None
     try:
         _send_sealed(sock, key, b"verdict", Verdict(), deadline)
+        sock.session = Session(key, is_server=True)
         sock.settimeout(None)
     except BaseException:
         if dismiss is not None:
@@ -210,21 +255,45 @@ def greet(
     return hello
 
 
-def _attempt(host: str, port: int, secret: bytes, hello: Hello, deadline: Deadline) -> socket.socket:
-    patience = Deadline(min(deadline.remaining(), _ATTEMPT_TIMEOUT))
-    sock = _dial(host, port, patience)
-    try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _introduce(sock, f"{host}:{port}", secret, hello, (patience, deadline))
-        sock.settimeout(None)
-    except BaseException:
-        disconnect(sock)
-        raise
-    return sock
+def _attempt(host: str, port: int, secret: bytes, hello: Hello, deadline: Deadline) -> Connection:
+    """Try each address of the server once: what answers at one of them must not hide the server at another."""
+    where = f"{host}:{port}"
+    failures: list[Exception] = []
+    for entry in resolve(host, port, Deadline(min(deadline.remaining(), _ATTEMPT_TIMEOUT))):
+        patience = Deadline(min(deadline.remaining(), _ATTEMPT_TIMEOUT))
+        family, kind, protocol, _, address = entry
+        sock: Connection | None = None
+        try:
+            sock = close_in_child(Connection(family, kind, protocol))
+            _reach(sock, address, where, patience)
+            try:
+                key = _prove(sock, where, secret, hello, (patience, deadline))
+            except (AuthenticationError, ProtocolError) as error:
+                disconnect(sock)
+                failures.append(error)
+                continue
+            _enter(sock, where, key, hello, deadline)
+            sock.settimeout(None)
+        except BaseException as error:
+            if sock is not None:
+                disconnect(sock)
+            if not isinstance(error, OSError) or isinstance(error, DistributedError):  # the latter the server's word
+                raise
+            failures.append(error)
+        else:
+            return sock
+    raise min(failures, key=_weight, default=ConnectionRefusedError(f"{host} has no address"))
 
 
-def _introduce(sock: socket.socket, where: str, secret: bytes, hello: Hello, limits: tuple[Deadline, Deadline]) -> None:
+def _weight(failure: Exception) -> int:
+    """Which of the failures at a server's addresses says most: the lowest."""
+    return 0 if isinstance(failure, DistributedError) else 2 if isinstance(failure, ConnectionRefusedError) else 1
+
+
+def _prove(sock: Connection, where: str, secret: bytes, hello: Hello, limits: tuple[Deadline, Deadline]) -> bytes:
+    """Do the client's side up to the proofs; returns the key of the connection."""
     patience, deadline = limits
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     write(sock, _INTRO.pack(_MAGIC, _CLIENT, PROTOCOL_VERSION), patience)
     version = _read_intro(sock, _SERVER, patience, where=where)
     _check_version(version, f"the server at {where}")
@@ -232,22 +301,28 @@ def _introduce(sock: socket.socket, where: str, secret: bytes, hello: Hello, lim
 
     client_nonce = secrets.token_bytes(_NONCE_BYTES)
     nonces = client_nonce + server_nonce
-    write(sock, client_nonce + _proof(secret, b"client", nonces), deadline)
+    known = secret_or_users(secret)
+    write(sock, client_nonce + _proof(known, b"client", nonces), deadline)
     answer = read_exactly(sock, 1 + _PROOF_BYTES, deadline)
-    proven = hmac.compare_digest(answer[1:], _proof(secret, b"server", nonces))
+    proven = hmac.compare_digest(answer[1:], _proof(known, b"server", nonces))
     if answer[:1] != _ACCEPTED or not proven:
+        unset = "" if secret else f" None is set here, so this process has the one of user {os.geteuid()} on this host."
         raise AuthenticationError(
-            f"rank {hello.rank} and the {hello.purpose} at {where} do not have the same job secret. Set "
-            "FERRODIST_SECRET to the same value on every rank (`python -m ferrodist secret` prints a new "
-            "one)."
+            f"rank {hello.rank} and the {hello.purpose} at {where} do not have the same job secret.{unset} Set"
+            " FERRODIST_SECRET to the same value on every rank (`python -m ferrodist secret` prints a new one)."
         )
-    key = _proof(secret, b"session", nonces)
+    return _proof(known, b"session", nonces)
+
+
+def _enter(sock: Connection, where: str, key: bytes, hello: Hello, deadline: Deadline) -> None:
+    """Do the rest: say who this is, and hear whether it is let in."""
     _send_sealed(sock, key, b"hello", hello, deadline)
     try:
         verdict = read_verdict(_unseal(key, b"verdict", read_frame(sock, _MAX_VERDICT_BYTES, deadline)))
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"the server at {where} sent a malformed verdict: {error}") from error
     verdict.check()
+    sock.session = Session(key, is_server=False)
 
 
 def _read_intro(sock: socket.socket, role: bytes, deadline: Deadline, *, where: str | None = None) -> int:
@@ -288,20 +363,10 @@ def _unseal(key: bytes, label: bytes, sealed: bytes) -> bytes:
     return payload
 
 
-def _dial(host: str, port: int, deadline: Deadline) -> socket.socket:
-    failure: OSError = ConnectionRefusedError(f"{host} has no address")
-    for family, kind, protocol, _, address in resolve(host, port, deadline):
-        sock = close_in_child(socket.socket(family, kind, protocol))
-        try:
-            arm(sock, deadline)
-            sock.connect(address)
-            # A dial to a free port of the ephemeral range can meet itself (TCP simultaneous open), and would
-            # then hold the very port that the server is about to bind.
-            if sock.getsockname() == sock.getpeername():
-                raise ConnectionRefusedError(f"nobody listens at {host}:{port}")
-        except OSError as error:
-            sock.close()
-            failure = error
-        else:
-            return sock
-    raise failure
+def _reach(sock: Connection, address: Any, where: str, deadline: Deadline) -> None:
+    arm(sock, deadline)
+    sock.connect(address)
+    # A dial to a free port of the ephemeral range can meet itself (TCP simultaneous open), and would
+    # then hold the very port that the server is about to bind.
+    if sock.getsockname() == sock.getpeername():
+        raise ConnectionRefusedError(f"nobody listens at {where}")

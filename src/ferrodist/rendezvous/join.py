@@ -100,10 +100,12 @@ def rendezvous_in(
     secret: str | bytes | None,
     job: str,
     server: str | None = None,
+    is_private: bool = False,
 ) -> Membership:
     """`rendezvous` in a store that is there already; the caller closes it, after the membership.
 
-    Without a secret, rank 0 makes one and puts it into the store: who can read the store can pose as a rank.
+    Without a secret, rank 0 makes one and puts it into the store where that is private. Else the ranks prove that they
+    know their user's secret, which those of other hosts don't: such jobs need a secret.
 
     Args:
         store: It. Nobody has met in it before.
@@ -114,6 +116,7 @@ def rendezvous_in(
         secret: The job secret; see `resolve_secret`.
         job: Name of the job.
         server: Name or address of the host of the store, where it has one: the way to it is the way to the others.
+        is_private: Whether nobody but this user can read the store and write to it.
 
     Raises:
         RendezvousError, AuthenticationError, InvalidRankError, InvalidWorldSizeError, ValueError: As `rendezvous` does.
@@ -121,7 +124,15 @@ def rendezvous_in(
     joining = _joining(read_environment(), Deadline(timeout), rank=rank, world_size=world_size, job=job, secret=secret)
     advice = "start each rank once, and give ranks that meet again a store of their own"
     try:
-        return meet(store, joining, f"job {job!r} in {where}", advice, depart=lambda _: None, server=server)
+        return meet(
+            store,
+            joining,
+            f"job {job!r} in {where}",
+            advice,
+            depart=lambda _: None,
+            server=server,
+            is_private=is_private,
+        )
     except DistributedTimeoutError as error:
         raise _unanswered(joining, where, error, "") from error
 
@@ -377,4 +388,4 @@ def _join_file(path: str, joining: Joining) -> Membership:
                 store.remove(timeout=patience)
         store.close()
 
-    return meet(store, joining, f"job {joining.job!r} at file://{path}", advice, depart=depart)
+    return meet(store, joining, f"job {joining.job!r} at file://{path}", advice, depart=depart, is_private=True)

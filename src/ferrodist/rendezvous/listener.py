@@ -1,24 +1,32 @@
-"""A listening socket that only authenticated peers get past."""
+"""A listening socket that only authenticated peers get past.
+
+[Note: who gives way]
+With every place for handshakes taken, the one that deserves it least makes room: who has said nothing before who has
+spoken, among these who comes from the address that holds most places, and then the oldest. Who has proved to know the
+secret never does. So a rank that is far away is not kept out by strangers that are near and many.
+"""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import errno
-import ipaddress
 import math
 import os
 import selectors
 import socket
 import threading
+from collections import Counter, deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import AuthenticationError, DistributedError, RendezvousError
+from ferrodist.errors import AuthenticationError, DistributedError
+from ferrodist.rendezvous.binding import bind_all, format_address, is_loopback, secret_needed
 from ferrodist.rendezvous.fork import close_in_child
 from ferrodist.rendezvous.framing import disconnect
-from ferrodist.rendezvous.handshake import greet
-from ferrodist.rendezvous.resolution import resolve
+from ferrodist.rendezvous.handshake import Progress, check_address, greet
+from ferrodist.rendezvous.session import Connection
+from ferrodist.rendezvous.user_secret import secret_or_users
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,23 +38,41 @@ __all__ = ["Listener", "format_address", "is_loopback", "parse_address"]
 _HANDSHAKE_TIMEOUT = 5.0
 _MAX_HANDSHAKES = 128
 _REJECTIONS_KEPT = 32
-_BACKLOG = 1024
 
-# With every handshake slot taken, one that has lasted this long gives way to a waiting connection: an honest
-# peer needs milliseconds, one that sends nothing would hold its slot for the full limit.
-_EVICTION_AGE = 0.5
+# Seconds after which a handshake gives way to a waiting connection when every place is taken, by how far it has come.
+# A rank's first bytes come right behind its connection; its proof takes a round trip more. See [Note: who gives way].
+_EVICTION_AGES = {Progress.SILENT: 0.1, Progress.SPOKEN: 0.5}
 
 # Out of descriptors: accept() fails at once again and again until some connection is closed.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Handshake:
+    """One that is under way."""
+
+    source: str
+    deadline: Deadline
+    progress: Progress = Progress.SILENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reception:
+    """The arguments of `Listener.serve`."""
+
+    admit: Callable[[Hello], None]
+    on_connection: Callable[[Connection, Hello], None]
+    dismiss: Callable[[Hello], None] | None
 
 
 class Listener:
     """Binds an address and hands over connections whose peers proved that they know the job secret.
 
     Args:
-        host: Interface to bind. Without a secret it must be a loopback address.
+        host: Interface to bind; of a name all addresses that this host has, so that nobody else can listen at one of
+            them. Without a secret they must be loopback addresses.
         port: Port to bind; 0 takes a free one.
-        secret: The job secret; may be empty.
+        secret: The job secret; where it is empty, peers prove that they know this user's.
         sock: A bound, listening socket to take over (and to close); ``host`` and ``port`` are then not used.
         on_rejection: Told, in a handshake's thread, of each connection that is turned away.
         deadline: When to give up on a name server that does not say which address ``host`` is; None leaves
@@ -54,10 +80,10 @@ class Listener:
 
     Raises:
         AuthenticationError: No secret, and the address can be reached from other hosts.
-        RendezvousError: The address cannot be bound.
+        RendezvousError: An address cannot be bound.
 
     Attributes:
-        host: The address that is bound.
+        host: The address that is bound, the first of several.
         port: The port that is bound.
         address: Both, as `parse_address` reads them.
         exhaustion: Why the newest connection can't be taken in, when this process or host has no descriptor or memory
@@ -74,23 +100,30 @@ class Listener:
         on_rejection: Callable[[str], None] | None = None,
         deadline: Deadline | None = None,
     ) -> None:
-        self._secret = secret
         self._on_rejection = on_rejection
         if sock is None:
-            sock = _bind(host, port, secret, Deadline(math.inf) if deadline is None else deadline)
-        self._socket = close_in_child(sock)
-        self.host, self.port = self._socket.getsockname()[:2]
+            bound = bind_all(host, port, secret, Deadline(math.inf) if deadline is None else deadline)
+        else:
+            bound = [sock]
+        self._sockets = [close_in_child(listening) for listening in bound]
+        self.host, self.port = bound[0].getsockname()[:2]
         self.address = format_address(self.host, self.port)
-        if not secret and not is_loopback(self.host):
-            self._socket.close()
-            raise _secret_needed(self.address)
+        try:
+            if not secret and not is_loopback(self.host):
+                raise secret_needed(self.address)
+            self._secret = secret_or_users(secret)
+        except AuthenticationError:
+            for listening in bound:
+                listening.close()
+            raise
         self.exhaustion: OSError | None = None
-        self._socket.setblocking(False)
+        for listening in bound:
+            listening.setblocking(False)
         self._wake, self._woken = (close_in_child(end) for end in socket.socketpair())
         self._changed = threading.Condition()
-        self._handshakes: dict[socket.socket, Deadline] = {}
+        self._handshakes: dict[Connection, _Handshake] = {}
         self._threads: set[threading.Thread] = set()
-        self._rejections: collections.deque[str] = collections.deque(maxlen=_REJECTIONS_KEPT)
+        self._rejections: deque[str] = deque(maxlen=_REJECTIONS_KEPT)
         self._closed = False
         self._process = os.getpid()
         self._acceptor: threading.Thread | None = None
@@ -104,7 +137,7 @@ class Listener:
     def serve(
         self,
         admit: Callable[[Hello], None],
-        on_connection: Callable[[socket.socket, Hello], None],
+        on_connection: Callable[[Connection, Hello], None],
         dismiss: Callable[[Hello], None] | None = None,
     ) -> None:
         """Start to accept connections, each handshake in a short-lived thread of its own.
@@ -118,7 +151,10 @@ class Listener:
         if self._acceptor is not None:
             raise RuntimeError("serve was called before")
         self._acceptor = threading.Thread(
-            target=self._accept, args=(admit, on_connection, dismiss), name="ferrodist-accept", daemon=True
+            target=self._accept,
+            args=(_Reception(admit=admit, on_connection=on_connection, dismiss=dismiss),),
+            name="ferrodist-accept",
+            daemon=True,
         )
         self._acceptor.start()
 
@@ -141,73 +177,98 @@ class Listener:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
-        disconnect(self._socket)  # frees the port even if a child that was just forked still holds it
+        for listening in self._sockets:
+            disconnect(listening)  # frees the port even if a child that was just forked still holds it
         self._wake.close()
         self._woken.close()
 
-    def _accept(
-        self,
-        admit: Callable[[Hello], None],
-        on_connection: Callable[[socket.socket, Hello], None],
-        dismiss: Callable[[Hello], None] | None,
-    ) -> None:
+    def _accept(self, reception: _Reception) -> None:
         with selectors.PollSelector() as selector:  # which takes no descriptor
-            selector.register(self._socket, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
+            for sock in (*self._sockets, self._woken):
+                selector.register(sock, selectors.EVENT_READ)
             while self._await_slot():
-                selector.select()
-                try:
-                    sock, address = self._socket.accept()
-                except OSError as error:
-                    if error.errno in _EXHAUSTED:
-                        self.exhaustion = error
-                        with self._changed:
-                            self._changed.wait_for(lambda: self._closed, 0.05)
-                    continue
-                self.exhaustion = None
-                close_in_child(sock)
-                thread = threading.Thread(
-                    target=self._handshake,
-                    args=(sock, format_address(*address[:2]), admit, on_connection, dismiss),
-                    name="ferrodist-handshake",
-                    daemon=True,
-                )
+                for key, _ in selector.select():
+                    if isinstance(key.fileobj, socket.socket) and key.fileobj is not self._woken and self._await_slot():
+                        self._take_in(key.fileobj, reception)
+
+    def _take_in(self, listening: socket.socket, reception: _Reception) -> None:
+        """Accept one connection and start its handshake."""
+        try:
+            accepted, address = listening.accept()
+        except OSError as error:
+            if error.errno in _EXHAUSTED:
+                self.exhaustion = error
                 with self._changed:
-                    self._handshakes[sock] = Deadline(_HANDSHAKE_TIMEOUT)
-                    try:
-                        thread.start()
-                        self._threads.add(thread)
-                    except RuntimeError:  # this process can start no more threads: the peer will dial again
-                        del self._handshakes[sock]
-                        disconnect(sock)
+                    self._changed.wait_for(lambda: self._closed, 0.05)
+            return
+        self.exhaustion = None
+        sock = close_in_child(Connection.take_over(accepted))
+        thread = threading.Thread(
+            target=self._handshake,
+            args=(sock, format_address(*address[:2]), reception),
+            name="ferrodist-handshake",
+            daemon=True,
+        )
+        with self._changed:
+            self._handshakes[sock] = _Handshake(source=address[0], deadline=Deadline(_HANDSHAKE_TIMEOUT))
+            try:
+                thread.start()
+                self._threads.add(thread)
+            except RuntimeError:  # this process can start no more threads: the peer will dial again
+                del self._handshakes[sock]
+                disconnect(sock)
 
     def _await_slot(self) -> bool:
-        """Wait until another handshake may start, at the cost of the oldest if need be; False once closed."""
+        """Wait until another handshake may start, at the cost of another if need be; False once closed."""
         with self._changed:
             while not self._closed and len(self._handshakes) >= _MAX_HANDSHAKES:
-                sock, deadline = next(iter(self._handshakes.items()))
-                if deadline.elapsed() >= _EVICTION_AGE:
+                sock = self._least_deserving()
+                if sock is None:
+                    self._changed.wait()
+                    continue
+                left = _EVICTION_AGES[self._handshakes[sock].progress] - self._handshakes[sock].deadline.elapsed()
+                if left <= 0:
                     del self._handshakes[sock]
                     _interrupt(sock)
                 else:
-                    self._changed.wait(_EVICTION_AGE - deadline.elapsed())
+                    self._changed.wait(left)
             return not self._closed
 
-    def _handshake(
-        self,
-        sock: socket.socket,
-        peer: str,
-        admit: Callable[[Hello], None],
-        on_connection: Callable[[socket.socket, Hello], None],
-        dismiss: Callable[[Hello], None] | None,
-    ) -> None:
+    def _least_deserving(self) -> Connection | None:
+        """Which handshake gives way first; see [Note: who gives way]."""
+        crowds = Counter(handshake.source for handshake in self._handshakes.values())
+        unproven = [sock for sock, handshake in self._handshakes.items() if handshake.progress in _EVICTION_AGES]
+
+        def merit(sock: Connection) -> tuple[int, int]:
+            handshake = self._handshakes[sock]
+            return handshake.progress, -crowds[handshake.source]
+
+        return min(unproven, key=merit, default=None)  # of equals the first, which is the oldest
+
+    def _handshake(self, sock: Connection, peer: str, reception: _Reception) -> None:
+        def note(progress: Progress) -> None:
+            with self._changed:
+                if sock in self._handshakes:
+                    self._handshakes[sock].progress = progress
+
+        def admit(hello: Hello) -> None:
+            check_address(hello, self.address)
+            reception.admit(hello)
+
         try:
             with self._changed:
                 gone = self._closed or sock not in self._handshakes
-                deadline = Deadline(0.0) if gone else self._handshakes[sock]
-            hello = greet(sock, secret=self._secret, admit=admit, deadline=deadline, dismiss=dismiss)
+                deadline = Deadline(0.0) if gone else self._handshakes[sock].deadline
+            hello = greet(
+                sock,
+                secret=self._secret,
+                admit=admit,
+                deadline=deadline,
+                dismiss=reception.dismiss,
+                progress=note,
+            )
             self._forget(sock)
-            on_connection(sock, hello)
+            reception.on_connection(sock, hello)
         except (DistributedError, OSError) as error:
             disconnect(sock)
             self._reject(f"{peer}: {_reason(error)}")
@@ -219,7 +280,7 @@ class Listener:
             with self._changed:
                 self._threads.discard(threading.current_thread())
 
-    def _forget(self, sock: socket.socket) -> None:
+    def _forget(self, sock: Connection) -> None:
         with self._changed:
             self._handshakes.pop(sock, None)
             self._changed.notify_all()
@@ -249,53 +310,6 @@ def parse_address(address: str) -> tuple[str, int]:
     if not (digits.isascii() and digits.isdigit() and int(digits) <= 65535):
         raise ValueError(f"{address!r} has no valid port: {digits!r} is not a number from 0 to 65535")
     return host, int(digits)
-
-
-def format_address(host: str, port: int) -> str:
-    """Return "host:port", with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a numeric address can only be reached from this host."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
-
-
-def _bind(host: str, port: int, secret: bytes, deadline: Deadline) -> socket.socket:
-    """Bind the first address of ``host`` that this machine has, IPv4 first, and listen."""
-    where = format_address(host, port)
-    failure: OSError | None = None
-    try:
-        found = resolve(host, port, deadline, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise RendezvousError(f"cannot listen at {where}: {error}") from error
-    for family, kind, protocol, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
-        # Refused before it is bound, so that the port is not open for a moment.
-        if not secret and not is_loopback(str(address[0])):
-            raise _secret_needed(where)
-        sock = socket.socket(family, kind, protocol)
-        try:
-            # A port in TIME_WAIT after a restart is free; a port with a listener still is not.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            sock.listen(_BACKLOG)
-        except OSError as error:
-            sock.close()
-            failure = error
-        else:
-            return sock
-    raise RendezvousError(f"cannot listen at {where}: {failure}") from failure
-
-
-def _secret_needed(where: str) -> AuthenticationError:
-    return AuthenticationError(
-        f"cannot listen at {where} without a job secret: other hosts can reach that address. Set "
-        "FERRODIST_SECRET to the same value on every rank (`python -m ferrodist secret` prints a new one), "
-        "or bind a loopback address."
-    )
 
 
 def _interrupt(sock: socket.socket) -> None:

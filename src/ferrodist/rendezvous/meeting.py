@@ -23,6 +23,7 @@ from ferrodist.rendezvous.attendance import await_all, call_off, claim_rank, net
 from ferrodist.rendezvous.environment import read_environment
 from ferrodist.rendezvous.resolution import resolve
 from ferrodist.rendezvous.secret import make_secret
+from ferrodist.rendezvous.user_secret import secret_or_users
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,22 +64,25 @@ def meet(
     *,
     depart: Callable[[float], None],
     server: str | None = None,
+    is_private: bool,
 ) -> Membership:
     """Meet the other ranks in a store; every rank calls this, and all of them return or all raise.
 
     Args:
         store: It; nobody has met there before.
-        joining: What this rank asks for. Without a secret, rank 0 makes one and puts it into the store.
+        joining: What this rank asks for.
         where: Names job and place in messages.
         advice: What to check when somebody has met there before, or a rank was started twice.
         depart: Called once, by the rank when it is done with the store or at once if not all have come, with the
             seconds it may take.
         server: Name or address of a host that all ranks have reached; None where they know of none.
+        is_private: Whether nobody but this user can read the store and write to it. Then rank 0 of ranks without a
+            secret makes one and puts it there; else they prove that they know their user's secret.
 
     Raises:
         RendezvousError, AuthenticationError, InvalidWorldSizeError: As `rendezvous` does.
     """
-    secret, name = (_found if joining.rank == 0 else _check)(store, joining, where, advice)
+    secret, name = (_found if joining.rank == 0 else _check)(store, joining, where, advice, is_private=is_private)
 
     def leave(patience: float) -> None:
         rounds.note_left(name)
@@ -94,9 +98,9 @@ def meet(
     return joining.member(store, host, lambda: leave(LINGER), secret)
 
 
-def _found(store: Store, joining: Joining, where: str, advice: str) -> tuple[bytes, bytes]:
+def _found(store: Store, joining: Joining, where: str, advice: str, *, is_private: bool) -> tuple[bytes, bytes]:
     """Write the charter as rank 0, and return the job secret and the store's name."""
-    made = b"" if joining.secret else make_secret().encode()
+    made = make_secret().encode() if is_private and not joining.secret else b""
     secret, nonce = joining.secret or made, os.urandom(32)
     charter = msgspec.msgpack.encode(
         _Charter(
@@ -104,7 +108,7 @@ def _found(store: Store, joining: Joining, where: str, advice: str) -> tuple[byt
             world_size=joining.world_size,
             made_secret=made,
             nonce=nonce,
-            proof=_file_proof(secret, nonce),
+            proof=_file_proof(secret_or_users(secret), nonce),
         )
     )
     while True:
@@ -119,7 +123,7 @@ def _found(store: Store, joining: Joining, where: str, advice: str) -> tuple[byt
         raise RendezvousError(message, ranks=(0,))
 
 
-def _check(store: Store, joining: Joining, where: str, advice: str) -> tuple[bytes, bytes]:
+def _check(store: Store, joining: Joining, where: str, advice: str, *, is_private: bool) -> tuple[bytes, bytes]:
     """Compare this rank with the charter, and return the job secret and the store's name."""
     while True:
         charter = _read_charter(store.get(_CHARTER_KEY, timeout=joining.deadline.remaining()))
@@ -127,12 +131,13 @@ def _check(store: Store, joining: Joining, where: str, advice: str) -> tuple[byt
             break
         rounds.pause(where, joining.deadline)
     who = f"{where}: rank {joining.rank}"
-    secret = joining.secret or charter.made_secret
+    secret = joining.secret or (charter.made_secret if is_private else b"")
     refusal: DistributedError | None = None
-    if not hmac.compare_digest(charter.proof, _file_proof(secret, charter.nonce)):
+    if not hmac.compare_digest(charter.proof, _file_proof(secret_or_users(secret), charter.nonce)):
         refusal = AuthenticationError(
-            f"{who} has another job secret than rank 0, or only one of them has any; set FERRODIST_SECRET to "
-            f"the same value on every rank, or on none; {advice}",
+            f"{who} has another job secret than rank 0, or only one of them has any, or none is set and they are "
+            "processes of different users or hosts; set FERRODIST_SECRET to the same value on every rank "
+            f"(`python -m ferrodist secret` prints a new one); {advice}",
             ranks=(joining.rank,),
         )
     elif charter.job != joining.job:

@@ -1,7 +1,8 @@
 """A store that one process serves to others over TCP.
 
 Each request and each reply is one frame of MessagePack. A connection carries one call at a time, so a call
-that waits occupies its connection; the client opens another one for its other threads.
+that waits occupies its connection; the client opens another one for its other threads. Frames are authenticated: see
+[Note: session keys] in `session.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
+    AuthenticationError,
     DistributedError,
     DistributedTimeoutError,
     InvalidRankError,
@@ -27,7 +29,7 @@ from ferrodist.errors import (
     error_from_wire,
     error_to_wire,
 )
-from ferrodist.rendezvous.framing import disconnect, read_frame, write_frame
+from ferrodist.rendezvous.framing import disconnect
 from ferrodist.rendezvous.handshake import Hello, connect
 from ferrodist.rendezvous.listener import Listener, parse_address
 from ferrodist.rendezvous.memory_store import MemoryStore
@@ -44,6 +46,7 @@ from ferrodist.rendezvous.store import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from ferrodist.rendezvous.session import Connection
     from ferrodist.rendezvous.store import Store
 
 __all__ = ["TcpStore", "TcpStoreServer"]
@@ -125,7 +128,7 @@ class TcpStoreServer:
         self._world_size = world_size
         self._max_connections = max_connections
         self._changed = threading.Condition()
-        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._connections: dict[Connection, threading.Thread] = {}
         self._closed = False
         self._process = os.getpid()
         self.store = MemoryStore()
@@ -194,7 +197,7 @@ class TcpStoreServer:
             with contextlib.suppress(RendezvousError):  # the store was closed meanwhile
                 self._on_rejection(self.store, reason)
 
-    def _welcome(self, sock: socket.socket, hello: Hello) -> None:
+    def _welcome(self, sock: Connection, hello: Hello) -> None:
         thread = threading.Thread(
             target=self._converse, args=(sock,), name=f"ferrodist-store-{hello.rank}", daemon=True
         )
@@ -202,11 +205,15 @@ class TcpStoreServer:
             thread.start()
             self._connections[sock] = thread
 
-    def _converse(self, sock: socket.socket) -> None:
+    def _converse(self, sock: Connection) -> None:
         try:
             while True:
                 try:
-                    request = _REQUEST_DECODER.decode(read_frame(sock, _MAX_FRAME_BYTES, None))
+                    request = _REQUEST_DECODER.decode(sock.receive_frame(_MAX_FRAME_BYTES, None))
+                except AuthenticationError as error:
+                    altered = AuthenticationError(f"the store at {self.address} refused a request: {error.message}")
+                    _send(sock, _Reply(error=error_to_wire(altered)))
+                    return
                 except (ProtocolError, ValueError) as error:
                     refusal = ProtocolError(f"the store at {self.address} cannot read this request: {error}")
                     _send(sock, _Reply(error=error_to_wire(refusal)))
@@ -302,8 +309,8 @@ class TcpStore:
         self._timeout = timeout
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._idle: list[socket.socket] = []
-        self._busy: set[socket.socket] = set()
+        self._idle: list[Connection] = []
+        self._busy: set[Connection] = set()
         self._lost: str | None = None
         sock = connect(self._host, self._port, secret=secret, hello=self._hello, deadline=Deadline(timeout))
         self.local_host: str = sock.getsockname()[0]
@@ -356,8 +363,8 @@ class TcpStore:
             raise ValueError(f"a store request of {len(request)} bytes exceeds the limit of {_MAX_FRAME_BYTES}")
         sock = self._take(patience)
         try:
-            write_frame(sock, request, patience)
-            reply = _REPLY_DECODER.decode(read_frame(sock, _MAX_FRAME_BYTES, patience))
+            sock.send_frame(request, patience)
+            reply = _REPLY_DECODER.decode(sock.receive_frame(_MAX_FRAME_BYTES, patience))
         except TimeoutError:
             self._drop(sock)
             raise DistributedTimeoutError(
@@ -365,6 +372,12 @@ class TcpStore:
                 f"{patience.elapsed():.2f} s (limit {limit:.2f} s); is rank 0, which serves it, stopped?",
                 ranks=(0,),
             ) from None
+        except AuthenticationError as error:
+            self._drop(sock)
+            raise AuthenticationError(
+                f"the store of rank 0 at {self.address}: its answer to {operation.name} {', '.join(keys[:4])} can't be"
+                f" trusted: {error.message}. Who passes on this connection must change nothing of it."
+            ) from error
         except (OSError, ProtocolError, ValueError) as error:
             self._drop(sock)
             raise self._abandon(f"went away: {error}") from error
@@ -377,7 +390,7 @@ class TcpStore:
             raise ValueError(message) if name == ValueError.__name__ else error_from_wire(name, message, ranks)
         return reply.value
 
-    def _take(self, patience: Deadline) -> socket.socket:
+    def _take(self, patience: Deadline) -> Connection:
         """Return a connection that no other thread uses."""
         if os.getpid() != self._process:
             raise RendezvousError(
@@ -410,7 +423,7 @@ class TcpStore:
             raise
         return sock
 
-    def _return(self, sock: socket.socket) -> None:
+    def _return(self, sock: Connection) -> None:
         with self._lock:
             self._busy.discard(sock)
             if self._lost is None and len(self._idle) < _IDLE_CONNECTIONS_KEPT:
@@ -418,7 +431,7 @@ class TcpStore:
                 return
         disconnect(sock)
 
-    def _drop(self, sock: socket.socket) -> None:
+    def _drop(self, sock: Connection) -> None:
         with self._lock:
             self._busy.discard(sock)
         disconnect(sock)
@@ -445,8 +458,8 @@ class TcpStore:
         return RendezvousError(f"the store of rank 0 at {self.address} {self._lost}", ranks=(0,))
 
 
-def _send(sock: socket.socket, reply: _Reply) -> None:
-    write_frame(sock, msgspec.msgpack.encode(reply), None)
+def _send(sock: Connection, reply: _Reply) -> None:
+    sock.send_frame(msgspec.msgpack.encode(reply), None)
 
 
 def _is_gone(sock: socket.socket) -> bool:

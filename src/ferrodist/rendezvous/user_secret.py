@@ -12,9 +12,13 @@ import pwd
 import secrets
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ferrodist.errors import AuthenticationError
 from ferrodist.rendezvous.secret import make_secret
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["secret_or_users", "user_secret"]
 
@@ -37,21 +41,25 @@ def user_secret() -> bytes:
     """
     folders = _folders()
     problems: list[str] = []
-    for may_create in (False, True):  # one that is there counts before one that could be made in an earlier folder
-        for folder in folders:
-            try:
-                return _secret_in(folder, may_create=may_create)
-            except FileNotFoundError as error:
-                if may_create:
-                    problems.append(f"{folder}: {error.strerror}")
-            except OSError as error:
-                if may_create:
-                    problems.append(f"{folder}: {error.strerror or error}")
+    for folder in folders:  # one that is there counts before one that could be made in an earlier folder
+        with contextlib.suppress(OSError):
+            return _secret_in(folder, may_create=False)
+    for folder in folders:
+        with _noting(problems, folder):
+            return _secret_in(folder, may_create=True)
     raise AuthenticationError(
-        "no FERRODIST_SECRET is set, and the secret that processes of one user share without it can't be kept in any of "
-        f"its places ({'; '.join(problems)}). Set FERRODIST_SECRET to the same value on every rank (`python -m "
-        "ferrodist secret` prints a new one)."
+        "no FERRODIST_SECRET is set, and the secret that processes of one user share without it can't be kept in any"
+        f" of its places ({'; '.join(problems)}). Set FERRODIST_SECRET to the same value on every rank (`python -m"
+        " ferrodist secret` prints a new one)."
     )
+
+
+@contextlib.contextmanager
+def _noting(problems: list[str], folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problems.append(f"{folder}: {error.strerror or error}")
 
 
 def _folders() -> list[Path]:

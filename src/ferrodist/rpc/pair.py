@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import socket
 
     from ferrodist.deadline import Deadline
+    from ferrodist.rendezvous.session import Connection
 
 __all__ = ["Meeting", "Pair"]
 
@@ -69,7 +70,7 @@ class Pair(TcpBackend):
         timeout: As for any group.
     """
 
-    def __init__(self, sock: socket.socket, rank: int, peer: int, *, name: str, timeout: float) -> None:
+    def __init__(self, sock: Connection, rank: int, peer: int, *, name: str, timeout: float) -> None:
         self._sock = sock
         self._agents = min(rank, peer), max(rank, peer)
         self.peer_has_left = False

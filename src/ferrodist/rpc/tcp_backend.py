@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.rendezvous import Membership
+    from ferrodist.rendezvous.session import Connection
     from ferrodist.rpc.backends import Peers
 
 __all__ = ["TcpRpcBackend"]
@@ -215,7 +216,7 @@ class TcpRpcBackend(RpcBackend):
                 raise RendezvousError(f"a newer process is {who}, or this one is about to leave", ranks=(hello.rank,))
             self._admitted[hello.rank] = version
 
-    def _welcome(self, sock: socket.socket, hello: Hello) -> None:
+    def _welcome(self, sock: Connection, hello: Hello) -> None:
         assert self._peers is not None
         meeting = Meeting.from_text(hello.group)
         pair = Pair(sock, self.rank, hello.rank, name=self.name, timeout=self.timeout)
@@ -307,17 +308,18 @@ class TcpRpcBackend(RpcBackend):
         host, port = parse_address(entry.address)
         membership = self._membership
         meeting = Meeting(self.name, entry.incarnation, entry.token, self._own.incarnation, attempt)
-        hello = _hello(membership, meeting)
+        hello = _hello(membership, meeting, entry.address)
         deadline = Deadline(_DIAL_SECONDS)
         sock = connect(host, port, secret=membership.secret, hello=hello, deadline=deadline, retry_refused=False)
         return attempt, Pair(sock, self.rank, peer, name=self.name, timeout=self.timeout)
 
 
-def _hello(membership: Membership, meeting: Meeting) -> Hello:
+def _hello(membership: Membership, meeting: Meeting, address: str = "") -> Hello:
     return Hello(
         purpose=_PURPOSE,
         job=membership.job,
         rank=membership.rank,
         world_size=membership.world_size,
         group=meeting.to_text(),
+        address=address,
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
 import torch
 
 import ferrodist as fd
+from ferrodist.backends.agreement_tags import AgreementTags
+from ferrodist.backends.call import Call
 from ferrodist.backends.request import BaseRequest
 from ferrodist.backends.tags import Channel, channel_of_tag
 from ferrodist.testing import run_ranks
@@ -84,3 +87,56 @@ def test_any_exception_that_leaves_a_collective_is_told(error, leaver, step):
             assert caught.value.ranks == (leaver,)
 
     run_ranks(program, 3, timeout=20)
+
+
+class _Tapped(fd.SimulatedBackend):
+    """Ranks of a group with a key, whose messages somebody changes on their way."""
+
+    agreement_key = b"k" * 32
+    changes = ()
+    """For each change the ranks it is between, and the byte."""
+
+    def isend(self, data, dst, *, tag=0):
+        changed = bytearray(data)
+        for source, target, place in self.changes:
+            if (source, target) == (self.rank, dst) and len(changed) > 100:
+                changed[place] ^= 1
+        return super().isend(changed, dst, tag=tag)
+
+
+@pytest.mark.parametrize("place", [0, 100, -1], ids=["operation", "payload", "tag"])
+@pytest.mark.parametrize(("source", "target", "what"), [(2, 0, "the call of rank 2"), (0, 1, "the list of all")])
+def test_what_is_agreed_is_what_was_said(monkeypatch, source, target, what, place):
+    """A call or a list that is changed on its way is an error on all ranks, and never another result."""
+    monkeypatch.setattr(_Tapped, "changes", [(source, target, place)])
+
+    def on_rank(group):
+        with pytest.raises(fd.DistributedError) as caught:  # noqa: PT012 - it fails in one of the two
+            group.agreement.reach(Call(operation="sizes", payload=bytes([group.rank])), 20)
+            group.barrier(timeout=20)  # who has got the list as it was said learns of it here
+        return caught.value
+
+    errors = run_ranks(on_rank, 3, backend=_Tapped.create_group)
+    assert {type(error) for error in errors} == {fd.AuthenticationError}
+    assert all(what in error.message and "altered" in error.message for error in errors)
+
+
+def test_agreements_of_groups_and_positions_are_told_apart():
+    """The tag of a call in one group, or at one position, is none in another: nothing can be said again."""
+    call = Call(operation="barrier").encode()
+    places = itertools.product((0, 1 << 64, 7), (0, 1), (0, 1))
+    assert len({AgreementTags(b"k", group, position).seal_call(call, rank) for group, position, rank in places}) == 12
+    assert AgreementTags(b"", 0, 0).seal_call(call, 0) == call
+
+
+def test_a_group_with_a_key_agrees():
+    """Payloads of all ranks arrive with tags as they do without."""
+
+    def on_rank(group):
+        sub = fd.SubBackend(group, [0, 2]) if group.rank != 1 else None
+        said = [group.agreement.reach(Call(operation="sizes", payload=bytes([group.rank])), 20) for _ in range(3)]
+        if sub is not None:
+            assert sub.agreement.reach(Call(operation="sizes", payload=b"x"), 20) == [b"x", b"x"]
+        return said
+
+    assert run_ranks(on_rank, 3, backend=_Tapped.create_group) == [[[b"\0", b"\1", b"\2"]] * 3] * 3

@@ -18,6 +18,7 @@ from ferrodist.backends.tcp.loop import BLOCK_BYTES
 from ferrodist.errors import ProtocolError
 from ferrodist.rendezvous import handshake
 from ferrodist.rendezvous.listener import Listener
+from ferrodist.rendezvous.session import Session
 from ferrodist.testing import check_leaks, run_ranks
 
 
@@ -436,7 +437,7 @@ def test_subgroups_own_timeout_is_not_renumbered():
 def test_relay_is_blocked_by_what_waits_in_it(size):
     """Frames that wait for a rank which takes none count, empty ones too, until they are gone."""
     near, far = socket.socketpair()
-    link = Link(near, 1)
+    link = Link(near, 1, Session(bytes(32), is_server=True))
     frame = Frame(kind=Kind.EAGER, source=2, destination=1, length=size, size_bytes=size)
     count = 0
     while link.relayed_bytes <= BLOCK_BYTES:

@@ -13,13 +13,21 @@ import pytest
 from ferrodist.backends.tcp.frame import Frame, Kind
 from ferrodist.backends.tcp.link import Link
 from ferrodist.backends.tcp.loop import LinkLoop
+from ferrodist.rendezvous.session import Session
 from ferrodist.testing import check_leaks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _LIMIT = 20.0
+_KEY = bytes(32)
 _FRAME = Frame(kind=Kind.PING, source=1, destination=0)
+
+
+def _sealed(session: Session, frame: Frame = _FRAME, payload: bytes = b"") -> bytes:
+    tag = session.outgoing.tag(frame.pack(), payload)
+    session.outgoing.advance()
+    return frame.pack() + tag + payload
 
 
 class _Recorder:
@@ -28,6 +36,7 @@ class _Recorder:
     def __init__(self) -> None:
         self.num_frames = 0
         self.ended: list[int] = []
+        self.violations = 0
         self.broke: Exception | None = None
         self.blocks: dict[Link, Link] = {}  # by the link whose next frame waits in front of the other
         self._changed = threading.Condition()
@@ -49,7 +58,8 @@ class _Recorder:
         pass
 
     def link_ended(self, link: Link, reason: str, *, by_violation: bool) -> None:
-        del reason, by_violation
+        del reason
+        self.violations += by_violation
         self._tell(ended=[*self.ended, link.peer])
 
     def loop_broke(self, error: Exception) -> None:
@@ -69,7 +79,7 @@ def _connected(*peers: int) -> Iterator[tuple[dict[int, Link], dict[int, socket.
     with socket.create_server(("127.0.0.1", 0)) as server:
         for peer in peers:
             far[peer] = socket.create_connection(server.getsockname())
-            links[peer] = Link(server.accept()[0], peer)
+            links[peer] = Link(server.accept()[0], peer, Session(_KEY, is_server=True))
     try:
         yield links, far
     finally:
@@ -105,9 +115,10 @@ def test_without_epoll_links_are_read_on(monkeypatch: pytest.MonkeyPatch) -> Non
         for link in links.values():
             loop.touch(link)
         loop.start()
-        far[1].sendall(_FRAME.pack() * 3)
+        session = Session(_KEY, is_server=False)
+        far[1].sendall(b"".join(_sealed(session) for _ in range(3)))
         assert handler.wait_for(lambda: handler.num_frames == 3)
-        far[1].sendall(_FRAME.pack())
+        far[1].sendall(_sealed(session))
         assert handler.wait_for(lambda: handler.num_frames == 4)
         loop.stop()
 
@@ -119,10 +130,35 @@ def test_a_link_of_a_loop_that_is_stopped_at_once(is_started: bool) -> None:
         for _ in range(20):
             loop = LinkLoop(_Recorder(), 2, "ferrodist-test")
             ours, theirs = socket.socketpair()
-            link = Link(ours, 1)
+            link = Link(ours, 1, Session(_KEY, is_server=True))
             if is_started:
                 loop.start()
             loop.touch(link)
             loop.stop()
             assert ours.fileno() == -1
             theirs.close()
+
+
+@pytest.mark.parametrize("change", ["header", "payload", "tag", "repeated", "left out"])
+def test_a_frame_that_is_not_the_peers_next(change: str) -> None:
+    """The link ends as one whose peer broke the protocol, and nobody hears of the frame."""
+    handler = _Recorder()
+    with check_leaks(), _connected(1) as (links, far):
+        session = Session(_KEY, is_server=False)
+        frame = Frame(kind=Kind.EAGER, source=1, destination=0, length=3, size_bytes=3)
+        data = bytearray(_sealed(session, frame, b"abc"))
+        place = {"header": 20, "payload": -1, "tag": 60}.get(change)
+        if place is not None:
+            data[place] ^= 1
+        elif change == "repeated":
+            data *= 2
+        else:
+            data = bytearray(_sealed(session, frame, b"abc"))
+        loop = LinkLoop(handler, 2, "loop")
+        loop.touch(links[1])
+        loop.start()
+        far[1].sendall(data)
+        assert handler.wait_for(lambda: bool(handler.ended))
+        loop.stop()
+    assert handler.num_frames == (change == "repeated")
+    assert handler.violations == 1

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from ferrodist.errors import DistributedTimeoutError, RendezvousError
-from ferrodist.interop.torch_store import TorchStore, hide_file_of, server_of
+from ferrodist.interop.torch_store import TorchStore, hide, server_of
 from ferrodist.testing import STORE_CHECKS
 
 LIMIT = 20.0
@@ -67,17 +67,18 @@ def test_a_file_is_hidden_from_other_users(tmp_path, mode, left):
     path.touch()
     path.chmod(mode)
     store = dist.FileStore(str(path), 1)
-    hide_file_of(dist.PrefixStore("a", dist.PrefixStore("b", store)))
+    assert hide(dist.PrefixStore("a", dist.PrefixStore("b", store))) == (mode in (0o644, 0o600))
     assert path.stat().st_mode & 0o777 == left
 
 
 def test_stores_without_a_file_or_a_server():
     """Have nothing to hide, and no way to other hosts."""
     store = dist.HashStore()
-    hide_file_of(store)
+    assert hide(store)
     assert server_of(store) is None
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert server_of(dist.PrefixStore("a", served)) == "127.0.0.1"
+    assert not hide(served)  # whoever reaches its port can read it
 
 
 @pytest.mark.parametrize("stores", [hash_stores, file_stores, prefixed_stores])

@@ -17,6 +17,7 @@ from ferrodist.errors import (
     RendezvousError,
 )
 from ferrodist.rendezvous import Hello, connect, greet, handshake
+from ferrodist.rendezvous.session import Connection
 
 HELLO = Hello(purpose="group", job="j", rank=1, world_size=2, group="g")
 
@@ -36,8 +37,7 @@ def accept_and(listening, script):
     """Return a call that accepts one connection and runs ``script`` on it."""
 
     def call():
-        sock, _ = listening.accept()
-        with sock:
+        with Connection.take_over(listening.accept()[0]) as sock:
             return script(sock)
 
     return call
@@ -381,3 +381,38 @@ def test_a_socket_that_met_itself_is_no_connection(monkeypatch, free_port):
         dial(port, retry_refused=False)
     monkeypatch.undo()
     socket.create_server(("127.0.0.1", port)).close()
+
+
+@pytest.mark.parametrize("says", [None, b"220 mail.example.com\r\n", b""], ids=["silence", "something else", "nothing"])
+def test_the_server_is_found_behind_a_stranger(in_threads, listening, monkeypatch, says):
+    """What listens at one address of a name does not keep ranks from the server at another."""
+    monkeypatch.setattr(handshake, "_ATTEMPT_TIMEOUT", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        entries = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", sock.getsockname()) for sock in (other, listening)]
+        monkeypatch.setattr(handshake, "resolve", lambda *_, **__: entries)
+
+        def stranger():
+            sock, _ = other.accept()
+            with sock:
+                if says is not None:
+                    sock.sendall(says.ljust(handshake._INTRO.size) if says else b"")
+                else:
+                    sock.recv(1000)
+                    sock.recv(1000)
+
+        def client():
+            dial(1).close()
+
+        server, *others = in_threads(accept_and(listening, greeting()), client, stranger)
+    assert (server, others) == (HELLO, [None, None])
+
+
+def test_a_wrong_secret_at_every_address(in_threads, listening, monkeypatch):
+    """When nobody at any address knows the secret, the error says so, and not that a connection failed."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        free = closed.getsockname()
+    entries = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", name) for name in (free, listening.getsockname(), free)]
+    monkeypatch.setattr(handshake, "resolve", lambda *_, **__: entries)
+    _, client = in_threads(accept_and(listening, greeting(b"another")), lambda: dial(1))
+    assert type(client) is AuthenticationError
+    assert "None is set here" not in client.message

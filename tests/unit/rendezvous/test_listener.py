@@ -3,13 +3,15 @@
 import contextlib
 import os
 import socket
+import sys
 import time
 
+import msgspec
 import pytest
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import AuthenticationError, RendezvousError
-from ferrodist.rendezvous import Hello, Listener, connect, handshake, listener
+from ferrodist.rendezvous import Hello, Listener, binding, connect, handshake, listener
 
 HELLO = Hello(purpose="group", job="j", rank=1, world_size=2, group="g")
 
@@ -109,6 +111,50 @@ def test_more_strangers_than_handshakes(serving, until):
     until(lambda: len(admitted) == 1)
 
 
+def test_who_has_spoken_stays_before_who_is_silent(serving, until, monkeypatch):
+    """A rank that is far away keeps its place, however many strangers come that say nothing."""
+    monkeypatch.setattr(listener, "_MAX_HANDSHAKES", 4)
+    monkeypatch.setattr(listener, "_EVICTION_AGES", dict.fromkeys(listener._EVICTION_AGES, 0.0))
+    server, admitted = serving
+    with contextlib.ExitStack() as stack:
+        rank = stack.enter_context(stranger(server, intro()))
+        until(lambda: [one.progress for one in server._handshakes.values()] == [handshake.Progress.SPOKEN])
+        for _ in range(30):
+            stack.enter_context(stranger(server))
+        until(lambda: len(server.rejections) >= 20)
+        rank.settimeout(20)
+        nonces = bytes(32) + rank.recv(handshake._INTRO.size + 32, socket.MSG_WAITALL)[-32:]
+        rank.sendall(bytes(32) + handshake._proof(b"s", b"client", nonces))
+        assert rank.recv(1) == handshake._ACCEPTED
+    assert not admitted
+
+
+def test_who_gives_way(serving):
+    """First who is silent, then who comes from where most come from, then the oldest; never who has proved itself."""
+    server, _ = serving
+    silent, spoken, proven = handshake.Progress
+    entries = [("a", proven), ("near", spoken), ("far", spoken), ("near", spoken), ("far", silent), ("near", silent)]
+    for number, (source, progress) in enumerate(entries):
+        server._handshakes[number] = listener._Handshake(source=source, deadline=Deadline(5), progress=progress)
+    order = []
+    while (number := server._least_deserving()) is not None:
+        order.append(number)
+        del server._handshakes[number]
+    assert order == [5, 4, 1, 2, 3]
+    server._handshakes.clear()
+
+
+def test_a_rank_that_was_sent_to_a_changed_address(serving):
+    """A rank that was told another address than the server has told is refused, whatever way it has come."""
+    server, admitted = serving
+    told = msgspec.structs.replace(HELLO, address=server.address)
+    connect(server.host, server.port, secret=b"s", hello=told, deadline=Deadline(20)).close()
+    changed = msgspec.structs.replace(HELLO, address="127.0.0.1:1")
+    with pytest.raises(AuthenticationError, match=r"was told that this group is at 127\.0\.0\.1:1, but it is at"):
+        connect(server.host, server.port, secret=b"s", hello=changed, deadline=Deadline(20))
+    assert len(admitted) <= 1
+
+
 def test_silence_ends_at_the_limit(serving, until, monkeypatch):
     """A connection that says nothing is closed at the limit, with the reason kept."""
     monkeypatch.setattr(listener, "_HANDSHAKE_TIMEOUT", 0.1)
@@ -161,6 +207,50 @@ def test_binding():
         assert server.host == "0.0.0.0"
     with pytest.raises(RendezvousError, match=r"cannot listen at 192.0.2.1:0"):
         Listener("192.0.2.1", 0, secret=b"s")
+
+
+def _named(monkeypatch, *addresses):
+    """Have every name stand for these addresses."""
+
+    def resolve(host, port, deadline, **options):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+
+    monkeypatch.setattr(binding, "resolve", resolve)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has all of 127.0.0.0/8")
+def test_every_address_of_a_name_is_bound(monkeypatch):
+    """Nobody else can listen at an address that ranks would dial, and ranks are served at each."""
+    _named(monkeypatch, "127.0.0.1", "127.0.0.2", "192.0.2.1")  # the last is another host's
+    with contextlib.closing(Listener("name", 0, secret=b"s")) as server:
+        admitted = []
+        server.serve(lambda hello: None, lambda sock, hello: admitted.append(sock.close()))
+        for address in ("127.0.0.1", "127.0.0.2"):
+            connect(address, server.port, secret=b"s", hello=HELLO, deadline=Deadline(20)).close()
+            with pytest.raises(OSError, match="in use"):
+                socket.create_server((address, server.port))
+    for address in ("127.0.0.1", "127.0.0.2"):
+        socket.create_server((address, server.port)).close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has all of 127.0.0.0/8")
+def test_a_name_of_which_somebody_has_an_address(monkeypatch):
+    """Where somebody else listens at one of a name's addresses, rank 0 does not start, and says at which."""
+    _named(monkeypatch, "127.0.0.1", "127.0.0.2")
+    with socket.create_server(("127.0.0.2", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(RendezvousError, match=rf"its address 127\.0\.0\.2:{port}\): .*in use"):
+            Listener("name", port, secret=b"s")
+        socket.create_server(("127.0.0.1", port)).close()  # and leaves no other bound
+        with contextlib.closing(Listener("name", 0, secret=b"s")) as server:
+            assert server.port != port
+
+
+def test_a_name_that_others_reach_needs_a_secret(monkeypatch):
+    """Without a secret no address of the name may be one that other hosts reach."""
+    _named(monkeypatch, "127.0.0.1", "192.0.2.1")
+    with pytest.raises(AuthenticationError, match="FERRODIST_SECRET"):
+        Listener("name", 0, secret=b"")
 
 
 def test_a_name_that_does_not_resolve_costs_the_deadline(silent_name_server):

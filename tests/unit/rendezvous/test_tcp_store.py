@@ -13,6 +13,7 @@ import pytest
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
+    AuthenticationError,
     DistributedTimeoutError,
     InvalidRankError,
     InvalidWorldSizeError,
@@ -20,7 +21,6 @@ from ferrodist.errors import (
     RendezvousError,
 )
 from ferrodist.rendezvous import Hello, TcpStore, TcpStoreServer, connect, tcp_store
-from ferrodist.rendezvous.framing import read_frame
 
 
 @pytest.fixture
@@ -49,13 +49,9 @@ def raw(server, purpose="store"):
     return connect(server.host, server.port, secret=b"s", hello=hello, deadline=Deadline(20))
 
 
-def reply_to(sock, data):
-    sock.sendall(data)
-    return msgspec.msgpack.decode(read_frame(sock, 1 << 20, Deadline(20)))
-
-
-def frame(payload):
-    return len(payload).to_bytes(4, "big") + payload
+def reply_to(sock, payload):
+    sock.send_frame(payload, Deadline(20))
+    return msgspec.msgpack.decode(sock.receive_frame(1 << 20, Deadline(20)))
 
 
 def test_waits_do_not_stall_other_threads(server, client, in_threads, until):
@@ -107,13 +103,13 @@ def test_a_group_connection_is_not_a_store_connection(server):
 @pytest.mark.parametrize(
     "request_bytes",
     [
-        frame(b""),
-        frame(b"\xc1"),
-        frame(b"GET / HTTP/1.1"),
-        frame(msgspec.msgpack.encode([99, ["k"], 0.0])),
-        frame(msgspec.msgpack.encode([1, "k", 0.0])),
-        frame(b"\x93\x01\x91\xa2\xff\xfe\xcb" + bytes(8)),
-        frame(b"\x91" * 5000),
+        b"",
+        b"\xc1",
+        b"GET / HTTP/1.1",
+        msgspec.msgpack.encode([99, ["k"], 0.0]),
+        msgspec.msgpack.encode([1, "k", 0.0]),
+        b"\x93\x01\x91\xa2\xff\xfe\xcb" + bytes(8),
+        b"\x91" * 5000,
         b"\xff\xff\xff\xff",
         (tcp_store._MAX_FRAME_BYTES + 1).to_bytes(4, "big"),
     ],
@@ -122,7 +118,11 @@ def test_a_group_connection_is_not_a_store_connection(server):
 def test_a_request_that_cannot_be_read_ends_its_connection_only(server, client, request_bytes):
     """A malformed or oversized request is answered with ProtocolError, from its header alone, and not served."""
     with raw(server) as sock:
-        _, error = reply_to(sock, request_bytes)
+        if request_bytes[:1] == b"\xff" or len(request_bytes) == 4:  # a length alone
+            sock.sendall(request_bytes)
+            _, error = msgspec.msgpack.decode(sock.receive_frame(1 << 20, Deadline(20)))
+        else:
+            _, error = reply_to(sock, request_bytes)
         assert error[0] == "ProtocolError"
         assert sock.recv(1) == b""
     client.set("k", b"v")
@@ -144,16 +144,16 @@ def test_a_request_that_cannot_be_read_ends_its_connection_only(server, client, 
 def test_a_request_with_wrong_arguments_keeps_its_connection(server, request_fields, name):
     """A request that can be read but not performed is answered with an error, and the next one is served."""
     with raw(server) as sock:
-        _, error = reply_to(sock, frame(msgspec.msgpack.encode(request_fields)))
+        _, error = reply_to(sock, msgspec.msgpack.encode(request_fields))
         assert error[0] == name
-        assert reply_to(sock, frame(msgspec.msgpack.encode([4, ["n"], 0.0, b"", b"", 2]))) == [b"2", None]
+        assert reply_to(sock, msgspec.msgpack.encode([4, ["n"], 0.0, b"", b"", 2])) == [b"2", None]
 
 
 def test_slow_and_broken_clients_hold_up_nobody(server, client, until):
     """A client that stops inside a request, or leaves inside one, costs its own connection."""
     with raw(server) as slow, raw(server) as leaver:
         slow.sendall(b"\0\0")
-        leaver.sendall(frame(b"x" * 100)[:50])
+        leaver.sendall(b"\0\0\0\x64" + b"x" * 50)
         leaver.shutdown(socket.SHUT_RDWR)
         client.set("k", b"v")
         until(lambda: len(server._connections) == 2)
@@ -164,7 +164,7 @@ def test_a_client_that_leaves_while_it_waits_is_noticed(server, until, monkeypat
     """The server's thread of a wait ends soon after its client has gone, not at the end of the wait."""
     monkeypatch.setattr(tcp_store, "_PEER_CHECK_PERIOD", 0.02)
     with raw(server) as sock:
-        sock.sendall(frame(msgspec.msgpack.encode([2, ["never"], 1e6])))
+        sock.send_frame(msgspec.msgpack.encode([2, ["never"], 1e6]), None)
         until(lambda: server.store._waiting)
     until(lambda: not server._connections)
 
@@ -312,3 +312,42 @@ def test_a_forked_child_cannot_use_the_parents_store(server, client, until):
     finally:
         os.close(write_end)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("tamper", ["a bit", "repeat", "reflect"])
+def test_a_request_that_was_changed_on_its_way(server, client, tamper):
+    """The server refuses it, says so, and serves others; nothing of it is done."""
+    with raw(server) as sock:
+        request = msgspec.msgpack.encode([1, ["k"], 0.0, b"v"])
+        tag = sock.session.outgoing.tag(len(request).to_bytes(4, "big"), request)
+        if tamper == "a bit":
+            request = request.replace(b"v", b"w")
+        elif tamper == "repeat":
+            sock.send_frame(msgspec.msgpack.encode([1, ["other"], 0.0, b"v"]), None)
+            sock.receive_frame(100, Deadline(20))
+        else:
+            tag = sock.session.incoming.tag(len(request).to_bytes(4, "big"), request)
+        sock.sendall(len(request).to_bytes(4, "big") + tag + request)
+        _, error = msgspec.msgpack.decode(sock.receive_frame(1 << 20, Deadline(20)))
+        assert error[0] == "AuthenticationError"
+        assert sock.recv(1) == b""
+    with pytest.raises(DistributedTimeoutError):
+        client.get("k", timeout=0)
+
+
+def test_an_answer_that_was_changed_on_its_way(server, client, monkeypatch):
+    """The client raises AuthenticationError, which names the store and the call, and not another value."""
+    client.set("k", b"v")
+
+    def send(sock, reply):
+        payload = msgspec.msgpack.encode(reply)
+        length = len(payload).to_bytes(4, "big")
+        tag = sock.session.outgoing.tag(length, payload)
+        sock.session.outgoing.advance()
+        sock.sendall(length + tag + payload.replace(b"v", b"w"))
+
+    monkeypatch.setattr(tcp_store, "_send", send)
+    with pytest.raises(AuthenticationError, match=r"the store of rank 0 at .* its answer to GET k can't be trusted"):
+        client.get("k")
+    monkeypatch.undo()
+    assert client.get("k") == b"v"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hmac
 import os
+import secrets
 import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeo
 from ferrodist.errors import GroupAbortedError
 from ferrodist.rendezvous import rendezvous
 from ferrodist.rendezvous.secret import resolve_secret
+from ferrodist.rendezvous.user_secret import secret_or_users
 
 if TYPE_CHECKING:
     import socket
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from ferrodist.errors import DistributedError
 
 __all__ = ["GlooBackend", "NativeBackend"]
+
+_NONCE_BYTES = 16
 
 
 class NativeBackend(MessagesBackend):
@@ -77,10 +82,15 @@ class NativeBackend(MessagesBackend):
         )
         try:
             own_host = host_id() if shares_memory else rank.to_bytes(8, "little")
-            self._hosts = tuple(self.agreement.reach(Call(operation="hosts", payload=own_host), deadline.remaining()))
+            nonce = secrets.token_bytes(_NONCE_BYTES)
+            said = self.agreement.reach(Call(operation="hosts", payload=nonce + own_host), deadline.remaining())
+            self._hosts = tuple(payload[_NONCE_BYTES:] for payload in said)
             self._place = Place(hosts=self._hosts, address=self._own_address(), secret=resolve_secret(secret), job=job)
             call = Call(operation="open messages")
             self.use_messenger(open_messages(self, self._place, self.weak_blame(), call, deadline.remaining()))
+            if self._place.num_hosts > 1:  # messages between them go over connections that nothing protects
+                known = secret_or_users(self._place.secret)
+                self.agreement_key = hmac.digest(known, b"agreement\0" + b"".join(said), "sha256")
             self.collectives = self._make_engine(self, tuple(range(world_size)))
             self.collectives.open(Call(operation="open"), deadline.remaining())
         except GroupAbortedError:

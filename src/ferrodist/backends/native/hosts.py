@@ -178,12 +178,17 @@ class _Meeting:
     def dial(self, addresses: list[str], deadline: Deadline) -> None:
         """Connect to the ranks before this one."""
         group, place = self._group, self._place
-        hello = Hello(
-            purpose=self._purpose, job=place.job, rank=group.rank, world_size=group.world_size, group=self._name
-        )
         for rank in self._remote:
             if rank < group.rank:
                 host, port = parse_address(addresses[rank])
+                hello = Hello(
+                    purpose=self._purpose,
+                    job=place.job,
+                    rank=group.rank,
+                    world_size=group.world_size,
+                    group=self._name,
+                    address=addresses[rank],
+                )
                 try:
                     # It has listened since before it told its address: refused, it is gone.
                     sock = connect(host, port, secret=place.secret, hello=hello, deadline=deadline, retry_refused=False)

@@ -24,7 +24,7 @@ from ferrodist.backends.tcp.life_signs import LifeSigns
 from ferrodist.backends.tcp.link import Link, Outgoing, Sink
 from ferrodist.backends.tcp.live import track
 from ferrodist.backends.tcp.loop import BLOCK_BYTES, LinkLoop
-from ferrodist.backends.tcp.meeting import dial_hub, gather_links
+from ferrodist.backends.tcp.meeting import dial_hub, gather_links, read_published
 from ferrodist.backends.tcp.tuning import tune
 from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
 from ferrodist.errors import (
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ferrodist.rendezvous import Membership
+    from ferrodist.rendezvous.session import Connection
 
 __all__ = ["TcpBackend"]
 
@@ -167,11 +168,11 @@ class TcpBackend(MailboxBackend):
                 host, port = listener.getsockname()[:2]
                 store.set("tcp/address", format_address(host, port).encode(), timeout=deadline.remaining())
             alone = membership.world_size == 1
-            address = "" if alone else store.get("tcp/address", timeout=deadline.remaining()).decode()
+            told = "" if alone else read_published(store.get("tcp/address", timeout=deadline.remaining()))
             return cls(
                 membership.rank,
                 membership.world_size,
-                address,
+                told,
                 secret=membership.secret,
                 timeout=timeout,
                 job=membership.job,
@@ -210,10 +211,10 @@ class TcpBackend(MailboxBackend):
         for peer in list(self._links):
             self._push(Outgoing(Frame(kind=Kind.READY, source=self.rank, destination=peer)))
 
-    def _begin(self, connections: dict[int, socket.socket]) -> None:
+    def _begin(self, connections: dict[int, Connection]) -> None:
         for peer, sock in sorted(connections.items()):
             tune(sock, self.timeout, self._buffer_bytes)
-            self._links[peer] = Link(sock, peer)
+            self._links[peer] = Link(sock, peer, sock.session)
         self._loop.start()
         for link in list(self._links.values()):
             self._loop.touch(link)

@@ -1,8 +1,11 @@
 """Frames: what ranks write on a connection, and what is checked before any of it is believed.
 
-A frame is a header of 60 bytes and up to `MAX_PAYLOAD` bytes. A message of up to `EAGER_LIMIT` bytes is one EAGER
-frame. A larger one is an OFFER, answered by a GRANT when the other rank has a buffer, then DATA frames in order; the
-sender may take it back with WITHDRAW at any time before the last one.
+A frame is a header of 60 bytes, a tag, and up to `MAX_PAYLOAD` bytes. The tag says that it is the next frame of the
+rank on the other side (see [Note: session keys] in `rendezvous/session.py`). It covers header and payload, but of a
+tensor's larger parts the header alone, for the bytes would take as long as their way.
+
+A message of up to `EAGER_LIMIT` bytes is one EAGER frame. A larger one is an OFFER, answered by a GRANT when the other
+rank has a buffer, then DATA frames in order; the sender may take it back with WITHDRAW at any time before the last one.
 """
 
 from __future__ import annotations
@@ -12,14 +15,20 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from ferrodist.backends.mailbox import EAGER_LIMIT
+from ferrodist.backends.tags import Channel, channel_of_tag
 from ferrodist.errors import ProtocolError
 
 __all__ = ["HEADER_SIZE", "MAX_PAYLOAD", "WIRE_VERSION", "Frame", "Kind"]
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 MAX_PAYLOAD = 512 * 1024
 """Bytes of payload a frame may carry: large enough to hide its cost, small enough to let urgent frames through."""
+
+COVERED_BYTES = 4096
+"""Bytes of a tensor's part up to which its tag covers it."""
+
+_TENSOR_CHANNELS = frozenset({Channel.DATA, Channel.TENSOR_BODY})
 
 MAX_MESSAGE = 1 << 48
 """Bytes a message may have."""
@@ -78,6 +87,11 @@ class Frame:
     tag: int = 0
     size_bytes: int = 0
     offset: int = 0
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the tag covers the payload."""
+        return self.length <= COVERED_BYTES or channel_of_tag(self.tag) not in _TENSOR_CHANNELS
 
     def pack(self) -> bytes:
         """The header as bytes."""

@@ -9,9 +9,13 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.backends.tcp.frame import HEADER_SIZE, URGENT, Frame
+from ferrodist.errors import AuthenticationError, ProtocolError
+from ferrodist.rendezvous.session import TAG_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ferrodist.rendezvous.session import Session
 
 __all__ = ["Link", "Outgoing", "Sink"]
 
@@ -65,19 +69,22 @@ class Link:
     Args:
         sock: A connected, authenticated socket; the link owns it.
         peer: The rank on the other side.
+        session: The connection's keys.
     """
 
-    def __init__(self, sock: socket.socket, peer: int) -> None:
+    def __init__(self, sock: socket.socket, peer: int, session: Session) -> None:
         self.sock = sock
         self.peer = peer
+        self._session = session
         self.has_left = False  # LEFT for the whole group has come from the peer
         self.num_reads = 0  # how often something has come
         self.relayed_bytes = 0  # waiting to be written, on behalf of others
         self.blocked_by: Link | None = None  # not read from while that link has too much relayed_bytes
         self.frame: Frame | None = None  # whose payload is being read
+        self.covered: memoryview | None = None  # its payload, where its tag has to be looked at first
         self.sink: Sink | None = None  # where its payload goes
         self.num_read = 0  # bytes of its payload
-        self.header = memoryview(bytearray(HEADER_SIZE))
+        self.header = memoryview(bytearray(HEADER_SIZE + TAG_BYTES))
         self.num_header = 0
         self._ahead = memoryview(bytearray(_READ_AHEAD))
         self._ahead_start = self._ahead_stop = 0
@@ -172,6 +179,17 @@ class Link:
         self._ahead_start += count
         return count
 
+    def check(self, payload: memoryview | bytes) -> None:
+        """Compare a frame that has come, its header and the payload that its tag covers, with the tag.
+
+        Raises:
+            ProtocolError: It is not the next frame that the peer has written.
+        """
+        try:
+            self._session.incoming.check(self.header[HEADER_SIZE:], self.header[:HEADER_SIZE], payload)
+        except AuthenticationError as error:
+            raise ProtocolError(f"{error.message}, by whoever passes on this connection, or by the rank") from None
+
     def close(self) -> None:
         """Close the connection; what waits to be written is dropped."""
         with self._lock:
@@ -195,7 +213,9 @@ class Link:
                 current = self._current
                 assert current is not None
                 _advance(current.views, self.sock.sendmsg(current.views))
-                current.begun = True
+                if not current.begun:
+                    current.begun = True
+                    self._session.outgoing.advance()
                 if current.views:
                     continue
                 if current.relayed:
@@ -214,9 +234,12 @@ class Link:
         if not queue:
             return False
         self._current = queue.popleft()
-        self._current.views = [memoryview(self._current.frame.pack())]
-        if self._current.frame.length:
-            self._current.views.append(memoryview(self._current.payload))
+        frame, payload = self._current.frame, self._current.payload
+        header = frame.pack()
+        tag = self._session.outgoing.tag(header, payload if frame.is_covered else b"")
+        self._current.views = [memoryview(header + tag)]
+        if frame.length:
+            self._current.views.append(memoryview(payload))
         return True
 
     def _forget_queued(self) -> None:

@@ -9,7 +9,8 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Protocol
 
-from ferrodist.backends.tcp.frame import Frame
+from ferrodist.backends.mailbox import copy_bytes
+from ferrodist.backends.tcp.frame import HEADER_SIZE, Frame
 from ferrodist.deadline import Deadline
 from ferrodist.errors import ProtocolError
 
@@ -205,12 +206,18 @@ class LinkLoop:
         budget = _READ_BUDGET
         try:
             while self._may_read(link) and (budget > 0 or link.has_read_ahead):
-                if link.frame is None or link.sink is None:
+                if link.frame is None:
                     count = link.read_into(link.header[link.num_header :])
                     link.num_header += count
                     if link.num_header == len(link.header):
                         self._begin(link)
+                elif link.covered is not None:
+                    count = link.read_into(link.covered[link.num_read :])
+                    link.num_read += count
+                    if link.num_read == len(link.covered):
+                        self._begin_covered(link, link.frame, link.covered)
                 else:
+                    assert link.sink is not None
                     count = link.sink(link.read_into, link.num_read, link.frame.length)
                     link.num_read += count
                     self._end_if_whole(link)
@@ -232,8 +239,29 @@ class LinkLoop:
 
     def _begin(self, link: Link) -> None:
         link.num_header = link.num_read = 0
-        link.frame = Frame.unpack(link.header, self._world_size)
-        link.sink = self._handler.frame_begins(link, link.frame)
+        frame = Frame.unpack(link.header[:HEADER_SIZE], self._world_size)
+        if frame.length and frame.is_covered:
+            link.covered = memoryview(bytearray(frame.length))
+        else:
+            link.check(b"")
+            link.sink = self._handler.frame_begins(link, frame)
+        link.frame = frame
+        self._end_if_whole(link)
+
+    def _begin_covered(self, link: Link, frame: Frame, payload: memoryview) -> None:
+        """Look at a payload before anybody else does, then hand it over."""
+        link.check(payload)
+        link.covered = None
+        link.sink = self._handler.frame_begins(link, frame)
+        link.num_read = 0
+        while link.num_read < frame.length:
+            rest = payload[link.num_read :]
+
+            def fill(target: memoryview, rest: memoryview = rest) -> int:
+                copy_bytes(target, rest[: len(target)])
+                return len(target)
+
+            link.num_read += link.sink(fill, link.num_read, frame.length)
         self._end_if_whole(link)
 
     def _end_if_whole(self, link: Link) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from ferrodist.errors import DistributedError, InvalidRankError, InvalidWorldSizeError, RendezvousError, ranks_text
+from ferrodist.errors import (
+    DistributedError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    ProtocolError,
+    RendezvousError,
+    ranks_text,
+)
 from ferrodist.rendezvous.handshake import Hello, check_hello, connect
 from ferrodist.rendezvous.listener import Listener, parse_address
 
@@ -13,10 +20,30 @@ if TYPE_CHECKING:
     import socket
 
     from ferrodist.deadline import Deadline
+    from ferrodist.rendezvous.session import Connection
 
-__all__ = ["dial_hub", "gather_links"]
+__all__ = ["dial_hub", "gather_links", "read_published"]
 
 _PURPOSE = "group"
+
+
+class _PublishedAddress(str):
+    """Where rank 0 listens, as it has told itself; not where the user has the ranks find it, by whatever ways."""
+
+    __slots__ = ()
+
+
+def read_published(data: bytes) -> str:
+    """The address that rank 0 has put into a store.
+
+    Raises:
+        ProtocolError: It is none.
+    """
+    try:
+        parse_address(data.decode())
+    except ValueError:
+        raise ProtocolError(f"the store has {data[:100]!r} where rank 0 writes its address", ranks=(0,)) from None
+    return _PublishedAddress(data.decode())
 
 
 def gather_links(
@@ -28,7 +55,7 @@ def gather_links(
     group: str,
     listener: socket.socket | None,
     deadline: Deadline,
-) -> tuple[dict[int, socket.socket], DistributedError | None]:
+) -> tuple[dict[int, Connection], DistributedError | None]:
     """Rank 0: wait for every other rank.
 
     Returns:
@@ -36,7 +63,7 @@ def gather_links(
     """
     host, port = parse_address(address)
     check_hello(Hello(purpose=_PURPOSE, job=job, rank=world_size - 1, world_size=world_size, group=group))
-    connections: dict[int, socket.socket] = {}
+    connections: dict[int, Connection] = {}
     admitted: set[int] = set()  # those, and ranks that are about to be told that they are let in
     changed = threading.Condition()
 
@@ -65,7 +92,7 @@ def gather_links(
         with changed:
             admitted.discard(hello.rank)
 
-    def take(sock: socket.socket, hello: Hello) -> None:
+    def take(sock: Connection, hello: Hello) -> None:
         with changed:
             connections[hello.rank] = sock
             changed.notify()
@@ -91,8 +118,9 @@ def gather_links(
 
 def dial_hub(
     rank: int, world_size: int, address: str, *, secret: bytes, job: str, group: str, deadline: Deadline
-) -> socket.socket:
+) -> Connection:
     """Every other rank: connect to rank 0."""
     host, port = parse_address(address)
-    hello = Hello(purpose=_PURPOSE, job=job, rank=rank, world_size=world_size, group=group)
+    told = str(address) if isinstance(address, _PublishedAddress) else ""
+    hello = Hello(purpose=_PURPOSE, job=job, rank=rank, world_size=world_size, group=group, address=told)
     return connect(host, port, secret=secret, hello=hello, deadline=deadline)
