@@ -148,7 +148,14 @@ class DistributedTimeoutError(DistributedError, TimeoutError):
 
 
 class NoConnectionError(DistributedError):
-    """There is no path to a rank."""
+    """There is no path to a rank.
+
+    Attributes:
+        relay: The rank that passed on messages on the way to it and is gone, in the numbers of the outermost group;
+            None where it is another reason.
+    """
+
+    relay: int | None = None
 
 
 class ProtocolError(DistributedError):

@@ -29,6 +29,7 @@ from ferrodist.errors import (
     DistributedTimeoutError,
     GroupAbortedError,
     GroupClosedError,
+    NoConnectionError,
     PeerLostError,
 )
 
@@ -55,10 +56,12 @@ class Departure:
     Args:
         what: Follows the rank in the error's message, as "died: ...".
         kind: Class of the error.
+        relay: The rank that passed on this one's messages, when that one is gone and not this one.
     """
 
     what: str
     kind: type[DistributedError] = PeerLostError
+    relay: int | None = None
 
 
 _CLOSED = Departure(what="has left: it closed the group while others still needed it")
@@ -230,7 +233,14 @@ class MailboxBackend(NonBlockingBackend):
 
     def _told(self, group_id: int, rank: int, departure: Departure) -> DistributedError:
         number, who = self._describe(group_id, rank)
-        return departure.kind(f"{who} {departure.what}", ranks=(number,))
+        if departure.relay is None:
+            return departure.kind(f"{who} {departure.what}", ranks=(number,))
+        number, relay = self._describe(group_id, departure.relay)
+        error = NoConnectionError(
+            f"{relay}, which passes on the messages of other ranks, is gone: {who} can't be reached", ranks=(number,)
+        )
+        error.relay = departure.relay
+        return error
 
     def _accept(self, message: Message) -> bool:
         """Take in a message; one more than this rank can keep unasked ends its group.

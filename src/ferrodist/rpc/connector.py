@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLostError
+from ferrodist.errors import DistributedTimeoutError, GroupClosedError, NoConnectionError, PeerLostError
 from ferrodist.rpc.errands import Errands
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Connector:
             self._changed.wait_for(lambda: self._is_settled(peer) or peer in self._lost, deadline.remaining())
             if peer in self._lost and not self._is_settled(peer):
                 error = self._lost[peer]
-                raise PeerLostError(error.message + self._backend.absence(peer), ranks=(peer,)) from error.__cause__
+                raise PeerLostError(error.message + self._backend.absence(peer), ranks=error.ranks) from error.__cause__
             return self._found(peer, deadline)
 
     def wait_for(self, peer: int, deadline: Deadline) -> None:
@@ -231,4 +231,7 @@ def lost_error(peer: int, error: DistributedError) -> PeerLostError:
     """What the end of a group with a rank means for calls to it: groups have errors and numbers of their own."""
     if isinstance(error, PeerLostError) and error.ranks == (peer,):
         return error
-    return PeerLostError(f"rank {peer} can't be reached any more: {error}", ranks=(peer,))
+    to_blame = peer
+    if isinstance(error, NoConnectionError) and error.relay is not None:
+        to_blame = error.relay
+    return PeerLostError(f"rank {peer} can't be reached any more: {error}", ranks=(to_blame,))

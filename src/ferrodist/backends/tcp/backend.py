@@ -29,7 +29,6 @@ from ferrodist.backends.tcp.tuning import tune
 from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
 from ferrodist.errors import (
     DistributedError,
-    NoConnectionError,
     ProtocolError,
     RendezvousError,
     ranks_text,
@@ -467,8 +466,7 @@ class TcpBackend(MailboxBackend):
             for other in () if link.has_left else tuple(self._links):
                 self._push(Outgoing(Frame(kind=Kind.DIED, source=link.peer, destination=other)))
         else:
-            relay = f"rank 0 of group {self.name!r}, which passes on its messages, is gone"
-            unreachable = Departure(kind=NoConnectionError, what=f"can't be reached: {relay}")
+            unreachable = Departure(what="can't be reached", relay=_HUB)
             for other in range(1, self.world_size):
                 self._peer_left(_WORLD, other, unreachable)
         with self._changed:
