@@ -62,6 +62,11 @@ def _frame(
     return [(_HEADER.pack(*fields), payload)]
 
 
+def _covers(kind: int, length: int, tag: int) -> bool:
+    known = Kind(kind) if kind in set(Kind) else Kind.EAGER
+    return Frame(kind=known, source=0, destination=1, length=length, tag=tag).is_covered
+
+
 def _send(sock: Connection, frames: bytes | list[tuple[bytes, bytes]]) -> None:
     """Send frames as a rank that has the keys, or anything else as it is."""
     if isinstance(frames, bytes):
@@ -69,7 +74,7 @@ def _send(sock: Connection, frames: bytes | list[tuple[bytes, bytes]]) -> None:
         return
     for header, payload in frames:
         *_, length, _, _, _, _, tag, _, _ = _HEADER.unpack(header)
-        covers = Frame(kind=Kind.EAGER, source=0, destination=1, length=length, tag=tag).is_covered
+        covers = _covers(header[3], length, tag)
         seal = sock.session.outgoing.tag(header, payload if covers else b"")
         sock.session.outgoing.advance()
         sock.sendall(header + seal + payload)
