@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import traceback
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
@@ -225,7 +226,7 @@ class AsyncCheckpointer:
             save.discard(error)
             raise
         save.forget_state()
-        future = CheckpointFuture(path, self._thread.submit(self._write, save, buffer, find))
+        future = CheckpointFuture(path, self._thread.submit(_run_forgetting, self._write, save, buffer, find))
         self._futures.append(future)
         return future
 
@@ -288,6 +289,32 @@ class AsyncCheckpointer:
             if error is None:
                 raise
             _logger.warning("while another error is raised, so that it is told here only: %s", second)
+
+
+def _run_forgetting(write: Callable[..., None], *arguments: Any) -> None:
+    """Call a function; what it raises keeps nothing of what the function had.
+
+    A future keeps its error, an error its frames, and these all that is in them: the checkpointer that has the future,
+    and the memory of the copy.
+    """
+    try:
+        write(*arguments)
+    except BaseException as error:
+        del write, arguments
+        _forget_frames(error)
+        raise
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Clear the variables of the frames that an error has passed, and those of its causes."""
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            left += [each.__cause__, each.__context__]
 
 
 def _tell_failures(futures: Sequence[CheckpointFuture]) -> None:

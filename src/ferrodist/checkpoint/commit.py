@@ -16,6 +16,7 @@ from ferrodist.checkpoint.folder import find_stale, next_time_ns, read_manifest
 from ferrodist.checkpoint.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
+    SINGLE_NAME,
     FileEntry,
     Manifest,
     ShardEntry,
@@ -39,7 +40,7 @@ __all__ = ["commit", "make_index", "make_manifest"]
 _logger = logging.getLogger(__name__)
 
 
-def commit(storage: Storage, manifest: Manifest, deadline: Deadline) -> None:
+def commit(storage: Storage, manifest: Manifest, deadline: Deadline, *, single_name: str | None = None) -> None:
     """Publish a save whose files are all written; see [Note: commit] in `storage/base.py`.
 
     When it raises, what was published is gone again, unless the folder's manifest may be this save's. What fails after
@@ -49,6 +50,7 @@ def commit(storage: Storage, manifest: Manifest, deadline: Deadline) -> None:
         storage: Where they are.
         manifest: The save's.
         deadline: When other saves to the folder must have been committed.
+        single_name: What the file is called in the end if it is the only one, where the storage can do that.
 
     Raises:
         OSError: What the storage says, or a file is not what was written. Readers see what was there before, but for
@@ -56,10 +58,10 @@ def commit(storage: Storage, manifest: Manifest, deadline: Deadline) -> None:
             then, whole.
     """
     with storage.exclusive(deadline):
-        _commit(storage, manifest)
+        _commit(storage, manifest, single_name)
 
 
-def _commit(storage: Storage, manifest: Manifest) -> None:
+def _commit(storage: Storage, manifest: Manifest, single_name: str | None) -> None:
     names = [file.name for file in manifest.files]
     index = make_index(manifest)
     try:
@@ -70,6 +72,12 @@ def _commit(storage: Storage, manifest: Manifest) -> None:
         except (OSError, DistCheckpointError) as second:
             _logger.warning("what was published of a checkpoint at %s can't be removed: %s", storage.url, second)
         raise
+    if single_name is not None and len(names) == 1:
+        try:
+            stale = _rename_single(storage, manifest, single_name, stale)
+            index = None
+        except OSError as error:  # some file systems have no links
+            _logger.warning("%s at %s is not called %s: %s", names[0], storage.url, single_name, error)
     try:
         _tidy(storage, manifest, stale, index)
     except (OSError, DistCheckpointError) as error:  # all that a load needs is there, and the next save tidies again
@@ -100,6 +108,18 @@ def _publish(storage: Storage, manifest: Manifest, names: Sequence[str], index: 
         )
     storage.put(MANIFEST_NAME, data)
     return stale
+
+
+def _rename_single(storage: Storage, manifest: Manifest, name: str, stale: set[str]) -> set[str]:
+    """Give the only file of a committed save its name, which a file of the save before may have; returns what is stale.
+
+    At each moment the manifest names a file that is there, whole.
+    """
+    (file,) = manifest.files
+    storage.copy(file.name, name)
+    named = msgspec.structs.replace(manifest, files=[msgspec.structs.replace(file, name=name)])
+    storage.put(MANIFEST_NAME, encode_manifest(named))
+    return {*stale, file.name} - {name}
 
 
 def _withdraw(storage: Storage, save_id: str, names: Sequence[str]) -> None:
@@ -193,7 +213,9 @@ def _size_bytes(plan: SavePlan, span: Span) -> int:
 
 
 def make_index(manifest: Manifest) -> bytes | None:
-    """What Hugging Face's tools look for, if each tensor lies whole in one file; else None."""
+    """What Hugging Face's tools look for, if each tensor lies whole in one file; else None, or if they need none."""
+    if [file.name for file in manifest.files] == [SINGLE_NAME]:
+        return None
     places = {}
     for key, tensor in manifest.tensors.items():
         if len(tensor.shards) != 1:

@@ -6,7 +6,15 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from ferrodist.checkpoint.manifest import MANIFEST_NAME, TIME_WITHIN_BYTES, Manifest, decode_manifest, find_time
+from ferrodist.checkpoint.manifest import (
+    INDEX_NAME,
+    MANIFEST_NAME,
+    SINGLE_NAME,
+    TIME_WITHIN_BYTES,
+    Manifest,
+    decode_manifest,
+    find_time,
+)
 from ferrodist.checkpoint.storage.base import save_of
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistCheckpointError
@@ -14,7 +22,19 @@ from ferrodist.errors import DistCheckpointError
 if TYPE_CHECKING:
     from ferrodist.checkpoint.storage.base import Storage
 
-__all__ = ["check_is_ours", "find_stale", "next_time_ns", "read_manifest", "remove_dead", "remove_unfinished"]
+__all__ = [
+    "DCP_METADATA_NAME",
+    "check_is_ours",
+    "describe_other",
+    "find_stale",
+    "next_time_ns",
+    "read_manifest",
+    "remove_dead",
+    "remove_unfinished",
+]
+
+DCP_METADATA_NAME = ".metadata"
+"""What torch.distributed.checkpoint calls its manifest."""
 
 _logger = logging.getLogger(__name__)
 
@@ -29,11 +49,57 @@ def read_manifest(storage: Storage) -> Manifest:
     try:
         data = storage.get(MANIFEST_NAME)
     except FileNotFoundError:
-        what = "no checkpoint in it" if storage.list_names() else "nothing in it, or is not there"
-        raise DistCheckpointError(f"{storage.url} has {what}: {MANIFEST_NAME} is missing") from None
+        raise DistCheckpointError(_why_none(storage)) from None
+    except NotADirectoryError:
+        raise DistCheckpointError(
+            f"{storage.url} is a file, and a checkpoint is a folder. {_how_to_convert('torch', storage.url)}"
+        ) from None
     except OSError as error:
         raise DistCheckpointError(f"{where} can't be read: {error}") from error
     return decode_manifest(data, where)
+
+
+def describe_other(storage: Storage) -> str:
+    """A sentence that says of which other format a folder is, and what to do; empty if it is of none that is known.
+
+    Raises:
+        OSError: The folder can't be listed.
+    """
+    names = storage.list_names()
+    if DCP_METADATA_NAME in names:
+        return f"It is a folder of torch.distributed.checkpoint. {_how_to_convert('dcp', storage.url)}"
+    if SINGLE_NAME in names or INDEX_NAME in names:
+        return f"It is a folder of Hugging Face's. {_how_to_convert('hf', storage.url)}"
+    for name in names:
+        if name.endswith(_TORCH_ENDINGS):
+            return f"It has {name}. {_how_to_convert('torch', f'{storage.url}/{name}')}"
+    return ""
+
+
+_TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
+_IMPORTS = {"torch": "import_torch_file", "dcp": "import_dcp", "hf": "import_hugging_face"}
+
+
+def _how_to_convert(kind: str, path: str) -> str:
+    return (
+        f"`ferrodist ckpt convert --from {kind} --to ferrodist {path} NEW` makes a checkpoint of it, in Python"
+        f" `ferrodist.checkpoint.conversion.{_IMPORTS[kind]}`."
+    )
+
+
+def _why_none(storage: Storage) -> str:
+    """Why there is no checkpoint in a folder that lacks a manifest."""
+    try:
+        is_empty, other, inner = not storage.list_names(), describe_other(storage), storage.list_folders()
+    except OSError as error:
+        return f"{storage.url} can't be read: {error}"
+    what = "nothing in it, or is not there" if is_empty and not inner else "no checkpoint in it"
+    text = f"{storage.url} has {what}: {MANIFEST_NAME} is missing"
+    if other:
+        return f"{text}. {other}"
+    if inner:
+        return f"{text}. There are folders in it, as {inner[-1]}: name one that has a checkpoint, or ask find_latest()"
+    return text
 
 
 def check_is_ours(storage: Storage) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "LENGTH_BYTES",
     "MANIFEST_NAME",
     "MAX_HEADER_BYTES",
+    "SINGLE_NAME",
     "TIME_WITHIN_BYTES",
     "FileEntry",
     "Manifest",
@@ -41,6 +42,8 @@ __all__ = [
 
 MANIFEST_NAME = "metadata.json"
 INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+"""What Hugging Face's tools call a folder's only file of tensors, which then has no index."""
 HASH_BYTES = 16
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000

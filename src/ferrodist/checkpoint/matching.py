@@ -26,12 +26,13 @@ from ferrodist.checkpoint.tree import (
     is_leaf_node,
     path_text,
     referenced_keys,
+    tensor_identity,
     tensor_key,
 )
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.layout import Layout, check_placements
-from ferrodist.tensor.regions import find_piece, local_part
+from ferrodist.tensor.regions import find_piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -95,7 +96,7 @@ class Matching:
     unexpected: dict[str, str] = field(default_factory=dict)
     """Keys of saved tensors that a module or an optimizer here has no place for, and where they are."""
     _made: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Whole tensors for which there was none."""
+    """Tensors for which there was none."""
 
     def match(self, node: Any, into: Any, path: tuple[object, ...] = ()) -> Builder:
         """What comes of a node where ``into`` is.
@@ -135,7 +136,7 @@ class Matching:
         content: Any
         mark, content = ("list", node) if isinstance(node, list) else next(iter(node.items()))
         if mark in ("tensor", "array"):
-            tensor = self._new(content)
+            tensor = self._new(content, path)
             return tensor.numpy if mark == "array" else lambda: tensor
         if mark == "per_rank":
             return self._match_own(node, PerRank(None), path, is_wanted=False)
@@ -145,13 +146,18 @@ class Matching:
         builders = [self.decode(each, (*path, place)) for place, each in enumerate(nodes)]
         return lambda: kind([build() for build in builders])
 
-    def _new(self, key: str) -> torch.Tensor:
-        """A whole tensor, to be filled; the same for all places that had the same."""
+    def _new(self, key: str, path: tuple[object, ...]) -> torch.Tensor:
+        """A tensor to be filled, whole or this rank's part; the same for all places that had the same."""
         if key not in self._made:
             saved = self.manifest.tensors[key]
-            made = self.make(saved.shape, dtype_from_name(saved.dtype))
+            name = tensor_key(path)
+            spec = self.shards.tensor_specs.get(name)
+            shape = saved.shape if spec is None else spec.shape_of(self.rank)
+            made = self.make(shape, dtype_from_name(saved.dtype))
+            part = self.shards.part(name, made, self.rank)
+            self._check_fits(key, part, path)
             self._made[key] = made
-            self._add(key, made, local_part(made))
+            self._add(key, made, part)
         return self._made[key]
 
     def _add(self, key: str, tensor: torch.Tensor, part: LocalPart) -> None:
@@ -225,7 +231,17 @@ class Matching:
 
         return finish
 
-    def _match_mapping(self, node: Any, into: Mapping[Any, Any], path: tuple[object, ...]) -> Builder:
+    def _match_mapping(
+        self, node: Any, into: Mapping[Any, Any], path: tuple[object, ...], first_names: Mapping[str, str] | None = None
+    ) -> Builder:
+        """What comes of a dict.
+
+        Args:
+            node: What was saved.
+            into: What it is loaded into.
+            path: Its place.
+            first_names: For the names of tensors that ranks share the first one of each.
+        """
         saved = _keys_and_nodes(node)
         if saved is None:
             raise DistCheckpointError(f"{path_text(path)} is to be a dict, but none was saved there")
@@ -233,6 +249,10 @@ class Matching:
         for key, target in into.items():
             if key in saved:
                 builders[key] = self.match(saved[key], target, (*path, key))
+            elif isinstance(target, torch.Tensor) and _is_shared(target, into, saved):
+                builders[key] = _constant(target)
+            elif (other := _other_name(key, saved, first_names or {})) is not None:
+                builders[key] = self.match(saved[other], target, (*path, key))
             else:
                 self.missing.append(path_text((*path, key)))
                 builders[key] = _constant(target)
@@ -266,7 +286,8 @@ class Matching:
         saved = _keys_and_nodes(node) or {}
         # What is not a tensor of the module's own is for the module to take, and may be another thing by now.
         others = [key for key, value in state.items() if key in saved and id(value) not in own]
-        build = self._match_mapping(node, {key: _wanted(key, value) for key, value in state.items()}, path)
+        wanted = {key: _wanted(key, value) for key, value in state.items()}
+        build = self._match_mapping(node, wanted, path, getattr(into, "first_names", None))
         self._leave(saved, state, path)
 
         def finish() -> torch.nn.Module:
@@ -350,6 +371,20 @@ def _keys_and_nodes(node: Any) -> dict[Any, Any] | None:
     if isinstance(node, dict) and "pairs" in node:
         return {decode_leaf(key): each for key, each in node["pairs"]}
     return None
+
+
+def _is_shared(tensor: torch.Tensor, into: Mapping[Any, Any], saved: Collection[Any]) -> bool:
+    """Whether a tensor is there under another name that was saved: other makers write it once, under any of them."""
+    own = tensor_identity(tensor)
+    others = (other for key, other in into.items() if key in saved and isinstance(other, torch.Tensor))
+    return any(tensor_identity(other) == own for other in others)
+
+
+def _other_name(key: Any, saved: Mapping[Any, Any], first_names: Mapping[str, str]) -> str | None:
+    """Another name of a shared tensor, under which it was saved."""
+    first = first_names.get(key)
+    names = [name for name, other in first_names.items() if other == first] if first is not None else []
+    return next((name for name in names if name in saved), None)
 
 
 def _wanted(key: str, value: Any) -> Any:

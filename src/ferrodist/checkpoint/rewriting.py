@@ -116,8 +116,14 @@ class RewriteOptions:
         return None if dim is None else dim % len(shape)
 
 
-def rewrite(contents: Contents, storage: Storage, options: RewriteOptions) -> None:
+def rewrite(contents: Contents, storage: Storage, options: RewriteOptions, *, single_name: str | None = None) -> None:
     """Write a checkpoint; what is in the folder is replaced at once at the end, as by `save_distributed`.
+
+    Args:
+        contents: What goes into it.
+        storage: Where.
+        options: How.
+        single_name: What the file of tensors is called if it is the only one.
 
     Raises:
         DistCheckpointError: The source is damaged, or the storage refuses. Nothing was committed.
@@ -137,7 +143,7 @@ def rewrite(contents: Contents, storage: Storage, options: RewriteOptions) -> No
             save_id=save_id,
             world_size=contents.world_size if _has_own(plan.tree) else options.num_ranks,
         )
-        commit(storage, manifest, Deadline(DEFAULT_CHECKPOINT_TIMEOUT))
+        commit(storage, manifest, Deadline(DEFAULT_CHECKPOINT_TIMEOUT), single_name=single_name)
     except BaseException as error:
         _discard(storage, save_id)
         if isinstance(error, OSError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ferrodist.checkpoint.folder import read_manifest
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.collectives.sharding import offsets_of
+from ferrodist.collectives.sharding import compute_shard_sizes, offsets_of
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.regions import Box, LocalPart, find_piece, local_part
 
@@ -56,19 +56,28 @@ class TensorShardSpec:
         if any(each < 0 for each in self.shard_sizes) or sum(self.shard_sizes) != size:
             raise ValueError(f"shards of {list(self.shard_sizes)} are not dim {self.shard_dim} of {size} together")
 
-    def part(self, tensor: torch.Tensor, rank: int) -> LocalPart:
-        """What a rank has of the tensor, which is ``tensor``.
-
-        Raises:
-            ValueError: It has another shape.
-        """
+    def shape_of(self, rank: int) -> tuple[int, ...]:
+        """The shape of a rank's part."""
         shape = [*self.full_shape]
         shape[self.shard_dim] = self.shard_sizes[rank]
-        if list(tensor.shape) != shape:
-            raise ValueError(f"it has shape {tuple(tensor.shape)} on rank {rank}, where shards says {tuple(shape)}")
+        return tuple(shape)
+
+    def part(self, tensor: torch.Tensor, rank: int) -> LocalPart:
+        """What a rank has of the tensor, which is ``tensor``; a flat shard may have any shape.
+
+        Raises:
+            ValueError: It has another shape, or a flat shard is not contiguous.
+        """
+        shape = self.shape_of(rank)
+        if len(shape) == 1 and tensor.dim() != 1 and tensor.numel() == shape[0]:
+            if not tensor.is_contiguous():
+                raise ValueError("it is a flat shard, and not contiguous: save contiguous() of it")
+            tensor = tensor.view(-1)
+        if tensor.shape != shape:
+            raise ValueError(f"it has shape {tuple(tensor.shape)} on rank {rank}, where shards says {shape}")
         offsets = [0] * len(shape)
         offsets[self.shard_dim] = offsets_of(self.shard_sizes)[rank]
-        box = Box(tuple(offsets), tuple(shape))
+        box = Box(tuple(offsets), shape)
         return LocalPart(
             shape=tuple(self.full_shape),
             dtype=tensor.dtype,
@@ -99,6 +108,26 @@ class ShardMetadata:
         for name, spec in self.tensor_specs.items():
             if len(spec.shard_sizes) != self.num_ranks:
                 raise ValueError(f"tensor {name!r} has {len(spec.shard_sizes)} shards for {self.num_ranks} ranks")
+
+    def for_ranks(self, num_ranks: int) -> ShardMetadata:
+        """The same tensors, along the same dims, over another number of ranks, as evenly as can be.
+
+        Args:
+            num_ranks: How many; the first ones have an element more where the division leaves a rest.
+
+        Raises:
+            TypeError, ValueError: It is no number of ranks.
+        """
+        check_num_ranks("num_ranks", num_ranks)
+        specs = {
+            name: TensorShardSpec(
+                full_shape=spec.full_shape,
+                shard_dim=spec.shard_dim,
+                shard_sizes=compute_shard_sizes(spec.full_shape[spec.shard_dim], num_ranks),
+            )
+            for name, spec in self.tensor_specs.items()
+        }
+        return ShardMetadata(num_ranks=num_ranks, tensor_specs=specs)
 
     def check(self, world_size: int) -> None:
         """Raise ValueError unless it is for this number of ranks."""
@@ -134,16 +163,15 @@ def flat_shard_metadata(state_dict: Mapping[str, torch.Tensor], world_size: int)
     """The metadata of flat tensors that are divided evenly: each rank has as many elements as this one.
 
     Args:
-        state_dict: This rank's parts, of one dim.
+        state_dict: This rank's parts. Those of several dims count as flat, row-major.
         world_size: How many ranks there are.
 
     Raises:
-        ValueError: A tensor has another number of dims.
+        TypeError, ValueError: ``world_size`` is no number of ranks.
     """
+    check_num_ranks("world_size", world_size)
     specs = {}
     for name, tensor in state_dict.items():
-        if tensor.dim() != 1:
-            raise ValueError(f"tensor {name!r} has {tensor.dim()} dims: flat ones have one")
         size = tensor.numel()
         specs[name] = TensorShardSpec(full_shape=[size * world_size], shard_dim=0, shard_sizes=[size] * world_size)
     return ShardMetadata(num_ranks=world_size, tensor_specs=specs)

@@ -49,6 +49,7 @@ __all__ = [
     "leaf_text",
     "path_text",
     "referenced_keys",
+    "tensor_identity",
     "tensor_key",
 ]
 
@@ -194,7 +195,7 @@ class Encoder:
 
     def _add(self, tensor: torch.Tensor, path: tuple[object, ...]) -> str:
         check_tensor(tensor, path)
-        identity = _identity(tensor)
+        identity = tensor_identity(tensor)
         if (known := self._known.get(identity)) is not None:
             return known
         key = tensor_key(path)
@@ -211,11 +212,11 @@ class Encoder:
         return key
 
 
-def _identity(tensor: torch.Tensor) -> object:
-    """The same for tensors that are the same memory."""
+def tensor_identity(tensor: torch.Tensor) -> object:
+    """What tensors have in common that are the same memory."""
     local = getattr(tensor, "_local", None)
     plain = tensor if local is None else local
-    if not plain.numel():
+    if not plain.numel() or plain.layout is not torch.strided or plain.device.type == "meta":
         return id(tensor)
     lies = plain.data_ptr(), tuple(plain.shape), plain.stride(), plain.dtype, plain.is_conj(), plain.is_neg()
     return (*lies, getattr(tensor, "_layout", None), find_piece(tensor))

@@ -252,7 +252,7 @@ class _Verifier:
                 yield Problem(file=INDEX_NAME, what="is missing: Hugging Face's tools won't find the tensors")
             return
         if expected is None:
-            yield Problem(file=INDEX_NAME, what="is of another checkpoint: this one has tensors in parts, or none")
+            yield Problem(file=INDEX_NAME, what="is of another checkpoint: this one needs none")
             return
         try:
             is_same = msgspec.json.decode(self._storage.get(INDEX_NAME)) == msgspec.json.decode(expected)

@@ -7,6 +7,7 @@ import errno
 import importlib.util
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.launch.console import complain
@@ -109,9 +110,9 @@ def _verify(arguments: argparse.Namespace) -> int:
         return 0 if report.is_sound else 1
     for problem in report.problems:
         _say(f"{problem}\n")
-    size = f"{report.num_tensors} tensors in {report.num_files} files, {report.size_bytes} bytes"
-    count = len(report.problems)
-    _say(f"{report.url}: sound, {size}\n" if report.is_sound else f"{report.url}: {count} problems, {size}\n")
+    size = _facts(report.num_tensors, report.num_files, report.size_bytes)
+    count = _count(len(report.problems), "problem")
+    _say(f"{report.url}: sound, {size}\n" if report.is_sound else f"{report.url}: {count}, {size}\n")
     return 0 if report.is_sound else 1
 
 
@@ -150,6 +151,7 @@ def _reshard(arguments: argparse.Namespace) -> int:
             new_storage_options=_options(arguments, arguments.other),
             progress=progress,
         )
+    _say_written(arguments)
     return 0
 
 
@@ -168,6 +170,12 @@ def _convert(arguments: argparse.Namespace) -> int:
             _import(arguments, progress)
         else:
             _export(arguments, progress)
+    if target in ("ferrodist", "hf"):
+        _say_written(arguments)
+    else:
+        place = Path(arguments.other).absolute()
+        files = [file.stat().st_size for file in (place.rglob("*") if place.is_dir() else [place]) if file.is_file()]
+        _say(f"{place}: written, {_count(len(files), 'file')}, {_count(sum(files), 'byte')}\n")
     return 0
 
 
@@ -258,6 +266,25 @@ def _bar(title: str) -> Iterator[Progress | None]:
 
 def _has_rich() -> bool:
     return importlib.util.find_spec("rich") is not None
+
+
+def _say_written(arguments: argparse.Namespace) -> None:
+    """Say what the checkpoint has that was just written."""
+    from ferrodist.checkpoint.folder import read_manifest  # noqa: PLC0415 - needs torch
+    from ferrodist.checkpoint.storage import open_storage  # noqa: PLC0415 - needs torch
+
+    storage = open_storage(arguments.other, _options(arguments, arguments.other))
+    manifest = read_manifest(storage)
+    sizes = [file.size_bytes for file in manifest.files]
+    _say(f"{storage.url}: written, {_facts(len(manifest.tensors), len(sizes), sum(sizes))}\n")
+
+
+def _facts(num_tensors: int, num_files: int, size_bytes: int) -> str:
+    return f"{_count(num_tensors, 'tensor')} in {_count(num_files, 'file')}, {_count(size_bytes, 'byte')}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _say_json(value: Any) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.checkpoint import AsyncCheckpointer, DistCheckpointError, load_distributed
+from ferrodist.checkpoint import AsyncCheckpointer, DistCheckpointError, load_distributed, saving
 from ferrodist.checkpoint.staging import StagingBuffer
 from ferrodist.checkpoint.storage.local import LocalStorage
 from ferrodist.checkpoint.storage.local_writer import LocalWriter
@@ -131,3 +133,31 @@ def test_a_queue_that_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(TimeoutError, match="goes on"):
             futures[0].wait(0.001)
         gate.set()
+
+
+@pytest.mark.parametrize("is_waited_for", [False, True])
+def test_a_failed_save_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_waited_for: bool
+) -> None:
+    """A checkpointer that nobody has is collected, with the memory of its copies; a failure not told is logged then."""
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "no room")
+
+    monkeypatch.setattr(saving, "write_file", fail)
+    saves = AsyncCheckpointer(tmp_path)
+    memory = weakref.ref(saves._free[0])
+    future = saves.save_async({"a": torch.zeros(1000)}, 1)
+    future.settle()
+    if is_waited_for:
+        with pytest.raises(DistCheckpointError, match="no room"):
+            future.wait()
+    gone = weakref.ref(saves)
+    assert caplog.text == ""
+    assert saves._thread is not None
+    saves._thread.submit(int).result()  # the thread lets go of a save a moment after the future is done
+    del saves
+    gc.collect()
+    assert gone() is None
+    assert memory() is None
+    assert ("no room" in caplog.text) != is_waited_for

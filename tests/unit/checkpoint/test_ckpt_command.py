@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -144,8 +145,11 @@ def test_diff(tmp_path, run):
 def test_reshard(sharded, tmp_path, run):
     """The options go where they belong."""
     options = ["--ranks", 2, "--dim", 1, "--max-file-mib", 1, "--max-memory-mib", 16, "--no-verify"]
-    assert run("reshard", sharded, tmp_path / "new", *options) == (0, "", "")
-    assert verify(tmp_path / "new").is_sound
+    code, out, err = run("reshard", sharded, tmp_path / "new", *options)
+    assert (code, err) == (0, "")
+    report = verify(tmp_path / "new")
+    assert out == f"{tmp_path}/new: written, 11 tensors in 2 files, {report.size_bytes} bytes\n"
+    assert report.is_sound
     assert compare(sharded, tmp_path / "new") == []
     found = read_manifest(LocalStorage(tmp_path / "new"))
     assert found.tensors["model.weight"].placement == "Shard(1) over 2 ranks"
@@ -156,13 +160,26 @@ def test_reshard(sharded, tmp_path, run):
 def test_convert(tmp_path, run, kind):
     """There and back, by each format."""
     path = save_whole(tmp_path / "c", {f"t{number}": torch.full((5,), float(number)) for number in range(3)})
-    assert run("convert", "--from", "ferrodist", "--to", kind, path, tmp_path / "other")[0::2] == (0, "")
+    code, out, err = run("convert", "--from", "ferrodist", "--to", kind, path, tmp_path / "other")
+    assert (code, err) == (0, "")
+    what = {"dcp": "2 files", "torch": "1 file", "hf": "3 tensors in 1 file"}[kind]
+    assert re.fullmatch(rf"{tmp_path}/other: written, {what}, \d+ bytes\n", out)
     if kind == "hf":
         (tmp_path / "other" / "metadata.json").unlink()
     back = ["convert", "--from", kind, "--to", "ferrodist", tmp_path / "other", tmp_path / "back", "--ranks", 2]
-    assert run(*back) == (0, "", "")
+    code, out, err = run(*back)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{tmp_path}/back: written, 3 tensors in 2 files, ")
     assert compare(path, tmp_path / "back") == []
     assert len(read_manifest(LocalStorage(tmp_path / "back")).files) == 2
+
+
+def test_one_of_a_kind(tmp_path, run):
+    """One problem is a problem, and one file a file."""
+    path = save_whole(tmp_path / "c", {"a": torch.zeros(3)})
+    (file,) = path.glob("*.safetensors")
+    flip(file, file.stat().st_size - 1)
+    assert run("verify", path)[1].splitlines()[-1].startswith(f"{path}: 1 problem, 1 tensor in 1 file, ")
 
 
 def test_convert_a_part(tmp_path, run):

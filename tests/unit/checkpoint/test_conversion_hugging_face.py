@@ -1,6 +1,10 @@
 """Hugging Face's folders become checkpoints, and checkpoints such folders."""
 
+import contextlib
+import gc
 import json
+import logging
+import os
 import struct
 
 import pytest
@@ -9,12 +13,16 @@ from offline_states import make_state, measure_memory, save_sharded, save_whole
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ferrodist.checkpoint import load_distributed
+import ferrodist as fd
+from ferrodist.checkpoint import load_distributed, save_distributed
 from ferrodist.checkpoint.comparing import compare
 from ferrodist.checkpoint.conversion import export_hugging_face, import_hugging_face
 from ferrodist.checkpoint.rewriting import RewriteOptions
+from ferrodist.checkpoint.storage import LocalStorage, open_storage
 from ferrodist.checkpoint.verification import verify
 from ferrodist.errors import DistCheckpointError
+from ferrodist.parallel.pipeline.splitting import split_sequential
+from ferrodist.testing import run_ranks
 
 
 def tensors():
@@ -40,6 +48,9 @@ def write_folder(path, state, num_files=1):
 
 def read_folder(path):
     """As Hugging Face's tools do."""
+    if (path / "model.safetensors").exists():
+        assert not (path / "model.safetensors.index.json").exists()
+        return load_file(path / "model.safetensors")
     places = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
     found = {}
     for name, file in places.items():
@@ -169,6 +180,7 @@ def test_memory(tmp_path):
     """Tensors go through in bands."""
     path = write_folder(tmp_path / "hf", {"large": torch.ones(128 << 20, dtype=torch.uint8).view(16, -1)})
     options = RewriteOptions(num_ranks=2, dim=1, max_memory_bytes=16 << 20)
+    import_hugging_face(path, tmp_path / "first", options=options)  # what is kept for the next file is counted once
     taken = measure_memory(lambda: import_hugging_face(path, tmp_path / "c", options=options))
     assert taken < 32 << 20, f"{taken >> 20} MiB"  # 18 to 28 by torch's version
 
@@ -178,3 +190,149 @@ def test_safetensors_reads_what_was_imported(tmp_path):
     import_hugging_face(write_folder(tmp_path / "hf", tensors()), tmp_path / "c")
     (file,) = (tmp_path / "c").glob("*.safetensors")
     torch.testing.assert_close(load_file(file), tensors(), rtol=0, atol=0)
+
+
+def names_in(path):
+    return sorted(file.name for file in path.iterdir())
+
+
+def test_one_file(tmp_path):
+    """It is called as Hugging Face's tools call it, also when it is written again, and when another one is."""
+    path = save_whole(tmp_path / "c", tensors())
+    for value in (1, 2):
+        export_hugging_face(path, tmp_path / "hf")
+        assert names_in(tmp_path / "hf") == ["metadata.json", "model.safetensors"]
+        assert verify(tmp_path / "hf").is_sound
+        torch.testing.assert_close(load_file(tmp_path / "hf" / "model.safetensors"), load_distributed(path))
+        torch.testing.assert_close(load_distributed(tmp_path / "hf"), load_distributed(path))
+        save_whole(path, {**tensors(), "more": torch.full((3,), float(value))})
+    export_hugging_face(path, tmp_path / "hf", options=RewriteOptions(max_file_bytes=1))
+    assert "model.safetensors.index.json" in names_in(tmp_path / "hf")
+    assert "model.safetensors" not in names_in(tmp_path / "hf")
+    assert verify(tmp_path / "hf").is_sound
+    export_hugging_face(path, tmp_path / "hf")
+    assert names_in(tmp_path / "hf") == ["metadata.json", "model.safetensors"]
+    assert compare(path, tmp_path / "hf") == []
+
+
+def test_one_file_in_a_store(tmp_path):
+    """The same where files are copied to their names."""
+    path = save_whole(tmp_path / "c", tensors())
+    for _ in range(2):
+        export_hugging_face(path, "memory://one-file")
+        assert open_storage("memory://one-file").list_names() == ["metadata.json", "model.safetensors"]
+        assert verify("memory://one-file").is_sound
+
+
+@pytest.mark.parametrize("method", ["publish", "put", "copy", "remove", "discard", "list_names", "size_bytes"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_interrupted_export(tmp_path, monkeypatch, method, number):
+    """Wherever it ends: the folder has the older state or the newer one, whole, and the next export tidies it."""
+    older, newer = save_whole(tmp_path / "older", tensors()), save_whole(tmp_path / "newer", {"b": torch.ones(3)})
+    export_hugging_face(older, tmp_path / "hf")
+    original, calls = getattr(LocalStorage, method), []
+
+    def die(storage, *args):
+        calls.append(1)
+        if storage.path.name == "hf" and len(calls) >= number:
+            raise KeyboardInterrupt
+        return original(storage, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStorage, method, die)
+        with contextlib.suppress(KeyboardInterrupt):
+            export_hugging_face(newer, tmp_path / "hf")
+    gc.collect()  # what has died has no locks
+    assert [] in (compare(older, tmp_path / "hf"), compare(newer, tmp_path / "hf"))
+    export_hugging_face(newer, tmp_path / "hf")
+    assert names_in(tmp_path / "hf") == ["metadata.json", "model.safetensors"]
+    assert compare(newer, tmp_path / "hf") == []
+
+
+def test_a_disk_without_links(tmp_path, monkeypatch, caplog):
+    """The file keeps the name that it was written by, and the index names it; the log says so."""
+
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = save_whole(tmp_path / "c", tensors())
+    with caplog.at_level(logging.WARNING, logger="ferrodist"):
+        export_hugging_face(path, tmp_path / "hf")
+    assert "is not called model.safetensors" in caplog.text
+    assert verify(tmp_path / "hf").is_sound
+    torch.testing.assert_close(read_folder(tmp_path / "hf"), tensors(), rtol=0, atol=0)
+
+
+class Tied(torch.nn.Module):
+    """A model whose embedding is its head, too, as in GPT-2, and a third name of it, as in T5."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(8, 4)
+        self.other = torch.nn.Embedding(8, 4)
+        self.middle = torch.nn.Linear(4, 4)
+        self.head = torch.nn.Linear(4, 8, bias=False)
+        self.other.weight = self.head.weight = self.table.weight
+
+
+WRAPPERS = {
+    "plain": lambda model, group: model,
+    "DDP": fd.DDP,
+    "FSDP": fd.FSDP,
+    "FSDP of layers": lambda model, group: fd.FSDP(model, group, wrap=torch.nn.Linear),
+    "DTensors": lambda model, group: fd.parallelize(
+        model,
+        fd.DeviceMesh(group, (-1,), ("t",)),
+        {"table": fd.VocabularyParallel(), "other": fd.VocabularyParallel(), "head": fd.ColumnParallel()},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["table.weight", "head.weight", "other.weight"])
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_shared_parameters(tmp_path, wrap, name):
+    """Such a folder has a shared parameter once, under any of its names; modules take it, and it is written once."""
+    state = {name: torch.arange(32.0).view(8, 4), "middle.weight": torch.ones(4, 4), "middle.bias": torch.zeros(4)}
+    import_hugging_face(write_folder(tmp_path / "hf", state), tmp_path / "c")
+
+    def program(group):
+        model = wrap(Tied(), group)
+        load_distributed(tmp_path / "c", model, group=group)
+        load_distributed(tmp_path / "c", {"middle.weight": torch.empty(4, 4)}, group=group)
+        save_distributed(model, tmp_path / "saved", group=group)
+
+    run_ranks(program, 2)
+    export_hugging_face(tmp_path / "saved", tmp_path / "out")
+    found = read_folder(tmp_path / "out")
+    shared = [key for key in found if key.startswith(("table", "head", "other"))]
+    assert len(shared) == 1
+    assert found[shared[0]].equal(state[name])
+    loaded = load_distributed(tmp_path / "c", Tied().state_dict())
+    assert loaded["table.weight"].equal(state[name])
+    assert loaded["head.weight"].equal(state[name])
+
+
+def test_what_is_missing_of_a_model_with_shared_parameters(tmp_path):
+    """A parameter that is under none of its names is missing; one that isn't shared is, too."""
+    import_hugging_face(write_folder(tmp_path / "hf", {"middle.weight": torch.ones(4, 4)}), tmp_path / "c")
+    missing = r"lacks \['table\.weight'\], \['other\.weight'\], \['middle\.bias'\]"
+    with pytest.raises(DistCheckpointError, match=missing):
+        load_distributed(tmp_path / "c", Tied())
+
+
+def test_shared_parameters_of_a_pipeline(tmp_path):
+    """A stage that has the second name of a parameter takes what was saved under the first one."""
+    state = {"0.weight": torch.arange(32.0).view(8, 4), "1.weight": torch.ones(4, 4), "1.bias": torch.zeros(4)}
+    import_hugging_face(write_folder(tmp_path / "hf", state), tmp_path / "c")
+
+    def program(group):
+        model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8, bias=False))
+        model[2].weight = model[0].weight
+        pipeline = fd.Pipeline(split_sequential(model, 2), group, 2)
+        load_distributed(tmp_path / "c", pipeline, group=group)
+        return dict(pipeline.state_dict())
+
+    first, last = run_ranks(program, 2)
+    assert first["0.weight"].equal(state["0.weight"])
+    assert last["2.weight"].equal(state["0.weight"])

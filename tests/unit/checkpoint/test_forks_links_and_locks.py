@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
 from collections import Counter
@@ -12,9 +13,16 @@ import pytest
 import torch
 
 from ferrodist import DeviceMesh, DTensor, Partial, SizeMismatchError
-from ferrodist.checkpoint import AsyncCheckpointer, DistCheckpointError, commit, load_distributed, save_distributed
+from ferrodist.checkpoint import (
+    AsyncCheckpointer,
+    DistCheckpointError,
+    commit,
+    load_distributed,
+    save_distributed,
+    verify,
+)
 from ferrodist.checkpoint.manifest import INDEX_NAME, MANIFEST_NAME
-from ferrodist.checkpoint.storage import LocalStorage, RemoteStorage, local_writer, open_storage
+from ferrodist.checkpoint.storage import LocalStorage, RemoteStorage, local, local_writer, open_storage
 from ferrodist.checkpoint.storage.local_writer import LocalWriter
 from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
@@ -182,3 +190,121 @@ def test_two_commits_to_a_store_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert load_distributed(url)["a"].tolist() == [1.0, 1.0]
     index = open_storage(url).get(INDEX_NAME).decode()
     assert all(name in index for name in open_storage(url).list_names() if name.endswith(".safetensors"))
+
+
+def _begin_and_end(path: Path, save_id: str) -> None:
+    """Begin a save in a process that ends."""
+    child = os.fork()
+    if not child:
+        storage = LocalStorage(path)
+        storage.begin(save_id)
+        storage.create(save_id, f"model-{save_id}-00001-of-00001.safetensors", 10).write(memoryview(b"x" * 10))
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def test_a_living_save_is_left_alone(tmp_path: Path) -> None:
+    """What another save to the folder removes is of processes that have ended; who lives can go on, and ends."""
+    path = tmp_path / "saved"
+    living = LocalStorage(path)
+    living.begin("0" * 12)
+    _begin_and_end(path, "1" * 12)
+    assert sorted(each.name for each in path.iterdir()) == [".saving-000000000000", ".saving-111111111111"]
+    save_distributed({"a": torch.ones(2)}, path)
+    assert [each.name for each in path.glob(".saving-*")] == [".saving-000000000000"]
+    writer = living.create("0" * 12, "file", 1)
+    writer.write(memoryview(b"x"))
+    writer.close()
+    living.discard("0" * 12)
+    assert not list(path.glob(".saving-*"))
+
+
+def test_a_save_that_nobody_has_is_dead(tmp_path: Path) -> None:
+    """A storage that is forgotten without an end gives its lock back, as a process that ends does."""
+    storage = LocalStorage(tmp_path)
+    storage.begin("0" * 12)
+    del storage
+    gc.collect()
+    LocalStorage(tmp_path).remove_leftovers()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("why", ["another system", "no locks"])
+def test_saves_whose_lives_cant_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """Where a lock says nothing a save's folder stays, and goes when nothing in it has changed for a day."""
+    if why == "no locks":
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(local.fcntl, "flock", refuse)
+    _begin_and_end(tmp_path, "0" * 12)
+    (place,) = tmp_path.iterdir()
+    if why == "another system":
+        (place / "lock").write_bytes(b"another")
+    save_distributed({"a": torch.ones(2)}, tmp_path)
+    assert place.is_dir()
+    now = tmp_path.stat().st_mtime
+    for each in (*place.iterdir(), place):
+        os.utime(each, (now - 86_500, now - 86_500))
+    save_distributed({"a": torch.ones(2)}, tmp_path)
+    assert not list(tmp_path.glob(".saving-*"))
+    assert load_distributed(tmp_path)["a"].tolist() == [1.0] * 2
+
+
+def test_folders_of_saves_that_are_made_and_removed_at_once(tmp_path: Path) -> None:
+    """Saves begin while another thread removes what dead ones left: none loses its folder."""
+    ends = threading.Event()
+
+    def remove() -> None:
+        storage = LocalStorage(tmp_path)
+        while not ends.is_set():
+            storage.remove_leftovers()
+
+    removers = [threading.Thread(target=remove) for _ in range(2)]
+    for each in removers:
+        each.start()
+    try:
+        for number in range(200):
+            storage = LocalStorage(tmp_path)
+            storage.begin(f"{number:012d}")
+            storage.create(f"{number:012d}", "file", 0).close()
+            storage.discard(f"{number:012d}")
+    finally:
+        ends.set()
+        for each in removers:
+            each.join()
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_jobs_that_save_to_one_folder(tmp_path: Path) -> None:
+    """All their saves succeed, what is loaded meanwhile is whole, and nothing else is left in the end."""
+    path, num_saves, failures = tmp_path / "saved", 12, []
+    save_distributed({"a": torch.zeros(50_000)}, path)
+
+    def save(job: int) -> None:
+        try:
+            for number in range(num_saves):
+                save_distributed({"a": torch.full((50_000,), float(job * 1000 + number))}, path, max_file_bytes=1000)
+        except Exception as error:
+            failures.append(error)
+
+    jobs = [threading.Thread(target=save, args=(job,)) for job in (1, 2)]
+    for job in jobs:
+        job.start()
+    loads = 0
+    while any(job.is_alive() for job in jobs):
+        try:
+            found = load_distributed(path)["a"]
+        except DistCheckpointError as error:
+            if "is missing" not in str(error):  # its file was replaced after the manifest was read
+                failures.append(error)
+        else:
+            assert (found == found[0]).all()
+            loads += 1
+    for job in jobs:
+        job.join()
+    assert failures == []
+    assert loads
+    assert verify(path).is_sound
+    assert len(list(path.iterdir())) == 3

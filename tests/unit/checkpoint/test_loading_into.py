@@ -1,5 +1,7 @@
 """What a checkpoint is loaded into: modules, optimizers, objects, and what fits it or doesn't."""
 
+import re
+
 import pytest
 import torch
 from divided_tensors import bits_of, divide, part_of
@@ -7,7 +9,18 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ferrodist import DDP, DeviceMesh, DTensor, Replicate, Shard, distribute
-from ferrodist.checkpoint import OptimizerState, PerRank, Placed, dtypes, load_distributed, save_distributed
+from ferrodist.checkpoint import (
+    DistributedCheckpoint,
+    OptimizerState,
+    PerRank,
+    Placed,
+    dtypes,
+    inspect_checkpoint,
+    load_distributed,
+    save_distributed,
+    verify,
+)
+from ferrodist.checkpoint.conversion import import_dcp, import_hugging_face, import_torch_file
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.regions import FlatPiece, mark_piece
 from ferrodist.testing import run_ranks
@@ -512,11 +525,49 @@ def test_there_is_no_checkpoint(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(DistCheckpointError, match=r"no checkpoint in it: metadata.json is missing"):
         load_distributed(tmp_path)
-    with pytest.raises(DistCheckpointError, match=r"can't be read.*Not a directory|nothing in it"):
+    with pytest.raises(DistCheckpointError, match=r"file is a file, and a checkpoint is a folder\. .*--from torch "):
         load_distributed(tmp_path / "file")
     for path in (3, "", None):
         with pytest.raises((TypeError, ValueError), match="path"):
             load_distributed(path)
+
+
+READERS = (load_distributed, verify, inspect_checkpoint, DistributedCheckpoint)
+IMPORTS = {"hf": import_hugging_face, "dcp": import_dcp, "torch": import_torch_file}
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        ("model.safetensors", "hf"),
+        ("model.safetensors.index.json", "hf"),
+        (".metadata", "dcp"),
+        ("state.pt", "torch"),
+        ("pytorch_model.bin", "torch"),
+    ],
+)
+def test_a_folder_of_another_kind(tmp_path, file, kind):
+    """The error says what it is, and by which command and function it becomes a checkpoint; so do wrong imports."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).write_bytes(b"x")
+    source = f"{tmp_path}/{file}" if kind == "torch" else str(tmp_path)
+    advice = f"`ferrodist ckpt convert --from {kind} --to ferrodist {source} NEW`"
+    for read in READERS:
+        with pytest.raises(DistCheckpointError, match=re.escape(advice)) as failure:
+            read(tmp_path)
+        assert IMPORTS[kind].__name__ in str(failure.value)
+    for other, run in IMPORTS.items():
+        if other != kind:
+            with pytest.raises(DistCheckpointError, match=re.escape(advice)):
+                run(tmp_path, tmp_path / "new")
+
+
+def test_a_folder_of_checkpoints(tmp_path):
+    """Where one of its folders was meant, the error says so."""
+    for step in (1, 2):
+        save_distributed({"a": torch.ones(2)}, tmp_path / f"step-{step}")
+    with pytest.raises(DistCheckpointError, match=r"There are folders in it, as step-2: .*find_latest\(\)"):
+        load_distributed(tmp_path)
 
 
 def test_an_empty_container_takes_all(tmp_path):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from ferrodist.checkpoint import find_latest, list_checkpoints, load_distributed, save_distributed
+from ferrodist.checkpoint import find_latest, list_checkpoints, load_distributed, reshard, rotation, save_distributed
 from ferrodist.checkpoint.storage.local import LocalStorage
 from ferrodist.errors import DistCheckpointError
 from ferrodist.testing import run_ranks
@@ -93,3 +95,51 @@ def test_what_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
         with pytest.raises(DistCheckpointError, match="can't be looked through"):
             find(tmp_path / "file")
     assert find_latest(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize("scheme", ["", "memory://the-order-of-"])
+@pytest.mark.parametrize("drift_seconds", [-86400, -1, 86400])
+def test_the_order_of_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, drift_seconds: int) -> None:
+    """What was saved last is the newest, and stays, though a clock was put back between saves, or two jobs' differ."""
+    folder = f"{scheme}{drift_seconds}" if scheme else str(tmp_path)
+    now = time.time_ns
+    for step in range(1, 6):
+        drift = drift_seconds * 10**9 * (step % 2)  # every other save is another job's
+        monkeypatch.setattr(time, "time_ns", lambda drift=drift: now() + drift)
+        save_distributed({"a": torch.ones(1)}, f"{folder}/step-{step}")
+        assert find_latest(folder) == f"{folder}/step-{step}"
+    assert list_checkpoints(folder) == [f"{folder}/step-{step}" for step in range(1, 6)]
+    monkeypatch.setattr(time, "time_ns", lambda: now() - 2 * 86400 * 10**9)
+    save_distributed({"a": torch.ones(1)}, f"{folder}/step-2", keep_last=2)  # once more
+    assert list_checkpoints(folder) == [f"{folder}/step-5", f"{folder}/step-2"]
+    reshard(f"{folder}/step-5", f"{folder}/other", num_ranks=2)
+    assert find_latest(folder) == f"{folder}/other"
+
+
+def test_times_that_no_clock_has(tmp_path: Path) -> None:
+    """A damaged manifest beside, or one of a time at the end of all, doesn't spoil what is saved."""
+    _save(tmp_path / "one")
+    for number, time_ns in enumerate((1 << 63, (1 << 63) - 1, 10**19, 0)):
+        _save(tmp_path / f"damaged {number}")
+        file = tmp_path / f"damaged {number}" / "metadata.json"
+        file.write_bytes(re.sub(rb'"created_ns":\d+', b'"created_ns":%d' % time_ns, file.read_bytes()))
+    (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "empty" / "metadata.json")
+    _save(tmp_path / "two")
+    assert list_checkpoints(tmp_path) == [str(tmp_path / "one"), str(tmp_path / "two")]
+
+
+def test_a_checkpoint_that_was_saved_again_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another job has saved to an old one's folder meanwhile is not removed as old."""
+    for step in (1, 2):
+        _save(tmp_path / f"step-{step}")
+    remove = rotation._remove
+
+    def save_and_remove(found: Any) -> None:
+        monkeypatch.setattr(rotation, "_remove", remove)
+        save_distributed({"a": torch.zeros(3)}, found.path)
+        remove(found)
+
+    monkeypatch.setattr(rotation, "_remove", save_and_remove)
+    _save(tmp_path / "step-3", keep_last=2)
+    assert load_distributed(tmp_path / "step-1")["a"].tolist() == [0.0] * 3

@@ -77,11 +77,71 @@ def test_wrong_metadata(tmp_path):
         TensorShardSpec(full_shape=(7, 5), shard_dim=0, shard_sizes=[3, 3])
     with pytest.raises(ValueError, match="2 shards for 3 ranks"):
         ShardMetadata(num_ranks=3, tensor_specs=shards([3, 4]).tensor_specs)
-    with pytest.raises(ValueError, match="flat ones have one"):
-        flat_shard_metadata({"w": WHOLE}, 2)
+    with pytest.raises(ValueError, match="world_size must be a number of ranks from 1, not 0"):
+        flat_shard_metadata({"w": WHOLE}, 0)
+    with pytest.raises(TypeError, match="world_size must be an int"):
+        flat_shard_metadata({"w": WHOLE}, 2.0)
+    for num_ranks in (0, -1):
+        with pytest.raises(ValueError, match=f"num_ranks must be a number of ranks from 1, not {num_ranks}"):
+            ShardMetadata(num_ranks=num_ranks)
+        with pytest.raises(ValueError, match="num_ranks must be"):
+            shards([3, 4]).for_ranks(num_ranks)
+    with pytest.raises(TypeError, match="must be ints"):
+        TensorShardSpec(full_shape=(7.0, 5), shard_dim=0, shard_sizes=[7])
+    with pytest.raises(ValueError, match="no tensor has shape"):
+        TensorShardSpec(full_shape=(7, -5), shard_dim=0, shard_sizes=[7])
     with pytest.raises(ValueError, match="for 2 ranks, and the group has 1"):
         save_distributed({"model": {"w": WHOLE}}, tmp_path, shards=shards([3, 4]))
     with pytest.raises(ValueError, match=r"'model\.w': it has shape \(2, 5\) on rank 0, where shards says \(7, 5\)"):
         save_distributed({"model": {"w": WHOLE[:2]}}, tmp_path, shards=shards([7]))
     with pytest.raises(DistCheckpointError, match="is missing"):
         DistributedCheckpoint(tmp_path)
+
+
+def test_flat_shards_of_several_dims(tmp_path):
+    """Tensors of any shape count as flat, row-major, when they are saved and when they are loaded."""
+    parts = torch.arange(24.0).view(2, 3, 4)
+
+    def program(group):
+        own = {"a": parts[group.rank], "b": torch.tensor(float(group.rank))}
+        shards = flat_shard_metadata(own, group.world_size)
+        save_distributed(own, tmp_path, group=group, shards=shards)
+        into = {"a": torch.zeros(3, 4), "b": torch.zeros(())}
+        load_distributed(tmp_path, into, group=group, shards=shards)
+        assert into["a"].equal(parts[group.rank])
+        assert into["b"] == group.rank
+        with pytest.raises((ValueError, DistCheckpointError), match="is a flat shard, and not contiguous"):
+            load_distributed(tmp_path, {"a": torch.zeros(4, 3).T}, group=group, shards=shards)
+
+    run_ranks(program, 2)
+    loaded = load_distributed(tmp_path)
+    assert loaded["a"].equal(torch.arange(24.0))
+    assert loaded["b"].tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_this_ranks_part_without_a_target(tmp_path, num_ranks):
+    """What a checkpoint says of its shards gives each of any number of ranks its part of all tensors."""
+
+    def save(group):
+        state = {"model": {"w": WHOLE.split([4, 3])[group.rank], "same": torch.ones(2)}, "step": 3}
+        save_distributed(state, tmp_path, group=group, shards=shards([4, 3]))
+
+    run_ranks(save, 2)
+
+    def load(group):
+        found = DistributedCheckpoint(tmp_path).shard_metadata.for_ranks(group.world_size)
+        return load_distributed(tmp_path, group=group, shards=found)
+
+    loaded = run_ranks(load, num_ranks)
+    assert torch.cat([each["model"]["w"] for each in loaded]).equal(WHOLE)
+    most = -(-7 // num_ranks)
+    assert all(each["model"]["w"].shape[0] in (most, most - 1) for each in loaded)
+    assert all(each["step"] == 3 and each["model"]["same"].tolist() == [1.0, 1.0] for each in loaded)
+
+
+def test_metadata_of_another_checkpoint(tmp_path):
+    """Shards of a tensor of another shape are refused where no target says one."""
+    save_distributed({"model": {"w": WHOLE.T}}, tmp_path)
+    with pytest.raises(DistCheckpointError, match=r"\['model'\]\['w'\] has shape \(7, 5\), and was saved with shape"):
+        load_distributed(tmp_path, shards=shards([7]))

@@ -16,12 +16,14 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ferrodist.checkpoint.conversion.dcp_metadata import METADATA_NAME, DcpItem, DcpTensor, decode_metadata
+from ferrodist.checkpoint.conversion.dcp_metadata import DcpItem, DcpTensor, decode_metadata
 from ferrodist.checkpoint.conversion.file_view import open_view
 from ferrodist.checkpoint.conversion.foreign import ForeignTensor, LoadedPart, RawPart, explain_foreign, make_contents
 from ferrodist.checkpoint.conversion.torch_pickles import load_checked
 from ferrodist.checkpoint.conversion.whole import open_whole
 from ferrodist.checkpoint.dtypes import dtype_name
+from ferrodist.checkpoint.folder import DCP_METADATA_NAME as METADATA_NAME
+from ferrodist.checkpoint.folder import describe_other
 from ferrodist.checkpoint.rewriting import RewriteOptions, rewrite
 from ferrodist.checkpoint.storage import open_storage
 from ferrodist.errors import DistCheckpointError
@@ -65,9 +67,8 @@ def import_dcp(
     try:
         with explain_foreign(storage.url):
             if METADATA_NAME not in storage.list_names():
-                raise DistCheckpointError(
-                    f"{storage.url} is no folder of torch.distributed.checkpoint: {METADATA_NAME} is missing"
-                )
+                what = f"{storage.url} is no folder of torch.distributed.checkpoint: {METADATA_NAME} is missing"
+                raise DistCheckpointError(f"{what}. {other}" if (other := describe_other(storage)) else what)
             contents = make_contents(_Folder(storage).state(), storage)
         rewrite(contents, new_storage, options or RewriteOptions())
     finally:

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from ferrodist.checkpoint.conversion.pickles import Global, Items, Made, read_pickle
+from ferrodist.checkpoint.folder import DCP_METADATA_NAME as METADATA_NAME
 from ferrodist.tensor.regions import Box
 
-__all__ = ["METADATA_NAME", "DcpItem", "DcpMetadata", "DcpTensor", "decode_metadata"]
-
-METADATA_NAME = ".metadata"
+__all__ = ["DcpItem", "DcpMetadata", "DcpTensor", "decode_metadata"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _KNOWN = {

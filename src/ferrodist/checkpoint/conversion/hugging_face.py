@@ -8,9 +8,9 @@ import msgspec
 
 from ferrodist.checkpoint.conversion.foreign import ForeignTensor, RawPart, explain_foreign, make_contents
 from ferrodist.checkpoint.dtypes import name_of_safetensors_dtype
-from ferrodist.checkpoint.folder import read_manifest
+from ferrodist.checkpoint.folder import describe_other, read_manifest
 from ferrodist.checkpoint.header import parse_header
-from ferrodist.checkpoint.manifest import INDEX_NAME, LENGTH_BYTES, MANIFEST_NAME, MAX_HEADER_BYTES
+from ferrodist.checkpoint.manifest import INDEX_NAME, LENGTH_BYTES, MANIFEST_NAME, MAX_HEADER_BYTES, SINGLE_NAME
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.rewriting import Contents, RewriteOptions, rewrite
 from ferrodist.checkpoint.storage import open_storage
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.storage.base import Storage
 
 __all__ = ["export_hugging_face", "import_hugging_face"]
-
-_SINGLE = "model.safetensors"
 
 
 class _Index(msgspec.Struct):
@@ -69,10 +67,11 @@ def _find_tensors(storage: Storage) -> dict[str, ForeignTensor]:
     names = set(storage.list_names())
     if MANIFEST_NAME in names:
         raise DistCheckpointError(f"{storage.url} is a checkpoint of ferrodist already: reshard makes another of it")
-    if _SINGLE in names:
-        return _tensors_of(storage, _SINGLE)
+    if SINGLE_NAME in names:
+        return _tensors_of(storage, SINGLE_NAME)
     if INDEX_NAME not in names:
-        raise DistCheckpointError(f"{storage.url} has neither {_SINGLE} nor {INDEX_NAME}")
+        what = f"{storage.url} has neither {SINGLE_NAME} nor {INDEX_NAME}"
+        raise DistCheckpointError(f"{what}. {other}" if (other := describe_other(storage)) else what)
     places = msgspec.json.decode(storage.get(INDEX_NAME), type=_Index).weight_map
     for file in dict.fromkeys(places.values()):
         if file not in names:
@@ -123,7 +122,9 @@ def export_hugging_face(
     storage_options: Mapping[str, Any] | None = None,
     new_storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint's tensors whole, with an index; the folder is a checkpoint of ferrodist, too.
+    """Write a checkpoint's tensors whole; the folder is a checkpoint of ferrodist, too.
+
+    One file is called ``model.safetensors``, as Hugging Face's tools call it; of several there is an index.
 
     Args:
         path: The checkpoint.
@@ -152,7 +153,7 @@ def export_hugging_face(
         tensors = {names[key]: (tensor.shape, tensor.dtype) for key, tensor in manifest.tensors.items() if key in names}
         source = _Renamed(CheckpointReader(storage, manifest, verify=True), {name: key for key, name in names.items()})
         contents = Contents(tree=tree, tensors=tensors, source=source, world_size=manifest.world_size)
-        rewrite(contents, new_storage, options)
+        rewrite(contents, new_storage, options, single_name=SINGLE_NAME)
     finally:
         storage.close()
 

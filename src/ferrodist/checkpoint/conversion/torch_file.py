@@ -11,6 +11,7 @@ import torch
 from ferrodist.checkpoint.conversion.foreign import explain_foreign, make_contents
 from ferrodist.checkpoint.conversion.torch_pickles import check_pickles
 from ferrodist.checkpoint.conversion.whole import open_whole
+from ferrodist.checkpoint.folder import describe_other
 from ferrodist.checkpoint.rewriting import RewriteOptions, rewrite
 from ferrodist.checkpoint.storage import LocalStorage, open_storage
 from ferrodist.checkpoint.storage.local import open_regular
@@ -47,6 +48,10 @@ def import_torch_file(
     """
     storage = open_storage(new_path, new_storage_options)
     place = Path(file).absolute()
+    if place.is_dir():
+        raise DistCheckpointError(
+            f"{place} is a folder, not a file of torch.save. {describe_other(LocalStorage(place))}".strip()
+        )
     with explain_foreign(str(place)):
         state = _load(place)
         contents = make_contents(state, LocalStorage(place.parent))

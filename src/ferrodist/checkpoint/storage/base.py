@@ -98,6 +98,9 @@ class Storage(Protocol):
     def read_beside(self, name: str, size_bytes: int) -> list[bytes]:
         """The beginnings of the files of one name in this folder, and in the folders that lie where this one lies."""
 
+    def copy(self, name: str, new_name: str) -> None:
+        """Give a file of the folder a second name, whatever had that before; OSError where that can't be done."""
+
     def discard(self, save_id: str) -> None:
         """Remove what all ranks have made for a save, but for what `publish` has moved, and what may be committed.
 

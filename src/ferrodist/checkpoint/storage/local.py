@@ -126,6 +126,13 @@ class LocalStorage:
             raise
         _sync_folder(self.path)
 
+    def copy(self, name: str, new_name: str) -> None:
+        """See `Storage`; a hard link."""
+        place = self._place(f"{new_name}-{uuid.uuid4().hex}")
+        os.link(self.path / name, place)
+        place.replace(self.path / new_name)
+        _sync_folder(self.path)
+
     def discard(self, save_id: str) -> None:
         """See `Storage`."""
         if self.path.is_dir():

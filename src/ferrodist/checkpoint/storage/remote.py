@@ -111,6 +111,11 @@ class RemoteStorage:
                 text = f"{error.strerror}; whether it was written is not known"
                 raise OSError(error.errno, text, error.filename) from error
 
+    def copy(self, name: str, new_name: str) -> None:
+        """See `Storage`; the store copies the file."""
+        with as_os_errors(self._where(new_name)):
+            self._fs.cp_file(self._path(name), self._path(new_name))
+
     def discard(self, save_id: str) -> None:
         """See `Storage`."""
         if self._begun == save_id:
