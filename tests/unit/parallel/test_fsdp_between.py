@@ -141,6 +141,67 @@ def test_loading_after_a_prefetch(run):
     run(program, 2)
 
 
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_a_step_after_a_prefetch(run, options):
+    """What was gathered before an optimizer's step is gathered again, also where torch doesn't count the changes."""
+    module = layers()
+
+    def trained(model, prefetch):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            prefetch()
+            optimizer.step()
+        return loss_of(model).detach()
+
+    expected = trained(copy.deepcopy(module), lambda: None)
+
+    def program(group):
+        fsdp = wrapped(module, group)
+        return trained(fsdp, fsdp.prefetch_forward_params)
+
+    for found in run(program, 2):
+        torch.testing.assert_close(found, expected)
+
+
+class Rescaled(torch.nn.Sequential):
+    """A model that scales its own weights in evaluation and back in training, as RWKV does."""
+
+    is_scaled = False
+
+    def forward(self, inputs):
+        if self.is_scaled == self.training:
+            for number, layer in enumerate(self):
+                with torch.no_grad():
+                    layer.weight.mul_(2.0**number if self.training else 0.5**number)
+            self.is_scaled = not self.training
+        return super().forward(inputs)
+
+
+def test_a_forward_that_scales_its_weights(run):
+    """It computes what it does in one process, though FSDP had gathered a unit before its weights were scaled."""
+    torch.manual_seed(0)
+    module = Rescaled(*[torch.nn.Linear(6, 6) for _ in range(3)])
+
+    def used(model):
+        inputs, outputs = torch.ones(2, 6), []
+        for is_training in (True, True, False, False, True, False):
+            model.train(is_training)
+            outputs.append(model(inputs))
+            if is_training:
+                outputs[-1].sum().backward()
+        return [output.detach() for output in outputs]
+
+    expected = used(copy.deepcopy(module))
+
+    def program(group):
+        return used(FSDP(copy.deepcopy(module), group, wrap=torch.nn.Linear))
+
+    for found in run(program, 2):
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_step_between_forward_and_a_load_is_noticed(run):
     """A load between a forward and its backward changes what backward would use."""
     module = layers(2)

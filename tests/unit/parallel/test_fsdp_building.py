@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -14,6 +15,7 @@ from ferrodist import (
     DiLoCo,
     LocalSGD,
     ShardingStrategy,
+    SimulatedBackend,
     UnsupportedOpError,
     by_size,
 )
@@ -252,3 +254,23 @@ def test_many_units_of_one_size_train(run):
 
     for state in run(program, 2):
         assert all(torch.allclose(state[name], expected[name], atol=1e-6) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "wrap", [torch.nn.Conv2d, (torch.nn.Conv2d, torch.nn.LSTM), lambda *_: False, torch.nn.ModuleList]
+)
+def test_a_policy_that_chooses_nothing_warns(wrap):
+    """A model that would be whole on every rank, because a class was misspelt, is worth a sentence."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ModuleList([torch.nn.Linear(2, 2)]))
+    group = SimulatedBackend.create_group(1)[0]
+    with pytest.warns(UserWarning, match=r"wrap= chose no module of Sequential") as caught:
+        FSDP(model, group, wrap=wrap)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("wrap", [None, torch.nn.Sequential, by_size(10**6), (torch.nn.Conv2d, torch.nn.Linear)])
+def test_a_policy_that_chooses_something_does_not_warn(wrap):
+    """A policy that chooses the model itself, some of its modules, or is for larger models is right as it is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FSDP(torch.nn.Sequential(torch.nn.Linear(2, 2)), SimulatedBackend.create_group(1)[0], wrap=wrap)

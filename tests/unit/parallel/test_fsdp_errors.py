@@ -81,22 +81,54 @@ def test_parameters_changed_while_gathered(run):
     run(program, 2)
 
 
-def test_optimizer_step_after_prefetch(run):
-    """Parameters that were gathered before they were updated are not used."""
+class Borrowing(torch.nn.Module):
+    """A module that uses the weight of a child that it doesn't call."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.table, self.out, self.use = torch.nn.Embedding(64, 32), torch.nn.Linear(32, 32), use
+
+    def forward(self, inputs):
+        return self.use(self.out(inputs), self.table.weight)
+
+
+USES = {
+    "product": lambda x, weight: x @ weight.T,
+    "linear": torch.nn.functional.linear,
+    "embedding": lambda x, weight: x + torch.nn.functional.embedding(torch.zeros(4, dtype=torch.int64), weight),
+    "elementwise": lambda x, weight: x * weight,
+    "elementwise, the other way": lambda x, weight: weight[:1] + x,
+    "its shape": lambda x, weight: x * weight.shape[0],
+    "joined": lambda x, weight: torch.cat([x, weight]),
+    "its data": lambda x, weight: x + weight.data.mean(),
+    "another's memory": lambda x, weight: x + torch.zeros(1).copy_(weight.sum()),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_parameter_that_is_read_without_its_modules_call(use):
+    """It is named, where a piece would be taken for it; what is not about its elements may be asked."""
 
     def program(group):
-        fsdp = make(group)
-        optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.1)
-        fsdp.prefetch_forward_params()
-        assert fsdp.has_pending_prefetch
-        fsdp(INPUTS).sum().backward()
-        assert not fsdp.has_pending_prefetch
-        fsdp.prefetch_forward_params()
-        optimizer.step()
-        with pytest.raises(UnsupportedOpError, match=r"after optimizer\.step"):
-            fsdp(INPUTS)
+        fsdp = FSDP(Borrowing(USES[use]), group, wrap=torch.nn.Embedding)
+        with pytest.raises(RuntimeError, match=r"parameter 'table.weight' of unit 'table' \(Embedding\).*wrap="):
+            fsdp(torch.rand(4, 32))
 
-    run(program, 2)
+    run_ranks(program, 2)
+
+
+def test_what_is_not_about_elements_may_be_asked():
+    """A dtype, a device, and whether it requires grad are those of the whole parameter."""
+
+    def program(group):
+        fsdp = FSDP(
+            Borrowing(lambda x, weight: x.to(weight.device, weight.dtype) * weight.requires_grad),
+            group,
+            wrap=torch.nn.Embedding,
+        )
+        fsdp(torch.rand(4, 32)).sum().backward()
+
+    run_ranks(program, 2)
 
 
 @pytest.mark.parametrize("stage", ["forward", "backward"])

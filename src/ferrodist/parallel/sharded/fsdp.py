@@ -26,6 +26,7 @@ from ferrodist.parallel.sharded.memory import RowBuffer
 from ferrodist.parallel.sharded.mixed_precision import MixedPrecision
 from ferrodist.parallel.sharded.model_state import ModelState
 from ferrodist.parallel.sharded.optimizer_state import OptimizerState
+from ferrodist.parallel.sharded.pieces import enter_forward, leave_forward
 from ferrodist.parallel.sharded.policies import plan_units
 from ferrodist.parallel.sharded.schedule import Schedule
 from ferrodist.parallel.sharded.strategy import Axes, ShardingStrategy
@@ -157,10 +158,12 @@ class FSDP(InnerNames):
                 reshards_after_forward=reshards,
             )
         _wrapped.update(module.modules())
+        self._key = object()  # pieces know their model by it, and don't keep the model
         self._model_state = ModelState(module, self._units, self._axes)
         self._optimizer_state = OptimizerState(self._units, self._axes)
         for unit in self._units:
             install_hooks(unit, self._schedule)
+            unit.name_pieces(self._key)
         self._structure = Structure(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,10 +173,12 @@ class FSDP(InnerNames):
         args, kwargs = self._precision.cast((args, kwargs))
         outside_of_compiler(self._schedule.before_call)(root)
         output, succeeded = None, False
+        outside_of_compiler(enter_forward)(self._key)
         try:
             output = self.module(*args, **kwargs)
             succeeded = True
         finally:
+            outside_of_compiler(leave_forward)(self._key)
             outside_of_compiler(self._schedule.after_call)(root, output, succeeded=succeeded)
         return output
 
@@ -236,8 +241,7 @@ class FSDP(InnerNames):
     def prefetch_forward_params(self) -> None:
         """Begin to gather what the next forward needs first, as while a batch is loaded; every rank must call.
 
-        After ``optimizer.step()``, not before: forward raises when the shards have changed since, but for the steps of
-        fused optimizers, which torch's version counters don't see.
+        After ``optimizer.step()``, not before: forward gathers again what has changed since.
         """
         self._schedule.prefetch_forward()
 

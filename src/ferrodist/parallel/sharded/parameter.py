@@ -33,7 +33,7 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.sharded.distributed import cut_part, part_of, wrap_part
 from ferrodist.parallel.sharded.gradients import FlatGradients
 from ferrodist.parallel.sharded.memory import same_memory
-from ferrodist.parallel.sharded.pieces import as_piece, division_of
+from ferrodist.parallel.sharded.pieces import as_piece, division_of, plain_functions
 from ferrodist.tensor.gradient_placement import keep_gradients_placed
 from ferrodist.tensor.regions import FlatPiece, mark_piece
 
@@ -349,12 +349,17 @@ class FlatParameters:
                         " load_state_dict with assign=True); to change the module, do it before"
                     )
 
-        for name, parameter, address in zip(self.names, self.parameters, self._addresses, strict=True):
-            if parameter.dtype is not self.shard.dtype or (parameter.numel() and parameter.data_ptr() != address):
-                raise UnsupportedOpError(
-                    f"this rank's piece of {name!r} was given other memory, as by module.to(dtype) or parameter.data ="
-                    " ..., and what FSDP gathers is not there: change the module before FSDP, and values in place"
-                )
+        with plain_functions():
+            moved = [
+                name
+                for name, parameter, address in zip(self.names, self.parameters, self._addresses, strict=True)
+                if parameter.dtype is not self.shard.dtype or (parameter.numel() and parameter.data_ptr() != address)
+            ]
+        if moved:
+            raise UnsupportedOpError(
+                f"this rank's piece of {moved[0]!r} was given other memory, as by module.to(dtype) or parameter.data ="
+                " ..., and what FSDP gathers is not there: change the module before FSDP, and values in place"
+            )
 
     def _install(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         for parameter, places in zip(parameters, self.places, strict=True):

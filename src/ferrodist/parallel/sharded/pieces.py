@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import linalg
+from torch.autograd.graph import increment_version
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
@@ -33,7 +35,16 @@ if TYPE_CHECKING:
     from ferrodist.parallel.sharded.strategy import Axes
     from ferrodist.tensor.layout import Layout
 
-__all__ = ["DividedTensor", "Division", "Piece", "as_piece", "division_of", "plain_functions"]
+__all__ = [
+    "DividedTensor",
+    "Division",
+    "Piece",
+    "as_piece",
+    "division_of",
+    "enter_forward",
+    "leave_forward",
+    "plain_functions",
+]
 
 plain_functions = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 - torch documents it for subclasses
 """A block inside of which torch's functions take pieces for plain tensors."""
@@ -95,6 +106,8 @@ class DividedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if _computing and func not in _ABOUT_NO_ELEMENTS:
+            _check_not_in_forward(func, args, kwargs or {})
         special = _SPECIAL.get(func)
         if special is None:
             return _call_plain(func, types, args, kwargs or {})
@@ -121,6 +134,10 @@ class Piece(torch.nn.Parameter):
     """This rank's piece of a parameter; see [Note: pieces among torch's functions]."""
 
     division: Division | None = None
+    title: str = ""
+    """How messages call the parameter."""
+    model: object = None
+    """What `enter_forward` is called with while its model computes."""
     __torch_function__ = DividedTensor.__torch_function__
 
     @property
@@ -192,6 +209,49 @@ def _as_divided(tensor: torch.Tensor, division: Division) -> DividedTensor:
 
 def _division_of(value: object) -> Division | None:
     return value.division if isinstance(value, (DividedTensor, Piece)) else None
+
+
+# Forward, in which modules have whole parameters while they are called, and else pieces.
+
+_computing: dict[int, list[object]] = {}
+"""For each thread the models whose forwards it is in."""
+
+
+def enter_forward(model: object) -> None:
+    """Refuse pieces of a model to the code of its modules, in this thread, until `leave_forward`."""
+    _computing.setdefault(get_ident(), []).append(model)
+
+
+def leave_forward(model: object) -> None:
+    """Take pieces for what they are again."""
+    models = _computing.get(get_ident(), [])
+    if model in models:
+        models.remove(model)
+    if not models:
+        _computing.pop(get_ident(), None)
+
+
+def _check_not_in_forward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise for a piece where a module takes it for its parameter; scaling one in place is right, piece by piece."""
+    models = _computing.get(get_ident())
+    if models is None:
+        return
+    found = [
+        each
+        for value in (*args, *kwargs.values())
+        for each in (value if isinstance(value, (tuple, list)) else (value,))
+        if isinstance(each, torch.Tensor)
+    ]
+    name = getattr(func, "__name__", "")
+    is_scaling = len(found) == 1 and name.endswith("_") and not name.endswith("__")
+    for piece in found:
+        if isinstance(piece, Piece) and piece.model in models and not is_scaling:
+            what = getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else f"{name}()"
+            raise RuntimeError(
+                f"{piece.title} was used ({what}) outside of its module's call, where this rank has a piece of it only:"
+                " let wrap= make one unit of that module and of the one that uses the parameter, or return what is"
+                " needed from that module's forward"
+            )
 
 
 # What stays divided.
@@ -318,6 +378,13 @@ def _is_given(option: object) -> bool:
     return isinstance(option, torch.Tensor) or not (option is None or option is False or option in ((), []))
 
 
+def _step(func: Callable[..., Any], pieces: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Step a fused optimizer, and have the pieces' version counters see it, by which FSDP knows of changes."""
+    result = func(pieces, *args, **kwargs)
+    increment_version([piece for piece in pieces if isinstance(piece, Piece)])
+    return result
+
+
 def _unscale(
     func: Callable[..., Any], gradients: Sequence[torch.Tensor], found: torch.Tensor, scale: torch.Tensor
 ) -> Any:
@@ -389,5 +456,23 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
         _refuse_divided,
     ),
     **dict.fromkeys(_named((torch,), "_amp_foreach_non_finite_check_and_unscale_"), _unscale),
+    **dict.fromkeys(_named((torch,), "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"), _step),
 }
 """What torch's functions do with pieces; all others take this rank's elements for what they are given."""
+
+_ABOUT_NO_ELEMENTS = frozenset(
+    [
+        *[
+            form.__get__
+            for form in _named(
+                (torch.Tensor,),
+                "dtype device layout requires_grad grad grad_fn is_leaf _version is_cpu is_cuda is_meta is_sparse",
+            )
+        ],
+        *_named(
+            (torch.Tensor, torch),
+            "requires_grad_ data_ptr untyped_storage is_floating_point is_complex is_inference get_device __hash__",
+        ),
+    ]
+)
+"""What a module may ask of a parameter that it doesn't have whole."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -38,7 +39,7 @@ def by_size(min_numel: int) -> WrapPolicy:
             )
         return seen[module]
 
-    return lambda _name, module: left(module) >= min_numel
+    return lambda name, module: not name or left(module) >= min_numel  # the root is a unit, however small
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,13 +67,21 @@ def plan_units(root: torch.nn.Module, wrap: object) -> list[UnitPlan]:
 
     Args:
         root: The model, which is the first unit.
-        wrap: A module class, several of them, or a function of a module's name and the module. None makes one unit.
+        wrap: A module class, several of them, or a function of a module's name and the module. None makes one unit; so
+            does what chooses no module, with a warning.
 
     Raises:
         TypeError: ``wrap`` is none of these, or returned no bool.
     """
     policy = _policy_of(wrap)
-    names = {module: name for name, module in root.named_modules() if module is root or _applies(policy, name, module)}
+    chosen = {module: name for name, module in root.named_modules() if _chooses(policy, name, module)}
+    if policy is not None and not any(map(_has_forward, chosen)):
+        warnings.warn(
+            f"wrap= chose no module of {type(root).__name__}, so all of it is one unit, which every rank has whole in"
+            " forward and backward: name a class that it has, as that of its blocks, or leave wrap= out",
+            stacklevel=3,
+        )
+    names = {root: "", **{module: name for module, name in chosen.items() if _is_called(module)}}
     plans = {module: UnitPlan(name=name, module=module, parameters={}, places={}) for module, name in names.items()}
     paths = _paths(root, names)
     found: dict[torch.nn.Parameter, tuple[str, list[tuple[torch.nn.Module, str]], list[torch.nn.Module]]] = {}
@@ -106,13 +115,13 @@ def _policy_of(wrap: object) -> WrapPolicy | None:
     )
 
 
-def _applies(policy: WrapPolicy | None, name: str, module: torch.nn.Module) -> bool:
+def _chooses(policy: WrapPolicy | None, name: str, module: torch.nn.Module) -> bool:
     if policy is None:
         return False
     answer = policy(name, module)
     if not isinstance(answer, bool):
         raise TypeError(f"the wrap policy must return True or False, not {answer!r} as for {name!r}")
-    return answer and _is_called(module)
+    return answer
 
 
 def _is_called(module: torch.nn.Module) -> bool:
@@ -120,9 +129,11 @@ def _is_called(module: torch.nn.Module) -> bool:
 
     Not that of a ModuleList, which has none, nor of attention's last layer, whose weight the attention itself uses.
     """
-    return type(module).forward is not torch.nn.Module.forward and not isinstance(
-        module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear
-    )
+    return _has_forward(module) and not isinstance(module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
+def _has_forward(module: torch.nn.Module) -> bool:
+    return type(module).forward is not torch.nn.Module.forward
 
 
 def _paths(root: torch.nn.Module, units: Collection[torch.nn.Module]) -> dict[torch.nn.Module, list[torch.nn.Module]]:

@@ -209,6 +209,8 @@ class Schedule:
             self._last_ended = trace.last_ended(1 + self._num_backward)
         self._open_calls.clear()
         self._prefetched.clear()
+        if succeeded and self._is_joined and not will_return:
+            self._check_unchanged(trace)
         used = {*trace.versions, *(unit.number for unit in self._undivided)}
         for unit in self.units:
             if not will_return or unit.number not in used:
@@ -220,6 +222,12 @@ class Schedule:
         failure = next((group.failure for group in self._axes.others if group.failure is not None), None)
         if failure is not None:  # in the module's own collectives, after which no rank of the mesh can go on
             self._fail(failure)
+
+    def _check_unchanged(self, trace: Trace) -> None:
+        """Raise if the program has changed a shard with which other ranks may still compute."""
+        for number, versions in trace.versions.items():
+            with self._failing_together():
+                self.units[number].check_unchanged(versions, until="the end of a forward")
 
     def _watch_outputs(self, output: Any, trace: Trace, call: int) -> bool:
         """Have `before_backward` called when a gradient reaches an output; whether one can."""

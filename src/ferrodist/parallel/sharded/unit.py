@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.collectives.explain import explain_errors
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.parallel.sharded.pieces import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,25 +107,34 @@ class Unit:
     def finish_gather(self) -> None:
         """Have the parameters, whole.
 
+        What has changed since the gathering began, as by an optimizer's step after a prefetch, or by a module's own
+        forward, is gathered again: all ranks have changed it, in the same step of their program.
+
         Raises:
-            UnsupportedOpError: An optimizer has changed the shards since the gathering began.
             DistributedError: What failed between the ranks.
         """
         if self.state is UnitState.GATHERED:
             return
         self.start_gather()
+        self._finish_gather()
+        if self._versions != self.count_changes():
+            self.free()
+            self.start_gather()
+            self._finish_gather()
+
+    def _finish_gather(self) -> None:
         with explain_errors(lambda: self._doing("gathering"), ADVICE):
             for flat in self.flats:
                 flat.finish_gather()
         self.state = UnitState.GATHERED
         self.is_shown = True
-        if self._versions != self.count_changes():
-            self.free()
-            raise UnsupportedOpError(
-                f"parameters of {self.title} were changed on rank {self._group.rank} of group {self._group.name!r}"
-                " after they were prefetched: call prefetch_forward_params() after optimizer.step(), not before",
-                ranks=(self._group.rank,),
-            )
+
+    def name_pieces(self, model: object) -> None:
+        """Have this rank's pieces know what they are, for who takes them for parameters while the model computes."""
+        for flat in self.flats:
+            for name, piece in zip(flat.names, flat.parameters, strict=True):
+                if isinstance(piece, Piece):
+                    piece.title, piece.model = f"parameter {name!r} of {self.title}", model
 
     def show(self, *, is_whole: bool) -> None:
         """Give the module, while the unit is gathered, its whole parameters or its pieces."""
@@ -164,12 +174,13 @@ class Unit:
         """A number for each piece, which moves when it is changed."""
         return tuple(parameter._version for flat in self.flats for parameter in flat.parameters)  # noqa: SLF001
 
-    def check_unchanged(self, before: tuple[int, ...]) -> None:
-        """Raise UnsupportedOpError, in backward, if a piece was changed since forward."""
+    def check_unchanged(self, before: tuple[int, ...], *, until: str = "its backward") -> None:
+        """Raise UnsupportedOpError if a piece was changed since the unit's forward."""
         if before != self.count_changes():
             raise UnsupportedOpError(
                 f"parameters of {self.title} were changed on rank {self._group.rank} of group {self._group.name!r}"
-                " between a forward and its backward: step the optimizer after the backwards of all forwards before it",
+                f" between a forward and {until}: step the optimizer after the backwards of all forwards before it, and"
+                " change weights before they are used",
                 ranks=(self._group.rank,),
             )
 
