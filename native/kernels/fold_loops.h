@@ -96,6 +96,16 @@ struct Xor {
     }
 };
 
+// What arithmetic gives, with one NaN for all: see small_floats.h. MIN and MAX choose one, which stays as it is.
+template <class Op, class T>
+T settled(T x) {
+    if constexpr (std::is_floating_point_v<T> && (std::is_same_v<Op, Sum> || std::is_same_v<Op, Product>)) {
+        return x != x ? static_cast<T>(__builtin_nan("")) : x;
+    } else {
+        return x;
+    }
+}
+
 template <class T>
 const T* as(const std::byte* data) {
     return reinterpret_cast<const T*>(data);
@@ -117,7 +127,7 @@ void fold_plain(std::byte* out_bytes, const std::byte* const* inputs, std::size_
         const T* a = as<T>(inputs[0]);
         const T* b = as<T>(inputs[1]);
 #pragma GCC ivdep
-        for (std::size_t i = 0; i < count; ++i) out[i] = Op::apply(a[i], b[i]);
+        for (std::size_t i = 0; i < count; ++i) out[i] = settled<Op>(Op::apply(a[i], b[i]));
         return;
     }
     T accumulator[block];
@@ -128,7 +138,7 @@ void fold_plain(std::byte* out_bytes, const std::byte* const* inputs, std::size_
             const T* x = as<T>(inputs[r]) + start;
             for (std::size_t i = 0; i < size; ++i) accumulator[i] = Op::apply(accumulator[i], x[i]);
         }
-        copy(accumulator, size, out + start);
+        for (std::size_t i = 0; i < size; ++i) out[start + i] = settled<Op>(accumulator[i]);
     }
 }
 
@@ -155,7 +165,8 @@ void fold_premultiplied(std::byte* out_bytes, const std::byte* const* inputs, st
             const T* x = as<T>(inputs[r]) + start;
             for (std::size_t i = 0; i < size; ++i) accumulator[i] = accumulator[i] + x[i] * factor;
         }
-        copy(accumulator, size, as<T>(out_bytes) + start);
+        T* out = as<T>(out_bytes) + start;
+        for (std::size_t i = 0; i < size; ++i) out[i] = settled<Sum>(accumulator[i]);
     }
 }
 
@@ -252,8 +263,8 @@ void fold_complex_product(std::byte* out_bytes, const std::byte* const* inputs, 
         }
         T* out = as<T>(out_bytes) + 2 * start;
         for (std::size_t i = 0; i < size; ++i) {
-            out[2 * i] = real[i];
-            out[2 * i + 1] = imaginary[i];
+            out[2 * i] = settled<Product>(real[i]);
+            out[2 * i + 1] = settled<Product>(imaginary[i]);
         }
     }
 }

@@ -1,4 +1,5 @@
-// float16, bfloat16 and 8-bit floats to float32 and back, rounding to nearest even. Included by each instruction set's
+// float16, bfloat16 and 8-bit floats to float32 and back, rounding to nearest even. A NaN becomes one without a sign, the
+// same for all: which of two NaNs a sum is, and with which sign, differs between processors. Included by each instruction set's
 // folds, so everything is in that set's namespace.
 #ifndef FERRODIST_INSTRUCTIONS
 #error "define FERRODIST_INSTRUCTIONS to the namespace of the instruction set first"
@@ -90,7 +91,7 @@ inline void narrow(float x, Float16& out) {
     constexpr std::uint32_t infinity = 0x7C00u;
     const std::uint32_t rounded = round_magnitude<5, 10>(x);
     const std::uint32_t finite = rounded < infinity ? rounded : infinity;
-    out.bits = static_cast<std::uint16_t>((sign_of(x) << 15) | (x != x ? 0x7E00u : finite));
+    out.bits = static_cast<std::uint16_t>(x != x ? 0x7E00u : (sign_of(x) << 15) | finite);
 }
 
 inline float widen(Float8E5M2 x) {
@@ -101,7 +102,7 @@ inline void narrow(float x, Float8E5M2& out) {
     constexpr std::uint32_t infinity = 0x7Cu;
     const std::uint32_t rounded = round_magnitude<5, 2>(x);
     const std::uint32_t finite = rounded < infinity ? rounded : infinity;
-    out.bits = static_cast<std::uint8_t>((sign_of(x) << 7) | (x != x ? 0x7Fu : finite));
+    out.bits = static_cast<std::uint8_t>(x != x ? 0x7Fu : (sign_of(x) << 7) | finite);
 }
 
 inline float widen(Float8E4M3 x) {
@@ -117,7 +118,7 @@ inline void narrow(float x, Float8E4M3& out) {
     constexpr std::uint32_t largest = 0x7Eu;
     const std::uint32_t rounded = round_magnitude<4, 3>(x);
     const std::uint32_t finite = rounded < largest ? rounded : largest;
-    out.bits = static_cast<std::uint8_t>((sign_of(x) << 7) | (x != x ? 0x7Fu : finite));
+    out.bits = static_cast<std::uint8_t>(x != x ? 0x7Fu : (sign_of(x) << 7) | finite);
 }
 
 // Whole arrays; the loops above become vector code by themselves, for float16 there are instructions.
@@ -145,8 +146,9 @@ inline void widen_array(const Float16* source, float* out, std::size_t count) {
 inline void narrow_array(const float* source, Float16* out, std::size_t count) {
     std::size_t i = 0;
     for (; i + 8 <= count; i += 8) {
-        const __m256 wide = _mm256_loadu_ps(source + i);
-        // A NaN keeps part of its bits here and becomes 0x7E00 in the loop below; which NaN it is means nothing.
+        const __m256 read = _mm256_loadu_ps(source + i);
+        const __m256 is_nan = _mm256_cmp_ps(read, read, _CMP_UNORD_Q);  // the conversion would keep part of its bits
+        const __m256 wide = _mm256_blendv_ps(read, _mm256_set1_ps(float_of(0x7FC00000u)), is_nan);
         _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT));
     }
     for (; i < count; ++i) narrow(source[i], out[i]);

@@ -6,7 +6,11 @@
 - float16, bfloat16 and 8-bit floats are converted to float32, folded there and rounded once, to nearest even.
   What is too large for float8_e4m3fn, which has no infinity, becomes what torch's conversion makes of it.
 - MEAN is the sum divided by p, before that rounding. A premultiplied sum multiplies in the accumulation type.
-- MIN and MAX: a NaN wins, the first one of several; of equal elements (0.0 and -0.0) the lowest rank's stays.
+- A NaN that arithmetic or rounding gives is the same for all: torch.nan's bits, without sign and payload. Which of two
+  NaNs a sum is, and the sign of infinity - infinity, differ between processors, and torch's own conversions to float16
+  and bfloat16 give other NaNs in vectors than one by one.
+- MIN and MAX: a NaN wins, the first one of several, with its bits where nothing is rounded; of equal elements (0.0 and
+  -0.0) the lowest rank's stays.
 - Integers wrap around. On bool SUM and MAX are *or*, PRODUCT and MIN are *and*.
 - A complex product is (a*c - b*d, a*d + b*c), each product and difference rounded (no fused multiply-add). A complex
   sum, mean or premultiplied sum is that of both parts.
@@ -61,7 +65,41 @@ def fold(op: Op, inputs: Sequence[torch.Tensor], factors: Sequence[float] | None
         step(accumulator, tensor)
     if op is ReduceOp.MEAN:
         accumulator.div_(len(inputs))
-    return accumulator.to(dtype)
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype not in SMALL_FLOATS:
+        return accumulator
+    return _with_one_nan(accumulator, dtype)
+
+
+def _with_one_nan(accumulator: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``accumulator`` rounded to ``dtype``, with the NaN of all engines."""
+    rounded = accumulator.to(dtype)
+    if not accumulator.dtype.is_floating_point and not accumulator.dtype.is_complex:
+        return rounded
+    parts = (rounded, accumulator) if not dtype.is_complex else map(torch.view_as_real, (rounded, accumulator))
+    result, exact = parts
+    is_nan = exact.isnan()
+    if is_nan.any():
+        result.view(_BITS[result.dtype]).masked_fill_(is_nan, _NAN_BITS[result.dtype])
+    return rounded
+
+
+_BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
+_NAN_BITS = {
+    torch.float64: 0x7FF8 << 48,
+    torch.float32: 0x7FC0 << 16,
+    torch.float16: 0x7E00,
+    torch.bfloat16: 0x7FC0,
+    torch.float8_e4m3fn: 0x7F,
+    torch.float8_e5m2: 0x7F,
+}
+"""What native/kernels writes, too."""
 
 
 def _step(op: Op, dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor], object]:

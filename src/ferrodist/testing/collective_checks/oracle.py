@@ -84,7 +84,7 @@ def expected_fold(op: Op, inputs: Sequence[torch.Tensor], factors: Sequence[floa
     if not inputs[0].numel():
         return torch.empty(shape, dtype=dtype)
     if dtype in _PARTS and op is ReduceOp.PRODUCT:
-        product = _complex_product([torch.view_as_real(tensor).numpy() for tensor in inputs])
+        product = _with_one_nan(_complex_product([torch.view_as_real(tensor).numpy() for tensor in inputs]))
         return torch.view_as_complex(torch.from_numpy(product)).view(shape)
     if dtype in _PARTS:
         return torch.view_as_complex(expected_fold(op, [torch.view_as_real(tensor) for tensor in inputs], factors))
@@ -96,7 +96,7 @@ def expected_fold(op: Op, inputs: Sequence[torch.Tensor], factors: Sequence[floa
         result = functools.reduce(_bool_step(op) if dtype is torch.bool else _step(op), working)
         if op is ReduceOp.MEAN:
             result = result / result.dtype.type(len(inputs))
-        return _encode(result, dtype).view(shape)
+        return _encode(result if op in _ORDERED else _with_one_nan(result), dtype).view(shape)
 
 
 def _step(op: Op) -> Callable[[Array, Array], Array]:
@@ -143,6 +143,12 @@ def _complex_product(inputs: list[Array]) -> Array:
     return np.array(result)
 
 
+def _with_one_nan(array: Array) -> Array:
+    """``array``, in which every NaN is the one without sign and payload, as sums are to have it."""
+    settled: Array = np.where(_is_nan(array), array.dtype.type(np.nan), array) if array.dtype.kind == "f" else array
+    return settled
+
+
 def _decode(flat: torch.Tensor) -> Array:
     """The elements in the type they are folded in."""
     array: Array
@@ -158,7 +164,7 @@ def _decode(flat: torch.Tensor) -> Array:
 
 
 def _encode(array: Array, dtype: torch.dtype) -> torch.Tensor:
-    """Round to ``dtype``, to nearest even."""
+    """Round to ``dtype``, to nearest even; every NaN becomes the one without sign and payload."""
     if dtype is torch.bfloat16:
         bits = array.astype(np.float32).view(np.uint32).astype(np.uint64)
         rounded = np.where(np.isnan(array), 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
@@ -166,7 +172,7 @@ def _encode(array: Array, dtype: torch.dtype) -> torch.Tensor:
     if dtype in _FORMATS:
         return torch.from_numpy(_FORMATS[dtype].round(array)).view(dtype)
     if dtype is torch.float16:
-        return torch.from_numpy(array.astype(np.float16))
+        return torch.from_numpy(_with_one_nan(array.astype(np.float16)))
     return torch.from_numpy(np.array(array))
 
 
@@ -213,8 +219,8 @@ class _Format8:
         code = np.where(magnitude >= self._grid[-1], self._num_finite, code)
         if not self._has_infinity and _torch_saturates():
             code = np.minimum(code, self._num_finite - 1)
-        code = np.where(np.isnan(magnitude), 127, code)
-        return (code | np.where(np.signbit(array), 128, 0)).astype(np.uint8)
+        signed = code | np.where(np.signbit(array), 128, 0)
+        return np.where(np.isnan(magnitude), 127, signed).astype(np.uint8)
 
 
 @functools.cache
