@@ -42,6 +42,8 @@ class Rule:
         arguments: What other arguments the operator gets on this rank, by name, given the same.
         by_value: Whether choices depend on the values of floating-point arguments, and not on their presence alone.
         copies: Whether the local outputs are copies where the operator gives views.
+        picks: Whether the shapes of the outputs depend on the elements, given all arguments by name. Such a call is
+            computed on whole tensors, and only if all are, as `replication.compute_picks` does.
     """
 
     choices: Callable[[Call, int], Sequence[Choice]]
@@ -49,6 +51,7 @@ class Rule:
     arguments: Callable[[Call, Sequence[Layout], Sequence[Layout]], Mapping[str, Any]] | None = None
     by_value: bool = False
     copies: bool = False
+    picks: Callable[[Mapping[str, Any]], bool] | None = None
 
 
 class Call:

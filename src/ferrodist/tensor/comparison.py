@@ -29,8 +29,8 @@ class WholeTensors:
     """The plain tensors that a parallel module's code mixes with distributed ones: the ranks' must be the same.
 
     Each rank notes a digest of what it has, once for each tensor, and the ranks compare these when the module's
-    outermost forward is done: one small exchange, and none where nothing was noted. A digest takes less time than the
-    operator does that reads the tensor.
+    outermost forward, or a backward, is done: one small exchange, and none where nothing was noted. A digest takes less
+    time than the operator does that reads the tensor.
 
     Args:
         mesh: The ranks.
@@ -46,19 +46,21 @@ class WholeTensors:
 
     def note(self, operator: object, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
         """Note a tensor that an operator takes beside distributed ones over a mesh."""
-        is_backward = torch._C._current_graph_task_id() != -1
-        if mesh.group.world_size == 1 or (is_backward and not self._at_once):
-            return  # what backward takes is from the forward, or a formula's own
+        if mesh.group.world_size == 1:
+            return
         version = -1 if tensor.is_inference() else tensor._version
         seen = self._seen.get(id(tensor))
         if seen is not None and seen[0]() is tensor and seen[1] == version != -1:
             return
         self._seen[id(tensor)] = (weakref.ref(tensor), version)
-        entry = _describe(self.path, operator, tensor)
+        is_backward = torch._C._current_graph_task_id() != -1
+        entry = _describe(self.path, operator, tensor, is_backward=is_backward)
         if self._at_once:
             _compare([entry], mesh)
-        else:
-            self._entries.append(entry)
+            return
+        if is_backward and not self._entries:
+            torch.autograd.Variable._execution_engine.queue_callback(self.compare)
+        self._entries.append(entry)
 
     def compare(self) -> None:
         """Compare what was noted since the last time; all ranks call this.
@@ -66,10 +68,15 @@ class WholeTensors:
         Raises:
             CollectiveMismatchError: On all ranks: a tensor is another one on some.
         """
-        entries, self._entries = self._entries, []
-        self._seen.clear()
+        entries = self._entries
+        self.forget()
         if entries:
             _compare(entries, self._mesh)
+
+    def forget(self) -> None:
+        """Drop what was noted."""
+        self._entries = []
+        self._seen.clear()
 
 
 def compare_tensors(operator: object, tensor: torch.Tensor, mesh: DeviceMesh, path: str | None = None) -> None:
@@ -85,13 +92,15 @@ def compare_tensors(operator: object, tensor: torch.Tensor, mesh: DeviceMesh, pa
         CollectiveMismatchError: On all ranks: the tensor is another one on some.
     """
     if mesh.group.world_size > 1:
-        _compare([_describe(path, operator, tensor)], mesh)
+        _compare([_describe(path, operator, tensor, is_backward=False)], mesh)
 
 
-def _describe(path: str | None, operator: object, tensor: torch.Tensor) -> _Entry:
+def _describe(path: str | None, operator: object, tensor: torch.Tensor, *, is_backward: bool) -> _Entry:
     where = describe_module() if path is None else f" in module {path!r}" if path else ""
+    where = " in backward" if is_backward else where
     form = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = plain.as_strided((plain.numel(),), (1,))  # of one element the stride may be any
     return where, str(operator), form, xxhash.xxh3_128_hexdigest(plain.view(torch.uint8).numpy().data)
 
 

@@ -20,6 +20,7 @@ from ferrodist.tensor.copied_views import COPIES, ViewKind, after_write, check_w
 from ferrodist.tensor.layout import Layout
 from ferrodist.tensor.plain import adopt_plain, find_plain
 from ferrodist.tensor.redistribution import redistribute_local
+from ferrodist.tensor.replication import compute_picks
 from ferrodist.tensor.rules.table import RULES
 from ferrodist.tensor.substitutes import copy_to_itself, find_substitute, is_copy_to_itself
 
@@ -262,10 +263,8 @@ def _prepare(
         return find_substitute(func, cls)
     layouts = {name: map_tensors(lambda one: one._layout, value, cls) for name, value in arguments.items()}
     mesh = _check(func, layouts)
-    if find_plain(list(layouts.values())):
-        return adopt_plain(func, cls, mesh)
-    if is_copy_to_itself(func, layouts):
-        return copy_to_itself
+    if (other := _find_other(func, rule, layouts, mesh, cls)) is not None:
+        return other
     if str(func).startswith(("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")):
         recipe = _prepare_each(func, layouts, rule, mesh)
         _find_lists_lane(recipe, func, args, kwargs, cls)
@@ -280,6 +279,17 @@ def _prepare(
         recipe.view_kind = _kind_of_view(func, rule, call.inputs[0], recipe.layouts[0])
     _find_lane(recipe, func, args, cls)
     return recipe
+
+
+def _find_other(
+    func: torch._ops.OpOverload, rule: Rule, layouts: Mapping[str, Any], mesh: DeviceMesh, cls: type
+) -> Callable[..., Any] | None:
+    """What computes a call of an operator with a rule that is none for the rule."""
+    if find_plain(list(layouts.values())):
+        return adopt_plain(func, cls, mesh)
+    if rule.picks is not None and rule.picks(layouts):
+        return functools.partial(compute_picks, func, cls)
+    return copy_to_itself if is_copy_to_itself(func, layouts) else None
 
 
 class _NoWayError(UnsupportedOpError):

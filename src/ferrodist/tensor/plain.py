@@ -136,11 +136,19 @@ def adopt(
     return made[: len(args)], dict(zip(kwargs, made[len(args) :], strict=True))
 
 
-_HOLDERS = 3
-"""Of an argument that no other code has: torch's tuple of arguments, ours, and what asks for the number."""
+_HOLDERS = 4
+"""Of an argument that no other code has: torch's call, its tuple of arguments, ours, and what asks for the number.
 
-_HOLDERS_IN_LIST = 2
-"""Of a tensor in a list that is an argument: the list, and what asks."""
+A version of torch or Python in which these are others has tensors refused that are torch's own, or compared that are a
+program's: both are right.
+"""
+
+_HOLDERS_IN_LIST = 3
+"""Of a tensor in a list that is an argument: torch's call, the list, and what asks."""
+
+
+_HOLDERS_OF_BASE = 3
+"""Of the tensor that a view is of: the view, a name, and what asks."""
 
 
 def _writes_numbers(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -174,7 +182,7 @@ def _check(func: torch._ops.OpOverload, tensor: torch.Tensor, mesh: DeviceMesh, 
         return
     elif _is_known(func, tensor, is_backward=is_backward):
         return
-    elif (is_torchs and not tensor.requires_grad and tensor._base is None) or _is_torchs_code():
+    elif (is_torchs and not tensor.requires_grad and _is_of_torchs(tensor)) or _is_torchs_code():
         compare_tensors(func, tensor, mesh)
         return
     raise ValueError(  # no TypeError, of which operators as + make one of their own
@@ -183,6 +191,12 @@ def _check(func: torch._ops.OpOverload, tensor: torch.Tensor, mesh: DeviceMesh, 
         " fd.distribute(tensor, mesh, placements), or work on to_local(); inside of fd.parallelize(model, mesh, plan)"
         " plain tensors that the model's code makes count as whole"
     )
+
+
+def _is_of_torchs(view: torch.Tensor) -> bool:
+    """Whether no other code has the tensor that one is a view of."""
+    base = view._base
+    return base is None or sys.getrefcount(base) <= _HOLDERS_OF_BASE
 
 
 def _is_known(func: torch._ops.OpOverload, tensor: torch.Tensor, *, is_backward: bool) -> bool:

@@ -15,7 +15,7 @@ from ferrodist.tensor.call import bind_arguments, map_tensors, split_arguments
 from ferrodist.tensor.copied_views import ViewKind, after_write, become
 from ferrodist.tensor.generators import check_generators
 from ferrodist.tensor.layout import Layout
-from ferrodist.tensor.placement import Replicate
+from ferrodist.tensor.placement import Replicate, Shard
 from ferrodist.tensor.plain import adopt, find_plain, returned_arguments
 from ferrodist.tensor.redistribution import redistribute_local
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ferrodist.mesh import DeviceMesh
 
-__all__ = ["allow_replication", "compute_whole", "replicate_call"]
+__all__ = ["PICKS", "allow_replication", "compute_picks", "compute_whole", "replicate_call"]
 
 _FORWARD_MODE = torch.ops.aten._has_same_storage_numel.default
 """What forward-mode differentiation asks of a tensor and its tangent before anything else, and nothing else does."""
@@ -111,6 +111,49 @@ def compute_whole(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kw
         for place, (name, result) in enumerate(zip(returned, results if several else [results], strict=True))
     ]
     return tuple(made) if several else made[0]
+
+
+def compute_picks(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Compute an operator whose results have shapes that depend on the elements: those of whole tensors all ranks know.
+
+    Raises:
+        UnsupportedOpError: A tensor is divided. Gradients' formulas get theirs as they come, which are gathered.
+    """
+    tensors: list[Any] = []
+    map_tensors(tensors.append, [*args, *kwargs.values()], torch.Tensor)
+    divided = [one._layout for one in tensors if isinstance(one, cls) and _is_divided(one._layout)]
+    if divided and torch._C._current_graph_task_id() == -1:
+        name, instead = PICKS.get(func, (str(func), _WITH_MASKS))
+        raise UnsupportedOpError(
+            f"{name} gives a tensor whose shape depends on the elements, so the ranks' parts of {divided[0]} have no"
+            f" layout: {instead}, or call it on redistribute(fd.Replicate()), which every rank has all of"
+        )
+    return compute_whole(func, cls, args, kwargs)
+
+
+def _is_divided(layout: Layout) -> bool:
+    return any(
+        size > 1 and isinstance(one, Shard) for one, size in zip(layout.placements, layout.mesh.shape, strict=True)
+    )
+
+
+_WITH_MASKS = "use torch.where(mask, x, other), x.masked_fill(mask, value) or x * mask"
+_COUNTED = "count with torch.bincount of a full_tensor()"
+
+_aten = torch.ops.aten
+
+PICKS: dict[torch._ops.OpOverload, tuple[str, str]] = {
+    _aten.masked_select.default: ("torch.masked_select", _WITH_MASKS),
+    _aten.masked_scatter.default: ("torch.masked_scatter", _WITH_MASKS),
+    _aten.masked_scatter_.default: ("torch.masked_scatter", _WITH_MASKS),
+    _aten.nonzero.default: ("torch.nonzero", "work with the mask itself"),
+    _aten._unique2.default: ("torch.unique", _COUNTED),
+    _aten.unique_dim.default: ("torch.unique", _COUNTED),
+    _aten.unique_consecutive.default: ("torch.unique_consecutive", _COUNTED),
+    _aten.bincount.default: ("torch.bincount", "add up torch.nn.functional.one_hot"),
+    _aten.repeat_interleave.Tensor: ("torch.repeat_interleave with repeats that are a tensor", "index with a tensor"),
+}
+"""Operators that are computed of whole tensors only: how users call them, and what to do instead."""
 
 
 def _has(value: Any, cls: Any) -> bool:

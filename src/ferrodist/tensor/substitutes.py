@@ -9,7 +9,7 @@ import torch
 
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.copied_views import ViewKind, become, find_kind, watch
-from ferrodist.tensor.replication import replicate_call
+from ferrodist.tensor.replication import PICKS, compute_picks, replicate_call
 from ferrodist.tensor.rules.table import DECOMPOSITIONS, RULES
 
 if TYPE_CHECKING:
@@ -20,14 +20,14 @@ __all__ = ["copy_to_itself", "find_substitute", "is_copy_to_itself"]
 
 def find_substitute(func: torch._ops.OpOverload, cls: type) -> Callable[..., Any]:
     """A function of the operator's arguments that computes it by others, or raises that it has no rule."""
-    if func in DECOMPOSITIONS:
-        return DECOMPOSITIONS[func]
+    if func in SUBSTITUTES:
+        return SUBSTITUTES[func]
+    if func in PICKS:
+        return partial(compute_picks, func, cls)
     if func._can_decompose():
         decomposed: Callable[..., Any] = func.decompose
         return decomposed
-    if func is _SET:
-        return _set
-    if torch.Tag.inplace_view in func.tags and _without_underscore(func) in RULES:
+    if torch.Tag.inplace_view in func.tags and _without_underscore(func):
         return partial(_view_in_place, func)
     functional = _without_out(func)
     if functional is None:
@@ -35,12 +35,22 @@ def find_substitute(func: torch._ops.OpOverload, cls: type) -> Callable[..., Any
     return partial(_compute_into, functional, [argument.name for argument in _outs(func)])
 
 
-_SET = torch.ops.aten.set_.source_Tensor
-
-
 def _outs(func: torch._ops.OpOverload) -> list[Any]:
     """The arguments that an operator only writes to."""
     return [argument for argument in func._schema.arguments if argument.is_out]
+
+
+def _set(tensor: Any, source: Any) -> Any:
+    """Give a tensor the memory of another, and the way that one lies."""
+    if not (hasattr(tensor, "_layout") and hasattr(source, "_layout")):
+        raise UnsupportedOpError("set_() takes distributed tensors: distribute both, or work on to_local()")
+    return become(tensor, source)
+
+
+SUBSTITUTES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    **DECOMPOSITIONS,
+    torch.ops.aten.set_.source_Tensor: _set,
+}
 
 
 def is_copy_to_itself(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> bool:
@@ -67,11 +77,11 @@ def copy_to_itself(tensor: Any, source: Any, non_blocking: bool = False) -> Any:
     )
 
 
-def _without_underscore(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The operator that gives what this one makes of its first argument."""
+def _without_underscore(func: torch._ops.OpOverload) -> torch._ops.OpOverloadPacket | None:
+    """The operator that gives what this one makes of its first argument, if that has a rule."""
     packet = getattr(torch.ops.aten, func._schema.name.partition("::")[2].removesuffix("_"), None)
-    found: torch._ops.OpOverload | None = getattr(packet, func._overloadname, None)
-    return found
+    found: torch._ops.OpOverloadPacket | None = packet
+    return found if found and any(one.overloadpacket is found for one in RULES) else None
 
 
 def _without_out(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
@@ -83,19 +93,12 @@ def _without_out(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     wanted = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
     for name in func.overloadpacket.overloads():
         found = getattr(func.overloadpacket, name)
-        if (found in RULES or found in DECOMPOSITIONS) and wanted == [
+        if (found in RULES or found in DECOMPOSITIONS or found in PICKS) and wanted == [
             (argument.name, str(argument.type)) for argument in found._schema.arguments
         ]:
             functional: torch._ops.OpOverload = found
             return functional
     return None
-
-
-def _set(tensor: Any, source: Any) -> Any:
-    """Give a tensor the memory of another, and the way that one lies."""
-    if not (hasattr(tensor, "_layout") and hasattr(source, "_layout")):
-        raise UnsupportedOpError("set_() takes distributed tensors: distribute both, or work on to_local()")
-    return become(tensor, source)
 
 
 def _view_in_place(func: torch._ops.OpOverload, /, tensor: Any, *args: Any) -> Any:

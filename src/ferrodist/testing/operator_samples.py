@@ -138,6 +138,7 @@ SAMPLES: Sequence[Callable[[Maker], Any]] = (
     lambda new: new(4, 6).clamp(0.2, 0.5),
     lambda new: torch._foreach_mul([new(4, 6).detach()], new().detach()),  # noqa: SLF001 - how norms are clipped
     lambda new: functional.gelu(new(4, 6)),
+    lambda new: functional.pad(new(4, 6), (0, 1)),
     lambda new: _fused_step(new, torch.optim.Adam),
     lambda new: _fused_step(new, torch.optim.Adam, lr=torch.tensor(0.1)),
     lambda new: _fused_step(new, torch.optim.AdamW),

@@ -21,7 +21,7 @@ from ferrodist.mesh import DeviceMesh
 from ferrodist.tensor import dispatch
 from ferrodist.tensor.call import Call
 from ferrodist.tensor.placement import Partial, Replicate, Shard
-from ferrodist.tensor.rules.indexing import REFUSED
+from ferrodist.tensor.replication import PICKS
 from ferrodist.tensor.rules.table import DECOMPOSITIONS, FAMILIES, RULES
 from ferrodist.testing.operator_samples import SAMPLES, Maker, bind_sample
 from ferrodist.testing.pages import format_table, write_page
@@ -64,14 +64,15 @@ So is every operator that torch itself computes by others (`torch.matmul`, `eins
 form with `out=` of every operator above: its result is copied to `out`, which must be of the result's shape.
 """
 
-_REFUSALS = """## Refused on purpose
+_PICKS = """## Of whole tensors only
 
-The shape of what these give depends on the elements, so that ranks could not know the shape of their parts. So is
-indexing by a mask that picks elements; to write one value by a mask is no such case. They raise `UnsupportedOpError`.
+The shape of what these give depends on the elements, so that ranks could not know the shape of their parts. They are
+computed where all inputs are whole on every rank, and raise `UnsupportedOpError` for divided ones; so is indexing by a
+mask that picks elements. To write one value by a mask is no such case.
 
 {table}
 `torch.as_strided` is of memory, and is refused where a tensor is not whole on each rank. All other operators raise
-`UnsupportedOpError` too, unless the program allows them to be computed on whole tensors: `fd.allow_replication()`.
+`UnsupportedOpError`, unless the program allows them to be computed on whole tensors: `fd.allow_replication()`.
 """
 
 _UNTRIED = """## Not tried here
@@ -87,9 +88,9 @@ def render() -> str:
         ways = collect_ways(DeviceMesh(group, (1,)))
     group.close()
     parts = [_HEAD, *[_render_family(family, ways) for family in FAMILIES if family.RULES]]
-    parts.append(_SUBSTITUTES.format(names=_listed(set(DECOMPOSITIONS) - set(REFUSED))))
-    table = format_table(["", "instead"], _merge([(f"`{name}`", instead) for name, instead in REFUSED.values()]))
-    parts.append(_REFUSALS.format(table=table))
+    parts.append(_SUBSTITUTES.format(names=_listed(DECOMPOSITIONS)))
+    table = format_table(["", "instead"], _merge([(f"`{name}`", instead) for name, instead in PICKS.values()]))
+    parts.append(_PICKS.format(table=table))
     if untried := set(RULES) - set(ways):
         parts.append(_UNTRIED.format(names=_listed(untried)))
     return "\n".join(parts)

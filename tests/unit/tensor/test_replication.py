@@ -224,7 +224,8 @@ def test_gradient_formulas_that_write_in_place():
 
     def check(mesh):
         for where in (Shard(0), Shard(1), Replicate(), Partial()):
-            for reduce in ("mean", "amax", "amin", "prod"):
+            # The largest of equal ones is not known of parts that are added up: these are rounded.
+            for reduce in ("mean", "prod") if where == Partial() else ("mean", "amax", "amin", "prod"):
                 grads = []
                 for place in (lambda t, *_: t, lambda t, to: spread(t, mesh, to)):
                     a = place(make(4, 6), Replicate()).requires_grad_()

@@ -3,11 +3,13 @@
 [Note: plain tensors]
 A layer by itself gives what it gets: of distributed tensors it makes distributed ones. Plain tensors are this rank's
 parts, and then what comes out is plain too, this rank's part of it. Inside of a module that is parallel as a whole
-(`WholeForward`) all is distributed, and plain tensors are those that the module's code has made: whole on every rank.
+(`WholeForward`) all is distributed, and plain tensors are those that the module's code has made: whole on every rank,
+which the ranks compare; `plain` says how.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -17,16 +19,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.parallel.autograd import current_backward
+from ferrodist.tensor.comparison import WholeTensors, compare_tensors
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate
+from ferrodist.tensor.plain import BACKWARD, INSIDE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ferrodist.mesh import DeviceMesh
     from ferrodist.parallel.tensor.styles import Preparation
 
-__all__ = ["PreparedForward", "WholeForward", "find_arguments", "find_distributed", "map_tensors"]
+__all__ = [
+    "PreparedForward",
+    "WholeForward",
+    "WholeMethod",
+    "WholeModel",
+    "find_arguments",
+    "find_distributed",
+    "map_tensors",
+]
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -129,6 +142,9 @@ class PreparedForward:
         def prepare(tensor: torch.Tensor) -> DTensor:
             if not isinstance(tensor, DTensor):
                 shape = tensor.shape if isinstance(given, Replicate | Partial) else None
+                inside = INSIDE.get()
+                if self._given is None and inside is not None and tensor.numel():
+                    inside.note("the forward", tensor, self._mesh)
                 tensor = DTensor.from_local(tensor, self._mesh, given, shape=shape)
             # Also where nothing moves: then gradients, which may be partial, are brought to lie as the input here.
             return tensor if wanted is None else tensor.redistribute(wanted)
@@ -160,23 +176,36 @@ class PreparedForward:
 
 
 class WholeForward:
-    """The forward of a module that is parallel inside and looks undivided from outside.
+    """The forward of one of the modules of a model that is parallel inside and looks undivided from outside.
 
-    Plain tensors are whole, the same on all ranks, and so are the results, unless some inputs are distributed.
+    Where it is called from outside of all others, plain tensors that come in are whole, the same on all ranks, and so
+    are the results, unless some inputs are distributed. Everywhere in the model plain tensors that its code makes count
+    as whole.
 
     Args:
-        forward: The module's own.
-        mesh: Over which its parameters lie.
-        gathers: Whether results become plain.
+        forward: The module's own, which may be prepared.
+        path: The module's in the model.
+        model: What the model's modules have in common.
     """
 
-    def __init__(self, forward: Callable[..., Any], mesh: DeviceMesh, *, gathers: bool) -> None:
+    def __init__(self, forward: Callable[..., Any], path: str, model: WholeModel) -> None:
         functools.update_wrapper(self, forward)
-        self._forward, self._mesh, self._gathers = forward, mesh, gathers
+        self._forward, self._path, self._model = forward, path, model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module."""
-        gathers = self._gathers and not find_distributed([args, kwargs])
+        model = self._model
+        if INSIDE.get() is not model.plain:
+            with model.inside(self._path):
+                return self._compute_from_outside(args, kwargs)
+        outer, model.plain.path = model.plain.path, self._path
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            model.plain.path = outer
+
+    def _compute_from_outside(self, args: Any, kwargs: Any) -> Any:
+        gathers = self._model.gathers and not find_distributed([args, kwargs])
         args, kwargs = map_tensors(self._spread, args), map_tensors(self._spread, kwargs)
         result = self._forward(*args, **kwargs)
         return map_tensors(_gather, result) if gathers else result
@@ -184,8 +213,77 @@ class WholeForward:
     def _spread(self, tensor: torch.Tensor) -> DTensor:
         if isinstance(tensor, DTensor):
             return tensor
-        whole = [Replicate()] * self._mesh.ndim
-        return DTensor.from_local(tensor, self._mesh, whole, shape=tensor.shape)
+        mesh = self._model.mesh
+        if self._model.checks and tensor.numel():
+            compare_tensors("the forward", tensor, mesh, self._path)
+        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, shape=tensor.shape)
+
+
+class WholeModel:
+    """What the modules of a model that is parallel as a whole have in common.
+
+    Args:
+        mesh: Over which its parameters lie.
+        gathers: Whether results become plain where a module is called from outside.
+        checks: Whether the ranks compare each plain tensor when it is used, and those that come in, too.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, gathers: bool, checks: bool) -> None:
+        self.mesh, self.gathers, self.checks = mesh, gathers, checks
+        self.plain = WholeTensors(mesh, at_once=checks)
+        """The plain tensors that modules' forwards make."""
+        self.backward = mesh.parent.attachments[BACKWARD] = WholeTensors(mesh, at_once=checks)
+        """Those that gradients take."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WholeModel:
+        """The same for a copy of the model."""
+        made = memo[id(self)] = WholeModel(self.mesh, gathers=self.gathers, checks=self.checks)
+        return made
+
+    @contextlib.contextmanager
+    def inside(self, path: str) -> Iterator[None]:
+        """Inside, the forward of the module of that path runs."""
+        if current_backward() == -1:
+            self.backward.forget()  # of a backward that raised
+        with self._counting(self.plain):
+            self.plain.path = path
+            yield
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Inside, a method runs that calls forwards from outside of all others."""
+        with self._counting(WholeTensors(self.mesh, at_once=self.checks)):
+            yield
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _counting(plain: WholeTensors) -> Iterator[None]:
+        """Inside, plain tensors count as whole, and the ranks compare them at the end."""
+        before = INSIDE.set(plain)
+        try:
+            yield
+            plain.compare()
+        finally:
+            plain.forget()
+            INSIDE.reset(before)
+
+
+class WholeMethod:
+    """A method of a model that calls its forwards and works on what they keep, as caches are: ``generate``.
+
+    Args:
+        method: The model's own.
+        model: What the model's modules have in common.
+    """
+
+    def __init__(self, method: Callable[..., Any], model: WholeModel) -> None:
+        functools.update_wrapper(self, method)
+        self._method, self._model = method, model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method; what it returns is plain."""
+        with self._model.around():
+            return map_tensors(_gather, self._method(*args, **kwargs))
 
 
 def _gather(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,11 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
 from ferrodist.parallel.meta_device import materialise
 from ferrodist.parallel.same_form import compare_forms
-from ferrodist.parallel.tensor.forward import PreparedForward, WholeForward
+from ferrodist.parallel.tensor.forward import PreparedForward, WholeForward, WholeMethod, WholeModel
 from ferrodist.parallel.tensor.loading import take_whole_states
 from ferrodist.parallel.tensor.overlap import OverlappedLinear
 from ferrodist.parallel.tensor.placing import check_values, describe_plan, match_plan, place_parameters
-from ferrodist.parallel.tensor.styles import ColumnParallel, Preparation, Style
+from ferrodist.parallel.tensor.styles import ColumnParallel, Style
 from ferrodist.tensor.distribution import distribute
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.gradient_placement import keep_gradients_placed
@@ -36,15 +36,17 @@ def parallelize(
     plan: Mapping[str, Style],
     *,
     gathers_outputs: bool = True,
+    check: bool = False,
     init: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
     """Divide a module over the ranks of a mesh, as a plan says; every rank of the mesh calls this.
 
     Parameters become DTensors, with the values of rank 0 of the mesh: those that the plan names divided, all others,
-    and buffers, whole on every rank. The module's own code runs as it is, on DTensors: tensors that it makes itself and
-    mixes with them must be distributed too. From outside it looks undivided: plain tensors that come in count as whole,
-    and plain whole tensors come out; so do those in tuples, lists, mappings and dataclasses, which are copied where
-    they have tensors.
+    and buffers, whole on every rank. The module's own code runs as it is, on DTensors. Plain tensors that it makes, as
+    positions and masks, count as whole, in gradients too; the ranks compare what they have at the end of a forward, or
+    a backward, in which there were such. From outside the module looks undivided, and so does each module in it: plain
+    tensors that come in count as whole, and plain whole tensors come out; so do those in tuples, lists, mappings and
+    dataclasses, which are copied where they have tensors. A method ``generate`` gives what it gives of plain tensors.
 
     Its ``state_dict()`` has DTensors, whose ``full_tensor()`` can be saved; ``load_state_dict`` takes these and plain
     whole tensors, of which rank 0's count. Make optimizers after this.
@@ -57,6 +59,8 @@ def parallelize(
             ``*`` stands for any one name of a path, or a part of one. The empty path is the module itself.
         gathers_outputs: Whether the module's outputs become plain whole tensors. False gives DTensors, as scores that
             stay divided by the vocabulary until ``cross_entropy``.
+        check: Compare each plain tensor before it is used, and those that come in, too, by an exchange for each. That
+            names the first that differs, also where ranks with different ones don't come to the forward's end together.
         init: ``init(module)`` gives a module's own parameters and buffers their values where they were on the meta
             device; None calls ``module.reset_parameters()``. Every rank calls it; rank 0's values count.
 
@@ -75,15 +79,16 @@ def parallelize(
     check_mesh(mesh)
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize takes a torch.nn.Module, not {type(module).__name__}")
-    settings = f"gathers_outputs={gathers_outputs}"
+    settings = f"gathers_outputs={gathers_outputs}, check={check}"
     styles = divide(module, mesh, plan, settings=settings, init=init)
-    for name, one in module.named_modules():
-        if name in styles:
-            _prepare(one, mesh, styles[name])
-        elif one is not module and any(True for _ in one.parameters(recurse=False)):
-            # Plain tensors that the module's code makes and gives to it, as positions to an embedding.
-            one.forward = PreparedForward(one.forward, mesh, Preparation())
-    module.forward = WholeForward(module.forward, mesh, gathers=gathers_outputs)
+    model = WholeModel(mesh, gathers=gathers_outputs, checks=check)
+    for path, one in module.named_modules():
+        if path in styles:
+            _prepare(one, mesh, styles[path])
+        if type(one).forward is not nn.Module.forward:
+            one.forward = WholeForward(one.forward, path, model)
+        if callable(method := getattr(one, "generate", None)):
+            one.generate = WholeMethod(method, model)
     return module
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ferrodist.tensor.call import Call
 
-__all__ = ["DECOMPOSITIONS", "RULES", "shape_alone"]
+__all__ = ["DECOMPOSITIONS", "RULES", "all_whole", "shape_alone"]
 
 _aten = torch.ops.aten
 
@@ -25,6 +25,12 @@ def shape_alone(call: Call, axis: int) -> list[Choice]:
     """As the input is divided, and whole where that is partial: nothing is moved."""
     now = call.inputs[0].placements[axis]
     return [Choice((now,), (now if isinstance(now, Shard) else Replicate(),))]
+
+
+def all_whole(call: Call, axis: int) -> list[Choice]:
+    """Nothing is divided: as what is drawn for an element depends on how many numbers those before it took."""
+    del axis
+    return [Choice((Replicate(),) * len(call.inputs), (Replicate(),) * len(call.results))]
 
 
 def _fresh(call: Call, axis: int) -> list[Choice]:

@@ -141,6 +141,14 @@ def _repeated(call: Call) -> Order:
     return [None] * more + [dim if repeats[more + dim] == 1 else None for dim in range(call.inputs[0].ndim)]
 
 
+def _padded(call: Call, axis: int) -> list[Choice]:
+    """Dims that get longer, or shorter, are whole; parts of a sum are padded with zeros only."""
+    ndim, pad = call.inputs[0].ndim, call["pad"]
+    order = _dims(call, *[ndim - 1 - place // 2 for place, size in enumerate(pad) if size])
+    pattern = Pattern(inputs=[range(ndim)], outputs=[order], linear=((0,),) if call["value"] == 0 else ())
+    return without_unasked_sums(choices_of(pattern, call, axis), call, axis)
+
+
 # [Note: pieces of a divided dim]
 # A dim in equal blocks, each divided by itself, is cut between the blocks without anything moved: of the dim of
 # ``Shard(dim, blocks=3)`` three equal pieces are ``Shard(dim)`` each. The other way round, equal tensors that are
@@ -256,6 +264,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.split_with_sizes.default: Rule(choices=_split, arguments=_local_split),
     _aten.cat.default: Rule(choices=_joined),
     _aten.stack.default: Rule(choices=_stacked),
+    _aten.constant_pad_nd.default: Rule(choices=_padded, by_value=True),
     _aten.flip.default: _rule(lambda call: _dims(call, *call["dims"])),
     _aten.roll.default: _rule(_rolled),
     _aten.repeat.default: _rule(_repeated),

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.call import Rule
 from ferrodist.tensor.layout import Layout
 from ferrodist.tensor.patterns import Pattern, choices_of
 from ferrodist.tensor.rules.cutting import without_unasked_sums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Mapping, Sequence
 
     from ferrodist.tensor.call import Call, Choice
     from ferrodist.tensor.patterns import Letters
 
-__all__ = ["DECOMPOSITIONS", "REFUSED", "RULES"]
+__all__ = ["RULES"]
 
 _aten = torch.ops.aten
 _INDEX = "i"
@@ -109,18 +108,14 @@ def _scattered(call: Call, axis: int, *, folds: bool = False, linear: bool = Fal
     return choices_of(pattern, call, axis)
 
 
-def _index_letters(call: Call, values: str | None) -> tuple[list[Any], list[Letters], list[Any]]:
-    """The letters of an indexed tensor, of its indices, and of what the indices pick.
-
-    Raises:
-        UnsupportedOpError: An index is a mask, so that the shape of the result depends on its elements.
-    """
+def _index_letters(call: Call) -> tuple[list[Any], list[Letters], list[Any]]:
+    """The letters of an indexed tensor, of its indices, and of what the indices pick."""
     layout: Layout = call["self"]
     given = list(call["indices"])
     indices = [one for one in given if isinstance(one, Layout)]
     masks = [place for place, one in enumerate(given) if one is not None and one.dtype in (torch.bool, torch.uint8)]
     if masks:
-        return _mask_letters(call, layout, given, values)
+        return _mask_letters(layout, given)
     ndim = max((one.ndim for one in indices), default=0)
     shape = [
         max((one.shape[one.ndim - place] for one in indices if one.ndim >= place), default=1)
@@ -144,21 +139,19 @@ def _index_letters(call: Call, values: str | None) -> tuple[list[Any], list[Lett
     return whole, letters, [*before, *picked, *after]
 
 
-def _mask_letters(
-    call: Call, layout: Layout, given: Sequence[Any], values: str | None
-) -> tuple[list[Any], list[Letters], list[Any]]:
-    """Where a mask says which elements are written: each element is by itself, if one value is for all."""
-    value = None if values is None else call[values]
-    numel = 1 if isinstance(value, torch.Tensor) and value.numel() == 1 else 0
-    if isinstance(value, Layout):
-        numel = 1 if all(size == 1 for size in value.shape) else 0
+def _picks(arguments: Mapping[str, Any]) -> bool:
+    """Whether a mask says which elements are taken, or written each by a value of its own."""
+    given = [one for one in arguments["indices"] if one is not None]
+    if not any(one.dtype in (torch.bool, torch.uint8) for one in given):
+        return False
+    value = arguments.get("values")
+    is_one = value is not None and all(size == 1 for size in value.shape)
+    return len(given) != 1 or not is_one or bool(arguments.get("accumulate"))
+
+
+def _mask_letters(layout: Layout, given: Sequence[Any]) -> tuple[list[Any], list[Letters], list[Any]]:
+    """Where a mask says which elements are written: each element is by itself, for one value is for all."""
     masks = [one for one in given if one is not None]
-    if len(masks) != 1 or numel != 1 or call.arguments.get("accumulate"):
-        raise UnsupportedOpError(
-            f"{call.operator} with a mask picks a number of elements that depends on the mask, so the ranks' parts"
-            " have no layout: use torch.where(mask, x, other), x.masked_fill(mask, value) or x * mask, or index"
-            " full_tensor()"
-        )
     first = list(given).index(masks[0])
     letters: list[Letters] = [[first + dim for dim in range(masks[0].ndim)]] if isinstance(masks[0], Layout) else []
     whole: list[Any] = list(range(layout.ndim))
@@ -166,14 +159,14 @@ def _mask_letters(
 
 
 def _indexed(call: Call, axis: int) -> list[Choice]:
-    whole, letters, picked = _index_letters(call, None)
+    whole, letters, picked = _index_letters(call)
     pattern = Pattern(inputs=[whole, *letters], outputs=[picked], linear=((0,),))
     return without_unasked_sums(choices_of(pattern, call, axis), call, axis)
 
 
 def _index_put(call: Call, axis: int) -> list[Choice]:
     """What is added may be added by ranks that have some of the indices each."""
-    whole, letters, picked = _index_letters(call, "values")
+    whole, letters, picked = _index_letters(call)
     adds = call["accumulate"]
     if not adds:
         letters = [[None if isinstance(one, tuple) else one for one in dims] for dims in letters]
@@ -208,20 +201,6 @@ def _is_mask(call: Call) -> bool:
     return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in call["indices"])
 
 
-def _refuse(name: str, instead: str) -> Callable[..., NoReturn]:
-    """What raises for operators whose result has a shape that depends on the elements."""
-
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise UnsupportedOpError(
-            f"{name} gives a tensor whose shape depends on the elements, so the ranks' parts have no layout: {instead},"
-            " or call it on full_tensor()"
-        )
-
-    return refuse
-
-
-_WHERE = "use torch.where(mask, x, other), x.masked_fill(mask, value) or x * mask"
-
 _REDUCING = ("value", "reduce", "value_reduce")
 
 _TABLE: list[tuple[Rule, Sequence[torch._ops.OpOverload]]] = [
@@ -229,7 +208,7 @@ _TABLE: list[tuple[Rule, Sequence[torch._ops.OpOverload]]] = [
     (Rule(choices=_index_add), (_aten.index_add.default, _aten.index_add_.default)),
     (Rule(choices=_index_copy), (_aten.index_copy.default, _aten.index_copy_.default)),
     (Rule(choices=_gathered), (_aten.gather.default,)),
-    (Rule(choices=_indexed), (_aten.index.Tensor, _aten._unsafe_index.Tensor)),
+    (Rule(choices=_indexed, picks=_picks), (_aten.index.Tensor, _aten._unsafe_index.Tensor)),
     (
         Rule(choices=_index_fill),
         [
@@ -238,7 +217,7 @@ _TABLE: list[tuple[Rule, Sequence[torch._ops.OpOverload]]] = [
             for kind in ("int_Scalar", "int_Tensor")
         ],
     ),
-    (Rule(choices=_index_put), (_aten.index_put.default, _aten.index_put_.default)),
+    (Rule(choices=_index_put, picks=_picks), (_aten.index_put.default, _aten.index_put_.default)),
     (
         Rule(choices=partial(_scattered, folds=True, linear=True)),
         (_aten.scatter_add.default, _aten.scatter_add_.default),
@@ -257,15 +236,3 @@ _TABLE: list[tuple[Rule, Sequence[torch._ops.OpOverload]]] = [
 ]
 
 RULES: dict[torch._ops.OpOverload, Rule] = {operator: rule for rule, operators in _TABLE for operator in operators}
-
-REFUSED: dict[torch._ops.OpOverload, tuple[str, str]] = {
-    _aten.masked_select.default: ("torch.masked_select", _WHERE),
-    _aten.nonzero.default: ("torch.nonzero", "work with the mask itself"),
-    _aten._unique2.default: ("torch.unique", "count with torch.bincount of a full_tensor()"),
-    _aten.unique_dim.default: ("torch.unique", "count with torch.bincount of a full_tensor()"),
-}
-"""Operators that raise: how users call them, and what to do instead."""
-
-DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    operator: _refuse(name, instead) for operator, (name, instead) in REFUSED.items()
-}

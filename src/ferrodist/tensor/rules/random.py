@@ -9,7 +9,7 @@ import torch
 from ferrodist.tensor.call import Choice, Rule
 from ferrodist.tensor.generators import check_generators, part_of_whole
 from ferrodist.tensor.placement import Partial, Replicate, Shard
-from ferrodist.tensor.rules.creation import shape_alone
+from ferrodist.tensor.rules.creation import all_whole, shape_alone
 from ferrodist.tensor.rules.pointwise import overloads
 
 if TYPE_CHECKING:
@@ -59,12 +59,6 @@ def _draw_alike(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout])
     return draw
 
 
-def _all_whole(call: Call, axis: int) -> list[Choice]:
-    """What is drawn depends on the elements, and on how many numbers those before them took."""
-    del axis
-    return [Choice((Replicate(),) * len(call.inputs), (Replicate(),) * len(call.results))]
-
-
 def _draw_from_whole(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any]:
     del outputs
     layout, operator = inputs[0], call.operator
@@ -109,7 +103,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
         if "Tensor" not in one._overloadname
     },
     **{
-        one: Rule(choices=_all_whole, local=_draw_from_whole)
+        one: Rule(choices=all_whole, local=_draw_from_whole)
         for one in (_aten.bernoulli.default, _aten.poisson.default, _aten.multinomial.default)
     },
     _aten.bernoulli.p: Rule(choices=shape_alone, local=_draw_alike),

@@ -17,6 +17,7 @@ from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.call import Rule
 from ferrodist.tensor.patterns import Pattern, choices_of
 from ferrodist.tensor.redistribution import extreme
+from ferrodist.tensor.rules.creation import all_whole
 from ferrodist.tensor.rules.folding import dividers
 from ferrodist.tensor.rules.pointwise import keeps_parts
 
@@ -144,6 +145,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.any.dims: _any_rule,
     _aten._is_all_true.default: _all_rule,
     _aten._is_any_true.default: _any_rule,
+    _aten.histc.default: Rule(choices=all_whole),
 }
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {_aten.aminmax.default: _both_extrema}
