@@ -39,7 +39,7 @@ def warned(monkeypatch):
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("backend", ["simulated", "tcp-threads", "native-threads", "gloo-threads"])
 def test_late_ranks_are_named_before_the_deadline(warned, backend, late, is_async):
-    """A rank that prepares data is named, with the call, while the others wait; nothing fails, nobody else is blamed."""
+    """A rank that prepares data is named, with the call, while the others wait; nothing fails, nobody else is named."""
     found, event = warned
 
     def program(group):
