@@ -4,7 +4,7 @@
     python examples/train_digits.py
 
 The second form is one process and needs no launcher. Both train on the same batches, and so to the same accuracy but
-for rounding. The data come with scikit-learn: pip install 'ferrodist[demo]'.
+for rounding. The data come with scikit-learn: pip install '.[demo]'.
 """
 
 import os

@@ -8,6 +8,8 @@ from importlib.metadata import entry_points
 
 # Process ranks are forked from this process. A pool of torch threads here would be missing, but waited for, in them.
 os.environ["OMP_NUM_THREADS"] = "1"
+# What never comes fails a test by the error that names it, before the test's time limit.
+os.environ.setdefault("FERRODIST_TIMEOUT", "60")
 
 pytest_plugins = ["pytester"]
 if not any(entry.name == "ferrodist" for entry in entry_points(group="pytest11")):

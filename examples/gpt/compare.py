@@ -5,7 +5,7 @@ The losses are drawn side by side.
     python examples/gpt/compare.py
 
 Options that this doesn't know go to ``train.py``: ``--steps 50`` for a shorter look. The plot needs matplotlib:
-pip install 'ferrodist[demo]'.
+pip install '.[demo]'.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 Rank 0 keeps the parameters, and all other ranks train: each pulls the newest parameters, and pushes its gradients while
 it goes on. Meanwhile others have pushed theirs, so gradients are of parameters that are a few steps old; how old they
 are is counted, and those that are too old are refused. The second form is one process that does both. The data come
-with scikit-learn: pip install 'ferrodist[demo]'.
+with scikit-learn: pip install '.[demo]'.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train on handwritten digits with Hugging Face Accelerate, whose ranks talk by ferrodist.
 
-    pip install accelerate 'ferrodist[demo]'
+    pip install accelerate '.[demo]'
     torchrun --nproc-per-node 2 examples/torch_backend/accelerate_digits.py
 
 What differs from any other program with Accelerate is one line: the ranks have met when it looks for them. (Of its own

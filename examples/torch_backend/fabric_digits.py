@@ -1,6 +1,6 @@
 """Train on handwritten digits with Lightning Fabric, whose ranks talk by ferrodist.
 
-    pip install lightning 'ferrodist[demo]'
+    pip install lightning '.[demo]'
     torchrun --nproc-per-node 2 examples/torch_backend/fabric_digits.py
 
 What differs from any other program with Fabric is one argument: ``process_group_backend="ferrodist"``.

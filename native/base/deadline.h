@@ -18,6 +18,7 @@ public:
     [[nodiscard]] bool expired() const { return Clock::now() >= end(); }
     [[nodiscard]] Clock::duration remaining() const { return end() - Clock::now(); }
     [[nodiscard]] Clock::time_point end() const { return start() + to_duration(seconds_); }
+    [[nodiscard]] double seconds() const noexcept { return seconds_; }
     [[nodiscard]] double elapsed_seconds() const { return std::chrono::duration<double>(Clock::now() - start()).count(); }
 
 private:

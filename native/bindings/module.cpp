@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cerrno>
+#include <functional>
 #include <system_error>
 
 #include "bindings/failures.h"
@@ -144,6 +145,28 @@ NB_MODULE(_native, m) {
                 self.await_turn(place);
             },
             "place"_a)
+        .def(
+            "tell_of_long_waits",
+            [](Communicator& self, double seconds, nb::callable tell) {
+                auto tell_python = [tell = std::move(tell)](std::uint64_t place, const shm::Call& call,
+                                                            const std::vector<int>& late, const Deadline& deadline) {
+                    if (!nb::is_alive()) return;
+                    const nb::gil_scoped_acquire held;
+                    try {
+                        nb::list ranks;
+                        for (const int rank : late) ranks.append(rank);
+                        tell(place, nb::bytes(reinterpret_cast<const char*>(&call), sizeof call), ranks,
+                             deadline.elapsed_seconds(), deadline.seconds());
+                    } catch (nb::python_error& error) {
+                        error.discard_as_unraisable(tell);
+                    }
+                };
+                self.tell_of_long_waits(seconds, std::move(tell_python), [](const std::function<void()>& end) {
+                    const Released released;
+                    end();
+                });
+            },
+            "seconds"_a, "tell"_a, "Call tell(place, line, late_ranks, elapsed, timeout) once in each collective that waits for so long.")
         .def_prop_ro("is_broken", &Communicator::is_broken)
         .def_prop_ro("can_read_peers", &Communicator::can_read_peers, "Whether ranks read each other's memory.")
         .def(

@@ -12,7 +12,7 @@ Communicator::~Communicator() {
     if (!queue_.has_thread()) return;
     fabric_.leave();  // what is still under way ends
     break_off();
-    queue_.close();
+    run_end_([this] { queue_.close(); });
 }
 
 std::shared_ptr<Pending> Communicator::start(double timeout, std::size_t size, Queue::Collective collective) {

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string_view>
 #include <utility>
@@ -78,6 +79,19 @@ public:
         }
     }
 
+    // Has `tell(place, call, late, deadline)` called once in a collective that has waited for other ranks' arrival for so long, in
+    // the thread that waits, which may be the queue's: `run_end(end)` runs what waits for that thread's end, in a way that
+    // lets `tell` return. Before anything runs.
+    template <class Tell, class RunEnd>
+    void tell_of_long_waits(double seconds, Tell tell, RunEnd run_end) {
+        run_end_ = std::move(run_end);
+        auto tell_of_place = [this, tell = std::move(tell)](std::uint64_t sequence, const std::vector<int>& late,
+                                                            const Deadline& deadline) {
+            tell(turn_.load(), fabric_.arrival(rank(), sequence).call, late, deadline);
+        };
+        fabric_.set_long_wait({.seconds = seconds, .tell = std::move(tell_of_place)});
+    }
+
     // Whether a collective of `size` bytes neither copies for long nor makes system calls, if no rank is late.
     [[nodiscard]] bool is_brief(std::size_t size) const noexcept {
         constexpr std::size_t soon_copied = 4 * 1024;
@@ -149,6 +163,7 @@ private:
     std::atomic<std::uint64_t> turn_{0};
     std::atomic<bool> is_broken_{false};
     EventCount passed_;
+    std::function<void(const std::function<void()>&)> run_end_ = [](const auto& end) { end(); };
     std::vector<std::pair<std::shared_ptr<Pending>, std::shared_ptr<void>>> kept_;  // the bindings' owners of tensors
     Queue queue_{[this](std::uint64_t place, double timeout, const Queue::Collective& collective) {
         await_turn(place);

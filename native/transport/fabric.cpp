@@ -74,7 +74,9 @@ void Fabric::arrive(std::uint64_t sequence, const Deadline& deadline) {
         if (links_->is_remote(r))
             links_->send(r, tcp::Kind::arrival, sequence, 0, {data, sizeof line - sizeof line.sequence});
     segment_->publish(line.sequence, sequence);
-    wait_for_all([&](int r) { return arrival(r, sequence).sequence.load() >= sequence; }, FailureKind::late, deadline);
+    LongWait::Watch watch(segment_->long_wait, sequence);
+    wait_for_all([&](int r) { return arrival(r, sequence).sequence.load() >= sequence; }, FailureKind::late, deadline,
+                 &watch);
 }
 
 void Fabric::publish_done(std::uint64_t number) {
@@ -113,7 +115,8 @@ void Fabric::flush(const Deadline& deadline) {
 }
 
 template <class IsThere>
-void Fabric::wait_for_all(const IsThere& is_there, FailureKind lateness, const Deadline& deadline) {
+void Fabric::wait_for_all(const IsThere& is_there, FailureKind lateness, const Deadline& deadline,
+                          LongWait::Watch* watch) {
     int next = 0;
     const auto is_over = [&] {
         while (next < num_ranks() && is_there(next)) ++next;
@@ -152,6 +155,7 @@ void Fabric::wait_for_all(const IsThere& is_there, FailureKind lateness, const D
             throw Failure(links_->is_remote(r) ? FailureKind::lost : FailureKind::left, {r});
         }
         if (deadline.expired()) throw Failure(lateness, std::move(ranks));
+        if (watch != nullptr) watch->look(deadline, ranks);
         const std::chrono::nanoseconds longest =
             has_local_peers_ ? std::chrono::nanoseconds(look_at_host) : std::chrono::nanoseconds(interruption_period);
         links_->sleep(std::clamp<std::chrono::nanoseconds>(deadline.remaining(), std::chrono::nanoseconds(0), longest));

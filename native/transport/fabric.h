@@ -104,6 +104,9 @@ public:
     // Waits until all that was sent has left; collectives end with it.
     void flush(const Deadline& deadline);
 
+    // Whom to tell where this rank waits for arrivals for long; set before anything waits.
+    void set_long_wait(LongWait long_wait) { segment_->long_wait = std::move(long_wait); }
+
     // Tells the ranks of other hosts that the collective at `sequence` has failed here.
     void give_up(std::uint64_t sequence) noexcept;
     void leave();
@@ -128,7 +131,8 @@ private:
     }
     // Blocks until `is_there(r)` of every rank.
     template <class IsThere>
-    void wait_for_all(const IsThere& is_there, FailureKind lateness, const Deadline& deadline);
+    void wait_for_all(const IsThere& is_there, FailureKind lateness, const Deadline& deadline,
+                      LongWait::Watch* watch = nullptr);
 
     std::shared_ptr<shm::Segment> segment_;
     std::unique_ptr<tcp::Links> links_;

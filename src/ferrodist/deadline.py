@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["DEFAULT_COLLECTIVE_TIMEOUT", "Deadline", "Elapsed", "check_timeout"]
+__all__ = [
+    "DEFAULT_COLLECTIVE_TIMEOUT",
+    "LONG_WAIT_SECONDS",
+    "TIMEOUT_VARIABLE",
+    "Deadline",
+    "Elapsed",
+    "check_timeout",
+    "default_timeout",
+    "long_wait",
+    "resolve_timeout",
+]
 
-DEFAULT_COLLECTIVE_TIMEOUT = 60.0
-"""Seconds a blocking call may take when neither the call nor its group says otherwise."""
+DEFAULT_COLLECTIVE_TIMEOUT = 1800.0
+"""Seconds a blocking call may take when neither the call, nor its group, nor FERRODIST_TIMEOUT says otherwise."""
+
+LONG_WAIT_SECONDS = 30.0
+"""Seconds of waiting for other ranks after which a warning names them."""
+
+TIMEOUT_VARIABLE = "FERRODIST_TIMEOUT"
+"""The environment variable with another default."""
 
 # Lock.acquire and Condition.wait refuse longer waits than this (threading.TIMEOUT_MAX is about 292 years on Linux, but
 # 49 days on some platforms).
@@ -26,6 +43,29 @@ def check_timeout(timeout: float) -> float:
     if not timeout >= 0:  # NaN is not either
         raise ValueError(f"timeout must be 0 or more seconds, not {timeout}")
     return float(timeout) if timeout < 1e300 else math.inf  # an int may be too large for a float
+
+
+def default_timeout() -> float:
+    """Seconds a blocking call may take by default: FERRODIST_TIMEOUT, else `DEFAULT_COLLECTIVE_TIMEOUT`.
+
+    Raises:
+        ValueError: The variable holds no number of seconds above 0.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE, "").strip()
+    if not text:
+        return DEFAULT_COLLECTIVE_TIMEOUT
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:  # NaN is not either
+        raise ValueError(f"{TIMEOUT_VARIABLE} must be a number of seconds above 0, as 600 or inf, not {text!r}")
+    return seconds
+
+
+def resolve_timeout(timeout: float | None) -> float:
+    """A timeout as `check_timeout` returns it, or `default_timeout` for None."""
+    return default_timeout() if timeout is None else check_timeout(timeout)
 
 
 class Deadline:
@@ -57,6 +97,11 @@ class Deadline:
     def expired(self) -> bool:
         """Whether the moment has passed."""
         return self._clock() >= self._end
+
+
+def long_wait() -> Deadline:
+    """When a wait that begins now has lasted long enough for a warning."""
+    return Deadline(LONG_WAIT_SECONDS)
 
 
 class Elapsed(NamedTuple):

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from ferrodist.deadline import Deadline, check_timeout
+from ferrodist.backends.simulated import SimulatedBackend
+from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout, default_timeout
 
 
 class Clock:
@@ -63,3 +64,21 @@ def test_refuses_what_is_no_number(wrong):
     """Only numbers are seconds; True is not one."""
     with pytest.raises(TypeError, match="number of seconds"):
         check_timeout(wrong)
+
+
+def test_the_default_is_long_enough_for_a_rank_that_prepares_data(monkeypatch):
+    """Half an hour, as torch has it, unless the environment or an argument says otherwise."""
+    monkeypatch.delenv("FERRODIST_TIMEOUT", raising=False)
+    assert default_timeout() == DEFAULT_COLLECTIVE_TIMEOUT == 1800
+    for text, seconds in (("90", 90), (" 2.5 ", 2.5), ("inf", math.inf), ("", 1800)):
+        monkeypatch.setenv("FERRODIST_TIMEOUT", text)
+        assert SimulatedBackend.create_group(1)[0].timeout == seconds
+        assert SimulatedBackend.create_group(1, timeout=7)[0].timeout == 7
+
+
+@pytest.mark.parametrize("text", ["soon", "5m", "0", "-1", "nan"])
+def test_a_wrong_default_is_explained(monkeypatch, text):
+    """A variable that says nothing is an error that names it, and not another timeout."""
+    monkeypatch.setenv("FERRODIST_TIMEOUT", text)
+    with pytest.raises(ValueError, match=f"FERRODIST_TIMEOUT must be a number of seconds above 0.*'{text}'"):
+        SimulatedBackend.create_group(1)

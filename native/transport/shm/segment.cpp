@@ -101,7 +101,8 @@ void Segment::ring() {
 }
 
 template <class Ready, class Lagging>
-void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind lateness, const Deadline& deadline) {
+void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind lateness, const Deadline& deadline,
+                         LongWait::Watch* watch) {
     Spin spin(contention_, std::chrono::microseconds(layout_.spin_micros),
               layout_.is_crowded ? Spin::crowded : Spin::on_flags);
     do {
@@ -133,11 +134,13 @@ void Segment::wait_until(const Ready& ready, const Lagging& lagging, FailureKind
             throw Failure(FailureKind::left, {rank});
         }
         if (deadline.expired()) throw Failure(lateness, std::move(ranks));
+        if (watch != nullptr) watch->look(deadline, ranks);
     }
 }
 
 void Segment::arrive(int rank, std::uint64_t sequence, const Deadline& deadline) {
     const int num_ranks = layout_.num_ranks;
+    LongWait::Watch watch(long_wait, sequence);
     Flag& own = arrival(rank, sequence).sequence;
     const auto lagging = [&] {
         std::vector<int> ranks;
@@ -153,7 +156,7 @@ void Segment::arrive(int rank, std::uint64_t sequence, const Deadline& deadline)
                 while (next < num_ranks && arrival(next, sequence).sequence.load() >= sequence) ++next;
                 return next == num_ranks;
             },
-            lagging, FailureKind::late, deadline);
+            lagging, FailureKind::late, deadline, &watch);
         return;
     }
     // Ranks outnumber the processors: the last one to come wakes all others once, and none is woken before. Data is ordered
@@ -166,7 +169,7 @@ void Segment::arrive(int rank, std::uint64_t sequence, const Deadline& deadline)
     if (is_last) publish(header().released, sequence);
     own.store(sequence);
     if (is_last) return;
-    wait_until([&] { return header().released.load() >= sequence; }, lagging, FailureKind::late, deadline);
+    wait_until([&] { return header().released.load() >= sequence; }, lagging, FailureKind::late, deadline, &watch);
 }
 
 void Segment::await(Flag Progress::* flag, std::uint64_t value, const Deadline& deadline) {

@@ -23,6 +23,7 @@
 
 #include "base/deadline.h"
 #include "base/failure.h"
+#include "base/long_wait.h"
 #include "base/spin.h"
 #include "transport/shm/memory.h"
 
@@ -96,6 +97,9 @@ public:
     // A row of one number a rank, written before the arrival at `sequence`.
     [[nodiscard]] std::span<std::uint64_t> counts(int rank, std::uint64_t sequence) const noexcept;
 
+    // Whom to tell where this rank waits for arrivals for long; set before anything waits.
+    LongWait long_wait;
+
     // Stores `value` into one of this rank's flags and wakes those who sleep.
     void publish(Flag& flag, std::uint64_t value);
 
@@ -128,7 +132,8 @@ private:
     // Blocks until `ready()`, or until `lagging()`, which names the ranks that it waits for, names none; `lateness` is what
     // they are too late for.
     template <class Ready, class Lagging>
-    void wait_until(const Ready& ready, const Lagging& lagging, FailureKind lateness, const Deadline& deadline);
+    void wait_until(const Ready& ready, const Lagging& lagging, FailureKind lateness, const Deadline& deadline,
+                    LongWait::Watch* watch = nullptr);
 
     void ring();
     [[nodiscard]] bool has_ended() const noexcept { return is_stopped_.load() || is_aborted(); }

@@ -8,6 +8,8 @@ wrong unseen:
 - a mismatch is found by every rank from the same list, so all raise the same error, naming both calls;
 - a late rank is known by name: rank 0 sees whose call has not come. A rank whose own deadline passes first says so to
   rank 0 (`Channel.LATE`) and gives it half a second to answer for all; without an answer it is rank 0 that is late;
+- after a long wait, before any deadline, the late ranks are named in a warning: rank 0's, or, where rank 0 does not
+  answer the question whether it is there, that of who asked;
 - no rank starts a collective's data before all have entered it, so what a rank has to hold for operations it has not
   called yet is bounded by one call;
 - where messages may pass through others' hands, each call and the list carry a tag under the group's key: what is
@@ -19,14 +21,16 @@ wrong unseen:
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from typing import TYPE_CHECKING, Protocol
 
+from ferrodist.backends import long_waits
 from ferrodist.backends.agreement_tags import AgreementTags
 from ferrodist.backends.call import CALL_SIZE, Call, fingerprint_of, payload_of
 from ferrodist.backends.request import answer_seconds, wait_all
 from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag
-from ferrodist.deadline import Deadline, Elapsed
+from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import (
     CollectiveMismatchError,
     DistributedError,
@@ -46,6 +50,9 @@ if TYPE_CHECKING:
 __all__ = ["Agreement", "left_reason"]
 
 _COORDINATOR = 0
+
+_GIVES_UP, _ASKS = b"\0", b"\1"
+"""What a rank says to rank 0 on `Channel.LATE`: that its deadline has passed, or whether rank 0 has called, too."""
 
 _ANSWER_GRACE_SECONDS = 0.5
 """How long past its deadline a rank waits for rank 0 to say who is late."""
@@ -78,6 +85,17 @@ class _Group(Protocol):
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request: ...
     def find_late(self, peers: tuple[int, ...], within: float) -> Late: ...
     def abort(self, reason: str | DistributedError) -> None: ...
+
+
+def _has_ended(request: Request, seconds: float, deadline: Deadline) -> bool:
+    """Wait so many seconds at most; raises as `Request.wait` where the request fails or the deadline passes."""
+    try:
+        request.wait(min(seconds, deadline.remaining()))
+    except DistributedTimeoutError:
+        if request.done() or deadline.expired:
+            raise
+        return False
+    return True
 
 
 class Agreement:
@@ -156,9 +174,7 @@ class Agreement:
         for rank in range(1, group.world_size):
             missing[rank] = group.irecv(table[rank * size : (rank + 1) * size], rank, tag=tag)
             pending.append(missing[rank])
-        late = group.irecv(bytearray(1), ANY_SOURCE, tag=channel_tag(Channel.LATE, call.sequence))
-        pending.append(late)
-        self._await_calls(call, missing, late, deadline)
+        self._await_calls(call, missing, pending, deadline)
         tags.check_calls(table)
         tags.seal_table(table)
         try:
@@ -174,12 +190,19 @@ class Agreement:
                 ranks=error.ranks,
             ) from None
 
-    def _await_calls(self, call: Call, missing: dict[int, Request], late: Request, deadline: Deadline) -> None:
+    def _await_calls(self, call: Call, missing: dict[int, Request], pending: list[Request], deadline: Deadline) -> None:
         """Empty ``missing`` as calls come; raise when one fails, or when a deadline passes: ours or a reporter's."""
         changed = threading.Semaphore(0)
-        for request in (*missing.values(), late):
+        said = bytearray(1)
+        late = self._listen(call, said, pending, changed)
+        for request in missing.values():
             request.add_done_callback(changed.release)
+        warning = long_wait()
         while True:
+            while late.done() and said == _ASKS:
+                reporter = late.wait(0)
+                pending.append(self._group.isend(b"\0", reporter, tag=channel_tag(Channel.LATE, call.sequence)))
+                late = self._listen(call, said, pending, changed)
             for rank in [rank for rank, request in missing.items() if request.done()]:
                 missing.pop(rank).wait(0)
             if not missing:
@@ -189,8 +212,18 @@ class Agreement:
                 raise self.late_error(
                     call, tuple(missing), Elapsed.of(deadline), f" (rank {reporter}'s deadline passed first)"
                 )
-            if not changed.acquire(timeout=deadline.remaining()):
-                raise self.late_error(call, tuple(missing), Elapsed.of(deadline))
+            if not changed.acquire(timeout=min(deadline.remaining(), warning.remaining())):
+                if deadline.expired:
+                    raise self.late_error(call, tuple(missing), Elapsed.of(deadline))
+                self._warn(call, tuple(missing), deadline)
+                warning = Deadline(math.inf)
+
+    def _listen(self, call: Call, said: bytearray, pending: list[Request], changed: threading.Semaphore) -> Request:
+        """Receive what another rank says about its wait."""
+        late = self._group.irecv(said, ANY_SOURCE, tag=channel_tag(Channel.LATE, call.sequence))
+        pending.append(late)
+        late.add_done_callback(changed.release)
+        return late
 
     def _report(
         self, call: Call, table: memoryview, deadline: Deadline, pending: list[Request], tags: AgreementTags
@@ -202,16 +235,33 @@ class Agreement:
         pending.append(answer)
         try:
             group.isend(tags.seal_call(call.encode(), group.rank), _COORDINATOR, tag=tag).wait(deadline.remaining())
-            answer.wait(deadline.remaining())
+            self._await_answer(call, answer, deadline, pending)
         except DistributedTimeoutError:
             if group.failure is not None or answer.done():  # the group has failed, by a timeout
                 raise
-            group.isend(b"\0", _COORDINATOR, tag=channel_tag(Channel.LATE, call.sequence))
+            group.isend(_GIVES_UP, _COORDINATOR, tag=channel_tag(Channel.LATE, call.sequence))
             try:
                 answer.wait(_ANSWER_GRACE_SECONDS)
             except DistributedTimeoutError:
                 raise (group.failure or self.late_error(call, (_COORDINATOR,), Elapsed.of(deadline))) from None
         tags.check_table(table)
+
+    def _await_answer(self, call: Call, answer: Request, deadline: Deadline, pending: list[Request]) -> None:
+        """Wait for rank 0's answer, with a warning on the way where rank 0 is late itself."""
+        if _has_ended(answer, long_wait().timeout, deadline):
+            return
+        tag = channel_tag(Channel.LATE, call.sequence)
+        there = self._group.irecv(bytearray(1), _COORDINATOR, tag=tag)
+        pending += [there, self._group.isend(_ASKS, _COORDINATOR, tag=tag)]
+        if _has_ended(answer, _ANSWER_GRACE_SECONDS, deadline):
+            return
+        if not there.done():
+            self._warn(call, (_COORDINATOR,), deadline)
+        answer.wait(deadline.remaining())
+
+    def _warn(self, call: Call, ranks: tuple[int, ...], deadline: Deadline) -> None:
+        group = self._group
+        long_waits.warn_of_late_ranks(call, ranks, group=group.name, rank=group.rank, elapsed=Elapsed.of(deadline))
 
     def late_error(
         self, call: Call, ranks: tuple[int, ...], elapsed: Elapsed, detail: str = ""

@@ -24,7 +24,7 @@ from ferrodist.backends.listening import Listener, LockSignal, PostedListener, S
 from ferrodist.backends.request import Late, Request, ThreadedRequest, answer_seconds
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.backends.weak import held_now
-from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
+from ferrodist.deadline import Deadline, check_timeout, default_timeout, resolve_timeout
 from ferrodist.errors import (
     DistributedError,
     DistributedTimeoutError,
@@ -50,7 +50,8 @@ class Backend(ABC):
     Args:
         rank: This rank, 0-based.
         world_size: Number of ranks in the group.
-        timeout: Seconds a blocking call may take when it names no timeout itself.
+        timeout: Seconds a blocking call may take when it names no timeout itself; None takes FERRODIST_TIMEOUT's, or
+            `DEFAULT_COLLECTIVE_TIMEOUT`.
         name: What error messages call the group.
     """
 
@@ -103,7 +104,7 @@ class Backend(ABC):
     def __new__(cls, *_arguments: Any, **_options: Any) -> Self:
         """Make what every group has, so that a class with its own `rank` and `world_size` need not call `__init__`."""
         self = super().__new__(cls)
-        self._timeout = DEFAULT_COLLECTIVE_TIMEOUT
+        self._timeout = default_timeout()
         self._name = "world"
         self._close_callbacks = []
         self._synchronizers = []
@@ -114,16 +115,14 @@ class Backend(ABC):
         self.agreement = Agreement(self)
         return self
 
-    def __init__(
-        self, rank: int, world_size: int, *, timeout: float = DEFAULT_COLLECTIVE_TIMEOUT, name: str = "world"
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, *, timeout: float | None = None, name: str = "world") -> None:
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise InvalidWorldSizeError(f"a group needs a world size of at least 1, not {world_size!r}")
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
             raise InvalidRankError(f"rank {rank!r} is not in 0..{world_size - 1} (world size {world_size})")
         self._rank = rank
         self._world_size = world_size
-        self._timeout = check_timeout(timeout)
+        self._timeout = resolve_timeout(timeout)
         self._name = name
 
     @property

@@ -118,7 +118,7 @@ class _Subgroups(WeakSet[Backend]):
 class MailboxBackend(NonBlockingBackend):
     """A backend whose messages arrive in a `Mailbox`; see the module's docstring for what a transport adds."""
 
-    def __init__(self, rank: int, world_size: int, *, timeout: float, name: str) -> None:
+    def __init__(self, rank: int, world_size: int, *, timeout: float | None, name: str) -> None:
         super().__init__(rank, world_size, timeout=timeout, name=name)
         self.subgroups: _Subgroups = _Subgroups()
         self._mailbox = Mailbox(lambda tag, source: self._describe(group_of_tag(tag), source))

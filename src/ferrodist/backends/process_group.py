@@ -20,7 +20,7 @@ from ferrodist.backends.non_member import NonMemberGroup, check_group
 from ferrodist.backends.sub import SubBackend
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.ucc import UccBackend
-from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
+from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import GroupClosedError, describe_failed_program
 from ferrodist.rendezvous import rendezvous
 
@@ -87,7 +87,7 @@ def init_process_group(
     rank: int | None = None,
     world_size: int | None = None,
     init_method: str | None = None,
-    timeout: float = DEFAULT_COLLECTIVE_TIMEOUT,
+    timeout: float | None = None,
     secret: str | bytes | None = None,
     torch_default: bool = False,
 ) -> Backend:
@@ -104,7 +104,9 @@ def init_process_group(
         world_size: Number of ranks; None takes WORLD_SIZE.
         init_method: ``env://`` (the default: torchrun's variables MASTER_ADDR and MASTER_PORT), ``tcp://host:port``
             (rank 0 serves there) or ``file://path`` (a file that all ranks can reach).
-        timeout: Seconds for all ranks to meet, and the group's default for blocking calls.
+        timeout: Seconds for all ranks to meet, and the group's default for blocking calls. None takes
+            FERRODIST_TIMEOUT's (``ferrodist run --timeout``), or `DEFAULT_COLLECTIVE_TIMEOUT`: 30 minutes. After 30
+            seconds a warning names who is late.
         secret: The job secret; None takes FERRODIST_SECRET. Needed where the ranks meet on anything but loopback.
         torch_default: Whether the group becomes torch.distributed's default group, too, for what asks torch:
             `torch.nn.SyncBatchNorm`, `DistributedSampler`, torchmetrics. On all ranks or on none.
@@ -122,8 +124,9 @@ def init_process_group(
             collective of those.
     """
     opener = _OPENERS.get(backend or "") or partial(_meet_and_open, _factory(backend))
-    deadline = Deadline(check_timeout(timeout))
-    asked = _Asked(rank=rank, world_size=world_size, init_method=init_method, timeout=timeout, secret=secret)
+    limit = resolve_timeout(timeout)
+    deadline = Deadline(limit)
+    asked = _Asked(rank=rank, world_size=world_size, init_method=init_method, timeout=limit, secret=secret)
     if torch_default:
         from ferrodist.backends import torch_default as torchs  # noqa: PLC0415 - loads torch.distributed
 

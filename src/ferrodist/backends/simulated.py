@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from ferrodist.backends.mailbox import EAGER_LIMIT, Message, copy_bytes
 from ferrodist.backends.mailbox_backend import MailboxBackend, Send
-from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT
 from ferrodist.errors import DistributedError, InvalidWorldSizeError
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ class SimulatedBackend(MailboxBackend):
     """
 
     def __init__(
-        self, rank: int, peers: Sequence[SimulatedBackend], world_size: int, *, timeout: float, name: str
+        self, rank: int, peers: Sequence[SimulatedBackend], world_size: int, *, timeout: float | None, name: str
     ) -> None:
         super().__init__(rank, world_size, timeout=timeout, name=name)
         self._peers = peers
@@ -32,13 +31,14 @@ class SimulatedBackend(MailboxBackend):
 
     @classmethod
     def create_group(
-        cls, world_size: int, *, timeout: float = DEFAULT_COLLECTIVE_TIMEOUT, name: str = "world"
+        cls, world_size: int, *, timeout: float | None = None, name: str = "world"
     ) -> list[SimulatedBackend]:
         """Make a group.
 
         Args:
             world_size: Number of ranks, at least 1.
-            timeout: Seconds a blocking call may take when it names no timeout itself.
+            timeout: Seconds a blocking call may take when it names no timeout itself; None takes FERRODIST_TIMEOUT's,
+                or `DEFAULT_COLLECTIVE_TIMEOUT`.
             name: What error messages call the group.
 
         Returns:

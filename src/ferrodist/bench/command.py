@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ferrodist.bench.plan import Plan, stages_of
+from ferrodist.installation import how_to_install
 from ferrodist.launch.console import complain
 
 if TYPE_CHECKING:
@@ -31,8 +32,7 @@ def run_bench(options: BenchOptions) -> int:
     missing = [package for module, package in _REQUIRED.items() if importlib.util.find_spec(module) is None]
     if missing:
         complain(
-            f"ferrodist: bench needs {', '.join(missing)}, which is not installed here:"
-            " pip install 'ferrodist[bench]'\n"
+            f"ferrodist: bench needs {', '.join(missing)}, which is not installed here: {how_to_install('bench')}\n"
         )
         return 1
     if options.reports is not None:

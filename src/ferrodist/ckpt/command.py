@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ferrodist.installation import how_to_install
 from ferrodist.launch.console import complain
 
 if TYPE_CHECKING:
@@ -83,8 +84,7 @@ def run_ckpt(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     if not arguments.json and not _has_rich():
         complain(
-            "ferrodist: the table needs rich, which is not installed here: pip install 'ferrodist[ckpt]', or give"
-            " --json\n"
+            f"ferrodist: the table needs rich, which is not installed here: {how_to_install('ckpt')}; or give --json\n"
         )
         return 1
     from ferrodist.checkpoint.inspection import inspect_checkpoint  # noqa: PLC0415 - needs torch

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ferrodist.installation import how_to_install
 from ferrodist.launch import LaunchSpec, ProgramKind, launch
 from ferrodist.launch.console import complain
 from ferrodist.launch.limits import check_rank_count
@@ -97,8 +98,7 @@ def run_demo(options: DemoOptions) -> int:
     missing = [package for module, package in _REQUIRED.items() if importlib.util.find_spec(module) is None]
     if missing:
         complain(
-            f"ferrodist: the demo needs {', '.join(missing)}, which is not installed here:"
-            " pip install 'ferrodist[demo]'\n"
+            f"ferrodist: the demo needs {', '.join(missing)}, which is not installed here: {how_to_install('demo')}\n"
         )
         return 1
     from ferrodist.demo.comparison import compare_weights  # noqa: PLC0415 - needs NumPy

@@ -109,6 +109,7 @@ def rank_environment(
         # "True" would tell torch that the launcher already serves a store on MASTER_PORT; ours does not.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "PYTHONUNBUFFERED": "1",
+        **spec.timeout_variable(),
         "FERRODIST_SECRET": attempt.secret,
     }
     if not environment.get("OMP_NUM_THREADS"):

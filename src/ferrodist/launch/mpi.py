@@ -77,6 +77,7 @@ def mpiexec_command(spec: LaunchSpec, mpiexec: str, options: Sequence[str]) -> t
 def mpiexec_environment(spec: LaunchSpec, base: Mapping[str, str], cores: int) -> dict[str, str]:
     """The variables for mpiexec. The number of ranks is among them, so that ranks which it did not place say so."""
     environment = {**with_stack_dumps(base), "WORLD_SIZE": str(spec.world_size), "PYTHONUNBUFFERED": "1"}
+    environment |= spec.timeout_variable()
     for name in ("RANK", "LOCAL_RANK"):  # another launcher's, which would be the same for all ranks
         environment.pop(name, None)
     if not environment.get("OMP_NUM_THREADS"):

@@ -154,6 +154,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     option("--rdzv-id", str, "NAME", "name of the job, the same on all hosts", "--run-id")
     option("--rdzv-backend", _rendezvous_backend, "NAME", "c10d or static, as torchrun's; the ranks meet in one way")
     option("--max-restarts", int, "N", "start all ranks again up to N times after a failure (default 0)")
+    option("--timeout", float, "S", "seconds that ranks wait for each other by default (FERRODIST_TIMEOUT, or 1800)")
     option("--timeout-before-kill", float, "S", "seconds between asking ranks to end and SIGKILL (default 5)")
     parser.add_argument(
         "--mpi",
@@ -240,6 +241,7 @@ def spec_from_arguments(arguments: argparse.Namespace) -> LaunchSpec:
         master_addr=address,
         master_port=port,
         max_restarts=arguments.max_restarts or 0,
+        timeout=arguments.timeout,
         timeout_before_kill=DEFAULT_TIMEOUT_BEFORE_KILL if grace is None else grace,
         run_id=arguments.rdzv_id,
         mpi=None if arguments.mpi is None else MpiLauncher(arguments.mpi),

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ferrodist.deadline import check_timeout
+from ferrodist.deadline import TIMEOUT_VARIABLE, check_timeout, default_timeout
 from ferrodist.launch.limits import check_rank_count
 from ferrodist.rendezvous.secret import resolve_secret
 
@@ -52,6 +52,7 @@ class LaunchSpec:
         master_addr: Where rank 0 listens. None means this host, and is allowed for one host only.
         master_port: Rank 0's port. None means a free one for every attempt, and is allowed for one host only.
         max_restarts: How often all ranks of this host are started again after a failure.
+        timeout: Seconds that ranks wait for each other by default. None leaves it to FERRODIST_TIMEOUT, if that is set.
         timeout_before_kill: Seconds between asking the ranks to end and SIGKILL.
         run_id: Name of the job, the same on all hosts. None makes one up for one host.
         secret: What the ranks prove to each other; taken from ``FERRODIST_SECRET`` by default. None makes
@@ -71,6 +72,7 @@ class LaunchSpec:
     master_addr: str | None = None
     master_port: int | None = None
     max_restarts: int = 0
+    timeout: float | None = None
     timeout_before_kill: float = DEFAULT_TIMEOUT_BEFORE_KILL
     run_id: str | None = None
     secret: str | None = field(default_factory=_secret_of_environment, repr=False)
@@ -84,6 +86,10 @@ class LaunchSpec:
             raise ValueError(f"--nnodes must be 1 or more, not {self.nnodes}")
         if self.max_restarts < 0:
             raise ValueError(f"--max-restarts must be 0 or more, not {self.max_restarts}")
+        if self.timeout is None:
+            default_timeout()  # what the ranks will ask
+        elif not self.timeout > 0:
+            raise ValueError(f"--timeout must be a number of seconds above 0, not {self.timeout:g}")
         try:
             check_timeout(self.timeout_before_kill)
         except ValueError:
@@ -148,6 +154,10 @@ class LaunchSpec:
     def global_rank(self, local_rank: int) -> int:
         """The rank, in the whole job, of this host's ``local_rank``."""
         return (self.node_rank or 0) * self.nproc_per_node + local_rank
+
+    def timeout_variable(self) -> dict[str, str]:
+        """The variable that gives the ranks their default timeout, where the launch has one."""
+        return {} if self.timeout is None else {TIMEOUT_VARIABLE: f"{self.timeout:g}"}
 
     def command(self) -> tuple[str, ...]:
         """The command line that every rank runs."""

@@ -9,6 +9,7 @@ end with the same one whatever the order of their deadlines, also when the coord
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ferrodist.deadline import Elapsed, long_wait
 from ferrodist.errors import DistributedTimeoutError, RendezvousError, error_to_wire, ranks_text
 from ferrodist.rendezvous.store import PrefixStore
 from ferrodist.rendezvous.verdict import Verdict, read_verdict
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from ferrodist.rendezvous.store import Store
 
 __all__ = ["Claim", "await_all", "call_off", "claim_rank", "leave", "network_id", "note_rejection", "roll"]
+
+_log = logging.getLogger(__name__)
 
 _FOLDER = "ferrodist/attendance"
 _CLAIMED = ""  # the first stage, for most jobs the only one
@@ -118,12 +122,33 @@ def await_all(
     if desk.add("present", 1, timeout=deadline.remaining()) >= world_size:
         _publish(desk, Verdict(), deadline.remaining())
     try:
-        verdict = desk.get("verdict", timeout=deadline.remaining() + (_COORDINATOR_GRACE if rank else 0.0))
+        verdict = _await_verdict(store, desk, rank=rank, world_size=world_size, where=where, deadline=deadline)
     except DistributedTimeoutError as error:
         if error.ranks:  # the store's server itself is silent
             raise
         verdict = _publish(desk, _conclude(store, world_size, where, deadline, stage), _PUBLISH_TIMEOUT)
     _raise_failure(verdict)
+
+
+def _await_verdict(store: Store, desk: Store, *, rank: int, world_size: int, where: str, deadline: Deadline) -> bytes:
+    """Wait for the verdict; where that takes long, the first rank that waits names those that are missing."""
+    grace = _COORDINATOR_GRACE if rank else 0.0
+    warning = long_wait()
+    if warning.remaining() < deadline.remaining():
+        try:
+            return desk.get("verdict", timeout=warning.remaining())
+        except DistributedTimeoutError as error:
+            if error.ranks:  # the store's server itself is silent
+                raise
+        claimed = roll(store, world_size)
+        missing = [other for other in range(world_size) if other not in claimed]
+        if missing and rank == min(claimed, default=rank):
+            have_not = "has not" if len(missing) == 1 else "have not"
+            _log.warning(
+                "%s: %s of %d %s come yet, after %s",
+                *(where, ranks_text(missing), world_size, have_not, Elapsed.of(deadline)),
+            )
+    return desk.get("verdict", timeout=deadline.remaining() + grace)
 
 
 def call_off(store: Store, error: DistributedError, *, stage: str) -> None:

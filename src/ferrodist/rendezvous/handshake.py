@@ -29,6 +29,8 @@ from __future__ import annotations
 import enum
 import errno
 import hmac
+import logging
+import math
 import os
 import secrets
 import socket
@@ -38,7 +40,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ferrodist.deadline import Deadline
+from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import (
     AuthenticationError,
     DistributedError,
@@ -59,6 +61,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 __all__ = ["PROTOCOL_VERSION", "Hello", "Progress", "check_address", "check_hello", "connect", "greet"]
+
+_log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 2
 
@@ -138,6 +142,7 @@ def connect(
     where = f"{hello.purpose} at {host}:{port}"
     pause = _SHORTEST_PAUSE
     failure: OSError | None = None
+    warning = long_wait()
     while not deadline.expired:
         try:
             return _attempt(host, port, secret, hello, deadline)
@@ -151,6 +156,12 @@ def connect(
             if error.errno == errno.EMFILE:
                 raise NoConnectionError(f"{where}: {error} in this process; see `ulimit -n`") from error
             failure = error
+        if warning.expired:
+            _log.warning(
+                "rank %s waits for the %s, which is not there yet, after %s; the last attempt: %s",
+                *(hello.rank, where, Elapsed.of(deadline), failure),
+            )
+            warning = Deadline(math.inf)
         time.sleep(min(pause, deadline.remaining()))
         pause = min(2 * pause, _LONGEST_PAUSE)
     raise DistributedTimeoutError(

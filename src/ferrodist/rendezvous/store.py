@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline
 from ferrodist.errors import DistributedTimeoutError, UnsupportedOpError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from ferrodist.deadline import Deadline
 
 __all__ = [
     "DEFAULT_STORE_TIMEOUT",
@@ -23,7 +24,8 @@ __all__ = [
     "missing_error",
 ]
 
-DEFAULT_STORE_TIMEOUT = DEFAULT_COLLECTIVE_TIMEOUT
+DEFAULT_STORE_TIMEOUT = 60.0
+"""Seconds an operation of a store may take that names no timeout. Groups name one: what is left for ranks to meet."""
 
 MAX_VALUE_BYTES = 64 * 1024 * 1024
 """The longest value a store takes."""

@@ -12,7 +12,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
+from ferrodist.deadline import Deadline, check_timeout, resolve_timeout
 from ferrodist.errors import DistributedError, InvalidRankError, PeerLostError, RendezvousError
 from ferrodist.rendezvous import Hello, Listener, PrefixStore, connect, enter_job, parse_address
 from ferrodist.rendezvous.handshake import check_hello
@@ -81,14 +81,14 @@ class TcpRpcBackend(RpcBackend):
         address: str | None = None,
         *,
         secret: str | bytes | None = None,
-        timeout: float = DEFAULT_COLLECTIVE_TIMEOUT,
+        timeout: float | None = None,
         name: str = "rpc",
         job: str | None = None,
         connect_timeout: float | None = None,
         listener: socket.socket | None = None,
         membership: Membership | None = None,
     ) -> None:
-        seconds = check_timeout(timeout)
+        seconds = resolve_timeout(timeout)
         if not isinstance(name, str) or not name:
             raise TypeError(f"name must be a text that is not empty, not {name!r}")
         self._owns = membership is None
@@ -124,9 +124,7 @@ class TcpRpcBackend(RpcBackend):
         self._process = os.getpid()
 
     @classmethod
-    def from_membership(
-        cls, membership: Membership, timeout: float = DEFAULT_COLLECTIVE_TIMEOUT, *, name: str = "rpc"
-    ) -> Self:
+    def from_membership(cls, membership: Membership, timeout: float | None = None, *, name: str = "rpc") -> Self:
         """Make it of what a rendezvous gave, or with a store of one's own.
 
         Args:

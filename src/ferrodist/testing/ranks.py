@@ -6,7 +6,7 @@ import secrets
 import socket
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, check_timeout
+from ferrodist.deadline import check_timeout, default_timeout
 from ferrodist.errors import InvalidWorldSizeError
 from ferrodist.testing.backend_names import RANKS_BACKENDS
 from ferrodist.testing.rank_program import RankProgram
@@ -78,7 +78,7 @@ def _start(
     import ferrodist.backends.process_group  # noqa: PLC0415, F401 - RankProgram uses it
     from ferrodist.testing.thread_ranks import ThreadRanks  # noqa: PLC0415
 
-    group_timeout = min(timeout * _GROUP_SHARE, DEFAULT_COLLECTIVE_TIMEOUT)
+    group_timeout = min(timeout * _GROUP_SHARE, default_timeout())
     if callable(backend):
         open_group = _handed_out(backend(world_size), world_size)
     elif backend == "simulated":

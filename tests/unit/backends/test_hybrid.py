@@ -6,6 +6,7 @@ import copy
 import socket
 import threading
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,10 +14,11 @@ import torch
 from nccl_fakes import FakeNccl, fake_groups
 
 import ferrodist as fd
-from ferrodist.backends import hybrid
+from ferrodist.backends import controlled, hybrid
 from ferrodist.backends.nccl import group as nccl_group
 from ferrodist.backends.nccl import library
 from ferrodist.backends.nccl.unique_id import NcclUniqueId
+from ferrodist.backends.tcp import TcpBackend
 from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
 from ferrodist.testing.backend_conformance import BACKEND_CHECKS
@@ -232,7 +234,7 @@ class _Reasons:
 @pytest.mark.parametrize(
     ("opener", "said"),
     [
-        (_Reasons.no_binding, r"ferrodist\[nccl\]"),
+        (_Reasons.no_binding, r"\[nccl\]"),
         (_Reasons.broken_binding, "undefined symbol.*force-reinstall"),
         (_Reasons.no_library, "libnccl.so.2"),
         (FakeNccl, None),
@@ -279,3 +281,17 @@ def test_unique_ids() -> None:
 def test_hybrid_groups_keep_the_contract_of_backends(check) -> None:
     """A hybrid group is a backend in all that the public suite asks."""
     check(fake_groups, 3)
+
+
+def test_the_want_of_the_engine_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """By rank 0, where nobody asked for the slow way; a group of one has nobody to wait for."""
+    controlled._warn_of_slow_way.cache_clear()
+    monkeypatch.setattr(controlled, "is_native_available", lambda: False)
+    monkeypatch.setattr(controlled, "why_no_native", lambda: "No module named 'ferrodist._native'")
+    monkeypatch.setattr(TcpBackend, "from_membership", lambda *_: "a group")
+    for rank, world_size in ((0, 1), (1, 2), (0, 2), (0, 2)):
+        member = SimpleNamespace(rank=rank, world_size=world_size)
+        assert controlled.control_of(member, 5.0, Deadline(5.0)) == "a group"
+        assert len(caplog.records) == ((rank, world_size) == (0, 2))
+    assert "no native engine (No module named 'ferrodist._native')" in caplog.text
+    controlled._warn_of_slow_way.cache_clear()

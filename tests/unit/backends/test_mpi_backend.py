@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from ferrodist.collectives import moved
 from ferrodist.collectives.moved import MovedCollectives
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, ProtocolError
+from ferrodist.installation import how_to_install
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def no_mpi(monkeypatch):
 def test_without_an_mpi():
     """Where no MPI loads, the question is answered with no, and a group with the reason and what to install."""
     assert not fd.is_mpi_available()
-    with pytest.raises(BackendUnavailable, match=r"libmpi\.so: not there.*pip install 'ferrodist\[mpi\]'"):
+    with pytest.raises(BackendUnavailable, match=rf"libmpi\.so: not there.*{re.escape(how_to_install('mpi'))}"):
         fd.init_process_group("mpi")
     with pytest.raises(BackendUnavailable, match="there is no MPI here"):
         fd.MpiBackend()
@@ -269,7 +271,8 @@ class _Mover:
     def agree(self, own, table):
         table.reshape(2, -1)[:] = own
 
-    def wait_for(self, _requests, _deadline):
+    def wait_for(self, _requests, _deadline, meanwhile=lambda: None):
+        meanwhile()
         return True
 
 
@@ -288,6 +291,16 @@ def test_a_late_rank_hears_that_others_gave_up(gave_up):
             agreement.reach(Call(operation="barrier"), 30)
     else:
         assert agreement.reach(Call(operation="barrier", payload=b"x"), 30) == [b"x", b"x"]
+
+
+@pytest.mark.parametrize(("rank", "late", "speaks"), [(0, (1,), True), (1, (0,), True), (1, (2,), False)])
+def test_a_long_wait_names_who_is_late(rank, late, speaks, monkeypatch, caplog):
+    """The first rank that waits says who has not called; another one leaves it to that."""
+    monkeypatch.setattr("ferrodist.deadline.LONG_WAIT_SECONDS", 0.0)
+    group = SimpleNamespace(rank=rank, world_size=2, name="world", failure=None)
+    MpiAgreement(group, _Mover(), lambda _sequence: late, lambda: None).reach(Call(operation="barrier"), 30)
+    expected = f"barrier() on group 'world', operation 0: rank {late[0]} has not called it yet, and rank {rank} waits"
+    assert [record.getMessage().startswith(expected) for record in caplog.records] == [True] * speaks
 
 
 def _interrupt(*_arguments):

@@ -24,6 +24,7 @@ from ferrodist.bench.report import CaseReport, Measurement
 from ferrodist.bench.rounds import RoundSettings
 from ferrodist.bench.suites import Suite
 from ferrodist.cli import build_parser, main
+from ferrodist.installation import how_to_install
 
 _ASKED_FOR = {Peer.NATIVE_TCP, Peer.TCP, Peer.OVER_MPI, Peer.OVER_UCC, Peer.OVER_NCCL, Peer.MPI4PY}
 """Who is measured only when named."""
@@ -186,7 +187,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     assert main(["bench"]) == 1
     assert capsys.readouterr().err == (
-        "ferrodist: bench needs matplotlib, which is not installed here: pip install 'ferrodist[bench]'\n"
+        f"ferrodist: bench needs matplotlib, which is not installed here: {how_to_install('bench')}\n"
     )
 
 

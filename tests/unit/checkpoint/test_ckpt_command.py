@@ -17,6 +17,7 @@ from ferrodist.checkpoint.storage import LocalStorage
 from ferrodist.ckpt import command
 from ferrodist.cli import main
 from ferrodist.errors import DistCheckpointError
+from ferrodist.installation import how_to_install
 
 needs_rich = pytest.mark.skipif(importlib.util.find_spec("rich") is None, reason="the extra 'ckpt' is not installed")
 
@@ -107,7 +108,7 @@ def test_inspect_without_rich(tmp_path, run, monkeypatch):
     monkeypatch.setattr(command, "_has_rich", lambda: False)
     code, out, err = run("inspect", path)
     assert (code, out) == (1, "")
-    assert "pip install 'ferrodist[ckpt]'" in err
+    assert f": {how_to_install('ckpt')}; or give --json" in err
     assert err.count("\n") == 1
     assert run("inspect", path, "--json")[0] == 0
     assert run("verify", path)[0] == 0

@@ -24,6 +24,7 @@ from ferrodist.demo.plot import save_plot
 from ferrodist.demo.progress import Progress, ProgressPipe, ProgressWriter
 from ferrodist.demo.results import History, RunResult, read_result, write_history, write_weights
 from ferrodist.demo.training import train
+from ferrodist.installation import how_to_install
 from ferrodist.testing import run_ranks
 
 WEIGHTS = {"a": np.array([1.0, -2.0], np.float32), "b": np.array([[0.5]], np.float32)}
@@ -97,7 +98,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find(name))
     assert run_demo(DemoOptions()) == 1
     assert capsys.readouterr().err == (
-        "ferrodist: the demo needs scikit-learn, rich, which is not installed here: pip install 'ferrodist[demo]'\n"
+        f"ferrodist: the demo needs scikit-learn, rich, which is not installed here: {how_to_install('demo')}\n"
     )
 
 

@@ -98,6 +98,15 @@ def test_a_script_whose_name_looks_like_an_option(tmp_path, monkeypatch):
     assert parse("--", "-c", "print(1)").command()[1:] == ("./-c", "print(1)")
 
 
+def test_a_wrong_timeout_of_the_environment_is_told_before_ranks_start(monkeypatch, capsys):
+    """Once, and not by every rank; an option stands before it."""
+    monkeypatch.setenv("FERRODIST_TIMEOUT", "soon")
+    with pytest.raises(SystemExit):
+        main(["run", __file__])
+    assert "FERRODIST_TIMEOUT must be a number of seconds above 0" in capsys.readouterr().err
+    assert parse("--timeout", "5", __file__).timeout == 5.0
+
+
 def test_endpoint_is_address_and_port():
     """--rdzv-endpoint stands for both halves of the address."""
     spec = parse("--rdzv-endpoint", "[::1]:29400", __file__)
@@ -131,6 +140,8 @@ def test_endpoint_is_address_and_port():
         ),
         (["run", "--rdzv-endpoint", "host:" + "9" * 5000, __file__], "--rdzv-endpoint must have a port"),
         (["run", "--max-restarts", "-1", __file__], "--max-restarts must be 0 or more, not -1"),
+        (["run", "--timeout", "0", __file__], "--timeout must be a number of seconds above 0, not 0"),
+        (["run", "--timeout", "nan", __file__], "--timeout must be a number of seconds above 0, not nan"),
         (["run", "--timeout-before-kill", "-1", __file__], "--timeout-before-kill must be 0 or more seconds, not -1"),
         (["run", "--timeout-before-kill", "nan", __file__], "--timeout-before-kill must be 0 or more seconds, not nan"),
         (["run", "--timeout-before-kill", "soon", __file__], "invalid float value: 'soon'"),

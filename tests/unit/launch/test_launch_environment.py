@@ -98,6 +98,14 @@ def test_usable_cores_are_those_of_the_affinity_mask(monkeypatch):
     assert usable_cores() == 3
 
 
+def test_the_timeout_reaches_the_ranks():
+    """``--timeout`` is the variable that groups ask; without it the launcher's own passes through."""
+    base = {"FERRODIST_TIMEOUT": "7"}
+    for given, expected in ((None, "7"), (600.0, "600"), (math.inf, "inf")):
+        found = rank_environment(make_spec(timeout=given), ATTEMPT, 0, base=base, cores=1)
+        assert found["FERRODIST_TIMEOUT"] == expected
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a port that is bound can't be bound again")
 def test_a_port_is_kept_for_rank_0():
     """Nobody takes the port while the ranks start, and rank 0 can listen on it, as torch's stores do, too."""

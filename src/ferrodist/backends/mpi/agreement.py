@@ -7,13 +7,15 @@ has entered, also while its program does something else.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from ferrodist.backends import long_waits
 from ferrodist.backends.agreement import Agreement, left_reason
 from ferrodist.backends.call import CALL_SIZE, Call, payload_of
-from ferrodist.deadline import Deadline, Elapsed
+from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import DistributedError, DistributedTimeoutError
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
         turns: CallOrder
 
         def agree(self, own: Any, table: Any) -> Any: ...
-        def wait_for(self, requests: list[Any], deadline: Deadline) -> bool: ...
+        def wait_for(self, requests: list[Any], deadline: Deadline, meanwhile: Callable[[], object]) -> bool: ...
 
 
 __all__ = ["MpiAgreement"]
@@ -88,7 +90,7 @@ class MpiAgreement(Agreement):
         table = np.empty(CALL_SIZE * group.world_size, np.uint8)
         self.num_entered = sequence + 1
         request = self._mover.agree(np.frombuffer(call.encode(), np.uint8), table)
-        if not self._mover.wait_for([request], deadline):
+        if not self._mover.wait_for([request], deadline, self._warner(call, deadline)):
             if group.failure is not None:
                 raise group.failure.fresh()
             late = self._find_behind(sequence)
@@ -96,6 +98,23 @@ class MpiAgreement(Agreement):
         self._hear_who_gave_up()
         data = table.data
         return [data[i : i + CALL_SIZE] for i in range(0, len(data), CALL_SIZE)]
+
+    def _warner(self, call: Call, deadline: Deadline) -> Callable[[], None]:
+        """What names those that have not called, once, when it is called after a long wait."""
+        due = long_wait()
+
+        def warn() -> None:
+            nonlocal due
+            if not due.expired:
+                return
+            due = Deadline(math.inf)
+            group, late = self._backend, self._find_behind(call.sequence)
+            if group.failure is None and long_waits.is_speaker(group.rank, late):
+                long_waits.warn_of_late_ranks(
+                    call, late, group=group.name, rank=group.rank, elapsed=Elapsed.of(deadline)
+                )
+
+        return warn
 
     def _hear_who_gave_up(self) -> None:
         """Raise when others have given this collective up: what they had given MPI before ends it for a late rank."""

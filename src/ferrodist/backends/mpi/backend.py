@@ -23,7 +23,7 @@ from ferrodist.backends.mpi.progress import Progress
 from ferrodist.backends.reason import pack_reason, unpack_reason
 from ferrodist.backends.request import Late, answer_seconds
 from ferrodist.backends.tcp.live import track
-from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
+from ferrodist.deadline import Deadline, check_timeout, resolve_timeout
 from ferrodist.errors import (
     BackendUnavailable,
     DistributedError,
@@ -113,11 +113,11 @@ class MpiBackend(MailboxBackend):
         self,
         communicator: Any = None,
         *,
-        timeout: float = DEFAULT_COLLECTIVE_TIMEOUT,
+        timeout: float | None = None,
         name: str = "world",
         connect_timeout: float | None = None,
     ) -> None:
-        deadline = Deadline(check_timeout(timeout if connect_timeout is None else connect_timeout))
+        deadline = Deadline(resolve_timeout(timeout if connect_timeout is None else connect_timeout))
         self._mpi = mpi = world.start(deadline)
         if communicator is None:
             check_job(mpi.COMM_WORLD)

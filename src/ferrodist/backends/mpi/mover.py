@@ -64,14 +64,19 @@ class MpiMover:
         self.rank: int = communicator.Get_rank()
         self.world_size: int = communicator.Get_size()
 
-    def wait_for(self, requests: list[Any], deadline: Deadline) -> bool:
-        """Wait until all have ended; False when they have not in time, or the group has, and they are kept for good."""
+    def wait_for(self, requests: list[Any], deadline: Deadline, meanwhile: Callable[[], object] = lambda: None) -> bool:
+        """Wait until all have ended; False when they have not in time, or the group has, and they are kept for good.
+
+        ``meanwhile`` is called at each look that finds them under way.
+        """
         pending = list(requests)
 
         def done() -> bool:
             while pending and pending[-1].Test():
                 pending.pop()
                 self._num_under_way -= 1
+            if pending:
+                meanwhile()
             return not pending
 
         is_done = False

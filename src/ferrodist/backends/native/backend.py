@@ -17,7 +17,7 @@ from ferrodist.backends.native.messages import MessagesBackend
 from ferrodist.backends.native.opening import open_messages
 from ferrodist.backends.sub import SubBackend
 from ferrodist.backends.weak import held_now
-from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
+from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import GroupAbortedError
 from ferrodist.rendezvous import rendezvous
 from ferrodist.rendezvous.secret import resolve_secret
@@ -56,7 +56,7 @@ class NativeBackend(MessagesBackend):
         address: str,
         *,
         secret: str | bytes | None = None,
-        timeout: float = DEFAULT_COLLECTIVE_TIMEOUT,
+        timeout: float | None = None,
         name: str = "world",
         job: str = "default",
         listener: socket.socket | None = None,
@@ -65,7 +65,7 @@ class NativeBackend(MessagesBackend):
         shares_memory: bool = True,
     ) -> None:
         load()
-        deadline = Deadline(timeout if connect_timeout is None else check_timeout(connect_timeout))
+        deadline = Deadline(resolve_timeout(timeout if connect_timeout is None else connect_timeout))
         self._engines: weakref.WeakValueDictionary[int, NativeCollectives] = weakref.WeakValueDictionary()  # by group
         self._hosts: tuple[bytes, ...] = ()
         super().__init__(
@@ -157,7 +157,7 @@ class GlooBackend(NativeBackend):
         super().__init__(rank, world_size, address, **{**settings, "shares_memory": False})
 
     @classmethod
-    def from_env(cls, *, timeout: float = DEFAULT_COLLECTIVE_TIMEOUT, secret: str | bytes | None = None) -> GlooBackend:
+    def from_env(cls, *, timeout: float | None = None, secret: str | bytes | None = None) -> GlooBackend:
         """Meet the other ranks as the environment says (torchrun's variables), and make a group of them.
 
         Args:
@@ -168,10 +168,11 @@ class GlooBackend(NativeBackend):
             ValueError: The environment lacks a variable.
             RendezvousError: On every rank, when some did not come.
         """
-        deadline = Deadline(check_timeout(timeout))
+        limit = resolve_timeout(timeout)
+        deadline = Deadline(limit)
         membership = rendezvous(None, rank=None, world_size=None, timeout=deadline.remaining(), secret=secret)
         try:
-            group = cls.from_membership(membership, timeout, deadline)
+            group = cls.from_membership(membership, limit, deadline)
         except BaseException:
             membership.close()
             raise

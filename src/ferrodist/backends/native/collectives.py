@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ferrodist.backends import long_waits
 from ferrodist.backends.agreement import left_reason
 from ferrodist.backends.call import Call
 from ferrodist.backends.native.failures import abort_record, public_error, queued_error
 from ferrodist.backends.native.library import load
-from ferrodist.backends.native.names import SHARE_NAME_BYTES, dtype_name, dtype_number
+from ferrodist.backends.native.names import SHARE_NAME_BYTES, call_of_line, dtype_name, dtype_number
 from ferrodist.backends.native.opening import open_communicator, open_symmetric
-from ferrodist.deadline import Deadline, Elapsed
+from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import DistributedError
 
 if TYPE_CHECKING:
@@ -82,6 +84,9 @@ class NativeCollectives:
         """Make the shared memory, for the first collective of the group."""
         deadline = Deadline(timeout)
         communicator = open_communicator(self._group, self._place, call, timeout)
+        communicator.tell_of_long_waits(
+            long_wait().timeout, partial(_warn_of_late_ranks, group=self._group.name, rank=self._group.rank)
+        )
         with self._reserving:
             self._communicator = communicator
             if self._end is not None:
@@ -327,6 +332,15 @@ class NativeCollectives:
                 late = queued_error(self._group, call.at(sequence), Elapsed.of(deadline))
                 self._group.abort(late)
                 raise late
+
+
+def _warn_of_late_ranks(
+    place: int, line: bytes, late: Sequence[int], elapsed: float, timeout: float, *, group: str, rank: int
+) -> None:
+    """Name whom the call at a place waits for, if no other rank does; the engine calls it in whatever thread waits."""
+    if long_waits.is_speaker(rank, late):
+        call = call_of_line(line, place)
+        long_waits.warn_of_late_ranks(call, late, group=group, rank=rank, elapsed=Elapsed(elapsed, timeout))
 
 
 def _call(operation: str, tensor: torch.Tensor, count: int, *, op: Any = "", root: int = -1, dim: int = -1) -> Call:

@@ -10,7 +10,7 @@ from ferrodist.errors import BackendUnavailable
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["is_gloo_available", "is_native_available", "load"]
+__all__ = ["is_gloo_available", "is_native_available", "load", "why_no_native"]
 
 _reason: str | None = None
 _module: ModuleType | None = None
@@ -33,6 +33,11 @@ def load() -> ModuleType:
             " without FERRODIST_NO_NATIVE, or use the tcp backend"
         )
     return _module
+
+
+def why_no_native() -> str | None:
+    """Why this installation has no native engine; None where it has."""
+    return _reason
 
 
 def is_native_available() -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from ferrodist.backends.nccl.communicator import Library, open_library
 from ferrodist.errors import BackendUnavailable, describe_error
+from ferrodist.installation import how_to_install
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,9 +40,7 @@ def why_no_nccl(open_it: Callable[[], Library] = open_library) -> str | None:
             try:
                 _found.library = open_it()
             except ModuleNotFoundError as error:
-                _found.reason = (
-                    f"NVIDIA's binding nccl4py is not installed ({error}): pip install 'ferrodist[nccl]' brings it"
-                )
+                _found.reason = f"NVIDIA's binding nccl4py is not installed ({error}): {how_to_install('nccl')}"
             except ImportError as error:
                 _found.reason = (
                     f"NVIDIA's binding nccl4py can't be imported ({describe_error(error)}): install it again, with"

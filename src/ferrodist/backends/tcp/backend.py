@@ -26,7 +26,7 @@ from ferrodist.backends.tcp.live import track
 from ferrodist.backends.tcp.loop import BLOCK_BYTES, LinkLoop
 from ferrodist.backends.tcp.meeting import dial_hub, gather_links, read_published
 from ferrodist.backends.tcp.tuning import tune
-from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT, Deadline, check_timeout
+from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import (
     DistributedError,
     ProtocolError,
@@ -79,8 +79,9 @@ class TcpBackend(MailboxBackend):
         secret: The job secret, the same on every rank; None takes the environment's FERRODIST_SECRET. Without one
             rank 0 refuses to bind anything but a loopback address.
         timeout: Seconds a blocking call may take when it names no timeout itself. On Linux a rank that takes no data
-            for that long (for 10 s if that is longer) is given up as dead, whatever timeout a call names: make this
-            the longest that the program uses, if ranks may be stopped and go on.
+            for that long (10 to 300 s) is given up as dead, whatever timeout a call names: make this the longest that
+            the program uses, if ranks may be stopped and go on. None takes FERRODIST_TIMEOUT's, or
+            `DEFAULT_COLLECTIVE_TIMEOUT`.
         name: What error messages call the group.
         job: Name of the job; ranks of another one are turned away.
         listener: For rank 0: a bound, listening socket to use in place of ``address``; the group closes it.
@@ -100,7 +101,7 @@ class TcpBackend(MailboxBackend):
         address: str,
         *,
         secret: str | bytes | None = None,
-        timeout: float = DEFAULT_COLLECTIVE_TIMEOUT,
+        timeout: float | None = None,
         name: str = "world",
         job: str = "default",
         listener: socket.socket | None = None,
@@ -139,7 +140,7 @@ class TcpBackend(MailboxBackend):
         self._loop = LinkLoop(self, world_size, name=f"ferrodist-tcp-{name}-{rank}")
         try:
             if world_size > 1:
-                deadline = Deadline(timeout if connect_timeout is None else connect_timeout)
+                deadline = Deadline(self.timeout if connect_timeout is None else connect_timeout)
                 self._connect(address, resolve_secret(secret), job, listener, deadline)
             elif listener is not None:
                 listener.close()

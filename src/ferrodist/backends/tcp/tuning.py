@@ -12,9 +12,10 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 5))
 
 # Data that is not taken for this long ends the connection too. The kernel can't tell a vanished host from a process
 # that is stopped, so it is not before a call with the group's own timeout may run out of time. A call that names a
-# longer one changes nothing here: the connection that waits for it may be another rank's.
+# longer one changes nothing here: the connection that waits for it may be another rank's. A host that has vanished is
+# noticed after five minutes all the same, though calls may take half an hour.
 _SHORTEST_UNTAKEN_SECONDS = 10.0
-_LONGEST_UNTAKEN_SECONDS = 3600.0
+_LONGEST_UNTAKEN_SECONDS = 300.0
 
 
 def tune(sock: socket.socket, timeout: float, buffer_bytes: int | None) -> None:

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from ferrodist.installation import how_to_install
 from ferrodist.parallel.pipeline.actions import ActionKind
 from ferrodist.parallel.pipeline.timeline import Timeline, predict
 
@@ -103,7 +104,7 @@ def plot(drawn: Schedule | Timeline, path: Path | str, costs: Costs | None = Non
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - needs the extra
         from matplotlib.figure import Figure  # noqa: PLC0415 - needs the extra
     except ModuleNotFoundError as error:
-        message = "plot needs matplotlib, which is not installed here: pip install 'ferrodist[demo]'"
+        message = f"plot needs matplotlib, which is not installed here: {how_to_install('demo')}"
         raise ModuleNotFoundError(message, name=error.name) from error
 
     timeline = _timeline(drawn, costs)

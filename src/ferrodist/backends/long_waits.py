@@ -1,0 +1,46 @@
+"""Warnings about ranks that others have waited for for a long time, before a deadline makes an error of it.
+
+[Note: long waits]
+A rank that waits says so once in each wait, after `ferrodist.deadline.LONG_WAIT_SECONDS`, naming the call and who has
+not made it. Where all ranks see who is late, the first one that waits speaks for them. In an agreement only rank 0 sees
+it: the others ask rank 0 first, and speak where it does not answer, being late itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from ferrodist.errors import ranks_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ferrodist.backends.call import Call
+    from ferrodist.deadline import Elapsed
+
+__all__ = ["is_speaker", "warn_of_late_ranks"]
+
+_log = logging.getLogger(__name__)
+
+
+def is_speaker(rank: int, late: Sequence[int]) -> bool:
+    """Whether a rank that waits for the late ones is the first that does."""
+    return all(other in late for other in range(rank))
+
+
+def warn_of_late_ranks(call: Call, late: Sequence[int], *, group: str, rank: int, elapsed: Elapsed) -> None:
+    """Say that a call waits for ranks that have not made it.
+
+    Args:
+        call: The call.
+        late: The ranks that have not made it.
+        group: The group's name.
+        rank: The rank that waits.
+        elapsed: How long it has waited.
+    """
+    have_not = "has not" if len(late) == 1 else "have not"
+    _log.warning(
+        "%s on group %r, operation %s: %s %s called it yet, and rank %s waits for that, after %s",
+        *(call, group, call.sequence, ranks_text(late), have_not, rank, elapsed),
+    )

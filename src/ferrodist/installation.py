@@ -1,0 +1,36 @@
+"""How this installation came here, and so how an extra is added to it. The package is on no index."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+__all__ = ["how_to_install"]
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs an extra of ferrodist, for messages about what is missing."""
+    origin = _origin()
+    url = str(origin.get("url", ""))
+    if "vcs_info" in origin:
+        info = origin["vcs_info"]
+        return f"pip install 'ferrodist[{extra}] @ {info['vcs']}+{url}@{info['commit_id']}'"
+    path = Path(unquote(urlsplit(url).path))
+    if not url.startswith("file:") or not path.exists():
+        return f"pip install '.[{extra}]', in a checkout of ferrodist"
+    if origin.get("dir_info", {}).get("editable"):
+        return f"pip install --editable '{path}[{extra}]'"
+    return f"pip install 'ferrodist[{extra}] @ {url}'"
+
+
+def _origin() -> dict[str, Any]:
+    """What pip has noted of where it took this from (PEP 610); nothing where it has not."""
+    try:
+        text = importlib.metadata.distribution("ferrodist").read_text("direct_url.json")
+        origin = json.loads(text or "{}")
+    except (importlib.metadata.PackageNotFoundError, OSError, ValueError):
+        return {}
+    return origin if isinstance(origin, dict) else {}

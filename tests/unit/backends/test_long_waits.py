@@ -1,0 +1,93 @@
+"""Warnings about late ranks, and the default timeout that they come before."""
+
+import logging
+import threading
+
+import pytest
+import torch
+
+import ferrodist as fd
+from ferrodist import deadline
+from ferrodist.backends.long_waits import is_speaker
+from ferrodist.deadline import Deadline
+from ferrodist.rendezvous import MemoryStore
+from ferrodist.rendezvous.attendance import await_all, claim_rank
+from ferrodist.testing import run_ranks
+
+_PATIENCE = 60.0
+
+
+@pytest.fixture
+def warned(monkeypatch):
+    """What is warned of, soon, and an event for the first of it."""
+    monkeypatch.setattr(deadline, "LONG_WAIT_SECONDS", 0.05)
+    found: list[str] = []
+    event = threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+            event.set()
+
+    handler = Handler()
+    logging.getLogger("ferrodist").addHandler(handler)
+    yield found, event
+    logging.getLogger("ferrodist").removeHandler(handler)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("backend", ["simulated", "tcp-threads", "native-threads", "gloo-threads"])
+def test_late_ranks_are_named_before_the_deadline(warned, backend, late, is_async):
+    """A rank that prepares data is named, with the call, while the others wait; nothing fails, nobody else is named."""
+    found, event = warned
+
+    def program(group):
+        fd.barrier()
+        if group.rank == late:
+            assert event.wait(_PATIENCE)
+        total = fd.async_allreduce(torch.ones(3)).wait() if is_async else fd.allreduce(torch.ones(3))
+        fd.barrier()
+        return total.tolist()
+
+    assert run_ranks(program, 3, backend=backend) == [[3.0] * 3] * 3
+    about = [text for text in found if text.startswith("allreduce(sum, float32[3]) on group 'world', operation 1: ")]
+    assert about
+    assert all(f": rank {late} has not called it yet, and rank " in text for text in about)
+
+
+def test_questions_leave_nothing_behind(warned):
+    """A rank 0 that comes late takes in what the others have asked meanwhile."""
+    _, event = warned
+
+    def program(group):
+        fd.barrier()
+        if group.rank == 0:
+            assert event.wait(_PATIENCE)
+        fd.barrier()
+        return [] if group.rank else list(group._mailbox._messages)
+
+    assert run_ranks(program, 3)[0] == []
+
+
+def test_one_rank_speaks_for_all():
+    """The first rank that is not late itself."""
+    assert [is_speaker(rank, (0, 2)) for rank in (1, 3)] == [True, False]
+    assert [is_speaker(rank, (2,)) for rank in (0, 1, 3)] == [True, False, False]
+
+
+def test_ranks_that_do_not_come_are_named(warned):
+    """While the ranks meet, too."""
+    found, event = warned
+    store = MemoryStore()
+    first = Deadline(_PATIENCE)
+    claim_rank(store, rank=0, where="here", advice="", deadline=first)
+    waiting = threading.Thread(
+        target=await_all, args=[store], kwargs={"rank": 0, "world_size": 2, "where": "here", "deadline": first}
+    )
+    waiting.start()
+    assert event.wait(_PATIENCE)
+    claim_rank(store, rank=1, where="here", advice="", deadline=first)
+    await_all(store, rank=1, world_size=2, where="here", deadline=first)
+    waiting.join(_PATIENCE)
+    assert [text.partition(", after")[0] for text in found] == ["here: rank 1 of 2 has not come yet"]
