@@ -74,25 +74,31 @@ def run_subject(paths: list[str], report: Path) -> dict[str, Any]:
 
 def run(subjects: list[str]) -> int:
     """Run subjects, or all, and keep the results beside those of subjects that were run before."""
+    found = {}
+    for subject in subjects or SUBJECTS:
+        with tempfile.TemporaryDirectory() as folder:
+            found[subject] = run_subject(SUBJECTS[subject], Path(folder) / "report.xml")
+        store(subject, found[subject])
+    return int(any(counts["failed"] for counts in found.values()))
+
+
+def store(subject: str, counts: dict[str, Any]) -> None:
+    """Keep a subject's results in the file of this torch."""
+    import torch  # noqa: PLC0415 - the table is made without
+
     torch_version = version("torch").partition("+")[0]
     path = RESULTS / f"{torch_version}.json"
-    before = json.loads(path.read_text())["subjects"] if path.exists() else {}
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for number, subject in enumerate(subjects or SUBJECTS):
-            found[subject] = run_subject(SUBJECTS[subject], Path(folder) / f"{number}.xml")
-    import torch  # noqa: PLC0415 - only its name was needed so far
-
+    found = json.loads(path.read_text())["subjects"] if path.exists() else {}
+    found[subject] = counts
     result = {
         "torch": torch_version,
         "build": torch.__version__,
         "python": platform.python_version(),
         "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "subjects": {subject: counts for subject in SUBJECTS if (counts := found.get(subject) or before.get(subject))},
+        "subjects": {each: found[each] for each in SUBJECTS if each in found},
     }
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
-    return int(any(counts["failed"] for counts in found.values()))
 
 
 def results() -> list[dict[str, Any]]:

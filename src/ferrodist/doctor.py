@@ -102,7 +102,9 @@ def _ferrodist() -> tuple[bool, str]:
 def _torch() -> tuple[bool, str]:
     import torch  # noqa: PLC0415 - the command starts without
 
-    return True, str(torch.__version__)
+    from ferrodist.torch_private.versions import describe_version  # noqa: PLC0415 - nothing else needs it
+
+    return True, f"{torch.__version__}, which {describe_version(torch.__version__)}"
 
 
 def _tcp() -> tuple[bool, str]:

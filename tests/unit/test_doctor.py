@@ -22,6 +22,7 @@ from ferrodist.backends.native import library as native_library
 from ferrodist.backends.nccl import library
 from ferrodist.backends.ucc import library as ucc_library
 from ferrodist.cli import main
+from ferrodist.torch_private.versions import describe_version
 
 
 def _found() -> dict[str, doctor.Finding]:
@@ -52,7 +53,7 @@ def test_versions_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FERRODIST_ENABLE_GPU_FALLBACK", raising=False)
     monkeypatch.setenv("FERRODIST_UCC_LIBRARY", "/nowhere/libucc.so.1")
     found = _found()
-    assert found["torch"].detail == torch.__version__
+    assert found["torch"].detail == f"{torch.__version__}, which {describe_version(torch.__version__)}"
     for name in ("GPUs", "nccl, hybrid backends"):
         assert not found[name].is_there
         assert found[name].detail == "no GPU in this test"
@@ -161,6 +162,7 @@ _LOOK = """
 import sys
 from ferrodist import doctor
 from ferrodist.cli import main
+from ferrodist.torch_private.versions import describe_version
 doctor.PROBES = {"mpi backend": doctor.PROBES["mpi backend"]}
 code = main(["doctor"])
 MPI = sys.modules.get("mpi4py.MPI")

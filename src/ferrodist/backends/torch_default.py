@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store as TorchStore
+from torch.distributed import Store as TorchStore  # type: ignore[attr-defined] # its stub leaves it out
 
 from ferrodist.errors import (
     BackendUnavailable,

@@ -19,6 +19,7 @@ from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial
 from ferrodist.tensor.redistribution import redistribute_local
 from ferrodist.tensor.regions import find_piece, mark_piece
+from ferrodist.torch_private.modules import compiled_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -245,7 +246,7 @@ def _unwrap(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     while True:
         yield module
         wraps: Callable[[], torch.nn.Module] | None = getattr(module, "checkpoint_module", None)
-        inner = wraps() if wraps is not None else getattr(module, "_orig_mod", None)  # torch.compile's
+        inner = wraps() if wraps is not None else compiled_module(module)
         if not isinstance(inner, torch.nn.Module):
             return
         module = inner

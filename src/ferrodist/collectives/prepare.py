@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.forward_ad import unpack_dual
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ferrodist.backends.base import check_rank
 from ferrodist.backends.process_group import resolve_group
@@ -18,6 +17,7 @@ from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.collectives.views import elements_overlap, shares_memory
 from ferrodist.deadline import check_timeout
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.torch_private.modes import is_in_torch_dispatch_mode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@
     calls.py           one that has been looked at              lanes.py        how it goes
     sparse.py          allreduce of sparse tensors              works.py        what torch waits for
     completion.py      futures, and who completes them          ending.py       what a group waits for when it ends
-    kernels.py         for what looks at torch's operators      compilers.py    what torch's compiler is to leave alone
+    kernels.py         for what looks at torch's operators
 """
 
 from typing import TYPE_CHECKING, Any

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.interop import forms
 from ferrodist.interop.process_group import FORMER_NAMES, FerrodistProcessGroup
+from ferrodist.torch_private.modes import num_dispatch_modes
+from ferrodist.torch_private.operators import schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +88,7 @@ def use_c10d_kernels() -> None:
 
 
 def _kernel(method: str, operator: str, key: str) -> Callable[..., Any]:
-    schema = getattr(torch.ops.c10d, operator).default._schema  # noqa: SLF001 - torch has no other name for it
+    schema = schema_of(getattr(torch.ops.c10d, operator).default)
     place = [argument.name for argument in schema.arguments].index("process_group")
     has_results = len(schema.returns) > 1
     original = torch.library.get_kernel(f"c10d::{operator}", key)
@@ -114,7 +116,7 @@ def _kernel(method: str, operator: str, key: str) -> Callable[..., Any]:
 def _route(group: FerrodistProcessGroup, method: Callable[..., FerrodistWork], given: tuple[Any, ...]) -> Any:
     """Do a method's work through its operator, where a mode looks at operators; None where none does."""
     base = _BASES.get(method.__name__)
-    is_looked_at = torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001 - there is no public name
+    is_looked_at = num_dispatch_modes() > 0
     if base is None or not is_looked_at or getattr(_local, "is_in_operator", False):
         return None
     opts = given[-1]

@@ -16,9 +16,9 @@ from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.staged_messages import StagedMessages
 from ferrodist.collectives.views import bytes_of
 from ferrodist.errors import DistributedError, DistributedTimeoutError
-from ferrodist.interop.compilers import not_compiled
 from ferrodist.interop.layouts import Target, source_of
 from ferrodist.interop.works import FerrodistWork
+from ferrodist.torch_private.compilers import not_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable

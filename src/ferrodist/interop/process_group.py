@@ -32,7 +32,6 @@ from ferrodist.collectives.quick import (
 )
 from ferrodist.errors import InvalidRankError, UnsupportedOpError
 from ferrodist.interop import operations
-from ferrodist.interop.compilers import not_compiled
 from ferrodist.interop.completion import Threads
 from ferrodist.interop.ending import Sends, finish_started, may_finish
 from ferrodist.interop.forms import both_forms, recorded
@@ -42,6 +41,7 @@ from ferrodist.interop.messages import start_receive, start_send
 from ferrodist.interop.operations import only, plain_reduction, reduction
 from ferrodist.interop.sparse import sparse_allreduce
 from ferrodist.interop.works import DoneWork, FerrodistWork, JoinedWork, seconds_of
+from ferrodist.torch_private.compilers import not_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -422,8 +422,8 @@ class FerrodistProcessGroup(dist.ProcessGroup):
             SubBackend(self.group, list(ranks), timeout=seconds, name=f"torch group {name}", label=f"torch {name}"),
             None if self._store is None else PrefixStore(f"split {name}", self._store),
         )
-        made._set_group_name(name)  # type: ignore[arg-type] # which is a str
-        made._set_group_desc(group_desc or "undefined")
+        made.setGroupName(name)
+        made.setGroupDesc(group_desc or "undefined")
         return made
 
     splitGroup = split_group  # noqa: N815 - torch's name

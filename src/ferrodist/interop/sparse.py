@@ -12,6 +12,7 @@ from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.interop.calls import Collective, Comparison
 from ferrodist.interop.layouts import row_size
+from ferrodist.torch_private.tensors import parts_of_sparse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,8 +70,8 @@ def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[Colle
         tensor.copy_(total)
 
     def keep() -> None:  # what was made in another stream than the one that uses it
-        keep_until_now(tensor._indices())  # noqa: SLF001 - as they are, not coalesced
-        keep_until_now(tensor._values())  # noqa: SLF001
+        for part in parts_of_sparse(tensor):
+            keep_until_now(part)
 
     steps = [Collective("allreduce", tensor.device, [tensor], step, keep) for step in (gather_indices, gather_values)]
     return [comparison.call, *(comparison.guard(step) for step in steps)]

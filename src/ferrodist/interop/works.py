@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError
-from ferrodist.interop.compilers import not_compiled
 from ferrodist.interop.completion import Line, ResultFuture, Threads
+from ferrodist.torch_private.compilers import not_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.torch_private.autograd import base_of, current_graph_task
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -16,7 +18,7 @@ __all__ = ["current_backward", "find_outputs", "find_tensors", "hook_gradients"]
 
 def current_backward() -> int:
     """The engine's number of the backward that this thread is in, or -1."""
-    return int(torch._C._current_graph_task_id())  # noqa: SLF001 - no public name; torch's own FSDP asks the same
+    return int(current_graph_task())
 
 
 def find_outputs(result: object) -> list[torch.Tensor]:
@@ -59,7 +61,7 @@ def hook_gradients(outputs: Sequence[torch.Tensor], notice: Callable[[torch.Tens
     Of a view also its base is hooked: an operation in place gives the view another history, without the hook. Leaves
     are hooked only where there is nothing else: they live on, and would keep the hooks of all forwards.
     """
-    bases = [tensor._base for tensor in outputs if tensor._base is not None]  # noqa: SLF001 - torch has no other name
+    bases = [base for tensor in outputs if (base := base_of(tensor)) is not None]
     found = [*outputs, *(base for base in bases if base.requires_grad)]
     for tensor in [tensor for tensor in found if not tensor.is_leaf] or found:
         tensor.register_hook(notice)  # type: ignore[no-untyped-call]

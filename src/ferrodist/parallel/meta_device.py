@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.torch_private.modules import own_buffers, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,7 +17,7 @@ __all__ = ["find_initialiser", "has_meta_tensors", "materialise"]
 
 def has_meta_tensors(module: torch.nn.Module) -> bool:
     """Whether some of a module's own parameters and buffers are on the meta device."""
-    tensors = (*module._parameters.values(), *module._buffers.values())  # noqa: SLF001 - named_buffers() goes by value
+    tensors = (*own_parameters(module).values(), *own_buffers(module).values())
     return any(tensor is not None and tensor.is_meta for tensor in tensors)
 
 
@@ -57,7 +58,7 @@ def materialise(
     if not has_meta_tensors(module):
         return
     give = find_initialiser(name, module, init)
-    tensors = {**module._parameters, **module._buffers}  # noqa: SLF001
+    tensors = {**own_parameters(module), **own_buffers(module)}
     kept = {key: tensor.clone() for key, tensor in tensors.items() if tensor is not None and not tensor.is_meta}
     for key, tensor in tensors.items():
         if tensor is None or not tensor.is_meta:
@@ -66,7 +67,7 @@ def materialise(
         if isinstance(tensor, torch.nn.Parameter):
             setattr(module, key, torch.nn.Parameter(real, requires_grad=tensor.requires_grad))
         else:
-            module._buffers[key] = real  # noqa: SLF001
+            own_buffers(module)[key] = real
     give(module)
     for key, values in kept.items():
         getattr(module, key).copy_(values)

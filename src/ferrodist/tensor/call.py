@@ -10,6 +10,7 @@ import torch
 
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.layout import Layout
+from ferrodist.torch_private.operators import schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -109,7 +110,7 @@ def map_tensors(function: Callable[[Any], Any], value: Any, kind: type) -> Any:
 def bind_arguments(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments of a call by name, defaults included."""
     bound = {}
-    for place, argument in enumerate(operator._schema.arguments):
+    for place, argument in enumerate(schema_of(operator).arguments):
         if place < len(args):
             bound[argument.name] = args[place]
         elif argument.name in kwargs:
@@ -122,7 +123,7 @@ def bind_arguments(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs:
 def split_arguments(operator: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Arguments by name as a call takes them: positional ones and the others."""
     positional, named = [], {}
-    for argument in operator._schema.arguments:
+    for argument in schema_of(operator).arguments:
         if argument.kwarg_only:
             named[argument.name] = arguments[argument.name]
         else:

@@ -12,6 +12,7 @@ import xxhash
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.operation import collectives_of
 from ferrodist.errors import CollectiveMismatchError
+from ferrodist.torch_private.autograd import current_graph_task, queue_callback, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,18 +49,18 @@ class WholeTensors:
         """Note a tensor that an operator takes beside distributed ones over a mesh."""
         if mesh.group.world_size == 1:
             return
-        version = -1 if tensor.is_inference() else tensor._version
+        version = -1 if tensor.is_inference() else version_of(tensor)
         seen = self._seen.get(id(tensor))
         if seen is not None and seen[0]() is tensor and seen[1] == version != -1:
             return
         self._seen[id(tensor)] = (weakref.ref(tensor), version)
-        is_backward = torch._C._current_graph_task_id() != -1
+        is_backward = current_graph_task() != -1
         entry = _describe(self.path, operator, tensor, is_backward=is_backward)
         if self._at_once:
             _compare([entry], mesh)
             return
         if is_backward and not self._entries:
-            torch.autograd.Variable._execution_engine.queue_callback(self.compare)
+            queue_callback(self.compare)
         self._entries.append(entry)
 
     def compare(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.torch_private.tensors import no_torch_dispatch, storage_identity
 
 __all__ = [
     "COPIES",
@@ -46,14 +47,9 @@ class ViewKind(Enum):
 
 def find_kind(kind: ViewKind, view: torch.Tensor, viewed: torch.Tensor) -> ViewKind:
     """The kind of a view, of which it is known what it is if it has memory of its own."""
-    if kind is ViewKind.COPIED and _storage(view) == _storage(viewed):
+    if kind is ViewKind.COPIED and storage_identity(view) == storage_identity(viewed):
         return ViewKind.SHARED
     return kind
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
 
 
 class CopiedPart:
@@ -109,7 +105,7 @@ class CopiedPart:
         if source is None:
             return
         source.copy_(self.copy.reshape(source.shape))
-        _refresh(_storage(source), but=self)
+        _refresh(storage_identity(source), but=self)
         if self.parent is not None:
             self.parent.write_back()
 
@@ -125,7 +121,7 @@ class CopiedPart:
             for view in [one() for one in self.views]:
                 if view is not None:
                     view._give_up()
-        _refresh(_storage(self.copy))
+        _refresh(storage_identity(self.copy))
 
 
 def watch(view: Any, part: CopiedPart) -> None:
@@ -136,7 +132,7 @@ def watch(view: Any, part: CopiedPart) -> None:
     source = part.source
     if source is None or not is_new:
         return
-    key = _storage(source)
+    key = storage_identity(source)
 
     def forget(gone: Any) -> None:
         left = [one for one in COPIES.get(key, ()) if one is not gone]
@@ -150,7 +146,7 @@ def watch(view: Any, part: CopiedPart) -> None:
 
 def become(tensor: Any, source: Any) -> Any:
     """Have a tensor share memory with another, whose shape and layout it takes too."""
-    with torch._C._DisableTorchDispatch():
+    with no_torch_dispatch():
         torch.ops.aten.set_.source_Tensor(tensor, source)  # the wrapper's own shape and stride
     tensor._local, tensor._layout, tensor._copied = source._local, source._layout, None
     if source._copied is not None:
@@ -163,7 +159,7 @@ def after_write(tensor: Any) -> None:
     if tensor._copied is not None:
         tensor._copied.write_back()
     if COPIES:
-        _refresh(_storage(tensor._local))
+        _refresh(storage_identity(tensor._local))
 
 
 def _refresh(storage: int, but: CopiedPart | None = None) -> None:

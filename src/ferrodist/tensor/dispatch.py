@@ -23,6 +23,8 @@ from ferrodist.tensor.redistribution import redistribute_local
 from ferrodist.tensor.replication import compute_picks
 from ferrodist.tensor.rules.table import RULES
 from ferrodist.tensor.substitutes import copy_to_itself, find_substitute, is_copy_to_itself
+from ferrodist.torch_private.autograd import current_graph_task
+from ferrodist.torch_private.operators import plain_call, private_aten, schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +37,7 @@ __all__ = ["Lane", "Recipe", "dispatch", "dispatch_lists", "part_of_key"]
 _BY_VALUE: Any = object()
 """In the place of a recipe: it is found under a key with the values of numbers, and torch's default dtype, too."""
 
-_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+_UNSAFE_VIEW = private_aten.unsafe_view.default
 """A view that autograd takes for none: of results that nobody else has, and of what `torch.kron` writes to."""
 
 _MAX_RECIPES = 1 << 14
@@ -225,7 +227,7 @@ def _run(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwarg
     results = recipe.local(*positional, **named)
     if recipe.written:
         _after_writes([whole[name] for name in recipe.written], cls)
-        return whole[recipe.written[0]] if func._schema.returns else None
+        return whole[recipe.written[0]] if schema_of(func).returns else None
     outputs = iter(recipe.outputs)
     if recipe.offsets is not None:
         base, offsets = next(iter(whole.values())), iter(recipe.offsets)
@@ -249,7 +251,7 @@ def _check_writable(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Ma
 @functools.cache
 def _written_arguments(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
     """The places and names of the arguments that an operator writes to; schemas are slow to read."""
-    arguments = enumerate(func._schema.arguments)
+    arguments = enumerate(schema_of(func).arguments)
     return [(place, argument.name) for place, argument in arguments if argument.is_write]
 
 
@@ -300,7 +302,7 @@ def _fold_first(func: torch._ops.OpOverload, cls: Any, refusal: str, /, *args: A
     """Have the parts of a sum that a gradient's formula writes to folded: they are the formula's own."""
     written = [one for name, one in bind_arguments(func, args, kwargs).items() if name in _written_names(func)]
     partial = [one for one in written if isinstance(one, cls) and one._layout is not one._layout.folded]
-    if torch._C._current_graph_task_id() == -1 or not partial:
+    if current_graph_task() == -1 or not partial:
         raise UnsupportedOpError(refusal)
     for tensor in partial:
         layout = tensor._layout
@@ -346,7 +348,7 @@ def _decide(call: Call, rule: Rule) -> Recipe:
     func = call.operator
     written = [
         argument.name
-        for argument in func._schema.arguments
+        for argument in schema_of(func).arguments
         # Fused steps of optimizers write to gradients when they undo a scale only.
         if argument.is_write and (argument.name != "grads" or call.arguments.get("grad_scale") is not None)
     ]
@@ -369,7 +371,7 @@ def _decide(call: Call, rule: Rule) -> Recipe:
         ]
     local = None if rule.local is None else rule.local(call, layouts, outputs)
     replaced = {} if rule.arguments is None else rule.arguments(call, layouts, outputs)
-    return Recipe(local or func._op, layouts, outputs, replaced, written)
+    return Recipe(local or plain_call(func), layouts, outputs, replaced, written)
 
 
 def _inputs_of(call: Call, names: Sequence[str]) -> list[int]:
@@ -389,7 +391,7 @@ def _find_lane(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any],
     """Find whether calls of this kind can take a quick lane: their form is in the key."""
     now: list[Layout] = []
     map_tensors(lambda one: now.append(one._layout), list(args), cls)
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema_of(func).arguments]
     direct = [value for value in args if isinstance(value, cls)]
     if len(direct) < len(recipe.layouts) or any(
         one is not other for one, other in zip(now, recipe.layouts, strict=True)
@@ -398,13 +400,13 @@ def _find_lane(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any],
     if any(names.index(name) >= len(args) for name in recipe.replaced):
         return
     recipe.places = [(names.index(name), value) for name, value in recipe.replaced.items()]
-    returns = func._schema.returns
+    returns = schema_of(func).returns
     if recipe.written:
         if recipe.written == names[:1] and isinstance(args[0], cls):
             recipe.lane = Lane.IN_PLACE
     elif len(returns) == 1 and isinstance(returns[0].type, torch.TensorType):
         recipe.lane = Lane.RESULT if recipe.offsets is None else Lane.VIEW
-        recipe.may_copy = recipe.local is not func._op
+        recipe.may_copy = recipe.local is not plain_call(func)
         (recipe.output,) = recipe.outputs
         recipe.offset = recipe.offsets[0] if recipe.offsets else 0
     elif recipe.offsets is None and all(isinstance(one.type, torch.TensorType) for one in returns):
@@ -418,7 +420,7 @@ def _find_lists_lane(
         return  # `DTensor` takes calls with such for those of the other lanes
     now: list[Layout] = []
     map_tensors(lambda one: now.append(one._layout), [*args, *kwargs.values()], cls)
-    if not func._schema.returns and now == recipe.layouts and not any(map(_is_list, kwargs.values())):
+    if not schema_of(func).returns and now == recipe.layouts and not any(map(_is_list, kwargs.values())):
         recipe.lane = Lane.LISTS
         recipe.places = [(place, None) for place, _ in _written_arguments(func) if place < len(args)]
         # torch's own function reads lists more quickly than the operator does.
@@ -453,4 +455,4 @@ def _prepare_each(func: torch._ops.OpOverload, arguments: Mapping[str, Any], rul
             if at in order:
                 layouts[order[at]] = next(mine)
     outputs = [layout for recipe in recipes for layout in recipe.outputs]
-    return Recipe(func._op, layouts, outputs, {}, recipes[0].written)
+    return Recipe(plain_call(func), layouts, outputs, {}, recipes[0].written)

@@ -21,6 +21,8 @@ from ferrodist.tensor.layout import Layout, check_placements, local_sizes
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.tensor.plan import Plan, make_plan
 from ferrodist.tensor.redistribution import redistribute_local
+from ferrodist.torch_private.autograd import backward_hooks, current_graph_task
+from ferrodist.torch_private.tensors import base_data, call_plain, make_wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,9 +35,6 @@ __all__ = ["DTensor"]
 # A member of an enum takes longer to look up than a name.
 _ANY, _IN_PLACE, _LISTS, _RESULT, _VIEW = Lane.ANY, Lane.IN_PLACE, Lane.LISTS, Lane.RESULT, Lane.VIEW
 _SHARED = ViewKind.SHARED
-
-_make_wrapper: Any = torch.Tensor._make_wrapper_subclass
-_tensor_data: Any = torch.Tensor.__dict__.get("data", torch._C.TensorBase.data)
 
 
 class DTensor(torch.Tensor):
@@ -55,11 +54,11 @@ class DTensor(torch.Tensor):
     _copied: CopiedPart | None = None
     """Of a view whose part has memory of its own: see `copied_views`."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = call_plain
 
     @staticmethod
     def _wrap(local: torch.Tensor, layout: Layout) -> DTensor:
-        made: DTensor = _make_wrapper(DTensor, *layout.wrapper_arguments)
+        made: DTensor = make_wrapper(DTensor, *layout.wrapper_arguments)
         made._local, made._layout = local, layout
         return made
 
@@ -75,11 +74,11 @@ class DTensor(torch.Tensor):
         offset += base.storage_offset()  # type: ignore[assignment] # torch has it symbolic too
         if offset:
             shape, stride, _, *rest = layout.wrapper_arguments
-            made: DTensor = _make_wrapper(DTensor, shape, stride, offset, *rest)
+            made: DTensor = make_wrapper(DTensor, shape, stride, offset, *rest)
         else:
-            made = _make_wrapper(DTensor, *layout.wrapper_arguments)
+            made = make_wrapper(DTensor, *layout.wrapper_arguments)
         made._local, made._layout = local, layout
-        if (kind is not _SHARED or base._copied is not None) and torch._C._current_graph_task_id() == -1:
+        if (kind is not _SHARED or base._copied is not None) and current_graph_task() == -1:
             watch(made, base._copied if kind is _SHARED else CopiedPart.of(base, local, kind))  # type: ignore[arg-type]
         return made
 
@@ -136,7 +135,7 @@ class DTensor(torch.Tensor):
                 result = recipe.local(*local, **kwargs) if kwargs else recipe.local(*local)
                 if lane is _RESULT:
                     output: Any = recipe.output
-                    made: DTensor = _make_wrapper(DTensor, *output.wrapper_arguments)
+                    made: DTensor = make_wrapper(DTensor, *output.wrapper_arguments)
                     made._local, made._layout = result, output
                     return made
                 if lane is _IN_PLACE:
@@ -259,7 +258,7 @@ class DTensor(torch.Tensor):
                 f"the data of a DTensor is a DTensor, not a {type(value).__name__}: distribute it first, as by"
                 " fd.distribute(tensor, mesh, placements)"
             )
-        _tensor_data.__set__(self, value)
+        base_data.__set__(self, value)
         self._local, self._layout, self._copied = value._local, value._layout, None
         if value._copied is not None:
             watch(self, value._copied)
@@ -319,7 +318,7 @@ class DTensor(torch.Tensor):
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
         made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "_copied"}, memo))
-        for hook in (self._backward_hooks or {}).values():
+        for hook in backward_hooks(self).values():
             if getattr(hook, "is_of_layout", False):
                 made.requires_grad_(True)
                 made.register_hook(hook)  # type: ignore[no-untyped-call]

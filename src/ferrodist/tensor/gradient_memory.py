@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["own"]
+from ferrodist.torch_private.tensors import is_held_once
 
-_HOLDERS = 2
-"""Of the memory of a tensor that nobody else has: the tensor, and what asks for the number."""
+__all__ = ["own"]
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:
     """A gradient that a backward function was given, or a copy if others may have its memory. Contiguous."""
-    is_alone = (
-        tensor._use_count() == 1  # type: ignore[attr-defined]
-        and tensor.is_contiguous()
-        and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= _HOLDERS
-    )
+    is_alone = tensor.is_contiguous() and is_held_once(tensor)
     return tensor if is_alone else tensor.clone(memory_format=torch.contiguous_format)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.tensor.dtensor import DTensor
+from ferrodist.torch_private.autograd import backward_hooks
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,7 @@ def keep_gradients_placed(parameter: torch.Tensor) -> None:
     A gradient is right however it lies; but one that is partial would be folded anew by each operator that reads it.
     """
     assert isinstance(parameter, DTensor), "others have nothing to place"
-    has_it = any(map(places_gradients, (parameter._backward_hooks or {}).values()))
+    has_it = any(map(places_gradients, backward_hooks(parameter).values()))
     if not has_it and (parameter.is_floating_point() or parameter.is_complex()):
         # Those that are frozen now may be trained later, and only such as are take a hook.
         wanted = parameter.requires_grad

@@ -17,6 +17,7 @@ import torch
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.call import Call, Choice
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
+from ferrodist.torch_private.operators import schema_of
 
 __all__ = ["Letters", "Pattern", "choices_of"]
 
@@ -77,7 +78,7 @@ def choices_of(pattern: Pattern, call: Call, axis: int) -> list[Choice]:
 def _counts_bools(call: Call, group: Sequence[int]) -> bool:
     """Whether numbers are made of bools: the sum of these is whether any is true, and that of the numbers how many."""
     are_bool = {call.inputs[place].dtype is torch.bool for place in group}
-    if are_bool == {True} and not call.operator._schema.is_mutable:
+    if are_bool == {True} and not schema_of(call.operator).is_mutable:
         are_bool |= {result.dtype is torch.bool for result in call.results}
     return len(are_bool) > 1
 

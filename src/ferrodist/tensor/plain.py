@@ -27,6 +27,8 @@ from ferrodist.tensor.comparison import compare_tensors, describe_module
 from ferrodist.tensor.layout import Layout
 from ferrodist.tensor.placement import Replicate
 from ferrodist.tensor.redistribution import redistribute_local
+from ferrodist.torch_private.autograd import base_of, current_graph_task
+from ferrodist.torch_private.operators import schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +88,7 @@ def _call(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *args: Any
 @functools.cache
 def returned_arguments(func: torch._ops.OpOverload) -> list[str | None]:
     """For each result of an operator the name of the argument that it is, or None for one that is no argument."""
-    written = [argument for argument in func._schema.arguments if argument.is_write]
+    written = [argument for argument in schema_of(func).arguments if argument.is_write]
 
     def name_of(result: Any) -> str | None:
         if result.alias_info is None or not result.alias_info.is_write:
@@ -98,7 +100,7 @@ def returned_arguments(func: torch._ops.OpOverload) -> list[str | None]:
         ]
         return names[0] if names else None
 
-    return [name_of(result) for result in func._schema.returns]
+    return [name_of(result) for result in schema_of(func).returns]
 
 
 def adopt(
@@ -154,7 +156,7 @@ _HOLDERS_OF_BASE = 3
 def _writes_numbers(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether each rank's own tensor is written, given a number that all have, as when gradients are clipped."""
     arguments = bind_arguments(func, args, kwargs)
-    written = [argument.name for argument in func._schema.arguments if argument.is_write]
+    written = [argument.name for argument in schema_of(func).arguments if argument.is_write]
     others = [value for name, value in arguments.items() if name not in written]
     return (
         bool(written)
@@ -167,7 +169,7 @@ def _writes_numbers(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], 
 def _check(func: torch._ops.OpOverload, tensor: torch.Tensor, mesh: DeviceMesh, *, is_torchs: bool) -> None:
     """Return if a plain tensor counts as whole."""
     inside = INSIDE.get()
-    is_backward = torch._C._current_graph_task_id() != -1
+    is_backward = current_graph_task() != -1
     if inside is None and is_backward:
         inside = mesh.parent.attachments.get(BACKWARD)
     reason = ""
@@ -195,7 +197,7 @@ def _check(func: torch._ops.OpOverload, tensor: torch.Tensor, mesh: DeviceMesh, 
 
 def _is_of_torchs(view: torch.Tensor) -> bool:
     """Whether no other code has the tensor that one is a view of."""
-    base = view._base
+    base = base_of(view)
     return base is None or sys.getrefcount(base) <= _HOLDERS_OF_BASE
 
 
@@ -241,7 +243,7 @@ def _call_each(func: torch._ops.OpOverload, cls: Any, mesh: DeviceMesh, /, *args
         computed = func(*positional, **named)
         for place, one in zip(places, computed or [None] * len(places), strict=True):
             results[place] = one
-    return results if func._schema.returns else None
+    return results if schema_of(func).returns else None
 
 
 def _as_plain(value: Any, cls: Any) -> Any:

@@ -18,6 +18,8 @@ from ferrodist.tensor.layout import Layout
 from ferrodist.tensor.placement import Replicate, Shard
 from ferrodist.tensor.plain import adopt, find_plain, returned_arguments
 from ferrodist.tensor.redistribution import redistribute_local
+from ferrodist.torch_private.autograd import current_graph_task
+from ferrodist.torch_private.operators import private_aten, schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PICKS", "allow_replication", "compute_picks", "compute_whole", "replicate_call"]
 
-_FORWARD_MODE = torch.ops.aten._has_same_storage_numel.default
+_FORWARD_MODE = private_aten.has_same_storage_numel.default
 """What forward-mode differentiation asks of a tensor and its tangent before anything else, and nothing else does."""
 
 _allowed: ContextVar[bool] = ContextVar("allowed", default=False)
@@ -77,7 +79,7 @@ def compute_whole(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kw
     map_tensors(tensors.append, [*args, *kwargs.values()], cls)
     mesh = tensors[0]._layout.mesh
     given = bind_arguments(func, args, kwargs)
-    written = {argument.name for argument in func._schema.arguments if argument.is_write}
+    written = {argument.name for argument in schema_of(func).arguments if argument.is_write}
     # What is only written may be each rank's own.
     read = {name: value for name, value in given.items() if name not in written or find_plain([value]) == []}
     adopted, _ = adopt(func, cls, mesh, list(read.values()), {})
@@ -102,7 +104,7 @@ def compute_whole(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kw
         for tensor, whole in zip(_listed(arguments[name]), _listed(wholes[name]), strict=True):
             if isinstance(tensor, cls):
                 _write(func, tensor, whole)
-    if not func._schema.returns:
+    if not schema_of(func).returns:
         return None
     returned = returned_arguments(func)
     several = len(returned) > 1
@@ -122,7 +124,7 @@ def compute_picks(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs
     tensors: list[Any] = []
     map_tensors(tensors.append, [*args, *kwargs.values()], torch.Tensor)
     divided = [one._layout for one in tensors if isinstance(one, cls) and _is_divided(one._layout)]
-    if divided and torch._C._current_graph_task_id() == -1:
+    if divided and current_graph_task() == -1:
         name, instead = PICKS.get(func, (str(func), _WITH_MASKS))
         raise UnsupportedOpError(
             f"{name} gives a tensor whose shape depends on the elements, so the ranks' parts of {divided[0]} have no"
@@ -147,7 +149,7 @@ PICKS: dict[torch._ops.OpOverload, tuple[str, str]] = {
     _aten.masked_scatter.default: ("torch.masked_scatter", _WITH_MASKS),
     _aten.masked_scatter_.default: ("torch.masked_scatter", _WITH_MASKS),
     _aten.nonzero.default: ("torch.nonzero", "work with the mask itself"),
-    _aten._unique2.default: ("torch.unique", _COUNTED),
+    private_aten.unique2.default: ("torch.unique", _COUNTED),
     _aten.unique_dim.default: ("torch.unique", _COUNTED),
     _aten.unique_consecutive.default: ("torch.unique_consecutive", _COUNTED),
     _aten.bincount.default: ("torch.bincount", "add up torch.nn.functional.one_hot"),
@@ -178,10 +180,10 @@ def _write(func: torch._ops.OpOverload, tensor: Any, whole: torch.Tensor) -> Non
 
 def _viewed(func: torch._ops.OpOverload, place: int, arguments: Mapping[str, Any]) -> Any:
     """The argument that one of the results is a view of, or None."""
-    alias = func._schema.returns[place].alias_info
+    alias = schema_of(func).returns[place].alias_info
     if alias is None:
         return None
-    for argument in func._schema.arguments:
+    for argument in schema_of(func).arguments:
         if argument.alias_info is not None and argument.alias_info.before_set & alias.before_set:
             return arguments[argument.name]
     return None

@@ -11,6 +11,8 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.copied_views import ViewKind, become, find_kind, watch
 from ferrodist.tensor.replication import PICKS, compute_picks, replicate_call
 from ferrodist.tensor.rules.table import DECOMPOSITIONS, RULES
+from ferrodist.torch_private.operators import can_decompose, schema_of
+from ferrodist.torch_private.tensors import no_torch_dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +26,7 @@ def find_substitute(func: torch._ops.OpOverload, cls: type) -> Callable[..., Any
         return SUBSTITUTES[func]
     if func in PICKS:
         return partial(compute_picks, func, cls)
-    if func._can_decompose():
+    if can_decompose(func):
         decomposed: Callable[..., Any] = func.decompose
         return decomposed
     if torch.Tag.inplace_view in func.tags and _without_underscore(func):
@@ -37,7 +39,7 @@ def find_substitute(func: torch._ops.OpOverload, cls: type) -> Callable[..., Any
 
 def _outs(func: torch._ops.OpOverload) -> list[Any]:
     """The arguments that an operator only writes to."""
-    return [argument for argument in func._schema.arguments if argument.is_out]
+    return [argument for argument in schema_of(func).arguments if argument.is_out]
 
 
 def _set(tensor: Any, source: Any) -> Any:
@@ -79,14 +81,14 @@ def copy_to_itself(tensor: Any, source: Any, non_blocking: bool = False) -> Any:
 
 def _without_underscore(func: torch._ops.OpOverload) -> torch._ops.OpOverloadPacket | None:
     """The operator that gives what this one makes of its first argument, if that has a rule."""
-    packet = getattr(torch.ops.aten, func._schema.name.partition("::")[2].removesuffix("_"), None)
+    packet = getattr(torch.ops.aten, schema_of(func).name.partition("::")[2].removesuffix("_"), None)
     found: torch._ops.OpOverloadPacket | None = packet
     return found if found and any(one.overloadpacket is found for one in RULES) else None
 
 
 def _without_out(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """The operator that returns what this one writes to ``out``, or to several such, if that has a rule."""
-    arguments = func._schema.arguments
+    arguments = schema_of(func).arguments
     outs = _outs(func)
     if not outs or outs != [argument for argument in arguments if argument.is_write]:
         return None
@@ -94,7 +96,7 @@ def _without_out(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     for name in func.overloadpacket.overloads():
         found = getattr(func.overloadpacket, name)
         if (found in RULES or found in DECOMPOSITIONS or found in PICKS) and wanted == [
-            (argument.name, str(argument.type)) for argument in found._schema.arguments
+            (argument.name, str(argument.type)) for argument in schema_of(found).arguments
         ]:
             functional: torch._ops.OpOverload = found
             return functional
@@ -106,7 +108,7 @@ def _view_in_place(func: torch._ops.OpOverload, /, tensor: Any, *args: Any) -> A
     functional = _without_underscore(func)
     assert functional is not None, "it is looked for before"
     view = functional(tensor, *args)
-    with torch._C._DisableTorchDispatch():
+    with no_torch_dispatch():
         func(tensor, *args)  # the wrapper's own shape and stride
     tensor._local, tensor._layout = view._local, view._layout
     if view._copied is not None:

@@ -42,7 +42,7 @@ def leave_flight_recorder_out(c10d: Any, name: str) -> None:
         if not getattr(pg, "is_written_in_python", False):
             attach(pg, *arguments, **named)
 
-    c10d._maybe_attach_flight_recorder = attach_to_others  # noqa: SLF001
+    c10d._maybe_attach_flight_recorder = attach_to_others
 
 
 def keep_torchcomms_out(c10d: Any, name: str) -> None:
@@ -62,7 +62,7 @@ def keep_torchcomms_out(c10d: Any, name: str) -> None:
     @functools.wraps(make)
     def make_others(backend: str, *arguments: Any, **named: Any) -> Any:
         if backend == name:
-            from ferrodist.errors import UnsupportedOpError  # noqa: PLC0415 - seldom
+            from ferrodist.errors import UnsupportedOpError  # noqa: PLC0415 - seldom needed
 
             raise UnsupportedOpError(
                 f"torchcomms has no backend {name!r}, and this torch asks it for every group: unset"

@@ -18,6 +18,7 @@ from ferrodist.backends.native.names import SHARE_NAME_BYTES, call_of_line, dtyp
 from ferrodist.backends.native.opening import open_communicator, open_symmetric
 from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import DistributedError
+from ferrodist.torch_private.autograd import increment_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["NativeCollectives"]
 
 _POLL_SECONDS = 0.05
-
-# The public function of this name does the same in three times the time.
-_increment_version = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)  # noqa: SLF001
 
 
 class ShortWay(NamedTuple):
@@ -100,7 +98,7 @@ class NativeCollectives:
                 communicator.reserve()
             self.compiled = communicator
         self._opened.set()
-        load().load_tensor_interface(torch.Tensor, torch.nn.Parameter, _increment_version)
+        load().load_tensor_interface(torch.Tensor, torch.nn.Parameter, increment_version)
         self._group.quick = ShortWay(communicator, self.timeout, self)
 
     def end(self, how: Callable[[Any], object]) -> None:

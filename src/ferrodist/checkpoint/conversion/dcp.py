@@ -27,6 +27,7 @@ from ferrodist.checkpoint.folder import describe_other
 from ferrodist.checkpoint.rewriting import RewriteOptions, rewrite
 from ferrodist.checkpoint.storage import open_storage
 from ferrodist.errors import DistCheckpointError
+from ferrodist.torch_private.tensors import checkpoint_offset
 
 if TYPE_CHECKING:
     import os
@@ -107,8 +108,7 @@ class _Folder:
         tensor = self._load(item, device="meta")
         if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (box.shape, dtype):
             raise ValueError(f"its chunk at {box.offsets} in {item.file} is another tensor")
-        # torch notes it for tensors that it loads to the meta device; its documents on serialization tell of it.
-        start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        start = checkpoint_offset(tensor)
         if start is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return LoadedPart(box=box, load=partial(self._load, item))
         at = item.offset + start + tensor.storage_offset() * dtype.itemsize

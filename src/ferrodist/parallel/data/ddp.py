@@ -14,7 +14,6 @@ import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch._compile import _disable_dynamo
 
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.explain import explain_errors
@@ -30,6 +29,8 @@ from ferrodist.parallel.data.reducer import Reducer
 from ferrodist.parallel.data.replication import broadcast_tensors, check_same_form, check_supported
 from ferrodist.parallel.data.unreached import find_unreached
 from ferrodist.parallel.inner_names import InnerNames, without_wrapper
+from ferrodist.torch_private.autograd import version_of
+from ferrodist.torch_private.compilers import disable_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -163,14 +164,14 @@ class DDP(InnerNames):
 
     # Compilers are kept out of both, by what torch's optimizers use: torch.compiler.disable loads the compiler at once.
 
-    @_disable_dynamo
+    @disable_dynamo
     def _watch_outputs(self, result: object, reducer: Reducer) -> None:
         """Have the outputs say when their gradients begin to flow."""
         outputs = find_outputs(result)
         looks = self._options.find_unused_parameters and not self._is_skipping and self._group.world_size > 1
         reducer.watch_outputs(outputs, find_unreached(outputs, reducer.parameters) if looks else frozenset())
 
-    @_disable_dynamo
+    @disable_dynamo
     def _prepare_forward(self) -> Reducer:
         reducer = self._follow_changes() if torch.is_grad_enabled() else self._attached()
         in_backward = current_backward() != -1  # a checkpoint's second forward must see what the first saw
@@ -192,7 +193,7 @@ class DDP(InnerNames):
             self._broadcast([buffer.data for buffer in self.module.buffers()], root, Deadline(self._group.timeout))
         self._note_equal_buffers()
 
-    @_disable_dynamo
+    @disable_dynamo
     def _end_forward(self) -> None:
         """Give all ranks the buffers of rank 0 after a forward that has no backward."""
         if self._options.broadcast_buffers and not self._is_skipping and current_backward() == -1:
@@ -210,9 +211,9 @@ class DDP(InnerNames):
 
     def _count_buffer_changes(self) -> tuple[int, ...]:
         counted = (buffer for buffer in self.module.buffers() if not buffer.is_inference())
-        return tuple(buffer._version for buffer in counted)  # noqa: SLF001 - torch documents it so
+        return tuple(map(version_of, counted))
 
-    @_disable_dynamo
+    @disable_dynamo
     def _check_buffers(self) -> None:
         """Warn, in evaluation, if the last forward has changed buffers that no rank has given to the others."""
         self._is_behind = False

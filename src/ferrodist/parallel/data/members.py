@@ -6,6 +6,8 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.torch_private.autograd import version_of
+from ferrodist.torch_private.modules import own_modules, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,7 +72,7 @@ class Members:
 
     def have_changed(self) -> bool:
         """Whether the version counter of a parameter has changed since this was last asked."""
-        now = tuple(parameter._version for parameter in self._parameters)  # noqa: SLF001 - torch documents it so
+        now = tuple(map(version_of, self._parameters))
         changed, self._versions = now != self._versions, now
         return changed
 
@@ -82,7 +84,7 @@ def _find_places(module: torch.nn.Module) -> list[Any]:
     """Of each sub-module its own dictionaries, which are faster to look at than `named_parameters` is to walk."""
     return [
         (parameters, tuple(parameters.values()), modules, tuple(modules.values()))
-        for parameters, modules in ((vars(owner)["_parameters"], vars(owner)["_modules"]) for owner in module.modules())
+        for parameters, modules in ((own_parameters(owner), own_modules(owner)) for owner in module.modules())
     ]
 
 

@@ -43,6 +43,7 @@ from ferrodist.parallel.data.gradient_bucket import make_buckets
 from ferrodist.parallel.data.marks import model_title
 from ferrodist.parallel.data.parameter_hooks import ParameterHooks
 from ferrodist.parallel.data.rounds import Round
+from ferrodist.torch_private.autograd import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -329,7 +330,7 @@ class Reducer:
         )
 
     def _count_changes(self) -> tuple[int, ...]:
-        return tuple(parameter._version for parameter in self._backwards)  # noqa: SLF001 - torch documents it so
+        return tuple(map(version_of, self._backwards))
 
     def _check_unchanged(self) -> None:
         """Raise if a parameter has changed since the round opened; see [Note: steps in hooks]."""

@@ -24,9 +24,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from torch.autograd import Variable
-
 from ferrodist.parallel.autograd import current_backward
+from ferrodist.torch_private.autograd import queue_callback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,7 +74,7 @@ class Round:
             self._is_nested |= task != self._task
             return False
         end = _End(on_end)
-        Variable._execution_engine.queue_callback(end)  # noqa: SLF001 - as torch's own DDP
+        queue_callback(end)
         self._end, self._task = weakref.ref(end), task
         self._missing = [0] * (max(self._homes, default=-1) + 1)
         for place, home in enumerate(self._homes):

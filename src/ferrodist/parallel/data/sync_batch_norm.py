@@ -23,6 +23,7 @@ from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.gathering import all_gather
 from ferrodist.collectives.reductions import allreduce
+from ferrodist.torch_private.modules import BatchNormBase, check_input_dim, has_hooks, is_lazy_norm, own_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +71,7 @@ _DETAILS = """
     """
 
 
-class _SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - torch's own subclasses are made so
+class _SyncBatchNorm(BatchNormBase):
     """Normalise each channel by its mean and variance over the batches of all ranks."""
 
     def __init__(  # noqa: PLR0917 - torch's signature
@@ -107,7 +108,7 @@ class _SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - t
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         """Normalise; in training every rank of the group calls it."""
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        check_input_dim(self, input)
         if input.shape[1] != self.num_features:
             raise ValueError(f"{type(self).__name__} of {self.num_features} channels got an input of {input.shape[1]}")
         group = resolve_group(self._group) if self.training else None
@@ -238,7 +239,7 @@ def convert_sync_batchnorm(
         raise TypeError(f"replace must be a function of a layer or None, not {type(replace).__name__}")
     layers = {each: _sibling(each, name, group, replace) for name, each in module.named_modules()}
     for parent in list(layers):
-        for name, child in list(parent._modules.items()):  # noqa: SLF001 - named_children has each child once
+        for name, child in list(own_modules(parent).items()):
             if child is not None and layers.get(child) is not None:
                 setattr(parent, name, layers[child])
     return layers[module] or module  # type: ignore[return-value]
@@ -251,12 +252,12 @@ def _sibling(
     replace: Callable[[torch.nn.Module], torch.nn.Module] | None,
 ) -> torch.nn.Module | None:
     """What replaces a layer, or None where it stays."""
-    if not isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) or isinstance(layer, _SyncBatchNorm):  # noqa: SLF001
+    if not isinstance(layer, BatchNormBase) or isinstance(layer, _SyncBatchNorm):
         return None
     title = repr(name) if name else "the module"
-    if isinstance(layer, torch.nn.modules.batchnorm._LazyNormBase):  # noqa: SLF001 - it has no public name
-        raise ValueError(f"{title} is lazy: call the module once before you convert it")  # noqa: TRY004 - its type will be right
-    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:  # noqa: SLF001
+    if is_lazy_norm(layer):
+        raise ValueError(f"{title} is lazy: call the module once before you convert it")
+    if has_hooks(layer):
         raise ValueError(f"{title} has hooks, which would be lost: convert first, then register them")
     kind = _SIBLINGS.get(type(layer))
     if kind is None:

@@ -21,17 +21,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-import torch
 from torch.autograd.function import BackwardCFunction
+
+from ferrodist.torch_private.autograd import accumulate_grad_type, sequence_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    import torch
     from torch.autograd.graph import Node
 
 __all__ = ["BackwardGraph", "is_python_function", "trace_backward"]
 
-_LEAF = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined] # noqa: SLF001 - the class has no public name
+_LEAF = accumulate_grad_type
 
 _DEEP = 10_000
 """From how many nodes on a graph is deep; see [Note: deep graphs]."""
@@ -68,8 +70,8 @@ class BackwardGraph:
         for node, part in self.parts.items():
             above = self.parents[node]
             if len(above) > 1:
-                inside = [parent._sequence_nr() for parent in above if parent in self.inside]  # noqa: SLF001 - as below
-                outside = [parent._sequence_nr() for parent in above if parent in self.parts]  # noqa: SLF001 - the only name
+                inside = [sequence_number(parent) for parent in above if parent in self.inside]
+                outside = [sequence_number(parent) for parent in above if parent in self.parts]
                 if inside and outside and min(inside) < max(outside):
                     found.add(part)
         return found

@@ -25,6 +25,7 @@ from ferrodist.parallel.pipeline.stages import Stages, find_shared
 from ferrodist.parallel.pipeline.step_group import StepGroup
 from ferrodist.parallel.pipeline.whole_model import WholeModel
 from ferrodist.parallel.same_form import compare_forms
+from ferrodist.torch_private.modules import own_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -288,7 +289,7 @@ class Pipeline(InnerNames):
 
     def _check_stages(self) -> None:
         for number, module in self._own.items():
-            if self.stages._modules.get(str(number)) is not module:  # noqa: SLF001 - [] raises for one that is gone
+            if own_modules(self.stages).get(str(number)) is not module:
                 raise RuntimeError(f"stage {number} was replaced: make a new Pipeline of the stages that there are now")
 
     def _has(self, number: int) -> bool:

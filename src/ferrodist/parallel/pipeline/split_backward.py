@@ -30,11 +30,11 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
-from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ferrodist.parallel.pipeline.backward_graph import is_python_function, trace_backward
 from ferrodist.parallel.pipeline.saved_tensors import has_packed_tensors, release_saved
+from ferrodist.torch_private.autograd import run_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -235,7 +235,7 @@ def _resume(stops: list[_Stop], roots: list[_Root]) -> None:
     leaf = torch.zeros((), device="cpu", requires_grad=True)
     leaf.register_hook(lambda _: _call_forks(stops, roots))  # type: ignore[no-untyped-call]
     wanted = dict.fromkeys(way.edge for stop in stops for way in stop.exits)
-    Variable._execution_engine.run_backward(  # noqa: SLF001 - as below
+    run_backward(
         (leaf,), (leaf.detach(),), False, False, (leaf, *wanted), allow_unreachable=True, accumulate_grad=False
     )
 
@@ -274,7 +274,7 @@ def _run_engine(roots: Sequence[_Root], *, inputs: Sequence[torch.Tensor] = (), 
     if not roots:
         return
     # torch.autograd.backward() wants gradients of the very shape; the engine sums what was broadcast, as between nodes.
-    Variable._execution_engine.run_backward(  # noqa: SLF001 - see there
+    run_backward(
         tuple(root.edge for root in roots),
         tuple(root.gradient for root in roots),
         keeps_graph,

@@ -20,6 +20,7 @@ from ferrodist.parallel.pipeline.measuring import measure_times
 from ferrodist.parallel.pipeline.partition import partition
 from ferrodist.parallel.pipeline.stages import Stages, count_parameters
 from ferrodist.parallel.same_form import compare_forms
+from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -177,10 +178,10 @@ def _children_of(model: torch.nn.Sequential) -> Children:
             f"split_sequential divides a torch.nn.Sequential with its own forward, not {type(model).__name__}: make"
             " Stages of the modules that are its stages"
         )
-    own = [*model._parameters, *model._buffers]  # noqa: SLF001 - those of the model itself
+    own = [*own_parameters(model), *own_buffers(model)]
     if own:
         raise ValueError(f"{own[0]!r} is the model's own, and no child's: register it with the child that uses it")
-    return list(model._modules.items())  # noqa: SLF001 - named_children has each child once
+    return list(own_modules(model).items())  # type: ignore[arg-type]
 
 
 def _check_num_stages(num_stages: int, num_children: int) -> int:

@@ -12,6 +12,7 @@ from ferrodist.collectives.nested_values import unflatten
 from ferrodist.parallel.pipeline.edges import MAIN
 from ferrodist.parallel.pipeline.split_backward import backward_inputs
 from ferrodist.parallel.pipeline.whole_model import unwrap
+from ferrodist.torch_private.autograd import base_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -133,10 +134,7 @@ class Stage:
     def has_buffers(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether some are buffers of the module, or views of these, to which its next forward may write."""
         without_history = {
-            id(each)
-            for tensor in tensors
-            if not tensor.requires_grad
-            for each in (tensor, tensor._base)  # noqa: SLF001 - the view's tensor has no public name
+            id(each) for tensor in tensors if not tensor.requires_grad for each in (tensor, base_of(tensor))
         }
         return bool(without_history) and any(id(buffer) in without_history for buffer in self.module.buffers())
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from ferrodist.parallel.pipeline.whole_model import unwrap
+from ferrodist.torch_private.modules import own_modules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -124,7 +125,7 @@ def _describe(stage: torch.nn.Module | None) -> _Contents:
         return _Contents(modules="elsewhere", num_parameters=None)
     modules = type(stage).__name__
     if isinstance(stage, torch.nn.Sequential) and len(stage):
-        names = list(stage._modules)  # noqa: SLF001 - named_children has each child once
+        names = list(own_modules(stage))
         modules = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
     return _Contents(modules=modules, num_parameters=count_parameters(stage))
 

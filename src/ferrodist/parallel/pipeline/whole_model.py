@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.torch_private.modules import compiled_module, own_modules
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -17,7 +19,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """The module whose names count: what wraps it says so by ``checkpoint_module()``; or it was compiled."""
     while True:
         wraps = getattr(module, "checkpoint_module", None)
-        inner = wraps() if wraps is not None else getattr(module, "_orig_mod", None)  # torch.compile's
+        inner = wraps() if wraps is not None else compiled_module(module)
         if not isinstance(inner, torch.nn.Module):
             return module
         module = inner
@@ -104,7 +106,7 @@ def _find_place(whole: torch.nn.Module, names: Sequence[str]) -> torch.nn.Module
     """The module of these names; what isn't there is made."""
     place = whole
     for name in names:
-        if name not in place._modules:  # noqa: SLF001 - modules may have attributes of any name
+        if name not in own_modules(place):  # modules may have attributes of any name
             place.add_module(name, torch.nn.Module())
         place = place.get_submodule(name)
     return place

@@ -25,6 +25,8 @@ from ferrodist.parallel.sharded.parameter import FlatParameters
 from ferrodist.parallel.sharded.unit import Unit
 from ferrodist.tensor.gradient_placement import places_gradients
 from ferrodist.tensor.placement import Partial
+from ferrodist.torch_private.autograd import backward_hooks, has_accumulate_hooks
+from ferrodist.torch_private.modules import own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -169,10 +171,8 @@ def _parameter_refusal(parameter: torch.nn.Parameter) -> str | None:
 
 
 def _has_hooks(parameter: torch.Tensor) -> bool:
-    hooks = parameter._backward_hooks or {}  # noqa: SLF001 - torch has no other name
-    return any(not places_gradients(hook) for hook in hooks.values()) or bool(
-        parameter._post_accumulate_grad_hooks  # noqa: SLF001
-    )
+    others = any(not places_gradients(hook) for hook in backward_hooks(parameter).values())
+    return others or has_accumulate_hooks(parameter)
 
 
 def _tensor_refusal(tensor: torch.Tensor) -> str | None:
@@ -270,7 +270,7 @@ def _materialise(plan: UnitPlan, init: Callable[[torch.nn.Module], object] | Non
             materialise(f"{plan.name}.{name}".strip("."), module, init, device)
     for name, places in plan.places.items():
         module, attribute = places[0]
-        real = module._parameters[attribute]  # noqa: SLF001
+        real = own_parameters(module)[attribute]
         assert real is not None
         plan.parameters[name] = real
         for other, other_attribute in places[1:]:

@@ -12,6 +12,7 @@ from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.reductions import allreduce
 from ferrodist.parallel.sharded.distributed import count_copies
 from ferrodist.parallel.sharded.pieces import plain_functions
+from ferrodist.torch_private.modules import found_infinities
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,7 +98,7 @@ def unscale_gradients(
     scaler.unscale_(optimizer)
     if not scaler.is_enabled():
         return
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]  # noqa: SLF001 - as torch's own FSDP
+    found = found_infinities(scaler, optimizer)
     flag = found.setdefault(device, torch.zeros(1, device=device))
     with explain_errors(
         lambda: f"Rank {axes.whole.rank} was looking for infinities in unscale_().", "Every rank must call it."

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+
+from ferrodist.torch_private.modules import own_buffers
+from ferrodist.torch_private.pytree import tree_map
 
 __all__ = ["MixedPrecision"]
 
@@ -65,6 +67,6 @@ class MixedPrecision:
         if self.buffer_dtype is None:
             return
         for each in module.modules():
-            for name, buffer in each._buffers.items():  # noqa: SLF001 - the only way to set one by its own name
+            for name, buffer in own_buffers(each).items():
                 if buffer is not None and buffer.is_floating_point():
-                    each._buffers[name] = buffer.to(self.buffer_dtype)  # noqa: SLF001
+                    own_buffers(each)[name] = buffer.to(self.buffer_dtype)

@@ -36,6 +36,8 @@ from ferrodist.parallel.sharded.memory import same_memory
 from ferrodist.parallel.sharded.pieces import as_piece, division_of, plain_functions
 from ferrodist.tensor.gradient_placement import keep_gradients_placed
 from ferrodist.tensor.regions import FlatPiece, mark_piece
+from ferrodist.torch_private.autograd import version_of
+from ferrodist.torch_private.modules import own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -148,7 +150,7 @@ class FlatParameters:
                     keep_gradients_placed(full)
                 _watch(full, self._on_gradient)
         if not self._versions:
-            self._versions = [full._version for _, full in self._counted]  # noqa: SLF001 - torch documents it so
+            self._versions = [version_of(full) for _, full in self._counted]
         self._install(self.fulls)
 
     def install_pieces(self) -> None:
@@ -169,7 +171,7 @@ class FlatParameters:
         if self._is_alias:
             return []
         self._empty()
-        after = [full._version for _, full in self._counted]  # noqa: SLF001
+        after = [version_of(full) for _, full in self._counted]
         if self._joined is not None and self._joined.has_own_pages:  # also of changes that no counter sees
             self._joined.restore()
         names = [name for name, _ in self._counted]
@@ -342,7 +344,7 @@ class FlatParameters:
     def _check_installed(self) -> None:
         for name, parameter, places in zip(self.names, self.parameters, self.places, strict=True):
             for module, attribute in places:
-                if module._parameters.get(attribute) is not parameter:  # noqa: SLF001
+                if own_parameters(module).get(attribute) is not parameter:
                     raise UnsupportedOpError(
                         f"parameter {name!r} was replaced by another after FSDP was made, which divides those that it"
                         " was made with: to change values, use summon_full_params() or load_full_state_dict() (and not"
@@ -365,7 +367,7 @@ class FlatParameters:
         for parameter, places in zip(parameters, self.places, strict=True):
             for module, attribute in places:
                 if type(module).__setattr__ is torch.nn.Module.__setattr__:
-                    module._parameters[attribute] = parameter  # noqa: SLF001 - setattr takes ten times as long
+                    own_parameters(module)[attribute] = parameter  # setattr takes ten times as long
                 else:  # recurrent layers keep lists of their own
                     setattr(module, attribute, parameter)
 

@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import linalg
 from torch.autograd.graph import increment_version
-from torch.optim import optimizer
-from torch.utils import _foreach_utils
 
 from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.reductions import allreduce
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.sharded.distributed import count_copies
+from ferrodist.torch_private.tensors import accept_in_foreach, call_plain, plain_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,10 +45,6 @@ __all__ = [
     "plain_functions",
 ]
 
-plain_functions = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 - torch documents it for subclasses
-"""A block inside of which torch's functions take pieces for plain tensors."""
-
-_call_plain = torch._C._disabled_torch_function_impl  # noqa: SLF001 - what torch.nn.Parameter itself has
 _gradient: Any = torch.Tensor.grad
 
 
@@ -110,7 +105,7 @@ class DividedTensor(torch.Tensor):
             _check_not_in_forward(func, args, kwargs or {})
         special = _SPECIAL.get(func)
         if special is None:
-            return _call_plain(func, types, args, kwargs or {})
+            return call_plain(func, types, args, kwargs or {})
         with plain_functions():
             return special(func, *args, **(kwargs or {}))
 
@@ -186,10 +181,7 @@ def as_piece(parameter: torch.nn.Parameter, division: Division) -> None:
     """Have a parameter know that it is a piece now. Those of other classes than torch's own stay what they are."""
     if type(parameter) is torch.nn.Parameter:
         parameter.__class__ = Piece
-    for module, kind in ((optimizer, Piece), (_foreach_utils, DividedTensor)):  # torch's DTensor puts itself there, too
-        supported = getattr(module, "_foreach_supported_types", [kind])
-        if kind not in supported:
-            supported.append(kind)
+    accept_in_foreach(("optimizer", Piece), ("foreach", DividedTensor))  # as torch's DTensor does
     if isinstance(parameter, Piece):
         parameter.division = division
 

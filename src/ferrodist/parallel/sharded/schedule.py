@@ -28,7 +28,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import Variable
 
 from ferrodist.collectives.exchange import barrier
 from ferrodist.collectives.explain import explain_errors
@@ -37,6 +36,7 @@ from ferrodist.parallel.autograd import current_backward, find_outputs, find_ten
 from ferrodist.parallel.sharded.plan import Action, Step, plan_backward
 from ferrodist.parallel.sharded.run import Run, Trace
 from ferrodist.parallel.sharded.unit import ADVICE, Unit, UnitState
+from ferrodist.torch_private.autograd import queue_callback
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -329,7 +329,7 @@ class Schedule:
         self._run = Run(trace, plan_backward(trace.events, self._num_backward, trainable))
         for unit in self.units:
             unit.show(is_whole=True)  # for what checkpoints compute again
-        Variable._execution_engine.queue_callback(self._on_backward_end)  # noqa: SLF001 - as torch's own FSDP
+        queue_callback(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
         if self._run is not None:

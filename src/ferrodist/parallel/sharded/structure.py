@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ferrodist.errors import UnsupportedOpError
+from ferrodist.torch_private.modules import own_modules, own_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +27,7 @@ class Structure:
 
     def _remember(self) -> None:
         self._parts = [
-            (each, list(each._modules.items()), list(each._parameters))  # noqa: SLF001
-            for each in self._module.modules()
+            (each, list(own_modules(each).items()), list(own_parameters(each))) for each in self._module.modules()
         ]
 
     def check(self) -> None:
@@ -37,7 +37,7 @@ class Structure:
             UnsupportedOpError: One is named.
         """
         if all(
-            list(each._modules.items()) == modules and list(each._parameters) == parameters  # noqa: SLF001
+            list(own_modules(each).items()) == modules and list(own_parameters(each)) == parameters
             for each, modules, parameters in self._parts
         ):
             return

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ferrodist.collectives.explain import explain_errors
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.sharded.pieces import Piece
+from ferrodist.torch_private.autograd import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -172,7 +173,7 @@ class Unit:
 
     def count_changes(self) -> tuple[int, ...]:
         """A number for each piece, which moves when it is changed."""
-        return tuple(parameter._version for flat in self.flats for parameter in flat.parameters)  # noqa: SLF001
+        return tuple(version_of(parameter) for flat in self.flats for parameter in flat.parameters)
 
     def check_unchanged(self, before: tuple[int, ...], *, until: str = "its backward") -> None:
         """Raise UnsupportedOpError if a piece was changed since the unit's forward."""

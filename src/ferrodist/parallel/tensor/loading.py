@@ -9,6 +9,7 @@ import torch
 from ferrodist.tensor.distribution import distribute
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.gradient_placement import keep_gradients_placed
+from ferrodist.torch_private.modules import own_buffers, own_parameters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +25,7 @@ def take_whole_states(module: nn.Module) -> None:
 
 
 def _distribute_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    tensors = {**module._parameters, **module._buffers}  # noqa: SLF001 - those of the module itself
+    tensors = {**own_parameters(module), **own_buffers(module)}
     for key, own in tensors.items():
         value = state.get(prefix + key)
         if not isinstance(own, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
@@ -35,7 +36,7 @@ def _distribute_values(module: nn.Module, state: dict[str, Any], prefix: str, *_
 
 def _place_gradients(module: nn.Module, *_: Any) -> None:
     """Parameters that were assigned are other ones than those that had their gradients placed."""
-    parameters: dict[str, torch.Tensor | None] = {**module._parameters}  # noqa: SLF001 - those of the module itself
+    parameters: dict[str, torch.Tensor | None] = {**own_parameters(module)}
     for own in parameters.values():
         if isinstance(own, DTensor):
             keep_gradients_placed(own)

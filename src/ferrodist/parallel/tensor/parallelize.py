@@ -21,6 +21,7 @@ from ferrodist.tensor.distribution import distribute
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.gradient_placement import keep_gradients_placed
 from ferrodist.tensor.placement import Replicate
+from ferrodist.torch_private.modules import own_buffers, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -177,7 +178,7 @@ def _distribute(
     """Put DTensors in the places of parameters and buffers, module by module."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     for path, owner in module.named_modules():
-        parameters, buffers = dict(owner._parameters), dict(owner._buffers)  # noqa: SLF001 - named_... go by value
+        parameters, buffers = dict(own_parameters(owner)), dict(own_buffers(owner))
         materialise(path, owner, init)
         for key, own in parameters.items():
             if own is None:
@@ -190,8 +191,8 @@ def _distribute(
         for key, buffer in buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor):
                 if buffer not in made:
-                    made[buffer] = distribute(owner._buffers[key].detach(), mesh, Replicate())  # noqa: SLF001
-                owner._buffers[key] = made[buffer]  # noqa: SLF001
+                    made[buffer] = distribute(getattr(owner, key).detach(), mesh, Replicate())
+                own_buffers(owner)[key] = made[buffer]
 
 
 def _prepare(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placement | None = None) -> None:

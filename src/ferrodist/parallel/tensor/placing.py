@@ -16,6 +16,7 @@ from ferrodist.parallel.tensor.forward import find_arguments
 from ferrodist.parallel.tensor.styles import Style
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
+from ferrodist.torch_private.autograd import backward_hooks, has_accumulate_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,7 +114,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         )
     if is_lazy(parameter):
         raise ValueError(f"parameter {name!r} has no shape yet: call the module once, which gives it one")
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - torch has no other name
+    if backward_hooks(parameter) or has_accumulate_hooks(parameter):
         raise ValueError(
             f"parameter {name!r} has hooks, as DDP registers them, which would be lost: parallelize the module first,"
             " then wrap it, or register them"

@@ -15,6 +15,7 @@ from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.call import Rule
 from ferrodist.tensor.patterns import Letters, Pattern, choices_of
 from ferrodist.tensor.placement import Shard
+from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -92,8 +93,8 @@ def _of_nothing(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout])
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: Rule(choices=_forward_choices, local=_of_nothing),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: Rule(
+    private_aten.scaled_dot_product_flash_attention_for_cpu.default: Rule(choices=_forward_choices, local=_of_nothing),
+    private_aten.scaled_dot_product_flash_attention_for_cpu_backward.default: Rule(
         choices=_backward_choices, local=_of_nothing
     ),
 }

@@ -12,6 +12,7 @@ import torch
 
 from ferrodist.tensor.call import Rule
 from ferrodist.tensor.patterns import Letters, Pattern, choices_of
+from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -93,7 +94,7 @@ def _backward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -
 
 def _update(tensor: Any, weight: Any, bias: Any, *given: Any) -> tuple[Any, Any, Any]:
     """Compute it, and write the new running statistics, which are the next two arguments."""
-    results = _aten._native_batch_norm_legit_functional(tensor, weight, bias, *given)
+    results = private_aten.native_batch_norm_legit_functional(tensor, weight, bias, *given)
     is_training = given[2]
     if is_training:
         for running, new in zip(given, results[3:], strict=False):
@@ -104,10 +105,12 @@ def _update(tensor: Any, weight: Any, bias: Any, *given: Any) -> tuple[Any, Any,
 _forward_rule = Rule(choices=_forward_choices, local=_forward)
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
-    _aten._native_batch_norm_legit_functional.default: _forward_rule,
-    _aten._native_batch_norm_legit_no_training.default: _forward_rule,
-    _aten._native_batch_norm_legit.no_stats: _forward_rule,
+    private_aten.native_batch_norm_legit_functional.default: _forward_rule,
+    private_aten.native_batch_norm_legit_no_training.default: _forward_rule,
+    private_aten.native_batch_norm_legit.no_stats: _forward_rule,
     _aten.native_batch_norm_backward.default: Rule(choices=_backward_choices, local=_backward),
 }
 
-DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {_aten._native_batch_norm_legit.default: _update}
+DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    private_aten.native_batch_norm_legit.default: _update
+}

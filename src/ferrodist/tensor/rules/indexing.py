@@ -12,6 +12,7 @@ from ferrodist.tensor.call import Rule
 from ferrodist.tensor.layout import Layout
 from ferrodist.tensor.patterns import Pattern, choices_of
 from ferrodist.tensor.rules.cutting import without_unasked_sums
+from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -208,7 +209,7 @@ _TABLE: list[tuple[Rule, Sequence[torch._ops.OpOverload]]] = [
     (Rule(choices=_index_add), (_aten.index_add.default, _aten.index_add_.default)),
     (Rule(choices=_index_copy), (_aten.index_copy.default, _aten.index_copy_.default)),
     (Rule(choices=_gathered), (_aten.gather.default,)),
-    (Rule(choices=_indexed, picks=_picks), (_aten.index.Tensor, _aten._unsafe_index.Tensor)),
+    (Rule(choices=_indexed, picks=_picks), (_aten.index.Tensor, private_aten.unsafe_index.Tensor)),
     (
         Rule(choices=_index_fill),
         [

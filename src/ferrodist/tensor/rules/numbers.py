@@ -10,6 +10,7 @@ import torch
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.redistribution import redistribute_local
 from ferrodist.tensor.rules.folding import fold_over
+from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +25,7 @@ _aten = torch.ops.aten
 def _number(tensor: Any) -> Any:
     """The element of a tensor that has one."""
     layout: Layout = tensor._layout
-    return _aten._local_scalar_dense(redistribute_local(tensor._local, layout, layout.whole))
+    return private_aten.local_scalar_dense(redistribute_local(tensor._local, layout, layout.whole))
 
 
 def _compare(compare: Callable[..., bool], one: Any, other: Any, *tolerance: Any, **named: Any) -> bool:
@@ -56,7 +57,7 @@ def _compare(compare: Callable[..., bool], one: Any, other: Any, *tolerance: Any
 RULES: dict[torch._ops.OpOverload, Any] = {}
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    _aten._local_scalar_dense.default: _number,
+    private_aten.local_scalar_dense.default: _number,
     _aten.is_same_size.default: lambda one, other: one.shape == other.shape,
     _aten.equal.default: partial(_compare, torch.equal),
     _aten.allclose.default: partial(_compare, torch.allclose),

@@ -12,6 +12,7 @@ from ferrodist.tensor.call import Rule
 from ferrodist.tensor.layout import Layout
 from ferrodist.tensor.patterns import Pattern, choices_of
 from ferrodist.tensor.placement import Partial, Shard
+from ferrodist.torch_private.operators import private_aten, schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,13 +37,15 @@ def overloads(names: Sequence[str]) -> Iterator[torch._ops.OpOverload]:
         names: Of operators, all of whose overloads are meant, or of single overloads: ``"where.self"``.
     """
     for name, _, only in (name.partition(".") for name in names):
-        packet = getattr(_aten, name)
-        for overload in [only] if only else packet.overloads():
-            found = getattr(packet, overload)
-            arguments = found._schema.arguments
+        packet = getattr(_aten, name, None)
+        for overload in [only] if only else packet.overloads() if packet is not None else ():
+            found = getattr(packet, overload, None)
+            if found is None:  # an operator of another torch's
+                continue
+            arguments = schema_of(found).arguments
             written = [argument.name for argument in arguments if argument.is_write]
             takes_tensors = any("Tensor" in str(argument.type) for argument in arguments)
-            gives_tensors = all(str(one.type) in ("Tensor", "List[Tensor]") for one in found._schema.returns)
+            gives_tensors = all(str(one.type) in ("Tensor", "List[Tensor]") for one in schema_of(found).returns)
             if takes_tensors and gives_tensors and (not written or written[0] == arguments[0].name):
                 yield found
 
@@ -68,7 +71,7 @@ def _choices(
     shapes = [layout.shape for layout in call.inputs]
     ndim = max(map(len, shapes))
     letters = broadcast_letters(shapes, ndim)
-    num_outputs = max(1, len(call.operator._schema.returns))
+    num_outputs = max(1, len(schema_of(call.operator).returns))
     # Divided tensors become the parts of a sum for nothing, but all of them have to be sent when it is read.
     are_divided = all(isinstance(layout.placements[axis], Shard) for layout in call.inputs)
     pattern = Pattern(
@@ -227,7 +230,7 @@ _masked_rule = Rule(choices=partial(_choices, _in_masked, ()), by_value=True)
 RULES: dict[torch._ops.OpOverload, Rule] = {
     **{overload: rule for rule, names in _NAMES for overload in overloads(names.split())},
     **dict.fromkeys((_aten.add_.Scalar, _aten.add_.Tensor, _aten.sub_.Scalar, _aten.sub_.Tensor), _add_in_place_rule),
-    _aten._conj.default: Rule(choices=partial(_choices, _in_first, ()), local=_conjugate, copies=True),
+    private_aten.conj.default: Rule(choices=partial(_choices, _in_first, ()), local=_conjugate, copies=True),
     _aten.masked_fill.Scalar: _masked_rule,
     _aten.masked_fill_.Scalar: _masked_rule,
 }

@@ -11,6 +11,7 @@ from ferrodist.tensor.generators import check_generators, part_of_whole
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.tensor.rules.creation import all_whole, shape_alone
 from ferrodist.tensor.rules.pointwise import overloads
+from ferrodist.torch_private.operators import overload_name, schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,7 +50,7 @@ def _draw_in_place(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layou
 
 def _draw_alike(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any]:
     layout, (output,), operator = inputs[0], outputs, call.operator
-    takes_generator = any(argument.name == "generator" for argument in operator._schema.arguments)
+    takes_generator = any(argument.name == "generator" for argument in schema_of(operator).arguments)
 
     def draw(_: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         generator = named.get("generator") if takes_generator else None
@@ -100,7 +101,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     **{
         one: Rule(choices=shape_alone, local=_draw_alike)
         for one in overloads(_ALIKE.split())
-        if "Tensor" not in one._overloadname
+        if "Tensor" not in overload_name(one)
     },
     **{
         one: Rule(choices=all_whole, local=_draw_from_whole)

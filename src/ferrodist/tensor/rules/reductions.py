@@ -20,6 +20,7 @@ from ferrodist.tensor.redistribution import extreme
 from ferrodist.tensor.rules.creation import all_whole
 from ferrodist.tensor.rules.folding import dividers
 from ferrodist.tensor.rules.pointwise import keeps_parts
+from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -143,8 +144,8 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.any.default: _any_rule,
     _aten.any.dim: _any_rule,
     _aten.any.dims: _any_rule,
-    _aten._is_all_true.default: _all_rule,
-    _aten._is_any_true.default: _any_rule,
+    private_aten.is_all_true.default: _all_rule,
+    private_aten.is_any_true.default: _any_rule,
     _aten.histc.default: Rule(choices=all_whole),
 }
 

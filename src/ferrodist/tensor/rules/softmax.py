@@ -17,6 +17,7 @@ from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.call import Rule
 from ferrodist.tensor.patterns import Pattern, choices_of
 from ferrodist.tensor.rules.folding import dividers, fold_over
+from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,8 +52,8 @@ def _forward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) ->
     wide = accumulation_dtype(result)
     is_empty = layout.local_shape[dim] == 0
     rows = [1 if place == dim else size for place, size in enumerate(layout.local_shape)]
-    is_log = call.operator is _aten._log_softmax.default
-    is_safe = call.operator is _aten._safe_softmax.default
+    is_log = call.operator is private_aten.log_softmax.default
+    is_safe = call.operator is private_aten.safe_softmax.default
 
     def forward(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
         del given, named  # as in the layouts
@@ -78,7 +79,7 @@ def _backward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -
         return None
     fold = fold_over(layout, axes)
     result = outputs[0].dtype
-    is_log = call.operator is _aten._log_softmax_backward_data.default
+    is_log = call.operator is private_aten.log_softmax_backward_data.default
 
     def backward(grad: torch.Tensor, output: torch.Tensor, *given: Any) -> torch.Tensor:
         del given  # as in the layouts
@@ -97,9 +98,9 @@ _forward_rule = Rule(choices=partial(_choices, ()), local=_forward)
 _backward_rule = Rule(choices=partial(_choices, ((0,),)), local=_backward)
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
-    _aten._softmax.default: _forward_rule,
-    _aten._log_softmax.default: _forward_rule,
-    _aten._safe_softmax.default: _forward_rule,
-    _aten._softmax_backward_data.default: _backward_rule,
-    _aten._log_softmax_backward_data.default: _backward_rule,
+    private_aten.softmax.default: _forward_rule,
+    private_aten.log_softmax.default: _forward_rule,
+    private_aten.safe_softmax.default: _forward_rule,
+    private_aten.softmax_backward_data.default: _backward_rule,
+    private_aten.log_softmax_backward_data.default: _backward_rule,
 }

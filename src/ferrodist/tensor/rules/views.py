@@ -12,6 +12,7 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.call import Choice, Rule
 from ferrodist.tensor.placement import PARTIAL_OPS, Partial, Replicate, Shard
 from ferrodist.tensor.rules.cutting import renamed
+from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -177,7 +178,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     },
     _aten.expand.default: Rule(choices=partial(renamed, _expanded), arguments=_local_size),
     _aten.view.default: _reshape_rule,
-    _aten._unsafe_view.default: _reshape_rule,
+    private_aten.unsafe_view.default: _reshape_rule,
 }
 
 

@@ -1,0 +1,50 @@
+"""Private names of torch's compiler.
+
+===================================================  ====================================
+`torch._compile._disable_dynamo`                     2.10 to 2.15, else `torch.compiler.disable`
+`torch._C._dynamo.eval_frame`                        2.10 to 2.15, else the same
+`_torchdynamo_disable`                               2.10 to 2.15
+===================================================  ====================================
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, TypeVar
+
+import torch
+
+try:
+    from torch._compile import _disable_dynamo as disable_dynamo
+except ImportError:  # which loads the compiler at once
+    disable_dynamo: Any = torch.compiler.disable  # type: ignore[no-redef]
+
+try:
+    from torch._C import _dynamo  # which, unlike torch._dynamo, is loaded already
+
+    _frames: Any = _dynamo.eval_frame
+    _strategy: Any = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+    _set_strategy: Any = _frames.set_code_exec_strategy
+except (ImportError, AttributeError):
+    _set_strategy = None
+
+__all__ = ["disable_dynamo", "not_compiled"]
+
+_Kind = TypeVar("_Kind", bound=type)
+
+
+def not_compiled(kind: _Kind) -> _Kind:
+    """Have compilers look neither into the methods of a class nor into what these call.
+
+    The usual way, `torch.compiler.disable`, loads the compiler, which takes seconds, and slows each call down. It is
+    taken where this torch has no other.
+    """
+    for name, method in list(vars(kind).items()):
+        if not inspect.isfunction(method):
+            continue
+        if _set_strategy is None:
+            setattr(kind, name, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
+            continue
+        method._torchdynamo_disable = True  # type: ignore[attr-defined] # for its callers
+        _set_strategy(method.__code__, _strategy)
+    return kind

@@ -1,0 +1,90 @@
+"""Private names of `torch.nn.Module` and what wraps modules.
+
+===================================================  =================
+`Module._parameters`, `_buffers`, `_modules`         2.10 to 2.15
+`Module._forward_hooks` and three like it            2.10 to 2.15
+`torch.nn.modules.batchnorm._BatchNorm`              2.10 to 2.15
+`torch.nn.modules.batchnorm._LazyNormBase`           2.10 to 2.15
+`torch.compile`'s `_orig_mod`                        2.10 to 2.15
+`GradScaler._per_optimizer_states`                   2.10 to 2.15
+===================================================  =================
+
+The dictionaries have each parameter, buffer and child once for each name, as the public ``named_...`` have not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.modules import batchnorm
+
+from ferrodist.torch_private.names import missing_error
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "BatchNormBase",
+    "check_input_dim",
+    "compiled_module",
+    "found_infinities",
+    "has_hooks",
+    "is_lazy_norm",
+    "own_buffers",
+    "own_modules",
+    "own_parameters",
+]
+
+BatchNormBase = batchnorm._BatchNorm
+"""The class of torch's batch norms of all numbers of dims; torch's own subclasses are made so."""
+
+
+def check_input_dim(layer: Any, tensor: torch.Tensor) -> None:
+    """Raise as a batch norm does for an input of another number of dims."""
+    layer._check_input_dim(tensor)
+
+
+def is_lazy_norm(layer: torch.nn.Module) -> bool:
+    """Whether a batch norm has no shape yet."""
+    return isinstance(layer, getattr(batchnorm, "_LazyNormBase", ()))
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """Return the dictionary of a module's own parameters."""
+    return module._parameters
+
+
+def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the dictionary of a module's own buffers."""
+    return module._buffers
+
+
+def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """Return the dictionary of a module's children."""
+    return module._modules
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether functions are called before or after a module's forward or backward."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name, None) for name in names)
+
+
+def compiled_module(module: torch.nn.Module) -> object:
+    """Return the module that a compiled one was made of, or None."""
+    return getattr(module, "_orig_mod", None)
+
+
+def found_infinities(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> dict[torch.device, torch.Tensor]:
+    """Return a scaler's flags, by device, for infinities in an optimizer's gradients, which may be written to.
+
+    Raises:
+        UnsupportedOpError: This torch keeps them elsewhere.
+    """
+    states = getattr(scaler, "_per_optimizer_states", None)
+    if states is None:
+        raise missing_error("GradScaler._per_optimizer_states", "gradient scaling with FSDP")
+    found: dict[torch.device, torch.Tensor] = states[id(optimizer)]["found_inf_per_device"]
+    return found

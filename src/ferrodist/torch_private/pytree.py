@@ -1,0 +1,7 @@
+"""Private names of torch's trees of values: ``torch.utils._pytree``, 2.10 to 2.15."""
+
+from __future__ import annotations
+
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["tree_leaves", "tree_map"]

@@ -1,0 +1,27 @@
+"""The versions of torch that the tests have passed with."""
+
+from __future__ import annotations
+
+__all__ = ["TESTED_VERSIONS", "describe_version"]
+
+TESTED_VERSIONS = ("2.10.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+"""Each has its results in docs/torch-versions."""
+
+
+def describe_version(version: str) -> str:
+    """Say in a few words whether the tests have passed with a version of torch: "is tested", "is newer than ..."."""
+    minor, tested = _minor(version), [_minor(each) for each in TESTED_VERSIONS]
+    if version.partition("+")[0] in TESTED_VERSIONS:
+        return "is tested"
+    if minor in tested:
+        return f"is not tested itself, but {TESTED_VERSIONS[tested.index(minor)]} is"
+    if minor > tested[-1]:
+        return f"is newer than {TESTED_VERSIONS[-1]}, the last that is tested"
+    if minor < tested[0]:
+        return f"is older than {TESTED_VERSIONS[0]}, the first that is supported"
+    return f"is not tested; {', '.join(TESTED_VERSIONS)} are"
+
+
+def _minor(version: str) -> tuple[int, int]:
+    major, minor, *_ = version.split(".")
+    return int(major), int(minor)
