@@ -97,7 +97,7 @@ def compare_tensors(operator: object, tensor: torch.Tensor, mesh: DeviceMesh, pa
 
 
 def _describe(path: str | None, operator: object, tensor: torch.Tensor, *, is_backward: bool) -> _Entry:
-    where = describe_module() if path is None else f" in module {path!r}" if path else ""
+    where = describe_module() if path is None else f" in module {path!r}" if path else " in the model"
     where = " in backward" if is_backward else where
     form = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()

@@ -43,7 +43,7 @@ INSIDE: ContextVar[WholeTensors | None] = ContextVar("inside", default=None)
 """The plain tensors of the parallel module whose code runs."""
 
 BACKWARD = "tensor.backward"
-"""What a group keeps under this name: `WholeTensors` of a parallel module over it, for the gradients."""
+"""What a group keeps under this name: by mesh the `WholeTensors` of parallel modules over it, for the gradients."""
 
 
 def find_plain(arguments: Sequence[Any]) -> list[torch.Tensor]:
@@ -171,7 +171,7 @@ def _check(func: torch._ops.OpOverload, tensor: torch.Tensor, mesh: DeviceMesh, 
     inside = INSIDE.get()
     is_backward = current_graph_task() != -1
     if inside is None and is_backward:
-        inside = mesh.parent.attachments.get(BACKWARD)
+        inside = mesh.parent.attachments.get(BACKWARD, {}).get(mesh.identity)
     reason = ""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         reason = (

@@ -11,6 +11,7 @@ from operator_checks import assert_same, check_everywhere, check_operator, make,
 
 import ferrodist as fd
 from ferrodist import DeviceMesh, Partial, ReduceOp, Replicate, Shard
+from ferrodist.tensor.copied_views import COPIES
 from ferrodist.testing import run_ranks
 
 
@@ -338,5 +339,21 @@ def test_operators_that_write(name):
             else:
                 assert after is view
                 assert_same(x, operator(whole.view(4, 3, 2), value).view(4, 6), f"{where}")
+
+    run_ranks(check, 2)
+
+
+def test_views_that_are_gone_are_not_kept_track_of():
+    """Else each step of a program would leave some memory behind."""
+
+    def check(group):
+        mesh = DeviceMesh(group, (2,))
+        x = spread(make(4, 6), mesh, [Shard(1)])
+        storage = x.to_local().untyped_storage()._cdata
+        views = [x.view(4, 3, 2), x.view(4, 3, 2)[1], x[:, 1:4]]
+        assert storage in COPIES
+        x.add_(1)
+        del views
+        assert storage not in COPIES
 
     run_ranks(check, 2)

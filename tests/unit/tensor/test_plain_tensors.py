@@ -143,6 +143,8 @@ def test_lists_as_indices():
         lambda q: torch.linalg.matrix_power(q @ q.mT, 3),
         lambda q: torch.stack(torch.unravel_index((q[0, 0, 0] * 0).long() + 7, (3, 5))),
         lambda q: functional.one_hot((q[0, 0, 0] * 0).long() + 1, 4),
+        lambda q: torch.tensor_split(q, torch.tensor([1, 3]), 3),
+        lambda q: torch.tensor_split(q, torch.tensor([1, 3]), 2),
     ],
 )
 def test_tensors_that_functions_of_torch_make(function):

@@ -232,8 +232,9 @@ class WholeModel:
         self.mesh, self.gathers, self.checks = mesh, gathers, checks
         self.plain = WholeTensors(mesh, at_once=checks)
         """The plain tensors that modules' forwards make."""
-        self.backward = mesh.parent.attachments[BACKWARD] = WholeTensors(mesh, at_once=checks)
+        self.backward = WholeTensors(mesh, at_once=checks)
         """Those that gradients take."""
+        mesh.parent.attachments.setdefault(BACKWARD, {})[mesh.identity] = self.backward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeModel:
         """The same for a copy of the model."""

@@ -88,8 +88,8 @@ def parallelize(
             _prepare(one, mesh, styles[path])
         if type(one).forward is not nn.Module.forward:
             one.forward = WholeForward(one.forward, path, model)
-        if callable(method := getattr(one, "generate", None)):
-            one.generate = WholeMethod(method, model)
+        if callable(getattr(type(one), "generate", None)):
+            one.generate = WholeMethod(one.generate, model)
     return module
 
 

@@ -262,6 +262,8 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.unbind.int: _rule(_selected),
     _aten.split.Tensor: Rule(choices=_split, arguments=_local_split),
     _aten.split_with_sizes.default: Rule(choices=_split, arguments=_local_split),
+    _aten.unsafe_split.Tensor: Rule(choices=_split, arguments=_local_split),
+    _aten.unsafe_split_with_sizes.default: Rule(choices=_split, arguments=_local_split),
     _aten.cat.default: Rule(choices=_joined),
     _aten.stack.default: Rule(choices=_stacked),
     _aten.constant_pad_nd.default: Rule(choices=_padded, by_value=True),

@@ -1,0 +1,305 @@
+"""Models whose own code makes plain tensors, given whole to a plan."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import ferrodist as fd
+from ferrodist import CollectiveMismatchError, ColumnParallel, DTensor, RowParallel, VocabularyParallel
+from ferrodist.testing import run_ranks
+
+
+def mesh_of(group):
+    return fd.DeviceMesh(group, (group.world_size,), ("tp",))
+
+
+class Positions(nn.Linear):
+    """Scales its rows by their numbers, which it makes."""
+
+    def forward(self, x):
+        return super().forward(x) * torch.arange(x.shape[0])[:, None]
+
+
+class Block(nn.Module):
+    """What models' code does: position ids, a causal mask, rotary angles, an empty cache, lists as indices."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        cache = [torch.tensor([])]
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k, v = (one.unflatten(-1, (4, 2)).transpose(1, 2) for one in (q, k, v))
+        angles = torch.outer(torch.arange(x.shape[1], dtype=x.dtype), torch.tensor([1.0, 0.1], dtype=x.dtype))
+        q, k = q * angles.cos(), k * angles.cos()
+        cache[0] = torch.cat([cache[0].to(x.dtype), k], -2)
+        mask = torch.full((x.shape[1], x.shape[1]), float("-inf"), dtype=x.dtype).triu(1)
+        scores = q @ cache[0].transpose(-1, -2) + mask
+        found = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return x + self.out(found)
+
+
+class Decoder(nn.Module):
+    """A small language model that is written with plain tensors in it."""
+
+    def __init__(self, *, recomputes=False):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(16, 8), nn.Embedding(12, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 16, bias=False)
+        self.recomputes = recomputes
+        self.register_buffer("scale", torch.tensor([1.0, 2.0]), persistent=False)
+
+    def encode(self, ids):
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return x
+
+    def forward(self, ids):
+        x = self.encode(ids)
+        scores = self.head(x)
+        total = torch.zeros(x.shape[0], 16, dtype=x.dtype)
+        total.index_add_(0, torch.arange(x.shape[0]), scores[:, [0, -1]].sum(1))
+        rows, _ = torch.where(ids > 7)
+        return (
+            scores
+            + total[:, None]
+            + self.tokens.weight[rows[0]].sum() * torch.stack([torch.tensor(0.5, dtype=x.dtype), self.scale[0]]).sum()
+            + functional.pad(ids, (0, 1))[:, 1:, None]
+        )
+
+    @torch.no_grad()
+    def generate(self, ids):
+        for _ in range(3):
+            ids = torch.cat([ids, self(ids)[:, -1].argmax(-1, keepdim=True)], 1)
+        return ids
+
+
+PLAN = {
+    "tokens": VocabularyParallel(),
+    "blocks.*.qkv": ColumnParallel(blocks=3),
+    "blocks.*.out": RowParallel(),
+    "head": ColumnParallel(),
+}
+
+
+def seeded(make, seed=0):
+    torch.manual_seed(seed)
+    return make().double()
+
+
+def train(model, ids):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("plan", [PLAN, {}], ids=["divided", "whole"])
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_model_that_makes_plain_tensors(plan, check, recomputes):
+    """It trains and writes as in one process; what comes out is plain, and parameters have distributed gradients."""
+    model = seeded(lambda: Decoder(recomputes=recomputes))
+    ids = torch.tensor([[3, 9, 1, 12, 5], [8, 2, 2, 0, 7]])
+    alone = copy.deepcopy(model)
+    written, losses = alone.generate(ids), train(alone, ids)
+
+    def program(group):
+        mine = fd.parallelize(copy.deepcopy(model), mesh_of(group), plan, check=check)
+        got = mine.generate(ids)
+        assert type(got) is torch.Tensor
+        assert got.tolist() == written.tolist()
+        assert train(mine, ids) == pytest.approx(losses, rel=1e-10)
+        assert all(isinstance(one.grad, DTensor) for one in mine.parameters())
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "plan"),
+    [
+        (lambda: Positions(6, 6), {"": ColumnParallel()}),
+        (lambda: nn.LSTM(6, 4, num_layers=2, bidirectional=True), {}),
+        (lambda: nn.GRU(6, 4), {}),
+        (lambda: nn.Sequential(nn.Linear(6, 6), Positions(6, 6)), {"0": ColumnParallel(), "1": RowParallel()}),
+    ],
+)
+def test_modules_that_make_plain_tensors(make, plan):
+    """Numbers of rows, and the zeros that recurrent layers begin with; forward and backward."""
+    model, x = seeded(make), torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).double()
+    first = copy.deepcopy(model)(x)
+    expected = first[0] if isinstance(first, tuple) else first
+    alone = copy.deepcopy(model)
+    result = alone(x)
+    (result[0] if isinstance(result, tuple) else result).square().sum().backward()
+
+    def program(group):
+        mine = fd.parallelize(copy.deepcopy(model), mesh_of(group), plan)
+        result = mine(x)
+        result = result[0] if isinstance(result, tuple) else result
+        assert type(result) is torch.Tensor
+        torch.testing.assert_close(result, expected)
+        result.square().sum().backward()
+        for one, other in zip(mine.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+
+    run_ranks(program, 2)
+
+
+class Differing(nn.Module):
+    """Mixes plain tensors that are others on each rank."""
+
+    def __init__(self, *values):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.values = values
+
+    def forward(self, x):
+        x = self.inner(x)
+        for one in self.values:
+            x = x * one
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "check"), [("elements", False), ("elements", True), ("shape", False), ("shape", True), ("number", False)]
+)
+def test_plain_tensors_that_differ_between_ranks(kind, check):
+    """All ranks raise, with the module's path, at the end of the forward at the latest."""
+
+    def program(group):
+        values = torch.ones(4) * (group.rank if kind == "elements" else 1)
+        values = [values[: 1 if kind == "shape" and group.rank else 4]]
+        values += [torch.ones(4)] if kind == "number" and group.rank else []
+        model = nn.Sequential(nn.Linear(4, 4), Differing(*values))
+        fd.parallelize(model, mesh_of(group), {"1.inner": ColumnParallel()}, check=check)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            model(torch.ones(2, 4))
+        return str(caught.value)
+
+    for message in run_ranks(program, 2):
+        assert "plain tensors beside distributed ones count as whole, and differ between ranks" in message
+        assert "in module '1'" in message
+        assert "aten.mul.Tensor" in message
+
+
+def test_inputs_that_differ_between_ranks_are_found_when_asked():
+    """They count as whole; `check` has the ranks compare them, too."""
+
+    def program(group):
+        model = fd.parallelize(nn.Linear(4, 4), mesh_of(group), {"": ColumnParallel()}, check=True)
+        with pytest.raises(CollectiveMismatchError, match="for the forward"):
+            model(torch.ones(2, 4) * group.rank)
+        model(torch.ones(2, 4))
+
+    run_ranks(program, 2)
+
+
+def test_plain_tensors_that_differ_in_backward():
+    """As in a hook on a gradient: all ranks raise when the backward is done."""
+
+    def program(group):
+        model = fd.parallelize(nn.Linear(4, 4), mesh_of(group), {"": ColumnParallel()})
+        for same in (True, False):
+            out = model(torch.ones(2, 4))
+            mask = torch.tensor([1.0, 2.0, 0.0, 3.0]) + (0 if same else group.rank)
+            handle = model.weight.register_hook(lambda grad, mask=mask: grad * mask)
+            if same:
+                out.sum().backward()
+                assert model.weight.grad.full_tensor()[0].tolist() == [2.0, 4.0, 0.0, 6.0]
+            else:
+                with pytest.raises(CollectiveMismatchError, match="in backward"):
+                    out.sum().backward()
+            handle.remove()
+        model(torch.ones(2, 4)).sum().backward()  # and the next one begins anew
+
+    run_ranks(program, 2)
+
+
+def test_a_module_of_a_model_called_by_itself():
+    """From outside it gives plain whole tensors for plain ones, as the model does; for distributed ones such."""
+    model, x = (
+        seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 6)))),
+        torch.ones(4, 6),
+    )
+    expected = model(x.double())
+
+    def program(group):
+        mesh = mesh_of(group)
+        mine = fd.parallelize(copy.deepcopy(model), mesh, {"0": ColumnParallel(), "1.1": RowParallel()})
+        hidden = mine[0](x.double())
+        assert type(hidden) is torch.Tensor
+        torch.testing.assert_close(hidden, model[0](x.double()))
+        for result in (mine[1](hidden), mine[1][1](mine[1][0](hidden)), mine(x.double())):
+            assert type(result) is torch.Tensor
+            torch.testing.assert_close(result, expected)
+        whole = fd.distribute(x.double(), mesh, fd.Replicate())
+        assert isinstance(mine[0](whole), DTensor)
+        mine(x.double()).sum().backward()
+        mine.zero_grad()
+        mine[1](mine[0](x.double())).sum().backward()
+        torch.testing.assert_close(mine[0].bias.grad.full_tensor().sum(), model_grad)
+        kept = fd.parallelize(copy.deepcopy(model), mesh, {"0": ColumnParallel()}, gathers_outputs=False)
+        assert isinstance(kept(x.double()), DTensor)
+
+    alone = copy.deepcopy(model)
+    alone(x.double()).sum().backward()
+    model_grad = alone[0].bias.grad.sum()
+    run_ranks(program, 2)
+
+
+def test_a_leaf_of_its_own_is_refused():
+    """A plain parameter made after parallelize would get a distributed gradient: the error names the module."""
+
+    class Adapter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.inner(x) @ self.more
+
+    def program(group):
+        model = fd.parallelize(nn.Sequential(Adapter()), mesh_of(group), {})
+        model[0].more = nn.Parameter(torch.eye(4))
+        with pytest.raises(ValueError, match=r"in module '0' \(Adapter\).*it is a leaf that requires grad"):
+            model(torch.ones(2, 4))
+
+    run_ranks(program, 2)
+
+
+def test_copies_and_errors_leave_nothing_behind():
+    """A copy of a model is one of its own, and an error in a forward doesn't leave plain tensors allowed."""
+
+    class Failing(Positions):
+        def forward(self, x):
+            result = super().forward(x)
+            if self.training:
+                raise RuntimeError("on purpose")
+            return result
+
+    def program(group):
+        mesh = mesh_of(group)
+        model = fd.parallelize(nn.Sequential(Failing(6, 6)), mesh, {})
+        for one in (model, copy.deepcopy(model)):
+            with pytest.raises(RuntimeError, match="on purpose"):
+                one.train()(torch.ones(4, 6))
+            with pytest.raises(ValueError, match="distribute it too"):
+                _ = fd.distribute(torch.ones(4), mesh, fd.Replicate()) * torch.ones(4)
+            one.eval()(torch.ones(4, 6))
+
+    run_ranks(program, 2)
