@@ -184,20 +184,57 @@ def test_clipping_by_value():
 
 
 def test_norms_of_the_parameters_themselves():
-    """A parameter's norm is the whole one's under no_grad; where it would need a gradient, it is refused."""
+    """A parameter's norm is the whole one's, in whatever form a program asks for it."""
     model = make()
     expected = get_total_norm(list(model.parameters())).detach()
 
     def program(group):
         fsdp = FSDP(copy.deepcopy(model), group)
-        with torch.no_grad():
-            total = get_total_norm(fsdp.parameters())
-        with pytest.raises(UnsupportedOpError, match="weight_decay"):
-            sum(piece.norm() for piece in fsdp.parameters())
-        return total
+        vector = torch.nn.utils.parameters_to_vector(fsdp.parameters())
+        return [get_total_norm(fsdp.parameters()), vector.norm(), vector.detach().norm()]
 
-    for total in run_ranks(program, 2):
-        torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
+    for totals in run_ranks(program, 2):
+        for total in totals:
+            torch.testing.assert_close(total.detach(), expected, rtol=1e-5, atol=0)
+
+
+PENALTIES = {
+    "squares": lambda parameters: sum(each.pow(2).sum() for each in parameters),
+    "norms": lambda parameters: sum(each.norm() for each in parameters),
+    "1-norms": lambda parameters: sum(torch.linalg.vector_norm(each, 1) for each in parameters),
+    "means": lambda parameters: sum(each.square().mean() for each in parameters),
+    "largest": lambda parameters: sum(each.abs().max() for each in parameters),
+    "of all": lambda parameters: torch.nn.utils.parameters_to_vector(parameters).norm(),
+}
+
+
+@pytest.mark.parametrize("strategy", ["full", "hybrid"])
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_penalties_on_weights(penalty, strategy):
+    """A penalty that a loss has outside of forward counts as in one process, with its gradient, also at zeros."""
+    model = make()
+    with torch.no_grad():
+        model[0].bias.zero_()
+
+    def trained(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(INPUTS).square().mean() + PENALTIES[penalty](list(model.parameters()))
+            loss.backward()
+            optimizer.step()
+        return loss.detach()
+
+    own = copy.deepcopy(model)
+    expected = trained(own)
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, strategy=STRATEGIES[strategy], wrap=torch.nn.Linear)
+        return trained(fsdp), fsdp.full_state_dict()
+
+    for loss, state in run_ranks(program, 4):
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(state, dict(own.state_dict()), rtol=1e-4, atol=1e-6)
 
 
 WHOLE = {
