@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Run = tuple[int, int]
     """Where elements of a dim begin in the whole, and how many they are."""
 
-__all__ = ["Box", "FlatPiece", "LocalPart", "find_piece", "local_part", "mark_piece"]
+__all__ = ["Box", "FlatPiece", "LocalPart", "find_piece", "invert", "local_part", "mark_piece"]
 
 _pieces = WeakTensorKeyDictionary()
 """What `mark_piece` was told."""
@@ -72,7 +72,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatPiece:
-    """What a tensor is that has a part of another one's elements, in row-major order.
+    """What a tensor is that has a part of another one's elements, in row-major order or that of some dims.
 
     Args:
         shape: Of that other one: a whole tensor, or this rank's part of a distributed one.
@@ -80,6 +80,7 @@ class FlatPiece:
         layout: How the distributed one lies.
         num_shards: Over how many ranks the elements are divided.
         num_copies: How many ranks have the same piece.
+        order: The dims in the order in which elements lie, the last one fastest; None for their own.
     """
 
     shape: tuple[int, ...]
@@ -87,6 +88,7 @@ class FlatPiece:
     layout: Layout | None
     num_shards: int
     num_copies: int
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,14 +147,15 @@ def local_part(tensor: torch.Tensor) -> LocalPart:
     return LocalPart(shape=shape, dtype=tensor.dtype, pieces=pieces, placement="whole", is_copied=True)
 
 
+def invert(order: Sequence[int]) -> list[int]:
+    """The order of dims that undoes another one."""
+    return [order.index(dim) for dim in range(len(order))]
+
+
 def _part_of_piece(tensor: torch.Tensor, piece: FlatPiece) -> LocalPart:
-    flat = tensor.reshape(-1)
     layout = piece.layout
     pieces: list[tuple[Box, torch.Tensor]] = []
-    at = 0
-    for box in _boxes_of_range(piece.shape, piece.start, piece.start + flat.numel()):
-        view = flat[at : at + box.numel].view(box.shape)
-        at += box.numel
+    for box, view in _boxes_of_piece(tensor, piece):
         pieces.extend([(box, view)] if layout is None else _spread(box, view, layout))
     placement = f"flat over {piece.num_shards} ranks"
     return LocalPart(
@@ -162,6 +165,22 @@ def _part_of_piece(tensor: torch.Tensor, piece: FlatPiece) -> LocalPart:
         placement=placement if layout is None else f"{placement}, of {_describe(layout)}",
         is_copied=piece.num_copies > 1 or (layout is not None and Replicate() in layout.placements),
     )
+
+
+def _boxes_of_piece(tensor: torch.Tensor, piece: FlatPiece) -> Iterator[tuple[Box, torch.Tensor]]:
+    """The piece as boxes of the tensor of which it is one, each with its view."""
+    if piece.num_shards == 1:
+        if tensor.numel():
+            yield Box((0,) * len(piece.shape), piece.shape), tensor
+        return
+    flat = tensor.reshape(-1)
+    order = piece.order if piece.order is not None else tuple(range(len(piece.shape)))
+    back = invert(order)
+    at = 0
+    for box in _boxes_of_range([piece.shape[dim] for dim in order], piece.start, piece.start + flat.numel()):
+        view = flat[at : at + box.numel].view(box.shape).permute(back)
+        at += box.numel
+        yield Box(tuple(box.offsets[dim] for dim in back), tuple(box.shape[dim] for dim in back)), view
 
 
 def _boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

@@ -1,5 +1,6 @@
 """DDP: what ranks compute together is what one process computes, and what goes wrong is raised."""
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -1080,6 +1081,23 @@ def test_hooks_may_change_gradients():
         return model.weight.grad.item()
 
     assert run_ranks(gradient, 3) == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_module_is_trained_alone(is_gone):
+    """Once its DDP is gone, or in no_sync(), one rank may train the module while the others do something else."""
+
+    def gradient(group):
+        ddp = DDP(torch.nn.Linear(1, 1, bias=False), group)
+        module = ddp.module
+        context = ddp.no_sync() if not is_gone else contextlib.nullcontext()
+        del ddp
+        with context:
+            if group.rank == 1:
+                module(torch.full((1, 1), 3.0)).sum().backward()
+        return None if module.weight.grad is None else module.weight.grad.item()
+
+    assert run_ranks(gradient, 2) == [None, 3.0]
 
 
 def test_modules_without_trainable_parameters():

@@ -78,34 +78,28 @@ def test_clipping_by_torch_however_the_model_is_divided(strategy):
         torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("foreach", [None, True])
+@pytest.mark.parametrize("foreach", [None, True, False])
 def test_clipping_of_divided_distributed_and_plain_gradients_together(foreach):
-    """A list may have pieces, DTensors and plain tensors: each counts whole, once."""
-    model, own, head, tail = make(), with_gradients(), make(), make()
-    for each in (head, tail):
-        loss_of(each).backward()
-    expected = get_total_norm([*gradients(own), *gradients(head), *gradients(tail)])
+    """A list may have pieces, DTensors and the gradients of a DDP: each counts whole, once."""
+    torch.manual_seed(4)
+    layers = [torch.nn.Linear(6, 6) for _ in range(3)]
+
+    def clipped(models):
+        loss_of(torch.nn.Sequential(*models)).backward()
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        norms = [clip_grad_norm_(parameters, 1.0, foreach=foreach), get_total_norm([each.grad for each in parameters])]
+        return [norm.full_tensor() if isinstance(norm, fd.DTensor) else norm for norm in norms]
+
+    expected = clipped(copy.deepcopy(layers))
 
     def program(group):
-        fsdp, plain = divided(model, group), copy.deepcopy(head)
-        mesh = fd.DeviceMesh(group, (2,), ("tp",))
-        parallel = fd.parallelize(make_like(tail), mesh, {"0": fd.ColumnParallel()})
-        loss_of(parallel).backward()
-        for mine, other in zip(plain.parameters(), head.parameters(), strict=True):
-            mine.grad = other.grad.clone()
-        found = [*gradients(fsdp), *gradients(plain), *gradients(parallel)]
-        norms = torch._foreach_norm(found) if foreach else [torch.linalg.vector_norm(each) for each in found]
-        whole = [norm.full_tensor() if isinstance(norm, fd.DTensor) else norm for norm in norms]
-        return torch.linalg.vector_norm(torch.stack(whole))
+        first, second, third = copy.deepcopy(layers)
+        mesh = fd.DeviceMesh(group, (2,), ("tensor",))
+        parallel = fd.parallelize(second, mesh, {"": fd.ColumnParallel()})
+        return clipped([FSDP(first, group), parallel, fd.DDP(third, group)])
 
-    for total in run_ranks(program, 2):
-        torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
-
-
-def make_like(model):
-    twin = make()
-    twin.load_state_dict(model.state_dict())
-    return twin
+    for norms in run_ranks(program, 2):
+        torch.testing.assert_close(norms, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_norms_written_by_hand():
@@ -190,20 +184,57 @@ def test_clipping_by_value():
 
 
 def test_norms_of_the_parameters_themselves():
-    """A parameter's norm is the whole one's under no_grad; where it would need a gradient, it is refused."""
+    """A parameter's norm is the whole one's, in whatever form a program asks for it."""
     model = make()
     expected = get_total_norm(list(model.parameters())).detach()
 
     def program(group):
         fsdp = FSDP(copy.deepcopy(model), group)
-        with torch.no_grad():
-            total = get_total_norm(fsdp.parameters())
-        with pytest.raises(UnsupportedOpError, match="weight_decay"):
-            sum(piece.norm() for piece in fsdp.parameters())
-        return total
+        vector = torch.nn.utils.parameters_to_vector(fsdp.parameters())
+        return [get_total_norm(fsdp.parameters()), vector.norm(), vector.detach().norm()]
 
-    for total in run_ranks(program, 2):
-        torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
+    for totals in run_ranks(program, 2):
+        for total in totals:
+            torch.testing.assert_close(total.detach(), expected, rtol=1e-5, atol=0)
+
+
+PENALTIES = {
+    "squares": lambda parameters: sum(each.pow(2).sum() for each in parameters),
+    "norms": lambda parameters: sum(each.norm() for each in parameters),
+    "1-norms": lambda parameters: sum(torch.linalg.vector_norm(each, 1) for each in parameters),
+    "means": lambda parameters: sum(each.square().mean() for each in parameters),
+    "largest": lambda parameters: sum(each.abs().max() for each in parameters),
+    "of all": lambda parameters: torch.nn.utils.parameters_to_vector(parameters).norm(),
+}
+
+
+@pytest.mark.parametrize("strategy", ["full", "hybrid"])
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_penalties_on_weights(penalty, strategy):
+    """A penalty that a loss has outside of forward counts as in one process, with its gradient, also at zeros."""
+    model = make()
+    with torch.no_grad():
+        model[0].bias.zero_()
+
+    def trained(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(INPUTS).square().mean() + PENALTIES[penalty](list(model.parameters()))
+            loss.backward()
+            optimizer.step()
+        return loss.detach()
+
+    own = copy.deepcopy(model)
+    expected = trained(own)
+
+    def program(group):
+        fsdp = FSDP(copy.deepcopy(model), group, strategy=STRATEGIES[strategy], wrap=torch.nn.Linear)
+        return trained(fsdp), fsdp.full_state_dict()
+
+    for loss, state in run_ranks(program, 4):
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(state, dict(own.state_dict()), rtol=1e-4, atol=1e-6)
 
 
 WHOLE = {

@@ -230,6 +230,11 @@ def test_pieces_are_updated_together_or_not_at_all(run):
         with pytest.raises(TypeError, match=r"tensor of torch\.float32"):
             fsdp.update_shards([piece.double() for piece in before])
         assert all(torch.equal(piece, old) for piece, old in zip(fsdp.parameters(), before, strict=True))
+        for wrong in (torch.ones(3), torch.ones(1, sum(piece.numel() for piece in before))):
+            with pytest.raises(ValueError, match="elements in all"):
+                fsdp.update_shards(wrong)
+        fsdp.update_shards(torch.cat([piece.reshape(-1) + 0.5 for piece in before]))
+        assert all(torch.equal(now, old + 0.5) for now, old in zip(fsdp.parameters(), before, strict=True))
         fsdp.update_shards([piece + 1 for piece in before])
         return fsdp.full_state_dict()["first.weight"]
 
@@ -450,3 +455,29 @@ def test_names_of_pieces_are_those_of_the_states():
 
     for named, saved in run_ranks(names, 2):
         assert named == saved
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_not_needed_does_nothing(strategy):
+    """Prefetching twice, and averaging gradients that were averaged or are not there, change nothing."""
+
+    def program(group):
+        fsdp = FSDP(seeded(), group, strategy=STRATEGIES[strategy], wrap=torch.nn.Linear)
+        fsdp.sync_gradients()
+        fsdp.prefetch_forward_params()
+        fsdp.prefetch_forward_params()
+        fsdp(torch.ones(4, 6)).sum().backward()
+        before = [piece.grad.clone() for piece in fsdp.parameters()]
+        fsdp.sync_gradients()
+        assert all(torch.equal(piece.grad, old) for piece, old in zip(fsdp.parameters(), before, strict=True))
+
+    run_ranks(program, 2)
+
+
+def test_a_small_parameter_may_lie_on_one_rank():
+    """Cuts between ranks are multiples of 16 elements."""
+
+    def program(group):
+        return [piece.numel() for piece in FSDP(torch.nn.Linear(4, 4), group).parameters()]
+
+    assert run_ranks(program, 2) == [[16, 0], [0, 4]]

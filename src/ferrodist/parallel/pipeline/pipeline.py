@@ -72,6 +72,8 @@ class Pipeline(InnerNames):
         TypeError, ValueError: An argument is wrong.
     """
 
+    stages: torch.nn.ModuleDict
+
     def __init__(
         self,
         stages: Sequence[torch.nn.Module | None] | torch.nn.Module,

@@ -19,7 +19,7 @@ from ferrodist.parallel.meta_device import has_meta_tensors, materialise
 from ferrodist.parallel.owners import claim_parameters, describe_owner
 from ferrodist.parallel.same_form import compare_forms, find_unsynchronised, write_obstacle
 from ferrodist.parallel.sharded.distributed import layout_of, part_of
-from ferrodist.parallel.sharded.layout import FlatLayout, find_gone, release_names
+from ferrodist.parallel.sharded.layout import FlatLayout, find_gone, order_of, release_names
 from ferrodist.parallel.sharded.memory import allot
 from ferrodist.parallel.sharded.parameter import FlatParameters
 from ferrodist.parallel.sharded.unit import Unit
@@ -29,7 +29,7 @@ from ferrodist.torch_private.autograd import backward_hooks, has_accumulate_hook
 from ferrodist.torch_private.modules import own_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
     from ferrodist.parallel.sharded.mixed_precision import MixedPrecision
@@ -89,7 +89,7 @@ def _describe(plans: Sequence[UnitPlan], root: torch.nn.Module) -> list[str]:
     for plan in plans:
         lines.append(f"unit {plan.name!r}")
         lines += [
-            f"{'' if parameter.requires_grad else 'frozen '}parameter {_form(name, parameter)}"
+            f"{'' if parameter.requires_grad else 'frozen '}parameter {_form(name, parameter)}{_order(parameter)}"
             for name, parameter in plan.parameters.items()
         ]
     return lines + [f"buffer {_form(name, buffer)}" for name, buffer in root.named_buffers()]
@@ -102,6 +102,11 @@ def _form(name: str, tensor: torch.Tensor) -> str:
     over = "" if layout is None else f", distributed as {layout} of {layout.mesh.shape} ranks"
     place = f" on {tensor.device.type}" if tensor.is_cuda else ""
     return f"{name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}{over}{place}"
+
+
+def _order(parameter: torch.Tensor) -> str:
+    is_plain = not is_lazy(parameter) and layout_of(parameter) is None
+    return ", channels last" if is_plain and order_of(parameter) is not None else ""
 
 
 def _refusal(plans: Sequence[UnitPlan], root: torch.nn.Module, device: torch.device, group: Backend) -> str | None:
@@ -221,7 +226,9 @@ def build_units(
         layouts: How the tensors lie of which parameters are parts, by the parameters' names.
         device: Where the parameters are, or get memory.
     """
-    kinds = [kind for number, plan in enumerate(plans) for kind in _kinds(number, plan, axes, precision)]
+    kinds = [
+        kind for number, plan in enumerate(plans) for kind in _kinds(number, plan, axes, precision, distributed=layouts)
+    ]
     memories = allot([(kind.layout.shard_size, kind.dtype, kind.dtypes[0]) for kind in kinds], axes.shard, device)
     units = []
     for number, plan in enumerate(plans):
@@ -249,15 +256,20 @@ def build_units(
     return units
 
 
-def _kinds(number: int, plan: UnitPlan, axes: Axes, precision: MixedPrecision) -> list[_Kind]:
+def _kinds(
+    number: int, plan: UnitPlan, axes: Axes, precision: MixedPrecision, *, distributed: Collection[str]
+) -> list[_Kind]:
     names: dict[tuple[torch.dtype, bool], list[str]] = {}
     for name, parameter in plan.parameters.items():
         names.setdefault((parameter.dtype, parameter.requires_grad), []).append(name)
     found = []
     for (dtype, _), members in names.items():
         shapes = [plan.parameters[name].shape for name in members]
+        orders = [None if name in distributed else order_of(plan.parameters[name]) for name in members]
         computed, reduced = precision.computed(dtype), precision.reduced(dtype)
-        layout = FlatLayout(shapes, axes.num_shards, axes.whole, kept=dtype, gathered=computed, reduced=reduced)
+        layout = FlatLayout(
+            shapes, axes.num_shards, axes.whole, orders=orders, kept=dtype, gathered=computed, reduced=reduced
+        )
         found.append(_Kind(unit=number, names=tuple(members), dtype=dtype, layout=layout, dtypes=(computed, reduced)))
     return found
 

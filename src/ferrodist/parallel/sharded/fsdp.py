@@ -263,16 +263,25 @@ class FSDP(InnerNames):
                 flat.share_with_copies()
 
     @torch.no_grad()
-    def update_shards(self, pieces: Sequence[torch.Tensor]) -> None:
+    def update_shards(self, pieces: Sequence[torch.Tensor] | torch.Tensor) -> None:
         """Overwrite this rank's pieces, in the order of ``parameters()``.
 
         Args:
-            pieces: One for each parameter, with as many elements and the dtype of this rank's piece.
+            pieces: One for each parameter, with as many elements and the dtype of this rank's piece. Or all of them
+                end to end, in a tensor of one dim.
 
         Raises:
             ValueError, TypeError: One doesn't fit; nothing was written.
         """
         own = list(self.named_parameters())
+        if isinstance(pieces, torch.Tensor):
+            sizes = [parameter.numel() for _, parameter in own]
+            if pieces.shape != (sum(sizes),):
+                raise ValueError(
+                    f"rank {self._axes.whole.rank}'s pieces have {sum(sizes)} elements in all, and update_shards got a"
+                    f" tensor of shape {tuple(pieces.shape)}"
+                )
+            pieces = torch.split(pieces, sizes)
         values = list(pieces)
         if len(values) != len(own):
             raise ValueError(f"this model has {len(own)} parameters, and update_shards got {len(values)} pieces")

@@ -124,7 +124,7 @@ class FlatGradients:
             if not present[place]:
                 continue
             piece = layout.piece(place, self._axes.shard_rank)
-            part = means[piece.offset :][: piece.size].view(parameter.shape).to(parameter.dtype).data
+            part = layout.shape_piece(place, means[piece.offset :][: piece.size]).to(parameter.dtype).data
             if parameter.grad is None:
                 parameter.grad = part
             else:
@@ -151,7 +151,7 @@ class FlatGradients:
                 presence[:, place] = 0
             else:
                 assert lie_alike(gradient, full), "keep_gradients_placed sees to it"
-                gradient = part_of(gradient).reshape(-1)
+                gradient = layout.flatten(place, part_of(gradient))
             for piece in layout.pieces(place):
                 start = piece.rank * layout.row_size + piece.offset
                 target = rows[start : start + piece.size]

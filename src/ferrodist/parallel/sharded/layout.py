@@ -1,7 +1,8 @@
 """Where each element of a unit's parameters lies: pure arithmetic, the same on all ranks.
 
 [Note: flat units]
-The parameters of a unit that have one dtype lie end to end in one flat tensor, which is cut into as many equal shards
+The parameters of a unit that have one dtype lie end to end in one flat tensor (row-major, or in the order of dims in
+which a channels-last weight lies), which is cut into as many equal shards
 as there are ranks to divide it, wherever the cuts fall. So a unit is gathered by one all_gather straight to where its
 parameters are used, with no copy after it, and no shape or number of ranks is special: padding makes up at most a few
 elements a unit. A parameter that a cut goes through has a *piece* on two or more ranks; a rank's piece may be empty.
@@ -30,16 +31,17 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+import torch
+
 from ferrodist.collectives.sharding import offsets_of
+from ferrodist.tensor.regions import invert
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    import torch
-
     from ferrodist.backends.base import Backend
 
-__all__ = ["FlatLayout", "Piece", "find_gone", "release_names"]
+__all__ = ["FlatLayout", "Piece", "find_gone", "order_of", "release_names"]
 
 _ALIGNMENT = 16
 """Elements: parameters begin at multiples of 64 bytes or more, if float32, as they would in memory of their own."""
@@ -51,6 +53,8 @@ _NUM_DIMS = 32
 """Half of what torch allows."""
 
 _KEY = "parallel.sharded.names"
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,7 @@ class FlatLayout:
 
     Args:
         shapes: The parameters' shapes.
+        orders: For each the order of dims in which its elements lie, from `order_of`; None for row-major.
         num_shards: Number of equal shards.
         group: Has its flats told apart; see [Note: names].
         kept: The dtype of the shards.
@@ -88,11 +93,13 @@ class FlatLayout:
         num_shards: int,
         group: Backend,
         *,
+        orders: Sequence[tuple[int, ...] | None] | None = None,
         kept: torch.dtype,
         gathered: torch.dtype,
         reduced: torch.dtype,
     ) -> None:
         self.shapes = tuple(shapes)
+        self.orders = tuple(orders) if orders is not None else (None,) * len(self.shapes)
         self.numels = tuple(prod(shape) for shape in shapes)
         self.offsets = tuple(offsets_of([_align(numel) for numel in self.numels])[:-1])
         self.num_shards = num_shards
@@ -128,12 +135,38 @@ class FlatLayout:
         """The pieces of a parameter that have elements, in their order."""
         return [piece for rank in range(self.num_shards) if (piece := self.piece(parameter, rank)).size]
 
-    def piece_shape(self, parameter: int, piece: Piece) -> tuple[int, ...]:
-        """The shape in which optimizers see a piece: with as many dims as the parameter, for rules go by them."""
-        shape = self.shapes[parameter]
+    def flatten(self, parameter: int, value: torch.Tensor) -> torch.Tensor:
+        """A whole parameter's elements as they lie in the flat tensor; a view of them where they lie so already."""
+        order = self.orders[parameter]
+        return value.reshape(-1) if order is None else value.permute(order).reshape(-1)
+
+    def unflatten(self, parameter: int, elements: torch.Tensor) -> torch.Tensor:
+        """The opposite: a whole parameter, as a view."""
+        shape, order = self.shapes[parameter], self.orders[parameter]
+        if order is None:
+            return elements.view(shape)
+        return elements.view([shape[dim] for dim in order]).permute(invert(order))
+
+    def shape_piece(self, parameter: int, elements: torch.Tensor) -> torch.Tensor:
+        """Elements of a piece in the shape in which optimizers see it.
+
+        It has as many dims as the parameter, for rules go by them.
+        """
         if self.num_shards == 1:
-            return tuple(shape)
-        return (piece.size, *[1] * (len(shape) - 1))
+            return self.unflatten(parameter, elements)
+        return elements.view(-1, *[1] * (len(self.shapes[parameter]) - 1)) if self.shapes[parameter] else elements
+
+
+def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The order of dims in which the elements of a channels-last tensor lie; None for other tensors.
+
+    Convolutions want their weights so as they want their inputs, or copy them in each call.
+    """
+    if tensor.ndim not in _CHANNELS_LAST:
+        return None
+    row_major = torch.empty(tensor.shape, device="meta").stride()
+    last = torch.empty(tensor.shape, device="meta", memory_format=_CHANNELS_LAST[tensor.ndim]).stride()
+    return (0, *range(2, tensor.ndim), 1) if tensor.stride() == last != row_major else None
 
 
 class _Names:

@@ -194,14 +194,29 @@ class ModelState:
 
 
 def owner_of(axes: Axes, flats: Sequence[FlatParameters]) -> dict[str, Any]:
-    """What a sharded state says of the rank that saves it; ``parts`` where parameters are parts of distributed ones."""
+    """What a sharded state says of the rank that saves it.
+
+    With ``parts`` where parameters are parts of distributed ones, and ``orders`` where elements lie in another order of
+    dims than the parameter's own.
+    """
     parts = {
         name: describe_part(layout)
         for flat in flats
         for name, layout in zip(flat.names, flat.distributed, strict=True)
         if layout is not None
     }
-    return {"rank": axes.whole.rank, "world_size": axes.whole.world_size, **({"parts": parts} if parts else {})}
+    orders = {
+        name: list(order)
+        for flat in flats
+        for name, order in zip(flat.names, flat.layout.orders, strict=True)
+        if order is not None and flat.layout.num_shards > 1
+    }
+    more = {"parts": parts, "orders": orders}
+    return {
+        "rank": axes.whole.rank,
+        "world_size": axes.whole.world_size,
+        **{key: value for key, value in more.items() if value},
+    }
 
 
 def check_owner(state: Mapping[str, Any], owner: Mapping[str, Any], what: str) -> None:
@@ -213,6 +228,13 @@ def check_owner(state: Mapping[str, Any], owner: Mapping[str, Any], what: str) -
         raise ValueError(
             f"this is the {what} state of rank {state['rank']} of {state['world_size']}, and this is rank {mine[0]} of"
             f" {mine[1]}: sharded states fit the rank that saved them, full ones any number. Nothing was loaded."
+        )
+    if owner.get("orders", {}) != state.get("orders", {}):
+        name = min({*owner.get("orders", {}), *state.get("orders", {})})
+        raise ValueError(
+            f"the {what} state has the elements of {name!r}, or of another parameter, in another order than this model,"
+            " as weights in memory_format=torch.channels_last have: make the model as it was, or save full states."
+            " Nothing was loaded."
         )
     own, theirs = owner.get("parts", {}), state.get("parts", {})
     for name in sorted({*own, *theirs}):

@@ -74,14 +74,16 @@ class OptimizerState:
                     f"the optimizer state of rank {rank} does not fit the optimizer: {problem}. Nothing was loaded."
                 )
         parts: dict[str, dict[str, Any]] = {}
-        for parameter, (flat, place) in homes.items():
+        for flat, place in homes.values():
             entries = state["state"].get(flat.names[place])
             if entries is None:
                 continue
             divided = state["divided"][flat.names[place]]
             piece = flat.layout.piece(place, self._axes.shard_rank)
             parts[flat.names[place]] = {
-                key: flat.cut(place, value).reshape(-1)[piece.start :][: piece.size].view(parameter.shape)
+                key: flat.layout.shape_piece(
+                    place, flat.layout.flatten(place, flat.cut(place, value))[piece.start :][: piece.size]
+                )
                 if key in divided
                 else value
                 for key, value in entries.items()
@@ -156,11 +158,12 @@ class OptimizerState:
 
     def _join(self, value: torch.Tensor, flat: FlatParameters, place: int) -> torch.Tensor:
         if self._axes.shard is None:
-            joined = value.clone()
+            whole = value.clone()
         else:
             sizes = [flat.layout.piece(place, rank).size for rank in range(flat.layout.num_shards)]
             joined = all_gather_by_sizes(value.reshape(-1), sizes, dim=0, group=self._axes.shard)
-        return join_parts(joined.view(flat.layout.shapes[place]), flat.distributed[place])
+            whole = flat.layout.unflatten(place, joined)
+        return join_parts(whole, flat.distributed[place])
 
 
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})

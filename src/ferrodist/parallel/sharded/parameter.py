@@ -227,8 +227,8 @@ class FlatParameters:
         joined = self.shard.clone() if self._axes.shard is None else all_gather(self.shard, group=self._axes.shard)
         layout = self.layout
         return [
-            joined[offset : offset + numel].view(shape)
-            for offset, numel, shape in zip(layout.offsets, layout.numels, layout.shapes, strict=True)
+            layout.unflatten(place, joined[offset : offset + numel])
+            for place, (offset, numel) in enumerate(zip(layout.offsets, layout.numels, strict=True))
         ]
 
     def take_values(self, values: Sequence[torch.Tensor] | None) -> None:
@@ -257,7 +257,7 @@ class FlatParameters:
         flat = torch.zeros(self.layout.total_size, dtype=self.shard.dtype, device=self.shard.device)
         for place, value in enumerate(values):
             offset = self.layout.offsets[place]
-            flat[offset : offset + value.numel()].copy_(value.detach().reshape(-1))
+            flat[offset : offset + value.numel()].copy_(self.layout.flatten(place, value.detach()))
         return flat
 
     def adopt_pieces(self) -> None:
@@ -283,6 +283,7 @@ class FlatParameters:
             layout=self.distributed[place],
             num_shards=self.layout.num_shards,
             num_copies=1 if copies is None else copies.world_size,
+            order=self.layout.orders[place],
         )
         mark_piece(self.parameters[place], piece)
         division = division_of(self._axes, self.distributed[place])
@@ -292,15 +293,14 @@ class FlatParameters:
     def piece_of_shard(self, place: int) -> torch.Tensor:
         """The memory of this rank's piece of a parameter, in the shape that optimizers see."""
         piece = self.layout.piece(place, self._axes.shard_rank)
-        shape = self.layout.piece_shape(place, piece)
-        return self.shard[piece.offset :][: piece.size].view(shape).data
+        return self.layout.shape_piece(place, self.shard[piece.offset :][: piece.size]).data
 
     @torch.no_grad()
     def load(self, place: int, value: torch.Tensor) -> None:
         """Take this rank's piece from a whole parameter."""
         piece = self.layout.piece(place, self._axes.shard_rank)
-        part = value.detach().reshape(-1)[piece.start :][: piece.size]
-        self.parameters[place].copy_(part.view(self.parameters[place].shape))
+        part = self.layout.flatten(place, value.detach())[piece.start :][: piece.size]
+        self.parameters[place].copy_(self.layout.shape_piece(place, part))
 
     def begin_summon(self) -> None:
         """Give the module whole parameters that may be changed, which are not those that forward uses."""
@@ -320,7 +320,7 @@ class FlatParameters:
 
     def _make_full(self, place: int) -> torch.nn.Parameter:
         offset, numel = self.layout.offsets[place], self.layout.numels[place]
-        view = self._full[offset : offset + numel].view(self.layout.shapes[place])
+        view = self.layout.unflatten(place, self._full[offset : offset + numel])
         return self._as_parameter(place, view.data)
 
     def _as_parameter(self, place: int, value: torch.Tensor) -> torch.nn.Parameter:

@@ -64,18 +64,26 @@ class Division:
         """Fold numbers of all ranks; every rank calls this.
 
         Args:
-            own: This rank's, in float64 or complex128; overwritten.
+            own: This rank's, in float64 or complex128.
             op: How they are folded. In sums what several ranks have counts once.
+
+        Returns:
+            The same on all ranks. Its gradient is that of a loss that all ranks have: each piece gets its own.
         """
+        total = own.detach()
         if op is ReduceOp.SUM:
-            own = own / self.num_copies
+            total = total / self.num_copies
         with explain_errors(
             lambda: f"Rank {self.groups[-1].rank} asked for a norm or total of tensors that FSDP divides.",
             "Every rank must ask for it, as for what clip_grad_norm_() needs.",
         ):
             for group in self.groups:
-                own = allreduce(own, op, group=group)
-        return own
+                total = allreduce(total, op, group=group)
+        if not own.requires_grad:
+            return total
+        if op is ReduceOp.SUM:
+            return total + (own - own.detach())
+        return torch.where(own.detach() == total, own, total)
 
 
 def division_of(axes: Axes, layout: Layout | None) -> Division | None:
@@ -255,7 +263,7 @@ def _keep(func: Callable[..., Any], source: Any, *args: Any, **kwargs: Any) -> A
     sources = source if isinstance(source, (tuple, list)) else (source,)
     divisions = {_division_of(each) for each in sources}
     division = divisions.pop()
-    if division is None or divisions or type(result) is not torch.Tensor or result.requires_grad:
+    if division is None or divisions or type(result) is not torch.Tensor:
         return result
     return _as_divided(result, division)
 
@@ -294,15 +302,14 @@ def _find_norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtyp
     """Norms of whole tensors, by one allreduce for those that are divided alike."""
     members: dict[Division, list[int]] = {}
     for place, tensor in enumerate(tensors):
-        _check_without_gradient(tensor)
         division = _division_of(tensor)
         assert division is not None
         members.setdefault(division, []).append(place)
     results = list(tensors)
     for division, places in members.items():
         folded = division.total(torch.stack([_power(tensors[place], order) for place in places]), _op_of_norm(order))
-        if order and not math.isinf(order):
-            folded = folded ** (1 / order)
+        if order and not math.isinf(order):  # the gradient of a norm that is 0 is 0
+            folded = torch.where(folded == 0, 0.0, torch.where(folded == 0, 1.0, folded) ** (1 / order))
         for place, norm in zip(places, folded, strict=True):
             results[place] = norm.to(dtype or tensors[place].dtype.to_real())
     return results
@@ -314,11 +321,10 @@ def _op_of_norm(order: float) -> ReduceOp:
 
 def _power(tensor: torch.Tensor, order: float) -> torch.Tensor:
     """What of a norm adds up over the ranks, or the largest or smallest of which counts."""
-    values = as_plain(tensor)
-    if not values.numel():
-        return values.new_full((), math.inf if order == -math.inf else 0.0, dtype=torch.float64)
-    wide = torch.complex128 if values.is_complex() else torch.float64
-    norm: torch.Tensor = linalg.vector_norm(values, order, dtype=wide).to(torch.float64)
+    if not tensor.numel():
+        return tensor.new_full((), math.inf if order == -math.inf else 0.0, dtype=torch.float64)
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    norm: torch.Tensor = linalg.vector_norm(tensor, order, dtype=wide).to(torch.float64)
     return norm**order if order and not math.isinf(order) else norm
 
 
@@ -332,8 +338,7 @@ def _total(func: Callable[..., Any], source: torch.Tensor, *args: Any, **kwargs:
     dtype = options.pop("dtype", None)
     if any(_is_given(option) for option in (*args, *options.values())):
         _refuse(func)
-    _check_without_gradient(source)
-    values = as_plain(source)
+    values = source
     wide = torch.complex128 if values.is_complex() else torch.float64
     kind: str = func.__name__
     if kind in _EXTREMES:
@@ -401,15 +406,6 @@ def _refuse_divided(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if any(_division_of(each) is not None for each in (*args, *kwargs.values())):
         _refuse(func)
     return func(*args, **kwargs)
-
-
-def _check_without_gradient(tensor: torch.Tensor) -> None:
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        raise UnsupportedOpError(
-            "a norm or total of a parameter that FSDP divides has no gradient outside of forward: return it from the"
-            " module's forward, where parameters are whole, take it under torch.no_grad(), or let the optimizer's"
-            " weight_decay do what it is for"
-        )
 
 
 def _named(owners: Sequence[object], names: str) -> list[Callable[..., Any]]:
