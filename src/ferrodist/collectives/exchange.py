@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, overload
 
 import torch
+from torch.autograd import profiler
 
 from ferrodist.collectives.device_streams import keep_until_now
 from ferrodist.collectives.devices import engine_of
@@ -21,6 +22,7 @@ from ferrodist.collectives.prepare import (
     prepare_out,
     writing_to,
 )
+from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.quick import quick_all_to_all, quick_barrier, start_all_to_all
 from ferrodist.collectives.views import elements_overlap
 
@@ -45,6 +47,9 @@ def barrier(group: Backend | None = None, *, timeout: float | None = None) -> No
         DistributedTimeoutError: On all ranks, naming every rank that is late.
         PeerLostError: On all ranks, when one died.
     """
+    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+        record(barrier, group, timeout=timeout)
+        return
     if timeout is None and quick_barrier(group):
         return
     chosen, limit = group_and_timeout(group, timeout)
@@ -59,6 +64,7 @@ def barrier(group: Backend | None = None, *, timeout: float | None = None) -> No
     )
 
 
+@profiled
 def monitored_barrier(group: Backend | None = None, *, timeout: float | None = None) -> None:
     """`barrier`, under the name it has in torch: every barrier here names all the ranks that are late."""
     barrier(group, timeout=timeout)
@@ -108,6 +114,8 @@ def all_to_all(
         TypeError, RuntimeError: ``tensors`` or ``out`` won't do, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
+    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+        return record(all_to_all, tensors, group=group, out=out, timeout=timeout)
     if timeout is None and isinstance(tensors, torch.Tensor) and (out is None or isinstance(out, torch.Tensor)):
         result: torch.Tensor | None = quick_all_to_all(tensors, group, out)
         if result is not None:
@@ -116,6 +124,7 @@ def all_to_all(
     return finish(run_now(operation))
 
 
+@profiled
 def async_all_to_all(
     tensors: torch.Tensor | Sequence[torch.Tensor],
     *,
@@ -222,6 +231,7 @@ def _check_outs(out: torch.Tensor | Sequence[torch.Tensor], parts: Sequence[torc
     return outs
 
 
+@profiled
 def all_to_all_single_uneven(
     tensor: torch.Tensor,
     send_counts: Sequence[int],

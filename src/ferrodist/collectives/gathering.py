@@ -7,6 +7,8 @@ import struct
 from functools import partial
 from typing import TYPE_CHECKING
 
+from torch.autograd import profiler
+
 from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.differentiable import attach, records_history
 from ferrodist.collectives.facts import check_sizes, read_facts
@@ -21,6 +23,7 @@ from ferrodist.collectives.prepare import (
     prepare_late_out,
     prepare_out,
 )
+from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.quick import quick_all_gather, quick_reduce_scatter, start_all_gather, start_reduce_scatter
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear
 from ferrodist.collectives.sharding import compute_shard_sizes
@@ -79,10 +82,13 @@ def all_gather(
         TypeError, ValueError, RuntimeError: ``tensor`` or ``out`` won't do, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
+    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+        return record(all_gather, tensor, dim, group=group, out=out, timeout=timeout)
     result = quick_all_gather(tensor, dim, group, out) if timeout is None else None
     return run_now(_all_gather(tensor, dim, group, out, timeout)) if result is None else result
 
 
+@profiled
 def async_all_gather(
     tensor: torch.Tensor,
     dim: int = 0,
@@ -96,6 +102,7 @@ def async_all_gather(
     return run_later(_all_gather(tensor, dim, group, out, timeout)) if pending is None else pending
 
 
+@profiled
 def all_gather_uneven(
     tensor: torch.Tensor,
     dim: int = 0,
@@ -235,10 +242,13 @@ def reduce_scatter(
         TypeError, ValueError, RuntimeError: ``tensor``, ``op`` or ``out`` won't do, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
+    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+        return record(reduce_scatter, tensor, op, dim=dim, group=group, out=out, timeout=timeout)
     result = quick_reduce_scatter(tensor, op, dim, group, out) if timeout is None else None
     return run_now(_reduce_scatter(tensor, op, dim, group, out, timeout)) if result is None else result
 
 
+@profiled
 def async_reduce_scatter(
     tensor: torch.Tensor,
     op: Op = ReduceOp.SUM,
@@ -253,6 +263,7 @@ def async_reduce_scatter(
     return run_later(_reduce_scatter(tensor, op, dim, group, out, timeout)) if pending is None else pending
 
 
+@profiled
 def reduce_scatter_tensor(
     out: torch.Tensor,
     tensor: torch.Tensor,

@@ -21,6 +21,7 @@ from ferrodist.collectives.operation import collectives_of, refuse_in_coalesce
 from ferrodist.collectives.plain_data import encode_plain
 from ferrodist.collectives.point_to_point import recv, send
 from ferrodist.collectives.prepare import check_root, check_tensor, group_and_timeout, prepare_out
+from ferrodist.collectives.profiling import profiled
 from ferrodist.collectives.reductions import broadcast
 from ferrodist.collectives.scattering import gather_by_sizes, scatter_by_sizes
 from ferrodist.deadline import Deadline
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 
+@profiled
 def all_gather_object(
     value: Any, *, group: Backend | None = None, allow_pickle: bool = False, timeout: float | None = None
 ) -> list[Any]:
@@ -69,6 +71,7 @@ def all_gather_object(
     return _decode_all(dict(enumerate(torch.split(joined, sizes))), allow_pickle, chosen)
 
 
+@profiled
 def broadcast_object(
     value: Any = None,
     root: int = 0,
@@ -93,6 +96,7 @@ def broadcast_object(
     return _decode_all({root: received}, allow_pickle, chosen)[0]
 
 
+@profiled
 def gather_object(
     value: Any,
     dst: int = 0,
@@ -117,6 +121,7 @@ def gather_object(
     return _decode_all(dict(enumerate(torch.split(joined, sizes))), allow_pickle, chosen)
 
 
+@profiled
 def scatter_object(
     values: Sequence[Any] | None = None,
     src: int = 0,
@@ -149,6 +154,7 @@ def scatter_object(
     return _decode_all({src: part}, allow_pickle, chosen)[0]
 
 
+@profiled
 def send_object(
     value: Any,
     dst: int,
@@ -182,6 +188,7 @@ def recv_object(
     timeout: float | None = None,
     return_source: Literal[True],
 ) -> tuple[Any, int]: ...
+@profiled
 def recv_object(
     src: int,
     *,

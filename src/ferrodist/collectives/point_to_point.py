@@ -10,12 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
+from torch.autograd import profiler
 
 from ferrodist.backends.base import check_peer
 from ferrodist.backends.tags import ANY_SOURCE, check_user_tag
 from ferrodist.collectives.batches import Recv, Send, batch_on_host, receive_into, wait_for, whom
 from ferrodist.collectives.devices import messages_of
 from ferrodist.collectives.prepare import check_integer, check_out, check_tensor, group_and_timeout
+from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.quick_messages import (
     NOT_BEGUN,
     Progress,
@@ -77,6 +79,9 @@ def send(
         DistributedTimeoutError: A large tensor was not received in time; it will not be.
         PeerLostError: ``dst`` died or left.
     """
+    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+        record(send, tensor, dst, tag=tag, group=group, timeout=timeout)
+        return
     begun = quick_send(tensor, dst, tag, group, timeout)
     if begun is None:
         return
@@ -149,6 +154,9 @@ def recv(
         ValueError: ``shape`` has a size below 0 or more than 12 dims, or ``tag`` is out of range.
         SelfSendError, InvalidRankError, PeerLostError: As for `send`.
     """
+    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+        options = {"tag": tag, "group": group, "timeout": timeout, "return_source": return_source}
+        return record(recv, shape, dtype, src, device=device, **options)
     place = _HOST if device is None else torch.device(device)
     begun = NOT_BEGUN
     if place.type == "cpu":
@@ -184,6 +192,8 @@ def recv_into(
     ``tensor`` may have any strides, but no elements that share memory, and at most 12 dims: else ValueError is raised.
     All else is as for `recv`.
     """
+    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+        return record(recv_into, tensor, src, tag=tag, group=group, timeout=timeout)
     result = quick_recv_into(tensor, src, tag, group, timeout)
     if not isinstance(result, Progress):
         return result
@@ -252,6 +262,9 @@ def sendrecv(
     Raises:
         As `send` and `recv`.
     """
+    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+        options = {"tag": tag, "group": group, "timeout": timeout, "return_source": return_source}
+        return record(sendrecv, tensor, dst, shape, src, **options)
     result = quick_sendrecv(tensor, dst, shape, src, tag=tag, group=group, timeout=timeout)
     if not isinstance(result, Progress):
         return result if return_source else result[0]
@@ -277,6 +290,7 @@ def sendrecv(
     return (receive.finish(), receive.peer) if return_source else receive.finish()
 
 
+@profiled
 def batch(
     operations: Iterable[Send | Recv], *, group: Backend | None = None, timeout: float | None = None
 ) -> list[int]:

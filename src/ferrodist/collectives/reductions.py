@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd import profiler
 
 from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.differentiable import attach, records_history
@@ -20,6 +21,7 @@ from ferrodist.collectives.prepare import (
     group_and_timeout,
     prepare_out,
 )
+from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.quick import quick_allreduce, quick_broadcast, start_allreduce, start_broadcast
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear
 
@@ -62,10 +64,13 @@ def allreduce(
         DistributedTimeoutError: On all ranks, when one is late.
         PeerLostError: On all ranks, when one died.
     """
+    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+        return record(allreduce, tensor, op, group=group, out=out, timeout=timeout)
     result = quick_allreduce(tensor, op, group, out) if timeout is None else None
     return run_now(_allreduce(tensor, op, group, out, timeout)) if result is None else result
 
 
+@profiled
 def async_allreduce(
     tensor: torch.Tensor,
     op: Op = ReduceOp.SUM,
@@ -144,6 +149,7 @@ def _times_other_factors(own: torch.Tensor, grad: torch.Tensor, group: Backend) 
     return (widen(grad) * others.prod(dim=0).conj()).to(grad.dtype)
 
 
+@profiled
 def reduce(
     tensor: torch.Tensor,
     dst: int = 0,
@@ -244,10 +250,13 @@ def broadcast(
         TypeError, ValueError, RuntimeError: ``tensor`` or ``out`` won't do, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
+    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+        return record(broadcast, tensor, root, group=group, out=out, timeout=timeout)
     result = quick_broadcast(tensor, root, group, out) if timeout is None else None
     return run_now(_broadcast(tensor, root, group, out, timeout)) if result is None else result
 
 
+@profiled
 def async_broadcast(
     tensor: torch.Tensor,
     root: int = 0,

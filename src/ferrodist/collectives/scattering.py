@@ -26,6 +26,7 @@ from ferrodist.collectives.prepare import (
     prepare_late_out,
     prepare_out,
 )
+from ferrodist.collectives.profiling import profiled
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.collectives.sharding import compute_shard_sizes
 from ferrodist.deadline import Deadline
@@ -45,6 +46,7 @@ _SCATTER_CALL = struct.Struct("<ii")
 _SCATTER_HEAD = struct.Struct(f"<iiB??B{_MAX_SCATTER_DIMS}q")
 
 
+@profiled
 def gather(
     tensor: torch.Tensor,
     dst: int = 0,
@@ -129,6 +131,7 @@ def gather_by_sizes(
     )
 
 
+@profiled
 def scatter(
     tensor: torch.Tensor | None,
     src: int = 0,

@@ -7,8 +7,10 @@
         group.barrier()
 
 The body runs once for each rank, with ``group`` the rank's handle, through `ferrodist.testing.run_ranks`. Other
-fixtures are set up once and shared by the ranks (a copy for each, when ranks are processes). pytest imports this module
-at every start, so it imports nothing but the standard library and pytest; the rest comes with the first marked test.
+fixtures are set up once and shared by the ranks (a copy for each, when ranks are processes). Ranks that are threads
+also share torch's random generator: ``torch.manual_seed`` of one rank is one of all, of which a warning tells. pytest
+imports this module at every start, so it imports nothing but the standard library and pytest; the rest comes with the
+first marked test.
 """
 
 from __future__ import annotations

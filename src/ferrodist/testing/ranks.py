@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
+import sys
+import warnings
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ferrodist.deadline import check_timeout, default_timeout
-from ferrodist.errors import InvalidWorldSizeError
+from ferrodist.errors import InvalidWorldSizeError, RankFailedError
 from ferrodist.testing.backend_names import RANKS_BACKENDS
 from ferrodist.testing.rank_program import RankProgram
 from ferrodist.testing.supervision import supervise
@@ -42,6 +45,11 @@ def run_ranks(
     processes by SIGKILL; threads, which can't be stopped, are left behind as daemons. The groups are closed, all at the
     same time, when the last ``fn`` has ended; a rank that fails closes its own at once.
 
+    Ranks that are threads share what belongs to the process, torch's default random generator among it:
+    ``torch.manual_seed`` of one rank is one of all, and each number that is drawn comes to one rank only. Where ranks
+    need numbers of their own they make a ``torch.Generator``, or are processes (``backend="tcp"``). A run that has set
+    the seed on threads warns of it, once in a process.
+
     Args:
         fn: The program of a rank.
         world_size: Number of ranks.
@@ -68,7 +76,39 @@ def run_ranks(
     def body(group: Backend) -> Any:
         return fn(group, *args, **kwargs)
 
-    return supervise(_start(body, world_size, backend, timeout), world_size, timeout)
+    seed = _default_seed()
+    try:
+        results = supervise(_start(body, world_size, backend, timeout), world_size, timeout)
+    except RankFailedError:
+        with contextlib.suppress(Warning):  # the failure is what is to be seen
+            _warn_of_shared_generator(seed, world_size)
+        raise
+    _warn_of_shared_generator(seed, world_size)
+    return results
+
+
+def _default_seed() -> int | None:
+    """The seed of torch's default generator, which processes that are forked from this one have copies of."""
+    torch = sys.modules.get("torch")
+    return None if torch is None else torch.initial_seed()
+
+
+class _Warned:
+    """Whether this process has been warned that ranks share the generator."""
+
+    of_shared_generator = False
+
+
+def _warn_of_shared_generator(seed: int | None, world_size: int) -> None:
+    if _Warned.of_shared_generator or seed is None or world_size == 1 or _default_seed() == seed:
+        return
+    _Warned.of_shared_generator = True
+    warnings.warn(
+        "torch.manual_seed was called by ranks that are threads, which share torch's random generator: each number goes"
+        " to one rank only, and another rank's seed is everybody's. Draw from a torch.Generator of the rank's own, seed"
+        " before run_ranks what all may share, or run the ranks as processes (backend='tcp').",
+        stacklevel=3,
+    )
 
 
 def _start(
