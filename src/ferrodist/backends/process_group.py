@@ -22,6 +22,7 @@ from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.ucc import UccBackend
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import GroupClosedError, describe_failed_program
+from ferrodist.limits import naming_limits
 from ferrodist.rendezvous import rendezvous
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ def init_process_group(
     with _lock:
         if _process.own is not None:
             raise ValueError("this process has a default group: call destroy_process_group() before making another")
-        group, membership = opener(asked, deadline)
+        with naming_limits("the default group can't be made"):
+            group, membership = opener(asked, deadline)
         if torch_default:
             store = None if membership is None else membership.store
             try:

@@ -90,6 +90,11 @@ def check_tensor(tensor: torch.Tensor, name: str = "tensor") -> None:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise UnsupportedOpError(
+            f"{name} is a nested tensor, which has no one shape: pass its parts ({name}.unbind()), or one padded tensor"
+            f" (torch.nested.to_padded_tensor({name}, 0.0))"
+        )
     if tensor.layout is not torch.strided:
         raise UnsupportedOpError(f"{name} has layout {tensor.layout}: pass a dense tensor (to_dense())")
     if tensor.device.type not in _DEVICE_TYPES:

@@ -122,7 +122,8 @@ def _part(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor | None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and tensor.is_cpu and not tensor.requires_grad
+    is_dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    return is_dense and tensor.is_cpu and not tensor.requires_grad
 
 
 class _Started(PendingCollective[torch.Tensor]):

@@ -151,7 +151,7 @@ def _await_verdict(store: Store, desk: Store, *, rank: int, world_size: int, whe
     return desk.get("verdict", timeout=deadline.remaining() + grace)
 
 
-def call_off(store: Store, error: DistributedError, *, stage: str) -> None:
+def call_off(store: Store, error: DistributedError, *, stage: str = _CLAIMED) -> None:
     """Have every rank's `await_all` of a stage raise ``error``; for a rank that will not come to it."""
     _publish(PrefixStore(store, _FOLDER + stage), Verdict(error_to_wire(error)), _PUBLISH_TIMEOUT)
 

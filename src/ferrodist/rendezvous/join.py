@@ -17,7 +17,7 @@ from ferrodist.errors import (
     RendezvousError,
 )
 from ferrodist.rendezvous import rounds
-from ferrodist.rendezvous.attendance import await_all, claim_rank, leave, note_rejection
+from ferrodist.rendezvous.attendance import await_all, call_off, claim_rank, leave, note_rejection
 from ferrodist.rendezvous.environment import Environment, read_environment
 from ferrodist.rendezvous.file_store import FileStore
 from ferrodist.rendezvous.handshake import Hello, check_hello
@@ -359,6 +359,7 @@ def _open_server(
             sock=sock,
             max_connections=max(4096, 8 * joining.world_size),
             on_rejection=note_rejection,
+            on_shortage=call_off,
             deadline=joining.deadline,
         )
     except RendezvousError as error:

@@ -15,12 +15,15 @@ import os
 import selectors
 import socket
 import threading
+import time
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
 from ferrodist.deadline import Deadline
-from ferrodist.errors import AuthenticationError, DistributedError
+from ferrodist.errors import AuthenticationError, DistributedError, RendezvousError
+from ferrodist.limits import limit_text
 from ferrodist.rendezvous.binding import bind_all, format_address, is_loopback, secret_needed
 from ferrodist.rendezvous.fork import close_in_child
 from ferrodist.rendezvous.framing import disconnect
@@ -42,6 +45,12 @@ _REJECTIONS_KEPT = 32
 # Seconds after which a handshake gives way to a waiting connection when every place is taken, by how far it has come.
 # A rank's first bytes come right behind its connection; its proof takes a round trip more. See [Note: who gives way].
 _EVICTION_AGES = {Progress.SILENT: 0.1, Progress.SPOKEN: 0.5}
+
+_SHORT_SECONDS = 1.0
+"""How long connections can't be taken in before peers are told so."""
+
+_REFUSAL_SECONDS = 1.0
+"""How long telling one of them may take."""
 
 # Out of descriptors: accept() fails at once again and again until some connection is closed.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -88,6 +97,7 @@ class Listener:
         address: Both, as `parse_address` reads them.
         exhaustion: Why the newest connection can't be taken in, when this process or host has no descriptor or memory
             left for it; None when all could. It is tried again.
+        shortage: The error that peers are turned away with, once that has lasted.
     """
 
     def __init__(
@@ -117,6 +127,10 @@ class Listener:
                 listening.close()
             raise
         self.exhaustion: OSError | None = None
+        self.shortage: RendezvousError | None = None
+        self._short_since = self._short_until = -_SHORT_SECONDS
+        # Given up to tell a peer that there are no more.
+        self._spare: IO[bytes] | None = Path(os.devnull).open("rb")  # noqa: SIM115 - closed in close()
         for listening in bound:
             listening.setblocking(False)
         self._wake, self._woken = (close_in_child(end) for end in socket.socketpair())
@@ -181,6 +195,8 @@ class Listener:
             disconnect(listening)  # frees the port even if a child that was just forked still holds it
         self._wake.close()
         self._woken.close()
+        if self._spare is not None:
+            self._spare.close()
 
     def _accept(self, reception: _Reception) -> None:
         with selectors.PollSelector() as selector:  # which takes no descriptor
@@ -197,9 +213,9 @@ class Listener:
             accepted, address = listening.accept()
         except OSError as error:
             if error.errno in _EXHAUSTED:
+                self._run_short(error)
                 self.exhaustion = error
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closed, 0.05)
+                self._turn_away(listening)
             return
         self.exhaustion = None
         sock = close_in_child(Connection.take_over(accepted))
@@ -214,9 +230,50 @@ class Listener:
             try:
                 thread.start()
                 self._threads.add(thread)
-            except RuntimeError:  # this process can start no more threads: the peer will dial again
+            except RuntimeError as error:  # this process can start no more threads: the peer will dial again
                 del self._handshakes[sock]
+                self._run_short(error)
+                self._refuse(sock, address)
                 disconnect(sock)
+
+    def _run_short(self, error: OSError | RuntimeError) -> None:
+        """Note that a connection can't be taken in; when that goes on, peers are told so and dial no more."""
+        now = time.monotonic()
+        if now - self._short_until > _SHORT_SECONDS:
+            self._short_since = now
+        self._short_until = now
+        if now - self._short_since > _SHORT_SECONDS:
+            text = limit_text(error) or str(error)
+            self.shortage = RendezvousError(f"the process that listens at {self.address} can't take in more: {text}")
+
+    def _turn_away(self, listening: socket.socket) -> None:
+        """Use the spare descriptor to tell a peer why it can't be taken in, or else wait a moment."""
+        if self.shortage is None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, 0.05)
+            return
+        if self._spare is not None:
+            self._spare.close()
+        with contextlib.suppress(OSError):
+            accepted, address = listening.accept()
+            sock = Connection.take_over(accepted)
+            self._refuse(sock, address)
+            disconnect(sock)
+        with contextlib.suppress(OSError):
+            self._spare = Path(os.devnull).open("rb")  # noqa: SIM115 - closed in close()
+
+    def _refuse(self, sock: Connection, address: tuple[str, int]) -> None:
+        """Tell a peer of a shortage."""
+        shortage = self.shortage
+        if shortage is None:
+            return
+
+        def admit(_hello: Hello) -> None:
+            raise shortage.fresh()
+
+        with contextlib.suppress(DistributedError, OSError):
+            greet(sock, secret=self._secret, admit=admit, deadline=Deadline(_REFUSAL_SECONDS))
+        self._reject(f"{format_address(*address[:2])}: {shortage.message}")
 
     def _await_slot(self) -> bool:
         """Wait until another handshake may start, at the cost of another if need be; False once closed."""

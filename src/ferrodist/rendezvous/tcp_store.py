@@ -102,6 +102,7 @@ class TcpStoreServer:
         sock: A bound, listening socket to use.
         max_connections: Connections served at once; more are refused.
         on_rejection: Given the store and the reason each time a connection is turned away.
+        on_shortage: Given the store and an error when this process can take no more connections in.
         deadline: For finding the address of ``host``; see `Listener`.
 
     Attributes:
@@ -122,6 +123,7 @@ class TcpStoreServer:
         sock: socket.socket | None = None,
         max_connections: int = 4096,
         on_rejection: Callable[[Store, str], None] | None = None,
+        on_shortage: Callable[[Store, RendezvousError], None] | None = None,
         deadline: Deadline | None = None,
     ) -> None:
         self._job = job
@@ -133,6 +135,7 @@ class TcpStoreServer:
         self._process = os.getpid()
         self.store = MemoryStore()
         self._on_rejection = on_rejection
+        self._on_shortage = on_shortage
         self._listener = Listener(host, port, secret=secret, sock=sock, on_rejection=self._reject, deadline=deadline)
         self.host, self.port, self.address = self._listener.host, self._listener.port, self._listener.address
         self._listener.serve(self._admit, self._welcome)
@@ -193,6 +196,10 @@ class TcpStoreServer:
                 )
 
     def _reject(self, reason: str) -> None:
+        shortage = self._listener.shortage
+        if shortage is not None and self._on_shortage is not None:
+            with contextlib.suppress(RendezvousError):
+                self._on_shortage(self.store, shortage)
         if self._on_rejection is not None:
             with contextlib.suppress(RendezvousError):  # the store was closed meanwhile
                 self._on_rejection(self.store, reason)

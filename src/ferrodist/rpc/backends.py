@@ -56,6 +56,11 @@ class RpcBackend(ABC):
         del peer
         return ""
 
+    def hopeless(self, peer: int) -> str:
+        """Why a rank that is not there can't come any more, or nothing as long as it may. Takes no lock."""
+        del peer
+        return ""
+
     def refuse(self) -> None:  # noqa: B027 - may stay as it is
         """Be told that an agent was not made: close, unless another agent has this. This form does nothing."""
 
@@ -77,6 +82,7 @@ class GroupRpcBackend(RpcBackend):
     def __init__(self, group: Backend) -> None:
         super().__init__(group.rank, group.world_size, group.timeout)
         self._group = group
+        self._has_told = False
 
     def open(self, peers: Peers) -> None:
         """Tell of all ranks: a sub-group with each, which the end of other ranks does not end."""
@@ -85,6 +91,15 @@ class GroupRpcBackend(RpcBackend):
                 members = sorted((self.rank, peer))
                 name = f"rpc of ranks {members[0]} and {members[1]}"
                 peers.joined(peer, SubBackend(self._group, members, label="ferrodist.rpc", name=name), (0, 0))
+        self._has_told = True
+
+    def hopeless(self, peer: int) -> str:
+        """See `RpcBackend`: all were told of at once."""
+        if not self._has_told:
+            return ""
+        return (
+            f"rank {peer} of group {self._group.name!r} was there, and whom a group has lost does not come back to it"
+        )
 
     def signal(self) -> Signal:
         """See `RpcBackend`."""

@@ -120,11 +120,23 @@ class Waiting:
     def fail(self, error: BaseException) -> None:
         """Tell whoever made it of an error."""
         if self.future is not None:
-            self.future.settle(None, error)
+            self.future.settle(None, _without_frames(error))
         elif self.signal is not None:
             self.error = error
             self.has_ended = True
             self.signal.set()
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """An error for a future, which lasts. Frames hold those of all callers, and so whatever these have.
+
+    Where messages are moved by the threads that wait those are a user's, with references of whose end the future hears.
+    """
+    error.__context__ = None
+    each: BaseException | None = error
+    while each is not None:
+        each = each.with_traceback(None).__cause__
+    return error
 
 
 class Calls:

@@ -22,6 +22,9 @@ __all__ = ["Connector", "Owner", "lost_error"]
 _FAREWELL_SECONDS = 2.0
 """How long `Connector.close` waits for all ranks together to take its goodbye."""
 
+_LOOK_SECONDS = 0.2
+"""Between two looks whether a rank that is waited for can still come."""
+
 _NO_VERSION = (-1, -1)
 
 
@@ -95,13 +98,14 @@ class Connector:
         Raises:
             PeerLostError: It was there and is gone.
             DistributedTimeoutError: It has not come in time.
+            NoConnectionError: It can't come any more.
             GroupClosedError: This was closed.
         """
         found = self.neighbors.get(peer)
         if found is not None:
             return found
         with self._changed:
-            self._changed.wait_for(lambda: self._is_settled(peer) or peer in self._lost, deadline.remaining())
+            self._await(peer, lambda: self._is_settled(peer) or peer in self._lost, deadline)
             if peer in self._lost and not self._is_settled(peer):
                 error = self._lost[peer]
                 raise PeerLostError(error.message + self._backend.absence(peer), ranks=error.ranks) from error.__cause__
@@ -111,11 +115,23 @@ class Connector:
         """Return when a rank is there: one that was lost, when it is there again.
 
         Raises:
-            DistributedTimeoutError, GroupClosedError: As for `neighbor`.
+            DistributedTimeoutError, NoConnectionError, GroupClosedError: As for `neighbor`.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_settled(peer), deadline.remaining())
+            self._await(peer, lambda: self._is_settled(peer), deadline)
             self._found(peer, deadline)
+
+    def _await(self, peer: int, is_known: Callable[[], bool], deadline: Deadline) -> None:
+        """Under the lock: return when something is known of a rank, in time or when it can't come any more."""
+        while not (is_known() or deadline.expired):
+            reason = self._backend.hopeless(peer)
+            if reason:
+                raise NoConnectionError(f"rank {peer} can't come any more: {reason}", ranks=(peer,))
+            self._changed.wait(min(deadline.remaining(), _LOOK_SECONDS))
+
+    def is_absent_for_good(self, peer: int) -> bool:
+        """Whether a rank is not there, and can't come any more."""
+        return peer not in self.neighbors and bool(self._backend.hopeless(peer))
 
     def _is_settled(self, peer: int) -> bool:
         return self._closed or peer in self.neighbors

@@ -57,8 +57,7 @@ class Neighbor(Caller):
         """Receive from now on."""
         self._link.start()
         self._tell(Call(MET, (), {}))
-        if self._office.name is not None:
-            self._tell(Call(HELLO, (self._office.name,), {}))
+        self._tell(Call(HELLO, (self._office.name or "",), {}))
 
     def _tell(self, call: Call) -> None:
         content, _ = self.write_call(call)

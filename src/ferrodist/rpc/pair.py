@@ -52,7 +52,7 @@ class Meeting(msgspec.Struct, frozen=True, array_like=True):
         """
         try:
             return _DECODER.decode(text)
-        except msgspec.MsgspecError as error:
+        except ValueError as error:
             raise ProtocolError(f"{text[:100]!r} names no two agents: {error}") from None
 
 

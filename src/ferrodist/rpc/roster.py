@@ -210,7 +210,7 @@ def _bell(rank: int, incarnation: int) -> str:
 def _unpack(key: str, data: bytes) -> Entry:
     try:
         return _DECODER.decode(data)
-    except msgspec.DecodeError:
+    except ValueError:  # text that isn't UTF-8 is one, too
         raise _foreign(key, data) from None
 
 

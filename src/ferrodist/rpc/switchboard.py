@@ -69,9 +69,8 @@ class Switchboard:
         self._is_closed = False
         self.counters = Counters()
         self.workers = Workers(agent, functions, num_workers, f"{label}-worker", Waits(backend.signal))
-        self.names = Names()
-        if name is not None:
-            self.names.add(self.rank, name)
+        self.names = Names(self._tells_no_name)
+        self.names.add(self.rank, name or "")
         self.draining = Draining(self)
         self.objects = RemoteObjects(self, allow_pickle=allow_pickle)
         self._object_calls = ObjectCalls(self.objects, self)
@@ -118,6 +117,12 @@ class Switchboard:
             return self.own
         found = self.connector.neighbors.get(peer) or self.connector.neighbor(peer, Deadline(seconds))
         return cast("Caller", found)  # which `meet` has made
+
+    def _tells_no_name(self) -> bool:
+        """Whether no rank is going to tell its name, for all have that are there, and no other can come."""
+        return all(
+            self.names.has_told(rank) or self.connector.is_absent_for_good(rank) for rank in range(self.world_size)
+        )
 
     def _serve_internal(self, peer: int, call: Call, answer: Callable[[Any], None]) -> None:
         """See `Office`."""

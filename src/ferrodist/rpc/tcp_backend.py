@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from ferrodist.deadline import Deadline, check_timeout, resolve_timeout
@@ -38,6 +39,9 @@ _PURPOSE = "rpc"
 
 _DIAL_SECONDS = 5.0
 """How long one attempt to connect may take; closing may have to wait for one."""
+
+_ARRIVAL_SECONDS = 1.0
+"""How long after the store's end a higher rank may still be about to connect, which has found this one before."""
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 5.0
 """Seconds between attempts to connect to a process that may be gone."""
@@ -119,6 +123,7 @@ class TcpRpcBackend(RpcBackend):
         self._dialers: set[threading.Thread] = set()  # these threads, until they end
         self._failures: dict[int, Exception] = {}  # of the last attempts to connect
         self._end = ""  # why nobody can join any more
+        self._ended_at = 0.0
         self._changed = threading.Condition()
         self._closed = False
         self._process = os.getpid()
@@ -157,6 +162,13 @@ class TcpRpcBackend(RpcBackend):
         """See `RpcBackend.absence`."""
         failure = self._failures.get(peer)
         return self._end + ("" if failure is None else f" The last attempt to connect: {failure}.")
+
+    def hopeless(self, peer: int) -> str:
+        """See `RpcBackend.hopeless`: without the store no rank finds another; who has may be about to connect."""
+        if not self._end or peer in self._found or peer in self._dialed or peer in self._admitted:
+            return ""
+        is_over = peer < self.rank or time.monotonic() - self._ended_at > _ARRIVAL_SECONDS
+        return self._end.strip() if is_over else ""
 
     def lost(self, peer: int, pair: Backend) -> None:
         """Connect again to a lower rank; a higher one will by itself."""
@@ -240,6 +252,7 @@ class TcpRpcBackend(RpcBackend):
             pair.abort(PeerLostError(f"rank {peer} was started again", ranks=(peer,)))
 
     def _stop_looking(self, reason: str) -> None:
+        self._ended_at = time.monotonic()
         self._end = reason
 
     def _start_dialing(self, peer: int) -> None:

@@ -1032,3 +1032,37 @@ def test_many_threads_share_a_reference():
             assert sorted(future.result() for future in futures) == list(range(1, 61))
 
     run_agents(only_on(0, program))
+
+
+def _boom():
+    raise ValueError("no")
+
+
+@pytest.mark.parametrize("use", ["to_here", "method", "method remote", "dropped", "passed on"])
+@pytest.mark.parametrize("backend", ["native-threads"])
+def test_references_whose_making_failed_are_freed(backend, use):
+    """Neither they nor what the frames of their callers had is kept, whichever thread hears of the failure."""
+
+    class Batch:
+        pass
+
+    uses = {
+        "to_here": lambda _, reference: reference.to_here(),
+        "method": lambda _, reference: reference.rpc_sync().add(1),
+        "method remote": lambda _, reference: reference.remote().add(1).to_here(),
+        "dropped": lambda agent, _: agent.rpc_sync(1, "boom"),
+        "passed on": lambda agent, reference: agent.rpc_sync(2, "use", reference),
+    }
+
+    def step(agent):
+        batch = Batch()
+        with pytest.raises(RpcError):
+            uses[use](agent, agent.remote(1, "boom"))
+        return weakref.ref(batch)
+
+    def program(agent):
+        batches = [step(agent) for _ in range(20)]
+        until(lambda: not any(batch() for batch in batches))
+
+    functions = {"boom": _boom, "use": lambda reference: reference.to_here()}
+    run_agents(only_on(0, program), backend=backend, functions=lambda _: functions)

@@ -1,6 +1,7 @@
 """Agents for the length of a with-block, their ends, and their names."""
 
 import threading
+import time
 
 import pytest
 
@@ -128,7 +129,8 @@ def test_names(backend):
             assert agent.rpc_async("server", "who").result() == 0
             if agent.rank == 0:
                 with pytest.raises(
-                    InvalidRankError, match=r"no rank called 'none' was there within 0\.01 s; the names"
+                    InvalidRankError,
+                    match=r"no rank called 'none' (was there within 0\.01 s|is there, and none can come); the names",
                 ):
                     agent.rpc_sync("none", "who", timeout=0.01)
                 agent.rpc_sync(1, "who"), agent.rpc_sync(2, "who")
@@ -138,6 +140,26 @@ def test_names(backend):
     run_ranks(on_rank, 3, backend=backend)
     with pytest.raises(Exception, match="the name of a rank is a text, not 3"):
         run_ranks(lambda group: rpc.RpcAgent(group, name=3), 1, backend="simulated")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_name_that_no_rank_has(backend):
+    """Once all ranks are there nobody waits for it, whether or not the others have names."""
+
+    def on_rank(group):
+        with rpc.RpcContext(
+            group, {"who": lambda: rpc.current_agent().rank}, name=[None, "one", None][group.rank]
+        ) as agent:
+            started = time.monotonic()
+            if agent.rank == 0:
+                for call in (agent.rpc_sync, agent.remote, agent.rpc_async):
+                    with pytest.raises(InvalidRankError, match="no rank called 'nobody' is there, and none can come"):
+                        call("nobody", "who", timeout=50)
+                with pytest.raises(InvalidRankError, match="no rank called 'nobody' is there, and none can come"):
+                    agent.wait_for_rank("nobody", timeout=50)
+            assert time.monotonic() - started < 10
+
+    run_ranks(on_rank, 3, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

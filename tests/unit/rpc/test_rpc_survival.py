@@ -177,7 +177,6 @@ def test_futures_that_users_end(make):
 
 CALLS_WHILE_CLOSING = {
     "drain": lambda agent: agent.drain(PATIENCE),
-    "name": lambda agent: agent.rpc_sync("nobody", "one", timeout=PATIENCE),
     "call": lambda agent: agent.rpc_sync(1, "hold", timeout=PATIENCE),
     "object": lambda agent: agent.remote(0, "hold").local_value(PATIENCE),
     "copy": lambda agent: agent.remote(1, "hold").to_here(PATIENCE),

@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import threading
+import time
 
 import pytest
 
@@ -12,7 +13,9 @@ from ferrodist.errors import (
     AuthenticationError,
     DistributedTimeoutError,
     GroupClosedError,
+    InvalidRankError,
     InvalidWorldSizeError,
+    NoConnectionError,
     PeerLostError,
     ProtocolError,
     RendezvousError,
@@ -325,6 +328,18 @@ def test_the_store_goes_away(job):
                 agent.rpc_sync(0, "echo", 1)
         with pytest.raises(DistributedTimeoutError, match=r"rank 3 was not there .* No process can join again"):
             others[0].rpc_sync(3, "echo", 1, timeout=0.01)
+        started = time.monotonic()
+        for call in (others[0].rpc_sync, others[1].rpc_sync):
+            with pytest.raises(
+                NoConnectionError, match=r"rank 3 can't come any more: No process can join again"
+            ) as caught:
+                call(3, "echo", 1)
+            assert caught.value.ranks == (3,)
+        with pytest.raises(InvalidRankError, match="no rank called 'nobody' is there, and none can come"):
+            others[0].rpc_sync("nobody", "echo", 1)
+        with pytest.raises(NoConnectionError, match="rank 3 can't come any more"):
+            others[1].wait_for_rank(3)
+        assert time.monotonic() - started < _PATIENCE / 3
         break_connection(others[0], 2)
         meet(*others)
         assert others[0].rpc_sync(2, "echo", 1) == 1

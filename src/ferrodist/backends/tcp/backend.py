@@ -24,7 +24,7 @@ from ferrodist.backends.tcp.life_signs import LifeSigns
 from ferrodist.backends.tcp.link import Link, Outgoing, Sink
 from ferrodist.backends.tcp.live import track
 from ferrodist.backends.tcp.loop import BLOCK_BYTES, LinkLoop
-from ferrodist.backends.tcp.meeting import dial_hub, gather_links, read_published
+from ferrodist.backends.tcp.meeting import dial_hub, gather_links, read_published, refusal_of
 from ferrodist.backends.tcp.tuning import tune
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import (
@@ -33,6 +33,7 @@ from ferrodist.errors import (
     RendezvousError,
     ranks_text,
 )
+from ferrodist.limits import check_descriptors, naming_limits
 from ferrodist.rendezvous.listener import format_address
 from ferrodist.rendezvous.secret import resolve_secret
 
@@ -45,6 +46,11 @@ if TYPE_CHECKING:
     from ferrodist.rendezvous.session import Connection
 
 __all__ = ["TcpBackend"]
+
+_ADDRESS_KEY = "tcp/address"
+
+_OWN_DESCRIPTORS = 16
+"""Of rank 0 while ranks connect: of its listener and its loop, and some to spare."""
 
 _HUB = 0
 _WORLD = 0
@@ -137,14 +143,18 @@ class TcpBackend(MailboxBackend):
         self._life_signs = LifeSigns(rank, self._links, self._push, self._changed)
         self._process = os.getpid()
         track(self)
-        self._loop = LinkLoop(self, world_size, name=f"ferrodist-tcp-{name}-{rank}")
+        with naming_limits(f"rank {rank} of group {name!r} can't be made", (rank,)):
+            self._loop = LinkLoop(self, world_size, name=f"ferrodist-tcp-{name}-{rank}")
         try:
-            if world_size > 1:
-                deadline = Deadline(self.timeout if connect_timeout is None else connect_timeout)
-                self._connect(address, resolve_secret(secret), job, listener, deadline)
-            elif listener is not None:
-                listener.close()
-        except BaseException:
+            with naming_limits(f"rank {rank} of group {name!r} can't connect", (rank,)):
+                if world_size > 1:
+                    deadline = Deadline(self.timeout if connect_timeout is None else connect_timeout)
+                    self._connect(address, resolve_secret(secret), job, listener, deadline)
+                elif listener is not None:
+                    listener.close()
+        except BaseException as error:
+            if isinstance(error, DistributedError) and self._links:
+                self.abort(error)  # the others may be waiting for this rank
             self._loop.stop()
             raise
 
@@ -163,12 +173,11 @@ class TcpBackend(MailboxBackend):
         listener = None
         try:
             if membership.rank == 0 and membership.world_size > 1:
-                family = socket.AF_INET6 if ":" in membership.host else socket.AF_INET
-                listener = socket.create_server((membership.host, 0), family=family)
+                listener = cls._listen(membership)
                 host, port = listener.getsockname()[:2]
-                store.set("tcp/address", format_address(host, port).encode(), timeout=deadline.remaining())
+                store.set(_ADDRESS_KEY, format_address(host, port).encode(), timeout=deadline.remaining())
             alone = membership.world_size == 1
-            told = "" if alone else read_published(store.get("tcp/address", timeout=deadline.remaining()))
+            told = "" if alone else read_published(store.get(_ADDRESS_KEY, timeout=deadline.remaining()))
             return cls(
                 membership.rank,
                 membership.world_size,
@@ -182,6 +191,18 @@ class TcpBackend(MailboxBackend):
         except BaseException:
             if listener is not None:
                 listener.close()
+            raise
+
+    @staticmethod
+    def _listen(membership: Membership) -> socket.socket:
+        """Listen as rank 0, if it can have as many connections as there are ranks; else all ranks are told."""
+        family = socket.AF_INET6 if ":" in membership.host else socket.AF_INET
+        try:
+            with naming_limits(f"rank 0 can't connect {membership.world_size} ranks", (0,)):
+                check_descriptors(membership.world_size + _OWN_DESCRIPTORS)
+                return socket.create_server((membership.host, 0), family=family)
+        except RendezvousError as error:
+            membership.store.set(_ADDRESS_KEY, refusal_of(error))
             raise
 
     def _connect(
@@ -215,9 +236,9 @@ class TcpBackend(MailboxBackend):
         for peer, sock in sorted(connections.items()):
             tune(sock, self.timeout, self._buffer_bytes)
             self._links[peer] = Link(sock, peer, sock.session)
-        self._loop.start()
         for link in list(self._links.values()):
             self._loop.touch(link)
+        self._loop.start()
 
     def _await_ready(self, deadline: Deadline) -> None:
         with self._changed:

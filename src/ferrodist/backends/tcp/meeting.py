@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.errors import (
     DistributedError,
+    DistributedTimeoutError,
     InvalidRankError,
     InvalidWorldSizeError,
     ProtocolError,
@@ -22,9 +23,19 @@ if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
     from ferrodist.rendezvous.session import Connection
 
-__all__ = ["dial_hub", "gather_links", "read_published"]
+__all__ = ["dial_hub", "gather_links", "read_published", "refusal_of"]
 
 _PURPOSE = "group"
+_REFUSAL = b"!"
+
+_LOOK_SECONDS = 0.2
+_SHORTAGE_SECONDS = 2.0
+"""How long rank 0, which can take in no more connections, goes on telling so those that come."""
+
+
+def refusal_of(error: DistributedError) -> bytes:
+    """What rank 0 puts into a store in place of its address, when it can't listen."""
+    return _REFUSAL + error.message.encode()
 
 
 class _PublishedAddress(str):
@@ -37,8 +48,11 @@ def read_published(data: bytes) -> str:
     """The address that rank 0 has put into a store.
 
     Raises:
+        RendezvousError: It is why there is none.
         ProtocolError: It is none.
     """
+    if data.startswith(_REFUSAL):
+        raise RendezvousError(data.removeprefix(_REFUSAL).decode(errors="replace"), ranks=(0,))
     try:
         parse_address(data.decode())
     except ValueError:
@@ -101,19 +115,34 @@ def gather_links(
     try:
         server.serve(admit, take, dismiss)
         with changed:
-            changed.wait_for(lambda: len(connections) == world_size - 1, deadline.remaining())
+            while not _is_over(server, deadline, len(connections) == world_size - 1):
+                changed.wait(min(deadline.remaining(), _LOOK_SECONDS))
+            if server.shortage is not None:  # which peers that dial now are told
+                changed.wait_for(lambda: len(connections) == world_size - 1, _SHORTAGE_SECONDS)
     finally:
         server.close()
+    return connections, _error_of_missing(server, connections, world_size, group, deadline)
+
+
+def _error_of_missing(
+    server: Listener, connections: dict[int, Connection], world_size: int, group: str, deadline: Deadline
+) -> RendezvousError | None:
     missing = tuple(rank for rank in range(1, world_size) if rank not in connections)
     if not missing:
-        return connections, None
+        return None
+    if server.shortage is not None:
+        return RendezvousError(f"rank 0 of group {group!r}: {server.shortage.message}", ranks=(0,))
     turned_away = f" Turned away: {'; '.join(server.rejections)}." if server.rejections else ""
     names = f"{ranks_text(missing)} {'has' if len(missing) == 1 else 'have'}"
-    return connections, RendezvousError(
+    return RendezvousError(
         f"{names} not connected to rank 0 of group {group!r} at {server.address} within {deadline.timeout:g} s."
         f"{turned_away} Check that every rank was started, with this address, world size and secret.",
         ranks=missing,
     )
+
+
+def _is_over(server: Listener, deadline: Deadline, are_all_there: bool) -> bool:  # noqa: FBT001 - found out under a lock
+    return are_all_there or server.shortage is not None or deadline.expired
 
 
 def dial_hub(
@@ -123,4 +152,9 @@ def dial_hub(
     host, port = parse_address(address)
     told = str(address) if isinstance(address, _PublishedAddress) else ""
     hello = Hello(purpose=_PURPOSE, job=job, rank=rank, world_size=world_size, group=group, address=told)
-    return connect(host, port, secret=secret, hello=hello, deadline=deadline)
+    try:
+        return connect(host, port, secret=secret, hello=hello, deadline=deadline)
+    except DistributedTimeoutError as error:
+        raise RendezvousError(
+            f"rank 0 of group {group!r} did not take rank {rank}'s connection: {error.message}", ranks=(0,)
+        ) from error
