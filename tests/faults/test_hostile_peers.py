@@ -23,6 +23,15 @@ def test_another_user_is_no_rank(way):
 
 
 @_AS_ROOT
+@pytest.mark.parametrize("way", ["tcp over tcp://", "torch's TCPStore"])
+def test_nobody_joins_another_users_rank_0(way):
+    """A rank that finds a process of another user in the place of rank 0 raises, and does not take its word."""
+    ((theirs, ours),) = hostile_peers.other_users(seconds=1.0, only=(way,), as_rank=0).values()
+    assert ours.startswith("AuthenticationError")
+    assert "joined" not in (ours, theirs)
+
+
+@_AS_ROOT
 @pytest.mark.parametrize("way", ["native over tcp://", "torch's TCPStore"])
 def test_two_processes_of_one_user_meet_without_any_setting(way):
     """The same jobs go on working for their user."""

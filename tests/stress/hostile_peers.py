@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import importlib
 import multiprocessing
 import os
 import random
@@ -121,12 +122,12 @@ def _run_rank(way: Callable[[int], None], rank: int, user: int, report: Any) -> 
     os._exit(0)
 
 
-def start_two(way: Callable[[int], None], user: int, limit: float) -> tuple[str, str]:
-    """Run rank 0 as this user and rank 1 as another; returns what became of each."""
+def start_two(way: Callable[[int], None], users: tuple[int, int], limit: float) -> tuple[str, str]:
+    """Run ranks 0 and 1 as these users; returns what became of each."""
     ends, processes = [], []
     for rank in range(2):
         ours, theirs = _FORK.Pipe()
-        process = _FORK.Process(target=_run_rank, args=(way, rank, os.geteuid() if rank == 0 else user, theirs))
+        process = _FORK.Process(target=_run_rank, args=(way, rank, users[rank], theirs))
         process.start()
         theirs.close()
         ends.append(ours)
@@ -140,15 +141,19 @@ def start_two(way: Callable[[int], None], user: int, limit: float) -> tuple[str,
     return said[0], said[1]
 
 
-def other_users(user: int = NOBODY, seconds: float = 3.0, only: tuple[str, ...] = ()) -> dict[str, tuple[str, str]]:
-    """What became of rank 0, and of the other user's rank 1, for each way to start."""
-    "".encode("idna")  # whose module the other user may not be able to read
+def other_users(
+    user: int = NOBODY, seconds: float = 3.0, only: tuple[str, ...] = (), as_rank: int = 1
+) -> dict[str, tuple[str, str]]:
+    """What became of ranks 0 and 1, of which one is another user's, for each way to start."""
+    users = (os.geteuid(), user) if as_rank == 1 else (user, os.geteuid())
+    for codec in ("idna", "ascii", "latin_1"):  # whose modules the other user may not be able to read
+        importlib.import_module(f"encodings.{codec}")
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         for name, way in ways_to_start(Path(folder), seconds).items():
             if not only or name in only:
-                found[name] = start_two(way, user, 4 * seconds + 10)
+                found[name] = start_two(way, users, 4 * seconds + 10)
     return found
 
 
@@ -482,8 +487,10 @@ def main() -> int:
         print(f"{'ok ' if is_right else 'BAD'} {what}: {found}", flush=True)
 
     if os.geteuid() == 0:
-        for name, said in other_users().items():
-            report(f"another user, {name}", "; ".join(one[:100] for one in said), "joined" not in said)
+        for as_rank in (1, 0):
+            for name, said in other_users(as_rank=as_rank).items():
+                texts = "; ".join(one[:100] for one in said)
+                report(f"another user as rank {as_rank}, {name}", texts, "joined" not in said)
         for name, said in other_users(0).items():
             report(f"the same user, {name}", said, said == ("joined", "joined"))
     for program in _PROGRAMS:

@@ -108,7 +108,8 @@ def init_process_group(
         timeout: Seconds for all ranks to meet, and the group's default for blocking calls. None takes
             FERRODIST_TIMEOUT's (``ferrodist run --timeout``), or `DEFAULT_COLLECTIVE_TIMEOUT`: 30 minutes. After 30
             seconds a warning names who is late.
-        secret: The job secret; None takes FERRODIST_SECRET. Needed where the ranks meet on anything but loopback.
+        secret: The job secret; None takes FERRODIST_SECRET. Needed where the ranks meet on anything but loopback;
+            without one they prove that they are processes of one user.
         torch_default: Whether the group becomes torch.distributed's default group, too, for what asks torch:
             `torch.nn.SyncBatchNorm`, `DistributedSampler`, torchmetrics. On all ranks or on none.
             `destroy_process_group` ends both.

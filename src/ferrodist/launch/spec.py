@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ferrodist.deadline import TIMEOUT_VARIABLE, check_timeout, default_timeout
 from ferrodist.launch.limits import check_rank_count
-from ferrodist.rendezvous.secret import resolve_secret
+from ferrodist.rendezvous.secret import SECRET_VARIABLE, resolve_secret
 
 __all__ = ["DEFAULT_TIMEOUT_BEFORE_KILL", "LaunchSpec", "MpiLauncher", "ProgramKind"]
 
@@ -35,7 +35,8 @@ class MpiLauncher(enum.Enum):
 
 
 def _secret_of_environment() -> str | None:
-    return os.environ.get("FERRODIST_SECRET") or None
+    resolve_secret(None)  # which the ranks will do: what they refuse is refused here, by its name
+    return os.environ.get(SECRET_VARIABLE) or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,7 @@ class LaunchSpec:
             raise ValueError(
                 f"--timeout-before-kill must be 0 or more seconds, not {self.timeout_before_kill:g}"
             ) from None
-        resolve_secret(self.secret or "")  # white space is refused here as it is in the ranks
+        resolve_secret(self.secret or "")
         self._check_rendezvous()
         self._check_mpi()
         self._check_program()

@@ -29,7 +29,8 @@ def resolve_secret(secret: str | bytes | None) -> bytes:
     if secret is None:
         secret, source = os.environ.get(SECRET_VARIABLE, ""), SECRET_VARIABLE
     if isinstance(secret, str):
-        given, found = bool(secret), secret.strip().encode()
+        # Bytes of the environment that are not UTF-8 are surrogates here.
+        given, found = bool(secret), secret.strip().encode("utf-8", "surrogatepass")
     elif isinstance(secret, (bytes, bytearray, memoryview)):  # bytes(5) would be five zeros
         given, found = len(secret) > 0, bytes(secret)
     else:

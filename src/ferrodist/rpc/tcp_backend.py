@@ -64,7 +64,7 @@ class TcpRpcBackend(RpcBackend):
         world_size: How many there are.
         address: "host:port" where rank 0 serves the store, and the others find it.
         secret: The job secret, the same on every rank; None takes the environment's FERRODIST_SECRET. Without one only
-            loopback addresses are used.
+            loopback addresses are used, and processes prove that they know their user's.
         timeout: Seconds a call may take that names no timeout itself.
         name: What these agents are called; agents of another name don't see them.
         job: Name of the job.

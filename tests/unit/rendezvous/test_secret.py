@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import os
 import pkgutil
 
 import msgspec
@@ -34,8 +35,16 @@ def test_white_space_is_no_secret(secret, monkeypatch):
         monkeypatch.setenv("FERRODIST_SECRET", secret)
         with pytest.raises(ValueError, match=r"^FERRODIST_SECRET is white space"):
             resolve_secret(None)
-        with pytest.raises(ValueError, match=r"white space"):
+        with pytest.raises(ValueError, match=r"^FERRODIST_SECRET is white space"):
             LaunchSpec(program="pkg", kind=ProgramKind.MODULE)
+        with pytest.raises(ValueError, match=r"^secret is white space"):
+            LaunchSpec(program="pkg", kind=ProgramKind.MODULE, secret=secret)
+
+
+def test_a_variable_that_is_no_text(monkeypatch):
+    """Bytes that are not UTF-8 in the environment make a secret as good as any."""
+    monkeypatch.setenv("FERRODIST_SECRET", os.fsdecode(b"\xff\xfe"))
+    assert resolve_secret(None) == resolve_secret(os.fsdecode(b"\xff\xfe")) != b""
 
 
 def _all_classes():

@@ -83,7 +83,7 @@ class TcpBackend(MailboxBackend):
         world_size: Number of ranks.
         address: "host:port" that rank 0 binds and the others dial.
         secret: The job secret, the same on every rank; None takes the environment's FERRODIST_SECRET. Without one
-            rank 0 refuses to bind anything but a loopback address.
+            rank 0 refuses to bind anything but a loopback address, and ranks prove that they know their user's secret.
         timeout: Seconds a blocking call may take when it names no timeout itself. On Linux a rank that takes no data
             for that long (10 to 300 s) is given up as dead, whatever timeout a call names: make this the longest that
             the program uses, if ranks may be stopped and go on. None takes FERRODIST_TIMEOUT's, or
