@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Global", "Items", "Made", "Persistent", "check_expanded_size", "members_of", "read_pickle"]
 
 _MAX_PROTOCOL = 5
+_BYTE, _SHORT, _INT, _WORD, _LONG, _FLOAT = map(struct.Struct, ("<B", "<H", "<i", "<I", "<Q", ">d"))
 _MAX_NAME_BYTES = 1000
 
 
@@ -139,11 +140,11 @@ class _Machine:
     def run(self) -> Any:
         """The value."""
         try:
-            for code in iter(lambda: self._take(1), b"."):
-                if code not in _OPERATIONS:
+            while (code := self._take(1)) != b".":
+                operation = _OPERATIONS.get(code)
+                if operation is None:
                     _refuse(f"opcode {code!r} doesn't belong there")
-                operate, *arguments = _OPERATIONS[code]
-                operate(self, *arguments)
+                operation[0](self, operation[1])
             return self._stack.pop()
         except (IndexError, KeyError, AttributeError, TypeError, struct.error) as error:
             raise ValueError(f"it is no pickle: {error}") from error
@@ -155,8 +156,8 @@ class _Machine:
         self._left -= count
         return data
 
-    def _number(self, form: str) -> int:
-        found: int = struct.unpack(form, self._take(struct.calcsize(form)))[0]
+    def _number(self, form: struct.Struct) -> int:
+        found: int = form.unpack(self._take(form.size))[0]
         return found
 
     def _line(self) -> str:
@@ -175,38 +176,38 @@ class _Machine:
 
     # Values
 
-    def _protocol(self) -> None:
-        if self._number("<B") > _MAX_PROTOCOL:
+    def _protocol(self, _: None) -> None:
+        if self._number(_BYTE) > _MAX_PROTOCOL:
             _refuse("it has a protocol that is not known here")
 
-    def _frame(self) -> None:
+    def _frame(self, _: None) -> None:
         self._take(8)  # a hint for readers
 
-    def _int(self, form: str) -> None:
+    def _int(self, form: struct.Struct) -> None:
         self._push(self._number(form))
 
-    def _bytes(self, form: str) -> None:
+    def _bytes(self, form: struct.Struct) -> None:
         self._push(self._take(self._number(form)))
 
-    def _text(self, form: str) -> None:
+    def _text(self, form: struct.Struct) -> None:
         self._push(self._take(self._number(form)).decode())
 
-    def _long(self) -> None:
-        self._push(int.from_bytes(self._take(self._number("<B")), "little", signed=True))
+    def _long(self, _: None) -> None:
+        self._push(int.from_bytes(self._take(self._number(_BYTE)), "little", signed=True))
 
-    def _float(self) -> None:
-        self._push(struct.unpack(">d", self._take(8))[0])
+    def _float(self, _: None) -> None:
+        self._push(_FLOAT.unpack(self._take(_FLOAT.size))[0])
 
     # Containers
 
     def _new(self, kind: type) -> None:
         self._push(kind())
 
-    def _mark(self) -> None:
+    def _mark(self, _: None) -> None:
         self._below.append(self._stack)
         self._stack = []
 
-    def _tuple(self) -> None:
+    def _tuple(self, _: None) -> None:
         members = tuple(self._pop_mark())
         self._push(members)
 
@@ -217,11 +218,11 @@ class _Machine:
         del self._stack[-count:]
         self._push(members)
 
-    def _append(self) -> None:
+    def _append(self, _: None) -> None:
         value = self._stack.pop()
         self._list().append(value)
 
-    def _appends(self) -> None:
+    def _appends(self, _: None) -> None:
         members = self._pop_mark()
         self._list().extend(members)
 
@@ -231,11 +232,11 @@ class _Machine:
             _refuse("it appends to what is no list")
         return target
 
-    def _set_item(self) -> None:
+    def _set_item(self, _: None) -> None:
         value, key = self._stack.pop(), self._stack.pop()
         self._pairs().append((key, value))
 
-    def _set_items(self) -> None:
+    def _set_items(self, _: None) -> None:
         members = self._pop_mark()
         if len(members) % 2:
             _refuse("it has a key without a value")
@@ -251,21 +252,21 @@ class _Machine:
 
     # Memo
 
-    def _put(self, form: str) -> None:
+    def _put(self, form: struct.Struct) -> None:
         self._memo[self._number(form)] = self._stack[-1]
 
-    def _memoize(self) -> None:
+    def _memoize(self, _: None) -> None:
         self._memo[len(self._memo)] = self._stack[-1]
 
-    def _get(self, form: str) -> None:
+    def _get(self, form: struct.Struct) -> None:
         self._push(self._memo[self._number(form)])
 
     # Classes and objects
 
-    def _global(self) -> None:
+    def _global(self, _: None) -> None:
         self._push_global(self._line(), self._line())
 
-    def _stack_global(self) -> None:
+    def _stack_global(self, _: None) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         self._push_global(module, name)
 
@@ -276,20 +277,20 @@ class _Machine:
         self._check(found)
         self._push(found)
 
-    def _make(self) -> None:
+    def _make(self, _: None) -> None:
         arguments, function = self._stack.pop(), self._stack.pop()
         if not isinstance(function, Global) or not isinstance(arguments, tuple) or isinstance(arguments, Global):
             _refuse("it calls what is no class")
         self._push(Made(function, arguments))
 
-    def _build(self) -> None:
+    def _build(self, _: None) -> None:
         state = self._stack.pop()
         target = self._stack[-1]
         if not isinstance(target, Made) or target.state is not None:
             _refuse("it gives a state to what takes none")
         target.state = state
 
-    def _persistent(self) -> None:
+    def _persistent(self, _: None) -> None:
         self._push(Persistent(self._stack.pop()))
 
 
@@ -297,49 +298,46 @@ def _refuse(why: str) -> NoReturn:
     raise ValueError(why)
 
 
-_Operation = tuple[Any, ...]
-"""A method of the machine, and its arguments."""
-
-_OPERATIONS: dict[bytes, _Operation] = {
-    b"\x80": (_Machine._protocol,),
-    b"\x95": (_Machine._frame,),
+_OPERATIONS: dict[bytes, tuple[Callable[..., None], Any]] = {
+    b"\x80": (_Machine._protocol, None),
+    b"\x95": (_Machine._frame, None),
     b"N": (_Machine._push, None),
     b"\x88": (_Machine._push, True),
     b"\x89": (_Machine._push, False),
-    b"J": (_Machine._int, "<i"),
-    b"K": (_Machine._int, "<B"),
-    b"M": (_Machine._int, "<H"),
-    b"\x8a": (_Machine._long,),
-    b"G": (_Machine._float,),
-    b"X": (_Machine._text, "<I"),
-    b"\x8c": (_Machine._text, "<B"),
-    b"\x8d": (_Machine._text, "<Q"),
-    b"B": (_Machine._bytes, "<I"),
-    b"C": (_Machine._bytes, "<B"),
-    b"U": (_Machine._bytes, "<B"),
-    b"\x8e": (_Machine._bytes, "<Q"),
-    b"(": (_Machine._mark,),
-    b"t": (_Machine._tuple,),
+    b"J": (_Machine._int, _INT),
+    b"K": (_Machine._int, _BYTE),
+    b"M": (_Machine._int, _SHORT),
+    b"\x8a": (_Machine._long, None),
+    b"G": (_Machine._float, None),
+    b"X": (_Machine._text, _WORD),
+    b"\x8c": (_Machine._text, _BYTE),
+    b"\x8d": (_Machine._text, _LONG),
+    b"B": (_Machine._bytes, _WORD),
+    b"C": (_Machine._bytes, _BYTE),
+    b"U": (_Machine._bytes, _BYTE),
+    b"\x8e": (_Machine._bytes, _LONG),
+    b"(": (_Machine._mark, None),
+    b"t": (_Machine._tuple, None),
     b")": (_Machine._push, ()),
     b"\x85": (_Machine._short_tuple, 1),
     b"\x86": (_Machine._short_tuple, 2),
     b"\x87": (_Machine._short_tuple, 3),
     b"]": (_Machine._new, list),
-    b"a": (_Machine._append,),
-    b"e": (_Machine._appends,),
+    b"a": (_Machine._append, None),
+    b"e": (_Machine._appends, None),
     b"}": (_Machine._new, Items),
-    b"s": (_Machine._set_item,),
-    b"u": (_Machine._set_items,),
-    b"q": (_Machine._put, "<B"),
-    b"r": (_Machine._put, "<I"),
-    b"\x94": (_Machine._memoize,),
-    b"h": (_Machine._get, "<B"),
-    b"j": (_Machine._get, "<I"),
-    b"c": (_Machine._global,),
-    b"\x93": (_Machine._stack_global,),
-    b"R": (_Machine._make,),
-    b"\x81": (_Machine._make,),
-    b"b": (_Machine._build,),
-    b"Q": (_Machine._persistent,),
+    b"s": (_Machine._set_item, None),
+    b"u": (_Machine._set_items, None),
+    b"q": (_Machine._put, _BYTE),
+    b"r": (_Machine._put, _WORD),
+    b"\x94": (_Machine._memoize, None),
+    b"h": (_Machine._get, _BYTE),
+    b"j": (_Machine._get, _WORD),
+    b"c": (_Machine._global, None),
+    b"\x93": (_Machine._stack_global, None),
+    b"R": (_Machine._make, None),
+    b"\x81": (_Machine._make, None),
+    b"b": (_Machine._build, None),
+    b"Q": (_Machine._persistent, None),
 }
-"""By the bytes that pickle has for them; those that neither DCP nor torch.save writes are refused."""
+"""Methods and their arguments by the opcodes, but for those that neither DCP nor torch.save writes."""
