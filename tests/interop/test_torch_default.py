@@ -2,6 +2,8 @@
 
 import contextvars
 import os
+import subprocess
+import sys
 import tempfile
 from datetime import timedelta
 
@@ -208,6 +210,20 @@ def test_native_calls_use_torchs_default_group_where_it_is_ours():
         return found
 
     assert run_jobs(program) == [[2, 0], [2, 1]]
+
+
+def test_a_program_that_keeps_torch_from_loading_backends_has_it_too():
+    """Where torch is told not to look for backends ours is registered when it is asked for."""
+    code = (
+        "import torch, torch.distributed as dist, ferrodist as fd\n"
+        "assert 'ferrodist' not in dist.Backend.backend_list\n"
+        "fd.init_process_group(torch_default=True, init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"
+        "assert dist.get_backend() == 'ferrodist'\n"
+        "fd.destroy_process_group()\n"
+        "assert not dist.is_initialized()\n"
+    )
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=100)
 
 
 def test_torchs_end_of_the_group_is_known():

@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING, overload
 
 import torch
-from torch.autograd import profiler
 
 from ferrodist.collectives.device_streams import keep_until_now
 from ferrodist.collectives.devices import engine_of
@@ -25,6 +24,7 @@ from ferrodist.collectives.prepare import (
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.quick import quick_all_to_all, quick_barrier, start_all_to_all
 from ferrodist.collectives.views import elements_overlap
+from ferrodist.torch_private.profiling import is_profiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ def barrier(group: Backend | None = None, *, timeout: float | None = None) -> No
         DistributedTimeoutError: On all ranks, naming every rank that is late.
         PeerLostError: On all ranks, when one died.
     """
-    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+    if is_profiling() and not is_recorded():
         record(barrier, group, timeout=timeout)
         return
     if timeout is None and quick_barrier(group):
@@ -114,7 +114,7 @@ def all_to_all(
         TypeError, RuntimeError: ``tensors`` or ``out`` won't do, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
-    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+    if is_profiling() and not is_recorded():
         return record(all_to_all, tensors, group=group, out=out, timeout=timeout)
     if timeout is None and isinstance(tensors, torch.Tensor) and (out is None or isinstance(out, torch.Tensor)):
         result: torch.Tensor | None = quick_all_to_all(tensors, group, out)

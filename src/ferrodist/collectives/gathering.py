@@ -7,8 +7,6 @@ import struct
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torch.autograd import profiler
-
 from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.differentiable import attach, records_history
 from ferrodist.collectives.facts import check_sizes, read_facts
@@ -29,6 +27,7 @@ from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, chec
 from ferrodist.collectives.sharding import compute_shard_sizes
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatchError
+from ferrodist.torch_private.profiling import is_profiling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,7 +81,7 @@ def all_gather(
         TypeError, ValueError, RuntimeError: ``tensor`` or ``out`` won't do, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
-    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+    if is_profiling() and not is_recorded():
         return record(all_gather, tensor, dim, group=group, out=out, timeout=timeout)
     result = quick_all_gather(tensor, dim, group, out) if timeout is None else None
     return run_now(_all_gather(tensor, dim, group, out, timeout)) if result is None else result
@@ -242,7 +241,7 @@ def reduce_scatter(
         TypeError, ValueError, RuntimeError: ``tensor``, ``op`` or ``out`` won't do, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
-    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+    if is_profiling() and not is_recorded():
         return record(reduce_scatter, tensor, op, dim=dim, group=group, out=out, timeout=timeout)
     result = quick_reduce_scatter(tensor, op, dim, group, out) if timeout is None else None
     return run_now(_reduce_scatter(tensor, op, dim, group, out, timeout)) if result is None else result

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
-from torch.autograd import profiler
 
 from ferrodist.backends.base import check_peer
 from ferrodist.backends.tags import ANY_SOURCE, check_user_tag
@@ -30,6 +29,7 @@ from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.collectives.tensor_heads import MAX_DIMS
 from ferrodist.collectives.tensor_transfers import TensorReceive, start_body, start_send
 from ferrodist.deadline import Deadline
+from ferrodist.torch_private.profiling import is_profiling
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -79,7 +79,7 @@ def send(
         DistributedTimeoutError: A large tensor was not received in time; it will not be.
         PeerLostError: ``dst`` died or left.
     """
-    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+    if is_profiling() and not is_recorded():
         record(send, tensor, dst, tag=tag, group=group, timeout=timeout)
         return
     begun = quick_send(tensor, dst, tag, group, timeout)
@@ -154,7 +154,7 @@ def recv(
         ValueError: ``shape`` has a size below 0 or more than 12 dims, or ``tag`` is out of range.
         SelfSendError, InvalidRankError, PeerLostError: As for `send`.
     """
-    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+    if is_profiling() and not is_recorded():
         options = {"tag": tag, "group": group, "timeout": timeout, "return_source": return_source}
         return record(recv, shape, dtype, src, device=device, **options)
     place = _HOST if device is None else torch.device(device)
@@ -192,7 +192,7 @@ def recv_into(
     ``tensor`` may have any strides, but no elements that share memory, and at most 12 dims: else ValueError is raised.
     All else is as for `recv`.
     """
-    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+    if is_profiling() and not is_recorded():
         return record(recv_into, tensor, src, tag=tag, group=group, timeout=timeout)
     result = quick_recv_into(tensor, src, tag, group, timeout)
     if not isinstance(result, Progress):
@@ -262,7 +262,7 @@ def sendrecv(
     Raises:
         As `send` and `recv`.
     """
-    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+    if is_profiling() and not is_recorded():
         options = {"tag": tag, "group": group, "timeout": timeout, "return_source": return_source}
         return record(sendrecv, tensor, dst, shape, src, **options)
     result = quick_sendrecv(tensor, dst, shape, src, tag=tag, group=group, timeout=timeout)

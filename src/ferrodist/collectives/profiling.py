@@ -1,8 +1,8 @@
 """Calls of collectives and messages as torch's profiler shows them: ``ferrodist:allreduce``, on the thread that calls.
 
 Of an asynchronous one it is the start, by the same name. Functions that small tensors go through in a few microseconds
-ask inline whether a profiler is active (`torch.autograd.profiler._is_profiler_enabled`, in some 10 ns), and then call
-themselves by `record`; others are decorated by `profiled`, which takes some 100 ns a call.
+ask inline whether a profiler is active, and then call themselves by `record`; others are decorated by `profiled`, which
+takes several times as long.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import functools
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch.autograd import profiler
+from torch.profiler import record_function
 from typing_extensions import ParamSpec
+
+from ferrodist.torch_private.profiling import is_profiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +43,7 @@ def record(function: Callable[..., _Result], *arguments: Any, **options: Any) ->
     """Call a function so that torch's profiler sees it."""
     _here.is_recorded = True
     try:
-        with profiler.record_function(f"ferrodist:{function.__name__.removeprefix('async_')}"):
+        with record_function(f"ferrodist:{function.__name__.removeprefix('async_')}"):
             return function(*arguments, **options)
     finally:
         _here.is_recorded = False
@@ -52,7 +54,7 @@ def profiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
 
     @functools.wraps(function)
     def call(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
-        if not profiler._is_profiler_enabled or _here.is_recorded:  # noqa: SLF001 - torch asks it so
+        if not is_profiling() or _here.is_recorded:
             return function(*arguments, **options)
         return record(function, *arguments, **options)
 

@@ -6,7 +6,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd import profiler
 
 from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.differentiable import attach, records_history
@@ -24,6 +23,7 @@ from ferrodist.collectives.prepare import (
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.quick import quick_allreduce, quick_broadcast, start_allreduce, start_broadcast
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear
+from ferrodist.torch_private.profiling import is_profiling
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
@@ -64,7 +64,7 @@ def allreduce(
         DistributedTimeoutError: On all ranks, when one is late.
         PeerLostError: On all ranks, when one died.
     """
-    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+    if is_profiling() and not is_recorded():
         return record(allreduce, tensor, op, group=group, out=out, timeout=timeout)
     result = quick_allreduce(tensor, op, group, out) if timeout is None else None
     return run_now(_allreduce(tensor, op, group, out, timeout)) if result is None else result
@@ -250,7 +250,7 @@ def broadcast(
         TypeError, ValueError, RuntimeError: ``tensor`` or ``out`` won't do, as for `allreduce`.
         CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
     """
-    if profiler._is_profiler_enabled and not is_recorded():  # noqa: SLF001 - see profiling.py
+    if is_profiling() and not is_recorded():
         return record(broadcast, tensor, root, group=group, out=out, timeout=timeout)
     result = quick_broadcast(tensor, root, group, out) if timeout is None else None
     return run_now(_broadcast(tensor, root, group, out, timeout)) if result is None else result
