@@ -134,6 +134,7 @@ def _withdraw(storage: Storage, save_id: str, names: Sequence[str]) -> None:
 def _tidy(storage: Storage, manifest: Manifest, stale: set[str], index: bytes | None) -> None:
     """What readers of manifests can do without; the first error is raised at the end."""
     if not storage.is_staged and read_manifest(storage).save_id != manifest.save_id:
+        storage.discard(manifest.save_id)
         return  # without a lock another save was committed meanwhile: what looks stale here may be its files
     with contextlib.ExitStack() as steps:  # each is done, whatever becomes of the others; the last one first
         steps.callback(storage.remove_leftovers)

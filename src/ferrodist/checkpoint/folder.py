@@ -121,7 +121,8 @@ def check_is_ours(storage: Storage) -> None:
 def find_stale(storage: Storage) -> set[str]:
     """The files of older saves to the folder."""
     names = set(storage.list_names())
-    stale = {name for name in names if save_of(name) is not None}
+    living = {None} | storage.living_saves()
+    stale = {name for name in names if save_of(name) not in living}
     if MANIFEST_NAME not in names:
         return stale
     try:
@@ -174,8 +175,6 @@ def remove_dead(storage: Storage, save_id: str) -> bool:
     Returns:
         Whether nothing is left of it; False where it may still live.
     """
-    if not storage.is_staged:
-        return False
     deadline = Deadline(_DEATH_SECONDS)
     try:
         # The system drops locks of a process that ends, and its connections, in any order.
@@ -186,6 +185,8 @@ def remove_dead(storage: Storage, save_id: str) -> bool:
             if deadline.expired:
                 return False
             time.sleep(_PAUSE_SECONDS)
+        if not storage.is_staged:
+            return False  # its manifest may still appear
         with storage.exclusive(deadline):
             names = storage.list_names()
             if MANIFEST_NAME not in names or read_manifest(storage).save_id != save_id:

@@ -193,8 +193,6 @@ class Save:
     def discard(self, error: BaseException) -> None:
         """Remove what was written; ``error`` is why."""
         # Where the ranks have failed together every one does this, for rank 0 may be the one that died.
-        if not self.save_id and isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError):
-            remove_dead(self._storage, "")  # it may have begun what the others haven't heard of
         if self.save_id and (self._group.rank == 0 or isinstance(error, DistributedError)):
             try:
                 if not (self._storage.is_staged or self._group.rank == 0):
@@ -205,6 +203,9 @@ class Save:
                 _logger.warning(
                     "what was written of a checkpoint at %s can't be removed: %s", self._storage.url, second
                 )
+        is_lost = isinstance(error, DistributedError) and not isinstance(error, DistCheckpointError)
+        if is_lost and self._group.rank != 0:
+            remove_dead(self._storage, self.save_id)  # which it may have begun before the others heard of it
 
     def _remove_dead(self, error: DistributedError) -> None:
         """Remove what rank 0 can't remove any more, or raise the error with words that say where it lies."""

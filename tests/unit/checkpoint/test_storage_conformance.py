@@ -4,15 +4,20 @@ import errno
 import itertools
 import os
 import threading
+import time
 import uuid
 
 import fsspec
 import pytest
 import s3_server
+import torch
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations
 
-from ferrodist.checkpoint.storage import LocalStorage, RemoteStorage, local_writer, open_storage
+from ferrodist.checkpoint import load_distributed, save_distributed, verify
+from ferrodist.checkpoint.folder import find_stale, remove_unfinished
+from ferrodist.checkpoint.storage import LocalStorage, RemoteStorage, local_writer, open_storage, remote
+from ferrodist.checkpoint.storage.liveness import describe_process
 from ferrodist.checkpoint.storage.local_writer import LocalWriter
 from ferrodist.errors import DistCheckpointError
 
@@ -357,7 +362,7 @@ def test_large_files_are_sent_in_parts(server):
     assert server.uploads("large") == [f"large/{name_of(SAVE, 2)}"]
     writer.discard()
     assert server.uploads("large") == []
-    assert server.objects("large") == [name_of(SAVE)]
+    assert server.objects("large") == [f".saving-{SAVE}", name_of(SAVE)]
 
 
 def test_uploads_of_killed_saves_are_aborted_by_the_next(server):
@@ -512,3 +517,91 @@ def test_buffers_of_failed_writes_are_nobodys(tmp_path, monkeypatch):
         writer.write(memoryview(bytes([number + 1]) * (len(data) - 1)))
         writer.close()
         assert (tmp_path / f"file{number}").read_bytes() == bytes([number + 1]) * len(data)
+
+
+def test_a_living_save_keeps_its_files(reopen):
+    """What others remove is never of a save that lives; when it has ended nothing tells of it."""
+    living, other = reopen(), reopen()
+    living.begin(SAVE)
+    write(living, b"elements")
+    other.begin(OTHER)
+    assert other.has_leftovers(SAVE)
+    other.remove_leftovers()
+    assert not find_stale(other) & {name_of(SAVE)}
+    remove_unfinished(other)
+    living.publish(SAVE, [name_of(SAVE)])
+    assert living.get(name_of(SAVE)) == b"elements"
+    living.put("metadata.json", b"{}")
+    living.discard(SAVE)
+    other.discard(OTHER)
+    assert not other.has_leftovers()
+    assert reopen().list_names() == ["metadata.json", name_of(SAVE)]
+
+
+@pytest.mark.parametrize(
+    ("mark", "is_alive"),
+    [
+        (lambda: b"another-host pid:[1] 1 1", True),
+        (lambda: b"nonsense", True),
+        (lambda: describe_process().replace(b" " + str(os.getpid()).encode() + b" ", b" 4194305 "), False),
+        (lambda: describe_process()[:-1] + b"x", False),
+        (describe_process, False),
+    ],
+    ids=[
+        "of another host",
+        "of nobody",
+        "of no process",
+        "of a process that had the number",
+        "of a save that has ended",
+    ],
+)
+def test_saves_of_other_processes_in_a_store(mark, is_alive):
+    """Whether they live is told by what their processes have written of themselves, and counts for a day."""
+    storage = open_storage("memory://other-processes")
+    storage.begin(SAVE)
+    write(storage, b"elements")
+    storage._fs.pipe_file(f"{storage._folder}/.saving-{SAVE}", mark())
+    remote._own_saves.pop(SAVE)
+    other = open_storage("memory://other-processes")
+    assert (name_of(SAVE) in find_stale(other)) != is_alive
+    other.remove_leftovers()
+    assert other.has_leftovers() == is_alive
+    storage._fs.rm(storage._folder, recursive=True)
+
+
+def test_a_save_of_another_host_that_is_old(monkeypatch):
+    """It counts as dead when its mark is older than a day."""
+    storage = open_storage("memory://an-old-one")
+    storage.begin(SAVE)
+    storage._fs.pipe_file(f"{storage._folder}/.saving-{SAVE}", b"another-host pid:[1] 1 1")
+    remote._own_saves.pop(SAVE)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 86_500)
+    other = open_storage("memory://an-old-one")
+    other.remove_leftovers()
+    assert not other.has_leftovers()
+
+
+def test_two_jobs_that_save_to_one_store():
+    """All their saves succeed, and what is there in the end is whole and all there is, after one more save."""
+    url, failures = "memory://two-jobs", []
+    state = {str(number): torch.ones(3) for number in range(4)}
+
+    def save(job):
+        try:
+            for _ in range(10):
+                save_distributed(state, url, max_file_bytes=1)
+        except Exception as error:
+            failures.append((job, error))
+
+    jobs = [threading.Thread(target=save, args=(job,)) for job in (1, 2)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    assert failures == []
+    assert verify(url, contents=True).num_tensors == 4
+    assert load_distributed(url).keys() == state.keys()
+    save_distributed(state, url, max_file_bytes=1)
+    assert verify(url).is_sound
+    assert len(open_storage(url).list_names()) == 4 + 2

@@ -16,7 +16,8 @@ Several jobs may save to one folder at a time. On a disk ``begin`` locks a file 
 lock as long as the save lives: the system drops it when the process ends, however it does. ``remove_leftovers`` removes
 folders whose lock it gets. The file has the running system's boot id as well, for some file systems that hosts share
 have locks for each host alone, and some none: the folder of another system, or one without a lock that works, is left
-there until nothing in it was changed for a day.
+there until nothing in it was changed for a day. In an object store ``begin`` puts a small object that says of which
+process the save is: on that host the system is asked whether it lives, elsewhere it counts as living for a day.
 
 [Note: staged or not]
 On a disk a save has a folder of its own until ``publish`` moves its files to their places. Object stores can't move:
@@ -110,6 +111,9 @@ class Storage(Protocol):
 
     def remove(self, names: Collection[str]) -> None:
         """Remove files; those that are not there count as removed."""
+
+    def living_saves(self) -> set[str]:
+        """The ids of saves that may live, among those whose files have their places already."""
 
     def has_leftovers(self, save_id: str = "") -> bool:
         """Whether a save was begun here that was neither committed nor discarded; any save, or one."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES
+from ferrodist.checkpoint.storage.liveness import DEAD_SECONDS, system_id
 from ferrodist.checkpoint.storage.local_writer import LocalWriter
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ _MAX_OPEN = 100
 _LOCK_PAUSE_SECONDS = 0.01
 _LOCK_NAME = "lock"
 """In the folder of a save; see [Note: living saves] in `base`."""
-_DEAD_SECONDS = 86_400
-"""How long nothing has changed in the folder of a save of which nobody can tell whether it lives."""
 _NUM_TRIES = 100
 
 
@@ -156,6 +155,10 @@ class LocalStorage:
         for name in names:
             (self.path / name).unlink(missing_ok=True)
 
+    def living_saves(self) -> set[str]:
+        """See `Storage`; none has files in the folder, for who commits locks it."""
+        return set()
+
     def has_leftovers(self, save_id: str = "") -> bool:
         """See `Storage`."""
         return any(self.path.glob(f"{_SAVING}{save_id}*"))
@@ -180,8 +183,8 @@ class LocalStorage:
             except OSError:
                 is_dead = False
             else:
-                is_dead = os.read(file, 100) in (b"", _system_id())
-            if is_dead or self.path.stat().st_mtime - _last_change(place) > _DEAD_SECONDS:
+                is_dead = os.read(file, 100) in (b"", system_id())
+            if is_dead or self.path.stat().st_mtime - _last_change(place) > DEAD_SECONDS:
                 shutil.rmtree(place, ignore_errors=True)
         finally:
             os.close(file)
@@ -267,14 +270,6 @@ def _nothing() -> None:
     pass
 
 
-def _system_id() -> bytes:
-    """What no other running system has: the host and when it was started, or at least the host."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
-    except OSError:
-        return os.uname().nodename.encode()
-
-
 def _make_locked(place: Path) -> int:
     """Make the folder of a save, with a file that is locked: a descriptor."""
     for _ in range(_NUM_TRIES):
@@ -283,7 +278,7 @@ def _make_locked(place: Path) -> int:
             place.mkdir(parents=True, exist_ok=True)
             file = os.open(place / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             try:
-                os.write(file, _system_id())
+                os.write(file, system_id())
                 with contextlib.suppress(OSError):  # some file systems have no locks
                     fcntl.flock(file, fcntl.LOCK_EX)
                 if os.path.samestat((place / _LOCK_NAME).stat(), os.fstat(file)):

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import errno
 import logging
+import re
+import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from fsspec.asyn import AsyncFileSystem, sync
 
 from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES, save_of
+from ferrodist.checkpoint.storage.liveness import DEAD_SECONDS, describe_process, is_process_alive
 from ferrodist.checkpoint.storage.remote_errors import as_os_errors, to_os_error, was_refused
 from ferrodist.checkpoint.storage.remote_writer import RemoteWriter
 from ferrodist.checkpoint.storage.uploads import abort_upload, list_uploads
@@ -38,6 +43,15 @@ _NUM_RANGES = 8
 """So much is asked for in one request, and so many requests are made at once: S3 gives 50 to 100 MB/s for each."""
 
 _NUM_REMOVALS = 16
+
+_MARK = re.compile(r"\.saving-([0-9a-f]{12})")
+"""The name of the object that says of which process a save is; see [Note: living saves] in `base`."""
+
+_TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
+"""How file systems call the time of a file."""
+
+_own_saves: weakref.WeakValueDictionary[str, RemoteStorage] = weakref.WeakValueDictionary()
+"""By whom the saves of this process that have not ended were begun."""
 
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "obs", "tos"})
 """Protocols of buckets, whose folders are but the beginnings of names: nobody makes or removes one, and what is put is
@@ -82,6 +96,8 @@ class RemoteStorage:
                 self._fs.makedirs(self._folder, exist_ok=True)
             if self._has_buckets:
                 self._find_bucket(self._folder.partition("/")[0])
+            self._fs.pipe_file(self._path(f".saving-{save_id}"), describe_process())
+        _own_saves[save_id] = self
         self._begun = save_id
 
     def create(self, save_id: str, name: str, size_bytes: int) -> RemoteWriter:
@@ -119,10 +135,13 @@ class RemoteStorage:
     def discard(self, save_id: str) -> None:
         """See `Storage`."""
         if self._begun == save_id:
-            self._abort_uploads(save_id)
+            self._abort_uploads({save_id})
             self.remove([name for name in self.list_names() if save_of(name) == save_id])
-            if self._is_new:
-                self.remove_folder()
+        if _own_saves.get(save_id) is self:
+            _own_saves.pop(save_id, None)
+            self.remove([f".saving-{save_id}"])
+        if self._begun == save_id and self._is_new:
+            self.remove_folder()
 
     def read_beside(self, name: str, size_bytes: int) -> list[bytes]:
         """See `Storage`."""
@@ -152,11 +171,39 @@ class RemoteStorage:
 
     def has_leftovers(self, save_id: str = "") -> bool:
         """See `Storage`; whole files are told by their names."""
-        return bool(self._uploads(save_id or None))
+        saves = self._marked_saves() | {str(save_of(name)) for name, _ in self._uploads()}
+        return save_id in saves if save_id else bool(saves)
 
     def remove_leftovers(self) -> None:
         """See `Storage`."""
-        self._abort_uploads(None)
+        marks = self._marked_saves()
+        living = {save_id for save_id in marks if self._may_live(save_id)}
+        dead = {str(save_of(name)) for name, _ in self._uploads()} - living
+        if dead:
+            self._abort_uploads(dead)
+        self.remove([f".saving-{save_id}" for save_id in sorted(marks - living)])
+
+    def living_saves(self) -> set[str]:
+        """See `Storage`."""
+        return {save_id for save_id in self._marked_saves() if self._may_live(save_id)}
+
+    def _may_live(self, save_id: str) -> bool:
+        """Whether a save may live, of which an object tells."""
+        if save_id in _own_saves:
+            return True
+        name = f".saving-{save_id}"
+        try:
+            description = self.get(name)
+            if (answer := is_process_alive(description)) is not None:
+                return answer and description != describe_process()
+            with as_os_errors(self._where(name)):
+                facts = self._fs.info(self._path(name))
+        except FileNotFoundError:
+            return False
+        changed = next((facts[key] for key in _TIMES if facts.get(key) is not None), None)
+        if isinstance(changed, dt.datetime):
+            changed = changed.timestamp()
+        return not isinstance(changed, (int, float)) or time.time() - changed < DEAD_SECONDS
 
     def remove_folder(self) -> None:
         """See `Storage`."""
@@ -167,8 +214,12 @@ class RemoteStorage:
                     self._fs.rmdir(self._folder)
 
     def list_names(self) -> list[str]:
-        """See `Storage`."""
-        return self._list("file")
+        """See `Storage`; without the objects that tell of living saves."""
+        return [name for name in self._list("file") if _MARK.fullmatch(name) is None]
+
+    def _marked_saves(self) -> set[str]:
+        """The ids of the saves that such objects tell of."""
+        return {found[1] for name in self._list("file") if (found := _MARK.fullmatch(name)) is not None}
 
     def list_folders(self) -> list[str]:
         """See `Storage`."""
@@ -258,14 +309,15 @@ class RemoteStorage:
             if error is not None and not isinstance(error, FileNotFoundError):
                 raise to_os_error(error, self._where(name)) from error
 
-    def _abort_uploads(self, save_id: str | None) -> None:
-        """Abort those of a save, or of all saves."""
-        for name, upload in self._uploads(save_id):
-            with as_os_errors(self._where(name)):
-                abort_upload(self._fs, self._path(name), upload)
+    def _abort_uploads(self, save_ids: set[str]) -> None:
+        """Abort those of some saves."""
+        for name, upload in self._uploads():
+            if save_of(name) in save_ids:
+                with as_os_errors(self._where(name)):
+                    abort_upload(self._fs, self._path(name), upload)
 
-    def _uploads(self, save_id: str | None) -> list[tuple[str, str]]:
-        """The names and ids of unfinished uploads of a save, or of all saves."""
+    def _uploads(self) -> list[tuple[str, str]]:
+        """The names and ids of unfinished uploads of all saves."""
         try:
             with as_os_errors(self.url):
                 found = list(list_uploads(self._fs, self._folder))
@@ -275,11 +327,7 @@ class RemoteStorage:
             # Not all who may write may list uploads, and not all stores do it.
             _logger.debug("uploads to %s that were not completed can't be looked for: %s", self.url, error)
             return []
-        return [
-            (name, upload)
-            for name, upload in found
-            if (found_id := save_of(name)) is not None and save_id in (None, found_id)
-        ]
+        return [(name, upload) for name, upload in found if save_of(name) is not None]
 
     def _read_some(self, name: str, start: int, into: memoryview) -> int:
         """Fill the beginning of ``into``, with several requests at once; how much that was."""
