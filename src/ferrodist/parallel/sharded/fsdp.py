@@ -31,6 +31,7 @@ from ferrodist.parallel.sharded.policies import plan_units
 from ferrodist.parallel.sharded.schedule import Schedule
 from ferrodist.parallel.sharded.strategy import Axes, ShardingStrategy
 from ferrodist.parallel.sharded.structure import Structure
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -284,13 +285,14 @@ class FSDP(InnerNames, Generic[WrappedModule]):
             pieces = torch.split(pieces, sizes)
         values = list(pieces)
         if len(values) != len(own):
-            raise ValueError(f"this model has {len(own)} parameters, and update_shards got {len(values)} pieces")
+            has, got = counted(len(own), "parameter"), counted(len(values), "piece")
+            raise ValueError(f"this model has {has}, and update_shards got {got}")
         for (name, parameter), value in zip(own, values, strict=True):
             if not isinstance(value, torch.Tensor) or value.dtype is not parameter.dtype:
                 raise TypeError(f"the piece of {name!r} must be a tensor of {parameter.dtype}")
             if value.numel() != parameter.numel():
                 raise ValueError(
-                    f"rank {self._axes.whole.rank}'s piece of {name!r} has {parameter.numel()} elements, not"
+                    f"rank {self._axes.whole.rank}'s piece of {name!r} has {counted(parameter.numel(), 'element')}, not"
                     f" {value.numel()}"
                 )
         self._schedule.recover()
