@@ -64,6 +64,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/typing/public_types.py
 	$(BIN)/lint-imports
 
 format: $(INSTALLED)

@@ -22,8 +22,10 @@
     errors        DistributedError and the tree below it, drawn in ferrodist.errors
 
 Names load when they are first used, so that ``ferrodist run`` starts without torch.
+``help(ferrodist.DDP)`` describes one.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -278,17 +280,29 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = ["__version__", *_PACKAGES, *_HOME_OF]  # noqa: PLE0604 - names that __getattr__ gives
 
 
-def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return import_module(f"{__name__}.{name}")
-    home = _HOME_OF.get(name)
-    if home is None:
-        from ferrodist.torch_names import hint_for  # noqa: PLC0415 - seldom needed
+if not TYPE_CHECKING:  # checkers refuse names that are not there
 
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint_for(name)}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
-    return value
+    def __getattr__(name: str) -> Any:
+        if name in _PACKAGES:
+            return import_module(f"{__name__}.{name}")
+        home = _HOME_OF.get(name)
+        if home is None:
+            from ferrodist.torch_names import hint_for  # noqa: PLC0415 - seldom needed
+
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint_for(name)}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+        return value
 
 
 def __dir__() -> list[str]:
+    if _is_for_help():
+        return ["__doc__", "__name__", "__version__"]
     return sorted(__all__)
+
+
+def _is_for_help() -> bool:
+    """Whether it is pydoc that asks: of each name it would print all, 23,000 lines for what the page above lists."""
+    frame: Any = sys._getframe(2)  # noqa: SLF001 - who calls is known nowhere else
+    while frame is not None and frame.f_globals.get("__name__") == "inspect":
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "pydoc"

@@ -1,13 +1,37 @@
 """What ``import ferrodist`` gives, and what it costs."""
 
 import ast
+import importlib
 import inspect
+import pydoc
 import subprocess
 import sys
 
 import pytest
 
 import ferrodist as fd
+import ferrodist.interop
+import ferrodist.testing
+
+PACKAGES = [
+    "",
+    "checkpoint",
+    "checkpoint.conversion",
+    "checkpoint.storage",
+    "interop",
+    "launch",
+    "mesh",
+    "parallel",
+    "parallel.data",
+    "parallel.data.comm_hooks",
+    "parallel.pipeline",
+    "parallel.sharded",
+    "parallel.tensor",
+    "rendezvous",
+    "rpc",
+    "tensor",
+    "testing",
+]
 
 PUBLIC = [
     "ANY_SOURCE",
@@ -160,6 +184,34 @@ def test_type_checkers_see_the_same_names():
     block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.name: node.module.removeprefix("ferrodist.") for node in block.body for alias in node.names}
     assert seen == fd._HOME_OF | dict.fromkeys(fd._PACKAGES, "ferrodist")
+
+
+def test_checkers_do_not_see_the_loading_of_names():
+    """A module's ``__getattr__`` would have any name pass for one that there is."""
+    for module in (fd, ferrodist.testing, ferrodist.interop):
+        tree = ast.parse(inspect.getsource(module))
+        assert "__getattr__" not in {getattr(node, "name", "") for node in tree.body}
+        hidden = [
+            node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "not TYPE_CHECKING"
+        ]
+        assert [function.name for node in hidden for function in node.body] == ["__getattr__"]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_dir_shows_what_is_public(name):
+    """Packages show their public names, and not the modules that these come from."""
+    package = importlib.import_module(f"ferrodist.{name}" if name else "ferrodist")
+    assert dir(package) == sorted(package.__all__)
+    for each in package.__all__:
+        assert getattr(package, each, None) is not None or importlib.import_module(f"{package.__name__}.{each}")
+
+
+def test_help_of_the_package_is_a_page():
+    """It lists the names; each has help of its own."""
+    shown = pydoc.render_doc(fd, renderer=pydoc.plaintext)
+    assert len(shown.splitlines()) < 120
+    assert "init_process_group, destroy_process_group" in shown
+    assert "allreduce(tensor" in pydoc.render_doc(fd.allreduce, renderer=pydoc.plaintext)
 
 
 def test_unknown_name_is_an_attribute_error():

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ferrodist.backends.base import Backend
 from ferrodist.errors import InvalidRankError, ranks_text
+from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -70,7 +71,8 @@ class NonMemberGroup:
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse to be pickled: its parent is of this process."""
-        raise TypeError(f"a {type(self).__name__} is not pickled: make it anew where it is needed, by new_group()")
+        name = with_article(type(self).__name__)
+        raise TypeError(f"{name} is not pickled: make it anew where it is needed, by new_group()")
 
     def __copy__(self) -> Self:
         return self

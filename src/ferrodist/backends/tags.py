@@ -34,7 +34,7 @@ class Channel(IntEnum):
 
     BYTES = 0  # Backend.send and recv, numbered by the user's tag
     CALL = 1  # calls compared before a collective, numbered by its sequence
-    LATE = 2  # "my deadline has passed", numbered by the collective's sequence
+    LATE = 2  # "my deadline has passed", or "are you there" and its answer, numbered by the collective's sequence
     DATA = 3  # the data of a collective, numbered by its sequence
     TENSOR_HEAD = 4  # dtype and shape of a tensor sent point to point, numbered by the user's tag
     TENSOR_BODY = 5  # its elements, numbered by the message

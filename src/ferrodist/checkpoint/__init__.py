@@ -56,3 +56,7 @@ __all__ = [
     "save_distributed",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

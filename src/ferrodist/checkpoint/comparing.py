@@ -17,6 +17,7 @@ from ferrodist.checkpoint.progress import Progress
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.storage import open_storage
 from ferrodist.checkpoint.tree import decode_leaf, is_leaf_node, leaf_text, path_text
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     import os
@@ -216,7 +217,7 @@ def _size_bytes(manifest: Manifest, key: str) -> int:
 
 
 def _elements_difference(place: str, count: int, total: int, largest: float) -> Difference:
-    what = f"{count} of {total} elements differ, by up to {largest:.6g}"
+    what = f"{count} of {counted(total, 'element')} differ, by up to {largest:.6g}"
     return Difference(place=place, kind=DifferenceKind.ELEMENTS, what=what, num_elements=count, largest=largest)
 
 

@@ -33,6 +33,7 @@ from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.layout import Layout, check_placements
 from ferrodist.tensor.regions import find_piece
+from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -215,7 +216,7 @@ class Matching:
             return lambda: {rank: build() for rank, build in by_rank.items()}
         if into.resize is None:
             raise DistCheckpointError(
-                f"{path_text(path)} was saved by {len(saved)} ranks, each its own, and is loaded by"
+                f"{path_text(path)} was saved by {counted(len(saved), 'rank')}, each its own, and is loaded by"
                 f" {self.world_size}: load it into PerRank(value, resize=function), which makes a rank's value of the"
                 " saved ones, or leave it out of what is loaded"
             )
@@ -270,7 +271,8 @@ class Matching:
         if not isinstance(saved, list) or len(saved) != len(into):
             found = f"{len(saved)} members" if isinstance(saved, list) else "something else"
             raise DistCheckpointError(
-                f"{path_text(path)} is to be a {kind.__name__} of {len(into)}, and was saved as {found}: None in its"
+                f"{path_text(path)} is to be {with_article(kind.__name__)} of {len(into)}, and was saved as"
+                f" {found}: None in its"
                 " place takes it as it was saved"
             )
         builders = [

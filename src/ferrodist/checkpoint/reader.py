@@ -17,6 +17,7 @@ from ferrodist.checkpoint.dtypes import dtype_from_name
 from ferrodist.checkpoint.manifest import hash_bytes
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.regions import Box
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from ferrodist.checkpoint.manifest import Manifest, ShardEntry, TensorEntry
@@ -80,7 +81,8 @@ class CheckpointReader:
             self._read_common(key, tensor, shard, common.within(saved), common.within(box).take(target))
         if missing:
             raise DistCheckpointError(
-                f"{self._storage.url} lacks {missing} elements of tensor {key!r}, though its manifest says it is whole"
+                f"{self._storage.url} lacks {counted(missing, 'element')} of tensor {key!r}, though its"
+                " manifest says it is whole"
             )
 
     def _read_common(self, key: str, tensor: TensorEntry, shard: ShardEntry, box: Box, target: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ from ferrodist.collectives.sharding import compute_shard_sizes, offsets_of
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.regions import Box
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -180,7 +181,7 @@ def _make_reports(contents: Contents, options: RewriteOptions) -> list[StateRepo
             placement = "whole"
         else:
             boxes = [[box] if prod(box.shape) else [] for box in _divide(shape, dim, options.num_ranks)]
-            placement = f"Shard({dim}) over {options.num_ranks} ranks"
+            placement = f"Shard({dim}) over {counted(options.num_ranks, 'rank')}"
         for rank, having in zip(ranks, boxes, strict=True):
             reports[rank].tensors[key] = TensorReport(shape, dtype, placement, having)
     return reports

@@ -12,6 +12,7 @@ from ferrodist.checkpoint.storage import open_storage
 from ferrodist.collectives.sharding import compute_shard_sizes, offsets_of
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.regions import Box, LocalPart, find_piece, local_part
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     import os
@@ -132,7 +133,7 @@ class ShardMetadata:
     def check(self, world_size: int) -> None:
         """Raise ValueError unless it is for this number of ranks."""
         if self.num_ranks != world_size:
-            raise ValueError(f"shards is for {self.num_ranks} ranks, and the group has {world_size}")
+            raise ValueError(f"shards is for {counted(self.num_ranks, 'rank')}, and the group has {world_size}")
 
     def part(self, key: str, tensor: torch.Tensor, rank: int) -> LocalPart:
         """What a rank has of a tensor.

@@ -20,6 +20,7 @@ from ferrodist.tensor.placement import Partial
 from ferrodist.tensor.redistribution import redistribute_local
 from ferrodist.tensor.regions import find_piece, mark_piece
 from ferrodist.torch_private.modules import compiled_module
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -163,7 +164,7 @@ class OptimizerState:
         other = sorted(map(str, wanted ^ found))
         which = f": {other[0]!r} is only in one of them" if other else ""
         raise DistCheckpointError(
-            f"{where} has {len(wanted)} parameters in {len(own)} groups, and was saved with {len(found)} in"
+            f"{where} has {counted(len(wanted), 'parameter')} in {len(own)} groups, and was saved with {len(found)} in"
             f" {len(saved)}, which are not the same{which}. Make the optimizer with the groups that it was saved with,"
             " or leave it out of what is loaded"
         )

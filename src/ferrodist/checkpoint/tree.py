@@ -33,6 +33,7 @@ import torch
 
 from ferrodist.checkpoint.dtypes import dtype_from_name, dtype_name
 from ferrodist.tensor.regions import find_piece
+from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -234,7 +235,7 @@ def check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"{where} is a {tensor.layout} tensor: save to_dense() of it")
     if hasattr(tensor, "__tensor_flatten__"):
-        raise TypeError(f"{where} is a {type(tensor).__qualname__}, made of other tensors: save these")
+        raise TypeError(f"{where} is {with_article(type(tensor).__qualname__)}, made of other tensors: save these")
     if getattr(tensor, "_local", tensor).device.type == "meta":
         raise TypeError(f"{where} is on the meta device and has no elements: materialize it first")
 
@@ -244,7 +245,8 @@ def _encode_key(key: object, path: tuple[object, ...]) -> Node:
         return _encode_plain(key, path)
     except TypeError as error:
         raise TypeError(
-            f"{path_text(path)} has a {type(key).__name__} as a key, {str(key)[:50]!r}: save text, numbers or tuples"
+            f"{path_text(path)} has {with_article(type(key).__name__)} as a key, {str(key)[:50]!r}: save text,"
+            " numbers or tuples"
             " of these"
         ) from error
 
@@ -263,7 +265,8 @@ def _encode_plain(value: Any, path: tuple[object, ...]) -> Node:
         return {"number": [value.dtype.name, _encode_plain(value.item(), path)]}
     if kind not in _ENCODERS:
         raise TypeError(
-            f"{path_text(path)} is a {kind.__name__}, which checkpoints don't carry: save what it is made of, as"
+            f"{path_text(path)} is {with_article(kind.__name__)}, which checkpoints don't carry: save what it"
+            " is made of, as"
             " numbers, text, tensors, lists and dicts, or give it state_dict() and load_state_dict()"
         )
     try:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ferrodist.installation import how_to_install
 from ferrodist.launch.console import complain
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     import argparse
@@ -111,7 +112,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     for problem in report.problems:
         _say(f"{problem}\n")
     size = _facts(report.num_tensors, report.num_files, report.size_bytes)
-    count = _count(len(report.problems), "problem")
+    count = counted(len(report.problems), "problem")
     _say(f"{report.url}: sound, {size}\n" if report.is_sound else f"{report.url}: {count}, {size}\n")
     return 0 if report.is_sound else 1
 
@@ -175,7 +176,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     else:
         place = Path(arguments.other).absolute()
         files = [file.stat().st_size for file in (place.rglob("*") if place.is_dir() else [place]) if file.is_file()]
-        _say(f"{place}: written, {_count(len(files), 'file')}, {_count(sum(files), 'byte')}\n")
+        _say(f"{place}: written, {counted(len(files), 'file')}, {counted(sum(files), 'byte')}\n")
     return 0
 
 
@@ -280,11 +281,7 @@ def _say_written(arguments: argparse.Namespace) -> None:
 
 
 def _facts(num_tensors: int, num_files: int, size_bytes: int) -> str:
-    return f"{_count(num_tensors, 'tensor')} in {_count(num_files, 'file')}, {_count(size_bytes, 'byte')}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+    return f"{counted(num_tensors, 'tensor')} in {counted(num_files, 'file')}, {counted(size_bytes, 'byte')}"
 
 
 def _say_json(value: Any) -> None:

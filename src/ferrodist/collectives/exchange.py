@@ -25,6 +25,7 @@ from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.quick import quick_all_to_all, quick_barrier, start_all_to_all
 from ferrodist.collectives.views import elements_overlap
 from ferrodist.torch_private.profiling import is_profiling
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -166,7 +167,7 @@ def _all_to_all(
             raise TypeError(f"out must be a torch.Tensor, as tensors is, not {type(out).__name__}")
         if tensors.shape[0] % size:
             raise ValueError(
-                f"dim 0 has {tensors.shape[0]} rows, which {size} ranks can't share evenly:"
+                f"dim 0 has {counted(tensors.shape[0], 'row')}, which {counted(size, 'rank')} can't share evenly:"
                 " use all_to_all_single_uneven"
             )
         rows = [tensors.shape[0] // size] * size
@@ -177,7 +178,7 @@ def _all_to_all(
     parts = list(tensors)
     _check_parts(parts)
     if len(parts) != size:
-        raise ValueError(f"all_to_all needs one tensor for each of the {size} ranks, not {len(parts)}")
+        raise ValueError(f"all_to_all needs one tensor for each of the {counted(size, 'rank')}, not {len(parts)}")
     outs = None if out is None else _check_outs(out, parts)
     ones = [1] * size
     operation = _all_to_all_rows(
@@ -222,7 +223,7 @@ def _check_outs(out: torch.Tensor | Sequence[torch.Tensor], parts: Sequence[torc
         raise TypeError("out must be a list of tensors, as tensors is")
     outs = list(out)
     if len(outs) != len(parts):
-        raise ValueError(f"out must have one tensor for each of the {len(parts)} ranks, not {len(outs)}")
+        raise ValueError(f"out must have one tensor for each of the {counted(len(parts), 'rank')}, not {len(outs)}")
     for i, (one, part) in enumerate(zip(outs, parts, strict=True)):
         check_tensor(one, f"out[{i}]")
         check_out(one, part, shape=part.shape, dtype=part.dtype)
@@ -270,10 +271,11 @@ def all_to_all_single_uneven(
     send_counts = _check_counts(send_counts, "send_counts", chosen)
     recv_counts = _check_counts(recv_counts, "recv_counts", chosen)
     if sum(send_counts) != tensor.shape[0]:
-        raise ValueError(f"send_counts {send_counts} don't add up to the tensor's {tensor.shape[0]} rows")
+        raise ValueError(f"send_counts {send_counts} don't add up to the tensor's {counted(tensor.shape[0], 'row')}")
     if send_counts[chosen.rank] != recv_counts[chosen.rank]:
         raise ValueError(
-            f"rank {chosen.rank} sends itself {send_counts[chosen.rank]} rows and expects {recv_counts[chosen.rank]}"
+            f"rank {chosen.rank} sends itself {counted(send_counts[chosen.rank], 'row')} and expects"
+            f" {recv_counts[chosen.rank]}"
         )
     unit = math.prod(tensor.shape[1:])
     return run_now(_all_to_all_rows(tensor, send_counts, recv_counts, unit=unit, group=chosen, out=out, timeout=limit))

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from ferrodist.collectives.numpy_scalars import python_value
+from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -76,17 +77,13 @@ def _check_values(values: Iterable[Any]) -> None:
             elif dataclasses.is_dataclass(value):
                 left.append(getattr(value, field.name, None) for field in dataclasses.fields(value))
             else:
-                raise TypeError(f"{_article(value)} would arrive as something else")
+                raise TypeError(f"{with_article(type(value).__name__)} would arrive as something else")
 
 
 def _check_keys(keys: Iterable[Any]) -> None:
     while others := [key for key in keys if type(python_value(key)) not in _PLAIN]:
         for key in others:
             if not isinstance(key, tuple):
-                raise TypeError(f"{_article(key)} as a key of a dict would arrive as something else, or not at all")
+                name = with_article(type(key).__name__)
+                raise TypeError(f"{name} as a key of a dict would arrive as something else, or not at all")
         keys = chain.from_iterable(others)
-
-
-def _article(value: object) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

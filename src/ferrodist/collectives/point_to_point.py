@@ -30,6 +30,7 @@ from ferrodist.collectives.tensor_heads import MAX_DIMS
 from ferrodist.collectives.tensor_transfers import TensorReceive, start_body, start_send
 from ferrodist.deadline import Deadline
 from ferrodist.torch_private.profiling import is_profiling
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -342,7 +343,7 @@ def _check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     if any(size < 0 for size in checked):
         raise ValueError(f"shape has a size below 0: {checked}; pass None to take what comes")
     if len(checked) > MAX_DIMS:
-        raise ValueError(f"shape has {len(checked)} dims, a tensor that is sent has at most {MAX_DIMS}")
+        raise ValueError(f"shape has {counted(len(checked), 'dim')}, a tensor that is sent has at most {MAX_DIMS}")
     return checked
 
 

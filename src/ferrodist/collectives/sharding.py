@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+from ferrodist.wording import counted
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -14,7 +16,7 @@ __all__ = ["compute_shard_sizes", "offsets_of"]
 def compute_shard_sizes(total: int, world_size: int) -> list[int]:
     """Divide ``total`` elements over ranks as evenly as possible: the first ranks get one more."""
     if total < 0 or world_size < 1:
-        raise ValueError(f"cannot divide {total} elements over {world_size} ranks")
+        raise ValueError(f"cannot divide {counted(total, 'element')} over {counted(world_size, 'rank')}")
     share, rest = divmod(total, world_size)
     return [share + (rank < rest) for rank in range(world_size)]
 

@@ -10,6 +10,7 @@ import torch
 from ferrodist.backends.call import Call
 from ferrodist.collectives.prepare import group_and_timeout
 from ferrodist.collectives.reduce_op import check_dtype
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +62,8 @@ def empty_symmetric(
     size_bytes = count * dtype.itemsize
     if size_bytes * chosen.world_size > _MAX_BYTES:
         raise ValueError(
-            f"a tensor of shape {sizes} and {dtype} has {size_bytes} bytes; those of the {chosen.world_size} ranks of"
+            f"a tensor of shape {sizes} and {dtype} has {size_bytes} bytes; those of the"
+            f" {counted(chosen.world_size, 'rank')} of"
             f" group {chosen.name!r} together may have {_MAX_BYTES}: pass a smaller shape"
         )
     name = str(dtype).removeprefix("torch.")

@@ -14,6 +14,7 @@ from ferrodist.installation import how_to_install
 from ferrodist.launch import LaunchSpec, ProgramKind, launch
 from ferrodist.launch.console import complain
 from ferrodist.launch.limits import check_rank_count
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     import argparse
@@ -123,7 +124,7 @@ def _train(options: DemoOptions, num_ranks: int, display: Display) -> RunResult 
     from ferrodist.demo.progress import ProgressPipe  # noqa: PLC0415 - needs msgspec
     from ferrodist.demo.results import read_result  # noqa: PLC0415 - needs NumPy
 
-    display.begin(_count(num_ranks))
+    display.begin(counted(num_ranks, "rank"))
     with tempfile.TemporaryDirectory(prefix="ferrodist-demo-") as name:
         folder = Path(name)
         pipe = folder / "progress"
@@ -148,7 +149,7 @@ def _conclude(options: DemoOptions, one: RunResult, several: RunResult, comparis
     """Print what came out; returns the exit code."""
     from ferrodist.demo.comparison import are_identical  # noqa: PLC0415 - needs NumPy
 
-    ranks = _count(options.ranks)
+    ranks = counted(options.ranks, "rank")
     lowest = min(one.history.accuracies[-1], several.history.accuracies[-1])
     checks = {
         f"test accuracy is below {_WANTED_ACCURACY:.0%}": lowest >= _WANTED_ACCURACY,
@@ -196,7 +197,3 @@ def _comparison_lines(ranks: str, several: RunResult, comparison: Comparison) ->
         "  rounds each sum. The bound lets each step move a weight by one unit in its last place: a rule of thumb,",
         "  for later steps may enlarge or damp a difference.",
     ]
-
-
-def _count(num_ranks: int) -> str:
-    return f"{num_ranks} rank{'s' * (num_ranks > 1)}"

@@ -22,17 +22,23 @@ if TYPE_CHECKING:
 __all__ = ["group_of", "register", "use_c10d_kernels"]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "group_of":
-        from ferrodist.interop.process_group import group_of  # noqa: PLC0415 - loads what torch's import can do without
+if not TYPE_CHECKING:  # checkers refuse names that are not there
 
-        return group_of
-    if name == "use_c10d_kernels":
-        from ferrodist.interop.kernels import use_c10d_kernels  # noqa: PLC0415 - as above
+    def __getattr__(name: str) -> Any:
+        if name == "group_of":
+            from ferrodist.interop.process_group import group_of  # noqa: PLC0415 - loads what torch's import can do without
 
-        return use_c10d_kernels
-    if name == "register":
-        from ferrodist.interop.registration import register  # noqa: PLC0415 - as above
+            return group_of
+        if name == "use_c10d_kernels":
+            from ferrodist.interop.kernels import use_c10d_kernels  # noqa: PLC0415 - as above
 
-        return register
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return use_c10d_kernels
+        if name == "register":
+            from ferrodist.interop.registration import register  # noqa: PLC0415 - as above
+
+            return register
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -6,3 +6,7 @@ from ferrodist.launch.run import launch
 from ferrodist.launch.spec import LaunchSpec, ProgramKind
 
 __all__ = ["LaunchSpec", "ProgramKind", "launch"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -7,6 +7,8 @@ import os
 import resource
 from dataclasses import dataclass
 
+from ferrodist.wording import counted
+
 __all__ = ["RankLimit", "check_rank_count", "rank_limit"]
 
 # For each rank the launcher keeps its standard output, its standard error and, on Linux, its pidfd.
@@ -45,7 +47,7 @@ def check_rank_count(option: str, count: int) -> None:
     limit = rank_limit()
     if count > limit.num_ranks:
         raise ValueError(
-            f"{option} {count} is more than this host allows: {limit.num_ranks} rank{'s' * (limit.num_ranks != 1)},"
+            f"{option} {count} is more than this host allows: {counted(limit.num_ranks, 'rank')},"
             f" for the limit on {limit.reason}; start fewer, or raise that limit"
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from ferrodist.deadline import TIMEOUT_VARIABLE, check_timeout, default_timeout
 from ferrodist.launch.limits import check_rank_count
 from ferrodist.rendezvous.secret import SECRET_VARIABLE, resolve_secret
+from ferrodist.wording import counted
 
 __all__ = ["DEFAULT_TIMEOUT_BEFORE_KILL", "LaunchSpec", "MpiLauncher", "ProgramKind"]
 
@@ -106,7 +107,7 @@ class LaunchSpec:
         if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
             allowed = f"give 0 to {self.nnodes - 1}" if self.nnodes > 1 else "leave it out, or give 0"
             raise ValueError(
-                f"--node-rank {self.node_rank} is not one of the {self.nnodes} host{'s' * (self.nnodes > 1)}; {allowed}"
+                f"--node-rank {self.node_rank} is not one of the {counted(self.nnodes, 'host')}; {allowed}"
             )
         if self.master_addr is not None and not self.master_addr.strip():
             raise ValueError("--master-addr must name a host, not be empty")

@@ -13,6 +13,7 @@ from ferrodist.collectives.objects import all_gather_object
 from ferrodist.errors import InvalidRankError
 from ferrodist.mesh.drawing import draw_grid
 from ferrodist.rendezvous.environment import read_environment
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -324,7 +325,7 @@ def _check_shape(shape: Sequence[int], num_ranks: int, parent: Backend) -> tuple
         return tuple(num_ranks // known if size == -1 else size for size in sizes)
     if -1 in sizes or known != num_ranks:
         raise ValueError(
-            f"a mesh of shape {sizes} does not fit {num_ranks} ranks of group {parent.name!r}, which has"
+            f"a mesh of shape {sizes} does not fit {counted(num_ranks, 'rank')} of group {parent.name!r}, which has"
             f" {parent.world_size}: pass a shape whose product is the number of ranks, or ranks="
         )
     return sizes
@@ -337,7 +338,7 @@ def _check_names(axis_names: Sequence[str] | None, ndim: int) -> tuple[str, ...]
     if not all(isinstance(name, str) and name for name in names):
         raise TypeError(f"names of axes are strings that are not empty, not {names}")
     if len(names) != ndim:
-        raise ValueError(f"a mesh of {ndim} axes needs as many names, not {len(names)}: {_listed(names)}")
+        raise ValueError(f"a mesh of {counted(ndim, 'axis')} needs as many names, not {len(names)}: {_listed(names)}")
     if len(set(names)) < ndim:
         raise ValueError(f"the names of axes must all be different, not {_listed(names)}")
     return names

@@ -7,11 +7,15 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["InnerNames", "without_wrapper"]
+__all__ = ["InnerNames", "WrappedModule", "without_wrapper"]
+
+WrappedModule = TypeVar("WrappedModule", bound=torch.nn.Module, default=torch.nn.Module)
+"""The type of the module that a wrapper is made for."""
 
 _WRAPPER = "module."
 """What names begin with in files of modules that torch's DDP has wrapped."""

@@ -44,3 +44,7 @@ __all__ = [
     "rendezvous_in",
     "resolve_secret",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -22,6 +22,7 @@ from ferrodist.deadline import Elapsed, long_wait
 from ferrodist.errors import DistributedTimeoutError, RendezvousError, error_to_wire, ranks_text
 from ferrodist.rendezvous.store import PrefixStore
 from ferrodist.rendezvous.verdict import Verdict, read_verdict
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
@@ -194,7 +195,7 @@ def _conclude(store: Store, world_size: int, where: str, deadline: Deadline, sta
     if missing:
         who = f"{ranks_text(missing)} of {world_size}"
     else:  # ended or stopped between claiming and counting itself: which of them is not known
-        who = f"{world_size - num_present} of {world_size} ranks, after claiming a number,"
+        who = f"{world_size - num_present} of {counted(world_size, 'rank')}, after claiming a number,"
     message = (
         f"{where}: {who} did not come within {deadline.elapsed():.1f} s (limit "
         f"{deadline.timeout:.1f} s). "

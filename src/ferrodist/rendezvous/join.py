@@ -26,6 +26,7 @@ from ferrodist.rendezvous.meeting import LINGER, meet
 from ferrodist.rendezvous.membership import Joining
 from ferrodist.rendezvous.secret import resolve_secret
 from ferrodist.rendezvous.tcp_store import TcpStore, TcpStoreServer
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     import socket
@@ -210,7 +211,7 @@ def _joining(
         raise InvalidWorldSizeError(f"the world size is {size}; a job has at least 1 rank")
     if not 0 <= number < size:
         raise InvalidRankError(
-            f"rank {number} is not in a job of {size} ranks; ranks go from 0 to {size - 1}", ranks=(number,)
+            f"rank {number} is not in a job of {counted(size, 'rank')}; ranks go from 0 to {size - 1}", ranks=(number,)
         )
     name = job or os.environ.get("FERRODIST_JOB")
     if not name and environment.run_id:

@@ -33,3 +33,7 @@ __all__ = [
     "TcpRpcBackend",
     "current_agent",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

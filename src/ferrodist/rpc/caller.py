@@ -22,6 +22,7 @@ from ferrodist.rpc.messages import (
 )
 from ferrodist.rpc.serving import Served
 from ferrodist.rpc.window import Window
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,7 +191,7 @@ class Caller(ABC):
             return True
         with contextlib.suppress(ProtocolError, PeerLostError):
             self.read_call(content)  # references in it have been counted for this rank
-        text = f"rank {self.rank} has {len(self._served)} calls here without a result, as many as may be"
+        text = f"rank {self.rank} has {counted(len(self._served), 'call')} here without a result, as many as may be"
         self._send_answer(number, Failure(FailureKind.OVERLOADED, "", text, ""))
         return False
 

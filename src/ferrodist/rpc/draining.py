@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, PeerLostError, ranks_text
 from ferrodist.rpc.messages import Call
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -260,8 +261,8 @@ def _busy_error(
 ) -> DistributedTimeoutError:
     unended = {rank: look.made - look.ended for rank, look in looks.items() if look.made != look.ended}
     serving = {rank: look.served for rank, look in looks.items() if look.served}
-    texts = [f"rank {rank} has {count} calls without a result" for rank, count in unended.items()]
-    texts += [f"rank {rank} serves {count} calls" for rank, count in serving.items()]
+    texts = [f"rank {rank} has {counted(count, 'call')} without a result" for rank, count in unended.items()]
+    texts += [f"rank {rank} serves {counted(count, 'call')}" for rank, count in serving.items()]
     texts += [f"rank {rank} does not say what it is at: {error}" for rank, error in silent.items()]
     return DistributedTimeoutError(
         f"calls are under way after {deadline.timeout:g} s: {'; '.join(texts) or 'new ones are made'}",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.rpc.messages import OWN_NAMES
+from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +44,8 @@ class Functions:
         """
         if not isinstance(functions, Mapping):
             raise TypeError(
-                f"functions are given by their names, as in {{'add': add}}, not as a {type(functions).__name__}"
+                f"functions are given by their names, as in {{'add': add}}, not as"
+                f" {with_article(type(functions).__name__)}"
             )
         for name, function in functions.items():
             self.register(name, function)

@@ -20,6 +20,7 @@ from ferrodist.rendezvous.handshake import check_hello
 from ferrodist.rpc.backends import RpcBackend
 from ferrodist.rpc.pair import Meeting, Pair
 from ferrodist.rpc.roster import Entry, Roster
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     import socket
@@ -212,7 +213,8 @@ class TcpRpcBackend(RpcBackend):
         membership, who = self._membership, f"rank {hello.rank}"
         if (hello.purpose, hello.job, hello.world_size) != (_PURPOSE, membership.job, membership.world_size):
             raise RendezvousError(
-                f"{who} came for {hello.purpose!r} of job {hello.job!r} with {hello.world_size} ranks, but this is"
+                f"{who} came for {hello.purpose!r} of job {hello.job!r} with"
+                f" {counted(hello.world_size, 'rank')}, but this is"
                 f" an agent of job {membership.job!r} with {membership.world_size}"
             )
         meeting = Meeting.from_text(hello.group)

@@ -5,3 +5,7 @@ from __future__ import annotations
 from ferrodist.tensor import factories
 
 __all__ = ["factories"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -23,6 +23,7 @@ from ferrodist.tensor.plan import Plan, make_plan
 from ferrodist.tensor.redistribution import redistribute_local
 from ferrodist.torch_private.autograd import backward_hooks, current_graph_task
 from ferrodist.torch_private.tensors import base_data, call_plain, make_wrapper
+from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -255,7 +256,8 @@ class DTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, DTensor):
             raise TypeError(
-                f"the data of a DTensor is a DTensor, not a {type(value).__name__}: distribute it first, as by"
+                f"the data of a DTensor is a DTensor, not {with_article(type(value).__name__)}: distribute it"
+                " first, as by"
                 " fd.distribute(tensor, mesh, placements)"
             )
         base_data.__set__(self, value)

@@ -29,6 +29,7 @@ from ferrodist.tensor.placement import Replicate
 from ferrodist.tensor.redistribution import redistribute_local
 from ferrodist.torch_private.autograd import base_of, current_graph_task
 from ferrodist.torch_private.operators import schema_of
+from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -175,7 +176,8 @@ def _check(func: torch._ops.OpOverload, tensor: torch.Tensor, mesh: DeviceMesh, 
     reason = ""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         reason = (
-            f"it is a {type(tensor).__name__} on {tensor.device}, and distributed tensors are plain ones on the CPU"
+            f"it is {with_article(type(tensor).__name__)} on {tensor.device}, and distributed tensors are plain"
+            " ones on the CPU"
         )
     elif tensor.requires_grad and tensor.is_leaf and not is_backward:
         reason = "it is a leaf that requires grad, and would get the gradient of a distributed tensor"
@@ -188,7 +190,7 @@ def _check(func: torch._ops.OpOverload, tensor: torch.Tensor, mesh: DeviceMesh, 
         compare_tensors(func, tensor, mesh)
         return
     raise ValueError(  # no TypeError, of which operators as + make one of their own
-        f"{func}{describe_module()} got distributed tensors and a {type(tensor).__name__} of shape"
+        f"{func}{describe_module()} got distributed tensors and {with_article(type(tensor).__name__)} of shape"
         f" {tuple(tensor.shape)}: {reason + ': ' if reason else ''}distribute it too, as by"
         " fd.distribute(tensor, mesh, placements), or work on to_local(); inside of fd.parallelize(model, mesh, plan)"
         " plain tensors that the model's code makes count as whole"

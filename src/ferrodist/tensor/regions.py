@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ferrodist.collectives.sharding import compute_shard_sizes
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Replicate, Shard
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -157,7 +158,7 @@ def _part_of_piece(tensor: torch.Tensor, piece: FlatPiece) -> LocalPart:
     pieces: list[tuple[Box, torch.Tensor]] = []
     for box, view in _boxes_of_piece(tensor, piece):
         pieces.extend([(box, view)] if layout is None else _spread(box, view, layout))
-    placement = f"flat over {piece.num_shards} ranks"
+    placement = f"flat over {counted(piece.num_shards, 'rank')}"
     return LocalPart(
         shape=piece.shape if layout is None else layout.shape,
         dtype=tensor.dtype,

@@ -43,12 +43,14 @@ _HOME_OF = {
 __all__ = [*_HOME_OF]  # noqa: PLE0604 - names that __getattr__ gives
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
-    return value
+if not TYPE_CHECKING:  # checkers refuse names that are not there
+
+    def __getattr__(name: str) -> Any:
+        home = _HOME_OF.get(name)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+        return value
 
 
 def __dir__() -> list[str]:

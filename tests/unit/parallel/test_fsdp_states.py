@@ -225,7 +225,7 @@ def test_pieces_are_updated_together_or_not_at_all(run):
         before = [piece.detach().clone() for piece in fsdp.parameters()]
         with pytest.raises(ValueError, match="elements"):
             fsdp.update_shards([*(piece + 1 for piece in before[:-1]), torch.ones(99)])
-        with pytest.raises(ValueError, match="got 1 pieces"):
+        with pytest.raises(ValueError, match="got 1 piece"):
             fsdp.update_shards(before[:1])
         with pytest.raises(TypeError, match=r"tensor of torch\.float32"):
             fsdp.update_shards([piece.double() for piece in before])

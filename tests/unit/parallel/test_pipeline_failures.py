@@ -202,7 +202,7 @@ def test_wrong_arguments():
         cases = [
             (stages[:2], 1, {"schedule": forwards}, ValueError, "'mine, forward only' has no backward: pass one that"),
             (stages, 2, {}, ValueError, "3 stages can't be divided among 2 ranks"),
-            (stages[:2], 2, {"schedule": mine}, ValueError, "'mine' is for 2 ranks, 1 microbatches and 2 stages"),
+            (stages[:2], 2, {"schedule": mine}, ValueError, "'mine' is for 2 ranks, 1 microbatch and 2 stages"),
             (stages[:2], 2, {"schedule": "gpipe"}, TypeError, "is a PipelineSchedule or a Schedule, not 'gpipe'"),
             (stages[:2], 0, {}, ValueError, "num_microbatches"),
             (stages[:2], 2, {"skips": {"a b": (0, 1)}}, ValueError, "no name of an argument"),

@@ -50,7 +50,7 @@ def test_a_wrong_batch_after_a_failure():
         with pytest.raises(PipelineError, match="stage 0 failed in the forward"):
             pipeline.step(*Mlp.batch(4))
         kind = PipelineError if group.rank else ValueError
-        with pytest.raises(kind, match="inputs has 1 samples") as failure:
+        with pytest.raises(kind, match="inputs has 1 sample ") as failure:
             pipeline.step(Mlp.batch(1)[0], Mlp.batch(4)[1])
         assert "stage" not in str(failure.value)
 

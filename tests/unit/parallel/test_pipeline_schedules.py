@@ -241,11 +241,11 @@ def test_right_schedules(schedule: Schedule) -> None:
     ("old", "new", "message"),
     [
         ("microbatches: 1", "microbatches: 0", "there must be at least 1 microbatch, not 0"),
-        ("ranks: 0 1", "ranks: 0 2", "stage 1 is on rank 2, and there are 2 ranks"),
+        ("ranks: 0 1", "ranks: 0 2", "stage 1 is on rank 2, and it has 2 ranks"),
         ("ranks: 0 1", "ranks: 0 0", r"rank 1 has no stage; stage_ranks is \(0, 0\)"),
         ("ranks: 0 1", "ranks:", r"rank 0 has no stage; stage_ranks is \(\)"),
-        ("RB0.0", "RB2.0", "rank 0 has RB2.0, and there are 2 stages"),
-        ("W1.0", "W1.1", "rank 1 has W1.1, and there are 1 microbatches"),
+        ("RB0.0", "RB2.0", "rank 0 has RB2.0, and it has 2 stages"),
+        ("W1.0", "W1.1", "rank 1 has W1.1, and it has 1 microbatch"),
         ("RB0.0", "SB1.0", "rank 0 has SB1.0, and stage 1 is on rank 1"),
         (": F0.0", ": F0.0 F0.0", "rank 0 has F0.0 2 times; once is right"),
         ("RB0.0", "RB0.0 RB0.0", "rank 0 has RB0.0 2 times; once is right"),
@@ -300,13 +300,13 @@ def test_schedules_without_ranks_and_out_of_range() -> None:
     """What a text cannot say is found as well."""
     with pytest.raises(ValueError, match=r": there is no rank, so nobody does anything$"):
         check_schedule(Schedule("none", (), 1, ()))
-    with pytest.raises(ValueError, match=r": stage 0 is on rank -1, and there are 1 ranks$"):
+    with pytest.raises(ValueError, match=r": stage 0 is on rank -1, and it has 1 rank$"):
         check_schedule(dataclasses.replace(gpipe(1, 1), stage_ranks=(-1,)))
     for action, problem in (
-        (Action(ActionKind.FORWARD, -1, 0), "1 stages"),
+        (Action(ActionKind.FORWARD, -1, 0), "1 stage"),
         (Action(ActionKind.FORWARD, 0, -1), "1 mic"),
     ):
-        with pytest.raises(ValueError, match=f": rank 0 has {action}, and there are {problem}"):
+        with pytest.raises(ValueError, match=f": rank 0 has {action}, and it has {problem}"):
             check_schedule(Schedule("none", (0,), 1, ((action,),)))
 
 

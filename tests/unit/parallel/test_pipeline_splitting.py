@@ -496,7 +496,7 @@ def test_stages_made_by_hand():
     [
         ({"stages": []}, ValueError, "at least one stage"),
         ({"stages": [nn.Tanh(), 3]}, TypeError, "stage 1 must be a torch.nn.Module, or None, not int"),
-        ({"stages": [nn.Tanh()], "prefixes": ["a.", "b."]}, ValueError, "1 stages, 2 prefixes"),
+        ({"stages": [nn.Tanh()], "prefixes": ["a.", "b."]}, ValueError, "1 stage, 2 prefixes"),
         ({"stages": [nn.Tanh()], "costs": []}, ValueError, "0 costs"),
         ({"stages": [nn.Tanh()], "prefixes": ["head"]}, ValueError, "end it with a dot.*'head.weight'"),
         ({"stages": [nn.Linear(1, 1)] * 2, "prefixes": ["", ""]}, ValueError, "stages 0 and 1 both have 'weight'"),

@@ -101,7 +101,7 @@ def test_what_is_under_way_is_waited_for(busy):
 @pytest.mark.parametrize(
     ("look", "text", "ranks"),
     [
-        ([3, 2, 0], "rank 2 has 1 calls without a result", (2,)),
+        ([3, 2, 0], "rank 2 has 1 call without a result", (2,)),
         ([3, 3, 2], "rank 2 serves 2 calls", (2,)),
         (RpcError("too many"), "rank 2 does not say what it is at: too many", (2,)),
         (DistributedTimeoutError("late"), "rank 2 does not say what it is at: late", (2,)),
@@ -317,7 +317,7 @@ def test_functions_of_a_lost_rank_are_waited_for(how):
             assert not patience.expired
             threading.Event().wait(0.001)
         assert [agent._switchboard.draining._look().is_quiet for agent in (hub, server)] == [True, False]
-        with pytest.raises(DistributedTimeoutError, match=r"rank 1 (serves 1 calls|does not say what it is at)"):
+        with pytest.raises(DistributedTimeoutError, match=r"rank 1 (serves 1 call|does not say what it is at)"):
             hub.drain(0.2)
         release.set()
         hub.drain(_PATIENCE)

@@ -63,7 +63,7 @@ def test_the_end_gives_up():
                 assert gone.wait(30)
                 agent.rpc_async(0, "hold")
             if agent.rank == 0:
-                with pytest.raises(DistributedTimeoutError, match="calls are under way after 1 s: rank 1 has 1 calls"):
+                with pytest.raises(DistributedTimeoutError, match="calls are under way after 1 s: rank 1 has 1 call"):
                     agent.drain(1.0)
                 has_given_up.set()
                 release.set()

@@ -4,3 +4,7 @@ from ferrodist.backends.mpi.backend import MpiBackend
 from ferrodist.backends.mpi.library import is_mpi_available
 
 __all__ = ["MpiBackend", "is_mpi_available"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

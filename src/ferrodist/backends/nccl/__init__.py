@@ -18,3 +18,7 @@ from ferrodist.backends.nccl.library import is_nccl_available, why_no_nccl
 from ferrodist.backends.nccl.unique_id import NcclUniqueId
 
 __all__ = ["NcclBackend", "NcclUniqueId", "is_nccl_available", "reduce_op_to_nccl", "why_no_nccl"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -3,3 +3,7 @@
 from ferrodist.backends.tcp.backend import TcpBackend
 
 __all__ = ["TcpBackend"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

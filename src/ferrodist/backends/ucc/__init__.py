@@ -4,3 +4,7 @@ from ferrodist.backends.ucc.backend import UccBackend
 from ferrodist.backends.ucc.library import is_ucc_available
 
 __all__ = ["UccBackend", "is_ucc_available"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

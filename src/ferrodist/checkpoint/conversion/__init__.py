@@ -12,3 +12,7 @@ __all__ = [
     "import_hugging_face",
     "import_torch_file",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -28,6 +28,7 @@ from ferrodist.checkpoint.rewriting import RewriteOptions, rewrite
 from ferrodist.checkpoint.storage import open_storage
 from ferrodist.errors import DistCheckpointError
 from ferrodist.torch_private.tensors import checkpoint_offset
+from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
     import os
@@ -186,7 +187,7 @@ def export_dcp(
     with open_whole(path, place.parent, storage_options=storage_options, progress=progress) as state:
         if not isinstance(state, dict):
             raise DistCheckpointError(
-                f"{path} has a {type(state).__name__}, and torch.distributed.checkpoint keeps dicts"
+                f"{path} has {with_article(type(state).__name__)}, and torch.distributed.checkpoint keeps dicts"
             )
         try:
             with warnings.catch_warnings():

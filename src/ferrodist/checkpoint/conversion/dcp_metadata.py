@@ -11,6 +11,7 @@ import torch
 from ferrodist.checkpoint.conversion.pickles import Global, Items, Made, read_pickle
 from ferrodist.checkpoint.folder import DCP_METADATA_NAME as METADATA_NAME
 from ferrodist.tensor.regions import Box
+from ferrodist.wording import with_article
 
 __all__ = ["DcpItem", "DcpMetadata", "DcpTensor", "decode_metadata"]
 
@@ -176,5 +177,5 @@ def _sizes(node: Any) -> tuple[int, ...]:
 
 def _of(node: Any, kind: Any) -> Any:
     if not isinstance(node, kind) or isinstance(node, (bool, Global)):
-        raise ValueError(f"it has a {type(node).__name__} in a place of something else")  # noqa: TRY004 - of the file
+        raise ValueError(f"it has {with_article(type(node).__name__)} in a place of something else")  # noqa: TRY004 - of the file
     return node

@@ -21,6 +21,7 @@ from ferrodist.checkpoint.tree import Encoder
 from ferrodist.checkpoint.writer import BLOCK_BYTES
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.regions import Box
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -145,7 +146,8 @@ def _check_whole(key: str, tensor: ForeignTensor, where: str) -> None:
     found = sum(box.numel for box in boxes)
     if found != prod(tensor.shape):
         raise DistCheckpointError(
-            f"{where}: the parts of tensor {key!r} have {found} elements together, and its shape {tensor.shape}"
+            f"{where}: the parts of tensor {key!r} have {counted(found, 'element')} together, and its shape"
+            f" {tensor.shape}"
             f" {prod(tensor.shape)}"
         )
 

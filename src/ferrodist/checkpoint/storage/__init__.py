@@ -6,3 +6,7 @@ from ferrodist.checkpoint.storage.local import LocalStorage
 from ferrodist.checkpoint.storage.remote import RemoteStorage
 
 __all__ = ["FileWriter", "LocalStorage", "RemoteStorage", "Storage", "join_path", "open_storage", "parent_path"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

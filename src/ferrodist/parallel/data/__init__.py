@@ -24,3 +24,7 @@ __all__ = [
     "comm_hooks",
     "convert_sync_batchnorm",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 import torch
 
@@ -28,12 +28,14 @@ from ferrodist.parallel.data.options import Options
 from ferrodist.parallel.data.reducer import Reducer
 from ferrodist.parallel.data.replication import broadcast_tensors, check_same_form, check_supported
 from ferrodist.parallel.data.unreached import find_unreached
-from ferrodist.parallel.inner_names import InnerNames, without_wrapper
+from ferrodist.parallel.inner_names import InnerNames, WrappedModule, without_wrapper
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.compilers import disable_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from typing_extensions import Self
 
     from ferrodist.backends.base import Backend
     from ferrodist.parallel.data.gradient_bucket import CommHook
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["DDP"]
 
 
-class DDP(InnerNames):
+class DDP(InnerNames, Generic[WrappedModule]):
     """Train one module on several ranks: after ``backward()`` every rank has the mean of all ranks' gradients.
 
     Making it is a collective: every rank of the group gives the same module, whose parameters and buffers then
@@ -99,11 +101,11 @@ class DDP(InnerNames):
         TypeError, ValueError: An argument is wrong.
     """
 
-    module: torch.nn.Module
+    module: WrappedModule
 
     def __init__(
         self,
-        module: torch.nn.Module,
+        module: WrappedModule,
         group: Backend | None = None,
         *,
         bucket_size_mb: float = 25,
@@ -359,7 +361,7 @@ class DDP(InnerNames):
             state.pop(name, None)
         return {**state, "_reducer": None, "_unjoined_group": None}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DDP:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))

@@ -26,6 +26,7 @@ from ferrodist.collectives.symmetric import empty_symmetric
 from ferrodist.collectives.views import elements_overlap
 from ferrodist.errors import BackendUnavailable, UnsupportedOpError
 from ferrodist.parallel.data.marks import MARK_SIZE, check_marks, make_mark
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -194,7 +195,8 @@ class GradientBucket:
         if not isinstance(result, torch.Tensor) or result.numel() != self.tensor.numel():
             what = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
             raise TypeError(
-                f"a communication hook's collective gave {what} for a bucket of {self.tensor.numel()} elements: wait()"
+                f"a communication hook's collective gave {what} for a bucket of"
+                f" {counted(self.tensor.numel(), 'element')}: wait()"
                 " must return one average for each element of bucket.tensor"
             )
         if result.data_ptr() != self.tensor.data_ptr() or result.dtype is not self.tensor.dtype:

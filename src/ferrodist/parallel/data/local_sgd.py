@@ -15,6 +15,7 @@ from ferrodist.parallel.data.marks import number_model
 from ferrodist.parallel.data.means import MAX_BYTES, Means
 from ferrodist.parallel.data.members import Members
 from ferrodist.parallel.data.replication import broadcast_tensors, check_same_form
+from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -146,7 +147,7 @@ class LocalSGD:
     def _compare_settings(self) -> None:
         mine = f"{type(self).__name__}(period={self.period}, start_step={self.start_step}) in step {self.num_steps}"
         with explain_errors(
-            lambda: f"Rank {self._group.rank} was making or loading a {type(self).__name__}.",
+            lambda: f"Rank {self._group.rank} was making or loading {with_article(type(self).__name__)}.",
             "Every rank of the group must do so, at the same place of its program.",
         ):
             everyone = all_gather_object(mine, group=self._group)

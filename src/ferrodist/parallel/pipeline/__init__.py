@@ -47,3 +47,7 @@ __all__ = [
     "predict",
     "split_sequential",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

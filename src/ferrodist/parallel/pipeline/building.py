@@ -15,6 +15,7 @@ from ferrodist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from ferrodist.parallel.pipeline.schedules.turns import PipelineSize, actions_of_turns
 from ferrodist.parallel.pipeline.schedules.zero_bubble import zero_bubble_h1, zero_bubble_v
 from ferrodist.parallel.pipeline.validation import check_schedule
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -140,7 +141,8 @@ def resolve_schedule(
     if isinstance(schedule, PipelineSchedule):
         if num_stages % num_ranks:
             raise ValueError(
-                f"{num_stages} stages can't be divided among {num_ranks} ranks: pass as many for each, all of them in"
+                f"{counted(num_stages, 'stage')} can't be divided among {counted(num_ranks, 'rank')}: pass as"
+                " many for each, all of them in"
                 " one list, with None for those of other ranks; or a Schedule that says where each is"
             )
         return build_schedule(schedule, num_ranks, num_microbatches, num_stages // num_ranks)
@@ -155,8 +157,9 @@ def resolve_schedule(
     wanted = (num_ranks, num_microbatches, num_stages)
     if wanted != (schedule.num_ranks, schedule.num_microbatches, schedule.num_stages):
         raise ValueError(
-            f"the schedule {schedule.name!r} is for {schedule.num_ranks} ranks, {schedule.num_microbatches}"
-            f" microbatches and {schedule.num_stages} stages; there are {wanted[0]}, {wanted[1]} and {wanted[2]}"
+            f"the schedule {schedule.name!r} is for {counted(schedule.num_ranks, 'rank')},"
+            f" {counted(schedule.num_microbatches, 'microbatch')} and {counted(schedule.num_stages, 'stage')}; there"
+            f" are {wanted[0]}, {wanted[1]} and {wanted[2]}"
         )
     return schedule
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from ferrodist.wording import counted
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -43,7 +45,8 @@ def find_edges(num_stages: int, skips: Mapping[str, tuple[int, int]]) -> list[Ed
             raise ValueError(f"the skip {name!r} is no name of an argument")
         if not 0 <= source < target < num_stages:
             raise ValueError(
-                f"the skip {name!r} goes from stage {source} to stage {target}: a later one, of {num_stages} stages"
+                f"the skip {name!r} goes from stage {source} to stage {target}: a later one, of"
+                f" {counted(num_stages, 'stage')}"
             )
         edges.append(Edge(name, source, target))
     return edges

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.nested_values import Plan, flatten, unflatten
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +54,7 @@ def split_batch(batch: Any, num_microbatches: int, what: str) -> tuple[list[Any]
     (num_samples,) = sizes
     if num_samples < num_microbatches:
         raise ValueError(
-            f"{what} has {num_samples} samples along dim 0, which can't be divided into {num_microbatches}"
+            f"{what} has {counted(num_samples, 'sample')} along dim 0, which can't be divided into {num_microbatches}"
             " microbatches: make the pipeline with fewer, or take larger batches"
         )
     parts = [_divide(tensor, num_microbatches) for tensor in tensors]

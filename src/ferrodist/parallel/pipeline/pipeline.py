@@ -26,6 +26,7 @@ from ferrodist.parallel.pipeline.step_group import StepGroup
 from ferrodist.parallel.pipeline.whole_model import WholeModel
 from ferrodist.parallel.same_form import compare_forms
 from ferrodist.torch_private.modules import own_modules
+from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -285,7 +286,8 @@ class Pipeline(InnerNames):
         for number, module in self._own.items():
             if hasattr(module, "checkpoint_module"):
                 raise TypeError(
-                    f"stage {number} is in a {type(module).__name__}, so that {method}() of the pipeline has no one"
+                    f"stage {number} is in {with_article(type(module).__name__)}, so that {method}() of the"
+                    " pipeline has no one"
                     " meaning: call it on the stages, or use save_distributed and load_distributed with the pipeline"
                 )
 
@@ -324,8 +326,8 @@ class Pipeline(InnerNames):
         """See that all ranks make the same pipeline; gives the parameters that this one's stages share."""
         missing = [stage for stage in self._schedule.rank_stages[self._parent.rank] if stages[stage] is None]
         lines = [
-            f"{len(stages)} stages",
-            f"{self.num_microbatches} microbatches",
+            f"{counted(len(stages), 'stage')}",
+            f"{counted(self.num_microbatches, 'microbatch')}",
             f"the schedule {self._schedule.name!r}",
             f"the {self._losses.reduction.value} of the losses",
             *(

@@ -21,6 +21,7 @@ from ferrodist.parallel.pipeline.partition import partition
 from ferrodist.parallel.pipeline.stages import Stages, count_parameters
 from ferrodist.parallel.same_form import compare_forms
 from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,7 +106,7 @@ def split_sequential(
     if group is None:
         found = find_costs()
     else:
-        division = f"{num_stages} stages" if counts is None else f"stages of {counts} children"
+        division = f"{counted(num_stages, 'stage')}" if counts is None else f"stages of {counts} children"
         lines = [f"{division} by {costs_name}", *(f"child {name!r}, {_kind(child)}" for name, child in children)]
         found = _find_on_rank_0(find_costs, lines, group, timeout)
     if counts is None:
@@ -188,7 +189,8 @@ def _check_num_stages(num_stages: int, num_children: int) -> int:
     num_stages = check_integer(num_stages, "num_stages")
     if not 1 <= num_stages <= num_children:
         raise ValueError(
-            f"a Sequential of {num_children} children has from 1 to {num_children} stages, and not {num_stages}: ask"
+            f"a Sequential of {counted(num_children, 'child')} has from 1 to {counted(num_children, 'stage')},"
+            f" and not {num_stages}: ask"
             " for fewer, or divide the model into more children"
         )
     return num_stages
@@ -203,7 +205,8 @@ def _check_counts(balance: Sequence[int], num_stages: int, num_children: int) ->
     counts = tuple(check_integer(count, "a number of children") for count in balance)
     if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_children:
         raise ValueError(
-            f"{list(counts)} does not divide {num_children} children into {num_stages} stages: pass a positive number"
+            f"{list(counts)} does not divide {counted(num_children, 'child')} into"
+            f" {counted(num_stages, 'stage')}: pass a positive number"
             f" for each stage; together they must be {num_children}"
         )
     return counts
@@ -217,5 +220,5 @@ def _check_costs(costs: Sequence[float], num_children: int) -> ChildCosts:
     if wrong is not None:
         raise ValueError(f"a child costs {wrong}: pass costs that are finite and not negative")
     if len(found) != num_children:
-        raise ValueError(f"there are {len(found)} costs for {num_children} children: pass one for each")
+        raise ValueError(f"there are {len(found)} costs for {counted(num_children, 'child')}: pass one for each")
     return list(found)

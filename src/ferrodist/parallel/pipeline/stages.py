@@ -9,6 +9,7 @@ import torch
 
 from ferrodist.parallel.pipeline.whole_model import unwrap
 from ferrodist.torch_private.modules import own_modules
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -64,8 +65,8 @@ class Stages(list["torch.nn.Module | None"]):
         """What each stage costs; None where it isn't known."""
         if not self or not len(self) == len(self.prefixes) == len(self.costs):
             raise ValueError(
-                f"there are {len(self)} stages, {len(self.prefixes)} prefixes and {len(self.costs)} costs: pass at"
-                " least one stage, and a prefix and a cost for each"
+                f"{counted(len(self), 'stage')}, {counted(len(self.prefixes), 'prefix')} and"
+                f" {counted(len(self.costs), 'cost')}: pass at least one stage, and a prefix and a cost for each"
             )
         self._costs_name = costs_name
         _check_prefixes(self, self.prefixes)

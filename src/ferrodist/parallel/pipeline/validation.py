@@ -9,6 +9,7 @@ from ferrodist.parallel.pipeline.actions import Action, ActionKind
 from ferrodist.parallel.pipeline.communication import has_communication
 from ferrodist.parallel.pipeline.dependencies import Dependencies, receive_for, send_after
 from ferrodist.parallel.pipeline.execution import execute
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -50,7 +51,7 @@ def _check_sizes(schedule: Schedule) -> None:
         raise _error(schedule, f"there must be at least 1 microbatch, not {schedule.num_microbatches}")
     for stage, rank in enumerate(schedule.stage_ranks):
         if not 0 <= rank < schedule.num_ranks:
-            raise _error(schedule, f"stage {stage} is on rank {rank}, and there are {schedule.num_ranks} ranks")
+            raise _error(schedule, f"stage {stage} is on rank {rank}, and it has {counted(schedule.num_ranks, 'rank')}")
     for rank in range(schedule.num_ranks):
         if rank not in schedule.stage_ranks:
             raise _error(schedule, f"rank {rank} has no stage; stage_ranks is {schedule.stage_ranks}")
@@ -62,9 +63,11 @@ def _check_places(schedule: Schedule, rank: int, actions: Sequence[Action]) -> N
     """Whether a rank's actions are of its own stages and of microbatches that there are, and none is there twice."""
     for action in actions:
         if not 0 <= action.stage < schedule.num_stages:
-            raise _error(schedule, f"rank {rank} has {action}, and there are {schedule.num_stages} stages")
+            raise _error(schedule, f"rank {rank} has {action}, and it has {counted(schedule.num_stages, 'stage')}")
         if not 0 <= action.microbatch < schedule.num_microbatches:
-            raise _error(schedule, f"rank {rank} has {action}, and there are {schedule.num_microbatches} microbatches")
+            raise _error(
+                schedule, f"rank {rank} has {action}, and it has {counted(schedule.num_microbatches, 'microbatch')}"
+            )
         if schedule.stage_ranks[action.stage] != rank:
             place = schedule.stage_ranks[action.stage]
             raise _error(schedule, f"rank {rank} has {action}, and stage {action.stage} is on rank {place}")

@@ -8,3 +8,7 @@ from ferrodist.parallel.sharded.policies import by_class, by_size
 from ferrodist.parallel.sharded.strategy import ShardingStrategy
 
 __all__ = ["FSDP", "MixedPrecision", "ShardingStrategy", "by_class", "by_size"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

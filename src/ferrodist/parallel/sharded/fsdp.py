@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 import torch
 
 from ferrodist.collectives.reductions import broadcast
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.parallel.inner_names import InnerNames
+from ferrodist.parallel.inner_names import InnerNames, WrappedModule
 from ferrodist.parallel.sharded.building import build_units, check_same_plan, find_device
 from ferrodist.parallel.sharded.clipping import clip_gradients, unscale_gradients
 from ferrodist.parallel.sharded.distributed import as_parts, find_groups, part_of
@@ -31,6 +31,7 @@ from ferrodist.parallel.sharded.policies import plan_units
 from ferrodist.parallel.sharded.schedule import Schedule
 from ferrodist.parallel.sharded.strategy import Axes, ShardingStrategy
 from ferrodist.parallel.sharded.structure import Structure
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,7 +46,7 @@ _wrapped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Modules that belong to an FSDP: their parameters are pieces."""
 
 
-class FSDP(InnerNames):
+class FSDP(InnerNames, Generic[WrappedModule]):
     """Train one module on several ranks, each of which holds a part of it; a drop-in for the module.
 
     Making it is a collective: every rank of the group gives the same module, whose parameters take rank 0's values. The
@@ -108,11 +109,11 @@ class FSDP(InnerNames):
         TypeError, ValueError: An argument is wrong; on every rank, when they have different parts of a DTensor.
     """
 
-    module: torch.nn.Module
+    module: WrappedModule
 
     def __init__(
         self,
-        module: torch.nn.Module,
+        module: WrappedModule,
         group: Backend | DeviceMesh | None = None,
         *,
         strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
@@ -284,13 +285,14 @@ class FSDP(InnerNames):
             pieces = torch.split(pieces, sizes)
         values = list(pieces)
         if len(values) != len(own):
-            raise ValueError(f"this model has {len(own)} parameters, and update_shards got {len(values)} pieces")
+            has, got = counted(len(own), "parameter"), counted(len(values), "piece")
+            raise ValueError(f"this model has {has}, and update_shards got {got}")
         for (name, parameter), value in zip(own, values, strict=True):
             if not isinstance(value, torch.Tensor) or value.dtype is not parameter.dtype:
                 raise TypeError(f"the piece of {name!r} must be a tensor of {parameter.dtype}")
             if value.numel() != parameter.numel():
                 raise ValueError(
-                    f"rank {self._axes.whole.rank}'s piece of {name!r} has {parameter.numel()} elements, not"
+                    f"rank {self._axes.whole.rank}'s piece of {name!r} has {counted(parameter.numel(), 'element')}, not"
                     f" {value.numel()}"
                 )
         self._schedule.recover()

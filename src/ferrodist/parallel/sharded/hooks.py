@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from ferrodist.wording import with_article
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -31,7 +33,8 @@ def install_hooks(unit: Unit, schedule: Schedule) -> None:
     def check(module: torch.nn.Module, _args: object) -> None:
         if not unit.is_shown:
             raise RuntimeError(
-                f"a {type(module).__name__} of {unit.title} was called where its parameters are not gathered: call the"
+                f"{with_article(type(module).__name__)} of {unit.title} was called where its parameters are not"
+                " gathered: call the"
                 " FSDP, or use summon_full_params()"
             )
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 from ferrodist.backends.base import Backend
 from ferrodist.backends.non_member import NonMemberGroup
 from ferrodist.mesh import DeviceMesh
+from ferrodist.wording import counted
 
 __all__ = ["Axes", "ShardingStrategy"]
 
@@ -105,7 +106,8 @@ class Axes:
             mesh = group
         else:
             raise ValueError(
-                f"FSDP with {strategy.name} can't take a mesh of {group.ndim} axes {group.axis_names}: pass a slice of"
+                f"FSDP with {strategy.name} can't take a mesh of {counted(group.ndim, 'axis')}"
+                f" {group.axis_names}: pass a slice of"
                 " one axis, or one of two (copies, and the ranks that divide each) with FULL_SHARD or SHARD_GRAD_OP"
             )
         copies, parts = (mesh[name] for name in mesh.axis_names)
@@ -124,7 +126,8 @@ def _grid(group: Backend, strategy: ShardingStrategy) -> tuple[int, int]:
         size = 1
     if world_size % size:
         raise ValueError(
-            f"{strategy.name} divides {world_size} ranks into rows of {size}, which does not come out even: pass"
+            f"{strategy.name} divides {counted(world_size, 'rank')} into rows of {size}, which does not come"
+            " out even: pass"
             " a size that divides the world size"
         )
     return world_size // size, size

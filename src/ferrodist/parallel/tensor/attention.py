@@ -13,6 +13,7 @@ from ferrodist.parallel.tensor.forward import PreparedForward
 from ferrodist.parallel.tensor.parallelize import apply_style, check_mesh, divide
 from ferrodist.parallel.tensor.styles import ColumnParallel, Preparation, RowParallel, Style
 from ferrodist.tensor.placement import Replicate, Shard
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
@@ -94,7 +95,7 @@ class ParallelAttention(nn.Module):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.num_heads % mesh.size:
-            raise ValueError(f"num_heads={self.num_heads} can't be divided over {mesh.size} ranks")
+            raise ValueError(f"num_heads={self.num_heads} can't be divided over {counted(mesh.size, 'rank')}")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Attend."""

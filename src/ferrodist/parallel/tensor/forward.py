@@ -24,6 +24,7 @@ from ferrodist.tensor.comparison import WholeTensors, compare_tensors
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate
 from ferrodist.tensor.plain import BACKWARD, INSIDE
+from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -163,10 +164,11 @@ class PreparedForward:
         if outputs is None or isinstance(outputs, Placement):
             return map_tensors(lambda tensor: finish(tensor, outputs), result)
         if not isinstance(result, list | tuple) or len(result) != len(outputs):
-            what = f"{len(result)} outputs" if isinstance(result, list | tuple) else f"a {type(result).__name__}"
+            is_several = isinstance(result, list | tuple)
+            what = counted(len(result), "output") if is_several else with_article(type(result).__name__)
             raise ValueError(
-                f"the style declares {len(outputs)} outputs, {list(outputs)}, and the module gave {what}: declare one"
-                " placement for all, or as many as there are outputs"
+                f"the style declares {counted(len(outputs), 'output')}, {list(outputs)}, and the module gave {what}:"
+                " declare one placement for all, or as many as there are outputs"
             )
         parts = [
             map_tensors(functools.partial(finish, placement=placement), one)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -30,16 +30,18 @@ if TYPE_CHECKING:
 
 __all__ = ["apply_style", "check_mesh", "divide", "parallelize"]
 
+_Module = TypeVar("_Module", bound=nn.Module)
+
 
 def parallelize(
-    module: nn.Module,
+    module: _Module,
     mesh: DeviceMesh,
     plan: Mapping[str, Style],
     *,
     gathers_outputs: bool = True,
     check: bool = False,
     init: Callable[[nn.Module], object] | None = None,
-) -> nn.Module:
+) -> _Module:
     """Divide a module over the ranks of a mesh, as a plan says; every rank of the mesh calls this.
 
     Parameters become DTensors, with the values of rank 0 of the mesh: those that the plan names divided, all others,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ferrodist.tensor.placement import Placement, Replicate, Shard
+from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -88,7 +89,8 @@ class _OfLinear(Style):
     def check(self, name: str, module: nn.Module) -> None:
         """Raise unless it is a linear layer."""
         if not isinstance(module, nn.Linear):
-            raise TypeError(f"{type(self).__name__} divides an nn.Linear, and {name!r} is a {type(module).__name__}")
+            kind = with_article(type(module).__name__)
+            raise TypeError(f"{type(self).__name__} divides an nn.Linear, and {name!r} is {kind}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +177,8 @@ class VocabularyParallel(Style):
     def check(self, name: str, module: nn.Module) -> None:
         """Raise unless it is an embedding."""
         if not isinstance(module, nn.Embedding):
-            raise TypeError(f"VocabularyParallel divides an nn.Embedding, and {name!r} is a {type(module).__name__}")
+            kind = with_article(type(module).__name__)
+            raise TypeError(f"VocabularyParallel divides an nn.Embedding, and {name!r} is {kind}")
 
     def placement_of(self, name: str, parameter: torch.Tensor) -> Placement:
         """How the weight lies."""

@@ -22,3 +22,7 @@ from ferrodist.parallel.data.comm_hooks.power_sgd import PowerSGD
 from ferrodist.parallel.data.comm_hooks.top_k import TopK
 
 __all__ = ["Continued", "PowerSGD", "TopK", "allreduce", "bfloat16_compression", "float16_compression"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
