@@ -170,7 +170,7 @@ def _part_of_piece(tensor: torch.Tensor, piece: FlatPiece) -> LocalPart:
 
 def _boxes_of_piece(tensor: torch.Tensor, piece: FlatPiece) -> Iterator[tuple[Box, torch.Tensor]]:
     """The piece as boxes of the tensor of which it is one, each with its view."""
-    if piece.num_shards == 1:
+    if piece.num_shards == 1 and tensor.shape == piece.shape:  # the whole tensor, in whatever order its memory has
         if tensor.numel():
             yield Box((0,) * len(piece.shape), piece.shape), tensor
         return
