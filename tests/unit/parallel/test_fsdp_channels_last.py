@@ -84,9 +84,10 @@ def test_states_go_from_one_order_to_the_other(tmp_path, strategy):
     inputs = batch()
     own = made()
     trained(own, inputs, trained(own, inputs))
+    models = {is_last: made(is_last=is_last) for is_last in (True, False)}
 
     def divided(group, *, is_last):
-        fsdp = FSDP(made(is_last=is_last), group, strategy=strategy, wrap=torch.nn.Conv2d)
+        fsdp = FSDP(copy.deepcopy(models[is_last]), group, strategy=strategy, wrap=torch.nn.Conv2d)
         return fsdp, torch.optim.AdamW(fsdp.parameters(), lr=0.1)
 
     def program(group):
