@@ -160,8 +160,8 @@ class Kill:
     def __str__(self) -> str:
         return f"{self.backend} {self.work} seed {self.seed}: rank {self.victim} of {self.world_size}"
 
-    def run_rank(self, rank: int, listener: socket.socket, secret: bytes) -> list[Outcome]:
-        """Be a rank, until it is killed or its calls have failed."""
+    def run_rank(self, rank: int, listener: socket.socket, secret: bytes, met: Any) -> list[Outcome]:
+        """Be a rank, until it is killed or its calls have failed. All ranks come to the barrier ``met`` first."""
         torch.set_num_threads(1)
         address = "{}:{}".format(*listener.getsockname())
         own = {"listener": listener} if rank == 0 else {}
@@ -179,6 +179,7 @@ class Kill:
             if self.work == "rpc":
                 agent = RpcAgent(group, {"echo": lambda value: value})
             group.barrier()
+        met.wait(_TIMEOUT)
         if rank == self.victim:
             threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
         mine = _Rank(self, rank, group, agent)
@@ -209,13 +210,13 @@ def run_kill(kill: Kill) -> dict[str, Any]:
     listener = socket.create_server(("127.0.0.1", 0))
     secret = secrets.token_bytes(16)
     pipes = [_fork.Pipe() for _ in range(kill.world_size)]
-    done = _fork.Event()
+    done, met = _fork.Event(), _fork.Barrier(kill.world_size)
 
     def body(rank: int) -> None:
         with Path(os.devnull).open("w", encoding="utf-8") as nothing:
             os.dup2(nothing.fileno(), 2)
         try:
-            result: Any = kill.run_rank(rank, listener, secret)
+            result: Any = kill.run_rank(rank, listener, secret, met)
         except BaseException:
             result = traceback.format_exc()
         pipes[rank][1].send(result)

@@ -170,7 +170,8 @@ def roll(store: Store, world_size: int) -> dict[int, Claim]:
 
 def leave(store: Store, world_size: int, *, timeout: float) -> bool:
     """Say that a member is done with the store; returns whether it was the last one."""
-    return PrefixStore(store, _FOLDER).add("left", 1, timeout=timeout) >= len(roll(store, world_size))
+    num_members = len(roll(store, world_size))  # before the last one may remove the store
+    return PrefixStore(store, _FOLDER).add("left", 1, timeout=timeout) >= num_members
 
 
 def note_rejection(store: Store, reason: str) -> None:

@@ -1,5 +1,6 @@
 """The whole rendezvous, ranks as threads: success, and each way to fail, over TCP and a file."""
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     AuthenticationError,
     DistributedError,
+    DistributedTimeoutError,
     InvalidRankError,
     InvalidWorldSizeError,
     ProtocolError,
@@ -21,6 +23,7 @@ from ferrodist.errors import (
 )
 from ferrodist.rendezvous import FileStore, MemoryStore, attendance, handshake, rendezvous, rendezvous_in
 from ferrodist.rendezvous import meeting as meeting_module
+from ferrodist.rendezvous.attendance import claim_rank, leave
 
 LIMIT = 0.6
 
@@ -579,3 +582,56 @@ def test_ranks_of_several_hosts_that_know_the_address_of_rank_0(tmp_path, in_thr
     members = in_threads(*calls)
     assert {member.host for member in members} == {"10.0.0.5"}
     close_all(lambda *closes: in_threads(*[on_host("a", close) for close in closes]), members)
+
+
+def test_ranks_meet_again_at_one_place_at_any_pace(method):
+    """A rank that has left finds the store of the last round, and waits for the next one; so does rank 0 for a file.
+
+    Ranks are processes: what a process has left is its own.
+    """
+    fork = multiprocessing.get_context("fork")
+    slow = [0, 1, 2, 0, 2, 1]
+    met = fork.Queue()
+
+    def be_rank(rank):
+        rounds = 0
+        for slowest in slow:
+            membership = rendezvous(method, rank=rank, world_size=3, timeout=20, secret="s")
+            if rank == slowest:
+                time.sleep(0.05)
+            membership.close()
+            rounds += 1
+        met.put((rank, rounds))
+
+    ranks = [fork.Process(target=be_rank, args=(rank,)) for rank in range(3)]
+    for process in ranks:
+        process.start()
+    try:
+        assert sorted(met.get(timeout=60) for _ in ranks) == [(rank, len(slow)) for rank in range(3)]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def test_who_leaves_last_is_one_rank():
+    """A rank that learns of the others' leaving late is not the last one, which would remove the next store."""
+    store = MemoryStore()
+    for rank in range(2):
+        claim_rank(store, rank=rank, where="here", advice="", deadline=Deadline(5))
+    calls = []
+
+    class Emptied:
+        """The last rank removes the store as soon as this one has left."""
+
+        def __getattr__(self, name):
+            def call(*args, **options):
+                if "add" in calls:
+                    raise DistributedTimeoutError("nothing is there")
+                calls.append(name)
+                return getattr(store, name)(*args, **options)
+
+            return call
+
+    assert not leave(Emptied(), 2, timeout=1)
+    assert leave(store, 2, timeout=1)

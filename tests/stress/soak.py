@@ -1,0 +1,142 @@
+"""Groups that are made and closed for minutes, beside tensors of some MB: how much memory their ranks have.
+
+    python tests/stress/soak.py --minutes 10
+
+Ranks that are threads of this process make sub-groups, run collectives of several sizes in them, start some, send
+tensors, call a function that fails, and close the groups. Resident memory is printed every few seconds, with what the
+heap has given out of it: what is above that is the heap's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import sys
+import threading
+import time
+from typing import NamedTuple
+
+import torch
+
+import ferrodist as fd
+from ferrodist.testing import run_ranks
+
+__all__ = ["Sample", "run_soak"]
+
+_MEGABYTE = 1 << 20
+
+
+class Sample(NamedTuple):
+    """What was seen at a time.
+
+    Args:
+        seconds: Since the start.
+        rounds: That were done.
+        resident: MB of this process.
+        used: MB that the heap has given out.
+        objects: That the garbage collector knows.
+    """
+
+    seconds: float
+    rounds: int
+    resident: float
+    used: float
+    objects: int
+
+
+class _HeapFigures(ctypes.Structure):
+    """`struct mallinfo2` of glibc."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keep",
+        )
+    ]
+
+
+def _used_megabytes() -> float:
+    """What the heap has given out; -1 where the C library does not say."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return -1.0
+    libc.mallinfo2.restype = _HeapFigures
+    figures = libc.mallinfo2()
+    return float(figures.uordblks + figures.hblkhd) / _MEGABYTE
+
+
+def _resident_megabytes() -> float:
+    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 - as short as that
+        return int(file.read().split()[1]) * 4096 / _MEGABYTE
+
+
+def _round(group: fd.Backend, number: int) -> None:
+    """Make a group, use it, and close it."""
+    sub = fd.new_group(range(group.world_size))
+    assert isinstance(sub, fd.Backend)
+    for count in (10, 100_000, 700_000 + number % 7 * 100_000):
+        total = fd.allreduce(torch.ones(count), group=sub)
+        assert total[0].item() == group.world_size
+    pending = [fd.async_allreduce(torch.ones(300_000), group=sub) for _ in range(2)]
+    fd.all_gather_object("x" * 1000, group=sub)
+    for handle in pending:
+        handle.wait()
+    after, before = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
+    fd.sendrecv(torch.ones(200_000), after, None, before, group=sub)
+    sub.close()
+
+
+def run_soak(seconds: float, *, backend: str = "simulated", world_size: int = 3, every: float = 5.0) -> list[Sample]:
+    """Make and close groups for so long; what was seen every so many seconds."""
+    samples: list[Sample] = []
+    started = time.monotonic()
+    lock = threading.Lock()
+
+    def look(rounds: int) -> None:
+        with lock:
+            if samples and time.monotonic() - started - samples[-1].seconds < every:
+                return
+            gc.collect()
+            objects = len(gc.get_objects())
+            samples.append(
+                Sample(time.monotonic() - started, rounds, _resident_megabytes(), _used_megabytes(), objects)
+            )
+
+    def program(group: fd.Backend) -> None:
+        rounds = 0
+        while fd.broadcast_object(time.monotonic() - started < seconds, 0):
+            _round(group, rounds)
+            rounds += 1
+            if group.rank == 0:
+                look(rounds)
+
+    run_ranks(program, world_size, backend=backend, timeout=seconds + 120.0)
+    return samples
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--backend", default="native-threads", help="of run_ranks, whose ranks are threads")
+    parser.add_argument("--ranks", type=int, default=3)
+    options = parser.parse_args()
+    every = max(1.0, options.minutes * 60 / 40)
+    samples = run_soak(options.minutes * 60, backend=options.backend, world_size=options.ranks, every=every)
+    print(" seconds  rounds  resident MB  given out MB  objects")
+    for sample in samples:
+        print("{:8.0f} {:7d} {:12.0f} {:13.0f} {:8d}".format(*sample))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _main()
