@@ -217,7 +217,8 @@ class RpcAgent:
 
         Raises:
             DistributedTimeoutError: It is not there in time.
-            InvalidRankError: There is no such rank, or none of that name in time.
+            NoConnectionError: It is not there, and can't come any more.
+            InvalidRankError: There is no such rank, or none of that name in time, or once all are there.
         """
         deadline = Deadline(self._seconds(timeout))
         names = self._switchboard.names
