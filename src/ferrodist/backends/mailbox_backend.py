@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.request import Late, Request
 
-__all__ = ["MAX_AHEAD", "Departure", "GroupReceive", "MailboxBackend", "Send"]
+__all__ = ["CLOSED", "MAX_AHEAD", "Departure", "GroupReceive", "MailboxBackend", "Send"]
 
 _WORLD = 0
 _TAG_BITS = 128
@@ -64,7 +64,7 @@ class Departure:
     relay: int | None = None
 
 
-_CLOSED = Departure(what="has left: it closed the group while others still needed it")
+CLOSED = Departure(what="has left: it closed the group while others still needed it")
 
 
 class Send(BaseRequest):
@@ -424,7 +424,7 @@ class MailboxBackend(NonBlockingBackend):
                 ahead.add(group_id)
             return group_id in ahead
 
-    def _peer_left(self, group_id: int, rank: int, departure: Departure = _CLOSED) -> None:
+    def _peer_left(self, group_id: int, rank: int, departure: Departure = CLOSED) -> None:
         with self._state_lock:
             if group_id in self._closed:
                 return

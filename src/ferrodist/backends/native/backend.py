@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.call import Call
+from ferrodist.backends.mailbox_backend import CLOSED, Departure
 from ferrodist.backends.native.collectives import NativeCollectives
 from ferrodist.backends.native.hosts import Place, address_of_interface, host_id
 from ferrodist.backends.native.library import load
@@ -126,6 +127,14 @@ class NativeBackend(MessagesBackend):
         if engine is not None and is_first:
             engine.abort(error)
         return is_first
+
+    def _peer_left(self, group_id: int, rank: int, departure: Departure = CLOSED) -> None:
+        super()._peer_left(group_id, rank, departure)
+        if departure.relay is None:
+            return
+        for opening, engine in held_now(self._engines.items):  # their ranks wait in memory for who may have given up
+            if engine.is_opening and rank != self.rank and rank in self._members.get(opening, ()):
+                self._fail_group(opening, self._told(opening, rank, departure))
 
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
         """Leave a sub-group, and its engine."""

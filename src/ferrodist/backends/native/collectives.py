@@ -60,6 +60,7 @@ class NativeCollectives:
         self._reserving = threading.Lock()
         self._num_reserved = 0
         self._opened = threading.Event()
+        self._has_begun = False
         self.num_ranks = group.world_size
         self.group_name = group.name
         self._end: Callable[[Any], object] | None = None
@@ -81,6 +82,7 @@ class NativeCollectives:
     def open(self, call: Call, timeout: float) -> None:
         """Make the shared memory, for the first collective of the group."""
         deadline = Deadline(timeout)
+        self._has_begun = True
         communicator = open_communicator(self._group, self._place, call, timeout)
         communicator.tell_of_long_waits(
             long_wait().timeout, partial(_warn_of_late_ranks, group=self._group.name, rank=self._group.rank)
@@ -100,6 +102,11 @@ class NativeCollectives:
         self._opened.set()
         load().load_tensor_interface(torch.Tensor, torch.nn.Parameter, increment_version)
         self._group.quick = ShortWay(communicator, self.timeout, self)
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether ranks are meeting for the first collective, for which they need the group's messages."""
+        return self._has_begun and self.compiled is None
 
     def end(self, how: Callable[[Any], object]) -> None:
         """Do something final to the communicator, now or when there is one."""
