@@ -101,7 +101,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, s
 @pytest.mark.timeout(LIMIT_SECONDS + 60)
 def test_with_two_ranks(two_ranks, record_testsuite_property):
     """All of them, each of which must be there."""
-    record_testsuite_property("2", num_passed(two_ranks))
+    record_testsuite_property("torch's own suite 2 ranks", num_passed(two_ranks))
     check(two_ranks)
     assert num_passed(two_ranks) >= LEAST_PASSED[2]
     assert not FAILING.keys() - two_ranks.keys()
@@ -113,7 +113,7 @@ def test_with_three_ranks(two_ranks, tmp_path, record_testsuite_property):
     """Those that need as many."""
     names = [name for name, row in two_ranks.items() if row["detail"] == NEEDS_MORE_RANKS]
     rows = run_suite(tmp_path, 3, names)
-    record_testsuite_property("3", num_passed(rows))
+    record_testsuite_property("torch's own suite 3 ranks", num_passed(rows))
     check(rows)
     assert num_passed(rows) >= LEAST_PASSED[3] - LEAST_PASSED[2]
 

@@ -60,7 +60,7 @@ def test_other_folds(op):
     run_ranks(check, 2)
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_broadcasting(data):
     """Any shapes that fit, any placements, on one axis or two."""
