@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cerrno>
+#include <cstddef>
 #include <functional>
 #include <system_error>
 
@@ -148,15 +149,16 @@ NB_MODULE(_native, m) {
         .def(
             "tell_of_long_waits",
             [](Communicator& self, double seconds, nb::callable tell) {
-                auto tell_python = [tell = std::move(tell)](std::uint64_t place, const shm::Call& call,
+                auto tell_python = [tell = std::move(tell)](std::uint64_t place, const shm::Arrival& own,
                                                             const std::vector<int>& late, const Deadline& deadline) {
+                    static_assert(offsetof(shm::Arrival, payload) == offsetof(shm::Arrival, call) + sizeof own.call);
                     if (!nb::is_alive()) return;
                     const nb::gil_scoped_acquire held;
                     try {
                         nb::list ranks;
                         for (const int rank : late) ranks.append(rank);
-                        tell(place, nb::bytes(reinterpret_cast<const char*>(&call), sizeof call), ranks,
-                             deadline.elapsed_seconds(), deadline.seconds());
+                        tell(place, nb::bytes(reinterpret_cast<const char*>(&own.call), sizeof own.call + sizeof own.payload),
+                             ranks, deadline.elapsed_seconds(), deadline.seconds());
                     } catch (nb::python_error& error) {
                         error.discard_as_unraisable(tell);
                     }

@@ -79,15 +79,15 @@ public:
         }
     }
 
-    // Has `tell(place, call, late, deadline)` called once in a collective that has waited for other ranks' arrival for so long, in
-    // the thread that waits, which may be the queue's: `run_end(end)` runs what waits for that thread's end, in a way that
-    // lets `tell` return. Before anything runs.
+    // Has `tell(place, own_arrival, late, deadline)` called once in a collective that has waited for other ranks' arrival for so
+    // long, in the thread that waits, which may be the queue's: `run_end(end)` runs what waits for that thread's end, in a way
+    // that lets `tell` return. Before anything runs.
     template <class Tell, class RunEnd>
     void tell_of_long_waits(double seconds, Tell tell, RunEnd run_end) {
         run_end_ = std::move(run_end);
         auto tell_of_place = [this, tell = std::move(tell)](std::uint64_t sequence, const std::vector<int>& late,
                                                             const Deadline& deadline) {
-            tell(turn_.load(), fabric_.arrival(rank(), sequence).call, late, deadline);
+            tell(turn_.load(), fabric_.arrival(rank(), sequence), late, deadline);
         };
         fabric_.set_long_wait({.seconds = seconds, .tell = std::move(tell_of_place)});
     }

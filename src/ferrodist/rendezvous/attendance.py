@@ -145,9 +145,11 @@ def _await_verdict(store: Store, desk: Store, *, rank: int, world_size: int, whe
         missing = [other for other in range(world_size) if other not in claimed]
         if missing and rank == min(claimed, default=rank):
             have_not = "has not" if len(missing) == 1 else "have not"
+            turned_away = _turned_away(store)
             _log.warning(
-                "%s: %s of %d %s come yet, after %s",
+                "%s: %s of %d %s come yet, after %s%s",
                 *(where, ranks_text(missing), world_size, have_not, Elapsed.of(deadline)),
+                f". Turned away: {turned_away}" if turned_away else "",
             )
     return desk.get("verdict", timeout=deadline.remaining() + grace)
 
@@ -184,15 +186,20 @@ def note_rejection(store: Store, reason: str) -> None:
         )
 
 
-def _conclude(store: Store, world_size: int, where: str, deadline: Deadline, stage: str) -> Verdict:
+def _turned_away(store: Store) -> str:
+    """Which processes were turned away, and why."""
     desk = PrefixStore(store, _FOLDER)
+    rejections = [_peek(desk, f"rejection/{slot}").decode() for slot in range(_REJECTIONS_KEPT)]
+    return "; ".join(sorted(set(filter(None, rejections))))
+
+
+def _conclude(store: Store, world_size: int, where: str, deadline: Deadline, stage: str) -> Verdict:
     num_present = int(_peek(PrefixStore(store, _FOLDER + stage), "present") or b"0")
     if num_present >= world_size:
         return Verdict()
     claimed = roll(store, world_size)
     missing = tuple(rank for rank in range(world_size) if rank not in claimed)
-    rejections = [_peek(desk, f"rejection/{slot}").decode() for slot in range(_REJECTIONS_KEPT)]
-    turned_away = "; ".join(sorted(set(filter(None, rejections))))
+    turned_away = _turned_away(store)
     if missing:
         who = f"{ranks_text(missing)} of {world_size}"
     else:  # ended or stopped between claiming and counting itself: which of them is not known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import operator
 import os
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["enter_job", "rendezvous", "rendezvous_in"]
 
 _LOOPBACK_HINT = " No FERRODIST_SECRET is set here: without one, rank 0 can listen on a loopback address only."
+
+_OTHERS_END = 2 * LINGER
+"""Seconds that rank 0 of a next round gives another process, which was rank 0 of the last one, to end its store."""
 
 
 def rendezvous(
@@ -350,19 +354,26 @@ def _open_server(
     host, port = parse_address(address)
     if port == 0 and joining.world_size > 1 and sock is None:
         raise ValueError(f"{where}: port 0 is a different one on every rank; choose a free port")
+    patience = Deadline(min(_OTHERS_END if rounds.has_left_any() else 0.0, joining.deadline.remaining()))
     try:
-        return TcpStoreServer(
-            host,
-            port,
-            secret=joining.secret,
-            job=joining.job,
-            world_size=joining.world_size,
-            sock=sock,
-            max_connections=max(4096, 8 * joining.world_size),
-            on_rejection=note_rejection,
-            on_shortage=call_off,
-            deadline=joining.deadline,
-        )
+        while True:
+            try:
+                return TcpStoreServer(
+                    host,
+                    port,
+                    secret=joining.secret,
+                    job=joining.job,
+                    world_size=joining.world_size,
+                    sock=sock,
+                    max_connections=max(4096, 8 * joining.world_size),
+                    on_rejection=note_rejection,
+                    on_shortage=call_off,
+                    deadline=joining.deadline,
+                )
+            except RendezvousError as error:  # noqa: PERF203 - what ends an attempt, of a few
+                if patience.expired or not _is_taken(error):
+                    raise
+                rounds.pause(f"{where}: the store of rank 0", joining.deadline)
     except RendezvousError as error:
         hint = (
             "set FERRODIST_PORT to a free port on every rank (torchrun's agent has MASTER_PORT)"
@@ -370,6 +381,11 @@ def _open_server(
             else "rank 0 must run on the host that the address names, be started once, and find the port free"
         )
         raise RendezvousError(f"{where}: rank 0 {error.message}; {hint}", ranks=(0,)) from error
+
+
+def _is_taken(error: RendezvousError) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE
 
 
 def _attend(store: Store, joining: Joining, where: str) -> None:

@@ -11,6 +11,7 @@ import torch
 import ferrodist as fd
 from ferrodist.backends.agreement_tags import AgreementTags
 from ferrodist.backends.call import Call
+from ferrodist.backends.controlled import ControlledBackend
 from ferrodist.backends.request import BaseRequest
 from ferrodist.backends.tags import Channel, channel_of_tag
 from ferrodist.testing import run_ranks
@@ -119,6 +120,24 @@ def test_what_is_agreed_is_what_was_said(monkeypatch, source, target, what, plac
     errors = run_ranks(on_rank, 3, backend=_Tapped.create_group)
     assert {type(error) for error in errors} == {fd.AuthenticationError}
     assert all(what in error.message and "altered" in error.message for error in errors)
+
+
+class _Controlled(ControlledBackend):
+    def close(self, timeout=None):
+        self.control.close(timeout)
+
+
+@pytest.mark.parametrize("in_subgroup", [False, True])
+def test_groups_over_a_control_group_are_protected_as_it_is(monkeypatch, in_subgroup):
+    """Agreements of hybrid, NCCL and UCC groups, and of groups made from them, go through the control group's hands."""
+    monkeypatch.setattr(_Tapped, "changes", [(1, 0, 0)])
+
+    def on_rank(control):
+        group = _Controlled(control)
+        with pytest.raises(fd.AuthenticationError, match="the call of rank 1 was altered"):
+            (fd.new_group(group=group) if in_subgroup else group).agreement.reach(Call(operation="sizes"), 20)
+
+    run_ranks(on_rank, 2, backend=_Tapped.create_group)
 
 
 def test_agreements_of_groups_and_positions_are_told_apart():

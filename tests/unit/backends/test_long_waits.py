@@ -12,7 +12,7 @@ from ferrodist import deadline
 from ferrodist.backends.long_waits import is_speaker
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import MemoryStore
-from ferrodist.rendezvous.attendance import await_all, claim_rank
+from ferrodist.rendezvous.attendance import await_all, claim_rank, note_rejection
 from ferrodist.testing import run_ranks
 
 _PATIENCE = 60.0
@@ -59,6 +59,21 @@ def test_late_ranks_are_named_before_the_deadline(warned, backend, late, is_asyn
     assert all(match and str(late) in match[1].split(", ") for match in named)
 
 
+@pytest.mark.parametrize("backend", ["simulated", "tcp-threads", "native-threads", "gloo-threads"])
+def test_late_ranks_of_calls_without_tensors_are_named_with_the_call(warned, backend):
+    """A collective of objects has its name in the warning; the engine keeps it apart from what it knows of tensors."""
+    found, event = warned
+
+    def program(group):
+        fd.barrier()
+        if group.rank == 1:
+            assert event.wait(_PATIENCE)
+        return fd.all_gather_object(group.rank)
+
+    assert run_ranks(program, 2, backend=backend) == [[0, 1]] * 2
+    assert any(text.startswith("all_gather_object() on group 'world', operation 1: ") for text in found)
+
+
 def test_questions_leave_nothing_behind(warned):
     """A rank 0 that comes late takes in what the others have asked meanwhile."""
     _, event = warned
@@ -94,3 +109,20 @@ def test_ranks_that_do_not_come_are_named(warned):
     await_all(store, rank=1, world_size=2, where="here", deadline=first)
     waiting.join(_PATIENCE)
     assert [text.partition(", after")[0] for text in found] == ["here: rank 1 of 2 has not come yet"]
+    assert "Turned away" not in found[0]
+
+
+def test_ranks_that_were_turned_away_are_named_with_the_reason(warned):
+    """Else rank 0 would wait half an hour for a rank with another secret, and its warning would not say why."""
+    found, event = warned
+    store = MemoryStore()
+    note_rejection(store, "127.0.0.1:5: wrong job secret")
+    claim_rank(store, rank=0, where="here", advice="", deadline=Deadline(_PATIENCE))
+    call = {"rank": 0, "world_size": 2, "where": "here", "deadline": Deadline(_PATIENCE)}
+    waiting = threading.Thread(target=await_all, args=[store], kwargs=call)
+    waiting.start()
+    assert event.wait(_PATIENCE)
+    claim_rank(store, rank=1, where="here", advice="", deadline=Deadline(_PATIENCE))
+    await_all(store, **{**call, "rank": 1})
+    waiting.join(_PATIENCE)
+    assert found[0].endswith(". Turned away: 127.0.0.1:5: wrong job secret")

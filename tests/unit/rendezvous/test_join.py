@@ -584,10 +584,12 @@ def test_ranks_of_several_hosts_that_know_the_address_of_rank_0(tmp_path, in_thr
     close_all(lambda *closes: in_threads(*[on_host("a", close) for close in closes]), members)
 
 
-def test_ranks_meet_again_at_one_place_at_any_pace(method):
-    """A rank that has left finds the store of the last round, and waits for the next one; so does rank 0 for a file.
+@pytest.mark.parametrize("step", [0, 1], ids=["same numbers", "other numbers"])
+def test_ranks_meet_again_at_one_place_at_any_pace(method, step):
+    """A rank that has left finds the store of the last round, and waits for the next one.
 
-    Ranks are processes: what a process has left is its own.
+    So does rank 0 for a file, and for the port, where another process was rank 0 before. Ranks are processes: what a
+    process has left is its own.
     """
     fork = multiprocessing.get_context("fork")
     slow = [0, 1, 2, 0, 2, 1]
@@ -596,7 +598,8 @@ def test_ranks_meet_again_at_one_place_at_any_pace(method):
     def be_rank(rank):
         rounds = 0
         for slowest in slow:
-            membership = rendezvous(method, rank=rank, world_size=3, timeout=20, secret="s")
+            number = (rank + step * rounds) % 3
+            membership = rendezvous(method, rank=number, world_size=3, timeout=20, secret="s")
             if rank == slowest:
                 time.sleep(0.05)
             membership.close()
