@@ -9,7 +9,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import ferrodist as fd
-from ferrodist import CollectiveMismatchError, ColumnParallel, DTensor, RowParallel, VocabularyParallel
+from ferrodist import (
+    CollectiveMismatchError,
+    ColumnParallel,
+    DTensor,
+    RowParallel,
+    UnsupportedOpError,
+    VocabularyParallel,
+)
 from ferrodist.testing import run_ranks
 
 
@@ -156,6 +163,30 @@ def test_modules_that_make_plain_tensors(make, plan):
         result.square().sum().backward()
         for one, other in zip(mine.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_without_a_rule_on_whole_tensors(dtype):
+    """torch computes an LSTM of float32 by a kernel of its own, which has no rule: no consent, where all is whole."""
+    model = seeded(lambda: nn.LSTM(6, 4, num_layers=2, bidirectional=True)).to(dtype)
+    x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+    alone = copy.deepcopy(model)
+    expected = alone(x)[0]
+    expected.square().sum().backward()
+
+    def program(group):
+        mine = fd.parallelize(copy.deepcopy(model), mesh_of(group), {})
+        result = mine(x)[0]
+        torch.testing.assert_close(result, expected)
+        result.square().sum().backward()
+        for one, other in zip(mine.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+        # Divided ones would have to be gathered, which nobody has asked for.
+        divided = fd.distribute(x, mesh_of(group), fd.Shard(1))
+        with pytest.raises(UnsupportedOpError, match="no rule"):
+            mine(divided)
 
     run_ranks(program, 2)
 
