@@ -191,6 +191,55 @@ def test_operators_without_a_rule_on_whole_tensors(dtype):
     run_ranks(program, 2)
 
 
+def copied(buffer, x):
+    return buffer.copy_(x)
+
+
+def set_by_rows(buffer, x):
+    buffer[0] = x[1]
+    buffer[torch.tensor([2, 1])] = x[:2]
+    return buffer
+
+
+def added(buffer, x):
+    buffer += x
+    return buffer.index_add_(0, torch.tensor([0, 2, 0]), x)
+
+
+class Buffered(nn.Module):
+    """Writes what a layer gives to a tensor that it makes, and returns that."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.inner, self.write = nn.Linear(4, 4), write
+
+    def forward(self, x):
+        return self.write(torch.zeros(3, 4, dtype=x.dtype), self.inner(x))
+
+
+@pytest.mark.parametrize("write", [copied, set_by_rows, added])
+@pytest.mark.parametrize("style", [ColumnParallel, RowParallel])
+def test_plain_tensors_that_are_written_and_returned(write, style):
+    """Whole tensors to which distributed ones were written give gradients back to those."""
+    model, x = seeded(lambda: nn.Sequential(nn.Linear(4, 4), Buffered(write))), torch.linspace(-1, 1, 12).view(3, 4)
+    x = x.double()
+    alone = copy.deepcopy(model)
+    expected = alone(x)
+    expected.square().sum().backward()
+
+    def program(group):
+        mine = fd.parallelize(copy.deepcopy(model), mesh_of(group), {"1.inner": style()})
+        result = mine(x)
+        torch.testing.assert_close(result, expected)
+        result.square().sum().backward()
+        for one, other in zip(mine.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+        with pytest.raises(CollectiveMismatchError, match="the gradient in backward"):
+            (mine(x) * (group.rank + 1)).sum().backward()
+
+    run_ranks(program, 2)
+
+
 class Differing(nn.Module):
     """Mixes plain tensors that are others on each rank."""
 
