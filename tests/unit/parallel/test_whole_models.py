@@ -191,6 +191,23 @@ def test_operators_without_a_rule_on_whole_tensors(dtype):
     run_ranks(program, 2)
 
 
+def test_a_plain_tensor_that_one_rank_alone_has():
+    """The others go on, so the next call is an error, on all ranks: it says where the tensor is."""
+
+    def program(group):
+        model = nn.Sequential(nn.Linear(4, 4), Differing(*[torch.ones(4)] * (group.rank == 0)))
+        fd.parallelize(model, mesh_of(group), {"1.inner": ColumnParallel()})
+        with pytest.raises(CollectiveMismatchError) as caught:
+            fd.allreduce(model(torch.ones(2, 4)).detach(), group=group)
+        return str(caught.value)
+
+    told = run_ranks(program, 2)
+    assert (
+        "Rank 0 compared the plain tensors that it has beside distributed ones, the first for aten.mul.Tensor in"
+        in (told[0])
+    )
+
+
 def copied(buffer, x):
     return buffer.copy_(x)
 
