@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
+from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.operation import collectives_of
 from ferrodist.errors import CollectiveMismatchError
@@ -109,7 +110,14 @@ def _compare(entries: Sequence[_Entry], mesh: DeviceMesh) -> None:
     group = mesh.group
     engine = collectives_of(group)
     digest = xxhash.xxh3_128_digest(repr(entries).encode())
-    said = engine.share("plain tensors", digest, timeout=group.timeout, sequence=engine.reserve())
+    with explain_errors(
+        lambda: (
+            f"Rank {group.rank} compared the plain tensors that it has beside distributed ones, the first for"
+            f" {entries[0][1]}{entries[0][0]}."
+        ),
+        "Every rank's code must mix as many with distributed ones, or none.",
+    ):
+        said = engine.share("plain tensors", digest, timeout=group.timeout, sequence=engine.reserve())
     if all(one == said[0] for one in said):
         return
     everyone: list[Sequence[_Entry]] = all_gather_object(list(entries), group=group)

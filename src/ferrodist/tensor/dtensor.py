@@ -19,6 +19,7 @@ from ferrodist.tensor.dispatch import Lane, Recipe, dispatch, dispatch_lists, pa
 from ferrodist.tensor.gradient_memory import own
 from ferrodist.tensor.layout import Layout, check_placements, local_sizes
 from ferrodist.tensor.placement import Partial, Replicate, Shard
+from ferrodist.tensor.plain import check_plain
 from ferrodist.tensor.plan import Plan, make_plan
 from ferrodist.tensor.redistribution import redistribute_local
 from ferrodist.torch_private.autograd import backward_hooks, current_graph_task
@@ -437,8 +438,14 @@ def _redistribute(tensor: DTensor, target: Layout) -> DTensor:
     return DTensor._wrap(local, target)
 
 
-def _placed(grad: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    """A gradient where it shall lie: itself if it does, so that autograd knows who else has it."""
+def _placed(grad: torch.Tensor, placements: tuple[Placement, ...], mesh: DeviceMesh) -> DTensor:
+    """A gradient where it shall lie: itself if it does, so that autograd knows who else has it.
+
+    It is plain where the tensor was written to a plain one, as to a buffer of a model's code, and then whole.
+    """
+    if not isinstance(grad, DTensor):
+        check_plain("the gradient", grad, mesh)
+        grad = DTensor.from_local(own(grad), mesh, [Replicate()] * mesh.ndim, shape=grad.shape)
     return grad if grad.placements == placements else grad.redistribute(placements)
 
 
@@ -447,12 +454,12 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, target: Layout) -> DTensor:
-        ctx.placements = _of_gradient(tensor._layout)
+        ctx.placements, ctx.mesh = _of_gradient(tensor._layout), tensor._layout.mesh
         return _redistribute(tensor, target)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
-        return _placed(grads[0], ctx.placements), None
+        return _placed(grads[0], ctx.placements, ctx.mesh), None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -480,7 +487,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:
         layout: Layout = ctx.layout
-        local = _placed(grads[0], _of_gradient(layout)).to_local()
+        local = _placed(grads[0], _of_gradient(layout), layout.mesh).to_local()
         for placement, num_ranks in zip(layout.placements, layout.mesh.shape, strict=True):
             if isinstance(placement, Partial):
                 if placement.op not in (ReduceOp.SUM, ReduceOp.MEAN):

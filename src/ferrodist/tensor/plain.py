@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.comparison import WholeTensors
 
-__all__ = ["BACKWARD", "INSIDE", "adopt", "adopt_plain", "find_plain", "is_each", "returned_arguments"]
+__all__ = ["BACKWARD", "INSIDE", "adopt", "adopt_plain", "check_plain", "find_plain", "is_each", "returned_arguments"]
 
 INSIDE: ContextVar[WholeTensors | None] = ContextVar("inside", default=None)
 """The plain tensors of the parallel module whose code runs."""
@@ -127,7 +127,7 @@ def adopt(
         if isinstance(tensor, cls):
             return tensor
         if not is_written_number and tensor.numel() and tensor.dim():
-            _check(func, tensor, mesh, is_torchs=id(tensor) in ours)
+            check_plain(func, tensor, mesh, is_torchs=id(tensor) in ours)
         plain = tensor.resolve_conj().resolve_neg()
         whole = [Replicate()] * mesh.ndim
         return cls._wrap(plain, Layout.of(mesh, whole, plain.shape, plain.dtype, plain.stride()))
@@ -167,8 +167,19 @@ def _writes_numbers(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], 
     )
 
 
-def _check(func: torch._ops.OpOverload, tensor: torch.Tensor, mesh: DeviceMesh, *, is_torchs: bool) -> None:
-    """Return if a plain tensor counts as whole."""
+def check_plain(operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_torchs: bool = False) -> None:
+    """Return if a plain tensor counts as whole.
+
+    Args:
+        operator: What takes it.
+        tensor: It.
+        mesh: Over which the tensors lie that it is used with.
+        is_torchs: Whether no other code than torch's has it.
+
+    Raises:
+        ValueError: It may be another one on each rank.
+        CollectiveMismatchError: On all ranks: it is another one on some.
+    """
     inside = INSIDE.get()
     is_backward = current_graph_task() != -1
     if inside is None and is_backward:
@@ -182,15 +193,15 @@ def _check(func: torch._ops.OpOverload, tensor: torch.Tensor, mesh: DeviceMesh, 
     elif tensor.requires_grad and tensor.is_leaf and not is_backward:
         reason = "it is a leaf that requires grad, and would get the gradient of a distributed tensor"
     elif inside is not None:
-        inside.note(func, tensor, mesh)
+        inside.note(operator, tensor, mesh)
         return
-    elif _is_known(func, tensor, is_backward=is_backward):
+    elif _is_known(operator, tensor, is_backward=is_backward):
         return
     elif (is_torchs and not tensor.requires_grad and _is_of_torchs(tensor)) or _is_torchs_code():
-        compare_tensors(func, tensor, mesh)
+        compare_tensors(operator, tensor, mesh)
         return
     raise ValueError(  # no TypeError, of which operators as + make one of their own
-        f"{func}{describe_module()} got distributed tensors and {with_article(type(tensor).__name__)} of shape"
+        f"{operator}{describe_module()} got distributed tensors and {with_article(type(tensor).__name__)} of shape"
         f" {tuple(tensor.shape)}: {reason + ': ' if reason else ''}distribute it too, as by"
         " fd.distribute(tensor, mesh, placements), or work on to_local(); inside of fd.parallelize(model, mesh, plan)"
         " plain tensors that the model's code makes count as whole"
@@ -203,11 +214,11 @@ def _is_of_torchs(view: torch.Tensor) -> bool:
     return base is None or sys.getrefcount(base) <= _HOLDERS_OF_BASE
 
 
-def _is_known(func: torch._ops.OpOverload, tensor: torch.Tensor, *, is_backward: bool) -> bool:
+def _is_known(operator: object, tensor: torch.Tensor, *, is_backward: bool) -> bool:
     if is_backward:
         return not tensor.any() or bool((tensor == 1).all())
     numbers = torch.arange(tensor.numel(), dtype=tensor.dtype, device="cpu") if tensor.dtype is torch.int64 else None
-    return func is torch.ops.aten.eq.Tensor and numbers is not None and torch.equal(tensor, numbers)
+    return operator is torch.ops.aten.eq.Tensor and numbers is not None and torch.equal(tensor, numbers)
 
 
 _OURS = str(Path(__file__).parent.parent)

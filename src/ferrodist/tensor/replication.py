@@ -16,7 +16,7 @@ from ferrodist.tensor.copied_views import ViewKind, after_write, become
 from ferrodist.tensor.generators import check_generators
 from ferrodist.tensor.layout import Layout
 from ferrodist.tensor.placement import Replicate, Shard
-from ferrodist.tensor.plain import adopt, find_plain, returned_arguments
+from ferrodist.tensor.plain import INSIDE, adopt, find_plain, returned_arguments
 from ferrodist.tensor.redistribution import redistribute_local
 from ferrodist.torch_private.autograd import current_graph_task
 from ferrodist.torch_private.operators import private_aten, schema_of
@@ -58,6 +58,8 @@ def _call(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -
             "distributed tensors are not differentiated forward (torch.func.jvp, jacfwd, forward_ad): use backward(),"
             " torch.func.vjp or jacrev, or differentiate a function of full_tensor()"
         )
+    if _is_safe(cls, args, kwargs):
+        return compute_whole(func, cls, args, kwargs)
     if not _allowed.get():
         raise UnsupportedOpError(
             f"DTensor has no rule for {func}: write it with operators that docs/dtensor-operators.md lists, compute it"
@@ -66,6 +68,22 @@ def _call(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -
         )
     warnings.warn(f"{func} has no rule: its inputs are gathered, and every rank computes all of it", stacklevel=4)
     return compute_whole(func, cls, args, kwargs)
+
+
+def _is_safe(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether nothing would be gathered, and a parallel module's code computes, or gradients do: theirs is not chosen.
+
+    So recurrent layers of float32, and what else torch has kernels of its own for, need no consent.
+    """
+    if INSIDE.get() is None and current_graph_task() == -1:
+        return False
+    tensors: list[Any] = []
+    map_tensors(tensors.append, [*args, *kwargs.values()], cls)
+    return all(
+        size == 1 or isinstance(one, Replicate)
+        for tensor in tensors
+        for one, size in zip(tensor._layout.placements, tensor._layout.mesh.shape, strict=True)
+    )
 
 
 def compute_whole(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

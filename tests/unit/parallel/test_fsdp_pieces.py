@@ -10,6 +10,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import ferrodist as fd
 from ferrodist import FSDP, ShardingStrategy, UnsupportedOpError
+from ferrodist.parallel.sharded.pieces import DividedTensor
 from ferrodist.testing import run_ranks
 
 STRATEGIES = {
@@ -117,6 +118,10 @@ def test_norms_written_by_hand():
             float(torch.norm(torch.stack([torch.norm(each, 2.0) for each in found]))),
             float(torch.cat([each.view(-1) for each in found]).norm()),
             float(torch.linalg.norm(torch.cat([each.flatten() for each in found]))),
+            math.sqrt(sum(float((each * each).sum()) for each in found)),
+            math.sqrt(sum(float(each.mul(each.detach().clone()).sum()) for each in found)),
+            math.sqrt(sum(float((each / 2 + 0.5 * each).clone().norm()) ** 2 for each in found)),
+            float(torch.stack(torch._foreach_norm(torch._foreach_mul(found, 2.0))).norm()) / 2,
         ]
 
     for norms in run_ranks(program, 2):
@@ -131,6 +136,39 @@ def test_totals_of_pieces_are_those_of_whole_tensors():
 
     def program(group):
         return [[getattr(each, name)() for name in names] for each in gradients(divided(model, group))]
+
+    for found in run_ranks(program, 3):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_totals_of_what_is_computed_from_pieces():
+    """Element by element it is still divided, also under conditions and in comparisons; beside plain tensors not."""
+
+    def ask(model):
+        pairs = [(each.detach(), each.grad) for each in model.parameters()]
+        return [
+            (
+                (weight * slope).sum(),
+                (weight - 0.1 * slope).norm(),
+                (weight > 0).sum(),
+                (slope != 0).float().mean(),
+                torch.where(weight > 0, weight, 0).sum(),
+                weight.clamp(0).sum(),
+                (1 - weight).abs().max(),
+                (-slope).relu().mean(),
+                slope.isfinite().all(),
+            )
+            for weight, slope in pairs
+        ]
+
+    model, own = make(), with_gradients()
+    expected = ask(own)
+
+    def program(group):
+        fsdp = divided(model, group)
+        for each in fsdp.parameters():
+            assert type(torch.zeros_like(each) + each.grad) is torch.Tensor
+        return ask(fsdp)
 
     for found in run_ranks(program, 3):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
@@ -203,6 +241,7 @@ PENALTIES = {
     "norms": lambda parameters: sum(each.norm() for each in parameters),
     "1-norms": lambda parameters: sum(torch.linalg.vector_norm(each, 1) for each in parameters),
     "means": lambda parameters: sum(each.square().mean() for each in parameters),
+    "products": lambda parameters: sum((each * each).sum() for each in parameters),
     "largest": lambda parameters: sum(each.abs().max() for each in parameters),
     "of all": lambda parameters: torch.nn.utils.parameters_to_vector(parameters).norm(),
 }
@@ -245,6 +284,10 @@ WHOLE = {
     "product": lambda gradient: gradient @ torch.ones(1, 1),
     "inner product": lambda gradient: torch.dot(gradient.view(-1), gradient.view(-1)),
     "standard deviation": torch.std,
+    "order": lambda gradient: gradient.view(-1).topk(1),
+    "distance": lambda gradient: torch.nn.functional.mse_loss(gradient, gradient * 2),
+    "normal form": lambda gradient: torch.nn.functional.normalize(gradient.view(-1), dim=0),
+    "inner product by letters": lambda gradient: torch.einsum("i,i->", gradient.view(-1), gradient.view(-1)),
 }
 
 
@@ -290,7 +333,7 @@ def test_optimizers_of_whole_matrices_are_refused(name):
     ],
 )
 def test_optimizers_take_pieces_for_what_they_are(name, options):
-    """What optimizers keep is plain tensors, and they step as on whole parameters."""
+    """What optimizers make is plain tensors, and they step as on whole parameters."""
     model = make()
 
     def trained(model):
@@ -305,7 +348,9 @@ def test_optimizers_take_pieces_for_what_they_are(name, options):
     def program(group):
         fsdp = FSDP(copy.deepcopy(model), group)
         states = trained(fsdp).state.values()
-        assert {type(value) for state in states for value in state.values()} == {torch.Tensor}
+        kept = {key: type(value) for state in states for key, value in state.items()}
+        assert kept.pop("momentum_buffer", DividedTensor) is DividedTensor  # copies of gradients
+        assert set(kept.values()) <= {torch.Tensor}
         return fsdp.full_state_dict()
 
     own = copy.deepcopy(model)

@@ -9,7 +9,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import ferrodist as fd
-from ferrodist import CollectiveMismatchError, ColumnParallel, DTensor, RowParallel, VocabularyParallel
+from ferrodist import (
+    CollectiveMismatchError,
+    ColumnParallel,
+    DTensor,
+    RowParallel,
+    UnsupportedOpError,
+    VocabularyParallel,
+)
 from ferrodist.testing import run_ranks
 
 
@@ -156,6 +163,96 @@ def test_modules_that_make_plain_tensors(make, plan):
         result.square().sum().backward()
         for one, other in zip(mine.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_without_a_rule_on_whole_tensors(dtype):
+    """torch computes an LSTM of float32 by a kernel of its own, which has no rule: no consent, where all is whole."""
+    model = seeded(lambda: nn.LSTM(6, 4, num_layers=2, bidirectional=True)).to(dtype)
+    x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+    alone = copy.deepcopy(model)
+    expected = alone(x)[0]
+    expected.square().sum().backward()
+
+    def program(group):
+        mine = fd.parallelize(copy.deepcopy(model), mesh_of(group), {})
+        result = mine(x)[0]
+        torch.testing.assert_close(result, expected)
+        result.square().sum().backward()
+        for one, other in zip(mine.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+        # Divided ones would have to be gathered, which nobody has asked for.
+        divided = fd.distribute(x, mesh_of(group), fd.Shard(1))
+        with pytest.raises(UnsupportedOpError, match="no rule"):
+            mine(divided)
+
+    run_ranks(program, 2)
+
+
+def test_a_plain_tensor_that_one_rank_alone_has():
+    """The others go on, so the next call is an error, on all ranks: it says where the tensor is."""
+
+    def program(group):
+        model = nn.Sequential(nn.Linear(4, 4), Differing(*[torch.ones(4)] * (group.rank == 0)))
+        fd.parallelize(model, mesh_of(group), {"1.inner": ColumnParallel()})
+        with pytest.raises(CollectiveMismatchError) as caught:
+            fd.allreduce(model(torch.ones(2, 4)).detach(), group=group)
+        return str(caught.value)
+
+    told = run_ranks(program, 2)
+    assert (
+        "Rank 0 compared the plain tensors that it has beside distributed ones, the first for aten.mul.Tensor in"
+        in (told[0])
+    )
+
+
+def copied(buffer, x):
+    return buffer.copy_(x)
+
+
+def set_by_rows(buffer, x):
+    buffer[0] = x[1]
+    buffer[torch.tensor([2, 1])] = x[:2]
+    return buffer
+
+
+def added(buffer, x):
+    buffer += x
+    return buffer.index_add_(0, torch.tensor([0, 2, 0]), x)
+
+
+class Buffered(nn.Module):
+    """Writes what a layer gives to a tensor that it makes, and returns that."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.inner, self.write = nn.Linear(4, 4), write
+
+    def forward(self, x):
+        return self.write(torch.zeros(3, 4, dtype=x.dtype), self.inner(x))
+
+
+@pytest.mark.parametrize("write", [copied, set_by_rows, added])
+@pytest.mark.parametrize("style", [ColumnParallel, RowParallel])
+def test_plain_tensors_that_are_written_and_returned(write, style):
+    """Whole tensors to which distributed ones were written give gradients back to those."""
+    model, x = seeded(lambda: nn.Sequential(nn.Linear(4, 4), Buffered(write))), torch.linspace(-1, 1, 12).view(3, 4)
+    x = x.double()
+    alone = copy.deepcopy(model)
+    expected = alone(x)
+    expected.square().sum().backward()
+
+    def program(group):
+        mine = fd.parallelize(copy.deepcopy(model), mesh_of(group), {"1.inner": style()})
+        result = mine(x)
+        torch.testing.assert_close(result, expected)
+        result.square().sum().backward()
+        for one, other in zip(mine.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+        with pytest.raises(CollectiveMismatchError, match="the gradient in backward"):
+            (mine(x) * (group.rank + 1)).sum().backward()
 
     run_ranks(program, 2)
 

@@ -6,7 +6,8 @@ up norms by hand, would take a piece for a whole gradient, and each rank would s
 a class of their own, `Piece`, their gradients are `DividedTensor` when a program looks at them, and torch asks both
 what its functions give: of norms and totals what the whole tensor gives, on all ranks the same, by an allreduce; an
 error for what needs rows or columns of the whole; for all else what torch makes of this rank's elements. What has been
-cast, reshaped or joined, or is a power or an absolute value, is still divided; other results are plain tensors.
+cast, reshaped or joined, or is computed element by element of tensors that are divided alike, is still divided. What
+plain tensors have a part in is plain, and so is what torch makes anew, as most of what optimizers keep.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import linalg
 from torch.autograd.graph import increment_version
+from torch.nn import functional
 
 from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.reduce_op import ReduceOp
@@ -113,7 +115,8 @@ class DividedTensor(torch.Tensor):
             _check_not_in_forward(func, args, kwargs or {})
         special = _SPECIAL.get(func)
         if special is None:
-            return call_plain(func, types, args, kwargs or {})
+            result = call_plain(func, types, args, kwargs or {})
+            return _follow(result, args, kwargs or {}) if func in _BY_ELEMENT else result
         with plain_functions():
             return special(func, *args, **(kwargs or {}))
 
@@ -266,6 +269,24 @@ def _keep(func: Callable[..., Any], source: Any, *args: Any, **kwargs: Any) -> A
     if division is None or divisions or type(result) is not torch.Tensor:
         return result
     return _as_divided(result, division)
+
+
+def _follow(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch computed element by element: divided where all that it is of is divided alike, numbers apart."""
+    sources = (*args, *kwargs.values())
+    if not isinstance(result, (tuple, list)):
+        return _follow_one(result, sources)
+    lists = [value for value in sources if isinstance(value, (tuple, list))]
+    others = [value for value in sources if isinstance(value, torch.Tensor)]
+    return type(result)(_follow_one(one, (*others, *parts)) for one, *parts in zip(result, *lists, strict=True))
+
+
+def _follow_one(result: Any, sources: Sequence[Any]) -> Any:
+    if type(result) is not torch.Tensor:  # what is written is what it was
+        return result
+    divisions = {_division_of(source) for source in sources if isinstance(source, torch.Tensor) and source.dim()}
+    division = divisions.pop() if len(divisions) == 1 else None
+    return result if division is None else _as_divided(result, division)
 
 
 # What is asked of all elements.
@@ -437,8 +458,10 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
                 (torch, torch.Tensor),
                 "dot vdot inner matmul mm mv bmm addmm addmv std var std_mean var_mean median"
                 " nanmedian quantile nanquantile prod argmax argmin logsumexp softmax log_softmax cumsum nansum"
-                " nanmean aminmax dist renorm _foreach_max _foreach_powsum",
+                " nanmean aminmax dist renorm cumprod cummax cummin logcumsumexp sort argsort msort topk kthvalue histc"
+                " einsum tensordot outer trace cosine_similarity _foreach_max _foreach_powsum",
             ),
+            *_named((functional,), "normalize softmin mse_loss l1_loss smooth_l1_loss huber_loss cosine_similarity"),
             *_named((linalg,), "matrix_norm svd svdvals qr _powsum"),
         ],
         _refuse_divided,
@@ -447,6 +470,31 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_named((torch,), "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"), _step),
 }
 """What torch's functions do with pieces; all others take this rank's elements for what they are given."""
+
+_ARITHMETIC = (
+    "add sub subtract rsub mul multiply div divide true_divide neg negative reciprocal sqrt rsqrt exp log sign sgn"
+    " clamp clamp_min clamp_max clip maximum minimum addcmul addcdiv"
+)
+
+_BY_ELEMENT = frozenset(
+    [
+        *_named((torch, torch.Tensor), _ARITHMETIC),
+        *_named((torch,), " ".join(f"_foreach_{name}" for name in f"{_ARITHMETIC} abs pow lerp".split())),
+        *_named(
+            (torch, torch.Tensor),
+            "clone positive conj real resolve_conj resolve_neg nan_to_num expm1 log1p log2 log10 tanh sigmoid relu"
+            " softplus eq ne gt ge lt le where logical_not logical_and logical_or isclose masked_fill bitwise_not"
+            " bitwise_and bitwise_or bool int long",
+        ),
+        *_named(
+            (torch.Tensor,),
+            "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ __neg__ __rpow__"
+            " __eq__ __ne__ __gt__ __ge__ __lt__ __le__ __invert__ __and__ __or__",
+        ),
+        *_named((functional,), "relu"),
+    ]
+)
+"""Functions of torch that compute each element of what is in its place. Indexing is none: it may choose on one rank."""
 
 _ABOUT_NO_ELEMENTS = frozenset(
     [
