@@ -14,6 +14,7 @@ from ferrodist.checkpoint.manifest import (
     Manifest,
     decode_manifest,
     find_time,
+    is_time,
 )
 from ferrodist.checkpoint.storage.base import save_of
 from ferrodist.deadline import Deadline
@@ -138,6 +139,8 @@ def next_time_ns(storage: Storage) -> int:
     Clocks are put back, and those of hosts differ; what is saved last is the newest all the same.
     """
     now = time.time_ns()
+    if not is_time(now):  # of a clock that was never set: such a manifest would be none
+        now = 0
     try:
         heads = storage.read_beside(MANIFEST_NAME, TIME_WITHIN_BYTES)
     except OSError as error:

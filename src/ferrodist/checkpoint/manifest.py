@@ -38,6 +38,7 @@ __all__ = [
     "encode_manifest",
     "find_time",
     "hash_bytes",
+    "is_time",
 ]
 
 MANIFEST_NAME = "metadata.json"
@@ -195,7 +196,12 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
 def find_time(head: bytes) -> int | None:
     """The `created_ns` that the beginning of a manifest has; None if it has none that can be."""
     found = _TIME.match(head)
-    return int(found[1]) if found and int(found[1]) < _MAX_TIME_NS - _NUM_TIMES_BELOW else None
+    return int(found[1]) if found and is_time(int(found[1])) else None
+
+
+def is_time(time_ns: int) -> bool:
+    """Whether it is a time since 1970 that a checkpoint can have, and others after it."""
+    return 0 <= time_ns < _MAX_TIME_NS - _NUM_TIMES_BELOW
 
 
 def _why_other(data: bytes, where: str) -> str:

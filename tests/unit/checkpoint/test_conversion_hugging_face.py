@@ -144,6 +144,13 @@ def header(entries):
         (header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}) + bytes(4), "has 4 bytes"),
         (header({"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}) + bytes(4), "shape"),
         (header({"a": 5}), "its header can't be read"),
+        (
+            header(
+                {name: {"dtype": "U8", "shape": [8], "data_offsets": [at, at + 8]} for name, at in (("a", 0), ("b", 7))}
+            )
+            + bytes(15),
+            "tensors 'a' and 'b' lie in the same bytes",
+        ),
     ],
 )
 def test_damaged_files(tmp_path, data, message):

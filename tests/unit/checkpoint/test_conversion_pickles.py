@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import io
+import os
 import pathlib
 import pickle
 import struct
@@ -199,6 +200,26 @@ def test_hostile_states(tmp_path: Path, state: bytes, is_zip: bool) -> None:
         (tmp_path / "file.pt").write_bytes(start + state + pickle.dumps([], 2))
     with pytest.raises(DistCheckpointError, match=r"file\.pt"):
         import_torch_file(tmp_path / "file.pt", tmp_path / "out")
+
+
+def test_chunks_of_many_tensors(tmp_path: Path) -> None:
+    """Metadata of some kB that would be GBs: many tensors share one list of many chunks, which is made for each."""
+    chunks = [metadata.ChunkStorageMetadata(torch.Size([at]), torch.Size([1])) for at in range(3000)]
+    tensor = metadata.TensorStorageMetadata(metadata.TensorProperties(torch.float32), torch.Size([3000]), chunks)
+    data = pickle.dumps(metadata.Metadata({f"a{number}": tensor for number in range(30_000)}))
+    (tmp_path / METADATA_NAME).write_bytes(data)
+    with pytest.raises(DistCheckpointError, match="members when it is written out"):
+        import_dcp(tmp_path, tmp_path / "out")
+
+
+def test_sparse_files(tmp_path: Path) -> None:
+    """Holes of a file, which cost nothing on a disk, allow for no more memory: texts, and what is written out."""
+    state, file = _HOSTILE_STATES["a list of 2**60"].replace(b"]q\x01(h\x00h\x00eq\x00", b"", 34), tmp_path / "file.pt"
+    for start in (b"\x80\x04\x8d" + struct.pack("<Q", 19 << 30), state):
+        file.write_bytes(start)
+        os.truncate(file, 20 << 30)
+        with pytest.raises(DistCheckpointError, match=r"cut off|members when it is written out"):
+            import_torch_file(file, tmp_path / "out")
 
 
 def test_compressed_archives(tmp_path: Path) -> None:

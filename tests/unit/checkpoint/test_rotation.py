@@ -97,6 +97,17 @@ def test_what_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
     assert find_latest(tmp_path / "nothing") is None
 
 
+@pytest.mark.parametrize("time_ns", [-5, 0, 32_503_680_000 * 10**9, (1 << 63) - 1, 1 << 63])
+def test_clocks_that_were_never_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, time_ns: int) -> None:
+    """What is saved by a clock that is wrong by centuries can be loaded, and is the newest until the next save."""
+    with monkeypatch.context() as patch:
+        for step, clock in enumerate((None, lambda: time_ns, None), 1):
+            patch.undo() if clock is None else patch.setattr(time, "time_ns", clock)
+            save_distributed({"a": torch.ones(1)}, f"{tmp_path}/step-{step}", keep_last=2)
+            assert find_latest(tmp_path) == f"{tmp_path}/step-{step}"
+    assert list_checkpoints(tmp_path) == [f"{tmp_path}/step-2", f"{tmp_path}/step-3"]
+
+
 @pytest.mark.parametrize("scheme", ["", "memory://the-order-of-"])
 @pytest.mark.parametrize("drift_seconds", [-86400, -1, 86400])
 def test_the_order_of_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, drift_seconds: int) -> None:

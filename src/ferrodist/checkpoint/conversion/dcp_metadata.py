@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ferrodist.checkpoint.conversion.pickles import Global, Items, Made, read_pickle
+from ferrodist.checkpoint.conversion.pickles import Global, Items, Made, check_written_out, read_pickle
 from ferrodist.checkpoint.folder import DCP_METADATA_NAME as METADATA_NAME
 from ferrodist.tensor.regions import Box
 from ferrodist.wording import with_article
@@ -86,7 +86,9 @@ def decode_metadata(data: bytes) -> DcpMetadata:
         ValueError: They are something else, or name a class that doesn't belong there.
     """
     try:
-        fields = _fields(read_pickle(io.BytesIO(data), len(data), _check_known), "Metadata")
+        value = read_pickle(io.BytesIO(data), len(data), _check_known)
+        check_written_out(value, len(data))  # chunks that many tensors share are made for each
+        fields = _fields(value, "Metadata")
         found = DcpMetadata()
         for name, node in _by_text(fields.get("state_dict_metadata")).items():
             found.tensors[name] = _tensor(node)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ferrodist.checkpoint.bands import BoxSource
+    from ferrodist.checkpoint.header import HeaderEntry
     from ferrodist.checkpoint.storage.base import Storage
 
 __all__ = ["export_hugging_face", "import_hugging_face"]
@@ -97,7 +98,9 @@ def _tensors_of(storage: Storage, file: str) -> dict[str, ForeignTensor]:
     storage.read(file, 0, memoryview(header))
     found = {}
     with explain_foreign(where):
-        for name, entry in parse_header(bytes(header)).items():
+        entries = parse_header(bytes(header))
+        _check_apart(entries, where)
+        for name, entry in entries.items():
             start, stop = entry.data_offsets
             if not 0 <= start <= stop <= size - begin:
                 raise DistCheckpointError(f"{where} is damaged or cut off: tensor {name!r} ends after its end")
@@ -111,6 +114,16 @@ def _tensors_of(storage: Storage, file: str) -> dict[str, ForeignTensor]:
                     f"{where} is damaged: tensor {name!r} of shape {entry.shape} has {stop - start} bytes"
                 )
     return found
+
+
+def _check_apart(entries: Mapping[str, HeaderEntry], where: str) -> None:
+    """See that no two tensors share bytes: a small file of many such ones would fill the disk with its checkpoint."""
+    end, last = 0, ""
+    for (start, stop), name in sorted((entry.data_offsets, name) for name, entry in entries.items()):
+        if start < min(end, stop):
+            raise DistCheckpointError(f"{where} is damaged: tensors {last!r} and {name!r} lie in the same bytes")
+        if stop > end:
+            end, last = stop, name
 
 
 def export_hugging_face(

@@ -17,15 +17,28 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import IO
 
-__all__ = ["Global", "Items", "Made", "Persistent", "check_expanded_size", "members_of", "read_pickle"]
+__all__ = [
+    "Global",
+    "Items",
+    "Made",
+    "Persistent",
+    "check_expanded_size",
+    "check_written_out",
+    "members_of",
+    "read_pickle",
+]
 
 _MAX_PROTOCOL = 5
 _BYTE, _SHORT, _INT, _WORD, _LONG, _FLOAT = map(struct.Struct, ("<B", "<H", "<i", "<I", "<Q", ">d"))
 _MAX_NAME_BYTES = 1000
+_MIN_MEMBERS = 1_000_000
+_MEMBERS_PER_BYTE = 10
 
 
 class Global(NamedTuple):
@@ -74,13 +87,14 @@ def read_pickle(file: IO[bytes], size_bytes: int, check: Callable[[Global], None
 
     Args:
         file: The file.
-        size_bytes: The most that the pickle may have.
+        size_bytes: The most that the pickle may have. Holes of a file cost nothing on a disk, so that a file's size
+            says little: it may have `MAX_SMALL_FILE_BYTES` in any case.
         check: Raises ValueError for a class or function that doesn't belong into the file.
 
     Raises:
         ValueError: The bytes are no pickle, or one with opcodes that these files don't have.
     """
-    return _Machine(file, size_bytes, check).run()
+    return _Machine(file, min(size_bytes, MAX_SMALL_FILE_BYTES), check).run()
 
 
 def members_of(value: Any) -> list[Any]:
@@ -92,6 +106,15 @@ def members_of(value: Any) -> list[Any]:
     if isinstance(value, Made):
         return [value.arguments, value.state, value.items]
     return [value.id] if isinstance(value, Persistent) else []
+
+
+def check_written_out(value: Any, pickle_bytes: int) -> None:
+    """See that a value written out is in proportion to the bytes of its pickle.
+
+    Raises:
+        ValueError: It is larger, or holds itself.
+    """
+    check_expanded_size(value, max(_MIN_MEMBERS, _MEMBERS_PER_BYTE * pickle_bytes))
 
 
 def check_expanded_size(value: Any, most: int) -> None:

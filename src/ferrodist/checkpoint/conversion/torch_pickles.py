@@ -18,6 +18,7 @@ from ferrodist.checkpoint.conversion.pickles import (
     Made,
     Persistent,
     check_expanded_size,
+    check_written_out,
     members_of,
     read_pickle,
 )
@@ -31,8 +32,6 @@ __all__ = ["check_pickles", "load_checked"]
 _NUM_LEGACY_PICKLES = 5
 """At the beginning of files that torch wrote before version 1.6: a number, a version, facts, the state, and keys."""
 
-_MIN_MEMBERS = 1_000_000
-_MEMBERS_PER_BYTE = 10
 _MAX_KEY_MEMBERS = 1000
 _NAMES_OF_LATIN_1 = ("latin1", "latin-1")
 
@@ -63,7 +62,7 @@ def check_pickles(file: IO[bytes], size_bytes: int) -> None:
     file.seek(0)
     if start != b"PK\x03\x04":
         for _ in range(_NUM_LEGACY_PICKLES):
-            _check(read_pickle(file, size_bytes, lambda _: None), size_bytes)
+            _check_pickle(file, size_bytes, size_bytes)
         return
     try:
         with zipfile.ZipFile(file) as archive:
@@ -72,13 +71,16 @@ def check_pickles(file: IO[bytes], size_bytes: int) -> None:
                     raise ValueError(f"its record {entry.filename!r} is compressed, which torch.save does not do")
                 if entry.filename.rpartition("/")[2] == "data.pkl":
                     with archive.open(entry) as opened:
-                        _check(read_pickle(opened, entry.file_size, lambda _: None), size_bytes)
+                        _check_pickle(opened, entry.file_size, size_bytes)
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OverflowError) as error:
         raise ValueError(f"it is no archive: {error}") from error
 
 
-def _check(value: Any, size_bytes: int) -> None:
-    check_expanded_size(value, max(_MIN_MEMBERS, _MEMBERS_PER_BYTE * size_bytes))
+def _check_pickle(file: IO[bytes], most_bytes: int, size_bytes: int) -> None:
+    """See to one pickle of a file, from where it stands."""
+    start = file.tell()
+    value = read_pickle(file, most_bytes, lambda _: None)
+    check_written_out(value, file.tell() - start)
     for node in _walk(value):
         if isinstance(node, Items):
             for key, _ in node.pairs:
