@@ -201,7 +201,7 @@ def test_time_counts_from_the_turn(limits: tuple[float | None, float | None]) ->
     """A started collective is not late for what those before it took."""
 
     def program(group: NativeBackend, _: ForkedGroup) -> bool:
-        group.collectives.timeout = 1.5  # type: ignore[union-attr]
+        group.timeout = 1.5
         fd.barrier()
         if group.rank == 1:
             threading.Event().wait(2.5)  # longer than the group's time: what is tested is that it passes

@@ -92,7 +92,10 @@ def _has_ended(request: Request, seconds: float, deadline: Deadline) -> bool:
     try:
         request.wait(min(seconds, deadline.remaining()))
     except DistributedTimeoutError:
-        if request.done() or deadline.expired:
+        if request.done():  # since the time was up, or since the group has failed by a timeout
+            request.wait(0)
+            return True
+        if deadline.expired:
             raise
         return False
     return True
@@ -237,12 +240,11 @@ class Agreement:
             group.isend(tags.seal_call(call.encode(), group.rank), _COORDINATOR, tag=tag).wait(deadline.remaining())
             self._await_answer(call, answer, deadline, pending)
         except DistributedTimeoutError:
-            if group.failure is not None or answer.done():  # the group has failed, by a timeout
+            if group.failure is not None:
                 raise
-            group.isend(_GIVES_UP, _COORDINATOR, tag=channel_tag(Channel.LATE, call.sequence))
-            try:
-                answer.wait(_ANSWER_GRACE_SECONDS)
-            except DistributedTimeoutError:
+            if not answer.done():
+                group.isend(_GIVES_UP, _COORDINATOR, tag=channel_tag(Channel.LATE, call.sequence))
+            if not _has_ended(answer, _ANSWER_GRACE_SECONDS, Deadline(math.inf)):
                 raise (group.failure or self.late_error(call, (_COORDINATOR,), Elapsed.of(deadline))) from None
         tags.check_table(table)
 
