@@ -92,7 +92,7 @@ def _has_ended(request: Request, seconds: float, deadline: Deadline) -> bool:
     try:
         request.wait(min(seconds, deadline.remaining()))
     except DistributedTimeoutError:
-        if request.done():  # since the time was up, or since the group has failed by a timeout
+        if request.done():  # just now, or the error is its own
             request.wait(0)
             return True
         if deadline.expired:
@@ -240,13 +240,22 @@ class Agreement:
             group.isend(tags.seal_call(call.encode(), group.rank), _COORDINATOR, tag=tag).wait(deadline.remaining())
             self._await_answer(call, answer, deadline, pending)
         except DistributedTimeoutError:
-            if group.failure is not None:
+            if group.failure is not None:  # by a timeout
                 raise
-            if not answer.done():
-                group.isend(_GIVES_UP, _COORDINATOR, tag=channel_tag(Channel.LATE, call.sequence))
-            if not _has_ended(answer, _ANSWER_GRACE_SECONDS, Deadline(math.inf)):
-                raise (group.failure or self.late_error(call, (_COORDINATOR,), Elapsed.of(deadline))) from None
+            if answer.done():  # just now, or the error is its own
+                answer.wait(0)
+            else:
+                self._give_up(call, answer, deadline)
         tags.check_table(table)
+
+    def _give_up(self, call: Call, answer: Request, deadline: Deadline) -> None:
+        """Tell rank 0 that the deadline has passed, and give it a moment to say who is late."""
+        group = self._group
+        group.isend(_GIVES_UP, _COORDINATOR, tag=channel_tag(Channel.LATE, call.sequence))
+        try:
+            answer.wait(_ANSWER_GRACE_SECONDS)
+        except DistributedTimeoutError:
+            raise (group.failure or self.late_error(call, (_COORDINATOR,), Elapsed.of(deadline))) from None
 
     def _await_answer(self, call: Call, answer: Request, deadline: Deadline, pending: list[Request]) -> None:
         """Wait for rank 0's answer, with a warning on the way where rank 0 is late itself."""

@@ -90,6 +90,35 @@ def test_any_exception_that_leaves_a_collective_is_told(error, leaver, step):
     run_ranks(program, 3, timeout=20)
 
 
+class _JustInTime:
+    """A request that ends between the end of a wait for it and the look whether it has ended."""
+
+    def __init__(self, request):
+        self._request = request
+
+    def wait(self, timeout=None):
+        if timeout == 0:
+            return self._request.wait(0)
+        self._request.wait(20)
+        raise fd.DistributedTimeoutError("not in time")
+
+    def __getattr__(self, name):
+        return getattr(self._request, name)
+
+
+class _AnsweredJustInTime(fd.SimulatedBackend):
+    """Ranks whose answers from rank 0 come when a long wait has ended."""
+
+    def irecv(self, buffer, src, *, tag=0):
+        request = super().irecv(buffer, src, tag=tag)
+        return _JustInTime(request) if self.rank and channel_of_tag(tag) == Channel.CALL else request
+
+
+def test_an_answer_at_the_moment_of_a_warning_counts():
+    """Else a group would end by a timeout of 30 seconds that nobody has set, though all ranks had come."""
+    assert run_ranks(lambda group: group.barrier(timeout=60), 2, backend=_AnsweredJustInTime.create_group) == [None] * 2
+
+
 class _Tapped(fd.SimulatedBackend):
     """Ranks of a group with a key, whose messages somebody changes on their way."""
 
