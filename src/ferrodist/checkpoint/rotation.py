@@ -102,8 +102,18 @@ def _remove(found: _Found) -> None:
             found.storage.remove([file.name for file in found.manifest.files])
             found.storage.remove_leftovers()
         found.storage.remove_folder()
+    except (TimeoutError, FileNotFoundError):
+        pass  # another job removes it at the moment, or has, or saves there: then it is no old one any more
     except (OSError, DistCheckpointError) as error:
-        _logger.warning("the old checkpoint %s can't be removed: %s", found.path, error)
+        if _is_there(found):
+            _logger.warning("the old checkpoint %s can't be removed: %s", found.path, error)
+
+
+def _is_there(found: _Found) -> bool:
+    try:
+        return MANIFEST_NAME in found.storage.list_names()
+    except OSError:
+        return True
 
 
 def _find(dir: str, storage_options: Mapping[str, Any] | None) -> list[_Found]:  # noqa: A002

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+import shutil
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +19,11 @@ from ferrodist.errors import DistCheckpointError
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
     from ferrodist.backends.base import Backend
+    from ferrodist.deadline import Deadline
 
 
 def _save(path: Path, **options: Any) -> None:
@@ -154,3 +157,33 @@ def test_a_checkpoint_that_was_saved_again_stays(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(rotation, "_remove", save_and_remove)
     _save(tmp_path / "step-3", keep_last=2)
     assert load_distributed(tmp_path / "step-1")["a"].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("moment", ["before", "within", "while"])
+def test_two_jobs_remove_one_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moment: str
+) -> None:
+    """Who finds that another job has removed an old checkpoint, or does so now, complains of nothing."""
+    _save(tmp_path / "one")
+    exclusive = LocalStorage.exclusive
+
+    @contextlib.contextmanager
+    def late(storage: LocalStorage, deadline: Deadline) -> Iterator[None]:
+        if storage.path.name != "one":
+            with exclusive(storage, deadline):
+                yield
+            return
+        with contextlib.ExitStack() as locks:
+            if moment == "while":
+                locks.enter_context(exclusive(LocalStorage(storage.path), deadline))
+            if moment == "within":
+                locks.enter_context(exclusive(storage, deadline))
+            shutil.rmtree(storage.path) if moment == "before" else (storage.path / "metadata.json").unlink()
+            if moment != "within":
+                locks.enter_context(exclusive(storage, deadline))
+            yield
+
+    monkeypatch.setattr(LocalStorage, "exclusive", late)
+    save_distributed({"a": torch.ones(1)}, tmp_path / "two", keep_last=1)
+    assert list_checkpoints(tmp_path) == [str(tmp_path / "two")]
+    assert not caplog.records
