@@ -215,7 +215,7 @@ def kill(_folder: Path) -> dict[str, Any]:
     except fd.PeerLostError as error:
         answer = {"ranks": error.ranks, "seconds": time.monotonic() - float(struck_at)}
     for name, subgroup in (("pair", pair), ("survivors", survivors)):
-        if subgroup is not None:
+        if subgroup.is_member:
             try:
                 answer[name] = fd.allreduce(torch.ones(2), group=subgroup).tolist()
             except fd.PeerLostError as error:

@@ -175,14 +175,22 @@ class Workers:
             self._idle.pop().release()
         elif len(self._threads) - self._num_waiting < self._num_workers and not self._is_closed:
             thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+            # Counted first: an interrupt may leave `start` when the thread runs already.
+            self._threads.append(thread)
+            self._num_running += 1
             try:
                 thread.start()
-            except RuntimeError:
+            except BaseException as error:
+                if thread not in threading.enumerate():
+                    self._threads.remove(thread)
+                    self._num_running -= 1
+                if not isinstance(error, RuntimeError):
+                    raise
                 _log.exception(
                     "there is no thread for the calls of %s: those that there are do what they can", self._name
                 )
                 return False
-            self._threads.append(thread)
+            return True
         else:
             return False
         self._num_running += 1

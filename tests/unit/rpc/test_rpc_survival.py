@@ -10,6 +10,7 @@ import torch
 
 from ferrodist.errors import GroupClosedError, RpcError
 from ferrodist.rpc import RpcAgent, RpcContext, SimulatedRpcBackend
+from ferrodist.rpc import workers as worker_threads
 from ferrodist.rpc.futures import Future
 from ferrodist.rpc.messages import MessageKind
 from ferrodist.rpc.neighbor import Neighbor
@@ -383,3 +384,26 @@ def test_a_result_that_comes_when_its_time_is_over(make, monkeypatch):
     monkeypatch.setattr(outgoing.calls, "give_up", give_up)
     assert agent.rpc_sync(1, "one", timeout=0.1) == 1
     threads[0].join()
+
+
+def test_an_interrupt_while_a_worker_starts(monkeypatch):
+    """The thread that runs by then is one of the agent's: it ends without an error, and is waited for."""
+    start = threading.Thread.start
+
+    def start_and_be_interrupted(thread):
+        start(thread)
+        if thread.name.startswith("pool-0"):
+            raise KeyboardInterrupt
+
+    pool = worker_threads.Workers(None, None, 1, "pool", Workers().waits)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start_and_be_interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pool.attend(1)
+        started = list(pool._threads)
+        assert len(started) == pool._num_running == 1
+        pool.attend(-1)
+    finally:
+        pool.close()
+    assert not any(thread.is_alive() for thread in started)
