@@ -12,6 +12,7 @@ import torch
 
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.call import bind_arguments, map_tensors, split_arguments
+from ferrodist.tensor.comparison import describe_module
 from ferrodist.tensor.copied_views import ViewKind, after_write, become
 from ferrodist.tensor.generators import check_generators
 from ferrodist.tensor.layout import Layout
@@ -62,9 +63,9 @@ def _call(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs: Any) -
         return compute_whole(func, cls, args, kwargs)
     if not _allowed.get():
         raise UnsupportedOpError(
-            f"DTensor has no rule for {func}: write it with operators that docs/dtensor-operators.md lists, compute it"
-            " on to_local() or full_tensor(), or put it inside of `with fd.allow_replication():`, which gathers its"
-            " inputs"
+            f"DTensor has no rule for {func}{describe_module()}: write it with operators that docs/dtensor-operators.md"
+            " lists, compute it on to_local() or full_tensor(), or put it inside of `with fd.allow_replication():`,"
+            " which gathers its inputs"
         )
     warnings.warn(f"{func} has no rule: its inputs are gathered, and every rank computes all of it", stacklevel=4)
     return compute_whole(func, cls, args, kwargs)

@@ -400,3 +400,18 @@ def test_copies_and_errors_leave_nothing_behind():
             one.eval()(torch.ones(4, 6))
 
     run_ranks(program, 2)
+
+
+def test_an_operator_without_a_rule_names_the_module():
+    """Of a library's model a user sees otherwise no place to look at."""
+
+    class Determinant(nn.Module):
+        def forward(self, x):
+            return torch.linalg.slogdet(x).logabsdet
+
+    def program(group):
+        model = fd.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Determinant())), mesh_of(group), {})
+        with pytest.raises(fd.UnsupportedOpError, match=r"no rule for .* in module '1.0' \(Determinant\)"):
+            model(torch.ones(4, 4))
+
+    run_ranks(program, 2)
