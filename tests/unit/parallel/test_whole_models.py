@@ -410,7 +410,8 @@ def test_an_operator_without_a_rule_names_the_module():
             return torch.linalg.slogdet(x).logabsdet
 
     def program(group):
-        model = fd.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Determinant())), mesh_of(group), {})
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Determinant()))
+        model = fd.parallelize(layers, mesh_of(group), {"0": fd.ColumnParallel()})
         with pytest.raises(fd.UnsupportedOpError, match=r"no rule for .* in module '1.0' \(Determinant\)"):
             model(torch.ones(4, 4))
 
