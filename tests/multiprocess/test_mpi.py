@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -106,7 +107,8 @@ def test_the_last_to_leave_and_the_one_that_does_not_come(tmp_path: Path) -> Non
     group name the one that did not."""
     answers = work("mpich", ["meet", str(tmp_path)], 3, tmp_path)
     assert [answers[rank].get("ranks") for rank in range(3)] == [[1], None, [1]]
-    assert "rank 1 did not come to group 'world' within 0.3 s" in answers[2]["message"]
+    # Of the 0.3 s some are gone by then.
+    assert re.match(r"rank 1 did not come to group 'world' within 0\.(3|29\d*|2[5-9]) s", answers[2]["message"])
     assert "has not started within 0.3 s" in answers[0]["early"]
     assert "has not started within 0.3 s" in answers[2]["early"]
 
