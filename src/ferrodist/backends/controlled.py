@@ -45,7 +45,7 @@ def _warn_of_slow_way() -> None:
     """Say once what the want of the engine costs."""
     _log.warning(
         "this installation of ferrodist has no native engine (%s): all that ranks say goes through rank 0 over TCP, and"
-        " a small allreduce takes some 5 ms, not 0.05. With a C++ compiler, install it again without"
+        " a small allreduce takes hundreds of times as long. With a C++ compiler, install it again without"
         " FERRODIST_NO_NATIVE; init_process_group('tcp') asks for this without the warning",
         why_no_native(),
     )
