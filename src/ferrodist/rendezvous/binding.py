@@ -9,6 +9,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.errors import AuthenticationError, RendezvousError
+from ferrodist.limits import limit_text
 from ferrodist.rendezvous.resolution import resolve
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def bind_all(host: str, port: int, secret: bytes, deadline: Deadline) -> list[so
     try:
         found = resolve(host, port, deadline, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise RendezvousError(f"cannot listen at {where}: {error}") from error
+        raise RendezvousError(f"cannot listen at {where}: {limit_text(error) or error}") from error
     entries = {(family, address): None for family, _, _, _, address in found}
     ordered = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)
     # Refused before any is bound, so that the port is not open for a moment.
@@ -74,7 +75,7 @@ def _bind_each(entries: list[tuple[Any, Any]], port: int, where: str) -> list[so
             for sock in bound:
                 sock.close()
             at = "" if len(entries) == 1 else f" (its address {format_address(str(address[0]), port)})"
-            raise RendezvousError(f"cannot listen at {where}{at}: {error}") from error
+            raise RendezvousError(f"cannot listen at {where}{at}: {limit_text(error) or error}") from error
         port = bound[0].getsockname()[1]
     if not bound:
         raise RendezvousError(f"cannot listen at {where}: {failure}") from failure

@@ -98,6 +98,7 @@ class Listener:
         exhaustion: Why the newest connection can't be taken in, when this process or host has no descriptor or memory
             left for it; None when all could. It is tried again.
         shortage: The error that peers are turned away with, once that has lasted.
+        refused: The ranks that were told of it.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Listener:
             raise
         self.exhaustion: OSError | None = None
         self.shortage: RendezvousError | None = None
+        self.refused: set[int] = set()
         self._short_since = self._short_until = -_SHORT_SECONDS
         # Given up to tell a peer that there are no more.
         self._spare: IO[bytes] | None = Path(os.devnull).open("rb")  # noqa: SIM115 - closed in close()
@@ -249,18 +251,25 @@ class Listener:
     def _turn_away(self, listening: socket.socket) -> None:
         """Use the spare descriptor to tell a peer why it can't be taken in, or else wait a moment."""
         if self.shortage is None:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed, 0.05)
+            self._pause()
             return
         if self._spare is not None:
             self._spare.close()
-        with contextlib.suppress(OSError):
+        try:
             accepted, address = listening.accept()
             sock = Connection.take_over(accepted)
             self._refuse(sock, address)
             disconnect(sock)
+        except OSError as error:
+            if error.errno in _EXHAUSTED:  # another thread has taken the spare one
+                self._reject(self.shortage.message)
+                self._pause()
         with contextlib.suppress(OSError):
             self._spare = Path(os.devnull).open("rb")  # noqa: SIM115 - closed in close()
+
+    def _pause(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed, 0.05)
 
     def _refuse(self, sock: Connection, address: tuple[str, int]) -> None:
         """Tell a peer of a shortage."""
@@ -268,7 +277,8 @@ class Listener:
         if shortage is None:
             return
 
-        def admit(_hello: Hello) -> None:
+        def admit(hello: Hello) -> None:
+            self.refused.add(hello.rank)
             raise shortage.fresh()
 
         with contextlib.suppress(DistributedError, OSError):

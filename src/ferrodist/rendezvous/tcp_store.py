@@ -131,6 +131,7 @@ class TcpStoreServer:
         self._max_connections = max_connections
         self._changed = threading.Condition()
         self._connections: dict[Connection, threading.Thread] = {}
+        self._welcomed: set[int] = set()
         self._closed = False
         self._process = os.getpid()
         self.store = MemoryStore()
@@ -149,12 +150,13 @@ class TcpStoreServer:
         """Stop serving: calls that wait, and later ones, raise RendezvousError in their clients.
 
         Args:
-            linger: Seconds to go on for clients that are still connected; ends early once all have gone.
+            linger: Seconds to go on for clients that are still connected, and out of descriptors for those that
+                were not told so yet; ends early once all have gone.
         """
         if os.getpid() != self._process:
             return  # see Listener.close
         with self._changed:
-            self._changed.wait_for(lambda: not self._connections, Deadline(linger).remaining())
+            self._changed.wait_for(self._is_deserted, Deadline(linger).remaining())
             if self._closed:
                 return
             self._closed = True
@@ -167,6 +169,12 @@ class TcpStoreServer:
                 sock.shutdown(socket.SHUT_RDWR)
             if thread is not threading.current_thread():  # which ends once its call has
                 thread.join()
+
+    def _is_deserted(self) -> bool:
+        """Whether nobody is connected, nor dials to hear that there is no room."""
+        if self._connections:
+            return False
+        return self._listener.shortage is None or len(self._welcomed | self._listener.refused) >= self._world_size - 1
 
     def _admit(self, hello: Hello) -> None:
         who = f"rank {hello.rank}"
@@ -203,6 +211,8 @@ class TcpStoreServer:
         if self._on_rejection is not None:
             with contextlib.suppress(RendezvousError):  # the store was closed meanwhile
                 self._on_rejection(self.store, reason)
+        with self._changed:
+            self._changed.notify_all()
 
     def _welcome(self, sock: Connection, hello: Hello) -> None:
         thread = threading.Thread(
@@ -211,6 +221,7 @@ class TcpStoreServer:
         with self._changed:
             thread.start()
             self._connections[sock] = thread
+            self._welcomed.add(hello.rank)
 
     def _converse(self, sock: Connection) -> None:
         try:

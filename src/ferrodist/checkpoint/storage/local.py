@@ -174,7 +174,16 @@ class LocalStorage:
 
     def _remove_if_dead(self, place: Path) -> None:
         """Remove the folder of a save, unless the save lives or may live."""
-        file = os.open(place / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            file = os.open(place / _LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
+        except (
+            FileNotFoundError
+        ):  # a save that begins, which makes its folder again, or one whose removal has ended early
+            if self._is_old(place):
+                shutil.rmtree(place, ignore_errors=True)
+            else:
+                place.rmdir()  # unless something is in it
+            return
         try:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -183,11 +192,16 @@ class LocalStorage:
             except OSError:
                 is_dead = False
             else:
-                is_dead = os.read(file, 100) in (b"", system_id())
-            if is_dead or self.path.stat().st_mtime - _last_change(place) > DEAD_SECONDS:
+                if not _is_at(place / _LOCK_NAME, file):  # another has removed it, and a save may have begun since
+                    return
+                is_dead = os.read(file, 100) == system_id()  # one that is empty belongs to a save that begins
+            if is_dead or self._is_old(place):
                 shutil.rmtree(place, ignore_errors=True)
         finally:
             os.close(file)
+
+    def _is_old(self, place: Path) -> bool:
+        return self.path.stat().st_mtime - _last_change(place) > DEAD_SECONDS
 
     def remove_folder(self) -> None:
         """See `Storage`."""
@@ -275,19 +289,24 @@ def _make_locked(place: Path) -> int:
     for _ in range(_NUM_TRIES):
         # Who removes what dead saves left may take the folder for theirs, as long as the file isn't locked.
         with contextlib.suppress(FileNotFoundError):
-            place.mkdir(parents=True, exist_ok=True)
-            file = os.open(place / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            with contextlib.suppress(FileExistsError):  # with exist_ok it looks again, when the folder may be gone
+                place.mkdir(parents=True)
+            file = os.open(place / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
-                os.write(file, system_id())
                 with contextlib.suppress(OSError):  # some file systems have no locks
                     fcntl.flock(file, fcntl.LOCK_EX)
-                if os.path.samestat((place / _LOCK_NAME).stat(), os.fstat(file)):
+                os.write(file, system_id())  # only now: a save is dead whose file names its system and isn't locked
+                if _is_at(place / _LOCK_NAME, file):
                     return file
             except BaseException:
                 os.close(file)
                 raise
             os.close(file)
     raise OSError(errno.EBUSY, "The folder of a save was removed again and again", str(place))
+
+
+def _is_at(path: Path, file: int) -> bool:
+    return os.path.samestat(path.stat(), os.fstat(file))
 
 
 def _unlock(file: int) -> None:
