@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ferrodist.checkpoint.manifest import (
@@ -51,7 +52,9 @@ def read_manifest(storage: Storage) -> Manifest:
         data = storage.get(MANIFEST_NAME)
     except FileNotFoundError:
         raise DistCheckpointError(_why_none(storage)) from None
-    except NotADirectoryError:
+    except NotADirectoryError as error:
+        if not Path(storage.url).is_file():  # a file is above it
+            raise DistCheckpointError(f"{where} can't be read: {error}") from error
         raise DistCheckpointError(
             f"{storage.url} is a file, and a checkpoint is a folder. {_how_to_convert('torch', storage.url)}"
         ) from None

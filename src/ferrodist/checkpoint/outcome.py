@@ -50,7 +50,7 @@ def agree_on(
         own = error
     with explain_errors(lambda: f"Rank {group.rank} was to {what} at {where}.", "Every rank must call it."):
         answers = all_gather_object(
-            (where, None if own is None else _text(own)), group=group, timeout=deadline.remaining()
+            (_plain(where), None if own is None else _text(own)), group=group, timeout=deadline.remaining()
         )
     if own is not None:
         raise _typed(own, what, where, group.rank, about_arguments=about_arguments)
@@ -104,8 +104,13 @@ def run_on_first(
 def _text(error: Exception) -> list[object]:
     """What other ranks are told: whether it is a sentence of its own, the sentence, and which ranks it is about."""
     if isinstance(error, DistCheckpointError):
-        return [True, error.message, list(error.ranks)]
-    return [False, describe_error(error), []]
+        return [True, _plain(error.message), list(error.ranks)]
+    return [False, _plain(describe_error(error)), []]
+
+
+def _plain(text: str) -> str:
+    """Text that can be sent: a path may have bytes that are not UTF-8, which Python keeps as half surrogate pairs."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _error(answer: list[object], what: str, where: str, rank: int) -> DistCheckpointError:

@@ -527,6 +527,8 @@ def test_there_is_no_checkpoint(tmp_path):
         load_distributed(tmp_path)
     with pytest.raises(DistCheckpointError, match=r"file is a file, and a checkpoint is a folder\. .*--from torch "):
         load_distributed(tmp_path / "file")
+    with pytest.raises(DistCheckpointError, match=r"metadata\.json can't be read: .*Not a directory"):
+        load_distributed(tmp_path / "file" / "below")
     for path in (3, "", None):
         with pytest.raises((TypeError, ValueError), match="path"):
             load_distributed(path)

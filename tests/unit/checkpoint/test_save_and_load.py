@@ -1,6 +1,7 @@
 """What is saved comes back, bit for bit, on any ranks and placements, by the bytes that it needs only."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -528,3 +529,16 @@ def test_parts_of_ranks_are_found_as_they_were_made(tmp_path):
     tensors = read_manifest(LocalStorage(tmp_path)).tensors
     assert tensors["x"].placement == "Shard(1) along 'a' of 2, Replicate() along 'b' of 2"
     assert tensors["y"].placement == "whole"
+
+
+def test_a_path_that_is_not_utf_8(tmp_path):
+    """It is a path like others, and is in the errors that other ranks raise."""
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+
+    def body(group):
+        with pytest.raises(DistCheckpointError, match=r"caf\\udce9|caf\udce9"):
+            load_distributed(path, group=group)
+        save_distributed({"a": torch.ones(2)}, path, group=group)
+        return load_distributed(path, group=group)["a"].tolist()
+
+    assert run_ranks(body, 2) == [[1.0, 1.0]] * 2

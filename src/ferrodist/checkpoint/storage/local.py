@@ -285,24 +285,32 @@ def _nothing() -> None:
 
 
 def _make_locked(place: Path) -> int:
-    """Make the folder of a save, with a file that is locked: a descriptor."""
+    """Make the folder of a save, with a file that is locked: a descriptor.
+
+    Who removes what dead saves left may take the folder for theirs, as long as the file isn't locked.
+    """
     for _ in range(_NUM_TRIES):
-        # Who removes what dead saves left may take the folder for theirs, as long as the file isn't locked.
         with contextlib.suppress(FileNotFoundError):
-            with contextlib.suppress(FileExistsError):  # with exist_ok it looks again, when the folder may be gone
-                place.mkdir(parents=True)
-            file = os.open(place / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                with contextlib.suppress(OSError):  # some file systems have no locks
-                    fcntl.flock(file, fcntl.LOCK_EX)
-                os.write(file, system_id())  # only now: a save is dead whose file names its system and isn't locked
-                if _is_at(place / _LOCK_NAME, file):
-                    return file
-            except BaseException:
-                os.close(file)
-                raise
-            os.close(file)
-    raise OSError(errno.EBUSY, "The folder of a save was removed again and again", str(place))
+            return _try_to_make_locked(place)
+    return _try_to_make_locked(place)
+
+
+def _try_to_make_locked(place: Path) -> int:
+    with contextlib.suppress(FileExistsError):  # with exist_ok it looks again, when the folder may be gone
+        place.mkdir(parents=True)
+    file = os.open(place / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        os.write(file, system_id())  # only now: a save is dead whose file names its system and isn't locked
+        is_there = _is_at(place / _LOCK_NAME, file)
+    except BaseException:
+        os.close(file)
+        raise
+    if not is_there:
+        os.close(file)
+        raise FileNotFoundError(errno.ENOENT, "The folder of a save was removed as it was made", str(place))
+    return file
 
 
 def _is_at(path: Path, file: int) -> bool:
