@@ -36,6 +36,9 @@ FAILING = {
 if TORCH >= (2, 14):  # whose function is for every backend that has CPUs
     FAILING = dict.fromkeys(FAILING, _WORDS)
 
+UNSETTLED = {"test_barrier_timeout_arg"} if TORCH < (2, 13) else set()
+"""Tests that race: rank 0 waits a millisecond for ranks that leave at once. Torch 2.13 has switched this one off."""
+
 SKIPPED = (
     "needs GPUs",
     NEEDS_MORE_RANKS,
@@ -78,6 +81,8 @@ def check(rows: dict[str, dict[str, str]]) -> None:
     found = []
     for name, row in rows.items():
         outcome, detail = row["outcome"], row["detail"]
+        if name in UNSETTLED and outcome != "skipped":
+            continue
         if outcome == "failed" and name not in FAILING:
             found.append(f"{name} failed:\n{detail}")
         elif outcome == "passed" and name in FAILING:

@@ -219,6 +219,21 @@ def test_a_living_save_is_left_alone(tmp_path: Path) -> None:
     assert not list(path.glob(".saving-*"))
 
 
+@pytest.mark.parametrize("step", ["open", "flock", "fstat"])
+def test_a_process_that_ends_as_its_save_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Whatever was done by then, nothing of it stays."""
+    child = os.fork()
+    if not child:
+        storage = LocalStorage(tmp_path)
+        monkeypatch.setattr(local.fcntl if step == "flock" else local.os, step, lambda *_: os._exit(7))
+        storage.begin("0" * 12)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert [each.name for each in tmp_path.iterdir()] == [".saving-000000000000"]
+    LocalStorage(tmp_path).remove_leftovers()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_save_that_nobody_has_is_dead(tmp_path: Path) -> None:
     """A storage that is forgotten without an end gives its lock back, as a process that ends does."""
     storage = LocalStorage(tmp_path)
@@ -241,7 +256,8 @@ def test_saves_whose_lives_cant_be_told(tmp_path: Path, monkeypatch: pytest.Monk
     _begin_and_end(tmp_path, "0" * 12)
     (place,) = tmp_path.iterdir()
     if why == "another system":
-        (place / "lock").write_bytes(b"another")
+        (lock,) = place.glob("lock-*")
+        lock.rename(place / "lock-another")
     save_distributed({"a": torch.ones(2)}, tmp_path)
     assert place.is_dir()
     now = tmp_path.stat().st_mtime

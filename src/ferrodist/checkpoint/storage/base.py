@@ -14,7 +14,7 @@ wrote; where rank 0 was killed the other ranks do, and where nobody was left to 
 [Note: living saves]
 Several jobs may save to one folder at a time. On a disk ``begin`` locks a file in the save's own folder, and holds the
 lock as long as the save lives: the system drops it when the process ends, however it does. ``remove_leftovers`` removes
-folders whose lock it gets. The file has the running system's boot id as well, for some file systems that hosts share
+folders whose lock it gets. The file's name has the running system's boot id, for some file systems that hosts share
 have locks for each host alone, and some none: the folder of another system, or one without a lock that works, is left
 there until nothing in it was changed for a day. In an object store ``begin`` puts a small object that says of which
 process the save is: on that host the system is asked whether it lives, elsewhere it counts as living for a day.

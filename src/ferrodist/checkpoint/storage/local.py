@@ -32,8 +32,8 @@ _MAX_OPEN = 100
 """How many files reading keeps open: as many as a checkpoint has may be more than a process may open."""
 
 _LOCK_PAUSE_SECONDS = 0.01
-_LOCK_NAME = "lock"
-"""In the folder of a save; see [Note: living saves] in `base`."""
+_LOCK_PREFIX = "lock-"
+"""Of the name of the file in a save's folder that is locked; see [Note: living saves] in `base`."""
 _NUM_TRIES = 100
 
 
@@ -175,10 +175,8 @@ class LocalStorage:
     def _remove_if_dead(self, place: Path) -> None:
         """Remove the folder of a save, unless the save lives or may live."""
         try:
-            file = os.open(place / _LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
-        except (
-            FileNotFoundError
-        ):  # a save that begins, which makes its folder again, or one whose removal has ended early
+            file = os.open(_lock_path(place), os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:  # of another system; or it begins, and makes its folder again; or was half removed
             if self._is_old(place):
                 shutil.rmtree(place, ignore_errors=True)
             else:
@@ -190,12 +188,10 @@ class LocalStorage:
             except BlockingIOError:
                 return
             except OSError:
-                is_dead = False
-            else:
-                if not _is_at(place / _LOCK_NAME, file):  # another has removed it, and a save may have begun since
-                    return
-                is_dead = os.read(file, 100) == system_id()  # one that is empty belongs to a save that begins
-            if is_dead or self._is_old(place):
+                is_dead = self._is_old(place)
+            else:  # unless another has removed it, and a save has begun since; one that begins makes its folder again
+                is_dead = _is_at(_lock_path(place), file)
+            if is_dead:
                 shutil.rmtree(place, ignore_errors=True)
         finally:
             os.close(file)
@@ -298,12 +294,11 @@ def _make_locked(place: Path) -> int:
 def _try_to_make_locked(place: Path) -> int:
     with contextlib.suppress(FileExistsError):  # with exist_ok it looks again, when the folder may be gone
         place.mkdir(parents=True)
-    file = os.open(place / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    file = os.open(_lock_path(place), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(file, fcntl.LOCK_EX)
-        os.write(file, system_id())  # only now: a save is dead whose file names its system and isn't locked
-        is_there = _is_at(place / _LOCK_NAME, file)
+        is_there = _is_at(_lock_path(place), file)
     except BaseException:
         os.close(file)
         raise
@@ -311,6 +306,11 @@ def _try_to_make_locked(place: Path) -> int:
         os.close(file)
         raise FileNotFoundError(errno.ENOENT, "The folder of a save was removed as it was made", str(place))
     return file
+
+
+def _lock_path(place: Path) -> Path:
+    """What this system locks in the folder of a save; its name says whose lock it is from the moment it is there."""
+    return place / f"{_LOCK_PREFIX}{os.fsdecode(system_id())}"
 
 
 def _is_at(path: Path, file: int) -> bool:
@@ -326,7 +326,7 @@ def _unlock(file: int) -> None:
 def _last_change(place: Path) -> float:
     """When something in a folder was changed last, by the clock of its file system."""
     with os.scandir(place) as entries:
-        return max([place.stat().st_mtime, *(entry.stat().st_mtime for entry in entries if entry.name != _LOCK_NAME)])
+        return max([place.stat().st_mtime, *(entry.stat().st_mtime for entry in entries)])
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:
