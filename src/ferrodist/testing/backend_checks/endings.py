@@ -39,6 +39,7 @@ from ferrodist.testing.backend_checks.harness import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.synchronize import Semaphore
 
     from ferrodist.backends.base import Backend
 
@@ -65,8 +66,7 @@ def _one_abort(runner: RankRunner, world_size: int, aborter: int, wait: Callable
         if group.rank != aborter:
             ready.release()
             return error_of(GroupAbortedError, lambda: wait(group, aborter), f"{where}, when rank {aborter} aborts,")
-        for _ in range(world_size - 1):
-            assert ready.acquire(timeout=PATIENCE), "a rank is missing"
+        _acquire(ready, world_size - 1)
         let_others_block(group, (aborter + 1) % world_size)
         group.abort("the reason given")
         return error_of(GroupAbortedError, lambda: wait(group, (aborter + 1) % world_size), "a call after abort")
@@ -74,6 +74,12 @@ def _one_abort(runner: RankRunner, world_size: int, aborter: int, wait: Callable
     for rank, error in enumerate(runner.run(world_size, program)):
         assert error.ranks == (aborter,), f"rank {aborter} aborted, rank {rank} names {error.ranks}"
         assert "the reason given" in str(error), f"rank {rank} does not say why the group was aborted: {error}"
+
+
+def _acquire(ready: Semaphore, num_ranks: int) -> None:
+    """Wait for as many ranks: an abort before all have made their group would fail the making."""
+    for _ in range(num_ranks):
+        assert ready.acquire(timeout=PATIENCE), "a rank is missing"
 
 
 def _in_recv(group: Backend, peer: int) -> None:
@@ -102,10 +108,12 @@ def _in_barrier(group: Backend, peer: int) -> None:
 @backend_check()
 def a_failed_group_stays_failed(runner: RankRunner, world_size: int) -> None:
     """After an abort every call raises the same error on every rank; the first abort is the one that counts."""
-    aborted = make_signal()
+    ready, aborted = make_counter(), make_signal()
 
     def program(group: Backend) -> list[DistributedError]:
+        ready.release()
         if group.rank == 1:
+            _acquire(ready, world_size)
             group.abort("the first reason")
             aborted.set()
         else:
@@ -128,9 +136,12 @@ def a_failed_group_stays_failed(runner: RankRunner, world_size: int) -> None:
 def an_abort_with_an_error_raises_it(runner: RankRunner, world_size: int) -> None:
     """`abort(error)` makes every rank raise an error of that class with the same message and ranks."""
     given = CollectiveMismatchError("the ranks disagree", ranks=(1,))
+    ready = make_counter()
 
     def program(group: Backend) -> DistributedError:
+        ready.release()
         if group.rank == world_size - 1:
+            _acquire(ready, world_size)
             group.abort(given)
         return error_of(
             CollectiveMismatchError, lambda: _in_recv(group, (group.rank + 1) % world_size), "recv after abort"
@@ -301,8 +312,7 @@ def errors_pickle(runner: RankRunner, world_size: int) -> None:
         sent.wait(PATIENCE)
         through.release()
         if group.rank == 0:
-            for _ in range(world_size):
-                assert through.acquire(timeout=PATIENCE), "a rank is missing"
+            _acquire(through, world_size)
             group.abort("to see its error")
         errors.append(error_of(GroupAbortedError, lambda: _in_recv(group, peer), "recv after abort"))
         group.close()
