@@ -7,7 +7,7 @@ __all__ = ["TESTED_VERSIONS", "describe_version"]
 OLDEST_VERSION = "2.10"
 """The oldest that is supported."""
 
-TESTED_VERSIONS = ("2.10.0", "2.13.0", "2.14.1", "2.15.0")
+TESTED_VERSIONS = ("2.10.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """In order. All tests run with the pinned one; the others have results in docs/torch-versions."""
 
 
