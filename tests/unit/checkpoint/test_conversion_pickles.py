@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import io
 import os
 import pathlib
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint import save as save_with_torch
 from ferrodist.checkpoint import load_distributed
 from ferrodist.checkpoint.conversion import import_dcp, import_torch_file
 from ferrodist.checkpoint.conversion.dcp_metadata import _KNOWN, METADATA_NAME, decode_metadata
+from ferrodist.checkpoint.conversion.torch_pickles import check_pickles
 from ferrodist.errors import DistCheckpointError
 
 if TYPE_CHECKING:
@@ -151,13 +153,26 @@ def test_any_change_of_metadata(data: st.DataObject) -> None:
         decode_metadata(bytes(whole))
 
 
-def _archive(path: Path, state: bytes, *, compression: int = zipfile.ZIP_STORED, storage: bytes = b"") -> Path:
-    """A file as torch.save writes it, with any pickle."""
+def _archive(
+    path: Path,
+    state: bytes,
+    *,
+    name: str = "data.pkl",
+    compression: int = zipfile.ZIP_STORED,
+    storage: bytes = b"",
+    copies: int = 0,
+) -> Path:
+    """A file as torch.save writes it, with any pickle, and more names of the storage's bytes."""
     with zipfile.ZipFile(path, "w", compression) as archive:
-        archive.writestr("archive/data.pkl", state)
+        archive.writestr(f"archive/{name}", state)
         archive.writestr("archive/byteorder", b"little", zipfile.ZIP_STORED)
         archive.writestr("archive/data/0", storage, zipfile.ZIP_STORED)
         archive.writestr("archive/version", b"3\n", zipfile.ZIP_STORED)
+        found = archive.getinfo("archive/data/0")
+        for number in range(1, copies + 1):
+            entry = copy.copy(found)
+            entry.filename = entry.orig_filename = f"archive/data/{number}"
+            archive.filelist.append(entry)
     return path
 
 
@@ -229,6 +244,47 @@ def test_compressed_archives(tmp_path: Path) -> None:
     assert path.stat().st_size < 1 << 20
     with pytest.raises(DistCheckpointError, match="is compressed"):
         import_torch_file(path, tmp_path / "out")
+
+
+def test_a_state_of_another_spelling(tmp_path: Path) -> None:
+    """Torch finds DATA.PKL where it looks for data.pkl: it is looked through, too, and takes no memory."""
+    path = _archive(tmp_path / "file.pt", _HOSTILE_STATES["a bytearray of a size"], name="DATA.PKL")
+    assert torch.load(_archive(tmp_path / "good.pt", b"\x80\x02K\x05.", name="DATA.PKL"), weights_only=True) == 5
+    with pytest.raises(DistCheckpointError, match="bytearray with a number"):
+        import_torch_file(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("seen_first", [False, True])
+def test_archives_with_two_directories(tmp_path: Path, seen_first: bool) -> None:
+    """One that Python finds, of a harmless state, and one that torch finds: it would load what was not looked through."""
+    hostile = _HOSTILE_STATES["a bytearray of a size"]
+    seen = _archive(tmp_path / "seen", b"\x80\x02N.".ljust(len(hostile))).read_bytes()
+    loaded = _archive(tmp_path / "loaded", hostile).read_bytes()
+    end = loaded[-22:]  # says where the directory begins
+    data = loaded[:-22] + seen[:-22] + end
+    if seen_first:  # the other one lies in a comment behind the end
+        start = len(seen) + struct.unpack("<I", end[16:20])[0]
+        comment = loaded[:-22]
+        data = seen[:-22] + end[:16] + struct.pack("<IH", start, len(comment)) + comment
+    (tmp_path / "file.pt").write_bytes(data)
+    with pytest.raises(DistCheckpointError, match=r"its directory is not where torch\.save puts it|it is no archive"):
+        import_torch_file(tmp_path / "file.pt", tmp_path / "out")
+
+
+def test_records_in_the_same_bytes(tmp_path: Path) -> None:
+    """A thousand records of 1 MB that lie in the same one would be 1 GB in memory."""
+    path = _archive(tmp_path / "file.pt", b"\x80\x02N.", storage=bytes(1 << 20), copies=1000)
+    assert path.stat().st_size < 2 << 20
+    with pytest.raises(DistCheckpointError, match="its records are longer together than it is"):
+        import_torch_file(path, tmp_path / "out")
+
+
+def test_long_archives(tmp_path: Path) -> None:
+    """The longer end that torch writes for archives of more than 65,535 records is read."""
+    state = {str(number): torch.full((1,), number) for number in range(66_000)}
+    torch.save(state, tmp_path / "file.pt")
+    with (tmp_path / "file.pt").open("rb") as file:
+        check_pickles(file, (tmp_path / "file.pt").stat().st_size)
 
 
 def test_hostile_items(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.checkpoint.coverage import covers_once
 from ferrodist.checkpoint.dtypes import dtype_from_name, dtype_name
 from ferrodist.checkpoint.manifest import FileEntry, Manifest, ShardEntry, TensorEntry
 from ferrodist.checkpoint.reader import CheckpointReader
@@ -150,6 +151,8 @@ def _check_whole(key: str, tensor: ForeignTensor, where: str) -> None:
             f" {tensor.shape}"
             f" {prod(tensor.shape)}"
         )
+    if not covers_once(((box.offsets, box.shape) for box in boxes), tensor.shape):
+        raise DistCheckpointError(f"{where}: the parts of tensor {key!r} overlap, or are not all of it")
 
 
 class _Source:
