@@ -38,8 +38,8 @@ def server_of(store: Torchs) -> str | None:
 def hide(store: Torchs) -> bool:
     """Hide one of torch's stores from other users where that can be; returns whether nobody else can or could read it.
 
-    torch lets all users read its files. Who has opened one goes on reading it, though that is forbidden afterwards: only
-    below a folder that keeps others out is it sure that nobody has. Files that others may write to stay as they are,
+    torch lets all users read its files. Who has opened one goes on reading it, though that is forbidden afterwards: it
+    is sure that nobody has only below a folder that keeps others out. Files that others may write to stay as they are,
     for that was somebody's wish.
     """
     inner = _without_prefixes(store)

@@ -186,6 +186,9 @@ def _tensor_of(num_elements: int, sizes: bytes, strides: bytes) -> bytes:
 
 _LARGE = b"\x8a\x05" + (10**10).to_bytes(5, "little")
 
+_ALIKE = [b"\x8a\x0a" + (number * (2**61 - 1)).to_bytes(10, "little") for number in range(30_000)]
+"""Numbers to which Python gives one hash: a dict or set of them would take minutes."""
+
 _HOSTILE_STATES = {
     "a bytearray of a size": b"\x80\x02" + _named("__builtin__", "bytearray") + _LARGE + b"\x85R.",
     "the same in a subclass": b"\x80\x02" + _named("torch._tensor", "_rebuild_from_type_v2") + b"("
@@ -201,6 +204,8 @@ _HOSTILE_STATES = {
     "a long storage": _tensor_of(1 << 30, b"J" + struct.pack("<i", 1 << 30) + b"\x85", b"K\x01\x85"),
     "a negative size": _tensor_of(1, b"J" + struct.pack("<i", -1) + b"\x85", b"K\x01\x85"),
     "what holds itself": b"\x80\x02]q\x00h\x00a.",
+    "keys of one hash": b"\x80\x02}(" + b"N".join(_ALIKE) + b"Nu.",
+    "members of one hash": b"\x80\x02" + _named("__builtin__", "set") + b"](" + b"".join(_ALIKE) + b"e\x85R.",
 }  # fmt: skip
 
 
@@ -225,6 +230,20 @@ def test_chunks_of_many_tensors(tmp_path: Path) -> None:
     (tmp_path / METADATA_NAME).write_bytes(data)
     with pytest.raises(DistCheckpointError, match="members when it is written out"):
         import_dcp(tmp_path, tmp_path / "out")
+
+
+def test_chunks_of_one_hash() -> None:
+    """Metadata whose chunks have offsets to which Python gives one hash is refused at once."""
+    size, index = _named("torch", "Size"), _named(metadata.__name__, "MetadataIndex")
+    place = _named(filesystem.__name__, "_StorageInfo") + b")\x81}(" + _text("relative_path") + _text("x")
+    place += _text("offset") + b"K\x00" + _text("length") + b"K\x00ub"
+    start = index + b")\x81}(" + _text("fqn") + _text("a") + _text("offset") + size
+    places = [start + number + b"\x85\x85Rub" + place for number in _ALIKE[:2000]]
+    data = b"\x80\x02" + _named(metadata.__name__, "Metadata") + b")\x81}(" + _text("state_dict_metadata") + b"}"
+    whole = data + _text("storage_data") + b"}(%bu" + b"ub."
+    assert len(decode_metadata(whole % b"".join(places[:50])).items) == 50
+    with pytest.raises(ValueError, match="with one hash"):
+        decode_metadata(whole % b"".join(places))
 
 
 def test_sparse_files(tmp_path: Path) -> None:
@@ -256,7 +275,7 @@ def test_a_state_of_another_spelling(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seen_first", [False, True])
 def test_archives_with_two_directories(tmp_path: Path, seen_first: bool) -> None:
-    """One that Python finds, of a harmless state, and one that torch finds: it would load what was not looked through."""
+    """Python finds one of a harmless state, and torch another one: it would load what was not looked through."""
     hostile = _HOSTILE_STATES["a bytearray of a size"]
     seen = _archive(tmp_path / "seen", b"\x80\x02N.".ljust(len(hostile))).read_bytes()
     loaded = _archive(tmp_path / "loaded", hostile).read_bytes()

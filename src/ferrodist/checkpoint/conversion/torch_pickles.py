@@ -7,6 +7,7 @@ memory a number in the file says, a compressed archive is larger than its file, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import zipfile
@@ -24,6 +25,7 @@ from ferrodist.checkpoint.conversion.pickles import (
     members_of,
     read_pickle,
 )
+from ferrodist.checkpoint.tree import spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,8 +119,7 @@ def _check_pickle(file: IO[bytes], most_bytes: int, size_bytes: int) -> None:
     check_written_out(value, file.tell() - start)
     for node in _walk(value):
         if isinstance(node, Items):
-            for key, _ in node.pairs:
-                check_expanded_size(key, _MAX_KEY_MEMBERS)  # it is hashed
+            _check_hashed([key for key, _ in node.pairs])
         elif isinstance(node, Made):
             _check_call(node.function, node.arguments)
         elif isinstance(node, Persistent):
@@ -167,8 +168,15 @@ def _check_builtin(function: Global, arguments: tuple[Any, ...]) -> None:
         raise ValueError(f"it calls {function} with a number")
     if function.name == "set":
         for each in arguments:
-            for member in members_of(each):
-                check_expanded_size(member, _MAX_KEY_MEMBERS)  # it is hashed
+            _check_hashed(members_of(each))
+
+
+def _check_hashed(values: list[Any]) -> None:
+    """See that Python can make values the keys of a dict or the members of a set in a time that fits their number."""
+    for each in values:
+        check_expanded_size(each, _MAX_KEY_MEMBERS)
+    with contextlib.suppress(TypeError):  # there is one that has no hash
+        spread(values)
 
 
 def _check_tensor(arguments: tuple[Any, ...]) -> None:
