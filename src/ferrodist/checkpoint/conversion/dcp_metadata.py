@@ -10,6 +10,7 @@ import torch
 
 from ferrodist.checkpoint.conversion.pickles import Global, Items, Made, check_written_out, read_pickle
 from ferrodist.checkpoint.folder import DCP_METADATA_NAME as METADATA_NAME
+from ferrodist.checkpoint.manifest import MAX_DIMS
 from ferrodist.checkpoint.tree import spread
 from ferrodist.tensor.regions import Box
 from ferrodist.wording import with_article
@@ -34,7 +35,6 @@ _KNOWN = {
     "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath"),
     "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath"),
 }
-_MAX_DIMS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +179,7 @@ def _sizes(node: Any) -> tuple[int, ...]:
     """A torch.Size."""
     if isinstance(node, Made) and node.function == ("torch", "Size") and len(node.arguments) == 1:
         sizes = node.arguments[0]
-        if isinstance(sizes, (list, tuple)) and len(sizes) <= _MAX_DIMS:
+        if isinstance(sizes, (list, tuple)) and len(sizes) <= MAX_DIMS:
             return tuple(_of(size, int) for size in sizes)
     raise ValueError("it has something else where a torch.Size is expected")
 

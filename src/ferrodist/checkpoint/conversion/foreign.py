@@ -15,7 +15,7 @@ import torch
 
 from ferrodist.checkpoint.coverage import covers_once
 from ferrodist.checkpoint.dtypes import dtype_from_name, dtype_name
-from ferrodist.checkpoint.manifest import FileEntry, Manifest, ShardEntry, TensorEntry
+from ferrodist.checkpoint.manifest import MAX_DIMS, FileEntry, Manifest, ShardEntry, TensorEntry
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.rewriting import Contents
 from ferrodist.checkpoint.tree import Encoder
@@ -115,6 +115,9 @@ def make_contents(state: Any, storage: Storage) -> Contents:
     foreign: dict[int, ForeignTensor] = {}
     encoder = Encoder(0)
     tree = encoder.encode(_with_stands(state, foreign))
+    for key, tensor in encoder.tensors.items():
+        if tensor.dim() > MAX_DIMS:
+            raise ValueError(f"tensor {key!r} has {tensor.dim()} dims, and {MAX_DIMS} are the most")
     known = {key: foreign[id(tensor)] for key, tensor in encoder.tensors.items() if id(tensor) in foreign}
     for key, each in known.items():
         _check_whole(key, each, storage.url)
