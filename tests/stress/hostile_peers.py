@@ -59,6 +59,19 @@ def _meet(backend: str, method: str, rank: int, seconds: float) -> None:
     fd.barrier(timeout=seconds)
 
 
+def _meet_by_variables(address: str, rank: int, seconds: float, attempt: Path | None = None) -> None:
+    """Over env://, as under a launcher, or as under torchrun, which has made a folder for the attempt."""
+    host, port = address.split(":")
+    found = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port}
+    if attempt is not None:
+        attempt.mkdir(exist_ok=True)
+        found |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        found |= {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_ERROR_FILE": str(attempt / str(rank) / "error.json")}
+    os.environ.update(found)
+    fd.init_process_group("tcp", timeout=seconds)
+    fd.barrier(timeout=seconds)
+
+
 def _construct(kind: Any, address: str, rank: int, seconds: float) -> None:
     kind(rank, 2, address, timeout=seconds).barrier(timeout=seconds)
 
@@ -89,6 +102,8 @@ def ways_to_start(folder: Path, seconds: float) -> dict[str, Callable[[int], Non
         "tcp over tcp://": lambda rank: _meet("tcp", f"tcp://{address}", rank, seconds),
         "native over tcp://": lambda rank: _meet("native", f"tcp://{address}", rank, seconds),
         "gloo over tcp://": lambda rank: _meet("gloo", f"tcp://{address}", rank, seconds),
+        "tcp over env://": lambda rank: _meet_by_variables(address, rank, seconds),
+        "tcp under torchrun": lambda rank: _meet_by_variables(address, rank, seconds, folder / "attempt"),
         "native over file://": lambda rank: _meet("native", f"file://{folder}/meet", rank, seconds),
         "TcpBackend": lambda rank: _construct(fd.TcpBackend, address, rank, seconds),
         "NativeBackend": lambda rank: _construct(fd.NativeBackend, address, rank, seconds),
