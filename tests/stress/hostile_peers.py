@@ -13,6 +13,7 @@ import importlib
 import multiprocessing
 import os
 import random
+import re
 import select
 import socket
 import struct
@@ -170,6 +171,46 @@ def other_users(
             if not only or name in only:
                 found[name] = start_two(way, users, 4 * seconds + 10)
     return found
+
+
+def _read_along(path: Path, opened: Any, done: Any, report: Any) -> None:
+    """Another user: open a file as soon as it is there, and look for a secret in it."""
+    _become(NOBODY)
+    found = b""
+    with contextlib.ExitStack() as stack:
+        file: Any = None
+        while not done.is_set():
+            with contextlib.suppress(OSError):
+                file = file or stack.enter_context(path.open("rb"))
+            if file is not None:
+                opened.set()
+                file.seek(0)
+                found += b"".join(re.findall(rb"made_secret\xc4[^\0]", file.read()))
+            time.sleep(0.001)
+    report.send("never opened" if file is None else "a secret was read" if found else "none was read")
+
+
+def read_along(rounds: int, seconds: float = 10.0) -> Counter[str]:
+    """What another user, which opens the file of torch's FileStore at once, reads of jobs that meet in it."""
+    counts: Counter[str] = Counter()
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder).chmod(0o755)
+            path, opened, done = Path(folder) / "store", _FORK.Event(), _FORK.Event()
+            ours, theirs = _FORK.Pipe()
+            reader = _FORK.Process(target=_read_along, args=(path, opened, done, theirs))
+            reader.start()
+
+            def way(rank: int, path: Path = path, opened: Any = opened) -> None:
+                store = dist.FileStore(str(path), 2)
+                opened.wait(seconds)
+                _meet_in_torch(lambda _: store, rank, seconds)
+
+            said = start_two(way, (os.geteuid(), os.geteuid()), 4 * seconds)
+            done.set()
+            counts[f"{ours.recv()}, {' and '.join(said)}"] += 1
+            reader.join()
+    return counts
 
 
 # Who stands between two ranks.
@@ -508,6 +549,8 @@ def main() -> int:
                 report(f"another user as rank {as_rank}, {name}", texts, "joined" not in said)
         for name, said in other_users(0).items():
             report(f"the same user, {name}", said, said == ("joined", "joined"))
+        counts = read_along(5)
+        report("another user who reads torch's file", dict(counts), set(counts) == {"none was read, joined and joined"})
     for program in _PROGRAMS:
         said = through_relay(program, None)
         report(f"a faithful relay to the {program}", said, classify(said) == "right")
