@@ -39,6 +39,12 @@ def test_two_processes_of_one_user_meet_without_any_setting(way):
     assert said == {way: ("joined", "joined")}
 
 
+@_AS_ROOT
+def test_who_has_opened_torchs_file_reads_no_secret():
+    """torch makes its file readable by all: whoever opened it at once would read what is written once it is hidden."""
+    assert set(hostile_peers.read_along(1, seconds=20.0)) == {"none was read, joined and joined"}
+
+
 @pytest.mark.parametrize("program", ["store", "hub"])
 def test_a_faithful_relay_is_no_hindrance(program):
     """Jobs behind proxies and port forwards go on working."""

@@ -13,6 +13,7 @@ import importlib
 import multiprocessing
 import os
 import random
+import re
 import select
 import socket
 import struct
@@ -59,6 +60,19 @@ def _meet(backend: str, method: str, rank: int, seconds: float) -> None:
     fd.barrier(timeout=seconds)
 
 
+def _meet_by_variables(address: str, rank: int, seconds: float, attempt: Path | None = None) -> None:
+    """Over env://, as under a launcher, or as under torchrun, which has made a folder for the attempt."""
+    host, port = address.split(":")
+    found = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port}
+    if attempt is not None:
+        attempt.mkdir(exist_ok=True)
+        found |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        found |= {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_ERROR_FILE": str(attempt / str(rank) / "error.json")}
+    os.environ.update(found)
+    fd.init_process_group("tcp", timeout=seconds)
+    fd.barrier(timeout=seconds)
+
+
 def _construct(kind: Any, address: str, rank: int, seconds: float) -> None:
     kind(rank, 2, address, timeout=seconds).barrier(timeout=seconds)
 
@@ -89,6 +103,8 @@ def ways_to_start(folder: Path, seconds: float) -> dict[str, Callable[[int], Non
         "tcp over tcp://": lambda rank: _meet("tcp", f"tcp://{address}", rank, seconds),
         "native over tcp://": lambda rank: _meet("native", f"tcp://{address}", rank, seconds),
         "gloo over tcp://": lambda rank: _meet("gloo", f"tcp://{address}", rank, seconds),
+        "tcp over env://": lambda rank: _meet_by_variables(address, rank, seconds),
+        "tcp under torchrun": lambda rank: _meet_by_variables(address, rank, seconds, folder / "attempt"),
         "native over file://": lambda rank: _meet("native", f"file://{folder}/meet", rank, seconds),
         "TcpBackend": lambda rank: _construct(fd.TcpBackend, address, rank, seconds),
         "NativeBackend": lambda rank: _construct(fd.NativeBackend, address, rank, seconds),
@@ -155,6 +171,46 @@ def other_users(
             if not only or name in only:
                 found[name] = start_two(way, users, 4 * seconds + 10)
     return found
+
+
+def _read_along(path: Path, opened: Any, done: Any, report: Any) -> None:
+    """Another user: open a file as soon as it is there, and look for a secret in it."""
+    _become(NOBODY)
+    found = b""
+    with contextlib.ExitStack() as stack:
+        file: Any = None
+        while not done.is_set():
+            with contextlib.suppress(OSError):
+                file = file or stack.enter_context(path.open("rb"))
+            if file is not None:
+                opened.set()
+                file.seek(0)
+                found += b"".join(re.findall(rb"made_secret\xc4[^\0]", file.read()))
+            time.sleep(0.001)
+    report.send("never opened" if file is None else "a secret was read" if found else "none was read")
+
+
+def read_along(rounds: int, seconds: float = 10.0) -> Counter[str]:
+    """What another user, which opens the file of torch's FileStore at once, reads of jobs that meet in it."""
+    counts: Counter[str] = Counter()
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder).chmod(0o755)
+            path, opened, done = Path(folder) / "store", _FORK.Event(), _FORK.Event()
+            ours, theirs = _FORK.Pipe()
+            reader = _FORK.Process(target=_read_along, args=(path, opened, done, theirs))
+            reader.start()
+
+            def way(rank: int, path: Path = path, opened: Any = opened) -> None:
+                store = dist.FileStore(str(path), 2)
+                opened.wait(seconds)
+                _meet_in_torch(lambda _: store, rank, seconds)
+
+            said = start_two(way, (os.geteuid(), os.geteuid()), 4 * seconds)
+            done.set()
+            counts[f"{ours.recv()}, {' and '.join(said)}"] += 1
+            reader.join()
+    return counts
 
 
 # Who stands between two ranks.
@@ -493,6 +549,8 @@ def main() -> int:
                 report(f"another user as rank {as_rank}, {name}", texts, "joined" not in said)
         for name, said in other_users(0).items():
             report(f"the same user, {name}", said, said == ("joined", "joined"))
+        counts = read_along(5)
+        report("another user who reads torch's file", dict(counts), set(counts) == {"none was read, joined and joined"})
     for program in _PROGRAMS:
         said = through_relay(program, None)
         report(f"a faithful relay to the {program}", said, classify(said) == "right")

@@ -27,6 +27,7 @@ __all__ = [
     "INDEX_NAME",
     "LENGTH_BYTES",
     "MANIFEST_NAME",
+    "MAX_DIMS",
     "MAX_HEADER_BYTES",
     "SINGLE_NAME",
     "TIME_WITHIN_BYTES",
@@ -54,7 +55,7 @@ _START = b'{"format":"ferrodist-checkpoint","version":'
 _HASH = b',"hash":"'
 _BODY = b'","checkpoint":'
 _END = b"}\n"
-_MAX_DIMS = 64
+MAX_DIMS = 64
 """Of torch's tensors."""
 _MAX_BLOCK_BYTES = 1 << 30
 """A reader holds a whole block."""
@@ -241,8 +242,8 @@ def _check(manifest: Manifest) -> None:
 
 def _problems(manifest: Manifest, tensor: TensorEntry) -> Iterator[str]:
     itemsize = dtype_from_name(tensor.dtype).itemsize
-    if len(tensor.shape) > _MAX_DIMS or any(size < 0 for size in tensor.shape):
-        yield f"shape {tensor.shape[: _MAX_DIMS + 1]}"
+    if len(tensor.shape) > MAX_DIMS or any(size < 0 for size in tensor.shape):
+        yield f"shape {tensor.shape[: MAX_DIMS + 1]}"
     if prod(size for size in tensor.shape if size) * itemsize >= 1 << 63:
         yield f"shape {tensor.shape} is more than any memory"
     for shard in tensor.shards:

@@ -36,7 +36,7 @@ from ferrodist.tensor.regions import find_piece
 from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 __all__ = [
     "MAX_DEPTH",
@@ -50,6 +50,7 @@ __all__ = [
     "leaf_text",
     "path_text",
     "referenced_keys",
+    "spread",
     "tensor_identity",
     "tensor_key",
 ]
@@ -60,6 +61,9 @@ Node = Any
 _INT_BITS = 63
 MAX_DEPTH = 100
 """How deep states may be nested; a few calls for each level stay below Python's limit."""
+
+_MOST_OF_ONE_HASH = 100
+"""Members of a set; those of honest ones have hashes of their own, but for a few."""
 
 _NAMES_OF_NUMBERS = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
@@ -183,6 +187,7 @@ class Encoder:
         nodes = [self.encode(each, (*path, key)) for key, each in value.items()]
         if all(isinstance(key, str) for key in keys):
             return {"dict": dict(zip(keys, nodes, strict=True))}
+        spread(value, path_text(path))
         return {"pairs": [list(pair) for pair in zip(keys, nodes, strict=True)]}
 
     def _from_array(self, array: np.ndarray[Any, Any], path: tuple[object, ...]) -> torch.Tensor:
@@ -257,9 +262,11 @@ def _encode_plain(value: Any, path: tuple[object, ...]) -> Node:
         return {"tuple": [_encode_plain(each, path) for each in value]}
     if isinstance(value, (set, frozenset)):
         # Not as they come, which is otherwise on each rank.
-        members = sorted((_encode_plain(each, path) for each in value), key=msgspec.json.encode)
+        found = spread(value, path_text(path))
+        members = sorted((_encode_plain(each, path) for each in found), key=msgspec.json.encode)
         return {"set" if isinstance(value, set) else "frozenset": members}
     if isinstance(value, Counter):
+        spread(value, path_text(path))
         return {"counter": [[_encode_key(key, path), _encode_plain(count, path)] for key, count in value.items()]}
     if isinstance(value, np.generic) and value.dtype.name in _NUMBERS:
         return {"number": [value.dtype.name, _encode_plain(value.item(), path)]}
@@ -356,6 +363,23 @@ def _decode_number(pair: list[Node], depth: int) -> Any:
         return _NUMBERS[name](value)
 
 
+def _decode_counter(pairs: list[list[Node]], depth: int) -> Counter[Any]:
+    keys = spread(decode_leaf(key, depth) for key, _ in pairs)
+    return Counter(dict(zip(keys, (decode_leaf(count, depth) for _, count in pairs), strict=True)))
+
+
+def spread(values: Iterable[Any], where: str = "it") -> list[Any]:
+    """Hashable values as they are, to be a set or a dict's keys; ``where`` is for messages.
+
+    Raises:
+        ValueError: Many have one hash: Python would take a time in the square of their number.
+    """
+    found = list(values)
+    if max(Counter(map(hash, found)).values(), default=0) > _MOST_OF_ONE_HASH:
+        raise ValueError(f"{where} has more than {_MOST_OF_ONE_HASH} members or keys with one hash")
+    return found
+
+
 def _decode_device(text: str, _depth: int) -> torch.device:
     return torch.device(str.__str__(text))  # a number would be a device of this machine
 
@@ -367,11 +391,11 @@ _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "bytes": lambda text, _: base64.b64decode(text, validate=True),
     "bytearray": lambda text, _: bytearray(base64.b64decode(text, validate=True)),
     "number": _decode_number,
-    "counter": lambda pairs, depth: Counter({decode_leaf(k, depth): decode_leaf(n, depth) for k, n in pairs}),
+    "counter": _decode_counter,
     "dtype": lambda name, _: dtype_from_name(name),
     "device": _decode_device,
     "tuple": lambda members, depth: tuple(decode_leaf(each, depth) for each in members),
-    "frozenset": lambda members, depth: frozenset(decode_leaf(each, depth) for each in members),
+    "frozenset": lambda members, depth: frozenset(spread(decode_leaf(each, depth) for each in members)),
 }
 
 

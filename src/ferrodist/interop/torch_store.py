@@ -24,6 +24,7 @@ __all__ = ["TorchStore", "hide", "server_of"]
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.05
 _END = 2**63
+_ROOT = 0
 
 _T = TypeVar("_T")
 
@@ -35,9 +36,11 @@ def server_of(store: Torchs) -> str | None:
 
 
 def hide(store: Torchs) -> bool:
-    """Hide one of torch's stores from other users where that can be; returns whether nobody else can use it.
+    """Hide one of torch's stores from other users where that can be; returns whether nobody else can or could read it.
 
-    torch lets all users read its files. Those that others may write to stay as they are, for that was somebody's wish.
+    torch lets all users read its files. Who has opened one goes on reading it, though that is forbidden afterwards: it
+    is sure that nobody has only below a folder that keeps others out. Files that others may write to stay as they are,
+    for that was somebody's wish.
     """
     inner = _without_prefixes(store)
     if isinstance(inner, HashStore):  # of this process
@@ -48,8 +51,15 @@ def hide(store: Torchs) -> bool:
             status = path.stat()
             if status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 path.chmod(stat.S_IMODE(status.st_mode) & stat.S_IRWXU)
-                return True
+                return _is_shut_in(path)
     return False
+
+
+def _is_shut_in(path: Path) -> bool:
+    """Whether a folder above a file lets no other user through."""
+    folders = [folder.stat() for folder in path.resolve().parents]
+    owners = (os.geteuid(), _ROOT)
+    return any(found.st_uid in owners and not found.st_mode & (stat.S_IXGRP | stat.S_IXOTH) for found in folders)
 
 
 def _without_prefixes(store: Torchs) -> Any:

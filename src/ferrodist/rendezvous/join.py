@@ -15,6 +15,7 @@ from ferrodist.errors import (
     DistributedTimeoutError,
     InvalidRankError,
     InvalidWorldSizeError,
+    ProtocolError,
     RendezvousError,
 )
 from ferrodist.rendezvous import rounds
@@ -125,6 +126,7 @@ def rendezvous_in(
 
     Raises:
         RendezvousError, AuthenticationError, InvalidRankError, InvalidWorldSizeError, ValueError: As `rendezvous` does.
+        ProtocolError: The store has what no rank writes into it.
     """
     joining = _joining(read_environment(), Deadline(timeout), rank=rank, world_size=world_size, job=job, secret=secret)
     advice = "start each rank once, and give ranks that meet again a store of their own"
@@ -140,6 +142,8 @@ def rendezvous_in(
         )
     except DistributedTimeoutError as error:
         raise _unanswered(joining, where, error, "") from error
+    except ValueError as error:  # of whatever decoder
+        raise ProtocolError(f"job {job!r} in {where}: it has what no rank writes into it: {error}") from error
 
 
 def enter_job(

@@ -43,7 +43,7 @@ def _fetch_in_thread(name, rank, found):
         group = SimpleNamespace(failure=None, rank=rank, name="g")
         with handout.make_socket() as sock:
             try:
-                found[rank] = handout.fetch(group, sock, 0, name, _NONCE, deadline=Deadline(20.0))
+                found[rank] = handout.fetch(group, sock, 0, name, _NONCE, user=os.geteuid(), deadline=Deadline(20.0))
             except OSError as error:
                 found[rank] = error
 
@@ -90,6 +90,17 @@ def test_other_users_are_turned_away(monkeypatch):
     assert str(found[1]) == "rank 0 did not hand out the memory"
 
 
+def test_nothing_is_taken_from_another_user(monkeypatch):
+    """Who has taken the name of a lowest rank that has gone learns no nonce, and gives no memory."""
+    monkeypatch.setattr(handout, "_ROOT", -1)
+    with _meeting() as (name, listener), handout.make_socket() as sock:
+        with pytest.raises(ConnectionError, match="rank 0 did not hand out the memory"):
+            handout.fetch(_GROUP, sock, 0, name, _NONCE, user=os.geteuid() + 1, deadline=Deadline(20.0))
+        sock.close()
+        with listener.accept()[0] as visitor:
+            assert visitor.recv(100) == b""
+
+
 def test_a_full_backlog_is_waited_for():
     """A rank that comes when too many are in line comes again."""
     found = {}
@@ -113,7 +124,7 @@ def test_the_end_of_the_group_ends_the_wait():
         with pytest.raises(GroupAbortedError, match="over"):
             _hand_out(listener, [1], group=failed)
         with pytest.raises(GroupAbortedError, match="over"):
-            handout.fetch(failed, sock, 0, name, _NONCE, deadline=Deadline(20.0))
+            handout.fetch(failed, sock, 0, name, _NONCE, user=os.geteuid(), deadline=Deadline(20.0))
     found = {}
     _fetch_in_thread(name, 1, found).join()
     assert isinstance(found[1], ConnectionError)
@@ -127,4 +138,4 @@ def test_a_descriptor_that_does_not_fit_is_no_fault_of_the_other_side(monkeypatc
 
     monkeypatch.setattr(socket, "recv_fds", receive)
     with _meeting() as (name, _), handout.make_socket() as sock, pytest.raises(OSError, match="MSG_CTRUNC"):
-        handout.fetch(_GROUP, sock, 0, name, _NONCE, deadline=Deadline(20.0))
+        handout.fetch(_GROUP, sock, 0, name, _NONCE, user=os.geteuid(), deadline=Deadline(20.0))

@@ -220,6 +220,14 @@ def test_states_that_hold_themselves_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_no_reader_would_take_is_refused():
+    """Sets and dicts of many members with one hash, which readers refuse, for Python is slow with them."""
+    alike = [number * (2**61 - 1) for number in range(200)]
+    for value in (set(alike), frozenset(alike), dict.fromkeys(alike, 1), collections.Counter(alike)):
+        with pytest.raises(ValueError, match=r"\['a'\] has more than 100 members or keys with one hash"):
+            Encoder(0).encode({"a": value})
+
+
 def test_deep_states_come_back(tmp_path):
     """As deep as may be, in each way of nesting; one deeper is refused."""
     for wrap in (lambda x: [x], lambda x: {"k": x}, lambda x: {1: x}, lambda x: (x,)):

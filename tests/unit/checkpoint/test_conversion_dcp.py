@@ -146,6 +146,11 @@ def _longer(metadata):
     metadata.state_dict_metadata["a"].size = torch.Size([4])
 
 
+def _doubled(metadata):
+    tensor = metadata.state_dict_metadata["a"]
+    tensor.size, tensor.chunks = torch.Size([6]), tensor.chunks * 2
+
+
 def _placeless(metadata):
     del metadata.storage_data[MetadataIndex("a", [0])]
 
@@ -161,6 +166,7 @@ def _compressed(metadata):
         (_outside, r"'a' can't be made a checkpoint: it is in a file named '\.\./"),
         (_shorter, "a part of tensor 'a' is outside of its shape"),
         (_longer, "the parts of tensor 'a' have 3 elements together"),
+        (_doubled, "the parts of tensor 'a' overlap, or are not all of it"),
         (_placeless, "'a' can't be made a checkpoint: it has no place in a file"),
         (_compressed, r"it is written with \['zstd'\]"),
     ],

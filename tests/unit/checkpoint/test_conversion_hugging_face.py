@@ -129,6 +129,16 @@ def header(entries):
     return struct.pack("<Q", len(text)) + text
 
 
+def twice(name, fields):
+    """A header in which a name comes twice: of such some readers take the first, and others the last."""
+    entries = ", ".join(
+        json.dumps({name: {**fields, "data_offsets": [at, at + 4]}}).removeprefix("{").removesuffix("}")
+        for at in (0, 4)
+    )
+    text = f"{{{entries}}}".encode()
+    return struct.pack("<Q", len(text)) + text
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -150,6 +160,19 @@ def header(entries):
             )
             + bytes(15),
             "tensors 'a' and 'b' lie in the same bytes",
+        ),
+        (
+            header({"b": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}}) + bytes(8),
+            "the bytes before tensor 'b' are of none",
+        ),
+        (
+            header({"b": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}) + bytes(8),
+            "its last 4 bytes are of no tensor",
+        ),
+        (twice("a", {"dtype": "U8", "shape": [4]}) + bytes(8), "the bytes before tensor 'a' are of none"),
+        (
+            header({"a": {"dtype": "U8", "shape": [1] * 100_000, "data_offsets": [0, 1]}}) + bytes(1),
+            "'a' has 100000 dims, and 64 are the most",
         ),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import io
 import os
 import pathlib
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint import save as save_with_torch
 from ferrodist.checkpoint import load_distributed
 from ferrodist.checkpoint.conversion import import_dcp, import_torch_file
 from ferrodist.checkpoint.conversion.dcp_metadata import _KNOWN, METADATA_NAME, decode_metadata
+from ferrodist.checkpoint.conversion.torch_pickles import check_pickles
 from ferrodist.errors import DistCheckpointError
 
 if TYPE_CHECKING:
@@ -151,13 +153,26 @@ def test_any_change_of_metadata(data: st.DataObject) -> None:
         decode_metadata(bytes(whole))
 
 
-def _archive(path: Path, state: bytes, *, compression: int = zipfile.ZIP_STORED, storage: bytes = b"") -> Path:
-    """A file as torch.save writes it, with any pickle."""
+def _archive(
+    path: Path,
+    state: bytes,
+    *,
+    name: str = "data.pkl",
+    compression: int = zipfile.ZIP_STORED,
+    storage: bytes = b"",
+    copies: int = 0,
+) -> Path:
+    """A file as torch.save writes it, with any pickle, and more names of the storage's bytes."""
     with zipfile.ZipFile(path, "w", compression) as archive:
-        archive.writestr("archive/data.pkl", state)
+        archive.writestr(f"archive/{name}", state)
         archive.writestr("archive/byteorder", b"little", zipfile.ZIP_STORED)
         archive.writestr("archive/data/0", storage, zipfile.ZIP_STORED)
         archive.writestr("archive/version", b"3\n", zipfile.ZIP_STORED)
+        found = archive.getinfo("archive/data/0")
+        for number in range(1, copies + 1):
+            entry = copy.copy(found)
+            entry.filename = entry.orig_filename = f"archive/data/{number}"
+            archive.filelist.append(entry)
     return path
 
 
@@ -170,6 +185,9 @@ def _tensor_of(num_elements: int, sizes: bytes, strides: bytes) -> bytes:
 
 
 _LARGE = b"\x8a\x05" + (10**10).to_bytes(5, "little")
+
+_ALIKE = [b"\x8a\x0a" + (number * (2**61 - 1)).to_bytes(10, "little") for number in range(30_000)]
+"""Numbers to which Python gives one hash: a dict or set of them would take minutes."""
 
 _HOSTILE_STATES = {
     "a bytearray of a size": b"\x80\x02" + _named("__builtin__", "bytearray") + _LARGE + b"\x85R.",
@@ -186,6 +204,8 @@ _HOSTILE_STATES = {
     "a long storage": _tensor_of(1 << 30, b"J" + struct.pack("<i", 1 << 30) + b"\x85", b"K\x01\x85"),
     "a negative size": _tensor_of(1, b"J" + struct.pack("<i", -1) + b"\x85", b"K\x01\x85"),
     "what holds itself": b"\x80\x02]q\x00h\x00a.",
+    "keys of one hash": b"\x80\x02}(" + b"N".join(_ALIKE) + b"Nu.",
+    "members of one hash": b"\x80\x02" + _named("__builtin__", "set") + b"](" + b"".join(_ALIKE) + b"e\x85R.",
 }  # fmt: skip
 
 
@@ -212,6 +232,20 @@ def test_chunks_of_many_tensors(tmp_path: Path) -> None:
         import_dcp(tmp_path, tmp_path / "out")
 
 
+def test_chunks_of_one_hash() -> None:
+    """Metadata whose chunks have offsets to which Python gives one hash is refused at once."""
+    size, index = _named("torch", "Size"), _named(metadata.__name__, "MetadataIndex")
+    place = _named(filesystem.__name__, "_StorageInfo") + b")\x81}(" + _text("relative_path") + _text("x")
+    place += _text("offset") + b"K\x00" + _text("length") + b"K\x00ub"
+    start = index + b")\x81}(" + _text("fqn") + _text("a") + _text("offset") + size
+    places = [start + number + b"\x85\x85Rub" + place for number in _ALIKE[:2000]]
+    data = b"\x80\x02" + _named(metadata.__name__, "Metadata") + b")\x81}(" + _text("state_dict_metadata") + b"}"
+    whole = data + _text("storage_data") + b"}(%bu" + b"ub."
+    assert len(decode_metadata(whole % b"".join(places[:50])).items) == 50
+    with pytest.raises(ValueError, match="with one hash"):
+        decode_metadata(whole % b"".join(places))
+
+
 def test_sparse_files(tmp_path: Path) -> None:
     """Holes of a file, which cost nothing on a disk, allow for no more memory: texts, and what is written out."""
     state, file = _HOSTILE_STATES["a list of 2**60"].replace(b"]q\x01(h\x00h\x00eq\x00", b"", 34), tmp_path / "file.pt"
@@ -229,6 +263,47 @@ def test_compressed_archives(tmp_path: Path) -> None:
     assert path.stat().st_size < 1 << 20
     with pytest.raises(DistCheckpointError, match="is compressed"):
         import_torch_file(path, tmp_path / "out")
+
+
+def test_a_state_of_another_spelling(tmp_path: Path) -> None:
+    """Torch finds DATA.PKL where it looks for data.pkl: it is looked through, too, and takes no memory."""
+    path = _archive(tmp_path / "file.pt", _HOSTILE_STATES["a bytearray of a size"], name="DATA.PKL")
+    assert torch.load(_archive(tmp_path / "good.pt", b"\x80\x02K\x05.", name="DATA.PKL"), weights_only=True) == 5
+    with pytest.raises(DistCheckpointError, match="bytearray with a number"):
+        import_torch_file(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("seen_first", [False, True])
+def test_archives_with_two_directories(tmp_path: Path, seen_first: bool) -> None:
+    """Python finds one of a harmless state, and torch another one: it would load what was not looked through."""
+    hostile = _HOSTILE_STATES["a bytearray of a size"]
+    seen = _archive(tmp_path / "seen", b"\x80\x02N.".ljust(len(hostile))).read_bytes()
+    loaded = _archive(tmp_path / "loaded", hostile).read_bytes()
+    end = loaded[-22:]  # says where the directory begins
+    data = loaded[:-22] + seen[:-22] + end
+    if seen_first:  # the other one lies in a comment behind the end
+        start = len(seen) + struct.unpack("<I", end[16:20])[0]
+        comment = loaded[:-22]
+        data = seen[:-22] + end[:16] + struct.pack("<IH", start, len(comment)) + comment
+    (tmp_path / "file.pt").write_bytes(data)
+    with pytest.raises(DistCheckpointError, match=r"its directory is not where torch\.save puts it|it is no archive"):
+        import_torch_file(tmp_path / "file.pt", tmp_path / "out")
+
+
+def test_records_in_the_same_bytes(tmp_path: Path) -> None:
+    """A thousand records of 1 MB that lie in the same one would be 1 GB in memory."""
+    path = _archive(tmp_path / "file.pt", b"\x80\x02N.", storage=bytes(1 << 20), copies=1000)
+    assert path.stat().st_size < 2 << 20
+    with pytest.raises(DistCheckpointError, match="its records are longer together than it is"):
+        import_torch_file(path, tmp_path / "out")
+
+
+def test_long_archives(tmp_path: Path) -> None:
+    """The longer end that torch writes for archives of more than 65,535 records is read."""
+    state = {str(number): torch.full((1,), number) for number in range(66_000)}
+    torch.save(state, tmp_path / "file.pt")
+    with (tmp_path / "file.pt").open("rb") as file:
+        check_pickles(file, (tmp_path / "file.pt").stat().st_size)
 
 
 def test_hostile_items(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from offline_states import make_state, measure_memory, save_sharded, save_whole
 
 from ferrodist.checkpoint import load_distributed
 from ferrodist.checkpoint.comparing import compare
-from ferrodist.checkpoint.conversion import export_torch_file, import_torch_file
+from ferrodist.checkpoint.conversion import export_torch_file, import_torch_file, torch_file
 from ferrodist.checkpoint.rewriting import RewriteOptions
 from ferrodist.checkpoint.verification import verify
 from ferrodist.errors import DistCheckpointError
@@ -130,6 +130,17 @@ def test_failing_export(tmp_path, monkeypatch):
     assert (tmp_path / "state.pt").read_text() == "older"
     with pytest.raises(DistCheckpointError, match="can't be written"):
         export_torch_file(path, tmp_path / "no folder" / "state.pt")
+
+
+def test_an_export_follows_no_link_that_others_have_made(tmp_path, monkeypatch):
+    """In a folder of many users a link in the place of the draft would have another file of this user overwritten."""
+    path = save_whole(tmp_path / "c")
+    (tmp_path / "mine").write_text("mine")
+    monkeypatch.setattr(torch_file.secrets, "token_hex", lambda _: "guessed")
+    (tmp_path / ".state.pt.guessed").symlink_to(tmp_path / "mine")
+    with pytest.raises(DistCheckpointError, match=r"could not write .*state\.pt: .*File exists"):
+        export_torch_file(path, tmp_path / "state.pt")
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_memory_of_exports(tmp_path):

@@ -377,6 +377,29 @@ def test_many_shards_are_looked_at_in_a_moment(body):
     assert time.monotonic() - begin < 10
 
 
+_ALIKE = [{"int": hex(number * (2**61 - 1))} for number in range(30_000)]
+"""Python gives them one hash."""
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"set": _ALIKE},
+        {"frozenset": _ALIKE},
+        {"pairs": [[each, 1] for each in _ALIKE]},
+        {"counter": [[each, 1] for each in _ALIKE]},
+        {"set": [{"complex": [-1000003.0 * number, float(number)]} for number in range(30_000)]},
+    ],
+    ids="".join,
+)
+def test_many_members_with_one_hash(body, tree):
+    """They are refused at once: a set of them would keep a reader busy for minutes."""
+    begin = time.monotonic()
+    with pytest.raises(DistCheckpointError):
+        decode_manifest(with_hash({**body, "tree": tree}), "it")
+    assert time.monotonic() - begin < 5
+
+
 @st.composite
 def divisions(draw):
     """A shape cut into boxes by cuts of cuts, of which some may then be moved."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -63,12 +65,24 @@ def test_a_store_whose_server_is_gone():
 @pytest.mark.parametrize(("mode", "left"), [(0o644, 0o600), (0o600, 0o600), (0o664, 0o664), (0o666, 0o666)])
 def test_a_file_is_hidden_from_other_users(tmp_path, mode, left):
     """Who read it would know the job's secret; but not from those who are to use it."""
-    path = tmp_path / "store"
+    (tmp_path / "shut").mkdir(0o700)
+    path = tmp_path / "shut" / "store"
     path.touch()
     path.chmod(mode)
     store = dist.FileStore(str(path), 1)
     assert hide(dist.PrefixStore("a", dist.PrefixStore("b", store))) == (mode in (0o644, 0o600))
     assert path.stat().st_mode & 0o777 == left
+
+
+def test_a_file_that_others_may_have_opened():
+    """In a folder that is open to others a secret would be read by whoever has opened the file before it was hidden."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # all of pytest's own folders are shut
+        Path(folder).chmod(0o755)
+        store = dist.FileStore(f"{folder}/store", 1)
+        store.set("a", "1")
+        assert not hide(store)
+        Path(folder).chmod(0o700)
+        assert hide(store)
 
 
 def test_stores_without_a_file_or_a_server():

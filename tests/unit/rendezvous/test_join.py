@@ -638,3 +638,13 @@ def test_who_leaves_last_is_one_rank():
 
     assert not leave(Emptied(), 2, timeout=1)
     assert leave(store, 2, timeout=1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("key", ["charter", "attendance/rank/0", "attendance/rank/1", "attendance/verdict"])
+def test_what_strangers_write_into_an_open_store(rank, key):
+    """Bytes that no rank writes end the start by one of our errors, never by a decoder's own."""
+    store = MemoryStore()
+    store.set(f"ferrodist/{key}", b"\xff\xfe")
+    with pytest.raises(DistributedError):
+        rendezvous_in(store, "a store", rank=rank, world_size=2, timeout=0.3, secret="s", job="j")

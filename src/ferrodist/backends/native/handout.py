@@ -1,7 +1,8 @@
 """How the lowest rank of a host hands a memory without a name to the others: over a Unix socket.
 
-Any process of the host can find the socket and connect to it. Who is let in is a process of a user that a rank has told
-to be its own; the memory gets who shows the nonce that only ranks have.
+Any process of the host can find the socket and connect to it, and take its name once it is closed. Who is let in, and
+from whom a memory is taken, is a process of a user that a rank has told to be its own; the memory gets who shows the
+nonce that only ranks have.
 """
 
 from __future__ import annotations
@@ -104,12 +105,16 @@ def _accept(listener: socket.socket, users: Collection[int]) -> socket.socket | 
     except BlockingIOError:  # it has gone again
         return None
     visitor.setblocking(False)
-    credentials = visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(credentials)
-    if user != _ROOT and user not in users:
+    if _is_stranger(visitor, users):
         visitor.close()
         return None
     return visitor
+
+
+def _is_stranger(sock: socket.socket, users: Collection[int]) -> bool:
+    """Whether the process on the other side is of another user."""
+    _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return user != _ROOT and user not in users
 
 
 def _serve(visitor: socket.socket, nonce: bytes, descriptor: int, missing: Collection[int]) -> int:
@@ -127,7 +132,9 @@ def _serve(visitor: socket.socket, nonce: bytes, descriptor: int, missing: Colle
     return int(rank)
 
 
-def fetch(group: Backend, sock: socket.socket, leader: int, name: bytes, nonce: bytes, *, deadline: Deadline) -> int:
+def fetch(
+    group: Backend, sock: socket.socket, leader: int, name: bytes, nonce: bytes, *, user: int, deadline: Deadline
+) -> int:
     """Every other rank: get the memory's descriptor, which is the caller's.
 
     Args:
@@ -136,15 +143,18 @@ def fetch(group: Backend, sock: socket.socket, leader: int, name: bytes, nonce: 
         leader: The lowest rank of this host.
         name: Of its socket.
         nonce: What to show there.
+        user: Whose process the lowest rank is.
         deadline: For all of it.
 
     Raises:
-        ConnectionError: The lowest rank hands out nothing.
+        ConnectionError: The lowest rank hands out nothing, or somebody else has its name.
         DistributedTimeoutError: It did not answer.
         OSError: There is no descriptor left.
     """
     try:
         _connect(group, sock, leader, name, deadline)
+        if _is_stranger(sock, (user,)):
+            raise ConnectionRefusedError
         sock.sendall(_GREETING.pack(nonce, group.rank))
         while True:
             sock.settimeout(min(_POLL_SECONDS, deadline.remaining()))

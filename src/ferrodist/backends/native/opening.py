@@ -235,11 +235,13 @@ class _Opening:
         if sock is not None:
             self._stack.enter_context(sock)
         cards, introductions = self._introduce(_CARD.pack(name, nonce, os.geteuid()) + introduction)
-        name, nonce, _ = cards[leader]
+        name, nonce, user = cards[leader]
         if group.rank == leader:
             descriptor = self.attempt(lambda: create(introductions))
         else:
-            descriptor = self.attempt(lambda: handout.fetch(group, sock, leader, name, nonce, deadline=self.deadline))
+            descriptor = self.attempt(
+                lambda: handout.fetch(group, sock, leader, name, nonce, user=user, deadline=self.deadline)
+            )
         if descriptor is not None:
             self._stack.callback(os.close, descriptor)
             if group.rank == leader and sock is not None:

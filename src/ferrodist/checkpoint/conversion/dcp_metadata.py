@@ -10,6 +10,8 @@ import torch
 
 from ferrodist.checkpoint.conversion.pickles import Global, Items, Made, check_written_out, read_pickle
 from ferrodist.checkpoint.folder import DCP_METADATA_NAME as METADATA_NAME
+from ferrodist.checkpoint.manifest import MAX_DIMS
+from ferrodist.checkpoint.tree import spread
 from ferrodist.tensor.regions import Box
 from ferrodist.wording import with_article
 
@@ -33,7 +35,6 @@ _KNOWN = {
     "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath"),
     "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath"),
 }
-_MAX_DIMS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +97,9 @@ def decode_metadata(data: bytes) -> DcpMetadata:
             for name, path in _by_text(fields["planner_data"]).items():
                 found.paths[name] = _path(path)
         if fields.get("storage_data") is not None:
-            for key, node in _pairs(fields["storage_data"]):
-                index = _fields(key, "MetadataIndex")
-                name, offset = _of(index.get("fqn"), str), index.get("offset")
-                found.items[name, None if offset is None else _sizes(offset)] = _item(name, node)
+            pairs = _pairs(fields["storage_data"])
+            keys = spread(_index(key) for key, _ in pairs)
+            found.items = {key: _item(key[0], node) for key, (_, node) in zip(keys, pairs, strict=True)}
     except ValueError as error:
         raise ValueError(f"{METADATA_NAME} is not what torch.distributed.checkpoint writes: {error}") from error
     return found
@@ -130,6 +130,13 @@ def _tensor(node: Any) -> DcpTensor | None:
     chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in _of(fields.get("chunks"), list)]
     boxes = tuple(Box(_sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))) for chunk in chunks)
     return DcpTensor(shape=_sizes(fields.get("size")), dtype=dtype, chunks=boxes)
+
+
+def _index(node: Any) -> tuple[str, tuple[int, ...] | None]:
+    """The name of a tensor or value, and for a chunk its offsets."""
+    fields = _fields(node, "MetadataIndex")
+    offset = fields.get("offset")
+    return _of(fields.get("fqn"), str), None if offset is None else _sizes(offset)
 
 
 def _item(name: str, node: Any) -> DcpItem:
@@ -172,7 +179,7 @@ def _sizes(node: Any) -> tuple[int, ...]:
     """A torch.Size."""
     if isinstance(node, Made) and node.function == ("torch", "Size") and len(node.arguments) == 1:
         sizes = node.arguments[0]
-        if isinstance(sizes, (list, tuple)) and len(sizes) <= _MAX_DIMS:
+        if isinstance(sizes, (list, tuple)) and len(sizes) <= MAX_DIMS:
             return tuple(_of(size, int) for size in sizes)
     raise ValueError("it has something else where a torch.Size is expected")
 

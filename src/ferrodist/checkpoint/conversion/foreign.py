@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrodist.checkpoint.coverage import covers_once
 from ferrodist.checkpoint.dtypes import dtype_from_name, dtype_name
-from ferrodist.checkpoint.manifest import FileEntry, Manifest, ShardEntry, TensorEntry
+from ferrodist.checkpoint.manifest import MAX_DIMS, FileEntry, Manifest, ShardEntry, TensorEntry
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.rewriting import Contents
 from ferrodist.checkpoint.tree import Encoder
@@ -114,6 +115,9 @@ def make_contents(state: Any, storage: Storage) -> Contents:
     foreign: dict[int, ForeignTensor] = {}
     encoder = Encoder(0)
     tree = encoder.encode(_with_stands(state, foreign))
+    for key, tensor in encoder.tensors.items():
+        if tensor.dim() > MAX_DIMS:
+            raise ValueError(f"tensor {key!r} has {tensor.dim()} dims, and {MAX_DIMS} are the most")
     known = {key: foreign[id(tensor)] for key, tensor in encoder.tensors.items() if id(tensor) in foreign}
     for key, each in known.items():
         _check_whole(key, each, storage.url)
@@ -150,6 +154,8 @@ def _check_whole(key: str, tensor: ForeignTensor, where: str) -> None:
             f" {tensor.shape}"
             f" {prod(tensor.shape)}"
         )
+    if not covers_once(((box.offsets, box.shape) for box in boxes), tensor.shape):
+        raise DistCheckpointError(f"{where}: the parts of tensor {key!r} overlap, or are not all of it")
 
 
 class _Source:

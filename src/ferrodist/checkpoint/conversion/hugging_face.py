@@ -17,6 +17,7 @@ from ferrodist.checkpoint.storage import open_storage
 from ferrodist.checkpoint.tree import tensor_key
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.regions import Box
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     import os
@@ -99,7 +100,7 @@ def _tensors_of(storage: Storage, file: str) -> dict[str, ForeignTensor]:
     found = {}
     with explain_foreign(where):
         entries = parse_header(bytes(header))
-        _check_apart(entries, where)
+        _check_layout(entries, size - begin, where)
         for name, entry in entries.items():
             start, stop = entry.data_offsets
             if not 0 <= start <= stop <= size - begin:
@@ -116,14 +117,22 @@ def _tensors_of(storage: Storage, file: str) -> dict[str, ForeignTensor]:
     return found
 
 
-def _check_apart(entries: Mapping[str, HeaderEntry], where: str) -> None:
-    """See that no two tensors share bytes: a small file of many such ones would fill the disk with its checkpoint."""
+def _check_layout(entries: Mapping[str, HeaderEntry], size_bytes: int, where: str) -> None:
+    """See that each byte behind the header is of one tensor, as readers of these files demand.
+
+    A small file of many tensors in the same bytes would fill the disk with its checkpoint, and bytes of no tensor may
+    be of one that comes twice, of which readers see different ones.
+    """
     end, last = 0, ""
     for (start, stop), name in sorted((entry.data_offsets, name) for name, entry in entries.items()):
         if start < min(end, stop):
             raise DistCheckpointError(f"{where} is damaged: tensors {last!r} and {name!r} lie in the same bytes")
+        if stop > start > end:
+            raise DistCheckpointError(f"{where} is damaged: the bytes before tensor {name!r} are of none")
         if stop > end:
             end, last = stop, name
+    if end < size_bytes:
+        raise DistCheckpointError(f"{where} is damaged: its last {counted(size_bytes - end, 'byte')} are of no tensor")
 
 
 def export_hugging_face(

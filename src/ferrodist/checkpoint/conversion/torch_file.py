@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,9 +104,9 @@ def export_torch_file(
     """
     place = Path(file).absolute()
     with open_whole(path, place.parent, storage_options=storage_options, progress=progress) as state:
-        made = place.with_name(f".{place.name}.{os.getpid()}")
+        made = place.with_name(f".{place.name}.{secrets.token_hex(8)}")  # which nobody else can have made a link before
         try:
-            with made.open("wb") as opened:
+            with made.open("xb") as opened:
                 torch.save(state, opened)
                 opened.flush()
                 os.fsync(opened.fileno())

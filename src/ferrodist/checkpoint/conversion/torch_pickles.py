@@ -7,6 +7,9 @@ memory a number in the file says, a compressed archive is larger than its file, 
 
 from __future__ import annotations
 
+import contextlib
+import os
+import struct
 import zipfile
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +25,7 @@ from ferrodist.checkpoint.conversion.pickles import (
     members_of,
     read_pickle,
 )
+from ferrodist.checkpoint.tree import spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +35,11 @@ __all__ = ["check_pickles", "load_checked"]
 
 _NUM_LEGACY_PICKLES = 5
 """At the beginning of files that torch wrote before version 1.6: a number, a version, facts, the state, and keys."""
+
+# A zip archive's end, and what archives that may be long have before it: where their long end is, and this.
+_END = struct.Struct("<4s4H2IH")
+_LOCATOR = struct.Struct("<4sIQI")
+_LONG_END = struct.Struct("<4sQ2H2I4Q")
 
 _MAX_KEY_MEMBERS = 1000
 _NAMES_OF_LATIN_1 = ("latin1", "latin-1")
@@ -66,14 +75,41 @@ def check_pickles(file: IO[bytes], size_bytes: int) -> None:
         return
     try:
         with zipfile.ZipFile(file) as archive:
-            for entry in archive.infolist():
-                if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > size_bytes:
+            _check_directory(file)
+            entries = archive.infolist()
+            for entry in entries:
+                if entry.compress_type != zipfile.ZIP_STORED:
                     raise ValueError(f"its record {entry.filename!r} is compressed, which torch.save does not do")
-                if entry.filename.rpartition("/")[2] == "data.pkl":
+            if sum(entry.file_size for entry in entries) > size_bytes:
+                raise ValueError("its records are longer together than it is")
+            for entry in entries:
+                # By the name that torch looks at, and as it does, which finds DATA.PKL, too.
+                if entry.orig_filename.rpartition("/")[2].lower() == "data.pkl":
                     with archive.open(entry) as opened:
                         _check_pickle(opened, entry.file_size, size_bytes)
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OverflowError) as error:
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OverflowError, struct.error) as error:
         raise ValueError(f"it is no archive: {error}") from error
+
+
+def _check_directory(file: IO[bytes]) -> None:
+    """See that an archive ends with its directory, which is where its end says, and nothing else.
+
+    Where these two differ, Python believes one and torch the other: it would load records that were not looked through.
+
+    Raises:
+        ValueError: They differ.
+    """
+    at = file.seek(-_END.size, os.SEEK_END)
+    signature, _, _, _, _, length, start, comment = _END.unpack(file.read(_END.size))
+    is_right = signature == b"PK\x05\x06" and not comment
+    file.seek(max(0, at - _LOCATOR.size))
+    signature, _, told, _ = _LOCATOR.unpack(file.read(_LOCATOR.size))
+    if signature == b"PK\x06\x07":
+        at = file.seek(max(0, at - _LOCATOR.size - _LONG_END.size))
+        signature, *_, length, start = _LONG_END.unpack(file.read(_LONG_END.size))
+        is_right &= signature == b"PK\x06\x06" and told == at
+    if not is_right or start + length != at:
+        raise ValueError("its directory is not where torch.save puts it")
 
 
 def _check_pickle(file: IO[bytes], most_bytes: int, size_bytes: int) -> None:
@@ -83,8 +119,7 @@ def _check_pickle(file: IO[bytes], most_bytes: int, size_bytes: int) -> None:
     check_written_out(value, file.tell() - start)
     for node in _walk(value):
         if isinstance(node, Items):
-            for key, _ in node.pairs:
-                check_expanded_size(key, _MAX_KEY_MEMBERS)  # it is hashed
+            _check_hashed([key for key, _ in node.pairs])
         elif isinstance(node, Made):
             _check_call(node.function, node.arguments)
         elif isinstance(node, Persistent):
@@ -133,8 +168,15 @@ def _check_builtin(function: Global, arguments: tuple[Any, ...]) -> None:
         raise ValueError(f"it calls {function} with a number")
     if function.name == "set":
         for each in arguments:
-            for member in members_of(each):
-                check_expanded_size(member, _MAX_KEY_MEMBERS)  # it is hashed
+            _check_hashed(members_of(each))
+
+
+def _check_hashed(values: list[Any]) -> None:
+    """See that Python can make values the keys of a dict or the members of a set in a time that fits their number."""
+    for each in values:
+        check_expanded_size(each, _MAX_KEY_MEMBERS)
+    with contextlib.suppress(TypeError):  # there is one that has no hash
+        spread(values)
 
 
 def _check_tensor(arguments: tuple[Any, ...]) -> None:
