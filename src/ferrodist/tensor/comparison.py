@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from ferrodist.errors import CollectiveMismatchError
 from ferrodist.torch_private.autograd import current_graph_task, queue_callback, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import FrameType
 
     from ferrodist.mesh import DeviceMesh
@@ -43,7 +44,7 @@ class WholeTensors:
         self._mesh, self._at_once = mesh, at_once
         self.path = ""
         """The path of the module whose forward runs."""
-        self._entries: list[_Entry] = []
+        self._entries: list[_Entry | Callable[[], _Entry]] = []
         self._due: _Entry | None = None
         """The first that is reason enough for an exchange."""
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
@@ -55,7 +56,8 @@ class WholeTensors:
             operator: What takes it.
             tensor: It.
             mesh: The ranks.
-            is_due: Whether it is reason enough for an exchange; else it is compared where there is one anyway.
+            is_due: Whether it is reason enough for an exchange; else it is compared where there is one anyway, and only
+                then read.
         """
         if mesh.group.world_size == 1 or not tensor.numel():
             return
@@ -65,15 +67,19 @@ class WholeTensors:
             return
         self._seen[id(tensor)] = (weakref.ref(tensor), version)
         is_backward = current_graph_task() != -1
-        entry = _describe(self.path, operator, tensor, is_backward=is_backward)
+        describe = functools.partial(_describe, self.path, operator, tensor, is_backward=is_backward)
+        if not (is_due or self._at_once):
+            self._entries.append(describe)
+            return
+        entry = describe()
         if self._at_once:
             _compare([entry], mesh, entry)
             return
-        if is_backward and not self._entries:
-            queue_callback(self.compare)
-        self._entries.append(entry)
-        if is_due and self._due is None:
+        if self._due is None:
             self._due = entry
+            if is_backward:
+                queue_callback(self.compare)
+        self._entries.append(entry)
 
     def compare(self) -> None:
         """Compare what was noted since the last time; all ranks call this.
@@ -84,7 +90,7 @@ class WholeTensors:
         entries, due = self._entries, self._due
         self.forget()
         if due is not None:
-            _compare(entries, self._mesh, due)
+            _compare([one() if callable(one) else one for one in entries], self._mesh, due)
 
     def forget(self) -> None:
         """Drop what was noted."""
