@@ -81,7 +81,9 @@ class Call:
     @cached_property
     def results(self) -> list[torch.Tensor]:
         """What the operator returns for whole tensors, without their elements: of device meta."""
-        arguments = {name: map_tensors(_as_meta, value, Layout) for name, value in self.arguments.items()}
+        arguments = {
+            name: map_tensors(_as_meta, value, (Layout, torch.Tensor)) for name, value in self.arguments.items()
+        }
         if (device := arguments.get("device")) is not None:
             if torch.device(device).type != "cpu":
                 raise UnsupportedOpError(f"{self.operator} to {device}: distributed tensors are on the CPU")
@@ -94,11 +96,13 @@ class Call:
         return found
 
 
-def _as_meta(layout: Layout) -> torch.Tensor:
-    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+def _as_meta(value: Layout | torch.Tensor) -> torch.Tensor:
+    """Without elements; of plain numbers, too, which some operators take on the device of the others only."""
+    stride = value.stride if isinstance(value, Layout) else value.stride()
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device="meta")
 
 
-def map_tensors(function: Callable[[Any], Any], value: Any, kind: type) -> Any:
+def map_tensors(function: Callable[[Any], Any], value: Any, kind: type | tuple[type, ...]) -> Any:
     """``value`` with what is of a kind in it, or in lists in it, replaced by what ``function`` makes of it."""
     if isinstance(value, kind):
         return function(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from ferrodist.errors import CollectiveMismatchError
 from ferrodist.torch_private.autograd import current_graph_task, queue_callback, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import FrameType
 
     from ferrodist.mesh import DeviceMesh
@@ -43,12 +44,22 @@ class WholeTensors:
         self._mesh, self._at_once = mesh, at_once
         self.path = ""
         """The path of the module whose forward runs."""
-        self._entries: list[_Entry] = []
+        self._entries: list[_Entry | Callable[[], _Entry]] = []
+        self._due: _Entry | None = None
+        """The first that is reason enough for an exchange."""
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
-    def note(self, operator: object, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-        """Note a tensor that an operator takes beside distributed ones over a mesh."""
-        if mesh.group.world_size == 1:
+    def note(self, operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_due: bool = True) -> None:
+        """Note a tensor that an operator takes beside distributed ones over a mesh.
+
+        Args:
+            operator: What takes it.
+            tensor: It.
+            mesh: The ranks.
+            is_due: Whether it is reason enough for an exchange; else it is compared where there is one anyway, and only
+                then read.
+        """
+        if mesh.group.world_size == 1 or not tensor.numel():
             return
         version = -1 if tensor.is_inference() else version_of(tensor)
         seen = self._seen.get(id(tensor))
@@ -56,12 +67,18 @@ class WholeTensors:
             return
         self._seen[id(tensor)] = (weakref.ref(tensor), version)
         is_backward = current_graph_task() != -1
-        entry = _describe(self.path, operator, tensor, is_backward=is_backward)
-        if self._at_once:
-            _compare([entry], mesh)
+        describe = functools.partial(_describe, self.path, operator, tensor, is_backward=is_backward)
+        if not (is_due or self._at_once):
+            self._entries.append(describe)
             return
-        if is_backward and not self._entries:
-            queue_callback(self.compare)
+        entry = describe()
+        if self._at_once:
+            _compare([entry], mesh, entry)
+            return
+        if self._due is None:
+            self._due = entry
+            if is_backward:
+                queue_callback(self.compare)
         self._entries.append(entry)
 
     def compare(self) -> None:
@@ -70,31 +87,31 @@ class WholeTensors:
         Raises:
             CollectiveMismatchError: On all ranks: a tensor is another one on some.
         """
-        entries = self._entries
+        entries, due = self._entries, self._due
         self.forget()
-        if entries:
-            _compare(entries, self._mesh)
+        if due is not None:
+            _compare([one() if callable(one) else one for one in entries], self._mesh, due)
 
     def forget(self) -> None:
         """Drop what was noted."""
-        self._entries = []
+        self._entries, self._due = [], None
         self._seen.clear()
 
 
-def compare_tensors(operator: object, tensor: torch.Tensor, mesh: DeviceMesh, path: str | None = None) -> None:
+def compare_tensors(operator: object, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     """Return if all ranks of a mesh have the same tensor; all of them call this.
 
     Args:
         operator: What takes it, for the error.
         tensor: This rank's.
         mesh: The ranks.
-        path: The path of the module that computes. None looks for it.
 
     Raises:
         CollectiveMismatchError: On all ranks: the tensor is another one on some.
     """
     if mesh.group.world_size > 1:
-        _compare([_describe(path, operator, tensor, is_backward=False)], mesh)
+        entry = _describe(None, operator, tensor, is_backward=False)
+        _compare([entry], mesh, entry)
 
 
 def _describe(path: str | None, operator: object, tensor: torch.Tensor, *, is_backward: bool) -> _Entry:
@@ -106,14 +123,15 @@ def _describe(path: str | None, operator: object, tensor: torch.Tensor, *, is_ba
     return where, str(operator), form, xxhash.xxh3_128_hexdigest(plain.view(torch.uint8).numpy().data)
 
 
-def _compare(entries: Sequence[_Entry], mesh: DeviceMesh) -> None:
+def _compare(entries: Sequence[_Entry], mesh: DeviceMesh, due: _Entry) -> None:
+    """Compare what the ranks noted; ``due`` is why, for the error of ranks that have nothing to compare."""
     group = mesh.group
     engine = collectives_of(group)
     digest = xxhash.xxh3_128_digest(repr(entries).encode())
     with explain_errors(
         lambda: (
             f"Rank {group.rank} compared the plain tensors that it has beside distributed ones, the first for"
-            f" {entries[0][1]}{entries[0][0]}."
+            f" {due[1]}{due[0]}."
         ),
         "Every rank's code must mix as many with distributed ones, or none.",
     ):

@@ -171,7 +171,18 @@ def _refresh(storage: int, but: CopiedPart | None = None) -> None:
 
 
 def check_writable(func: torch._ops.OpOverload, tensor: Any) -> None:
-    """Raise if what is written to a tensor would be lost."""
+    """Raise if what is written to a tensor would be lost, or be written to one element for many.
+
+    torch refuses the latter by the part that each rank has, which may be of one element, or of none, on some.
+    """
+    layout = getattr(tensor, "_layout", None)
+    if layout is not None and 0 in layout.stride and str(func.overloadpacket) not in _WRITING_ONE_VALUE:
+        repeated = any(size > 1 and not step for size, step in zip(layout.shape, layout.stride, strict=True))
+        if repeated and 0 not in layout.shape:
+            raise RuntimeError(
+                f"{func}: unsupported operation: more than one element of the written-to tensor, {layout}, refers to a"
+                " single memory location. Please clone() the tensor before performing the operation."
+            )
     copied = getattr(tensor, "_copied", None)
     if copied is not None and not copied.takes_writes:
         raise UnsupportedOpError(
@@ -179,6 +190,10 @@ def check_writable(func: torch._ops.OpOverload, tensor: Any) -> None:
             " tensor that it is a view of would not change: redistribute() that tensor first, so that what"
             " the view cuts or joins is whole, or write to a clone() of the view"
         )
+
+
+_WRITING_ONE_VALUE = ("aten.fill_", "aten.zero_", "aten.masked_fill_", "aten.index_fill_", "aten.index_put_")
+"""Operators that torch lets write to expanded tensors."""
 
 
 def describe_stale(layout: object) -> str:

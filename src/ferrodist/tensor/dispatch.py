@@ -18,7 +18,7 @@ from ferrodist.tensor.call import Call, bind_arguments, map_tensors, split_argum
 from ferrodist.tensor.choosing import choose
 from ferrodist.tensor.copied_views import COPIES, ViewKind, after_write, check_writable, find_kind
 from ferrodist.tensor.layout import Layout
-from ferrodist.tensor.plain import adopt_plain, find_plain
+from ferrodist.tensor.plain import TAKE_NO_NUMBERS, adopt_plain, find_plain, note_numbers
 from ferrodist.tensor.redistribution import redistribute_local
 from ferrodist.tensor.replication import compute_picks
 from ferrodist.tensor.rules.table import RULES
@@ -145,6 +145,7 @@ def dispatch(
         ValueError: The tensors are not all on one mesh, or some are distributed and others are not.
     """
     _check_writable(func, args, kwargs)
+    note_numbers(func, args, kwargs, cls)
     recipes = _recipes_of(args, kwargs, cls)
     recipe = recipes.get(tuple(key))
     if recipe is None:
@@ -279,7 +280,8 @@ def _prepare(
     if (func.is_view or func is _UNSAFE_VIEW) and not recipe.written:
         recipe.offsets = [int(meta.storage_offset()) for meta in call.results]
         recipe.view_kind = _kind_of_view(func, rule, call.inputs[0], recipe.layouts[0])
-    _find_lane(recipe, func, args, cls)
+    if not _have_numbers(args, kwargs, cls):
+        _find_lane(recipe, func, args, cls)
     return recipe
 
 
@@ -287,7 +289,7 @@ def _find_other(
     func: torch._ops.OpOverload, rule: Rule, layouts: Mapping[str, Any], mesh: DeviceMesh, cls: type
 ) -> Callable[..., Any] | None:
     """What computes a call of an operator with a rule that is none for the rule."""
-    if find_plain(list(layouts.values())):
+    if find_plain(list(layouts.values()), takes_numbers=func not in TAKE_NO_NUMBERS):
         return adopt_plain(func, cls, mesh)
     if rule.picks is not None and rule.picks(layouts):
         return functools.partial(compute_picks, func, cls)
@@ -387,6 +389,13 @@ def _inputs_of(call: Call, names: Sequence[str]) -> list[int]:
     return found
 
 
+def _have_numbers(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> bool:
+    """Whether there are plain tensors, which are numbers then: `note_numbers` looks at these in each call."""
+    tensors: list[Any] = []
+    map_tensors(tensors.append, [*args, *kwargs.values()], torch.Tensor)
+    return not all(isinstance(one, cls) for one in tensors)
+
+
 def _find_lane(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], cls: type) -> None:
     """Find whether calls of this kind can take a quick lane: their form is in the key."""
     now: list[Layout] = []
@@ -416,8 +425,8 @@ def _find_lane(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any],
 def _find_lists_lane(
     recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: type
 ) -> None:
-    if any(isinstance(value, cls) for value in args):
-        return  # `DTensor` takes calls with such for those of the other lanes
+    if any(isinstance(value, torch.Tensor) for value in args):
+        return  # `DTensor` takes calls with distributed ones for those of the other lanes, and numbers are looked at
     now: list[Layout] = []
     map_tensors(lambda one: now.append(one._layout), [*args, *kwargs.values()], cls)
     if not schema_of(func).returns and now == recipe.layouts and not any(map(_is_list, kwargs.values())):

@@ -27,6 +27,7 @@ from ferrodist.tensor.comparison import compare_tensors, describe_module
 from ferrodist.tensor.layout import Layout
 from ferrodist.tensor.placement import Replicate
 from ferrodist.tensor.redistribution import redistribute_local
+from ferrodist.tensor.rules import indexing, matmul
 from ferrodist.torch_private.autograd import base_of, current_graph_task
 from ferrodist.torch_private.operators import schema_of
 from ferrodist.wording import with_article
@@ -38,24 +39,44 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.comparison import WholeTensors
 
-__all__ = ["BACKWARD", "INSIDE", "adopt", "adopt_plain", "check_plain", "find_plain", "is_each", "returned_arguments"]
+__all__ = [
+    "BACKWARD",
+    "INSIDE",
+    "TAKE_NO_NUMBERS",
+    "adopt",
+    "adopt_plain",
+    "check_plain",
+    "find_plain",
+    "is_each",
+    "is_plain",
+    "note_numbers",
+    "returned_arguments",
+]
 
 INSIDE: ContextVar[WholeTensors | None] = ContextVar("inside", default=None)
 """The plain tensors of the parallel module whose code runs."""
+
+TAKE_NO_NUMBERS = frozenset([*indexing.RULES, *matmul.RULES])
+"""Operators whose rules count their inputs, so that a plain number has to be distributed."""
 
 BACKWARD = "tensor.backward"
 """What a group keeps under this name: by mesh the `WholeTensors` of parallel modules over it, for the gradients."""
 
 
-def find_plain(arguments: Sequence[Any]) -> list[torch.Tensor]:
-    """The plain tensors among arguments that can't be taken as numbers, as none can in a list with distributed ones."""
+def find_plain(arguments: Sequence[Any], *, takes_numbers: bool = True) -> list[torch.Tensor]:
+    """The plain tensors among arguments that can't be taken as numbers, as none can in a list with distributed ones.
+
+    Args:
+        arguments: All of them.
+        takes_numbers: Whether the operator's rule takes tensors without dims as numbers.
+    """
     found: list[torch.Tensor] = []
     for value in arguments:
         if isinstance(value, torch.Tensor):
-            if value.dim() and not _is_distributed(value):
+            if (value.dim() or not takes_numbers) and not _is_distributed(value):
                 found.append(value)
         elif isinstance(value, list | tuple):
-            has_distributed = any(map(_is_distributed, value))
+            has_distributed = any(map(_is_distributed, value)) or not takes_numbers
             found += [
                 one
                 for one in value
@@ -123,17 +144,21 @@ def adopt(
     arguments = [*args, *kwargs.values()]
     is_written_number = _writes_numbers(func, cls, args, kwargs)
 
+    overwritten = set(map(id, _find_overwritten(func, args, kwargs)))
+
     def wrap(tensor: torch.Tensor) -> Any:
         if isinstance(tensor, cls):
             return tensor
         if not is_written_number and tensor.numel() and tensor.dim():
-            check_plain(func, tensor, mesh, is_torchs=id(tensor) in ours)
+            check_plain(func, tensor, mesh, is_torchs=id(tensor) in ours, is_overwritten=id(tensor) in overwritten)
         plain = tensor.resolve_conj().resolve_neg()
         whole = [Replicate()] * mesh.ndim
         return cls._wrap(plain, Layout.of(mesh, whole, plain.shape, plain.dtype, plain.stride()))
 
+    takes_numbers = func not in TAKE_NO_NUMBERS
+
     def replace(value: Any) -> Any:
-        return map_tensors(wrap, value, torch.Tensor) if find_plain([value]) else value
+        return map_tensors(wrap, value, torch.Tensor) if find_plain([value], takes_numbers=takes_numbers) else value
 
     made = [replace(value) for value in arguments]
     return made[: len(args)], dict(zip(kwargs, made[len(args) :], strict=True))
@@ -167,7 +192,27 @@ def _writes_numbers(func: torch._ops.OpOverload, cls: Any, args: Sequence[Any], 
     )
 
 
-def check_plain(operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_torchs: bool = False) -> None:
+def _find_overwritten(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments whose elements an operator replaces, all of them: what was there before is nobody's concern."""
+    arguments = bind_arguments(func, args, kwargs)
+    found: list[Any] = []
+    for argument in schema_of(func).arguments:
+        if argument.is_out or (argument.is_write and str(func.overloadpacket) in _REPLACING):
+            map_tensors(found.append, arguments[argument.name], torch.Tensor)
+    return found
+
+
+_REPLACING = ("aten.copy_", "aten.fill_", "aten._foreach_copy_")
+
+
+def check_plain(
+    operator: object,
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    *,
+    is_torchs: bool = False,
+    is_overwritten: bool = False,
+) -> None:
     """Return if a plain tensor counts as whole.
 
     Args:
@@ -175,17 +220,16 @@ def check_plain(operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_
         tensor: It.
         mesh: Over which the tensors lie that it is used with.
         is_torchs: Whether no other code than torch's has it.
+        is_overwritten: Whether none of its elements will be left, so that those of the ranks may differ.
 
     Raises:
         ValueError: It may be another one on each rank.
         CollectiveMismatchError: On all ranks: it is another one on some.
     """
-    inside = INSIDE.get()
     is_backward = current_graph_task() != -1
-    if inside is None and is_backward:
-        inside = mesh.parent.attachments.get(BACKWARD, {}).get(mesh.identity)
+    inside = _find_inside(mesh, is_backward=is_backward)
     reason = ""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+    if not is_plain(tensor):
         reason = (
             f"it is {with_article(type(tensor).__name__)} on {tensor.device}, and distributed tensors are plain"
             " ones on the CPU"
@@ -193,7 +237,8 @@ def check_plain(operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_
     elif tensor.requires_grad and tensor.is_leaf and not is_backward:
         reason = "it is a leaf that requires grad, and would get the gradient of a distributed tensor"
     elif inside is not None:
-        inside.note(operator, tensor, mesh)
+        if not is_overwritten:
+            inside.note(operator, tensor, mesh)
         return
     elif _is_known(operator, tensor, is_backward=is_backward):
         return
@@ -205,6 +250,48 @@ def check_plain(operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_
         f" {tuple(tensor.shape)}: {reason + ': ' if reason else ''}distribute it too, as by"
         " fd.distribute(tensor, mesh, placements), or work on to_local(); inside of fd.parallelize(model, mesh, plan)"
         " plain tensors that the model's code makes count as whole"
+    )
+
+
+def _find_inside(mesh: DeviceMesh, *, is_backward: bool) -> WholeTensors | None:
+    """The plain tensors of the parallel module whose code runs, or whose gradients are computed; None elsewhere."""
+    inside = INSIDE.get()
+    if inside is None and is_backward:
+        inside = mesh.parent.attachments.get(BACKWARD, {}).get(mesh.identity)
+    return inside
+
+
+def note_numbers(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any) -> None:
+    """Have the ranks compare the tensors without dims that a parallel module's code mixes with distributed ones.
+
+    Raises:
+        CollectiveMismatchError: On all ranks: a number is another one on some, and each is compared when it is used.
+    """
+    is_backward = current_graph_task() != -1
+    if INSIDE.get() is None and not is_backward:
+        return
+    tensors: list[Any] = []
+    map_tensors(tensors.append, [*args, *kwargs.values()], torch.Tensor)
+    numbers = [one for one in tensors if not one.dim() and is_plain(one)]
+    distributed = next((one for one in tensors if isinstance(one, cls)), None)
+    if not numbers or distributed is None:
+        return
+    mesh = distributed._layout.mesh
+    inside = _find_inside(mesh, is_backward=is_backward)
+    if inside is None:
+        return
+    overwritten = set(map(id, _find_overwritten(func, args, kwargs)))
+    for number in numbers:
+        if id(number) not in overwritten:
+            inside.note(func, number, mesh)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is one of torch's own class, in memory that ranks can compare."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
     )
 
 

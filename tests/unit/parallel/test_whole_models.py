@@ -294,6 +294,96 @@ def test_plain_tensors_that_differ_between_ranks(kind, check):
         assert "aten.mul.Tensor" in message
 
 
+class Writing(nn.Module):
+    """Has a plain tensor written, other elements of which each rank had before."""
+
+    def __init__(self, write, rank):
+        super().__init__()
+        self.inner, self.write, self.rank = nn.Linear(4, 4), write, rank
+
+    def forward(self, x):
+        memory = torch.full((3, 4), float(self.rank))
+        self.write(memory, self.inner(x))
+        return memory
+
+
+def set_by_halves(memory, x):
+    memory[:, :2] = x[:, :2]
+    memory[:, 2:] = x[:, 2:]
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda memory, x: memory.copy_(x),
+        lambda memory, x: torch.add(x, 1, out=memory),
+        lambda memory, x: torch.mm(x, x.mT @ x, out=memory),
+        set_by_halves,
+    ],
+)
+def test_memory_that_is_overwritten_may_differ_before(write, check):
+    """What `torch.empty` gives is another on each rank: only what is left of it counts."""
+
+    def program(group):
+        torch.manual_seed(0)
+        model = fd.parallelize(Writing(write, group.rank), mesh_of(group), {"inner": ColumnParallel()}, check=check)
+        with torch.no_grad():
+            return model(torch.ones(3, 4)).tolist()
+
+    first, second = run_ranks(program, 2, backend="native")
+    assert first == second
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_what_is_left_of_memory_that_is_written_in_part(check):
+    """Rows that nothing was written to are other ones on each rank: all are told when the model returns them."""
+
+    def program(group):
+        def write(memory, x):
+            memory[0] = x[0]
+
+        model = fd.parallelize(Writing(write, group.rank), mesh_of(group), {"inner": ColumnParallel()}, check=check)
+        with torch.no_grad(), pytest.raises(CollectiveMismatchError, match="for the result in the model"):
+            model(torch.ones(3, 4))
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, number: x * number,
+        lambda x, number: x.clone().add_(number),
+        lambda x, number: torch.stack([x.sum(), number]),
+        lambda x, number: x.masked_fill(x > 0, number),
+        lambda x, number: torch._foreach_mul([x], number)[0],
+        lambda x, number: torch.addmm(number, x, x.mT),
+        lambda x, number: x.index_select(0, number.long() % 2),
+        lambda x, number: number[None] * 2,
+    ],
+)
+def test_numbers_that_differ_between_ranks(use, check):
+    """A tensor without dims is compared as others are, also in calls that were prepared with an equal one."""
+
+    class Model(nn.Linear):
+        number = torch.tensor(1.0)
+
+        def forward(self, x):
+            return use(super().forward(x), self.number)
+
+    def program(group):
+        model = fd.parallelize(Model(4, 4), mesh_of(group), {"": ColumnParallel()}, check=check)
+        for _ in range(2):
+            model(torch.ones(2, 4))
+        model.number = torch.tensor(1.0 + group.rank)
+        with pytest.raises(CollectiveMismatchError, match="count as whole, and differ between ranks"):
+            model(torch.ones(2, 4))
+
+    run_ranks(program, 2)
+
+
 def test_inputs_that_differ_between_ranks_are_found_when_asked():
     """They count as whole; `check` has the ranks compare them, too."""
 
@@ -302,6 +392,36 @@ def test_inputs_that_differ_between_ranks_are_found_when_asked():
         with pytest.raises(CollectiveMismatchError, match="for the forward"):
             model(torch.ones(2, 4) * group.rank)
         model(torch.ones(2, 4))
+
+    run_ranks(program, 2)
+
+
+def test_inputs_that_differ_between_ranks_are_found_where_other_tensors_are_compared():
+    """That costs no exchange of its own: a model that makes plain tensors is told of another batch without `check`."""
+
+    def program(group):
+        model = fd.parallelize(Positions(4, 4), mesh_of(group), {"": ColumnParallel()})
+        with pytest.raises(CollectiveMismatchError, match=r"for the forward in the model, rank 1 .* other elements"):
+            model(torch.ones(2, 4) * group.rank)
+        model(torch.ones(2, 4))
+
+    run_ranks(program, 2)
+
+
+def test_what_ranks_write_differently():
+    """What `generate` gives to the forward is the model's own: ranks that draw other words are told at once."""
+
+    class Writer(nn.Linear):
+        def generate(self, x, draw):
+            for _ in range(2):
+                x = self(x) + draw
+            return x
+
+    def program(group):
+        model = fd.parallelize(Writer(4, 4), mesh_of(group), {"": ColumnParallel()})
+        model.generate(torch.ones(2, 4), 1.0)
+        with pytest.raises(CollectiveMismatchError, match=r"for the forward in the model, rank 1 .* other elements"):
+            model.generate(torch.ones(2, 4), float(group.rank))
 
     run_ranks(program, 2)
 

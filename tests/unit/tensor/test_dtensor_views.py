@@ -318,6 +318,50 @@ def test_results_that_nobody_else_has_may_be_written():
 
 
 @pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.add_(1),
+        lambda x: x.copy_(torch.ones_like(x)),
+        lambda x: x.__setitem__(slice(None), torch.ones_like(x)),
+        lambda x: torch._foreach_mul_([x], 2.0),
+        lambda x: torch.add(x, 1, out=x),
+        lambda x: x.cumsum_(0),
+        lambda x: torch.sum(x.clone()[None], 0, out=x),
+        torch.relu_,
+    ],
+)
+def test_what_is_written_to_expanded_tensors(write):
+    """torch refuses to write to one element for many: so do all ranks, also those whose part is one element or none."""
+
+    def check(group):
+        mesh = DeviceMesh(group, (2,))
+        for shape in ((1, 1), (1, 2), (1, 6)):
+            for where in placements_of(2, 1):
+                x = spread(make(*shape), mesh, where)
+                for size in (2, 4):
+                    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+                        write(x.expand(size, shape[1]))
+                assert_same(x, make(*shape), f"{where}")
+
+    run_ranks(check, 2)
+
+
+def test_one_value_may_be_written_to_expanded_tensors():
+    """As torch lets it: the tensor that was expanded has it."""
+
+    def check(group):
+        mesh = DeviceMesh(group, (2,))
+        for where in (Shard(1), Replicate()):
+            x = spread(make(1, 6), mesh, where)
+            x.expand(4, 6).fill_(3)
+            assert_same(x, torch.full((1, 6), 3.0).double(), f"{where}")
+            x.expand(4, 6)[1].zero_()
+            assert_same(x, torch.zeros(1, 6).double(), f"{where}")
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize(
     "name", ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift"]
 )
 def test_operators_that_write(name):

@@ -84,6 +84,33 @@ def test_numbers_in_lists():
     on_two(check)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, number: x.masked_fill(x > 0, number),
+        lambda x, number: x.index_fill(1, (x[0] * 0).long(), number),
+        lambda x, number: x.index_select(1, number.long()),
+        lambda x, number: torch.addmm(number, x, x.mT),
+        lambda x, number: torch.baddbmm(number, x[None], x.mT[None]),
+        lambda x, number: torch.where(x > 0, x, number),
+        lambda x, number: torch.lerp(x, 2 * x, number),
+        torch.heaviside,
+        lambda x, number: torch.addcmul(number, x, x),
+        lambda x, number: torch.clamp(x, number, number + 1),
+    ],
+)
+def test_numbers_beside_tensors(function):
+    """A tensor without dims counts as a number of all ranks, whatever takes it and however the other lies."""
+    number = torch.tensor(2.0).double()
+    expected = function(make(4, 6), number)
+
+    def check(mesh):
+        for where in placements_of(2, 1):
+            assert_same(function(spread(make(4, 6), mesh, where), number), expected, f"{where}")
+
+    on_two(check)
+
+
 @pytest.mark.parametrize("foreach", [False, True])
 def test_clipping_plain_and_distributed_gradients(foreach):
     """As of a model of which some layers are divided; the plain ones stay plain."""

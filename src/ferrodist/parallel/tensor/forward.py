@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.parallel.autograd import current_backward
-from ferrodist.tensor.comparison import WholeTensors, compare_tensors
+from ferrodist.tensor.comparison import WholeTensors
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate
-from ferrodist.tensor.plain import BACKWARD, INSIDE
+from ferrodist.tensor.plain import BACKWARD, INSIDE, is_plain
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
@@ -197,28 +197,36 @@ class WholeForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module."""
         model = self._model
-        if INSIDE.get() is not model.plain:
+        if (caller := INSIDE.get()) is not model.plain:
             with model.inside(self._path):
-                return self._compute_from_outside(args, kwargs)
+                return self._compute_from_outside(args, kwargs, is_of_code=caller is not None)
         outer, model.plain.path = model.plain.path, self._path
         try:
             return self._forward(*args, **kwargs)
         finally:
             model.plain.path = outer
 
-    def _compute_from_outside(self, args: Any, kwargs: Any) -> Any:
+    def _compute_from_outside(self, args: Any, kwargs: Any, *, is_of_code: bool) -> Any:
+        """Compute what is called from outside of all others, or by the model's own code, as `generate` is."""
         gathers = self._model.gathers and not find_distributed([args, kwargs])
-        args, kwargs = map_tensors(self._spread, args), map_tensors(self._spread, kwargs)
-        result = self._forward(*args, **kwargs)
+        spread = functools.partial(self._spread, is_of_code=is_of_code)
+        args, kwargs = map_tensors(spread, args), map_tensors(spread, kwargs)
+        result = map_tensors(self._note_result, self._forward(*args, **kwargs))
         return map_tensors(_gather, result) if gathers else result
 
-    def _spread(self, tensor: torch.Tensor) -> DTensor:
+    def _spread(self, tensor: torch.Tensor, *, is_of_code: bool) -> DTensor:
         if isinstance(tensor, DTensor):
             return tensor
         mesh = self._model.mesh
-        if self._model.checks and tensor.numel():
-            compare_tensors("the forward", tensor, mesh, self._path)
-        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, shape=tensor.shape)
+        made = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, shape=tensor.shape)
+        self._model.plain.note("the forward", tensor, mesh, is_due=is_of_code)
+        return made
+
+    def _note_result(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Have the ranks compare what the model's code made and returns plain: perhaps no operator has taken it."""
+        if is_plain(tensor):
+            self._model.plain.note("the result", tensor, self._model.mesh)
+        return tensor
 
 
 class WholeModel:

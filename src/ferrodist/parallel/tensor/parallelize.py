@@ -46,10 +46,11 @@ def parallelize(
 
     Parameters become DTensors, with the values of rank 0 of the mesh: those that the plan names divided, all others,
     and buffers, whole on every rank. The module's own code runs as it is, on DTensors. Plain tensors that it makes, as
-    positions and masks, count as whole, in gradients too; the ranks compare what they have at the end of a forward, or
-    a backward, in which there were such. From outside the module looks undivided, and so does each module in it: plain
-    tensors that come in count as whole, and plain whole tensors come out; so do those in tuples, lists, mappings and
-    dataclasses, which are copied where they have tensors. A method ``generate`` gives what it gives of plain tensors.
+    positions and masks, count as whole, in gradients too; the ranks compare what they have, and inputs, at the end of a
+    forward, or a backward, in which there were such. From outside the module looks undivided, and so does each module
+    in it: plain tensors that come in count as whole, and plain whole tensors come out; so do those in tuples, lists,
+    mappings and dataclasses, which are copied where they have tensors. A method ``generate`` gives what it gives of
+    plain tensors.
 
     Its ``state_dict()`` has DTensors, whose ``full_tensor()`` can be saved; ``load_state_dict`` takes these and plain
     whole tensors, of which rank 0's count. Make optimizers after this.
@@ -62,8 +63,9 @@ def parallelize(
             ``*`` stands for any one name of a path, or a part of one. The empty path is the module itself.
         gathers_outputs: Whether the module's outputs become plain whole tensors. False gives DTensors, as scores that
             stay divided by the vocabulary until ``cross_entropy``.
-        check: Compare each plain tensor before it is used, and those that come in, too, by an exchange for each. That
-            names the first that differs, also where ranks with different ones don't come to the forward's end together.
+        check: Compare each plain tensor before it is used, and those that come in, by an exchange for each, also where
+            the model makes none. That names the first that differs, also where ranks with different ones don't come to
+            the forward's end together.
         init: ``init(module)`` gives a module's own parameters and buffers their values where they were on the meta
             device; None calls ``module.reset_parameters()``. Every rank calls it; rank 0's values count.
 
