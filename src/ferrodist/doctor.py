@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.errors import describe_error
 from ferrodist.launch.console import say
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     import argparse
@@ -93,9 +94,10 @@ def _run(name: str, probe: Probe) -> Finding:
 def _ferrodist() -> tuple[bool, str]:
     version = _version("ferrodist") or "run from its source tree"
     system = f"{platform.system()} {platform.machine()}"
+    processors = counted(_num_processors(), "processor")
     return (
         True,
-        f"{version}, Python {platform.python_version()}, {system}, {_num_processors()} processors for this process",
+        f"{version}, Python {platform.python_version()}, {system}, {processors} for this process",
     )
 
 
