@@ -17,7 +17,7 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from ferrodist.errors import describe_error
+from ferrodist.errors import BackendUnavailable, describe_error
 from ferrodist.launch.console import say
 from ferrodist.wording import counted
 
@@ -86,6 +86,8 @@ def findings() -> list[Finding]:
 def _run(name: str, probe: Probe) -> Finding:
     try:
         is_there, detail = probe()
+    except BackendUnavailable as error:
+        is_there, detail = False, str(error)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - what breaks a probe is what its reader looks for
         is_there, detail = False, f"the look at it failed: {describe_error(error)}"
     return Finding(name=name, is_there=is_there, detail=" ".join(detail.split()))

@@ -88,6 +88,60 @@ def test_questions_leave_nothing_behind(warned):
     assert run_ranks(program, 3)[0] == []
 
 
+LARGE = torch.arange(300_000.0)
+
+MESSAGES = {
+    "recv": (lambda: fd.recv((3,), torch.float32, 1).sum(), lambda: fd.send(torch.ones(3), 0)),
+    "recv_into": (lambda: fd.recv_into(torch.empty(3), 1), lambda: fd.send(torch.ones(3), 0)),
+    "send": (lambda: fd.send(LARGE, 1), lambda: fd.recv(None, None, 0).sum() - LARGE.sum()),
+    "sendrecv": (lambda: fd.sendrecv(torch.ones(3), 1, None, 1), lambda: fd.sendrecv(torch.ones(3), 0, None, 0)),
+    "batch": (
+        lambda: fd.batch([fd.Send(LARGE, 1), fd.Recv(torch.empty(2), 1)]),
+        lambda: fd.batch([fd.Send(torch.ones(2), 0), fd.Recv(LARGE.clone(), 0)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+@pytest.mark.parametrize("backend", ["simulated", "tcp-threads", "native-threads", "gloo-threads"])
+def test_the_other_side_of_a_message_is_named(warned, backend, kind):
+    """Who waits for a message, or for its receiver, is told so once; it comes all the same."""
+    found, event = warned
+
+    def program(group):
+        fd.barrier()
+        if group.rank == 1:
+            assert event.wait(_PATIENCE)
+        result = MESSAGES[kind][group.rank]()
+        fd.barrier()
+        return result if group.rank else None
+
+    results = run_ranks(program, 2, backend=backend)
+    if kind == "send":
+        assert results[1] == 0
+    about = [text for text in found if "the matching call" in text and "and rank 0 waits" in text]
+    assert len(about) == 1
+    assert about[0].startswith(
+        {"batch": "send to rank 1, recv from rank 1", "sendrecv": "sendrecv with"}.get(kind, kind)
+    )
+    assert (
+        " on group 'world': rank 1 has not made the matching call yet, and rank 0 waits for that, after 0." in about[0]
+    )
+
+
+def test_who_receives_from_any_rank_waits_for_none(warned):
+    """A server that has nothing to do is not warned of its clients."""
+    found, _ = warned
+
+    def program(group):
+        if group.rank == 0:
+            with pytest.raises(fd.DistributedTimeoutError):
+                fd.recv(None, None, fd.ANY_SOURCE, timeout=0.3)
+
+    run_ranks(program, 2)
+    assert [text for text in found if "matching call" in text] == []
+
+
 def test_one_rank_speaks_for_all():
     """The first rank that is not late itself."""
     assert [is_speaker(rank, (0, 2)) for rank in (1, 3)] == [True, False]
