@@ -74,7 +74,7 @@ def run_ranks(
         raise ValueError(f"backend must be a function or one of {', '.join(RANKS_BACKENDS)}, not {backend!r}")
     if inspect.iscoroutinefunction(fn):
         raise TypeError(
-            "run_ranks takes a plain function, which each rank calls: call asyncio.run in it for an async one"
+            "run_ranks takes a plain function, which each rank calls: call asyncio.run in one for what is async"
         )
     check_timeout(timeout)
 
