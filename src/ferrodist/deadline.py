@@ -16,6 +16,7 @@ __all__ = [
     "TIMEOUT_VARIABLE",
     "Deadline",
     "Elapsed",
+    "before_warning",
     "check_timeout",
     "default_timeout",
     "long_wait",
@@ -102,6 +103,11 @@ class Deadline:
 def long_wait() -> Deadline:
     """When a wait that begins now has lasted long enough for a warning."""
     return Deadline(LONG_WAIT_SECONDS)
+
+
+def before_warning(timeout: float) -> float:
+    """How much of a wait there is until it has lasted long enough for a warning; what is no number stays as it is."""
+    return LONG_WAIT_SECONDS if isinstance(timeout, (int, float)) and timeout > LONG_WAIT_SECONDS else timeout
 
 
 class Elapsed(NamedTuple):

@@ -17,8 +17,9 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from ferrodist.errors import describe_error
+from ferrodist.errors import BackendUnavailable, describe_error
 from ferrodist.launch.console import say
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     import argparse
@@ -85,6 +86,8 @@ def findings() -> list[Finding]:
 def _run(name: str, probe: Probe) -> Finding:
     try:
         is_there, detail = probe()
+    except BackendUnavailable as error:
+        is_there, detail = False, str(error)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - what breaks a probe is what its reader looks for
         is_there, detail = False, f"the look at it failed: {describe_error(error)}"
     return Finding(name=name, is_there=is_there, detail=" ".join(detail.split()))
@@ -93,9 +96,10 @@ def _run(name: str, probe: Probe) -> Finding:
 def _ferrodist() -> tuple[bool, str]:
     version = _version("ferrodist") or "run from its source tree"
     system = f"{platform.system()} {platform.machine()}"
+    processors = counted(_num_processors(), "processor")
     return (
         True,
-        f"{version}, Python {platform.python_version()}, {system}, {_num_processors()} processors for this process",
+        f"{version}, Python {platform.python_version()}, {system}, {processors} for this process",
     )
 
 

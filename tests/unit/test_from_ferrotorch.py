@@ -3,36 +3,16 @@
 import builtins
 import contextlib
 import enum
-import inspect
 import re
 
+import numpy as np
 import pytest
 import torch
-from nccl_fakes import fake_groups
-from page_tables import Page, exists
+from crate_rows import PAGE, ROWS, Shown, resolve, rows_that
+from page_tables import exists
 
 import ferrodist as fd
 from ferrodist.testing import run_ranks
-
-PAGE = Page("from-ferrotorch.md", "crate")
-ROWS = [(heading, *row) for heading, (_, table) in PAGE.sections().items() for row in table]
-
-
-def rows_that(says):
-    """The rows whose note holds a pattern, as parameters of a test."""
-    return [pytest.param(*row, id=f"{row[0]}-{row[1]}") for row in ROWS if re.search(says, row[3])]
-
-
-def resolve(ours):
-    """What the first name of a cell stands for, and what has it."""
-    path = re.match(r"`fd\.([\w.]+)", ours)[1]
-    owner, value = None, fd
-    for name in path.split("."):
-        owner, value = (
-            value,
-            inspect.getattr_static(value, name, None) if inspect.isclass(value) else getattr(value, name),
-        )
-    return owner, value
 
 
 def test_every_row_says_where_the_name_is():
@@ -109,29 +89,26 @@ def test_variants_are_upper_case(heading, crate, ours, note):
     assert name in owner.__members__
 
 
-# What single rows say, each by a program of two ranks.
-
-SHOWN = {}
-
-
-def shows(crate):
-    """Have a program show a row; the name must be one of the table's."""
-
-    def keep(program):
-        assert any(row[1] == f"`{crate}`" for row in ROWS), crate
-        SHOWN[crate] = program
-        return program
-
-    return keep
+SHOWN = Shown(
+    *("error", "backend", "collective", "async_collective", "p2p"),
+    elsewhere={
+        "Backend": "unit/backends/test_own_backend.py",
+        "DistributedError::Io": "unit/test_from_ferrotorch.py",
+        "ReduceOp::Sum": "unit/test_from_ferrotorch.py",
+        "DistributedError::NoConnection": "unit/test_from_ferrotorch.py",
+        "TcpBackend": "unit/test_from_ferrotorch.py",
+        "TcpBackend::new": "unit/backends/test_tcp_backend.py",
+    },
+)
 
 
-@shows("DistributedError::SelfSend")
+@SHOWN.row("DistributedError::SelfSend")
 def _(group):
     with pytest.raises(fd.SelfSendError):
         group.send(b"x", group.rank)
 
 
-@shows("DistributedError::SizeMismatch")
+@SHOWN.row("DistributedError::SizeMismatch")
 def _(group):
     if group.rank:
         with pytest.raises(fd.SizeMismatchError):
@@ -144,7 +121,7 @@ def _(group):
     group.barrier()
 
 
-@shows("Backend::recv_timeout")
+@SHOWN.row("Backend::recv_timeout")
 def _(group):
     with pytest.raises(fd.DistributedTimeoutError) as caught:
         group.recv(bytearray(1), 1 - group.rank, timeout=0.05)
@@ -152,26 +129,26 @@ def _(group):
     group.barrier()
 
 
-@shows("SimulatedBackend::create_group")
+@SHOWN.row("SimulatedBackend::create_group")
 def _(group):
     del group
     assert [each.rank for each in fd.SimulatedBackend.create_group(3)] == [0, 1, 2]
 
 
-@shows("SubBackend::new")
+@SHOWN.row("SubBackend::new")
 def _(group):
     assert fd.SubBackend(group, [1, 0]).rank == 1 - group.rank
     with pytest.raises(fd.InvalidRankError):
         fd.SubBackend(group, [0, 1, 0])
 
 
-@shows("SubBackend::members")
+@SHOWN.row("SubBackend::members")
 def _(group):
     assert fd.SubBackend(group, [1, 0]).members == (1, 0)
     assert fd.SubBackend(group, [1, 0]).parent is group
 
 
-@shows("SubBackend::to_global")
+@SHOWN.row("SubBackend::to_global")
 def _(group):
     sub = fd.SubBackend(group, [1, 0])
     assert (sub.to_global(0), sub.to_local(0), sub.to_local(7)) == (1, 1, None)
@@ -179,7 +156,7 @@ def _(group):
         sub.to_global(2)
 
 
-@shows("SubBackend")
+@SHOWN.row("SubBackend")
 def _(group):
     alone = fd.new_group([1])
     assert alone.is_member == (group.rank == 1)
@@ -188,7 +165,7 @@ def _(group):
             fd.barrier(alone)
 
 
-@shows("DEFAULT_COLLECTIVE_TIMEOUT")
+@SHOWN.row("DEFAULT_COLLECTIVE_TIMEOUT")
 def _(group):
     del group
     assert isinstance(fd.DEFAULT_COLLECTIVE_TIMEOUT, float)
@@ -196,7 +173,67 @@ def _(group):
     assert note.startswith(f"{fd.DEFAULT_COLLECTIVE_TIMEOUT:g} seconds")
 
 
-@shows("allreduce")
+@SHOWN.row("DistributedError", "Backend::barrier", "SimulatedBackend", "barrier")
+def _(group):
+    assert issubclass(fd.DistributedError, RuntimeError)
+    fd.barrier(timeout=20)
+    with pytest.raises(fd.DistributedTimeoutError) as caught:
+        fd.monitored_barrier(timeout=0.05) if group.rank == 0 else fd.recv((1,), torch.float32, 0)
+    assert caught.value.ranks == (1,)
+
+
+@SHOWN.row("DistributedError::ChannelClosed")
+def _(group):
+    if group.rank:
+        group.close()
+        with pytest.raises(fd.GroupClosedError):
+            group.send(b"x", 0)
+    else:
+        with pytest.raises(fd.PeerLostError) as caught:
+            group.recv(bytearray(1), 1)
+        assert caught.value.ranks == (1,)
+
+
+@SHOWN.row("DistributedError::BackendUnavailable")
+def _(group):
+    if not fd.is_nccl_available():
+        with pytest.raises(fd.BackendUnavailable):
+            fd.NcclBackend(group)
+
+
+@SHOWN.row("Backend::send", "Backend::recv")
+def _(group):
+    if group.rank:
+        array = np.zeros((2, 2), dtype=np.int16)
+        group.recv(array, 0, timeout=20)
+        assert array.tolist() == [[1, 2], [3, 4]]
+        with pytest.raises(ValueError, match="C-contiguous"):
+            group.recv(np.zeros((2, 4), dtype=np.int16)[:, :2], 0)
+    else:
+        group.send(np.array([[1, 2], [3, 4]], dtype=np.int16), 1, timeout=20)
+        with pytest.raises(ValueError, match="C-contiguous"):
+            group.send(np.zeros((2, 4))[:, :2], 1)
+
+
+@SHOWN.row("SubBackend::to_local")
+def _(group):
+    assert fd.SubBackend(group, [1, 0]).to_local(5) is None
+
+
+@SHOWN.row("ReduceOp")
+def _(group):
+    own = torch.tensor([1 + group.rank])
+    results = {"MIN": 1, "MAX": 2, "PRODUCT": 2, "BAND": 0, "BOR": 3, "BXOR": 3}
+    for op, expected in results.items():
+        assert fd.allreduce(own, getattr(fd.ReduceOp, op)).item() == expected
+
+
+@SHOWN.row("ReduceOp::Mean")
+def _(group):
+    assert fd.allreduce(torch.tensor([1.0 + group.rank]), fd.ReduceOp.MEAN).item() == 1.5
+
+
+@SHOWN.row("allreduce")
 def _(group):
     tensor = torch.full((2,), float(group.rank + 1), dtype=torch.bfloat16)
     assert fd.allreduce(tensor).tolist() == [3, 3]
@@ -204,32 +241,32 @@ def _(group):
     assert tensor.tolist() == [group.rank + 1] * 2
 
 
-@shows("broadcast")
+@SHOWN.row("broadcast")
 def _(group):
     assert fd.broadcast(torch.tensor([group.rank]), 1).tolist() == [1]
     assert fd.broadcast(torch.tensor([group.rank])).tolist() == [0]
 
 
-@shows("all_gather")
+@SHOWN.row("all_gather")
 def _(group):
     assert fd.all_gather(torch.full((1, 2), group.rank), 1).tolist() == [[0, 0, 1, 1]]
     assert fd.all_gather_uneven(torch.full((group.rank + 1,), group.rank)).tolist() == [0, 1, 1]
 
 
-@shows("reduce_scatter")
+@SHOWN.row("reduce_scatter")
 def _(group):
     assert fd.reduce_scatter(torch.arange(3.0)).tolist() == ([4] if group.rank else [0, 2])
     assert list(fd.compute_shard_sizes(3, 2)) == [2, 1]
 
 
-@shows("reduce_scatter_tensor")
+@SHOWN.row("reduce_scatter_tensor")
 def _(group):
     part = torch.empty(1)
     fd.reduce_scatter_tensor(part, torch.arange(2.0))
     assert part.tolist() == [2 * group.rank]
 
 
-@shows("all_to_all")
+@SHOWN.row("all_to_all")
 def _(group):
     own = torch.arange(4.0) + 4 * group.rank
     expected = [0, 1, 4, 5] if group.rank == 0 else [2, 3, 6, 7]
@@ -241,14 +278,14 @@ def _(group):
     assert fd.all_to_all(square.view(-1)).tolist() == expected
 
 
-@shows("all_to_all_single_uneven")
+@SHOWN.row("all_to_all_single_uneven")
 def _(group):
     expected = pytest.raises(fd.SizeMismatchError) if group.rank == 0 else contextlib.suppress(fd.DistributedError)
     with expected:
         fd.all_to_all_single_uneven(torch.ones(2), [1, 1], [1, 1] if group.rank else [1, 2])
 
 
-@shows("PendingCollective")
+@SHOWN.row("PendingCollective")
 def _(group):
     del group
     pending = [fd.async_all_gather(torch.ones(1)), fd.async_all_gather(torch.zeros(1))]
@@ -256,20 +293,29 @@ def _(group):
     assert all(each.done() for each in pending)
 
 
-@shows("PendingCollective::wait")
+@SHOWN.row("PendingCollective::wait")
 def _(group):
     del group
     pending = fd.async_all_gather(torch.ones(1))
     assert pending.wait(timeout=30) is pending.wait()
 
 
-@shows("PendingCollective::op_name")
+@SHOWN.row("PendingCollective::op_name")
 def _(group):
     del group
     assert fd.async_all_gather(torch.ones(1)).op_name == "all_gather"
 
 
-@shows("send")
+@SHOWN.row("async_reduce_scatter")
+def _(group):
+    own = torch.arange(2.0) + group.rank
+    assert fd.async_reduce_scatter(own).wait().tolist() == [1 + 2 * group.rank]
+    assert fd.async_allreduce(own).wait().tolist() == [1, 3]
+    assert fd.async_broadcast(own, 1).wait().tolist() == [1, 2]
+    assert fd.async_all_to_all(own).wait().tolist() == [group.rank, group.rank + 1]
+
+
+@SHOWN.row("send")
 def _(group):
     if group.rank:
         with pytest.raises(fd.SizeMismatchError):
@@ -278,7 +324,7 @@ def _(group):
         fd.send(torch.ones(2), 1)
 
 
-@shows("recv")
+@SHOWN.row("recv")
 def _(group):
     if group.rank:
         assert fd.recv((0, 3), torch.float32, 0).shape == (0, 3)
@@ -286,7 +332,7 @@ def _(group):
         fd.send(torch.ones(0, 3), 1)
 
 
-@shows("recv_into")
+@SHOWN.row("recv_into")
 def _(group):
     tensor = torch.zeros(2)
     if group.rank:
@@ -297,75 +343,10 @@ def _(group):
         fd.send(torch.ones(2), 1)
 
 
-@shows("sendrecv")
+@SHOWN.row("sendrecv")
 def _(group):
     other = 1 - group.rank
     assert fd.sendrecv(torch.tensor([group.rank]), other, (1,), other).item() == other
-
-
-@shows("DeviceMesh::coords")
-def _(group):
-    mesh = fd.DeviceMesh(group, (1, 2), ("a", "b"))
-    assert (mesh.coords(1), mesh.rank_of((0, 1)), mesh.axis_names, mesh.axis_index("b")) == ((0, 1), 1, ("a", "b"), 1)
-
-
-@shows("DeviceMesh::ranks_along_dim")
-def _(group):
-    mesh = fd.DeviceMesh(group, (2,), ("a",))
-    assert mesh.ranks_along_axis("a") == (0, 1)
-    assert mesh.groups_along_axis("a") == [(0, 1)]
-    assert mesh["a"].group.world_size == 2
-
-
-@shows("DTensor::from_local")
-def _(group):
-    mesh = fd.DeviceMesh(group, (2,), ("a",))
-    with pytest.raises((ValueError, fd.DistributedError)):
-        fd.DTensor.from_local(torch.ones(2, 2 + group.rank), mesh, fd.Shard(0))
-
-
-@shows("DTensor::redistribute")
-def _(group):
-    mesh = fd.DeviceMesh(group, (2,), ("a",))
-    spread = fd.DTensor.from_local(torch.full((1,), float(group.rank)), mesh, fd.Shard(0))
-    whole = spread.redistribute((fd.Replicate(),))
-    assert whole.to_local().tolist() == [0, 1]
-    assert spread.to_local().tolist() == [group.rank]
-
-
-@shows("DTensor::numel")
-def _(group):
-    mesh = fd.DeviceMesh(group, (2,), ("a",))
-    assert fd.DTensor.from_local(torch.ones(0, 3), mesh, fd.Shard(0)).numel() == 0
-
-
-@shows("reduce_op_to_nccl")
-def _(group):
-    del group
-    assert isinstance(fd.reduce_op_to_nccl(fd.ReduceOp.SUM), int)
-    with pytest.raises(fd.UnsupportedOpError):
-        fd.reduce_op_to_nccl(fd.ReduceOp.BXOR)
-
-
-@shows("gpu_allreduce")
-def _(group):
-    del group
-    with pytest.raises(fd.UnsupportedOpError, match="use allreduce"):
-        fd.gpu_allreduce(torch.ones(1))
-
-
-@shows("group_start")
-def _(group):
-    del group
-    with fd.coalesce():
-        pending = fd.async_allreduce(torch.ones(1))
-    assert pending.wait().item() == 2
-
-
-@shows("NcclUniqueId::internal")
-def _(group):
-    del group
-    assert fd.NcclUniqueId(bytes(128)).internal == bytes(128)
 
 
 @pytest.mark.parametrize("crate", SHOWN)
@@ -374,24 +355,36 @@ def test_what_a_row_says_is_so(crate):
     run_ranks(SHOWN[crate], 2)
 
 
-def test_hybrid_groups_are_what_their_rows_say():
-    """The getters of a hybrid group are groups of its ranks."""
+def test_no_row_of_these_tables_is_left_out():
+    """A note of these tables that nothing shows."""
+    assert SHOWN.missing() == []
+    assert SHOWN.unknown() == []
+
+
+def test_ranks_that_do_not_meet():
+    """The row of the crate's errors of input and output: who has not come is named."""
+    with pytest.raises(fd.RendezvousError) as caught:
+        fd.TcpBackend(0, 2, "127.0.0.1:0", timeout=0.2)
+    assert caught.value.ranks == (1,)
+
+
+def test_rank_0_relays_between_two_others():
+    """The rows of the crate's star, which has no connection for such a pair."""
 
     def program(group):
-        assert isinstance(group.nccl, fd.NcclBackend)
-        assert isinstance(group.tcp, fd.SimulatedBackend)
-        for each in (group.nccl, group.tcp):
-            assert fd.allreduce(torch.ones(1), group=each).item() == 2
+        if group.rank:
+            return fd.sendrecv(torch.tensor([group.rank]), 3 - group.rank, (1,), 3 - group.rank).item()
+        return None
 
-    run_ranks(program, 2, backend=fake_groups)
+    assert run_ranks(program, 3, backend="tcp") == [None, 2, 1]
 
 
-@pytest.mark.parametrize("kind", [fd.NcclBackend, fd.HybridBackend])
-def test_groups_over_nccl_say_that_there_is_none(kind):
-    """Where a row says that making one raises, it does."""
-    if fd.is_nccl_available():
-        pytest.skip("this machine has NCCL and a GPU")
-    with pytest.raises(fd.BackendUnavailable):
-        kind(fd.SimulatedBackend.create_group(1)[0])
-    with pytest.raises(fd.BackendUnavailable):
-        fd.NcclUniqueId.create()
+def test_sums_fold_in_rank_order():
+    """The row of the crate's sum: in another order, or in bfloat16, these have other results."""
+
+    def program(group):
+        ones = torch.tensor([256.0, 1, 1, 1], dtype=torch.bfloat16)[group.rank :][:1]
+        wide = torch.tensor([1, 1e16, -1e16, 1], dtype=torch.float64)[group.rank :][:1]
+        return fd.allreduce(ones).item(), fd.allreduce(wide).item()
+
+    assert run_ranks(program, 4) == [(260, 1)] * 4

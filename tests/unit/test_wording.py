@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import ferrodist as fd
+from ferrodist import checkpoint
+from ferrodist.testing import run_ranks
 from ferrodist.wording import counted, with_article
 
 
@@ -36,9 +38,28 @@ def test_what_is_said_of_a_users_module():
         fd.parallelize(torch.nn.ModuleDict({"table": torch.nn.Embedding(2, 2)}), mesh, {"table": fd.ColumnParallel()})
 
 
+def test_one_of_a_kind_is_no_plural():
+    """Sizes and counts of a program's own, as users meet them first."""
+
+    def program(group):
+        if group.rank:
+            group.send(b"x", 0)
+        else:
+            with pytest.raises(fd.SizeMismatchError, match=r"sent 1 byte, the buffer"):
+                group.recv(bytearray(2), 1)
+        group.barrier()
+
+    run_ranks(program, 2)
+    with pytest.raises(ValueError, match=r"SyncBatchNorm1d of 1 channel got an input of 2$"):
+        fd.SyncBatchNorm1d(1)(torch.ones(2, 2))
+    spec = checkpoint.TensorShardSpec(full_shape=(2,), shard_dim=0, shard_sizes=(1, 1))
+    with pytest.raises(ValueError, match=r"has 2 shards for 1 rank$"):
+        checkpoint.ShardMetadata(num_ranks=1, tensor_specs={"x": spec})
+
+
 def test_no_message_has_an_article_before_a_name_that_is_filled_in():
     """It would be wrong for half of the names."""
     source = Path(fd.__file__).parent
-    wrong = re.compile(r"\b(?:a|an) \{type\(\w+\)\.__(?:qual)?name__")
+    wrong = re.compile(r"\b(?:a|an) \{(?:type\(\w+\)\.__(?:qual)?name__|kind|module|name)\b")
     files = [path for path in source.rglob("*.py") if "testing" not in path.parts]
     assert [path.name for path in files if wrong.search(path.read_text())] == []

@@ -3,7 +3,8 @@
 [Note: long waits]
 A rank that waits says so once in each wait, after `ferrodist.deadline.LONG_WAIT_SECONDS`, naming the call and who has
 not made it. Where all ranks see who is late, the first one that waits speaks for them. In an agreement only rank 0 sees
-it: the others ask rank 0 first, and speak where it does not answer, being late itself.
+it: the others ask rank 0 first, and speak where it does not answer, being late itself. Of a message its rank alone
+knows. Who receives from any rank waits for none, and says nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.call import Call
     from ferrodist.deadline import Elapsed
 
-__all__ = ["is_speaker", "warn_of_late_ranks"]
+__all__ = ["is_speaker", "warn_of_late_peers", "warn_of_late_ranks"]
 
 _log = logging.getLogger(__name__)
 
@@ -44,3 +45,21 @@ def warn_of_late_ranks(call: Call, late: Sequence[int], *, group: str, rank: int
         "%s on group %r, operation %s: %s %s called it yet, and rank %s waits for that, after %s",
         *(call, group, call.sequence, ranks_text(late), have_not, rank, elapsed),
     )
+
+
+def warn_of_late_peers(what: str, late: Sequence[int], *, group: str, rank: int, elapsed: Elapsed) -> None:
+    """Say that messages wait for ranks that have not made the matching calls; nothing where these are not known.
+
+    Args:
+        what: The call, as errors name it.
+        late: The other ranks.
+        group: The group's name.
+        rank: The rank that waits.
+        elapsed: How long it has waited.
+    """
+    if late:
+        have_not = "has not" if len(late) == 1 else "have not"
+        _log.warning(
+            "%s on group %r: %s %s made the matching call yet, and rank %s waits for that, after %s",
+            *(what, group, ranks_text(late), have_not, rank, elapsed),
+        )

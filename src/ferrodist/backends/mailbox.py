@@ -24,6 +24,7 @@ import numpy as np
 from ferrodist.backends.request import BaseRequest
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.errors import DistributedError, DistributedTimeoutError, SizeMismatchError
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,7 +140,8 @@ def size_error(number: int, who: str, size_bytes: int, room_bytes: int) -> SizeM
         room_bytes: Of the receive's buffer.
     """
     return SizeMismatchError(
-        f"{who} sent {size_bytes} bytes, the buffer to receive them has {room_bytes}: receive into one of that size."
+        f"{who} sent {counted(size_bytes, 'byte')}, the buffer to receive them has {room_bytes}: receive into one of"
+        " that size."
         " The message is kept.",
         ranks=(number,),
     )

@@ -347,7 +347,7 @@ def _factory(name: str | None) -> Factory:
     if chosen in _FACTORIES:
         return _FACTORIES[chosen]
     hint = "; make simulated groups with SimulatedBackend.create_group(n)" if chosen == "simulated" else ""
-    raise ValueError(f"unknown backend {chosen!r}: there is {_known()}{hint}")
+    raise ValueError(f"unknown backend {chosen!r}: there are {_known()}{hint}")
 
 
 def _known() -> str:

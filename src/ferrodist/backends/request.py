@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ferrodist.backends.tags import ANY_SOURCE
-from ferrodist.deadline import Deadline
+from ferrodist.deadline import Deadline, long_wait
 from ferrodist.errors import DistributedError, DistributedTimeoutError
 
 if TYPE_CHECKING:
@@ -80,25 +81,48 @@ class LateFinder(Protocol):
         """See `Backend.find_late`."""
 
 
-def wait_all(requests: Iterable[Request], deadline: Deadline) -> None:
+def wait_all(
+    requests: Iterable[Request], deadline: Deadline, warn: Callable[[tuple[int, ...]], None] | None = None
+) -> None:
     """Wait for every request; when one fails cancel the others and raise its error.
 
     Args:
         requests: Of one group.
         deadline: When to give up.
+        warn: Called once where it takes long, with the peers of the requests that are not done; see
+            [Note: long waits].
 
     Raises:
         DistributedTimeoutError: The deadline passed; ``ranks`` are those that `Backend.find_late` puts it down to,
             given the peers of all requests that were not done.
     """
     pending = list(requests)
+    patience = long_wait().timeout
     try:
+        soon = Deadline(max(0.0, patience - deadline.elapsed()))
+        if warn is not None and patience < deadline.timeout and not _are_done(pending, soon):
+            warn(_peers_of(pending))
         for request in pending:
             _wait_for_one(request, pending, deadline)
     except BaseException:
         for request in pending:
             request.cancel()
         raise
+
+
+def _are_done(requests: list[Request], deadline: Deadline) -> bool:
+    """Wait for requests until the deadline: whether all of them have ended."""
+    for request in requests:
+        with contextlib.suppress(DistributedTimeoutError):  # of the wait; or it has ended with that
+            request.wait(deadline.remaining())
+        if not request.done():
+            return False
+    return True
+
+
+def _peers_of(requests: Iterable[Request]) -> tuple[int, ...]:
+    """The other ranks of requests that are not done, as far as they are known."""
+    return tuple(sorted({request.peer for request in requests if not request.done()} - {ANY_SOURCE}))
 
 
 def _wait_for_one(request: Request, pending: list[Request], deadline: Deadline) -> None:
@@ -115,7 +139,7 @@ def _give_up(pending: list[Request], deadline: Deadline, error: DistributedTimeo
     waiting = [request for request in pending if not request.done()]
     if not waiting:
         return
-    peers = tuple(sorted({request.peer for request in waiting} - {ANY_SOURCE}))
+    peers = _peers_of(waiting)
     finder = next((request for request in waiting if isinstance(request, LateFinder)), None)
     late = finder.find_late(peers, answer_seconds(deadline.timeout)) if finder is not None else Late(ranks=peers)
     cancelled = [request.cancel() for request in pending]

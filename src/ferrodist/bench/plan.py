@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.bench.cases import Case, DataType, Operation
 from ferrodist.bench.suites import SUITES, Suite
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,7 +91,7 @@ class Stage:
     @property
     def title(self) -> str:
         """Return "2 ranks on 2 hosts", or "2 ranks" on one."""
-        return f"{self.num_ranks} ranks" + (f" on {self.num_hosts} hosts" if self.num_hosts > 1 else "")
+        return counted(self.num_ranks, "rank") + (f" on {self.num_hosts} hosts" if self.num_hosts > 1 else "")
 
     def cases(self) -> list[tuple[Chapter, Case]]:
         """Its cases, and whose each is."""

@@ -9,6 +9,7 @@ import msgspec
 
 from ferrodist.bench.machine import Machine  # noqa: TC001 - msgspec reads the annotation
 from ferrodist.bench.peers import LIMITS, OURS, Peer
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -164,7 +165,7 @@ class Report(msgspec.Struct, kw_only=True):
     def failures(self) -> list[str]:
         """What went wrong in cases, a line each."""
         return [
-            f"{case.operation} of {case.size_bytes} bytes ({case.dtype}) on {case.num_ranks} ranks"
+            f"{case.operation} of {case.size_bytes} bytes ({case.dtype}) on {counted(case.num_ranks, 'rank')}"
             f"{f' of {case.num_hosts} hosts' if case.num_hosts > 1 else ''}, {name}: {reason}"
             for case in self.cases
             for name, reason in case.failures.items()

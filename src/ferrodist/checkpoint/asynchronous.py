@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.sub import SubBackend
 from ferrodist.checkpoint.folder import remove_unfinished
-from ferrodist.checkpoint.functions import DEFAULT_CHECKPOINT_TIMEOUT, check_keep_last, resolve_ranks
+from ferrodist.checkpoint.functions import check_keep_last, resolve_ranks
 from ferrodist.checkpoint.outcome import agree_on, on_all_ranks, run_on_first
 from ferrodist.checkpoint.rotation import remove_old
 from ferrodist.checkpoint.saving import DEFAULT_FILE_BYTES, Save
 from ferrodist.checkpoint.staging import StagingBuffer
 from ferrodist.checkpoint.storage import join_path, open_storage
-from ferrodist.deadline import Deadline
+from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import DistCheckpointError, DistributedError, describe_error
 
 if TYPE_CHECKING:
@@ -133,14 +133,15 @@ class AsyncCheckpointer:
         check_replicas: bool = True,
         shards: ShardMetadata | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        timeout: float = DEFAULT_CHECKPOINT_TIMEOUT,
+        timeout: float | None = None,
     ) -> None:
         if isinstance(queue, bool) or not isinstance(queue, int) or queue < 0:
             raise ValueError(f"queue must be a number of saves from 0, not {queue!r}")
         check_keep_last(keep_last)
         self._keep_last = keep_last
         self._group = resolve_ranks(group)
-        deadline = Deadline(timeout)
+        self._timeout = resolve_timeout(timeout)
+        deadline = Deadline(self._timeout)
         self.dir = on_all_ranks(
             lambda: open_storage(dir, storage_options).url,
             "open a folder of checkpoints",
@@ -165,7 +166,6 @@ class AsyncCheckpointer:
             "shards": shards,
         }
         self._storage_options = storage_options
-        self._timeout = timeout
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="ferrodist-checkpoint")
         self._free: list[StagingBuffer] = [StagingBuffer()]
         self._lock = threading.Lock()

@@ -11,7 +11,7 @@ from ferrodist.checkpoint.outcome import on_all_ranks
 from ferrodist.checkpoint.rotation import remove_old
 from ferrodist.checkpoint.saving import DEFAULT_FILE_BYTES, Save
 from ferrodist.checkpoint.storage import open_storage, parent_path
-from ferrodist.deadline import Deadline
+from ferrodist.deadline import Deadline, resolve_timeout
 
 if TYPE_CHECKING:
     import os
@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.shard_metadata import ShardMetadata
     from ferrodist.checkpoint.storage import Storage
 
-DEFAULT_CHECKPOINT_TIMEOUT = 1800.0
-"""Seconds; disks are slower than networks, and a rank that died is noticed at once all the same."""
-
-__all__ = ["DEFAULT_CHECKPOINT_TIMEOUT", "check_keep_last", "load_distributed", "resolve_ranks", "save_distributed"]
+__all__ = ["check_keep_last", "load_distributed", "resolve_ranks", "save_distributed"]
 
 
 def save_distributed(
@@ -37,7 +34,7 @@ def save_distributed(
     shards: ShardMetadata | None = None,
     keep_last: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    timeout: float = DEFAULT_CHECKPOINT_TIMEOUT,
+    timeout: float | None = None,
 ) -> None:
     """Write a checkpoint; every rank of the group calls this.
 
@@ -57,7 +54,8 @@ def save_distributed(
         keep_last: When it is saved, remove older checkpoints beside it, in the same folder of folders, but for the
             newest ones, of which this is one. Damaged ones don't count and are not removed. None removes none.
         storage_options: For fsspec's file system, if the path is a URL.
-        timeout: Seconds in which all ranks must be done.
+        timeout: Seconds in which all ranks must be done; None takes FERRODIST_TIMEOUT's, or
+            `DEFAULT_COLLECTIVE_TIMEOUT`.
 
     Raises:
         DistCheckpointError: On all ranks: their states don't fit together, or it could not be written.
@@ -65,7 +63,7 @@ def save_distributed(
         DistributedError: A rank was lost, or is late. If that was rank 0 at the very end, the checkpoint may be there,
             whole; else what was there before is as it was.
     """
-    ranks, deadline = resolve_ranks(group), Deadline(timeout)
+    ranks, deadline = resolve_ranks(group), Deadline(resolve_timeout(timeout))
 
     def open_checked() -> Storage:
         check_keep_last(keep_last)
@@ -99,7 +97,7 @@ def load_distributed(
     one_reads: bool = False,
     shards: ShardMetadata | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    timeout: float = DEFAULT_CHECKPOINT_TIMEOUT,
+    timeout: float | None = None,
 ) -> Any:
     """Load a checkpoint, or a part of it; every rank of the group calls this.
 
@@ -120,7 +118,8 @@ def load_distributed(
         verify: Compare what is read with its hashes: a fifth of the time of a load from memory, little of one from a
             disk.
         storage_options: For fsspec's file system, if the path is a URL.
-        timeout: Seconds in which all ranks must be done.
+        timeout: Seconds in which all ranks must be done; None takes FERRODIST_TIMEOUT's, or
+            `DEFAULT_COLLECTIVE_TIMEOUT`.
 
     Returns:
         ``into`` with what was loaded; in it the same tensors, modules and objects.
@@ -130,7 +129,7 @@ def load_distributed(
             have been filled by then.
         TypeError, ValueError: An argument is wrong.
     """
-    ranks, deadline = resolve_ranks(group), Deadline(timeout)
+    ranks, deadline = resolve_ranks(group), Deadline(resolve_timeout(timeout))
     storage = on_all_ranks(lambda: open_storage(path, storage_options), "open a checkpoint", str(path), ranks, deadline)
     return load(
         storage,

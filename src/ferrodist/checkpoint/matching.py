@@ -269,7 +269,7 @@ class Matching:
         kind = list if isinstance(into, list) else tuple
         saved = node if kind is list else node.get("tuple") if isinstance(node, dict) else None
         if not isinstance(saved, list) or len(saved) != len(into):
-            found = f"{len(saved)} members" if isinstance(saved, list) else "something else"
+            found = f"{counted(len(saved), 'member')}" if isinstance(saved, list) else "something else"
             raise DistCheckpointError(
                 f"{path_text(path)} is to be {with_article(kind.__name__)} of {len(into)}, and was saved as"
                 f" {found}: None in its"

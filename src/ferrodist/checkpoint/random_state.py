@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ferrodist.wording import counted
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -38,7 +40,7 @@ class RandomState:
         """
         devices = state_dict["cuda"]
         if devices and len(devices) != torch.cuda.device_count():
-            raise ValueError(f"the state has {len(devices)} GPUs, and there are {torch.cuda.device_count()} here")
+            raise ValueError(f"the state has {counted(len(devices), 'GPU')}, and here are {torch.cuda.device_count()}")
         random.setstate(state_dict["python"])
         np.random.set_state(state_dict["numpy"])
         torch.set_rng_state(state_dict["torch"])

@@ -19,13 +19,12 @@ from ferrodist.checkpoint.bands import BAND_BYTES, cut_bands
 from ferrodist.checkpoint.commit import commit, make_manifest
 from ferrodist.checkpoint.dtypes import dtype_from_name
 from ferrodist.checkpoint.folder import check_is_ours
-from ferrodist.checkpoint.functions import DEFAULT_CHECKPOINT_TIMEOUT
 from ferrodist.checkpoint.planner import BoxReport, SavePlan, StateReport, TensorReport, plan_save
 from ferrodist.checkpoint.progress import Progress
 from ferrodist.checkpoint.saving import DEFAULT_FILE_BYTES
 from ferrodist.checkpoint.writer import FileStream, bytes_of
 from ferrodist.collectives.sharding import compute_shard_sizes, offsets_of
-from ferrodist.deadline import Deadline
+from ferrodist.deadline import Deadline, default_timeout
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.regions import Box
 from ferrodist.wording import counted
@@ -144,7 +143,7 @@ def rewrite(contents: Contents, storage: Storage, options: RewriteOptions, *, si
             save_id=save_id,
             world_size=contents.world_size if _has_own(plan.tree) else options.num_ranks,
         )
-        commit(storage, manifest, Deadline(DEFAULT_CHECKPOINT_TIMEOUT), single_name=single_name)
+        commit(storage, manifest, Deadline(default_timeout()), single_name=single_name)
     except BaseException as error:
         _discard(storage, save_id)
         if isinstance(error, OSError):

@@ -108,7 +108,8 @@ class ShardMetadata:
         check_num_ranks("num_ranks", self.num_ranks)
         for name, spec in self.tensor_specs.items():
             if len(spec.shard_sizes) != self.num_ranks:
-                raise ValueError(f"tensor {name!r} has {len(spec.shard_sizes)} shards for {self.num_ranks} ranks")
+                shards = counted(len(spec.shard_sizes), "shard")
+                raise ValueError(f"tensor {name!r} has {shards} for {counted(self.num_ranks, 'rank')}")
 
     def for_ranks(self, num_ranks: int) -> ShardMetadata:
         """The same tensors, along the same dims, over another number of ranks, as evenly as can be.

@@ -164,9 +164,9 @@ class OptimizerState:
         other = sorted(map(str, wanted ^ found))
         which = f": {other[0]!r} is only in one of them" if other else ""
         raise DistCheckpointError(
-            f"{where} has {counted(len(wanted), 'parameter')} in {len(own)} groups, and was saved with {len(found)} in"
-            f" {len(saved)}, which are not the same{which}. Make the optimizer with the groups that it was saved with,"
-            " or leave it out of what is loaded"
+            f"{where} has {counted(len(wanted), 'parameter')} in {counted(len(own), 'group')}, and was saved with"
+            f" {len(found)} in {len(saved)}, which are not the same{which}. Make the optimizer with the groups that"
+            " it was saved with, or leave it out of what is loaded"
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from ferrodist.checkpoint.progress import Progress
 from ferrodist.checkpoint.storage import open_storage
 from ferrodist.checkpoint.tree import referenced_keys
 from ferrodist.errors import DistCheckpointError
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     import os
@@ -175,7 +176,7 @@ class _Verifier:
             yield from self._of_all(file, shards, f"can't be read: {error}")
             return
         if size != file.size_bytes:
-            yield Problem(file=file.name, what=f"has {size} bytes where {file.size_bytes} were written")
+            yield Problem(file=file.name, what=f"has {counted(size, 'byte')} where {file.size_bytes} were written")
         yield from self._check_header(place, file)
         yield from self._check_layout(file, shards)
         if self._contents:

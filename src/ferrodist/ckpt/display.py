@@ -12,6 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from ferrodist.wording import counted
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -75,7 +77,9 @@ def _row(entry: StateEntry) -> tuple[Text, ...]:
     if entry.kind not in ("tensor", "array"):
         value = entry.value or ""
         if entry.kind != "value":
-            value = f"PerRank of {value} ranks" if entry.kind == "per_rank" else f"{entry.kind} of {value}"
+            value = (
+                f"PerRank of {counted(int(value), 'rank')}" if entry.kind == "per_rank" else f"{entry.kind} of {value}"
+            )
         shown = value if len(value) <= _VALUE_CHARACTERS else f"{value[:_VALUE_CHARACTERS]}..."
         return Text(name), Text(shown, style="dim"), Text(), Text(), Text(), Text()
     facts = entry.tensor

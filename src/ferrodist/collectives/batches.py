@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrodist.backends.long_waits import warn_of_late_peers
 from ferrodist.backends.request import wait_all
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.collectives.prepare import prepare_out
 from ferrodist.collectives.tensor_transfers import TensorReceive, start_send
-from ferrodist.deadline import Deadline
+from ferrodist.deadline import Deadline, Elapsed
 from ferrodist.errors import DistributedTimeoutError
 
 if TYPE_CHECKING:
@@ -75,9 +76,13 @@ def receive_into(group: Backend, operation: Recv) -> TensorReceive:
 
 
 def wait_for(requests: list[Request], deadline: Deadline, group: Backend, what: str) -> None:
-    """Wait for all of these; when the deadline passes say ``what`` did not happen."""
+    """Wait for all of these; warn when it takes long, and when the deadline passes say ``what`` did not happen."""
+
+    def warn(peers: tuple[int, ...]) -> None:
+        warn_of_late_peers(what, peers, group=group.name, rank=group.rank, elapsed=Elapsed.of(deadline))
+
     try:
-        wait_all(requests, deadline)
+        wait_all(requests, deadline, warn)
     except DistributedTimeoutError as error:
         if group.failure is not None:
             raise

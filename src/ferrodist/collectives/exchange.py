@@ -285,7 +285,7 @@ def _check_counts(counts: Sequence[int], name: str, group: Backend) -> list[int]
     """``counts`` as a list of ints, one for each rank."""
     checked = [check_integer(count, f"{name}[{rank}]") for rank, count in enumerate(counts)]
     if len(checked) != group.world_size or any(count < 0 for count in checked):
-        raise ValueError(f"{name} needs a number of rows for each of the {group.world_size} ranks, not {checked}")
+        raise ValueError(f"{name} needs a number of rows for each rank, {group.world_size} in all, not {checked}")
     return checked
 
 

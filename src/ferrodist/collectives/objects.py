@@ -143,7 +143,7 @@ def scatter_object(
     parts = [_nothing()] * chosen.world_size
     if chosen.rank == src:
         if values is None or len(values) != chosen.world_size:
-            raise ValueError(f"rank {src} scatters: pass one object for each of the {chosen.world_size} ranks there")
+            raise ValueError(f"rank {src} scatters: pass one object for each rank there, {chosen.world_size} in all")
         parts = [_encode(value, allow_pickle) for value in values]
     deadline = Deadline(limit)
     sizes = [part.numel() for part in parts]

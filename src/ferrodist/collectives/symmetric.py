@@ -62,7 +62,7 @@ def empty_symmetric(
     size_bytes = count * dtype.itemsize
     if size_bytes * chosen.world_size > _MAX_BYTES:
         raise ValueError(
-            f"a tensor of shape {sizes} and {dtype} has {size_bytes} bytes; those of the"
+            f"a tensor of shape {sizes} and {dtype} has {counted(size_bytes, 'byte')}; those of the"
             f" {counted(chosen.world_size, 'rank')} of"
             f" group {chosen.name!r} together may have {_MAX_BYTES}: pass a smaller shape"
         )

@@ -12,6 +12,7 @@ from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, chec
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.interop.calls import Collective, Comparison
 from ferrodist.interop.layouts import Source, Target, moved, row_size, scale_of
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,8 +137,8 @@ def all_gather(group: Backend, outputs: Sequence[torch.Tensor], tensor: torch.Te
     target = Target(*outputs)
     if target.counts[group.rank] != tensor.numel():
         raise ValueError(
-            f"this rank's output has {target.counts[group.rank]} elements, its input {tensor.numel()}: each rank's"
-            " output must be as large as its input"
+            f"this rank's output has {counted(target.counts[group.rank], 'element')}, its input {tensor.numel()}: each"
+            " rank's output must be as large as its input"
         )
     return _compared(group, "all_gather", target.counts, _gather_into(target, [list(outputs)], tensor, target.counts))
 
@@ -238,8 +239,8 @@ def reduce_scatter(group: Backend, output: torch.Tensor, inputs: Sequence[torch.
     source = Source(*inputs)
     if source.counts[group.rank] != output.numel():
         raise ValueError(
-            f"this rank's input has {source.counts[group.rank]} elements, its output {output.numel()}: each rank's"
-            " output must be as large as the inputs for it"
+            f"this rank's input has {counted(source.counts[group.rank], 'element')}, its output {output.numel()}: each"
+            " rank's output must be as large as the inputs for it"
         )
     call = _reduce_parts(Target(output), output, source, source.counts, op)
     return _compared(group, "reduce_scatter", source.counts, call)
@@ -288,14 +289,14 @@ def _split(group: Backend, tensor: torch.Tensor, splits: Sequence[int], what: st
     if not splits:
         if size % group.world_size:
             raise ValueError(
-                f"the {what} has {size} rows, which {group.world_size} ranks can't share evenly: pass"
+                f"the {what} has {counted(size, 'row')}, which {group.world_size} ranks can't share evenly: pass"
                 f" {what}_split_sizes"
             )
         splits = [size // group.world_size] * group.world_size
     if len(splits) != group.world_size or min(splits) < 0 or sum(splits) != size:
         raise ValueError(
-            f"{what}_split_sizes {list(splits)} must be one for each of {group.world_size} ranks, and together the"
-            f" {size} rows of the {what}"
+            f"{what}_split_sizes {list(splits)} must be one for each of {counted(group.world_size, 'rank')}, and"
+            f" together the {counted(size, 'row')} of the {what}"
         )
     return [count * row_size(tensor) for count in splits]
 
@@ -361,7 +362,8 @@ def _check_whole(group: Backend, output: torch.Tensor, tensor: torch.Tensor) -> 
     _check_like(output, tensor)
     if output.numel() != group.world_size * tensor.numel():
         raise ValueError(
-            f"the output must have the input's {tensor.numel()} elements for each of {group.world_size} ranks, not"
+            f"the output must have the input's {counted(tensor.numel(), 'element')} for each of"
+            f" {counted(group.world_size, 'rank')}, not"
             f" {output.numel()}"
         )
 
@@ -369,14 +371,16 @@ def _check_whole(group: Backend, output: torch.Tensor, tensor: torch.Tensor) -> 
 def _check_whole_input(group: Backend, tensor: torch.Tensor, output: torch.Tensor) -> None:
     if tensor.numel() != group.world_size * output.numel():
         raise ValueError(
-            f"the input must have the output's {output.numel()} elements for each of {group.world_size} ranks, not"
+            f"the input must have the output's {counted(output.numel(), 'element')} for each of"
+            f" {counted(group.world_size, 'rank')}, not"
             f" {tensor.numel()}"
         )
 
 
 def _check_list(group: Backend, tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str) -> None:
     if len(tensors) != group.world_size:
-        raise ValueError(f"{what} must be one tensor for each of {group.world_size} ranks, not {len(tensors)}")
+        ranks = counted(group.world_size, "rank")
+        raise ValueError(f"{what} must be one tensor for each of {ranks}, not {len(tensors)}")
     for tensor in tensors:
         _check(tensor)
         _check_like(tensor, like)
@@ -385,7 +389,8 @@ def _check_list(group: Backend, tensors: Sequence[torch.Tensor], like: torch.Ten
 def _check_even(counts: Sequence[int], tensor: torch.Tensor) -> None:
     if set(counts) != {tensor.numel()}:
         raise ValueError(
-            f"the tensors of the list must have {tensor.numel()} elements each, as this rank's other one, not {counts}"
+            f"the tensors of the list must have {counted(tensor.numel(), 'element')} each, as this rank's other"
+            f" one, not {counts}"
         )
 
 

@@ -12,6 +12,7 @@ from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.objects import all_gather_object, broadcast_object
 from ferrodist.collectives.views import elements_overlap
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
+from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +44,7 @@ def compare_forms(
         UnsupportedOpError: On every rank, with the first rank's refusal. The group stays good.
     """
     with explain_errors(
-        lambda: f"Rank {group.rank} was giving a {module} to {maker}.",
+        lambda: f"Rank {group.rank} was giving {with_article(module)} to {maker}.",
         "Every rank of the group must make it, at the same place of its program.",
     ):
         expected = broadcast_object(list(lines), group=group, timeout=deadline.remaining())

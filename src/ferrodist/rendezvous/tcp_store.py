@@ -42,6 +42,7 @@ from ferrodist.rendezvous.store import (
     check_value,
     missing_error,
 )
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -194,7 +195,8 @@ class TcpStoreServer:
             )
         if not 0 <= hello.rank < self._world_size:
             raise InvalidRankError(
-                f"{who} is not in a job of {self._world_size} ranks; ranks go from 0 to {self._world_size - 1}",
+                f"{who} is not in a job of {counted(self._world_size, 'rank')}; ranks go from 0 to"
+                f" {self._world_size - 1}",
                 ranks=(hello.rank,),
             )
         with self._changed:

@@ -283,7 +283,7 @@ class RpcAgent:
         return self._switchboard.names.find(to, deadline), deadline.remaining()
 
     def _rank_of(self, to: int) -> int:
-        rank = to if type(to) is int else check_integer(to, "to")
+        rank = to if type(to) is int else check_integer(to, "the rank to call, where it is no name,")
         if not 0 <= rank < self.world_size:
             raise InvalidRankError(f"there is no rank {rank} to call: they are 0 to {self.world_size - 1}")
         return rank

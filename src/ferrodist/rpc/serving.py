@@ -72,7 +72,7 @@ def serve(served: Served, functions: Functions, finish_later: Callable[[Served, 
     function = served.function or functions.find(call.name)
     if function is None:
         known = ", ".join(functions.names()) or "none"
-        text = f"there is no function {call.name!r} here: register it; there are {known}"
+        text = f"there is no function {call.name!r} here: register it; those registered: {known}"
         served.answer(Failure(FailureKind.UNKNOWN, "", text, ""))
         return
     if served.is_withdrawn:

@@ -15,6 +15,7 @@ from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.operation import collectives_of
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.torch_private.autograd import current_graph_task, queue_callback, version_of
+from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -176,4 +177,4 @@ def describe_module() -> str:
     kind = type(modules[0]).__name__
     paths = (name for name, one in modules[-1].named_modules() if one is modules[0])
     path = next(paths, "")
-    return f" in module {path!r} ({kind})" if path else f" in a {kind}"
+    return f" in module {path!r} ({kind})" if path else f" in {with_article(kind)}"

@@ -12,6 +12,7 @@ import torch
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.sharding import compute_shard_sizes
 from ferrodist.tensor.placement import Partial, Replicate, Shard
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -218,8 +219,8 @@ def check_placements(
             raise TypeError(f"a placement is Shard(dim), Replicate() or Partial(), not {placement!r}")
     if len(given) != mesh.ndim:
         raise ValueError(
-            f"a mesh of axes {', '.join(map(repr, mesh.axis_names))} needs {mesh.ndim} placements, one for each,"
-            f" not {len(given)}: {list(given)}"
+            f"a mesh of axes {', '.join(map(repr, mesh.axis_names))} needs {counted(mesh.ndim, 'placement')}, one for"
+            f" each, not {len(given)}: {list(given)}"
         )
     ops = {placement.op for placement in given if isinstance(placement, Partial)}
     if len(ops) > 1 and not ops <= {ReduceOp.SUM, ReduceOp.MEAN}:

@@ -15,6 +15,8 @@ first marked test.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -76,6 +78,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = pyfuncitem._fixtureinfo.argnames  # noqa: SLF001 - as pytest's own implementation of this hook does
     if "group" not in names:
         pytest.fail("a test marked with ranks must take the argument 'group'", pytrace=False)
+    if inspect.iscoroutinefunction(pyfuncitem.obj):
+        pytest.fail(
+            "a test marked with ranks is a plain function, whose ranks are threads or processes: this one is async;"
+            " call asyncio.run in it",
+            pytrace=False,
+        )
     arguments = {name: pyfuncitem.funcargs[name] for name in names if name != "group"}
     backend: BackendName | BackendFactory = options.backend or pyfuncitem.config.getoption("--ranks-backend")
     body: Callable[..., Any] = pyfuncitem.obj
@@ -136,9 +144,10 @@ class _Options:
 
 def _read_marker(marker: pytest.Mark) -> _Options:
     """The arguments of a marker; the test fails with one sentence where they are wrong."""
-    try:
+    options = None
+    with contextlib.suppress(TypeError):
         options = _Options(*marker.args, **marker.kwargs)
-    except TypeError:
+    if options is None:
         given = [*map(repr, marker.args), *(f"{name}={value!r}" for name, value in marker.kwargs.items())]
         _refuse(f"takes (world_size, backend=None, timeout=60), not ({', '.join(given)})")
     size: object = options.world_size  # of any type, as the others

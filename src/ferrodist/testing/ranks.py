@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import secrets
 import socket
 import sys
@@ -71,6 +72,10 @@ def run_ranks(
         raise InvalidWorldSizeError(f"run_ranks needs a world size of at least 1, not {world_size!r}")
     if not callable(backend) and backend not in RANKS_BACKENDS:
         raise ValueError(f"backend must be a function or one of {', '.join(RANKS_BACKENDS)}, not {backend!r}")
+    if inspect.iscoroutinefunction(fn):
+        raise TypeError(
+            "run_ranks takes a plain function, which each rank calls: call asyncio.run in one for what is async"
+        )
     check_timeout(timeout)
 
     def body(group: Backend) -> Any:

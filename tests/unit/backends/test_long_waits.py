@@ -20,19 +20,24 @@ _PATIENCE = 60.0
 
 @pytest.fixture
 def warned(monkeypatch):
-    """What is warned of, soon, and an event for the first of it."""
+    """What is warned of, soon, and a function that waits until one of the warnings has some words in it."""
     monkeypatch.setattr(deadline, "LONG_WAIT_SECONDS", 0.05)
     found: list[str] = []
-    event = threading.Event()
+    changed = threading.Condition()
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-            event.set()
+            with changed:
+                found.append(record.getMessage())
+                changed.notify_all()
+
+    def until(words: str) -> bool:
+        with changed:
+            return changed.wait_for(lambda: any(words in text for text in found), _PATIENCE)
 
     handler = Handler()
     logging.getLogger("ferrodist").addHandler(handler)
-    yield found, event
+    yield found, until
     logging.getLogger("ferrodist").removeHandler(handler)
 
 
@@ -41,12 +46,12 @@ def warned(monkeypatch):
 @pytest.mark.parametrize("backend", ["simulated", "tcp-threads", "native-threads", "gloo-threads"])
 def test_late_ranks_are_named_before_the_deadline(warned, backend, late, is_async):
     """A rank that prepares data is named, with the call, while the others wait; nothing fails."""
-    found, event = warned
+    found, until = warned
 
     def program(group):
         fd.barrier()
         if group.rank == late:
-            assert event.wait(_PATIENCE)
+            assert until("allreduce(sum, float32[3])")
         total = fd.async_allreduce(torch.ones(3)).wait() if is_async else fd.allreduce(torch.ones(3))
         fd.barrier()
         return total.tolist()
@@ -62,12 +67,12 @@ def test_late_ranks_are_named_before_the_deadline(warned, backend, late, is_asyn
 @pytest.mark.parametrize("backend", ["simulated", "tcp-threads", "native-threads", "gloo-threads"])
 def test_late_ranks_of_calls_without_tensors_are_named_with_the_call(warned, backend):
     """A collective of objects has its name in the warning; the engine keeps it apart from what it knows of tensors."""
-    found, event = warned
+    found, until = warned
 
     def program(group):
         fd.barrier()
         if group.rank == 1:
-            assert event.wait(_PATIENCE)
+            assert until("all_gather_object()")
         return fd.all_gather_object(group.rank)
 
     assert run_ranks(program, 2, backend=backend) == [[0, 1]] * 2
@@ -76,16 +81,70 @@ def test_late_ranks_of_calls_without_tensors_are_named_with_the_call(warned, bac
 
 def test_questions_leave_nothing_behind(warned):
     """A rank 0 that comes late takes in what the others have asked meanwhile."""
-    _, event = warned
+    _, until = warned
 
     def program(group):
         fd.barrier()
         if group.rank == 0:
-            assert event.wait(_PATIENCE)
+            assert until("operation 1: ")
         fd.barrier()
         return [] if group.rank else list(group._mailbox._messages)
 
     assert run_ranks(program, 3)[0] == []
+
+
+LARGE = torch.arange(300_000.0)
+
+MESSAGES = {
+    "recv": (lambda: fd.recv((3,), torch.float32, 1).sum(), lambda: fd.send(torch.ones(3), 0)),
+    "recv_into": (lambda: fd.recv_into(torch.empty(3), 1), lambda: fd.send(torch.ones(3), 0)),
+    "send": (lambda: fd.send(LARGE, 1), lambda: fd.recv(None, None, 0).sum() - LARGE.sum()),
+    "sendrecv": (lambda: fd.sendrecv(torch.ones(3), 1, None, 1), lambda: fd.sendrecv(torch.ones(3), 0, None, 0)),
+    "batch": (
+        lambda: fd.batch([fd.Send(LARGE, 1), fd.Recv(torch.empty(2), 1)]),
+        lambda: fd.batch([fd.Send(torch.ones(2), 0), fd.Recv(LARGE.clone(), 0)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+@pytest.mark.parametrize("backend", ["simulated", "tcp-threads", "native-threads", "gloo-threads"])
+def test_the_other_side_of_a_message_is_named(warned, backend, kind):
+    """Who waits for a message, or for its receiver, is told so once; it comes all the same."""
+    found, until = warned
+
+    def program(group):
+        fd.barrier()
+        if group.rank == 1:
+            assert until("rank 1 has not made the matching call yet")
+        result = MESSAGES[kind][group.rank]()
+        fd.barrier()
+        return result if group.rank else None
+
+    results = run_ranks(program, 2, backend=backend)
+    if kind == "send":
+        assert results[1] == 0
+    about = [text for text in found if "the matching call" in text and "and rank 0 waits" in text]
+    assert len(about) == 1
+    assert about[0].startswith(
+        {"batch": "send to rank 1, recv from rank 1", "sendrecv": "sendrecv with"}.get(kind, kind)
+    )
+    assert (
+        " on group 'world': rank 1 has not made the matching call yet, and rank 0 waits for that, after 0." in about[0]
+    )
+
+
+def test_who_receives_from_any_rank_waits_for_none(warned):
+    """A server that has nothing to do is not warned of its clients."""
+    found, _ = warned
+
+    def program(group):
+        if group.rank == 0:
+            with pytest.raises(fd.DistributedTimeoutError):
+                fd.recv(None, None, fd.ANY_SOURCE, timeout=0.3)
+
+    run_ranks(program, 2)
+    assert [text for text in found if "matching call" in text] == []
 
 
 def test_one_rank_speaks_for_all():
@@ -96,7 +155,7 @@ def test_one_rank_speaks_for_all():
 
 def test_ranks_that_do_not_come_are_named(warned):
     """While the ranks meet, too."""
-    found, event = warned
+    found, until = warned
     store = MemoryStore()
     first = Deadline(_PATIENCE)
     claim_rank(store, rank=0, where="here", advice="", deadline=first)
@@ -104,7 +163,7 @@ def test_ranks_that_do_not_come_are_named(warned):
         target=await_all, args=[store], kwargs={"rank": 0, "world_size": 2, "where": "here", "deadline": first}
     )
     waiting.start()
-    assert event.wait(_PATIENCE)
+    assert until("has not come yet")
     claim_rank(store, rank=1, where="here", advice="", deadline=first)
     await_all(store, rank=1, world_size=2, where="here", deadline=first)
     waiting.join(_PATIENCE)
@@ -114,14 +173,14 @@ def test_ranks_that_do_not_come_are_named(warned):
 
 def test_ranks_that_were_turned_away_are_named_with_the_reason(warned):
     """Else rank 0 would wait half an hour for a rank with another secret, and its warning would not say why."""
-    found, event = warned
+    found, until = warned
     store = MemoryStore()
     note_rejection(store, "127.0.0.1:5: wrong job secret")
     claim_rank(store, rank=0, where="here", advice="", deadline=Deadline(_PATIENCE))
     call = {"rank": 0, "world_size": 2, "where": "here", "deadline": Deadline(_PATIENCE)}
     waiting = threading.Thread(target=await_all, args=[store], kwargs=call)
     waiting.start()
-    assert event.wait(_PATIENCE)
+    assert until("Turned away")
     claim_rank(store, rank=1, where="here", advice="", deadline=Deadline(_PATIENCE))
     await_all(store, **{**call, "rank": 1})
     waiting.join(_PATIENCE)

@@ -392,7 +392,7 @@ def test_optimizers_with_other_groups(tmp_path):
     before = [bits_of(each) for each in other.parameters()]
 
     def program(group):
-        with pytest.raises(DistCheckpointError, match=r"\['o'\] has 4 parameters in 1 groups, .* 4 in 2.*Make the"):
+        with pytest.raises(DistCheckpointError, match=r"\['o'\] has 4 parameters in 1 group, .* 4 in 2.*Make the"):
             load_distributed(tmp_path, {"model": other, "o": OptimizerState(other, into)} if group.rank else {})
 
     run_ranks(program, 2)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ferrodist import DeviceMesh, DTensor, Partial, Replicate, Shard
-from ferrodist.checkpoint import Placed, dtypes, load_distributed, save_distributed
+from ferrodist.checkpoint import AsyncCheckpointer, Placed, dtypes, load_distributed, save_distributed
 from ferrodist.checkpoint.folder import read_manifest
 from ferrodist.checkpoint.storage.local import LocalStorage
 from ferrodist.checkpoint.writer import BLOCK_BYTES
-from ferrodist.errors import DistCheckpointError
+from ferrodist.errors import DistCheckpointError, DistributedTimeoutError
 from ferrodist.tensor.regions import FlatPiece, local_part, mark_piece
 from ferrodist.testing import run_ranks
 
@@ -542,3 +543,29 @@ def test_a_path_that_is_not_utf_8(tmp_path):
         return load_distributed(path, group=group)["a"].tolist()
 
     assert run_ranks(body, 2) == [[1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("kind", ["save", "load", "saves"])
+def test_the_default_timeout_is_that_of_all_calls(kind, tmp_path, monkeypatch):
+    """Checkpoints wait for a late rank as long as FERRODIST_TIMEOUT says, as everything that waits for ranks does."""
+    save_distributed({"a": torch.ones(2)}, tmp_path / "there")
+    calls = {
+        "save": lambda group: save_distributed({"a": torch.ones(2)}, tmp_path / "new", group=group),
+        "load": lambda group: load_distributed(tmp_path / "there", group=group),
+        "saves": lambda group: AsyncCheckpointer(tmp_path / "steps", group=group),
+    }
+    is_over = threading.Event()
+
+    def program(group):
+        if group.rank == 1:
+            assert is_over.wait(30)
+            return
+        monkeypatch.setenv("FERRODIST_TIMEOUT", "0.2")
+        try:
+            with pytest.raises(DistributedTimeoutError) as caught:
+                calls[kind](group)
+            assert caught.value.ranks == (1,)
+        finally:
+            is_over.set()
+
+    run_ranks(program, 2)

@@ -249,7 +249,7 @@ def test_a_scatter_of_one_tensor_of_another_size():
     """The root is told how much it must be."""
 
     def program(made):
-        with pytest.raises(ValueError, match="the output's 2 elements for each of 1 ranks, not 3"):
+        with pytest.raises(ValueError, match="the output's 2 elements for each of 1 rank, not 3"):
             made.scatter_single(torch.zeros(2), torch.zeros(3), 0)
 
     run(program, 1)

@@ -53,7 +53,7 @@ def test_microbatches_stay():
     parts, counts = split_batch(given, 2, "inputs")
     assert parts == given
     assert counts is None
-    with pytest.raises(ValueError, match="inputs has 2 microbatches, and the pipeline was made for 3"):
+    with pytest.raises(ValueError, match="inputs has 2 microbatches, and the pipeline is for 3"):
         split_batch(given, 3, "inputs")
 
 

@@ -641,7 +641,7 @@ def test_wrong_arguments_are_named():
     layer = nn.Linear(6, 6)
     tensor = torch.randn(4, 6, requires_grad=True)
     output = layer(tensor)
-    with pytest.raises(ValueError, match="1 outputs have 2 gradients"):
+    with pytest.raises(ValueError, match="1 output has 2 gradients"):
         backward_inputs([output], [None, None], [tensor])
     with pytest.raises(ValueError, match="output 1 doesn't require grad"):
         backward_inputs([output, output.detach()], [None, None], [tensor])

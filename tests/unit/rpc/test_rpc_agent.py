@@ -93,7 +93,9 @@ def test_failures_are_told():
             agent.rpc_sync(to, "fail", "lost")
         assert failure.value.type_name == "KeyError"
         assert "raise KeyError(text)" in failure.value.remote_traceback
-        with pytest.raises(RpcError, match="there is no function 'none' here: register it; there are add, echo"):
+        with pytest.raises(
+            RpcError, match="there is no function 'none' here: register it; those registered: add, echo"
+        ):
             agent.rpc_sync(to, "none")
         with pytest.raises(RpcError, match=r"TypeError: add.. missing 1 required"):
             agent.rpc_sync(to, "add")

@@ -235,6 +235,14 @@ def test_wrong_markers_are_explained(run):
     result.assert_outcomes(failed=len(wrong))
     result.stdout.fnmatch_lines([f"the marker ranks {sentence}" for sentence in wrong.values()])
     result.stdout.no_fnmatch_line("*Traceback*")
+    result.stdout.no_fnmatch_line("*another exception occurred*")
+
+
+def test_an_async_test_does_not_pass_without_running(run):
+    """Ranks call the test's body; of one that is async they would get a coroutine, which nobody runs."""
+    result = run("import pytest\n@pytest.mark.ranks(2)\nasync def test_ranks(group): assert False")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*this one is async; call asyncio.run in it*"])
 
 
 def test_several_numbers_of_ranks(run):

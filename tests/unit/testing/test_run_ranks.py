@@ -464,3 +464,13 @@ def test_the_error_pickles():
         run_ranks(lambda group: 1 / 0, 1)
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (str(copy), copy.ranks) == (str(caught.value), (0,))
+
+
+def test_an_async_program_is_refused():
+    """Its ranks would return coroutines, which nobody runs."""
+
+    async def program(group):
+        raise AssertionError
+
+    with pytest.raises(TypeError, match=r"run_ranks takes a plain function.*asyncio\.run"):
+        run_ranks(program, 2)

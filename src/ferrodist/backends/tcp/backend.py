@@ -362,8 +362,8 @@ class TcpBackend(MailboxBackend):
             legal = frame.destination == self.rank
         if not legal:
             raise ProtocolError(
-                f"a {frame.kind.name} frame from rank {frame.source} to rank {frame.destination} over the connection of"
-                f" rank {link.peer} and rank {self.rank}"
+                f"a frame of kind {frame.kind.name} from rank {frame.source} to rank {frame.destination} over the"
+                f" connection of rank {link.peer} and rank {self.rank}"
             )
         if frame.destination != self.rank:
             return _Bytes(frame.length)

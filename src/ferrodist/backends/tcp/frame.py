@@ -134,7 +134,7 @@ class Frame:
         except ValueError:
             raise ProtocolError(f"a frame of unknown kind {kind}") from None
         if length > MAX_PAYLOAD or size > MAX_MESSAGE or (length and known not in _WITH_PAYLOAD):
-            raise ProtocolError(f"a {known.name} frame with {length} bytes of a message of {size}: that is too large")
+            raise ProtocolError(f"a frame of kind {known.name} with {length} bytes of a message of {size}: too many")
         if known is Kind.EAGER and not (length == size <= EAGER_LIMIT):
             raise ProtocolError(f"an EAGER frame with {length} bytes of a message of {size}")
         if known is Kind.DATA and not (length > 0 and offset + length <= size):

@@ -154,7 +154,7 @@ def _item(name: str, node: Any) -> DcpItem:
 def _fields(node: Any, name: str) -> dict[str, Any]:
     """The attributes of an object of a class."""
     if not isinstance(node, Made) or node.function.name != name or node.arguments:
-        raise ValueError(f"it has something else where a {name} is expected")
+        raise ValueError(f"it has something else where {with_article(name)} is expected")
     return {} if node.state is None else _by_text(node.state)
 
 

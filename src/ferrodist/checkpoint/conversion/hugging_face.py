@@ -90,7 +90,7 @@ def _tensors_of(storage: Storage, file: str) -> dict[str, ForeignTensor]:
     where, size = f"{storage.url}/{file}", storage.size_bytes(file)
     head = bytearray(LENGTH_BYTES)
     if size < LENGTH_BYTES:
-        raise DistCheckpointError(f"{where} is no safetensors file: it has {size} bytes")
+        raise DistCheckpointError(f"{where} is no safetensors file: it has {counted(size, 'byte')}")
     storage.read(file, 0, memoryview(head))
     begin = LENGTH_BYTES + int.from_bytes(head, "little")
     if begin > min(size, MAX_HEADER_BYTES):
@@ -112,7 +112,7 @@ def _tensors_of(storage: Storage, file: str) -> dict[str, ForeignTensor]:
             )
             if found[name].size_bytes != stop - start:
                 raise DistCheckpointError(
-                    f"{where} is damaged: tensor {name!r} of shape {entry.shape} has {stop - start} bytes"
+                    f"{where} is damaged: tensor {name!r} of shape {entry.shape} has {counted(stop - start, 'byte')}"
                 )
     return found
 

@@ -44,6 +44,7 @@ from ferrodist.parallel.data.marks import model_title
 from ferrodist.parallel.data.parameter_hooks import ParameterHooks
 from ferrodist.parallel.data.rounds import Round
 from ferrodist.torch_private.autograd import version_of
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -403,7 +404,8 @@ class Reducer:
         if self._num_started:
             error = GroupAbortedError(
                 f"an earlier backward of DDP on rank {self._group.rank} of group {self._group.name!r} ended in an"
-                f" error after {self._num_started} of {len(self.buckets)} buckets had started, so the ranks are out"
+                f" error after {self._num_started} of {counted(len(self.buckets), 'bucket')} had started, so the ranks"
+                " are out"
                 " of step. Make a new group, and a new DDP on it, to go on after a failed backward.",
                 ranks=(self._group.rank,),
             )

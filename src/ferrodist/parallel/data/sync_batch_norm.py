@@ -24,6 +24,7 @@ from ferrodist.collectives.explain import explain_errors
 from ferrodist.collectives.gathering import all_gather
 from ferrodist.collectives.reductions import allreduce
 from ferrodist.torch_private.modules import BatchNormBase, check_input_dim, has_hooks, is_lazy_norm, own_modules
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,7 +111,8 @@ class _SyncBatchNorm(BatchNormBase):
         """Normalise; in training every rank of the group calls it."""
         check_input_dim(self, input)
         if input.shape[1] != self.num_features:
-            raise ValueError(f"{type(self).__name__} of {self.num_features} channels got an input of {input.shape[1]}")
+            channels = counted(self.num_features, "channel")
+            raise ValueError(f"{type(self).__name__} of {channels} got an input of {input.shape[1]}")
         group = resolve_group(self._group) if self.training else None
         if group is None:
             return super().forward(input)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ferrodist.installation import how_to_install
 from ferrodist.parallel.pipeline.actions import ActionKind
 from ferrodist.parallel.pipeline.timeline import Timeline, predict
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +78,8 @@ def draw_text(drawn: Schedule | Timeline, costs: Costs | None = None, *, unit: f
         f"{head:<{len(heads[-1])}} | {_draw_row(cells, num_columns, width)}"
         for head, cells in zip(heads, rows, strict=True)
     ]
-    sizes = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
+    microbatches = counted(schedule.num_microbatches, "microbatch")
+    sizes = f"{counted(schedule.num_ranks, 'rank')}, {counted(schedule.num_stages, 'stage')}, {microbatches}"
     lines = [
         f"{schedule.name}: {sizes}",
         *lines,

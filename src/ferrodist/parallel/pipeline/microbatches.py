@@ -38,7 +38,9 @@ def split_batch(batch: Any, num_microbatches: int, what: str) -> tuple[list[Any]
     """
     if isinstance(batch, Microbatches):
         if len(batch) != num_microbatches:
-            raise ValueError(f"{what} has {len(batch)} microbatches, and the pipeline was made for {num_microbatches}")
+            raise ValueError(
+                f"{what} has {counted(len(batch), 'microbatch')}, and the pipeline is for {num_microbatches}"
+            )
         return list(batch), None
     plan, tensors = flatten(batch, what)
     sizes = {int(tensor.shape[0]) for tensor in tensors if tensor.dim()}

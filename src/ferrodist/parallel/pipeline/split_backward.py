@@ -35,6 +35,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ferrodist.parallel.pipeline.backward_graph import is_python_function, trace_backward
 from ferrodist.parallel.pipeline.saved_tensors import has_packed_tensors, release_saved
 from ferrodist.torch_private.autograd import run_backward
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -304,7 +305,11 @@ def _check(
     outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
 ) -> None:
     if len(outputs) != len(gradients):
-        raise ValueError(f"{len(outputs)} outputs have {len(gradients)} gradients: give one for each, or None")
+        have = "has" if len(outputs) == 1 else "have"
+        raise ValueError(
+            f"{counted(len(outputs), 'output')} {have} {counted(len(gradients), 'gradient')}: give one for each,"
+            " or None"
+        )
     for number, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
         if not output.requires_grad:
             raise ValueError(f"output {number} doesn't require grad: leave it out, as nothing depends on its gradient")

@@ -220,5 +220,5 @@ def _check_costs(costs: Sequence[float], num_children: int) -> ChildCosts:
     if wrong is not None:
         raise ValueError(f"a child costs {wrong}: pass costs that are finite and not negative")
     if len(found) != num_children:
-        raise ValueError(f"there are {len(found)} costs for {counted(num_children, 'child')}: pass one for each")
+        raise ValueError(f"{counted(len(found), 'cost')} for {counted(num_children, 'child')}: pass one for each")
     return list(found)

@@ -11,6 +11,7 @@ from ferrodist.parallel.pipeline.actions import Action, ActionKind
 from ferrodist.parallel.pipeline.communication import add_communication
 from ferrodist.parallel.pipeline.execution import Span, execute
 from ferrodist.parallel.pipeline.validation import check_schedule
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from ferrodist.parallel.pipeline.schedule import Schedule
@@ -72,7 +73,8 @@ class Costs:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, tuple) and len(value) != num_stages:
-                raise ValueError(f"{field.name} has costs of {len(value)} stages, and the schedule {num_stages} stages")
+                costs, stages = counted(len(value), "stage"), counted(num_stages, "stage")
+                raise ValueError(f"{field.name} has costs of {costs}, and the schedule {stages}")
 
 
 def _at(cost: float | Sequence[float], stage: int) -> float:

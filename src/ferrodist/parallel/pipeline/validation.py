@@ -73,7 +73,7 @@ def _check_places(schedule: Schedule, rank: int, actions: Sequence[Action]) -> N
             raise _error(schedule, f"rank {rank} has {action}, and stage {action.stage} is on rank {place}")
     for action, count in Counter(actions).items():
         if count > 1:
-            raise _error(schedule, f"rank {rank} has {action} {count} times; once is right")
+            raise _error(schedule, f"rank {rank} has {action} {counted(count, 'time')}; once is right")
 
 
 def _check_compute(schedule: Schedule) -> None:

@@ -20,6 +20,7 @@ from ferrodist.collectives.objects import all_gather_object
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.parallel.sharded.distributed import join_parts
 from ferrodist.parallel.sharded.model_state import check_owner, owner_of
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -229,7 +230,8 @@ def _form_problem(
         return "it lacks param_groups"
     own = [sorted(group["params"]) for group in _named_groups(optimizer, homes)]
     if own != [sorted(group["params"]) for group in groups]:
-        return f"it has {len(groups)} groups of parameters, the optimizer {len(own)}, or they have other parameters"
+        have = counted(len(groups), "group")
+        return f"it has {have} of parameters, the optimizer {len(own)}, or they have other parameters"
     known = {name for names in own for name in names}
     for name, entries in state["state"].items():
         if name not in known:

@@ -37,6 +37,7 @@ from ferrodist.parallel.sharded.plan import Action, Step, plan_backward
 from ferrodist.parallel.sharded.run import Run, Trace
 from ferrodist.parallel.sharded.unit import ADVICE, Unit, UnitState
 from ferrodist.torch_private.autograd import queue_callback
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -133,7 +134,8 @@ class Schedule:
             return
         error = GroupAbortedError(
             f"an earlier backward of FSDP on rank {self._group.rank} of group {self._group.name!r} ended in an error"
-            f" after {run.num_done} of {len(run.steps)} steps, so the ranks are out of step. The shards are whole, the"
+            f" after {run.num_done} of {counted(len(run.steps), 'step')}, so the ranks are out of step. The shards are"
+            " whole, the"
             " gradients are not: save sharded_state_dict(), and make a new group and a new FSDP on it to go on.",
             ranks=(self._group.rank,),
         )

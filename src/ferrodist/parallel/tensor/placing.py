@@ -17,6 +17,7 @@ from ferrodist.parallel.tensor.styles import Style
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
 from ferrodist.torch_private.autograd import backward_hooks, has_accumulate_hooks
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +75,7 @@ def _check_arguments(name: str, module: nn.Module, wanted: Any) -> None:
                 f"module {name!r} takes no argument {unknown[0]!r}: it takes {', '.join(map(repr, names))}"
             )
     elif len(wanted) > len(names):
-        raise ValueError(f"the style says how {len(wanted)} inputs of module {name!r} lie, which takes {names}")
+        raise ValueError(f"the style says how {counted(len(wanted), 'input')} of {name!r} lie, which takes {names}")
 
 
 def place_parameters(module: nn.Module, styles: Mapping[str, Style]) -> dict[nn.Parameter, Placement]:
