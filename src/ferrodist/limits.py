@@ -49,12 +49,15 @@ def check_descriptors(number: int) -> None:
 
 
 @contextmanager
-def naming_limits(who: str, ranks: tuple[int, ...] = ()) -> Iterator[None]:
-    """Within it, what fails for a limit of the system raises RendezvousError with the limit's name.
+def naming_limits(
+    who: str, ranks: tuple[int, ...] = (), *, kind: type[DistributedError] = RendezvousError
+) -> Iterator[None]:
+    """Within it, what fails for a limit of the system raises an error with the limit's name.
 
     Args:
         who: Begins the message.
         ranks: Whom the error names.
+        kind: The class of the error.
     """
     try:
         yield
@@ -64,4 +67,4 @@ def naming_limits(who: str, ranks: tuple[int, ...] = ()) -> Iterator[None]:
         text = limit_text(error)
         if text is None:
             raise
-        raise RendezvousError(f"{who}: {text}", ranks=ranks) from error
+        raise kind(f"{who}: {text}", ranks=ranks) from error

@@ -7,14 +7,18 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from forked_group import ForkedGroup
+from nccl_fakes import fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist as fd
 from ferrodist.backends.native import GlooBackend, NativeBackend, is_native_available
+from ferrodist.backends.nccl import NcclBackend
+from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.backends.tcp import TcpBackend
 
 if TYPE_CHECKING:
@@ -41,7 +45,7 @@ _CALLS = {
     "reduce_scatter": lambda group: fd.reduce_scatter(torch.ones(300_000), group=group),
     "barrier": lambda group: fd.barrier(group=group),
     "all_gather_object": lambda group: fd.all_gather_object("x", group=group),
-    "scatter": lambda group: fd.scatter(None, 2, group=group),
+    "scatter": lambda group: fd.scatter(torch.ones(3) if group.rank == 2 else None, 2, group=group),
 }
 
 
@@ -96,3 +100,39 @@ def test_who_leaves_a_collective_by_an_exception_says_so(kind: type[TcpBackend],
             assert max(seconds) < _LIMIT_SECONDS, seconds
     finally:
         fork.end()
+
+
+@pytest.mark.parametrize("kind", ["simulated", "nccl", "hybrid"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_groups_whose_ranks_are_threads_say_so_too(kind: str, victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank of the main thread is interrupted as it waits: who waits with it hears of it, and who comes later."""
+    make = {
+        "simulated": SimulatedBackend.create_group,
+        "nccl": partial(fake_groups, kind=NcclBackend),
+        "hybrid": fake_groups,
+    }[kind]
+    if kind != "simulated":
+        send_cpu_tensors_to_nccl(monkeypatch)
+    for call in _CALLS.values():
+        groups = make(3)
+        told: list[tuple[int, ...]] = []
+
+        def hear(
+            group: Backend,
+            told: list[tuple[int, ...]] = told,
+            call: Callable[[Backend], object] = call,
+        ) -> None:
+            with pytest.raises(fd.GroupAbortedError, match=rf"rank {victim} left .*KeyboardInterrupt") as caught:
+                call(group)
+            told.append(caught.value.ranks)
+
+        other = threading.Thread(target=hear, args=(groups[1 - victim],))
+        other.start()
+        threading.Thread(target=_interrupt_a_wait).start()
+        with pytest.raises(KeyboardInterrupt):
+            call(groups[victim])
+        other.join(_LIMIT_SECONDS)
+        hear(groups[2])
+        assert told == [(victim,)] * 2
+        for group in groups:
+            group.close()

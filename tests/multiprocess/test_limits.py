@@ -12,10 +12,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import ferrodist as fd
 from ferrodist.backends.tcp.loop import LinkLoop
 from ferrodist.limits import limit_text
+from ferrodist.rpc import RpcContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,6 +123,31 @@ def test_a_rank_that_can_start_no_thread_says_so(monkeypatch: pytest.MonkeyPatch
     thread.join()
     group.close()
     assert errors
+
+
+@pytest.mark.parametrize(
+    ("use", "who"),
+    [
+        (lambda group: fd.async_allreduce(torch.ones(1), group=group), "what is started in group"),
+        (lambda group: RpcContext(group, {}).__enter__(), "the agent of rank 0 can't start"),
+    ],
+    ids=["started", "rpc"],
+)
+def test_what_can_start_no_thread_later_says_so(
+    use: Callable[[fd.Backend], object], who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first collective that is started, and an agent, name the limit, too; nothing raw is raised."""
+    groups = fd.SimulatedBackend.create_group(2)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(fd.DistributedError, match=rf"{who}.*: this process can start no more threads"):
+            use(groups[0])
+    for group in groups:
+        group.close()
 
 
 def test_other_errors_are_about_no_limit() -> None:

@@ -5,6 +5,10 @@
 Each kill makes three or four ranks as processes, which call collectives, messages, sub-groups or functions of each
 other without a pause, and kills one of them after a random time of some milliseconds. Every survivor then says which
 rank its call named, and which the calls name that it makes afterwards, to ranks that live among others.
+
+The backends are those whose ranks are processes: the star over TCP, the engine, gloo, and RPC over each and by itself.
+Those of "simulated" are threads; `tests/multiprocess/test_mpi.py` kills one of MPI; and a hybrid group hears of a death
+from the group that it is made over.
 """
 
 from __future__ import annotations
@@ -251,7 +255,7 @@ def _judge(kill: Kill, results: dict[int, Any]) -> str:
     if len(results) < kill.world_size - 1:
         return "hang"
     for outcomes in results.values():
-        if isinstance(outcomes, str):
+        if isinstance(outcomes, str) or not outcomes:  # the text of another error, or nothing was seen
             return "wrong"
         for _, error, ranks, _ in outcomes:
             if error == DistributedTimeoutError.__name__:

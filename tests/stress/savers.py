@@ -95,6 +95,9 @@ def two_savers(folder: Path, num_jobs: int, num_saves: int) -> Counter[str]:
     end.set()
     reader.join()
     found = _counts(notes)
+    found.update(f"ended with {each.exitcode}" for each in (*jobs, reader) if each.exitcode)
+    if found["saved"] < num_jobs * num_saves:
+        found["missing"] = num_jobs * num_saves - found["saved"]
     found.update(f"left: {each}" for each in _left(path))
     return found
 
@@ -137,7 +140,7 @@ def killed_savers(folder: Path, num_kills: int, seed: int) -> Counter[str]:
 
 def faults(found: Counter[str]) -> list[str]:
     """What should not have happened."""
-    return [what for what in found if what not in (*_WELL, "killed")]
+    return [what for what, count in found.items() if count and what not in (*_WELL, "killed")]
 
 
 def main(num_rounds: int) -> int:

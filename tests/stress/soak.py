@@ -3,8 +3,10 @@
     python tests/stress/soak.py --minutes 10
 
 Ranks that are threads of this process make sub-groups, run collectives of several sizes in them, start some, send
-tensors, call a function that fails, and close the groups. Resident memory is printed every few seconds, with what the
-heap has given out of it: what is above that is the heap's own.
+tensors, refer to what a function failed to make, save what can't be saved, and close the groups. Resident memory is
+printed every few seconds, with what the heap has given out of it: what is above that is the heap's own. Ends with
+status 1 when what the heap has given out, or the number of objects, is not the same after a quarter of the time and at
+the end.
 """
 
 from __future__ import annotations
@@ -13,18 +15,25 @@ import argparse
 import ctypes
 import gc
 import sys
+import tempfile
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 import ferrodist as fd
+from ferrodist.checkpoint import AsyncCheckpointer, DistCheckpointError
+from ferrodist.rpc import RpcContext
 from ferrodist.testing import run_ranks
 
-__all__ = ["Sample", "run_soak"]
+__all__ = ["Sample", "growth", "run_soak"]
 
 _MEGABYTE = 1 << 20
+_MOST_OBJECTS = 2_000
+_MOST_MEGABYTES = 40.0  # tensors of the round that is under way
 
 
 class Sample(NamedTuple):
@@ -80,7 +89,29 @@ def _resident_megabytes() -> float:
         return int(file.read().split()[1]) * 4096 / _MEGABYTE
 
 
-def _round(group: fd.Backend, number: int) -> None:
+def _fail(*_: object) -> None:
+    raise ValueError("what a function says that makes nothing")
+
+
+def _fail_to_refer(group: fd.Backend) -> None:
+    """Have another rank make what it can't, and ask for it; one reference is never asked for."""
+    with RpcContext(group, {"fail": _fail}) as agent:
+        after = (group.rank + 1) % group.world_size
+        agent.remote(after, "fail", torch.ones(100_000))
+        with suppress(fd.RpcError):
+            agent.remote(after, "fail", torch.ones(100_000)).to_here()
+            raise AssertionError("the function gave something")
+
+
+def _fail_to_save(group: fd.Backend, folder: Path) -> None:
+    """Save to where a file is in the way."""
+    saves = AsyncCheckpointer(folder, group=group)
+    with suppress(DistCheckpointError):
+        saves.save_async({"x": torch.ones(300_000)}, 1).wait()
+        raise AssertionError("a file became a folder")
+
+
+def _round(group: fd.Backend, number: int, folder: Path) -> None:
     """Make a group, use it, and close it."""
     sub = fd.new_group(range(group.world_size))
     assert isinstance(sub, fd.Backend)
@@ -93,6 +124,8 @@ def _round(group: fd.Backend, number: int) -> None:
         handle.wait()
     after, before = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
     fd.sendrecv(torch.ones(200_000), after, None, before, group=sub)
+    _fail_to_refer(sub)
+    _fail_to_save(sub, folder)
     sub.close()
 
 
@@ -112,16 +145,27 @@ def run_soak(seconds: float, *, backend: str = "simulated", world_size: int = 3,
                 Sample(time.monotonic() - started, rounds, _resident_megabytes(), _used_megabytes(), objects)
             )
 
-    def program(group: fd.Backend) -> None:
+    def program(group: fd.Backend, folder: Path) -> None:
         rounds = 0
         while fd.broadcast_object(time.monotonic() - started < seconds, 0):
-            _round(group, rounds)
+            _round(group, rounds, folder)
             rounds += 1
+            fd.barrier()  # nothing of a round is under way while rank 0 looks
             if group.rank == 0:
                 look(rounds)
 
-    run_ranks(program, world_size, backend=backend, timeout=seconds + 120.0)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "step-00000001").touch()
+        run_ranks(program, world_size, Path(folder), backend=backend, timeout=seconds + 120.0)
     return samples
+
+
+def growth(samples: list[Sample]) -> str:
+    """What there is more of at the end than after a quarter of the time; "" where nothing is."""
+    later = samples[len(samples) // 4 :]
+    objects, used = later[-1].objects - later[0].objects, later[-1].used - later[0].used
+    found = [f"{objects} objects"] * (objects > _MOST_OBJECTS) + [f"{used:.0f} MB given out"] * (used > _MOST_MEGABYTES)
+    return " and ".join(found)
 
 
 def _main() -> None:
@@ -135,7 +179,9 @@ def _main() -> None:
     print(" seconds  rounds  resident MB  given out MB  objects")
     for sample in samples:
         print("{:8.0f} {:7d} {:12.0f} {:13.0f} {:8d}".format(*sample))
-    sys.stdout.flush()
+    found = growth(samples)
+    print(f"more than after a quarter of the time: {found or 'nothing'}")
+    sys.exit(bool(found))
 
 
 if __name__ == "__main__":

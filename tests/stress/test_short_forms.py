@@ -7,7 +7,7 @@ import gc
 import pytest
 from kills import KINDS, Kill, run_kill, run_kills
 from rounds import WAYS, run_rounds
-from soak import run_soak
+from soak import growth, run_soak
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=" ".join)
@@ -33,10 +33,9 @@ def test_rounds_at_one_address(way: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("backend", ["simulated", "native-threads"])
 def test_closed_groups_leave_no_objects(backend: str) -> None:
-    """What Python knows of is the same after many groups as after some, and so is what the heap has given out."""
+    """Groups, references and saves that failed go: Python knows of as much after many rounds as after some, and the
+    heap has given out as much."""
     gc.collect()
-    samples = run_soak(3.0, backend=backend, world_size=2, every=0.3)
-    later = samples[2:]
-    assert len(later) >= 2
-    assert max(sample.objects for sample in later) - min(sample.objects for sample in later) < 2_000
-    assert later[-1].used - later[0].used < 40.0  # MB: tensors of the round that is under way
+    samples = run_soak(4.0, backend=backend, world_size=2, every=0.3)
+    assert len(samples) >= 4
+    assert growth(samples) == ""

@@ -222,7 +222,7 @@ def tensor_identity(tensor: torch.Tensor) -> object:
     """What tensors have in common that are the same memory."""
     local = getattr(tensor, "_local", None)
     plain = tensor if local is None else local
-    if not plain.numel() or plain.layout is not torch.strided or plain.device.type == "meta":
+    if plain.is_nested or not plain.numel() or plain.layout is not torch.strided or plain.device.type == "meta":
         return id(tensor)
     lies = plain.data_ptr(), tuple(plain.shape), plain.stride(), plain.dtype, plain.is_conj(), plain.is_neg()
     return (*lies, getattr(tensor, "_layout", None), find_piece(tensor))
@@ -237,6 +237,8 @@ def check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
         raise TypeError(f"{where}: {error}") from None
     if torch.nn.parameter.is_lazy(tensor):
         raise TypeError(f"{where} has no shape yet: run the module once before it is saved")
+    if tensor.is_nested:
+        raise TypeError(f"{where} is a nested tensor, which has no one shape: save its parts, tensor.unbind()")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"{where} is a {tensor.layout} tensor: save to_dense() of it")
     if hasattr(tensor, "__tensor_flatten__"):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from ferrodist.backends.weak import held_now
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
+from ferrodist.limits import naming_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -237,7 +238,8 @@ class OperationQueue:
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"ferrodist-queue-{name}", daemon=True)
-        self._thread.start()
+        with naming_limits(f"what is started in group {name!r} has no thread", kind=DistributedError):
+            self._thread.start()
         # The interpreter ends daemon threads where they stand. In the middle of torch's code that aborts the
         # process, so groups that were never closed have their queues stopped first.
         _open_queues.add(self)

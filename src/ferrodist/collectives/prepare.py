@@ -79,6 +79,17 @@ def check_dim(tensor: torch.Tensor, dim: int) -> int:
     return dim % tensor.dim()
 
 
+def check_layout(tensor: torch.Tensor, name: str = "tensor") -> None:
+    """Raise UnsupportedOpError unless ``tensor`` has one shape, and its elements at strides."""
+    if tensor.is_nested:
+        raise UnsupportedOpError(
+            f"{name} is a nested tensor, which has no one shape: pass its parts ({name}.unbind()), or one padded tensor"
+            f" (torch.nested.to_padded_tensor({name}, 0.0))"
+        )
+    if tensor.layout is not torch.strided:
+        raise UnsupportedOpError(f"{name} has layout {tensor.layout}: pass a dense tensor (to_dense())")
+
+
 def check_tensor(tensor: torch.Tensor, name: str = "tensor") -> None:
     """Raise unless collectives can carry ``tensor``.
 
@@ -90,13 +101,7 @@ def check_tensor(tensor: torch.Tensor, name: str = "tensor") -> None:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
-    if tensor.is_nested:
-        raise UnsupportedOpError(
-            f"{name} is a nested tensor, which has no one shape: pass its parts ({name}.unbind()), or one padded tensor"
-            f" (torch.nested.to_padded_tensor({name}, 0.0))"
-        )
-    if tensor.layout is not torch.strided:
-        raise UnsupportedOpError(f"{name} has layout {tensor.layout}: pass a dense tensor (to_dense())")
+    check_layout(tensor, name)
     if tensor.device.type not in _DEVICE_TYPES:
         raise UnsupportedOpError(
             f"{name} is on {tensor.device}: groups carry tensors on the CPU and on CUDA devices, pass {name}.cpu()"

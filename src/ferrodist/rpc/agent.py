@@ -11,7 +11,8 @@ from ferrodist.backends.non_member import NonMemberGroup, check_group
 from ferrodist.collectives.nested_values import is_encodable
 from ferrodist.collectives.prepare import check_integer
 from ferrodist.deadline import Deadline, check_timeout
-from ferrodist.errors import InvalidRankError, RpcError, ranks_text
+from ferrodist.errors import DistributedError, InvalidRankError, RpcError, ranks_text
+from ferrodist.limits import naming_limits
 from ferrodist.rpc.backends import GroupRpcBackend, RpcBackend
 from ferrodist.rpc.functions import Functions
 from ferrodist.rpc.messages import OWN_NAMES, Call
@@ -21,6 +22,7 @@ from ferrodist.rpc.switchboard import Switchboard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from ferrodist.rpc.futures import Future
     from ferrodist.rpc.reference_tables import ReferenceCounts
@@ -86,19 +88,21 @@ class RpcAgent:
         except (TypeError, ValueError):
             backend.refuse()
             raise
-        self._switchboard = Switchboard(
-            self,
-            backend,
-            self._functions,
-            name=name,
-            num_workers=num_workers,
-            most_outstanding=most_outstanding,
-            message_limit=message_limit,
-            allow_pickle=allow_pickle,
-        )
+        with _naming_limits(backend.rank):
+            self._switchboard = Switchboard(
+                self,
+                backend,
+                self._functions,
+                name=name,
+                num_workers=num_workers,
+                most_outstanding=most_outstanding,
+                message_limit=message_limit,
+                allow_pickle=allow_pickle,
+            )
         atexit.register(self.close)  # a thread that is in torch while the interpreter ends takes the process down
         try:
-            self._switchboard.connector.start()
+            with _naming_limits(backend.rank):
+                self._switchboard.connector.start()
         except BaseException:
             self.close()
             raise
@@ -287,6 +291,10 @@ class RpcAgent:
         if not 0 <= rank < self.world_size:
             raise InvalidRankError(f"there is no rank {rank} to call: they are 0 to {self.world_size - 1}")
         return rank
+
+
+def _naming_limits(rank: int) -> AbstractContextManager[None]:
+    return naming_limits(f"the agent of rank {rank} can't start", (rank,), kind=DistributedError)
 
 
 def _check_number(option: str, number: int, least: int = 1) -> None:

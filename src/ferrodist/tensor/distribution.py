@@ -8,7 +8,7 @@ import torch
 
 from ferrodist.backends.base import check_rank
 from ferrodist.collectives.objects import all_gather_object
-from ferrodist.collectives.prepare import prepare_out
+from ferrodist.collectives.prepare import check_layout, prepare_out
 from ferrodist.collectives.reductions import broadcast
 from ferrodist.collectives.scattering import scatter_by_sizes
 from ferrodist.collectives.sharding import compute_shard_sizes
@@ -51,11 +51,13 @@ def distribute(
         TypeError: ``tensor`` is distributed already, or of a dtype that no collective carries.
         ValueError, IndexError: ``placements`` don't fit the mesh or the tensor.
         RuntimeError: ``tensor`` has a history, which would be lost: use `DTensor.from_local`.
+        UnsupportedOpError: ``tensor`` is nested, sparse or on a GPU.
         CollectiveMismatchError: On all ranks: ``tensor`` has another shape or dtype on some.
         InvalidRankError: ``src`` is not in the mesh, or this rank is not.
     """
     if isinstance(tensor, DTensor):
         raise TypeError("the tensor is distributed already: use its redistribute()")
+    check_layout(tensor)
     if tensor.is_cuda:
         raise UnsupportedOpError(
             f"the tensor is on {tensor.device}: distributed tensors are on the CPU, pass tensor.cpu()"

@@ -12,6 +12,7 @@ import torch
 from ferrodist.backends.call import MAX_PAYLOAD
 from ferrodist.collectives.facts import dtype_text, read_facts
 from ferrodist.collectives.operation import collectives_of
+from ferrodist.collectives.prepare import check_layout
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
 from ferrodist.tensor.copied_views import COPIES, CopiedPart, ViewKind, after_write, describe_stale, find_kind, watch
@@ -168,11 +169,13 @@ class DTensor(torch.Tensor):
 
         Raises:
             TypeError: ``local`` is no plain tensor, or of a dtype that no collective carries.
+            UnsupportedOpError: ``local`` is nested, sparse or on a GPU.
             ValueError, IndexError: ``placements`` don't fit the mesh or the tensor.
             CollectiveMismatchError: On all ranks: the parts don't make a tensor.
             InvalidRankError: This rank is not in the mesh.
         """
         _check_plain(local, "from_local")
+        check_layout(local, "local")
         if local.is_cuda:
             raise UnsupportedOpError(
                 f"this rank's part is on {local.device}: distributed tensors are on the CPU, pass part.cpu()"

@@ -184,6 +184,15 @@ REFUSED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensor.*")
+def test_nested_tensors_are_refused(tmp_path):
+    """Of both of torch's kinds, one of which has no shape to ask for: what is said is ours."""
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=layout)
+        with pytest.raises(TypeError, match=r"\['x'\] is a nested tensor"):
+            save_distributed({"x": nested}, tmp_path / "checkpoint")
+
+
 def test_all_else_is_refused_by_its_place(tmp_path):
     """With TypeError on the rank that has it, and on the others DistCheckpointError, before anything is written."""
 

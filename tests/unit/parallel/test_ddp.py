@@ -597,6 +597,10 @@ UNSUPPORTED = {
     ),
     "parameter": (with_integer_parameter, r"parameter 'kind' of Linear.*not torch.uint32"),
     "layout": (lambda: WithBuffer(torch.eye(2).to_sparse()), r"buffer 'state' of WithBuffer.*layout torch.sparse_coo"),
+    "nested": (
+        lambda: WithBuffer(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+        r"buffer 'state' of WithBuffer.*a nested tensor",
+    ),
     "device": (lambda: torch.nn.Linear(2, 2, device="meta"), r"parameter 'weight' of Linear.*is on meta"),
     "expanded buffer": (
         lambda: WithBuffer(torch.ones(1).expand(4)),
@@ -615,6 +619,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("kind", UNSUPPORTED)
+@pytest.mark.filterwarnings("ignore:.*nested tensor.*")
 def test_what_cannot_be_carried_is_named(kind):
     """A parameter or buffer that collectives can't carry is named on every rank, and the group stays good."""
     make, pattern = UNSUPPORTED[kind]

@@ -54,12 +54,17 @@ def is_untouched(module, shapes):
     return [tuple(parameter.shape) for parameter in module.parameters()] == shapes
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensor.*")
 def test_buffers_that_cannot_be_written_are_refused():
     """By name, on every rank, while the module is what it was."""
 
     def program(group):
         module = Masked()
         with pytest.raises(UnsupportedOpError, match=r"buffer 'mask' has elements that share memory.*clone"):
+            FSDP(module, group)
+        assert is_untouched(module, [(6, 6), (6,)])
+        module.mask = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        with pytest.raises(UnsupportedOpError, match=r"buffer 'mask'.*is a nested tensor"):
             FSDP(module, group)
         assert is_untouched(module, [(6, 6), (6,)])
 

@@ -187,6 +187,25 @@ def test_what_is_no_tensor_in_memory():
         torch.zeros_like(tensor, layout=torch.sparse_coo)
 
 
+@pytest.mark.parametrize("kind", ["nested", "sparse"])
+@pytest.mark.parametrize("src", [0, None])
+@pytest.mark.filterwarnings("ignore:.*nested tensor.*")
+def test_tensors_without_strides_are_not_distributed(kind, src):
+    """They are refused in the words of the collectives, before anything is sent; none becomes a rank's part."""
+
+    def body(group):
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        tensor = nested if kind == "nested" else torch.eye(2).to_sparse()
+        mesh = DeviceMesh(group, (2,))
+        with pytest.raises(UnsupportedOpError, match=r"tensor (is a nested|has layout torch\.sparse)"):
+            fd.distribute(tensor, mesh, Replicate(), src=src)
+        with pytest.raises(UnsupportedOpError, match=r"local (is a nested|has layout torch\.sparse)"):
+            DTensor.from_local(tensor, mesh, Replicate())
+        return fd.allreduce(torch.ones(1)).item()
+
+    assert run_ranks(body, 2) == [2.0, 2.0]
+
+
 def test_a_number_selected_into_a_tensor():
     """The gradient of select_scatter writes a plain zero."""
 

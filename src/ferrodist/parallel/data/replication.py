@@ -78,6 +78,8 @@ def _describe(module: torch.nn.Module) -> list[str]:
 def _form(name: str, tensor: torch.Tensor) -> str:
     if is_lazy(tensor):
         return f"{name!r} (lazy)"
+    if tensor.is_nested:  # which has no shape to tell, and is refused later
+        return f"{name!r} (nested)"
     layout = "" if tensor.layout is torch.strided else f" and {tensor.layout}"
     place = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
     fixed = write_obstacle(tensor)

@@ -98,6 +98,8 @@ def _describe(plans: Sequence[UnitPlan], root: torch.nn.Module) -> list[str]:
 def _form(name: str, tensor: torch.Tensor) -> str:
     if is_lazy(tensor):
         return f"{name!r}"
+    if tensor.is_nested:  # which has no shape to tell, and is refused later
+        return f"{name!r} (nested)"
     layout = layout_of(tensor)
     over = "" if layout is None else f", distributed as {layout} of {layout.mesh.shape} ranks"
     place = f" on {tensor.device.type}" if tensor.is_cuda else ""
