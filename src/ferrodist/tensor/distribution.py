@@ -9,6 +9,7 @@ import torch
 from ferrodist.backends.base import check_rank
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.prepare import check_layout, prepare_out
+from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.collectives.reductions import broadcast
 from ferrodist.collectives.scattering import scatter_by_sizes
 from ferrodist.collectives.sharding import compute_shard_sizes
@@ -58,6 +59,7 @@ def distribute(
     if isinstance(tensor, DTensor):
         raise TypeError("the tensor is distributed already: use its redistribute()")
     check_layout(tensor)
+    check_dtype(tensor.dtype)
     if tensor.is_cuda:
         raise UnsupportedOpError(
             f"the tensor is on {tensor.device}: distributed tensors are on the CPU, pass tensor.cpu()"

@@ -13,7 +13,7 @@ from ferrodist.backends.call import MAX_PAYLOAD
 from ferrodist.collectives.facts import dtype_text, read_facts
 from ferrodist.collectives.operation import collectives_of
 from ferrodist.collectives.prepare import check_layout
-from ferrodist.collectives.reduce_op import DTYPES, ReduceOp
+from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, check_dtype
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
 from ferrodist.tensor.copied_views import COPIES, CopiedPart, ViewKind, after_write, describe_stale, find_kind, watch
 from ferrodist.tensor.dispatch import Lane, Recipe, dispatch, dispatch_lists, part_of_key
@@ -176,6 +176,7 @@ class DTensor(torch.Tensor):
         """
         _check_plain(local, "from_local")
         check_layout(local, "local")
+        check_dtype(local.dtype)
         if local.is_cuda:
             raise UnsupportedOpError(
                 f"this rank's part is on {local.device}: distributed tensors are on the CPU, pass part.cpu()"

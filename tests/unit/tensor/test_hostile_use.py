@@ -206,6 +206,23 @@ def test_tensors_without_strides_are_not_distributed(kind, src):
     assert run_ranks(body, 2) == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("src", [0, None])
+@pytest.mark.filterwarnings("ignore:.*quantiz.*")
+def test_tensors_of_other_dtypes_are_not_distributed(src):
+    """No rank holds a part that it could not send."""
+
+    def body(group):
+        tensor = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
+        mesh = DeviceMesh(group, (2,))
+        with pytest.raises(TypeError, match=r"collectives carry .*; not torch\.qint8"):
+            fd.distribute(tensor, mesh, Replicate(), src=src)
+        with pytest.raises(TypeError, match=r"collectives carry .*; not torch\.qint8"):
+            DTensor.from_local(tensor, mesh, Replicate())
+        return fd.allreduce(torch.ones(1)).item()
+
+    assert run_ranks(body, 2) == [2.0, 2.0]
+
+
 def test_a_number_selected_into_a_tensor():
     """The gradient of select_scatter writes a plain zero."""
 
