@@ -75,7 +75,8 @@ def _check_arguments(name: str, module: nn.Module, wanted: Any) -> None:
                 f"module {name!r} takes no argument {unknown[0]!r}: it takes {', '.join(map(repr, names))}"
             )
     elif len(wanted) > len(names):
-        raise ValueError(f"the style says how {counted(len(wanted), 'input')} of {name!r} lie, which takes {names}")
+        inputs = counted(len(wanted), "input")
+        raise ValueError(f"the style says how {inputs} of module {name!r} lie: it takes {', '.join(map(repr, names))}")
 
 
 def place_parameters(module: nn.Module, styles: Mapping[str, Style]) -> dict[nn.Parameter, Placement]:
