@@ -20,7 +20,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -28,6 +28,9 @@ import ferrodist as fd
 from ferrodist.checkpoint import AsyncCheckpointer, DistCheckpointError
 from ferrodist.rpc import RpcContext
 from ferrodist.testing import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["Sample", "growth", "run_soak"]
 
@@ -129,8 +132,15 @@ def _round(group: fd.Backend, number: int, folder: Path) -> None:
     sub.close()
 
 
-def run_soak(seconds: float, *, backend: str = "simulated", world_size: int = 3, every: float = 5.0) -> list[Sample]:
-    """Make and close groups for so long; what was seen every so many seconds."""
+def run_soak(
+    seconds: float,
+    *,
+    backend: str = "simulated",
+    world_size: int = 3,
+    every: float = 5.0,
+    on_sample: Callable[[Sample], None] | None = None,
+) -> list[Sample]:
+    """Make and close groups for so many seconds, and return a sample of each ``every`` seconds."""
     samples: list[Sample] = []
     started = time.monotonic()
     lock = threading.Lock()
@@ -144,6 +154,8 @@ def run_soak(seconds: float, *, backend: str = "simulated", world_size: int = 3,
             samples.append(
                 Sample(time.monotonic() - started, rounds, _resident_megabytes(), _used_megabytes(), objects)
             )
+            if on_sample is not None:
+                on_sample(samples[-1])
 
     def program(group: fd.Backend, folder: Path) -> None:
         rounds = 0
@@ -175,10 +187,14 @@ def _main() -> None:
     parser.add_argument("--ranks", type=int, default=3)
     options = parser.parse_args()
     every = max(1.0, options.minutes * 60 / 40)
-    samples = run_soak(options.minutes * 60, backend=options.backend, world_size=options.ranks, every=every)
     print(" seconds  rounds  resident MB  given out MB  objects")
-    for sample in samples:
-        print("{:8.0f} {:7d} {:12.0f} {:13.0f} {:8d}".format(*sample))
+    samples = run_soak(
+        options.minutes * 60,
+        backend=options.backend,
+        world_size=options.ranks,
+        every=every,
+        on_sample=lambda sample: print("{:8.0f} {:7d} {:12.0f} {:13.0f} {:8d}".format(*sample), flush=True),
+    )
     found = growth(samples)
     print(f"more than after a quarter of the time: {found or 'nothing'}")
     sys.exit(bool(found))
