@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +13,7 @@ import pytest
 import ferrodist as fd
 from ferrodist.backends import mailbox
 from ferrodist.backends.mailbox import EAGER_LIMIT
-from ferrodist.backends.native import is_native_available
+from ferrodist.backends.native import is_native_available, messages
 from ferrodist.backends.native.messages import MessagesBackend
 from ferrodist.backends.request import wait_all
 from ferrodist.deadline import Deadline
@@ -302,3 +304,28 @@ def test_what_was_sent_in_a_subgroup_comes_before_the_news_of_its_end(backend):
         group.barrier()
 
     run_ranks(program, 2, backend=backend, timeout=80)
+
+
+@_either_way
+def test_transfers_that_have_ended_keep_few_errors(backend, monkeypatch):
+    """Who goes on asking for what can't come any more fills no memory with it, and each transfer says why it ended."""
+    monkeypatch.setattr(messages, "_REASONS_KEPT", 20)
+
+    def program(group):
+        pair = fd.SubBackend(group, [0, 1])
+        if group.rank == 1:
+            group.barrier()
+            pair.close()
+            return
+        first = pair.irecv(bytearray(1), 1)
+        group.barrier()
+        with pytest.raises(PeerLostError) as known:
+            first.wait(20)
+        receives = [first, *(pair.irecv(bytearray(1), 1) for _ in range(100))]
+        gc.collect()
+        assert sum(type(one) is PeerLostError for one in gc.get_objects()) < 100
+        for receive in receives:
+            with pytest.raises(PeerLostError, match=re.escape(str(known.value))):
+                receive.wait(20)
+
+    run_ranks(program, 2, backend=backend, timeout=60)

@@ -49,6 +49,9 @@ _LAST_WORDS_SECONDS = 1.0
 _PLACES_LISTENING = 16
 """Receives that a listener has asked for: what comes in one look of the engine."""
 
+_REASONS_KEPT = 200
+"""Errors kept for the transfers that they ended. A transfer that is asked later says how its group stands then."""
+
 _TAG_BITS = 128
 _LOW_64 = (1 << 64) - 1
 
@@ -142,7 +145,8 @@ class MessagesBackend(TcpBackend):
 
     def use_messenger(self, messenger: Any) -> None:
         """From now on send and receive through the engine; called when no message of the star is under way."""
-        self._reasons: list[DistributedError | None] = [None]  # why transfers ended, by number
+        self._reasons: dict[int, DistributedError] = {}  # why transfers ended, by number
+        self._num_reasons = 0
         self._messenger = messenger
         self._short_ways: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by group
         self.tensor_messages = self._make_tensor_messages(_WORLD, self.rank, range(self.world_size))
@@ -264,12 +268,15 @@ class MessagesBackend(TcpBackend):
             return DistributedTimeoutError("the transfer was cancelled")
         if outcome != _Outcome.ENDED:
             return None
-        return self._reasons[reason] or self._ended or GroupClosedError(f"group {self.name!r} has ended")
+        known = self._reasons.get(reason) or self._failure_of(group_id) or self._departure(group_id, peer)
+        return known or self._ended or GroupClosedError(f"group {self.name!r} has ended")
 
     def _number_of(self, reason: DistributedError) -> int:
         with self._state_lock:
-            self._reasons.append(reason)
-            return len(self._reasons) - 1
+            self._num_reasons += 1
+            self._reasons[self._num_reasons] = reason
+            self._reasons.pop(self._num_reasons - _REASONS_KEPT, None)
+            return self._num_reasons
 
     def weak_blame(self) -> Callable[[int, int, int, int], None]:
         """`blame`, for the engine, which must not keep this backend."""
