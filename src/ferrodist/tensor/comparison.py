@@ -135,7 +135,7 @@ def _compare(entries: Sequence[_Entry], mesh: DeviceMesh, due: _Entry) -> None:
             f"Rank {group.rank} compared the plain tensors that it has beside distributed ones, the first for"
             f" {due[1]}{due[0]}."
         ),
-        "Every rank's code must mix as many with distributed ones, or none.",
+        "Every rank's code must mix as many with distributed ones, or return as many, or none.",
     ):
         said = engine.share("plain tensors", digest, timeout=group.timeout, sequence=engine.reserve())
     if all(one == said[0] for one in said):
