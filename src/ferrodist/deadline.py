@@ -107,7 +107,12 @@ def long_wait() -> Deadline:
 
 def before_warning(timeout: float) -> float:
     """How much of a wait there is until it has lasted long enough for a warning; what is no number stays as it is."""
-    return LONG_WAIT_SECONDS if isinstance(timeout, (int, float)) and timeout > LONG_WAIT_SECONDS else timeout
+    try:
+        if timeout > LONG_WAIT_SECONDS:
+            return LONG_WAIT_SECONDS
+    except TypeError:
+        pass
+    return timeout
 
 
 class Elapsed(NamedTuple):

@@ -4,7 +4,8 @@
 A rank that waits says so once in each wait, after `ferrodist.deadline.LONG_WAIT_SECONDS`, naming the call and who has
 not made it. Where all ranks see who is late, the first one that waits speaks for them. In an agreement only rank 0 sees
 it: the others ask rank 0 first, and speak where it does not answer, being late itself. Of a message its rank alone
-knows. Who receives from any rank waits for none, and says nothing.
+knows. Who receives from any rank waits for none, and says nothing; nor does who receives a message that is on its way.
+A sender does not know whether it is.
 """
 
 from __future__ import annotations
@@ -47,19 +48,23 @@ def warn_of_late_ranks(call: Call, late: Sequence[int], *, group: str, rank: int
     )
 
 
-def warn_of_late_peers(what: str, late: Sequence[int], *, group: str, rank: int, elapsed: Elapsed) -> None:
+def warn_of_late_peers(
+    what: str, late: Sequence[int], *, is_sent: bool, group: str, rank: int, elapsed: Elapsed
+) -> None:
     """Say that messages wait for ranks that have not made the matching calls; nothing where these are not known.
 
     Args:
         what: The call, as errors name it.
         late: The other ranks.
+        is_sent: Whether messages are sent to them, of which a large one may be on its way.
         group: The group's name.
         rank: The rank that waits.
         elapsed: How long it has waited.
     """
     if late:
         have_not = "has not" if len(late) == 1 else "have not"
+        or_taken = ", or not taken all that is sent" if is_sent else ""
         _log.warning(
-            "%s on group %r: %s %s made the matching call yet, and rank %s waits for that, after %s",
-            *(what, group, ranks_text(late), have_not, rank, elapsed),
+            "%s on group %r: %s %s made the matching call yet%s, and rank %s waits for that, after %s",
+            *(what, group, ranks_text(late), have_not, or_taken, rank, elapsed),
         )

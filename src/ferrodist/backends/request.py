@@ -82,15 +82,14 @@ class LateFinder(Protocol):
 
 
 def wait_all(
-    requests: Iterable[Request], deadline: Deadline, warn: Callable[[tuple[int, ...]], None] | None = None
+    requests: Iterable[Request], deadline: Deadline, warn: Callable[[list[Request]], None] | None = None
 ) -> None:
     """Wait for every request; when one fails cancel the others and raise its error.
 
     Args:
         requests: Of one group.
         deadline: When to give up.
-        warn: Called once where it takes long, with the peers of the requests that are not done; see
-            [Note: long waits].
+        warn: Called once where it takes long, with the requests that are not done; see [Note: long waits].
 
     Raises:
         DistributedTimeoutError: The deadline passed; ``ranks`` are those that `Backend.find_late` puts it down to,
@@ -101,7 +100,7 @@ def wait_all(
     try:
         soon = Deadline(max(0.0, patience - deadline.elapsed()))
         if warn is not None and patience < deadline.timeout and not _are_done(pending, soon):
-            warn(_peers_of(pending))
+            warn([request for request in pending if not request.done()])
         for request in pending:
             _wait_for_one(request, pending, deadline)
     except BaseException:

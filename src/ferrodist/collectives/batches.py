@@ -78,8 +78,18 @@ def receive_into(group: Backend, operation: Recv) -> TensorReceive:
 def wait_for(requests: list[Request], deadline: Deadline, group: Backend, what: str) -> None:
     """Wait for all of these; warn when it takes long, and when the deadline passes say ``what`` did not happen."""
 
-    def warn(peers: tuple[int, ...]) -> None:
-        warn_of_late_peers(what, peers, group=group.name, rank=group.rank, elapsed=Elapsed.of(deadline))
+    def warn(waiting: list[Request]) -> None:
+        receives = [request for request in waiting if isinstance(request, TensorReceive)]
+        sends = {request.peer for request in waiting if not isinstance(request, TensorReceive)}
+        late = sends | {request.peer for request in receives if not request.is_coming}
+        warn_of_late_peers(
+            what,
+            sorted(late - {ANY_SOURCE}),
+            is_sent=len(receives) < len(waiting),
+            group=group.name,
+            rank=group.rank,
+            elapsed=Elapsed.of(deadline),
+        )
 
     try:
         wait_all(requests, deadline, warn)

@@ -51,7 +51,10 @@ def quick_send(
     chosen, messages = _way_of(group)
     if messages is None:
         return NOT_BEGUN
-    rest = messages.send(tensor, dst, tag, _seconds(chosen, timeout), body_numbers(chosen))
+    # The engine waits no longer than until a warning is due, which the long way gives.
+    rest = messages.send(
+        tensor, dst, tag, before_warning(chosen.timeout if timeout is None else timeout), body_numbers(chosen)
+    )
     if rest is None:
         return None
     if rest.interruption is not None:
@@ -68,7 +71,7 @@ def quick_recv_into(
     chosen, messages = _way_of(group)
     if messages is None or kept_heads(chosen).may_have(tag):
         return NOT_BEGUN
-    result = messages.receive_into(tensor, src, tag, _seconds(chosen, timeout))
+    result = messages.receive_into(tensor, src, tag, before_warning(chosen.timeout if timeout is None else timeout))
     return result if type(result) is int else _left_behind(chosen, tag, result)
 
 
@@ -95,7 +98,7 @@ def quick_recv(
         except Exception:  # noqa: BLE001 - the long way comes to it again, and raises it
             return None
 
-    result = messages.receive_new(src, tag, _seconds(chosen, timeout), make)
+    result = messages.receive_new(src, tag, before_warning(chosen.timeout if timeout is None else timeout), make)
     return result if type(result) is tuple else _left_behind(chosen, tag, result)
 
 
@@ -127,11 +130,6 @@ def _way_of(group: Backend | None) -> tuple[Any, Any]:
     """The group of a call, and its short way or None."""
     chosen = find_group(None) if group is None else group
     return chosen, getattr(chosen, "tensor_messages", None)
-
-
-def _seconds(group: Backend, timeout: float | None) -> float:
-    """How long the engine waits: no longer than until a warning is due, which the long way gives."""
-    return before_warning(group.timeout if timeout is None else timeout)
 
 
 def _left_behind(group: Backend, tag: int, rest: Any) -> Progress:

@@ -135,6 +135,11 @@ class TensorReceive(BaseRequest):
         check_peer(group, src, any_source=True)
         self._begin()
 
+    @property
+    def is_coming(self) -> bool:
+        """Whether the other side has begun to send: the head has come."""
+        return self._body is not None
+
     def finish(self) -> torch.Tensor:
         """The tensor, once the request is done."""
         assert self._target is not None

@@ -48,7 +48,7 @@ class WholeTensors:
         self._entries: list[_Entry | Callable[[], _Entry]] = []
         self._due: _Entry | None = None
         """The first that is reason enough for an exchange."""
-        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, bool]] = {}
 
     def note(self, operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_due: bool = True) -> None:
         """Note a tensor that an operator takes beside distributed ones over a mesh.
@@ -62,14 +62,15 @@ class WholeTensors:
         """
         if mesh.group.world_size == 1 or not tensor.numel():
             return
+        is_due = is_due or self._at_once
         version = -1 if tensor.is_inference() else version_of(tensor)
         seen = self._seen.get(id(tensor))
-        if seen is not None and seen[0]() is tensor and seen[1] == version != -1:
+        if seen is not None and seen[0]() is tensor and seen[1] == version != -1 and seen[2] >= is_due:
             return
-        self._seen[id(tensor)] = (weakref.ref(tensor), version)
+        self._seen[id(tensor)] = (weakref.ref(tensor), version, is_due)
         is_backward = current_graph_task() != -1
         describe = functools.partial(_describe, self.path, operator, tensor, is_backward=is_backward)
-        if not (is_due or self._at_once):
+        if not is_due:
             self._entries.append(describe)
             return
         entry = describe()
@@ -134,7 +135,7 @@ def _compare(entries: Sequence[_Entry], mesh: DeviceMesh, due: _Entry) -> None:
             f"Rank {group.rank} compared the plain tensors that it has beside distributed ones, the first for"
             f" {due[1]}{due[0]}."
         ),
-        "Every rank's code must mix as many with distributed ones, or none.",
+        "Every rank's code must mix as many with distributed ones, or return as many, or none.",
     ):
         said = engine.share("plain tensors", digest, timeout=group.timeout, sequence=engine.reserve())
     if all(one == said[0] for one in said):

@@ -176,7 +176,7 @@ def check_writable(func: torch._ops.OpOverload, tensor: Any) -> None:
     torch refuses the latter by the part that each rank has, which may be of one element, or of none, on some.
     """
     layout = getattr(tensor, "_layout", None)
-    if layout is not None and 0 in layout.stride and str(func.overloadpacket) not in _WRITING_ONE_VALUE:
+    if layout is not None and 0 in layout.stride and not _may_write_expanded(func):
         repeated = any(size > 1 and not step for size, step in zip(layout.shape, layout.stride, strict=True))
         if repeated and 0 not in layout.shape:
             raise RuntimeError(
@@ -192,8 +192,19 @@ def check_writable(func: torch._ops.OpOverload, tensor: Any) -> None:
         )
 
 
-_WRITING_ONE_VALUE = ("aten.fill_", "aten.zero_", "aten.masked_fill_", "aten.index_fill_", "aten.index_put_")
-"""Operators that torch lets write to expanded tensors."""
+def _may_write_expanded(func: torch._ops.OpOverload) -> bool:
+    """Whether torch lets an operator write to expanded tensors: one value, or as transpose_ no element."""
+    return torch.Tag.inplace_view in func.tags or str(func.overloadpacket) in _WRITING_ONE_VALUE
+
+
+_WRITING_ONE_VALUE = (
+    "aten.fill_",
+    "aten.zero_",
+    "aten._foreach_zero_",
+    "aten.masked_fill_",
+    "aten.index_fill_",
+    "aten.index_put_",
+)
 
 
 def describe_stale(layout: object) -> str:

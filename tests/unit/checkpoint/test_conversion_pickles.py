@@ -6,6 +6,7 @@ import collections
 import contextlib
 import copy
 import io
+import itertools
 import os
 import pathlib
 import pickle
@@ -220,6 +221,35 @@ def test_hostile_states(tmp_path: Path, state: bytes, is_zip: bool) -> None:
         (tmp_path / "file.pt").write_bytes(start + state + pickle.dumps([], 2))
     with pytest.raises(DistCheckpointError, match=r"file\.pt"):
         import_torch_file(tmp_path / "file.pt", tmp_path / "out")
+
+
+_ALIKE_SHAPES = [
+    _named("torch", "Size") + b"(" + b"".join(sizes) + b"t\x85RN"
+    for sizes in itertools.islice(itertools.product(_ALIKE[:4], repeat=8), 30_000)
+]
+_ALIKE_COMPLEX = [
+    _named("builtins", "complex") + b"G" + struct.pack(">d", -1000003 * n) + b"G" + struct.pack(">d", n) + b"\x86RN"
+    for n in range(30_000)
+]
+
+_STATES_OF_ONE_HASH = {
+    "keys of one hash before a list": b"\x80\x02}(" + b"N".join(_ALIKE) + b"N]Nu.",
+    "shapes of one hash": b"\x80\x02}(" + b"".join(_ALIKE_SHAPES) + b"u.",
+    "shapes of one hash in tuples": b"\x80\x02}(" + b"".join(_ALIKE_SHAPES).replace(b"RN", b"R\x85N") + b"u.",
+    "complex numbers of one hash": b"\x80\x02}(" + b"".join(_ALIKE_COMPLEX) + b"u.",
+    "pairs with keys of one hash": b"\x80\x02" + _named("collections", "OrderedDict") + b"]("
+    + b"N\x86".join(_ALIKE) + b"N\x86e\x85R.",
+    "counted ones of one hash": b"\x80\x02" + _named("collections", "Counter")
+    + b"](" + b"".join(_ALIKE) + b"e\x85R.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("state", _STATES_OF_ONE_HASH.values(), ids=_STATES_OF_ONE_HASH)
+def test_values_of_one_hash(tmp_path: Path, state: bytes) -> None:
+    """Whatever torch would make keys or members of, in a time in the square of their number, is refused at once."""
+    path = _archive(tmp_path / "file.pt", state)
+    with path.open("rb") as file, pytest.raises(ValueError, match="with one hash"):
+        check_pickles(file, path.stat().st_size)
 
 
 def test_chunks_of_many_tensors(tmp_path: Path) -> None:

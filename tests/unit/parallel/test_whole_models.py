@@ -408,6 +408,22 @@ def test_inputs_that_differ_between_ranks_are_found_where_other_tensors_are_comp
     run_ranks(program, 2)
 
 
+def test_an_input_that_the_models_code_has_too():
+    """A tensor that comes in, and that the code mixes with distributed ones besides, is compared as all such are."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x, _scale):
+            return super().forward(x) * self.scale
+
+    def program(group):
+        model = fd.parallelize(Scaled(4, 4), mesh_of(group), {"": ColumnParallel()})
+        model.scale = torch.full((4,), 1.0 + group.rank)
+        with pytest.raises(CollectiveMismatchError, match=r"rank 1 .* other elements"):
+            model(torch.ones(2, 4), model.scale)
+
+    run_ranks(program, 2)
+
+
 def test_what_ranks_write_differently():
     """What `generate` gives to the forward is the model's own: ranks that draw other words are told at once."""
 

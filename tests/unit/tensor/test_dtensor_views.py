@@ -357,6 +357,24 @@ def test_one_value_may_be_written_to_expanded_tensors():
             assert_same(x, torch.full((1, 6), 3.0).double(), f"{where}")
             x.expand(4, 6)[1].zero_()
             assert_same(x, torch.zeros(1, 6).double(), f"{where}")
+            x.fill_(3)
+            torch._foreach_zero_([x.expand(4, 6)])
+            assert_same(x, torch.zeros(1, 6).double(), f"{where}")
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize(
+    "change", [torch.Tensor.t_, torch.Tensor.squeeze_, lambda one: one.unsqueeze_(0), lambda one: one.transpose_(0, 1)]
+)
+def test_the_shape_of_expanded_tensors_may_be_changed(change):
+    """Methods as transpose_ write no element, so that it does not matter how many there are in memory."""
+
+    def check(group):
+        mesh = DeviceMesh(group, (2,))
+        for where in (Shard(1), Replicate()):
+            x = spread(make(1, 6), mesh, where)
+            assert_same(change(x.expand(4, 6)), change(make(1, 6).expand(4, 6)), f"{where}")
 
     run_ranks(check, 2)
 

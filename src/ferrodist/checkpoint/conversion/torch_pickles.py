@@ -150,7 +150,7 @@ def _check_call(function: Global, arguments: tuple[Any, ...]) -> None:
         called, _, given = arguments[:3]
         if isinstance(called, Global) and isinstance(given, tuple):
             _check_call(called, given)
-    elif function.module in ("builtins", "__builtin__"):
+    elif function.module in ("builtins", "__builtin__", "collections"):
         _check_builtin(function, arguments)
     elif function.name == "encode":
         if len(arguments) > 1 and arguments[1] not in _NAMES_OF_LATIN_1:
@@ -169,14 +169,39 @@ def _check_builtin(function: Global, arguments: tuple[Any, ...]) -> None:
     if function.name == "set":
         for each in arguments:
             _check_hashed(members_of(each))
+    elif function.module == "collections":
+        for each in filter(_is_sequence, arguments):  # of keys with values for an OrderedDict, of keys for a Counter
+            has_pairs = function.name == "OrderedDict"
+            _check_hashed([pair[0] if has_pairs and _is_sequence(pair) and pair else pair for pair in each])
 
 
 def _check_hashed(values: list[Any]) -> None:
     """See that Python can make values the keys of a dict or the members of a set in a time that fits their number."""
+    found: list[Any] = []
     for each in values:
         check_expanded_size(each, _MAX_KEY_MEMBERS)
-    with contextlib.suppress(TypeError):  # there is one that has no hash
-        spread(values)
+        value = _hashed_as(each)
+        with contextlib.suppress(TypeError):  # it has no hash: torch gives up there, after those before it
+            hash(value)
+            found.append(value)
+    spread(found)
+
+
+def _hashed_as(value: Any) -> Any:
+    """What torch makes of a value that is hashed, as far as its hash is one of numbers."""
+    if isinstance(value, tuple) and not isinstance(value, Global):
+        return tuple(map(_hashed_as, value))
+    if isinstance(value, Made) and value.function == ("torch", "Size") and len(value.arguments) == 1:
+        sizes = value.arguments[0]
+        return _hashed_as(tuple(sizes)) if _is_sequence(sizes) else value
+    if isinstance(value, Made) and value.function.name == "complex":
+        with contextlib.suppress(TypeError, ValueError, OverflowError):  # torch gives up there, too
+            return complex(*value.arguments)
+    return value
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and not isinstance(value, Global)
 
 
 def _check_tensor(arguments: tuple[Any, ...]) -> None:
