@@ -59,7 +59,8 @@ def distribute(
     if isinstance(tensor, DTensor):
         raise TypeError("the tensor is distributed already: use its redistribute()")
     check_layout(tensor)
-    check_dtype(tensor.dtype)
+    if tensor.is_quantized:
+        check_dtype(tensor.dtype)
     if tensor.is_cuda:
         raise UnsupportedOpError(
             f"the tensor is on {tensor.device}: distributed tensors are on the CPU, pass tensor.cpu()"

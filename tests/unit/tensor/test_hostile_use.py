@@ -208,7 +208,7 @@ def test_tensors_without_strides_are_not_distributed(kind, src):
 
 @pytest.mark.parametrize("src", [0, None])
 @pytest.mark.filterwarnings("ignore:.*quantiz.*")
-def test_tensors_of_other_dtypes_are_not_distributed(src):
+def test_quantized_tensors_are_not_distributed(src):
     """No rank holds a part that it could not send."""
 
     def body(group):
