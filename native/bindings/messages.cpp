@@ -304,6 +304,7 @@ void bind_messages(nb::module_& m) {
             "is_send"_a, "group"_a, "peer"_a, "reason"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("open_group", &Messenger::open_group, "group"_a, "members"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("end_group", &Messenger::end_group, "group"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("forget_group", &Messenger::forget_group, "group"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("lose", &Messenger::lose, "rank"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("num_frames_to", &Messenger::num_frames_to, "rank"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("await_frames", &Messenger::await_frames, "rank"_a, "count"_a, "timeout"_a,

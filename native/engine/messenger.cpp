@@ -197,6 +197,11 @@ void Messenger::end_group(std::uint64_t group) {
     for (const auto& peer : peers_) peer->end_group(group);
 }
 
+void Messenger::forget_group(std::uint64_t group) {
+    const Held held(*this);
+    reception_.forget_group(group);
+}
+
 void Messenger::lose(int rank) {
     const Held held(*this);
     const auto place = static_cast<std::size_t>(rank);

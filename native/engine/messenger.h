@@ -114,6 +114,7 @@ public:
     void fail(const Party& party, std::size_t reason);
     void open_group(std::uint64_t group, const std::vector<int>& members);
     void end_group(std::uint64_t group);
+    void forget_group(std::uint64_t group);
     void lose(int rank);
     // Frames that have been sent to a rank, where what it is told another way may overtake them; and a wait until so many
     // have come from one, for at most `timeout` seconds.

@@ -38,6 +38,8 @@ public:
 
     void open_group(std::uint64_t group, const std::vector<int>& members);
     void end_group(std::uint64_t group);
+    // Drops what is known of a group that has ended: the caller knows that no message of it comes any more.
+    void forget_group(std::uint64_t group) { groups_.erase(group); }
     // Ends all that waits, and takes nothing in any more.
     void close();
 

@@ -34,7 +34,7 @@ from ferrodist.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from typing_extensions import Buffer
 
@@ -47,6 +47,9 @@ _TAG_BITS = 128
 
 MAX_AHEAD = 1 << 16
 """Groups that this rank has not made (yet) and of whose end it keeps what one other rank tells."""
+
+_SILENT_KEPT = 1000
+"""Ids kept of closed sub-groups that all members have left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +134,8 @@ class MailboxBackend(NonBlockingBackend):
         self._left: dict[tuple[int, int], Departure] = {}  # by group and rank
         self._died: dict[int, Departure] = {}  # by rank
         self._ended: DistributedError | None = None  # why nothing works here any more: closed, or a forked child
-        self._closed: set[int] = set()  # sub-groups this rank has closed
+        self._closed: dict[int, set[int]] = {}  # sub-groups this rank has closed, and who may still send in them
+        self._silent: deque[int] = deque()  # those of them in which nobody may, the first such one first
         # By rank: the groups that this one has not made and of whose end it has told. Bounded by MAX_AHEAD, and with it
         # `_failures` and `_left`, which otherwise have one entry for each group this rank has made, and rank in it.
         self._ahead: dict[int, set[int]] = {}
@@ -164,6 +168,9 @@ class MailboxBackend(NonBlockingBackend):
         receive = GroupReceive(self, self._mailbox, buffer, source, tag)
         self._mailbox.post(receive, partial(self._refusal, tag, source))
         return receive
+
+    def _forget_subgroup(self, group_id: int) -> None:
+        """Drop what is kept to refuse messages of a group that this rank has closed: no more come."""
 
     def _end_receives(self, why: Callable[[int, int], DistributedError | None]) -> None:
         """End the receives that there is a ``why(group, peer)`` for."""
@@ -329,11 +336,17 @@ class MailboxBackend(NonBlockingBackend):
             self._fail_group(group_id, self._told(group_id, dead, self._died[dead]))
 
     def close_subgroup(self, group_id: int, members: tuple[int, ...]) -> None:
-        """Leave a sub-group. Of a closed one no more than its id is kept, to refuse what still comes for it."""
+        """Leave a sub-group. Of a closed one no more than its id is kept, to refuse what still comes for it.
+
+        Nothing comes once all members have left it. Then only the last ids are kept: a thread may be in a call.
+        """
         if self._ended is not None:
             return
         with self._state_lock:
-            self._closed.add(group_id)
+            senders = {rank for rank in members if rank != self.rank and not self._has_left(group_id, rank)}
+            self._closed[group_id] = senders
+            if not senders:
+                self._silent.append(group_id)
             self._followers.pop(group_id, None)
             self._members.pop(group_id, None)
             self._names.pop(group_id, None)
@@ -345,6 +358,24 @@ class MailboxBackend(NonBlockingBackend):
         self._end_transfers(lambda group, _: error if group == group_id else None)
         self._forget_messages(lambda message: group_of_tag(message.tag) == group_id)
         self._say_goodbye(group_id, members, failure)
+        with self._state_lock:
+            forgotten = [self._silent.popleft() for _ in range(len(self._silent) - _SILENT_KEPT)]
+            for silent in forgotten:
+                del self._closed[silent]
+        for silent in forgotten:
+            self._forget_subgroup(silent)
+
+    def _has_left(self, group_id: int, rank: int) -> bool:
+        return (_WORLD, rank) in self._left or (group_id, rank) in self._left or rank in self._died
+
+    def _note_silence(self, groups: Iterable[int], rank: int) -> None:
+        """Note that a rank sends nothing any more in groups that this one has closed. With the lock."""
+        for group_id in groups:
+            senders = self._closed[group_id]
+            if rank in senders:
+                senders.discard(rank)
+                if not senders:
+                    self._silent.append(group_id)
 
     def _close_dropped(self) -> None:
         """Leave the sub-groups whose handles are gone, except those with a message still on its way."""
@@ -427,8 +458,11 @@ class MailboxBackend(NonBlockingBackend):
     def _peer_left(self, group_id: int, rank: int, departure: Departure = CLOSED) -> None:
         with self._state_lock:
             if group_id in self._closed:
+                self._note_silence((group_id,), rank)
                 return
             self._left.setdefault((group_id, rank), departure)
+            if group_id == _WORLD:
+                self._note_silence(self._closed, rank)
         self._end_transfers(
             lambda group, peer: (
                 self._departure(group, peer) if group_id in (_WORLD, group) and peer in (rank, ANY_SOURCE) else None
@@ -440,6 +474,7 @@ class MailboxBackend(NonBlockingBackend):
             if rank in self._died:
                 return
             self._died[rank] = departure
+            self._note_silence(self._closed, rank)
             groups = [group_id for group_id, members in self._members.items() if rank in members]
         for group_id in groups:
             self._fail_group(group_id, self._told(group_id, rank, departure))

@@ -168,7 +168,8 @@ class DTensor(torch.Tensor):
                 evenly, and all else agrees. With a shape each rank checks its own part, and nothing is sent.
 
         Raises:
-            TypeError: ``local`` is no plain tensor, or quantized, or without ``shape`` of a dtype that no collective carries.
+            TypeError: ``local`` is no plain tensor, or quantized; without ``shape`` also: of a dtype that collectives
+                don't carry.
             UnsupportedOpError: ``local`` is nested, sparse or on a GPU.
             ValueError, IndexError: ``placements`` don't fit the mesh or the tensor.
             CollectiveMismatchError: On all ranks: the parts don't make a tensor.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ferrodist as fd
-from ferrodist.backends import mailbox
+from ferrodist.backends import mailbox, mailbox_backend
 from ferrodist.backends.mailbox import EAGER_LIMIT
 from ferrodist.backends.native import is_native_available
 from ferrodist.testing import check_leaks, run_ranks
@@ -46,6 +46,70 @@ def test_dropped_sub_groups_are_forgotten(backend: str) -> None:
         return len(group._left)
 
     assert all(left <= 40 for left in run_ranks(program, 2, backend=backend, timeout=60))
+
+
+@pytest.mark.parametrize("backend", _BACKENDS)
+@pytest.mark.parametrize("first", [0, 1])
+def test_closed_sub_groups_are_forgotten(backend: str, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that all members have closed, whoever did so first, take no memory; what comes in one of them is refused
+    as long as a member may send it.
+    """
+    monkeypatch.setattr(mailbox_backend, "_SILENT_KEPT", 3)
+
+    def program(group: MailboxBackend) -> None:
+        later = fd.SubBackend(group, [0, 1], name="later")
+        for _ in range(30):
+            sub = fd.SubBackend(group, [0, 1])
+            sub.barrier()
+            if group.rank == first:
+                sub.close()
+            group.barrier()
+            if group.rank != first:
+                sub.close()
+            group.barrier()
+        assert len(group._closed) <= 4, "the last ones, and one of which the news may be on its way"
+        assert not group._left
+        group.barrier()
+        if group.rank == first:
+            later.close()
+        group.barrier()
+        for _ in range(10):  # `later` has a member that may still send
+            sub = fd.SubBackend(group, [0, 1])
+            sub.barrier()
+            sub.close()
+            group.barrier()
+        if group.rank == first:
+            assert later.group_id in group._closed
+        else:
+            with pytest.raises(fd.PeerLostError):
+                later.send(bytes(8), later.world_size - 1 - later.rank)
+            later.close()
+            assert later.group_id in group._silent
+        group.barrier()
+
+    run_ranks(program, 2, backend=backend, timeout=60)
+
+
+@pytest.mark.parametrize("backend", _BACKENDS)
+def test_sub_groups_of_a_dead_rank_are_forgotten(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has died or left the world sends nothing in groups that were closed before, or that are closed after."""
+    monkeypatch.setattr(mailbox_backend, "_SILENT_KEPT", 0)
+
+    def program(group: MailboxBackend) -> None:
+        subs = [fd.SubBackend(group, [0, 1]) for _ in range(10)]
+        group.barrier()
+        if group.rank == 1:
+            group.close()
+            return
+        for sub in subs[:5]:
+            sub.close()
+        with pytest.raises(fd.PeerLostError):
+            group.recv(bytearray(1), 1, timeout=20)
+        for sub in subs[5:]:
+            sub.close()
+        assert not group._closed
+
+    run_ranks(program, 2, backend=backend, timeout=60)
 
 
 @pytest.mark.parametrize("backend", _BACKENDS)

@@ -329,3 +329,30 @@ def test_transfers_that_have_ended_keep_few_errors(backend, monkeypatch):
                 receive.wait(20)
 
     run_ranks(program, 2, backend=backend, timeout=60)
+
+
+@_either_way
+def test_the_engine_forgets_a_group(backend):
+    """What comes in a group that has ended is dropped; the engine has nothing of the group any more once told so."""
+
+    def program(group):
+        engine = group._messenger
+        if group.rank == 1:
+            engine.end_group(5)
+        group.barrier()
+        if group.rank == 0:
+            for data in (b"a", b"b"):
+                assert engine.try_send(data, 1, 5, 0)
+                group.send(b"next", 1, timeout=20)
+                group.recv(bytearray(4), 1, timeout=20)
+            return
+        group.recv(bytearray(4), 0, timeout=20)  # behind the first message
+        engine.forget_group(5)
+        group.send(b"next", 0, timeout=20)
+        into = bytearray(1)
+        assert engine.start_recv(into, 0, 5, 0).wait(20)
+        assert into == b"b"
+        group.recv(bytearray(4), 0, timeout=20)
+        group.send(b"next", 0, timeout=20)
+
+    run_ranks(program, 2, backend=backend, timeout=60)

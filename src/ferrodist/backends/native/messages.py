@@ -375,6 +375,10 @@ class MessagesBackend(TcpBackend):
         if self._ended is None and self._messenger is not None:
             self._messenger.end_group(group_id)
 
+    def _forget_subgroup(self, group_id: int) -> None:
+        if self._ended is None and self._messenger is not None:
+            self._messenger.forget_group(group_id)
+
     def _fail_group(self, group_id: int, error: DistributedError) -> bool:
         is_first = super()._fail_group(group_id, error)
         if is_first and self._messenger is not None:
