@@ -33,7 +33,7 @@ def check_tree(node: Node, keys: Collection[str], depth: int = 0) -> None:
         decode_leaf(node)
         return
     mark, content = ("list", node) if isinstance(node, list) else next(iter(node.items()))
-    kind, members = _BRANCHES[mark]
+    kind, members = _BRANCH_CHECKS[mark]
     if not isinstance(content, kind):
         raise ValueError(f"a {mark} of {str(content)[:100]}")  # noqa: TRY004 - it is no argument
     if kind is str and content not in keys:
@@ -69,7 +69,7 @@ def _hashable(content: list[Any]) -> list[Node]:
     return []
 
 
-_BRANCHES: dict[str, tuple[type, Callable[[Any], Iterable[Node]]]] = {
+_BRANCH_CHECKS: dict[str, tuple[type, Callable[[Any], Iterable[Node]]]] = {
     "list": (list, list),
     "tuple": (list, list),
     "dict": (dict, dict.values),

@@ -48,7 +48,7 @@ def quick_send(
     tensor: torch.Tensor, dst: int, tag: int, group: Backend | None, timeout: float | None
 ) -> Progress | None:
     """`send`; None when it is done."""
-    chosen, messages = _way_of(group)
+    chosen, messages = _message_path_of(group)
     if messages is None:
         return NOT_BEGUN
     # The engine waits no longer than until a warning is due, which the long way gives.
@@ -68,7 +68,7 @@ def quick_recv_into(
     tensor: torch.Tensor, src: int, tag: int, group: Backend | None, timeout: float | None
 ) -> int | Progress:
     """`recv_into`; the rank that sent it when it is done."""
-    chosen, messages = _way_of(group)
+    chosen, messages = _message_path_of(group)
     if messages is None or kept_heads(chosen).may_have(tag):
         return NOT_BEGUN
     result = messages.receive_into(tensor, src, tag, before_warning(chosen.timeout if timeout is None else timeout))
@@ -85,8 +85,8 @@ def quick_recv(
     timeout: float | None,
 ) -> tuple[torch.Tensor, int] | Progress:
     """`recv`; the tensor and the rank that sent it when it is done."""
-    chosen, messages = _way_of(group)
-    if messages is None or not _is_plain(shape, dtype) or kept_heads(chosen).may_have(tag):
+    chosen, messages = _message_path_of(group)
+    if messages is None or not _is_plain_description(shape, dtype) or kept_heads(chosen).may_have(tag):
         return NOT_BEGUN
 
     def make(place: int, sizes: tuple[int, ...]) -> torch.Tensor | None:
@@ -113,8 +113,8 @@ def quick_sendrecv(
     timeout: float | None,
 ) -> tuple[torch.Tensor, int] | Progress:
     """`sendrecv` of a small tensor; the other tensor and the rank that sent it when it is done."""
-    chosen, messages = _way_of(group)
-    if messages is None or not messages.can_exchange(tensor, src) or not _is_plain(shape, None):
+    chosen, messages = _message_path_of(group)
+    if messages is None or not messages.can_exchange(tensor, src) or not _is_plain_description(shape, None):
         return NOT_BEGUN
     started = time.monotonic()
     rest = quick_send(tensor, dst, tag, chosen, timeout)
@@ -126,7 +126,7 @@ def quick_sendrecv(
     return Progress(time.monotonic() - started, is_sent=True) if isinstance(result, Progress) else result
 
 
-def _way_of(group: Backend | None) -> tuple[Any, Any]:
+def _message_path_of(group: Backend | None) -> tuple[Any, Any]:
     """The group of a call, and its short way or None."""
     chosen = find_group(None) if group is None else group
     return chosen, getattr(chosen, "tensor_messages", None)
@@ -141,7 +141,7 @@ def _left_behind(group: Backend, tag: int, rest: Any) -> Progress:
     return Progress(rest.seconds)
 
 
-def _is_plain(shape: Sequence[int] | None, dtype: torch.dtype | None) -> bool:
+def _is_plain_description(shape: Sequence[int] | None, dtype: torch.dtype | None) -> bool:
     """Whether the long way has nothing to say against these."""
     if dtype is not None and dtype not in DTYPES:
         return False

@@ -158,7 +158,7 @@ class Outgoing:
         try:
             begin()
         except DistributedError as error:
-            future.settle(None, _without_frames(error))
+            future.settle(None, _without_callers(error))
         return future
 
     def _begin(self, waiting: Waiting, call: Call) -> int:
@@ -236,7 +236,7 @@ class Outgoing:
         raise error_of(waiting.name, waiting.peer, unpack_failure(content, waiting.peer))
 
 
-def _without_frames(error: DistributedError) -> DistributedError:
+def _without_callers(error: DistributedError) -> DistributedError:
     """An error for a future. The frames it was raised in hold what their callers have, references for one."""
     copy = error.fresh()
     copy.__cause__ = None  # has frames too, and its text is in the error's

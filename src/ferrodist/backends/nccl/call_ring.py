@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CallRing"]
 
-_TAG = channel_tag(Channel.DEVICE_CALL, 0)
+_CALL_TAG = channel_tag(Channel.DEVICE_CALL, 0)
 
 
 class CallRing:
@@ -49,7 +49,7 @@ class CallRing:
     def open(self, group: Backend) -> None:
         """Begin to listen."""
         if self._world_size > 1:
-            self._listener = group.listen(self._previous, CALL_SIZE, self._hear, _nothing_more, tag=_TAG)
+            self._listener = group.listen(self._previous, CALL_SIZE, self._hear, _on_end_of_call, tag=_CALL_TAG)
 
     def tell(self, group: Backend, call: Call) -> None:
         """Send this rank's call to the next rank, and compare it with the previous rank's if that has come."""
@@ -58,8 +58,8 @@ class CallRing:
         record = call.encode()
         self._unsent = [request for request in self._unsent if not request.done()]
         # Messages that went another way before could be overtaken; places are compared, so that would do no harm.
-        if not group.try_send(record, self._next, tag=_TAG):
-            request = group.isend(record, self._next, tag=_TAG)
+        if not group.try_send(record, self._next, tag=_CALL_TAG):
+            request = group.isend(record, self._next, tag=_CALL_TAG)
             if not request.done():
                 self._unsent.append(request)
         with self._lock:
@@ -107,6 +107,6 @@ class CallRing:
         )
 
 
-def _nothing_more(error: DistributedError) -> None:
+def _on_end_of_call(error: DistributedError) -> None:
     """The group has ended, which the watch sees by itself."""
     del error

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["CountComparison"]
 
 _MESSAGE = struct.Struct("<Qqq")  # sequence, rows to the receiver, rows expected from it
-_TAG = channel_tag(Channel.DEVICE_COUNT, 0)
+_COUNT_TAG = channel_tag(Channel.DEVICE_COUNT, 0)
 _LOOK_SECONDS = 0.05
 
 
@@ -49,13 +49,13 @@ class CountComparison:
         """Tell all others, and compare with what they have told or will tell."""
         if self._listeners is None:
             self._listeners = [
-                group.listen(rank, _MESSAGE.size, partial(self._hear, rank), _nothing_more, tag=_TAG)
+                group.listen(rank, _MESSAGE.size, partial(self._hear, rank), _on_end_of_counts, tag=_COUNT_TAG)
                 for rank in self._others
             ]
         for rank in self._others:
             message = _MESSAGE.pack(sequence, send_counts[rank], receive_counts[rank])
-            if not group.try_send(message, rank, tag=_TAG):
-                group.isend(message, rank, tag=_TAG)
+            if not group.try_send(message, rank, tag=_COUNT_TAG):
+                group.isend(message, rank, tag=_COUNT_TAG)
         if not self._others:
             return
         with self._changed:
@@ -128,6 +128,6 @@ class CountComparison:
         )
 
 
-def _nothing_more(error: DistributedError) -> None:
+def _on_end_of_counts(error: DistributedError) -> None:
     """The group has ended, which who waits sees by itself."""
     del error

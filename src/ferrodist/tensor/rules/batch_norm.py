@@ -33,7 +33,7 @@ def _letters(layout: Layout, *, divides_batch: bool) -> Letters:
     return [_CHANNEL if dim == 1 else dim if divides_batch else None for dim in range(layout.ndim)]
 
 
-def _forward_choices(call: Call, axis: int) -> list[Choice]:
+def _batch_forward_choices(call: Call, axis: int) -> list[Choice]:
     is_training = call.arguments.get("training", False)
     first = _letters(call.inputs[0], divides_batch=not is_training)
     pattern = Pattern(
@@ -45,7 +45,7 @@ def _forward_choices(call: Call, axis: int) -> list[Choice]:
     return choices_of(pattern, call, axis)
 
 
-def _backward_choices(call: Call, axis: int) -> list[Choice]:
+def _batch_backward_choices(call: Call, axis: int) -> list[Choice]:
     pattern = Pattern(
         inputs=[_letters(layout, divides_batch=False) for layout in call.inputs],
         outputs=[
@@ -102,13 +102,13 @@ def _update(tensor: Any, weight: Any, bias: Any, *given: Any) -> tuple[Any, Any,
     return results[:3]  # type: ignore[no-any-return]
 
 
-_forward_rule = Rule(choices=_forward_choices, local=_forward)
+_forward_rule = Rule(choices=_batch_forward_choices, local=_forward)
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
     private_aten.native_batch_norm_legit_functional.default: _forward_rule,
     private_aten.native_batch_norm_legit_no_training.default: _forward_rule,
     private_aten.native_batch_norm_legit.no_stats: _forward_rule,
-    _aten.native_batch_norm_backward.default: Rule(choices=_backward_choices, local=_backward),
+    _aten.native_batch_norm_backward.default: Rule(choices=_batch_backward_choices, local=_backward),
 }
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {

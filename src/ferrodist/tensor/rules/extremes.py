@@ -85,7 +85,7 @@ def _picked(call: Call, axis: int) -> list[Choice]:
 
 _highest = Rule(choices=settled_choices, local=partial(_find, ReduceOp.MAX))
 _lowest = Rule(choices=settled_choices, local=partial(_find, ReduceOp.MIN))
-_sum_rule, _order_rule = Rule(choices=partial(_along, ((0,),))), Rule(choices=partial(_along, ()))
+_cumsum_rule, _order_rule = Rule(choices=partial(_along, ((0,),))), Rule(choices=partial(_along, ()))
 _pick_rule = Rule(choices=_picked)
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
@@ -93,7 +93,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.argmin.default: _lowest,
     _aten.max.dim: _highest,
     _aten.min.dim: _lowest,
-    _aten.cumsum.default: _sum_rule,
+    _aten.cumsum.default: _cumsum_rule,
     _aten.cumprod.default: _order_rule,
     _aten.cummax.default: _order_rule,
     _aten.cummin.default: _order_rule,

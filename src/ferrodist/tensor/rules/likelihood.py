@@ -107,7 +107,7 @@ def _weights(weight: torch.Tensor | None, target: torch.Tensor, counts: torch.Te
     return torch.where(counts, weight[torch.where(counts, target, 0).long()].to(like.dtype), 0.0)
 
 
-def _forward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _nll_forward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
     del call
     layout = inputs[0]
     if not any(isinstance(placement, Shard) for placement in layout.placements):
@@ -139,7 +139,7 @@ def _forward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) ->
     return forward
 
 
-def _backward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _nll_backward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
     del call
     layout = inputs[1]
     if not dividers(layout, (_class_dim(layout),)):
@@ -164,12 +164,12 @@ def _backward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -
     return backward
 
 
-_forward_rule = Rule(choices=_forward_choices, local=_forward)
-_backward_rule = Rule(choices=_backward_choices, local=_backward)
+_nll_forward_rule = Rule(choices=_forward_choices, local=_nll_forward)
+_nll_backward_rule = Rule(choices=_backward_choices, local=_nll_backward)
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
-    _aten.nll_loss_forward.default: _forward_rule,
-    _aten.nll_loss2d_forward.default: _forward_rule,
-    _aten.nll_loss_backward.default: _backward_rule,
-    _aten.nll_loss2d_backward.default: _backward_rule,
+    _aten.nll_loss_forward.default: _nll_forward_rule,
+    _aten.nll_loss2d_forward.default: _nll_forward_rule,
+    _aten.nll_loss_backward.default: _nll_backward_rule,
+    _aten.nll_loss2d_backward.default: _nll_backward_rule,
 }
