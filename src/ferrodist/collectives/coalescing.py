@@ -13,7 +13,8 @@ from ferrodist.backends.agreement import left_reason
 from ferrodist.backends.call import MAX_PAYLOAD
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.device_streams import keep_until_now
-from ferrodist.collectives.operation import Operation, collectives_of, collector, run_later
+from ferrodist.collectives.host_engine import collectives_of
+from ferrodist.collectives.operation import Operation, collector, run_later
 from ferrodist.collectives.pending import PendingCollective, QueuedCollective
 from ferrodist.collectives.prepare import writing_to
 from ferrodist.collectives.views import shares_memory

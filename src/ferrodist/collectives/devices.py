@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ferrodist.collectives.device_streams import is_capturing
-from ferrodist.collectives.operation import collectives_of
+from ferrodist.collectives.host_engine import collectives_of
 from ferrodist.collectives.staged import staged_collectives_of
 from ferrodist.collectives.staged_messages import StagedMessages
 from ferrodist.errors import UnsupportedOpError

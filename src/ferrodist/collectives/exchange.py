@@ -10,7 +10,8 @@ import torch
 from ferrodist.collectives.device_streams import keep_until_now
 from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.differentiable import attach, records_history
-from ferrodist.collectives.operation import Operation, collectives_of, run_later, run_now
+from ferrodist.collectives.host_engine import collectives_of
+from ferrodist.collectives.operation import Operation, run_later, run_now
 from ferrodist.collectives.prepare import (
     check_dim,
     check_integer,

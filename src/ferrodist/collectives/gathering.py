@@ -11,7 +11,8 @@ from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.differentiable import attach, records_history
 from ferrodist.collectives.facts import check_sizes, read_facts
 from ferrodist.collectives.fold import widen
-from ferrodist.collectives.operation import Operation, collectives_of, refuse_in_coalesce, run_later, run_now
+from ferrodist.collectives.host_engine import collectives_of
+from ferrodist.collectives.operation import Operation, refuse_in_coalesce, run_later, run_now
 from ferrodist.collectives.prepare import (
     check_dim,
     check_out,

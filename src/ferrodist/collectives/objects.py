@@ -17,7 +17,8 @@ import torch
 from ferrodist.backends.call import MAX_PAYLOAD
 from ferrodist.collectives.facts import check_sizes, protocol_error, read_facts
 from ferrodist.collectives.gathering import all_gather_by_sizes, share_sizes
-from ferrodist.collectives.operation import collectives_of, refuse_in_coalesce
+from ferrodist.collectives.host_engine import collectives_of
+from ferrodist.collectives.operation import refuse_in_coalesce
 from ferrodist.collectives.plain_data import encode_plain
 from ferrodist.collectives.point_to_point import recv, send
 from ferrodist.collectives.prepare import check_root, check_tensor, group_and_timeout, prepare_out

@@ -12,9 +12,8 @@ import torch
 
 from ferrodist.backends.agreement import left_reason
 from ferrodist.collectives.device_streams import Handover, streams_of
-from ferrodist.collectives.moved import MovedCollectives
+from ferrodist.collectives.host_engine import collectives_of
 from ferrodist.collectives.pending import EnqueuedCollective, OperationQueue, PendingCollective, QueuedCollective
-from ferrodist.collectives.reference import ReferenceCollectives
 from ferrodist.errors import DistributedError
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ __all__ = [
     "Collector",
     "Fusible",
     "Operation",
-    "collectives_of",
     "collector",
     "refuse_in_coalesce",
     "run_later",
@@ -36,8 +34,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-_KEY = "collectives.reference"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,19 +90,6 @@ class Collector(Protocol):
 
 collector: ContextVar[Collector | None] = ContextVar("ferrodist_collector", default=None)
 """Set inside a `coalesce` block."""
-
-
-def collectives_of(group: Backend) -> Collectives:
-    """The engine of a group: its own when it offers one, else ours over its mover, or else over its messages."""
-    engine: Collectives | None = group.collectives
-    if engine is not None:
-        return engine
-    found = group.attachments.get(_KEY)
-    if found is None:
-        made = ReferenceCollectives(group) if group.mover is None else MovedCollectives(group)
-        found = group.attachments.setdefault(_KEY, made)
-    assert isinstance(found, ReferenceCollectives)
-    return found
 
 
 def refuse_in_coalesce(name: str) -> None:

@@ -12,7 +12,8 @@ from ferrodist.collectives.devices import engine_of
 from ferrodist.collectives.differentiable import attach, records_history
 from ferrodist.collectives.facts import check_sizes, dtype_at, protocol_error, read_facts
 from ferrodist.collectives.gathering import Join, share_sizes
-from ferrodist.collectives.operation import Operation, collectives_of, refuse_in_coalesce, run_now
+from ferrodist.collectives.host_engine import collectives_of
+from ferrodist.collectives.operation import Operation, refuse_in_coalesce, run_now
 from ferrodist.collectives.prepare import (
     Target,
     check_dim,

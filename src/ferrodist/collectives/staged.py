@@ -25,7 +25,7 @@ from ferrodist.backends.call import Call
 from ferrodist.backends.sub import SubBackend
 from ferrodist.collectives.device_streams import streams_of
 from ferrodist.collectives.facts import dtype_text, read_facts
-from ferrodist.collectives.operation import collectives_of
+from ferrodist.collectives.host_engine import collectives_of
 from ferrodist.collectives.reduce_op import DTYPES, Op, ReduceOp
 from ferrodist.collectives.staged_plan import Parts, Plan
 from ferrodist.collectives.staging import SEGMENT_BYTES, Lane, NotReachedError

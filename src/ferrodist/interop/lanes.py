@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.sub import SubBackend
 from ferrodist.collectives.devices import engine_of
-from ferrodist.collectives.operation import Operation, collectives_of, run_later, run_now
+from ferrodist.collectives.host_engine import collectives_of
+from ferrodist.collectives.operation import Operation, run_later, run_now
 from ferrodist.errors import DistributedError, describe_error
 from ferrodist.interop.completion import Line, Threads, here
 from ferrodist.interop.works import CollectiveWork, seconds_of

@@ -11,8 +11,8 @@ import torch
 import xxhash
 
 from ferrodist.collectives.explain import explain_errors
+from ferrodist.collectives.host_engine import collectives_of
 from ferrodist.collectives.objects import all_gather_object
-from ferrodist.collectives.operation import collectives_of
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.torch_private.autograd import current_graph_task, queue_callback, version_of
 from ferrodist.wording import with_article

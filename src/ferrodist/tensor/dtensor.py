@@ -11,7 +11,7 @@ import torch
 
 from ferrodist.backends.call import MAX_PAYLOAD
 from ferrodist.collectives.facts import dtype_text, read_facts
-from ferrodist.collectives.operation import collectives_of
+from ferrodist.collectives.host_engine import collectives_of
 from ferrodist.collectives.prepare import check_layout
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, check_dtype
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError

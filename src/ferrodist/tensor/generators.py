@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ferrodist.collectives.operation import collectives_of
+from ferrodist.collectives.host_engine import collectives_of
 from ferrodist.errors import CollectiveMismatchError
 from ferrodist.tensor.redistribution import redistribute_local
 

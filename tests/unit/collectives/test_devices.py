@@ -18,7 +18,8 @@ import ferrodist as fd
 from ferrodist.collectives import gathering, operation
 from ferrodist.collectives.coalescing import coalesce
 from ferrodist.collectives.devices import engine_of, messages_of
-from ferrodist.collectives.operation import Fusible, Operation, collectives_of, run_later, run_now
+from ferrodist.collectives.host_engine import collectives_of
+from ferrodist.collectives.operation import Fusible, Operation, run_later, run_now
 from ferrodist.collectives.prepare import check_out, prepare_late_out, prepare_out
 from ferrodist.testing import run_ranks
 

@@ -16,7 +16,8 @@ import ferrodist as fd
 from ferrodist.collectives import device_streams, devices, staged
 from ferrodist.collectives.batches import Recv, Send
 from ferrodist.collectives.device_streams import CudaStreams, Handover
-from ferrodist.collectives.operation import Operation, collectives_of, run_later
+from ferrodist.collectives.host_engine import collectives_of
+from ferrodist.collectives.operation import Operation, run_later
 from ferrodist.collectives.prepare import Target
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, check_reduction, premultiplied_sum
 from ferrodist.collectives.sharding import compute_shard_sizes
