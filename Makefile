@@ -23,8 +23,8 @@ demo: $(INSTALLED)
 
 # In three parts side by side: one alone waits for threads and processes to wake for most of its time.
 FIRST_PART := tests/unit/collectives tests/unit/backends tests/unit/rendezvous tests/unit/checkpoint tests/unit/launch \
-	tests/unit/mesh tests/unit/bench tests/unit/interop tests/interop/test_openings.py tests/multiprocess/test_demo.py
-SECOND_PART := tests/unit/tensor tests/unit/parallel tests/unit/testing tests/interop/test_torch_examples.py
+	tests/unit/mesh tests/unit/bench tests/unit/torch_backend tests/torch_backend/test_openings.py tests/multiprocess/test_demo.py
+SECOND_PART := tests/unit/tensor tests/unit/parallel tests/unit/testing tests/torch_backend/test_torch_examples.py
 PYTEST = $(BIN)/python -m pytest --durations 10 --durations-min 5
 
 test: $(INSTALLED) native

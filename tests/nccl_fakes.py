@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.backends.hybrid import HybridBackend
+from ferrodist.backends.nccl.backend import HybridBackend
 from ferrodist.backends.nccl.communicator import NcclError
-from ferrodist.backends.nccl.dtypes import NCCL_DTYPES
+from ferrodist.backends.nccl.reductions import NCCL_DTYPES
 from ferrodist.backends.simulated import SimulatedBackend
-from ferrodist.collectives import devices, operation, point_to_point
+from ferrodist.collectives import p2p
+from ferrodist.collectives import work as operation
+from ferrodist.collectives.engines import select
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -412,6 +414,6 @@ def fake_groups(
 def send_cpu_tensors_to_nccl(monkeypatch: Any) -> None:
     """Have collectives and messages take tensors of the CPU for such of a GPU, in groups with NCCL."""
     monkeypatch.setattr(
-        devices, "collectives_of", lambda group: group.device_collectives or operation.collectives_of(group)
+        select, "collectives_of", lambda group: group.device_collectives or operation.collectives_of(group)
     )
-    monkeypatch.setattr(point_to_point, "messages_of", lambda group, device: group.device_messages)
+    monkeypatch.setattr(p2p, "messages_of", lambda group, device: group.device_messages)

@@ -33,7 +33,7 @@ OWN_SUITE = "torch's own suite "
 CHECKPOINTS = "tests/unit/checkpoint"
 COLLECTIVES = "tests/unit/collectives"
 SUBJECTS = {
-    "torch backend": ["tests/unit/interop", "tests/interop"],
+    "torch backend": ["tests/unit/torch_backend", "tests/torch_backend"],
     "tensors": ["tests/unit/tensor"],
     "parallel": ["tests/unit/parallel", "tests/multiprocess/test_fsdp_against_torch.py"],
     "checkpoints": [

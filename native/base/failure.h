@@ -1,5 +1,5 @@
 // Why an operation of the engine ended early. Everything that blocks throws this, or what a signal's handler raised in
-// Python (base/interruption.h); `bindings/` hands it to Python, where `backends/native/failures.py` turns it into the
+// Python (base/interruption.h); `bindings/` hands it to Python, where `backends/native/errors.py` turns it into the
 // public errors.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The short ways of collectives: from Python's tensors straight into the engine; see collectives/quick.py.
+// The short ways of collectives: from Python's tensors straight into the engine; see collectives/fast_path.py.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,4 +1,4 @@
-// Tensors from rank to rank without Python between their two messages; `collectives/point_to_point.py` says what these are.
+// Tensors from rank to rank without Python between their two messages; `collectives/p2p.py` says what these are.
 //
 // A call that does not simply come to its end gives back how far it has got, with no transfer of it under way, and the
 // long way goes on from there: it makes all errors, and does what is to be done for a call that is interrupted.
@@ -33,7 +33,7 @@ constexpr std::uint64_t body_channel = 5;
 
 constexpr std::size_t max_dims = 12;
 
-// A tensor's first message: field for field `TensorHead` of collectives/tensor_heads.py.
+// A tensor's first message: field for field `TensorHead` of collectives/tensor_protocol.py.
 struct [[gnu::packed]] Head {
     std::uint64_t number;
     std::uint8_t dtype;

@@ -1,4 +1,4 @@
-// The arithmetic of reductions. It gives the bits that [Note: fold] of `collectives/fold.py` defines.
+// The arithmetic of reductions. It gives the bits that [Note: fold] of `collectives/reduce_op.py` defines.
 #pragma once
 
 #include <cstddef>

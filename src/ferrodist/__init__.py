@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ferrodist import checkpoint as checkpoint
     from ferrodist import rpc as rpc
     from ferrodist.backends.base import Backend as Backend
-    from ferrodist.backends.hybrid import HybridBackend as HybridBackend
     from ferrodist.backends.mpi import MpiBackend as MpiBackend
     from ferrodist.backends.mpi import is_mpi_available as is_mpi_available
     from ferrodist.backends.native import GlooBackend as GlooBackend
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from ferrodist.backends.nccl import NcclUniqueId as NcclUniqueId
     from ferrodist.backends.nccl import is_nccl_available as is_nccl_available
     from ferrodist.backends.nccl import reduce_op_to_nccl as reduce_op_to_nccl
+    from ferrodist.backends.nccl.backend import HybridBackend as HybridBackend
     from ferrodist.backends.non_member import NonMemberGroup as NonMemberGroup
     from ferrodist.backends.process_group import default_group as default_group
     from ferrodist.backends.process_group import destroy_process_group as destroy_process_group
@@ -53,50 +53,50 @@ if TYPE_CHECKING:
     from ferrodist.backends.process_group import register_backend as register_backend
     from ferrodist.backends.process_group import use_group as use_group
     from ferrodist.backends.simulated import SimulatedBackend as SimulatedBackend
-    from ferrodist.backends.sub import SubBackend as SubBackend
+    from ferrodist.backends.subgroup import SubBackend as SubBackend
     from ferrodist.backends.tags import ANY_SOURCE as ANY_SOURCE
     from ferrodist.backends.tcp import TcpBackend as TcpBackend
     from ferrodist.backends.ucc import UccBackend as UccBackend
     from ferrodist.backends.ucc import is_ucc_available as is_ucc_available
+    from ferrodist.collectives.all_gather import all_gather as all_gather
+    from ferrodist.collectives.all_gather import all_gather_uneven as all_gather_uneven
+    from ferrodist.collectives.all_gather import async_all_gather as async_all_gather
+    from ferrodist.collectives.all_gather import async_reduce_scatter as async_reduce_scatter
+    from ferrodist.collectives.all_gather import reduce_scatter as reduce_scatter
+    from ferrodist.collectives.all_gather import reduce_scatter_tensor as reduce_scatter_tensor
+    from ferrodist.collectives.all_to_all import all_to_all as all_to_all
+    from ferrodist.collectives.all_to_all import all_to_all_single_uneven as all_to_all_single_uneven
+    from ferrodist.collectives.all_to_all import async_all_to_all as async_all_to_all
+    from ferrodist.collectives.all_to_all import barrier as barrier
+    from ferrodist.collectives.all_to_all import monitored_barrier as monitored_barrier
+    from ferrodist.collectives.arguments import compute_shard_sizes as compute_shard_sizes
     from ferrodist.collectives.coalescing import coalesce as coalesce
-    from ferrodist.collectives.exchange import all_to_all as all_to_all
-    from ferrodist.collectives.exchange import all_to_all_single_uneven as all_to_all_single_uneven
-    from ferrodist.collectives.exchange import async_all_to_all as async_all_to_all
-    from ferrodist.collectives.exchange import barrier as barrier
-    from ferrodist.collectives.exchange import monitored_barrier as monitored_barrier
-    from ferrodist.collectives.gathering import all_gather as all_gather
-    from ferrodist.collectives.gathering import all_gather_uneven as all_gather_uneven
-    from ferrodist.collectives.gathering import async_all_gather as async_all_gather
-    from ferrodist.collectives.gathering import async_reduce_scatter as async_reduce_scatter
-    from ferrodist.collectives.gathering import reduce_scatter as reduce_scatter
-    from ferrodist.collectives.gathering import reduce_scatter_tensor as reduce_scatter_tensor
-    from ferrodist.collectives.gpu import gpu_allreduce as gpu_allreduce
-    from ferrodist.collectives.gpu import gpu_broadcast as gpu_broadcast
+    from ferrodist.collectives.gather import gather as gather
+    from ferrodist.collectives.gather import scatter as scatter
     from ferrodist.collectives.objects import all_gather_object as all_gather_object
     from ferrodist.collectives.objects import broadcast_object as broadcast_object
     from ferrodist.collectives.objects import gather_object as gather_object
     from ferrodist.collectives.objects import recv_object as recv_object
     from ferrodist.collectives.objects import scatter_object as scatter_object
     from ferrodist.collectives.objects import send_object as send_object
-    from ferrodist.collectives.pending import PendingCollective as PendingCollective
-    from ferrodist.collectives.point_to_point import Recv as Recv
-    from ferrodist.collectives.point_to_point import Send as Send
-    from ferrodist.collectives.point_to_point import batch as batch
-    from ferrodist.collectives.point_to_point import recv as recv
-    from ferrodist.collectives.point_to_point import recv_into as recv_into
-    from ferrodist.collectives.point_to_point import send as send
-    from ferrodist.collectives.point_to_point import sendrecv as sendrecv
+    from ferrodist.collectives.p2p import batch as batch
+    from ferrodist.collectives.p2p import recv as recv
+    from ferrodist.collectives.p2p import recv_into as recv_into
+    from ferrodist.collectives.p2p import send as send
+    from ferrodist.collectives.p2p import sendrecv as sendrecv
+    from ferrodist.collectives.reduce import allreduce as allreduce
+    from ferrodist.collectives.reduce import async_allreduce as async_allreduce
+    from ferrodist.collectives.reduce import async_broadcast as async_broadcast
+    from ferrodist.collectives.reduce import broadcast as broadcast
+    from ferrodist.collectives.reduce import gpu_allreduce as gpu_allreduce
+    from ferrodist.collectives.reduce import gpu_broadcast as gpu_broadcast
+    from ferrodist.collectives.reduce import reduce as reduce
     from ferrodist.collectives.reduce_op import ReduceOp as ReduceOp
     from ferrodist.collectives.reduce_op import premultiplied_sum as premultiplied_sum
-    from ferrodist.collectives.reductions import allreduce as allreduce
-    from ferrodist.collectives.reductions import async_allreduce as async_allreduce
-    from ferrodist.collectives.reductions import async_broadcast as async_broadcast
-    from ferrodist.collectives.reductions import broadcast as broadcast
-    from ferrodist.collectives.reductions import reduce as reduce
-    from ferrodist.collectives.scattering import gather as gather
-    from ferrodist.collectives.scattering import scatter as scatter
-    from ferrodist.collectives.sharding import compute_shard_sizes as compute_shard_sizes
-    from ferrodist.collectives.symmetric import empty_symmetric as empty_symmetric
+    from ferrodist.collectives.symmetric_memory import empty_symmetric as empty_symmetric
+    from ferrodist.collectives.tensor_protocol import Recv as Recv
+    from ferrodist.collectives.tensor_protocol import Send as Send
+    from ferrodist.collectives.work import PendingCollective as PendingCollective
     from ferrodist.deadline import DEFAULT_COLLECTIVE_TIMEOUT as DEFAULT_COLLECTIVE_TIMEOUT
     from ferrodist.errors import AuthenticationError as AuthenticationError
     from ferrodist.errors import BackendUnavailable as BackendUnavailable
@@ -119,53 +119,52 @@ if TYPE_CHECKING:
     from ferrodist.errors import SizeMismatchError as SizeMismatchError
     from ferrodist.errors import UnsupportedOpError as UnsupportedOpError
     from ferrodist.mesh import DeviceMesh as DeviceMesh
-    from ferrodist.parallel.data import DDP as DDP
-    from ferrodist.parallel.data import DiLoCo as DiLoCo
-    from ferrodist.parallel.data import GradientBucket as GradientBucket
-    from ferrodist.parallel.data import LocalSGD as LocalSGD
-    from ferrodist.parallel.data import SyncBatchNorm1d as SyncBatchNorm1d
-    from ferrodist.parallel.data import SyncBatchNorm2d as SyncBatchNorm2d
-    from ferrodist.parallel.data import SyncBatchNorm3d as SyncBatchNorm3d
-    from ferrodist.parallel.data import comm_hooks as comm_hooks
-    from ferrodist.parallel.data import convert_sync_batchnorm as convert_sync_batchnorm
+    from ferrodist.parallel.ddp import DDP as DDP
+    from ferrodist.parallel.ddp import GradientBucket as GradientBucket
+    from ferrodist.parallel.ddp import comm_hooks as comm_hooks
+    from ferrodist.parallel.fsdp import FSDP as FSDP
+    from ferrodist.parallel.fsdp import MixedPrecision as MixedPrecision
+    from ferrodist.parallel.fsdp import ShardingStrategy as ShardingStrategy
+    from ferrodist.parallel.fsdp import by_class as by_class
+    from ferrodist.parallel.fsdp import by_size as by_size
+    from ferrodist.parallel.local_sgd import DiLoCo as DiLoCo
+    from ferrodist.parallel.local_sgd import LocalSGD as LocalSGD
     from ferrodist.parallel.pipeline import LossReduction as LossReduction
     from ferrodist.parallel.pipeline import Microbatches as Microbatches
     from ferrodist.parallel.pipeline import Pipeline as Pipeline
     from ferrodist.parallel.pipeline import PipelineOutput as PipelineOutput
     from ferrodist.parallel.pipeline import PipelineSchedule as PipelineSchedule
-    from ferrodist.parallel.sharded import FSDP as FSDP
-    from ferrodist.parallel.sharded import MixedPrecision as MixedPrecision
-    from ferrodist.parallel.sharded import ShardingStrategy as ShardingStrategy
-    from ferrodist.parallel.sharded import by_class as by_class
-    from ferrodist.parallel.sharded import by_size as by_size
-    from ferrodist.parallel.tensor import ColumnParallel as ColumnParallel
-    from ferrodist.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
-    from ferrodist.parallel.tensor import ParallelAttention as ParallelAttention
-    from ferrodist.parallel.tensor import ParallelEmbedding as ParallelEmbedding
-    from ferrodist.parallel.tensor import RowParallel as RowParallel
-    from ferrodist.parallel.tensor import RowParallelLinear as RowParallelLinear
-    from ferrodist.parallel.tensor import SequenceParallel as SequenceParallel
-    from ferrodist.parallel.tensor import Style as Style
-    from ferrodist.parallel.tensor import VocabularyParallel as VocabularyParallel
-    from ferrodist.parallel.tensor import parallelize as parallelize
+    from ferrodist.parallel.sync_batch_norm import SyncBatchNorm1d as SyncBatchNorm1d
+    from ferrodist.parallel.sync_batch_norm import SyncBatchNorm2d as SyncBatchNorm2d
+    from ferrodist.parallel.sync_batch_norm import SyncBatchNorm3d as SyncBatchNorm3d
+    from ferrodist.parallel.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
+    from ferrodist.parallel.tensor_parallel import ColumnParallel as ColumnParallel
+    from ferrodist.parallel.tensor_parallel import ColumnParallelLinear as ColumnParallelLinear
+    from ferrodist.parallel.tensor_parallel import ParallelAttention as ParallelAttention
+    from ferrodist.parallel.tensor_parallel import ParallelEmbedding as ParallelEmbedding
+    from ferrodist.parallel.tensor_parallel import RowParallel as RowParallel
+    from ferrodist.parallel.tensor_parallel import RowParallelLinear as RowParallelLinear
+    from ferrodist.parallel.tensor_parallel import SequenceParallel as SequenceParallel
+    from ferrodist.parallel.tensor_parallel import Style as Style
+    from ferrodist.parallel.tensor_parallel import VocabularyParallel as VocabularyParallel
+    from ferrodist.parallel.tensor_parallel import parallelize as parallelize
     from ferrodist.tensor import factories as factories
-    from ferrodist.tensor.distribution import distribute as distribute
     from ferrodist.tensor.dtensor import DTensor as DTensor
+    from ferrodist.tensor.factories import distribute as distribute
+    from ferrodist.tensor.fallback import allow_replication as allow_replication
     from ferrodist.tensor.placement import Partial as Partial
     from ferrodist.tensor.placement import Replicate as Replicate
     from ferrodist.tensor.placement import Shard as Shard
-    from ferrodist.tensor.recording import record_redistributions as record_redistributions
-    from ferrodist.tensor.replication import allow_replication as allow_replication
+    from ferrodist.tensor.redistribute import record_redistributions as record_redistributions
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "backends.base": ["Backend"],
-    "backends.hybrid": ["HybridBackend"],
     "backends.mpi": ["MpiBackend", "is_mpi_available"],
-    "backends.nccl": ["NcclBackend", "NcclUniqueId", "is_nccl_available", "reduce_op_to_nccl"],
-    "backends.ucc": ["UccBackend", "is_ucc_available"],
     "backends.native": ["GlooBackend", "NativeBackend", "is_gloo_available", "is_native_available"],
+    "backends.nccl": ["NcclBackend", "NcclUniqueId", "is_nccl_available", "reduce_op_to_nccl"],
+    "backends.nccl.backend": ["HybridBackend"],
     "backends.non_member": ["NonMemberGroup"],
     "backends.process_group": [
         "default_group",
@@ -177,18 +176,11 @@ _HOMES = {
         "use_group",
     ],
     "backends.simulated": ["SimulatedBackend"],
-    "backends.sub": ["SubBackend"],
+    "backends.subgroup": ["SubBackend"],
     "backends.tags": ["ANY_SOURCE"],
     "backends.tcp": ["TcpBackend"],
-    "collectives.coalescing": ["coalesce"],
-    "collectives.exchange": [
-        "all_to_all",
-        "all_to_all_single_uneven",
-        "async_all_to_all",
-        "barrier",
-        "monitored_barrier",
-    ],
-    "collectives.gathering": [
+    "backends.ucc": ["UccBackend", "is_ucc_available"],
+    "collectives.all_gather": [
         "all_gather",
         "all_gather_uneven",
         "async_all_gather",
@@ -196,9 +188,16 @@ _HOMES = {
         "reduce_scatter",
         "reduce_scatter_tensor",
     ],
-    "collectives.gpu": ["gpu_allreduce", "gpu_broadcast"],
-    "collectives.reductions": ["allreduce", "async_allreduce", "async_broadcast", "broadcast", "reduce"],
-    "collectives.scattering": ["gather", "scatter"],
+    "collectives.all_to_all": [
+        "all_to_all",
+        "all_to_all_single_uneven",
+        "async_all_to_all",
+        "barrier",
+        "monitored_barrier",
+    ],
+    "collectives.arguments": ["compute_shard_sizes"],
+    "collectives.coalescing": ["coalesce"],
+    "collectives.gather": ["gather", "scatter"],
     "collectives.objects": [
         "all_gather_object",
         "broadcast_object",
@@ -207,11 +206,20 @@ _HOMES = {
         "scatter_object",
         "send_object",
     ],
-    "collectives.pending": ["PendingCollective"],
-    "collectives.point_to_point": ["Recv", "Send", "batch", "recv", "recv_into", "send", "sendrecv"],
+    "collectives.p2p": ["batch", "recv", "recv_into", "send", "sendrecv"],
+    "collectives.reduce": [
+        "allreduce",
+        "async_allreduce",
+        "async_broadcast",
+        "broadcast",
+        "gpu_allreduce",
+        "gpu_broadcast",
+        "reduce",
+    ],
     "collectives.reduce_op": ["ReduceOp", "premultiplied_sum"],
-    "collectives.sharding": ["compute_shard_sizes"],
-    "collectives.symmetric": ["empty_symmetric"],
+    "collectives.symmetric_memory": ["empty_symmetric"],
+    "collectives.tensor_protocol": ["Recv", "Send"],
+    "collectives.work": ["PendingCollective"],
     "deadline": ["DEFAULT_COLLECTIVE_TIMEOUT"],
     "errors": [
         "AuthenticationError",
@@ -236,26 +244,12 @@ _HOMES = {
         "UnsupportedOpError",
     ],
     "mesh": ["DeviceMesh"],
-    "parallel.data": [
-        "DDP",
-        "DiLoCo",
-        "GradientBucket",
-        "LocalSGD",
-        "SyncBatchNorm1d",
-        "SyncBatchNorm2d",
-        "SyncBatchNorm3d",
-        "comm_hooks",
-        "convert_sync_batchnorm",
-    ],
-    "parallel.pipeline": [
-        "LossReduction",
-        "Microbatches",
-        "Pipeline",
-        "PipelineOutput",
-        "PipelineSchedule",
-    ],
-    "parallel.sharded": ["FSDP", "MixedPrecision", "ShardingStrategy", "by_class", "by_size"],
-    "parallel.tensor": [
+    "parallel.ddp": ["DDP", "GradientBucket", "comm_hooks"],
+    "parallel.fsdp": ["FSDP", "MixedPrecision", "ShardingStrategy", "by_class", "by_size"],
+    "parallel.local_sgd": ["DiLoCo", "LocalSGD"],
+    "parallel.pipeline": ["LossReduction", "Microbatches", "Pipeline", "PipelineOutput", "PipelineSchedule"],
+    "parallel.sync_batch_norm": ["SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d", "convert_sync_batchnorm"],
+    "parallel.tensor_parallel": [
         "ColumnParallel",
         "ColumnParallelLinear",
         "ParallelAttention",
@@ -268,11 +262,11 @@ _HOMES = {
         "parallelize",
     ],
     "tensor": ["factories"],
-    "tensor.distribution": ["distribute"],
     "tensor.dtensor": ["DTensor"],
+    "tensor.factories": ["distribute"],
+    "tensor.fallback": ["allow_replication"],
     "tensor.placement": ["Partial", "Replicate", "Shard"],
-    "tensor.recording": ["record_redistributions"],
-    "tensor.replication": ["allow_replication"],
+    "tensor.redistribute": ["record_redistributions"],
 }
 _PACKAGES = ["checkpoint", "rpc"]
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -287,7 +281,7 @@ if not TYPE_CHECKING:  # checkers refuse names that are not there
             return import_module(f"{__name__}.{name}")
         home = _HOME_OF.get(name)
         if home is None:
-            from ferrodist.torch_names import hint_for  # noqa: PLC0415 - seldom needed
+            from ferrodist.torch_equivalents import hint_for  # noqa: PLC0415 - seldom needed
 
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint_for(name)}")
         value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)

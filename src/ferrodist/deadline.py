@@ -10,19 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "DEFAULT_COLLECTIVE_TIMEOUT",
-    "LONG_WAIT_SECONDS",
-    "TIMEOUT_VARIABLE",
-    "Deadline",
-    "Elapsed",
-    "before_warning",
-    "check_timeout",
-    "default_timeout",
-    "long_wait",
-    "resolve_timeout",
-]
-
 DEFAULT_COLLECTIVE_TIMEOUT = 1800.0
 """Seconds a blocking call may take when neither the call, nor its group, nor FERRODIST_TIMEOUT says otherwise."""
 

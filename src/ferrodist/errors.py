@@ -26,14 +26,17 @@
 ``ValueError`` and ``TypeError`` of Python itself are raised for arguments that are wrong on their face. The first rank
 that detects a failure reports it; every other rank raises the same class with the same facts, so each error pickles and
 crosses process boundaries whole.
+
+Errors of collectives that a component calls say which one called them, and why: the user's program doesn't.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection, Iterator
 
 __all__ = [
     "AuthenticationError",
@@ -263,3 +266,22 @@ def describe_failed_program(error: BaseException) -> str:
 def ranks_text(ranks: Collection[int]) -> str:
     """How messages name ranks, of which there is at least one: "rank 3", or "ranks 1, 3"."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+@contextlib.contextmanager
+def explain_errors(what: Callable[[], str], advice: str) -> Iterator[None]:
+    """Have errors between ranks that are raised inside the block say what was being done; class and ranks stay.
+
+    Args:
+        what: Returns a sentence that says what was being done.
+        advice: What to look for when a rank is late or called something else.
+    """
+    try:
+        yield
+    except DistributedError as error:
+        told = error.fresh()
+        told.message = f"{error.message.rstrip('.')}. {what()}"
+        if isinstance(error, (CollectiveMismatchError, DistributedTimeoutError)):
+            told.message += f" {advice}"
+        told.args = (told.message,)
+        raise told from error.__cause__

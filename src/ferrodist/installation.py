@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["how_to_install"]
-
 
 def how_to_install(extra: str) -> str:
     """The command that installs an extra of ferrodist, for messages about what is missing."""

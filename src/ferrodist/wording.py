@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["counted", "with_article"]
-
 # Letters whose names begin with a vowel, as an abbreviation is read: an LSTM, an FSDP.
 _SPELLED_WITH_AN = frozenset("AEFHILMNORSX")
 _SPOKEN_YOU = re.compile(r"u(ni[^nm]|int|se|til|tf|ri|uid)|eu|one", re.IGNORECASE)

@@ -17,12 +17,12 @@ import torch
 
 import ferrodist as fd
 from ferrodist.backends import mailbox, mailbox_backend
-from ferrodist.backends.sub import SubBackend
+from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.backends.tcp import TcpBackend
-from ferrodist.backends.tcp.frame import HEADER_SIZE, MAX_MESSAGE, MAX_PAYLOAD, WIRE_VERSION, Frame, Kind
+from ferrodist.backends.tcp.wire import HEADER_SIZE, MAX_MESSAGE, MAX_PAYLOAD, WIRE_VERSION, Frame, Kind
 from ferrodist.deadline import Deadline
-from ferrodist.rendezvous.handshake import Hello, connect, greet
+from ferrodist.rendezvous.auth import Hello, connect, greet
 from ferrodist.rendezvous.session import TAG_BYTES, Connection
 from ferrodist.testing import check_leaks
 

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from ferrodist.backends.native import is_native_available
-from ferrodist.backends.native.failures import FailureKind
-from ferrodist.backends.native.library import load
-from ferrodist.backends.native.names import dtype_number
+from ferrodist.backends.native.binding import dtype_number, load
+from ferrodist.backends.native.errors import FailureKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

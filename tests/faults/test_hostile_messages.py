@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ferrodist as fd
-from ferrodist.backends.native import is_native_available, opening
-from ferrodist.backends.native.library import load
-from ferrodist.backends.native.messages import _News
+from ferrodist.backends.native import bootstrap, is_native_available
+from ferrodist.backends.native.binding import load
+from ferrodist.backends.native.p2p import _News
 from ferrodist.errors import PeerLostError, ProtocolError
 from ferrodist.testing import run_ranks
 
@@ -160,7 +160,7 @@ def test_random_frames(seed):
 def descriptors(monkeypatch):
     """Rank 1's connections for messages, by rank, once the group is open."""
     found: list[int] = []
-    connect = opening.connect_hosts
+    connect = bootstrap.connect_hosts
 
     def connect_and_note(group, place, purpose, deadline):
         links = connect(group, place, purpose, deadline)
@@ -168,7 +168,7 @@ def descriptors(monkeypatch):
             found[:] = links
         return links
 
-    monkeypatch.setattr(opening, "connect_hosts", connect_and_note)
+    monkeypatch.setattr(bootstrap, "connect_hosts", connect_and_note)
     return found
 
 

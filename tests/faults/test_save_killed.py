@@ -20,7 +20,7 @@ from ferrodist import DeviceMesh, DTensor, Shard
 from ferrodist.backends.native import is_native_available
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.checkpoint import PerRank, load_distributed, save_distributed
-from ferrodist.checkpoint.folder import read_manifest
+from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.storage.local import LocalStorage
 from ferrodist.errors import DistCheckpointError, DistributedError, RankFailedError
 from ferrodist.testing import run_ranks
@@ -293,7 +293,7 @@ def assert_as_before(path, version, *, others=()):
 @pytest.mark.parametrize("is_fresh", [True, False], ids=["fresh", "over"])
 def test_a_rank_that_raises_in_the_middle(tmp_path, monkeypatch, error, rank, is_fresh):
     """All ranks raise DistCheckpointError that names it, what was written is gone, and they can go on."""
-    from ferrodist.checkpoint import saving  # noqa: PLC0415
+    from ferrodist.checkpoint import save as saving  # noqa: PLC0415
 
     path = tmp_path / "checkpoint"
     if not is_fresh:

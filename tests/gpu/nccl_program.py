@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.collectives.fold import fold
-from ferrodist.collectives.reduce_op import DTYPES, check_reduction
+from ferrodist.collectives.reduce_op import DTYPES, check_reduction, fold
 
 GPU = torch.device("cuda", 0)
 OPERATIONS = [*fd.ReduceOp, fd.premultiplied_sum(1 / 3)]

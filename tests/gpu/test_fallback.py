@@ -13,7 +13,7 @@ import torch
 import ferrodist as fd
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, check_reduction, premultiplied_sum
 from ferrodist.testing import run_ranks
-from ferrodist.testing.collective_checks.oracle import elements, same_bits
+from ferrodist.testing.conformance.collectives.oracle import elements, same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

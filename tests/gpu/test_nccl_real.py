@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.nccl.library import load_nccl, why_no_nccl
+from ferrodist.backends.nccl.communicator import load_nccl, why_no_nccl
 
 _PROGRAM = Path(__file__).with_name("nccl_program.py")
 _PARTS = ("reductions", "movement", "streams", "graphs", "given_stream", "messages", "subgroups", "training", "sharded")
@@ -25,7 +25,7 @@ _SECONDS = 100.0
 
 _PROBE = """
 import json
-from ferrodist.backends.nccl.library import load_nccl, why_no_nccl
+from ferrodist.backends.nccl.communicator import load_nccl, why_no_nccl
 why = why_no_nccl()
 print(json.dumps([why, [] if why else load_nccl().version]))
 """

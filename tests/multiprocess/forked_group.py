@@ -20,7 +20,7 @@ import torch
 import ferrodist as fd
 from ferrodist.backends.process_group import use_group
 from ferrodist.backends.tcp import TcpBackend
-from ferrodist.backends.tcp.frame import Kind
+from ferrodist.backends.tcp.wire import Kind
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError
 

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 import ferrodist as fd
 from ferrodist.backends.mailbox import EAGER_LIMIT
 from ferrodist.backends.request import wait_all
-from ferrodist.collectives.views import bytes_of
+from ferrodist.collectives.arguments import bytes_of
 from ferrodist.deadline import Deadline
-from ferrodist.interop import group_of
-from ferrodist.testing.collective_checks.oracle import defined_reductions, elements
+from ferrodist.testing.conformance.collectives.oracle import defined_reductions, elements
+from ferrodist.torch_backend import group_of
 
 TASKS = {}
 

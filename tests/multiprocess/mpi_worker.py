@@ -21,15 +21,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.moving.polling import wait_until
-from ferrodist.backends.mpi import mover, world
+from ferrodist.backends.mpi import collectives, runtime
+from ferrodist.backends.polling import wait_until
 from ferrodist.backends.process_group import use_group
 from ferrodist.deadline import Deadline
 from ferrodist.testing import BACKEND_CHECKS
-from ferrodist.testing.backend_checks import deadlines, endings, harness, subgroups
-from ferrodist.testing.backend_checks import messages as backend_messages
-from ferrodist.testing.collective_checks import messages, movement, reductions
-from ferrodist.testing.collective_conformance import COLLECTIVE_CHECKS
+from ferrodist.testing.conformance.backend import failures as deadlines
+from ferrodist.testing.conformance.backend import failures as endings
+from ferrodist.testing.conformance.backend import harness, subgroups
+from ferrodist.testing.conformance.backend import messages as backend_messages
+from ferrodist.testing.conformance.collectives import data_movement, p2p, reductions
+from ferrodist.testing.conformance.collectives.suite import COLLECTIVE_CHECKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -107,7 +109,7 @@ class MpiRunner:
     """Runs programs on the first ranks of the MPI job: every rank of which runs the same checks with its own."""
 
     def __init__(self) -> None:
-        self._mpi = world.start(Deadline(_PATIENCE))
+        self._mpi = runtime.start(Deadline(_PATIENCE))
         self._all = self._mpi.COMM_WORLD.Dup()
         self._communicators = {}
         for size in range(1, self._all.Get_size() + 1):
@@ -166,13 +168,13 @@ def conform(folder: Path, extent: str) -> dict[str, Any]:
     for check in BACKEND_CHECKS if extent == "whole" else _OF_BACKENDS:
         attempt(check.__name__, functools.partial(check, runner, 3))
     if extent == "whole":
-        rounds = [(2, mover.MOST_BYTES, check) for check in COLLECTIVE_CHECKS]
+        rounds = [(2, collectives.MOST_BYTES, check) for check in COLLECTIVE_CHECKS]
         rounds += [(2, _FEW_BYTES, check) for check in _IN_PIECES]
     else:
-        rounds = [(3, mover.MOST_BYTES, check) for check in _OF_COLLECTIVES]
+        rounds = [(3, collectives.MOST_BYTES, check) for check in _OF_COLLECTIVES]
     for size, most, check in rounds:
         if runner.is_member(size):
-            mover.MOST_BYTES, mover.PIECE_BYTES = most, most // 2
+            collectives.MOST_BYTES, collectives.PIECE_BYTES = most, most // 2
             attempt(f"{check.__name__} of {size} ranks, at most {most} bytes", lambda: runner.run(size, check))  # noqa: B023
     runner.finish()
     return {"failures": failures, "num_ranks": runner.num_ranks}
@@ -195,7 +197,7 @@ _OF_BACKENDS = [
     *endings.ENDING_CHECKS,
     *subgroups.SUBGROUP_CHECKS,
 ]
-_OF_COLLECTIVES = [*reductions.REDUCTION_CHECKS, *movement.MOVEMENT_CHECKS, *messages.MESSAGE_CHECKS]
+_OF_COLLECTIVES = [*reductions.REDUCTION_CHECKS, *data_movement.MOVEMENT_CHECKS, *p2p.MESSAGE_CHECKS]
 
 
 def kill(_folder: Path) -> dict[str, Any]:
@@ -255,7 +257,7 @@ def _start_late(folder: Path) -> str:
         except fd.RendezvousError as error:
             message = error.message
         num_tired.release()
-    world.start(Deadline(_PATIENCE))
+    runtime.start(Deadline(_PATIENCE))
     return message
 
 
@@ -268,7 +270,7 @@ def meet(folder: Path) -> dict[str, Any]:
     """Rank 1 is late at MPI's start, slow to leave a group and does not come to the next one; the others tell what they
     see."""
     early = _start_late(folder)
-    communicator = world.start(Deadline(_PATIENCE)).COMM_WORLD.Dup()
+    communicator = runtime.start(Deadline(_PATIENCE)).COMM_WORLD.Dup()
     _leave_slowly(fd.MpiBackend(communicator, timeout=_PATIENCE))
     found: dict[str, Any] = {"early": early}
     if communicator.Get_rank() != 1:
@@ -284,7 +286,7 @@ def main() -> None:
     torch.set_num_threads(1)
     task, folder = sys.argv[1], Path(sys.argv[2])
     answer = {"conform": conform, "kill": kill, "meet": meet}[task](folder, *sys.argv[3:])
-    rank = world.start(Deadline(_PATIENCE)).COMM_WORLD.Get_rank()
+    rank = runtime.start(Deadline(_PATIENCE)).COMM_WORLD.Get_rank()
     (folder / f"answer-{rank}.json").write_text(json.dumps(answer))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ferrodist import FSDP
 from ferrodist.errors import PeerLostError, RankFailedError
-from ferrodist.parallel.sharded import layout
+from ferrodist.parallel.fsdp import flat_layout
 from ferrodist.testing import run_ranks
 
 
@@ -22,7 +22,7 @@ def die(*_):
 def test_a_rank_killed_in_the_middle(backend, stage, tmp_path, monkeypatch):
     """Survivors of a SIGKILL get PeerLostError, which says what is lost, and still have their shards."""
     if backend == "joined":
-        monkeypatch.setattr(layout, "_SMALL_BYTES", 0)
+        monkeypatch.setattr(flat_layout, "_SMALL_BYTES", 0)
 
     def program(group):
         model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))

@@ -23,7 +23,7 @@ import pytest
 import ferrodist.launch
 from ferrodist.deadline import Deadline
 from ferrodist.launch import LaunchSpec, ProgramKind, _rank_entry, launch, worker_group
-from ferrodist.launch import run as run_module
+from ferrodist.launch import launcher as run_module
 from ferrodist.launch.worker_group import RankProcess, Sinks, WorkerGroup
 
 SOURCE = Path(ferrodist.launch.__file__).parents[2]

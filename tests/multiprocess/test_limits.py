@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.tcp.loop import LinkLoop
-from ferrodist.limits import limit_text
+from ferrodist.backends.tcp.io_loop import LinkLoop
+from ferrodist.resource_limits import limit_text
 from ferrodist.rpc import RpcContext
 
 if TYPE_CHECKING:

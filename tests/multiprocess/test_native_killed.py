@@ -17,7 +17,7 @@ from forked_group import ForkedGroup, Report, attempt, open_descriptors
 import ferrodist as fd
 from ferrodist.backends.native import NativeBackend, is_native_available
 from ferrodist.backends.tags import Channel, channel_tag
-from ferrodist.collectives.tensor_heads import TensorHead
+from ferrodist.collectives.tensor_protocol import TensorHead
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,7 +138,7 @@ def _interrupt_when_waiting(fork: ForkedGroup) -> None:
         for _ in range(1000):
             frame = sys._current_frames()[caller]
             file = Path(frame.f_code.co_filename)
-            if file.name in ("reductions.py", "quick_messages.py") or "native" in file.parts:
+            if file.name in ("reduce.py", "fast_path.py") or "native" in file.parts:
                 threading.Event().wait(0.1)
                 fork.strike(signal.SIGINT)
                 return

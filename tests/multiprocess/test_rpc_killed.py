@@ -15,7 +15,7 @@ import torch
 
 from ferrodist.errors import DistributedError
 from ferrodist.rpc.agent import RpcAgent
-from ferrodist.rpc.tcp_backend import TcpRpcBackend
+from ferrodist.rpc.tcp_transport import TcpRpcBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,7 @@ import torch
 from forked_group import ForkedGroup, Report, attempt, strike_in_data
 
 import ferrodist as fd
-from ferrodist.backends.sub import SubBackend
+from ferrodist.backends.subgroup import SubBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable

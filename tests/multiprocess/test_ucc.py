@@ -15,17 +15,17 @@ from forked_group import ForkedGroup, Report, attempt, open_descriptors
 from ucc_group import CONTROLS, UccRunner, open_ucc
 
 import ferrodist as fd
-from ferrodist.backends.ucc import mover
-from ferrodist.backends.ucc.library import why_no_ucc
+from ferrodist.backends.ucc import collectives
+from ferrodist.backends.ucc.bindings import why_no_ucc
 from ferrodist.testing import BACKEND_CHECKS
-from ferrodist.testing.collective_conformance import COLLECTIVE_CHECKS
+from ferrodist.testing.conformance.collectives.suite import COLLECTIVE_CHECKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.testing.backend_checks.harness import BackendCheck
-    from ferrodist.testing.collective_checks.harness import CollectiveCheck
+    from ferrodist.testing.conformance.backend.harness import BackendCheck
+    from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
 
 _REASON = why_no_ucc()
 pytestmark = pytest.mark.skipif(_REASON is not None, reason=_REASON or "")
@@ -171,14 +171,14 @@ def test_a_rank_that_leaves_after_its_part(control: str) -> None:
     def program(group: Any, fork: ForkedGroup) -> Report:
         report = Report(group.rank)
         if group.rank == 0:
-            watch = mover._Watch.look
+            watch = collectives._Watch.look
 
             def look(self: Any) -> None:
                 watch(self)
                 if 1 in self._farewells:
                     fork.release.set()
 
-            mover._Watch.look = look  # type: ignore[method-assign]
+            collectives._Watch.look = look  # type: ignore[method-assign]
         if group.rank == 2:  # begins its part when rank 0 knows that rank 1 has left
             start = group.mover.gather
 

@@ -10,8 +10,7 @@ import ferrodist as fd
 from ferrodist.backends.native import NativeBackend, is_native_available
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.testing.process_ranks import ProcessRanks
-from ferrodist.testing.rank_program import RankProgram
-from ferrodist.testing.supervision import supervise
+from ferrodist.testing.supervisor import RankProgram, supervise
 
 if TYPE_CHECKING:
     from collections.abc import Callable

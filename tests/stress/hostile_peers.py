@@ -84,7 +84,7 @@ def _call(address: str, rank: int, seconds: float) -> None:
 
 
 def _meet_in_torch(make_store: Callable[[int], Any], rank: int, seconds: float) -> None:
-    import ferrodist.interop.registration  # noqa: F401, PLC0415
+    import ferrodist.torch_backend.registration  # noqa: F401, PLC0415
 
     limit = dt.timedelta(seconds=seconds)
     dist.init_process_group("ferrodist", store=make_store(rank), rank=rank, world_size=2, timeout=limit)

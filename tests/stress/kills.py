@@ -35,7 +35,7 @@ import torch
 
 import ferrodist as fd
 from ferrodist.backends.native import GlooBackend, NativeBackend, is_native_available
-from ferrodist.backends.sub import SubBackend
+from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError

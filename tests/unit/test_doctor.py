@@ -16,12 +16,12 @@ import torch
 from nccl_fakes import FakeNccl
 
 import ferrodist as fd
-from ferrodist import doctor
-from ferrodist.backends.mpi import library as mpi_library
-from ferrodist.backends.native import library as native_library
-from ferrodist.backends.nccl import library
-from ferrodist.backends.ucc import library as ucc_library
-from ferrodist.cli import main
+from ferrodist.backends.mpi import runtime as mpi_library
+from ferrodist.backends.native import binding as native_library
+from ferrodist.backends.nccl import communicator
+from ferrodist.backends.ucc import bindings as ucc_library
+from ferrodist.cli import doctor
+from ferrodist.cli.main import main
 from ferrodist.torch_private.versions import describe_version
 
 
@@ -49,7 +49,7 @@ def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_versions_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not there is told with the reason; what is there with its version."""
-    monkeypatch.setattr(library, "why_no_gpu", lambda: "no GPU in this test")
+    monkeypatch.setattr(communicator, "why_no_gpu", lambda: "no GPU in this test")
     monkeypatch.delenv("FERRODIST_ENABLE_GPU_FALLBACK", raising=False)
     monkeypatch.setenv("FERRODIST_UCC_LIBRARY", "/nowhere/libucc.so.1")
     found = _found()
@@ -76,9 +76,9 @@ def test_mpi_is_told_with_its_version_or_a_reason(monkeypatch: pytest.MonkeyPatc
 
 def test_nccl_is_told_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is NCCL its version is shown, and what would be chosen."""
-    monkeypatch.setattr(library, "why_no_gpu", lambda: None)
-    monkeypatch.setattr(library, "_found", library._Found())
-    library.why_no_nccl(FakeNccl)
+    monkeypatch.setattr(communicator, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(communicator, "_found", communicator._Found())
+    communicator.why_no_nccl(FakeNccl)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"GPU of a test {number}")
     monkeypatch.setenv("FERRODIST_ENABLE_GPU_FALLBACK", "1")
@@ -109,7 +109,7 @@ def test_libraries_that_break_when_they_are_loaded(monkeypatch: pytest.MonkeyPat
     def broken() -> None:
         raise error
 
-    for module, name in ((mpi_library, "why_no_mpi"), (ucc_library, "why_no_ucc"), (library, "why_no_nccl")):
+    for module, name in ((mpi_library, "why_no_mpi"), (ucc_library, "why_no_ucc"), (communicator, "why_no_nccl")):
         monkeypatch.setattr(module, name, broken)
     found = _found()
     assert list(found) == list(doctor.PROBES)
@@ -160,8 +160,8 @@ def test_closed_output_is_an_error(capsys: pytest.CaptureFixture[str], monkeypat
 
 _LOOK = """
 import sys
-from ferrodist import doctor
-from ferrodist.cli import main
+from ferrodist.cli import doctor
+from ferrodist.cli.main import main
 from ferrodist.torch_private.versions import describe_version
 doctor.PROBES = {"mpi backend": doctor.PROBES["mpi backend"]}
 code = main(["doctor"])
@@ -176,10 +176,10 @@ sys.exit(code)
 def test_no_mpi_is_started(name: str) -> None:
     """A look at an MPI loads it, and neither starts it nor needs what starts ranks."""
     folder = Path(os.environ.get("FERRODIST_TEST_MPI", Path(sys.prefix) / "mpi"))
-    library = next(iter(folder.glob(f"*/lib/{name}")), None)
-    if library is None:
+    communicator = next(iter(folder.glob(f"*/lib/{name}")), None)
+    if communicator is None:
         pytest.skip(f"there is no {name} in {folder}, where make installs it")
-    variables = {**os.environ, "MPI4PY_LIBMPI": str(library)}
+    variables = {**os.environ, "MPI4PY_LIBMPI": str(communicator)}
     done = subprocess.run(
         [sys.executable, "-c", _LOOK], env=variables, capture_output=True, text=True, timeout=100, check=False
     )

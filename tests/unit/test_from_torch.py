@@ -12,7 +12,7 @@ from page_tables import FENCES, Page, exists
 
 import ferrodist as fd
 from ferrodist.testing import run_ranks
-from ferrodist.torch_names import hint_for
+from ferrodist.torch_equivalents import hint_for
 
 PAGE = Page("from-torch.md", "torch")
 ROWS = [

@@ -18,12 +18,20 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
-from ferrodist.backends.agreement import Agreement
-from ferrodist.backends.call import Call
-from ferrodist.backends.listening import Listener, LockSignal, PostedListener, Signal
-from ferrodist.backends.request import Late, Request, ThreadedRequest, answer_seconds
+from ferrodist.backends.lifecycle import held_now
+from ferrodist.backends.request import (
+    Late,
+    Listener,
+    LockSignal,
+    PostedListener,
+    Request,
+    Signal,
+    ThreadedRequest,
+    answer_seconds,
+)
+from ferrodist.backends.signature import Call
 from ferrodist.backends.tags import ANY_SOURCE
-from ferrodist.backends.weak import held_now
+from ferrodist.backends.verification import Agreement
 from ferrodist.deadline import Deadline, check_timeout, default_timeout, resolve_timeout
 from ferrodist.errors import (
     DistributedError,
@@ -38,8 +46,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from typing_extensions import Buffer, Self
-
-__all__ = ["Backend", "NonBlockingBackend", "as_abort_error", "check_peer", "check_rank"]
 
 
 class Backend(ABC):
@@ -81,7 +87,7 @@ class Backend(ABC):
     """What agreements are authenticated with where their messages are not, or nothing."""
 
     mover: Any = None
-    """What moves bytes for all ranks at once, or None: see `collectives/moved.py`."""
+    """What moves bytes for all ranks at once, or None: see `engines/data_plane.py`."""
 
     device_collectives: Any = None
     """The backend's own `Collectives` for tensors on GPUs, or None."""
@@ -90,10 +96,10 @@ class Backend(ABC):
     """The backend's own `DeviceMessages`, or None."""
 
     quick: Any = None
-    """The engine's short way for plain calls, or None: see `collectives/quick.py`."""
+    """The engine's short way for plain calls, or None: see `collectives/fast_path.py`."""
 
     tensor_messages: Any = None
-    """The engine's short way for tensors from rank to rank, or None: see `collectives/quick_messages.py`."""
+    """The engine's short way for tensors from rank to rank, or None: see `collectives/fast_path.py`."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

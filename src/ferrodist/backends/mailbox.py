@@ -31,17 +31,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-__all__ = [
-    "EAGER_LIMIT",
-    "Mailbox",
-    "Message",
-    "Receive",
-    "copy_bytes",
-    "read_view",
-    "size_error",
-    "write_view",
-]
-
 EAGER_LIMIT = 256 * 1024
 """Bytes up to which a message is sent before it is asked for."""
 

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.request import Late, Request
 
-__all__ = ["CLOSED", "MAX_AHEAD", "Departure", "GroupReceive", "MailboxBackend", "Send"]
-
 _WORLD = 0
 _TAG_BITS = 128
 

@@ -11,8 +11,6 @@ from ferrodist.wording import with_article
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["NonMemberGroup", "check_group"]
-
 
 class NonMemberGroup:
     """A group that this rank is not in: what `new_group` returns to the ranks outside.
@@ -98,5 +96,5 @@ def check_group(group: object) -> Backend:
     if isinstance(group, NonMemberGroup):
         raise group.refusal()
     kind = type(group).__name__
-    hint = ": pass ferrodist.interop.group_of(group)" if kind.endswith("ProcessGroup") else ""
+    hint = ": pass ferrodist.torch_backend.group_of(group)" if kind.endswith("ProcessGroup") else ""
     raise TypeError(f"group must be a ferrodist Backend or None, not {kind}{hint}")

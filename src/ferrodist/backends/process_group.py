@@ -12,40 +12,27 @@ from functools import partial
 from typing import TYPE_CHECKING, overload
 
 from ferrodist.backends.base import Backend
-from ferrodist.backends.hybrid import HybridBackend, best_backend
 from ferrodist.backends.mpi import MpiBackend
 from ferrodist.backends.native import GlooBackend, NativeBackend
 from ferrodist.backends.nccl import NcclBackend
+from ferrodist.backends.nccl.backend import HybridBackend, best_backend
 from ferrodist.backends.non_member import NonMemberGroup, check_group
-from ferrodist.backends.sub import SubBackend
+from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.backends.ucc import UccBackend
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import GroupClosedError, describe_failed_program
-from ferrodist.limits import naming_limits
 from ferrodist.rendezvous import rendezvous
+from ferrodist.resource_limits import naming_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ferrodist.rendezvous import Membership
 
+if TYPE_CHECKING:
     Factory = Callable[[Membership, float, Deadline], Backend]
     Opener = Callable[["_Asked", Deadline], tuple[Backend, Membership | None]]
-
-__all__ = [
-    "default_group",
-    "default_holders",
-    "destroy_process_group",
-    "init_process_group",
-    "is_initialized",
-    "new_group",
-    "register_backend",
-    "resolve_group",
-    "tell_of_the_end",
-    "use_group",
-    "use_torch_default",
-]
 
 
 _local_group: ContextVar[Backend | None] = ContextVar("ferrodist_group", default=None)
@@ -130,7 +117,7 @@ def init_process_group(
     deadline = Deadline(limit)
     asked = _Asked(rank=rank, world_size=world_size, init_method=init_method, timeout=limit, secret=secret)
     if torch_default:
-        from ferrodist.backends import torch_default as torchs  # noqa: PLC0415 - loads torch.distributed
+        from ferrodist.backends import torch_default_group as torchs  # noqa: PLC0415 - loads torch.distributed
 
         torchs.check_torch_default()
     with _lock:

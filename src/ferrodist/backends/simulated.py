@@ -12,8 +12,6 @@ from ferrodist.errors import DistributedError, InvalidWorldSizeError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["SimulatedBackend"]
-
 
 class SimulatedBackend(MailboxBackend):
     """A rank of a group whose ranks are threads of this process.

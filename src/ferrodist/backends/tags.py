@@ -11,17 +11,6 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = [
-    "ANY_SOURCE",
-    "Channel",
-    "channel_of_tag",
-    "channel_tag",
-    "check_tag",
-    "check_user_tag",
-    "group_of_tag",
-    "group_tag",
-]
-
 ANY_SOURCE = -1
 """As ``src`` of a receive: take the first message with the right tag, whoever sent it."""
 

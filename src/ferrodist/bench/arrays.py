@@ -9,8 +9,6 @@ from ferrodist.bench.cases import DataType
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ALIGNMENT_BYTES", "Arrays", "NumpyArrays", "TorchArrays"]
-
 ALIGNMENT_BYTES = 64
 """Every array begins at a multiple of this, in whatever library: a line of the cache."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ferrodist.bench.cases import Case
     from ferrodist.bench.meeting import Meeting
 
-__all__ = ["Batches", "open_batches"]
-
 _MAX_PRODUCTS = 100_000
 _ALLREDUCES = 2  # of an overlap's batch: alone and together
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["MAX_RANKS", "Case", "DataType", "Operation"]
-
 MAX_RANKS = 32
 """A sum of the inputs of this many ranks is exact in every type; see `workload`."""
 

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import socket
 
-__all__ = ["MAX_LINE_BYTES", "Channel", "ChannelClosedError"]
-
 MAX_LINE_BYTES = 1 << 20
 """A longer line is an error."""
 

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 
 from ferrodist.bench.plan import Plan, stages_of
 from ferrodist.installation import how_to_install
-from ferrodist.launch.console import complain
+from ferrodist.launch.output import complain
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ferrodist.bench.options import BenchOptions
     from ferrodist.bench.report import Report
-
-__all__ = ["run_bench"]
 
 _REQUIRED = {"matplotlib": "matplotlib", "rich": "rich"}
 _MIN_ROUNDS = 5

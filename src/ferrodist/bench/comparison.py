@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ferrodist.bench.plan import Chapter, Stage
     from ferrodist.bench.runners import Contestant
 
-__all__ = ["RequiredPeerError", "begin_report", "run_comparison"]
-
 _START_SECONDS = 90.0
 _MEMORY_SHARE = 0.7
 _LONGEST_FOLDER = 70  # a Unix socket's path has 107 characters, and ours lies below

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["BarDisplay", "Display", "LineDisplay", "make_display"]
-
 
 class Display(Protocol):
     """Shows a run."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from ferrodist.bench.report import CaseReport, Report
 
-__all__ = ["METHOD", "render_document", "write_document"]
-
 METHOD = Path(__file__).with_name("method.md").read_text(encoding="utf-8")
 """How it is measured, which every page says."""
 

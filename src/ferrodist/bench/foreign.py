@@ -11,8 +11,6 @@ import sys
 import types
 from pathlib import Path
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the module that the first argument names, as ``__main__``."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["NUM_HOSTS", "EmulatedHosts", "HostsUnavailableError", "host_of"]
-
 NUM_HOSTS = 2
 _DEVICE = "cable"
 _FIRST_PORT = 29_500  # in networks of our own

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ferrodist.bench.cases import Case
     from ferrodist.bench.hosts import EmulatedHosts
 
-__all__ = ["LinkContestant", "read_rate"]
-
 _PORT = 29_600
 _SMALLEST = 64 * 1024  # below, a rate says nothing
 _BATCH_BYTES = 64 << 20

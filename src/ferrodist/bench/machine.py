@@ -10,8 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Machine", "available_bytes", "describe_machine"]
-
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """A computer, as it was when the run began.

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Meeting"]
-
 _LINE_WORDS = 8  # of 8 bytes
 
 

@@ -11,16 +11,16 @@ from ferrodist.bench.peers import BACKENDS, Peer
 from ferrodist.bench.plan import Chapter
 from ferrodist.bench.quantities import parse_sizes
 from ferrodist.bench.suites import SUITES, Suite
-from ferrodist.launch.limits import check_rank_count
+from ferrodist.launch.spec import check_rank_count
 
 if TYPE_CHECKING:
     import argparse
     import enum
     from collections.abc import Sequence
 
+if TYPE_CHECKING:
     Choice = TypeVar("Choice", bound=enum.Enum)
 
-__all__ = ["BenchOptions", "add_bench_arguments", "bench_options"]
 
 _LARGEST = 1 << 32
 _MAX_ROUNDS = 100_000

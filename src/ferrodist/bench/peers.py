@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["BACKENDS", "LIMITS", "OURS", "MpiLibrary", "Peer"]
-
 
 class MpiLibrary(enum.Enum):
     """An MPI that comes as a wheel."""

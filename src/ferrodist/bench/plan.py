@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ferrodist.bench.peers import Peer
     from ferrodist.bench.rounds import RoundSettings
 
-__all__ = ["Chapter", "Plan", "Stage", "stages_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chapter:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from ferrodist.bench.report import CaseReport, Report
 
-__all__ = ["save_plot"]
-
 _COLORS = {
     Peer.NATIVE: "#08519c",
     Peer.NATIVE_SYMMETRIC: "#08519c",

@@ -9,8 +9,6 @@ from ferrodist.bench.cases import DataType
 if TYPE_CHECKING:
     from ferrodist.bench.arrays import Arrays
 
-__all__ = ["Product"]
-
 _ROWS = 64
 _COLUMNS = 512
 

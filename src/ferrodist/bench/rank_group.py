@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ferrodist.bench.hosts import EmulatedHosts
     from ferrodist.bench.peers import Peer
 
-__all__ = ["PeerFailedError", "RankGroup"]
-
 _POLL_SECONDS = 0.1
 _SECONDS_TO_LEAVE = 5.0
 _KEPT_CHARACTERS = 400

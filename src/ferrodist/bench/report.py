@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["CaseReport", "Measurement", "PeerReport", "Report", "percentile", "read_report", "write_report"]
-
 FORMAT = 2
 
 

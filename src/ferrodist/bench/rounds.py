@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ferrodist.bench.runners import Contestant, Runner
     from ferrodist.bench.suites import Suite
 
-__all__ = ["RoundSettings", "measure_case"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundSettings:

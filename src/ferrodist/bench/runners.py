@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from ferrodist.bench.cases import Case, DataType
     from ferrodist.bench.rank_group import RankGroup
 
-__all__ = [
-    "CallRunner",
-    "Contestant",
-    "GroupRunner",
-    "OverlapRunner",
-    "PeerContestant",
-    "Runner",
-    "TooSlowError",
-    "WrongResultError",
-]
-
 _BATCH_SECONDS = 1e-3
 _TRIAL_SECONDS = 10e-3  # of the calls that say how many a batch has
 _MAX_CALLS = 1000

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from ferrodist.bench.hosts import EmulatedHosts
 
-__all__ = ["rank_environment", "start_commands"]
-
 _FOREIGN = Path(__file__).with_name("foreign.py")
 # From a launcher or another run, these would place our ranks in a job that is not theirs.
 _FOREIGN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "PMI", "OMPI_", "PRTE_")

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from ferrodist.bench.cases import Operation
 from ferrodist.bench.peers import Peer
 
-__all__ = ["SUITES", "Suite", "SuiteDefaults"]
-
-
 _OVER_OTHERS = (Peer.OVER_MPI, Peer.MPI4PY, Peer.OVER_UCC, Peer.OVER_NCCL)
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from ferrodist.bench.report import CaseReport, Measurement, PeerReport, Report
 
-__all__ = ["LOSS_MARK", "case_lines", "case_title", "format_value", "parts_of", "summary_lines", "where"]
-
 LOSS_MARK = "<- faster than ferrodist"
 _HEADINGS = ("", "median", "p10", "p99", "/ours", "/limit")
 _WIDTHS = (22, 9, 9, 9, 9, 9)

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ferrodist.bench.adapters import Adapter
     from ferrodist.bench.batches import Batches
 
-__all__ = ["Worker", "main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Join, and serve the driver until it has no more to ask."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from ferrodist.bench.adapters import Adapter
 
-__all__ = ["Workload", "max_calls_in_place", "num_buffers"]
-
 _PERIOD = 16381  # prime
 _BASE = tuple((17 * index + index // 11) % 4 for index in range(_PERIOD))
 _POOL_BYTES = 256 * 1024

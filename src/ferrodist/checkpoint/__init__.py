@@ -6,27 +6,25 @@
     in a state     OptimizerState, PerRank, RandomState; Placed; ShardMetadata, TensorShardSpec, flat_shard_metadata
     folders        find_latest, list_checkpoints, DistributedCheckpoint
     one process    verify -> VerificationReport, compare -> Difference, inspect_checkpoint -> Inspection, reshard;
-                   other formats are in `ferrodist.checkpoint.conversion`
+                   other formats are in `ferrodist.checkpoint.convert`
 """
 
-from ferrodist.checkpoint.asynchronous import AsyncCheckpointer, CheckpointFuture
-from ferrodist.checkpoint.comparing import Difference, DifferenceKind, compare
-from ferrodist.checkpoint.functions import load_distributed, save_distributed
-from ferrodist.checkpoint.inspection import Inspection, inspect_checkpoint
-from ferrodist.checkpoint.matching import Placed
-from ferrodist.checkpoint.random_state import RandomState
-from ferrodist.checkpoint.resharding import reshard
-from ferrodist.checkpoint.rewriting import RewriteOptions
-from ferrodist.checkpoint.rotation import find_latest, list_checkpoints
+from ferrodist.checkpoint.api import load_distributed, save_distributed
+from ferrodist.checkpoint.async_checkpointer import AsyncCheckpointer, CheckpointFuture
+from ferrodist.checkpoint.format.tree import PerRank
+from ferrodist.checkpoint.load_plan import Placed
+from ferrodist.checkpoint.retention import find_latest, list_checkpoints
 from ferrodist.checkpoint.shard_metadata import (
     DistributedCheckpoint,
     ShardMetadata,
     TensorShardSpec,
     flat_shard_metadata,
 )
-from ferrodist.checkpoint.state import OptimizerState
-from ferrodist.checkpoint.tree import PerRank
-from ferrodist.checkpoint.verification import Problem, VerificationReport, verify
+from ferrodist.checkpoint.state import OptimizerState, RandomState
+from ferrodist.checkpoint.tools.diff import Difference, DifferenceKind, compare
+from ferrodist.checkpoint.tools.inspect import Inspection, inspect_checkpoint
+from ferrodist.checkpoint.tools.reshard import RewriteOptions, reshard
+from ferrodist.checkpoint.tools.verify import Problem, VerificationReport, verify
 from ferrodist.errors import DistCheckpointError
 
 __all__ = [

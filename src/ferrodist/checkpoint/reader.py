@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ferrodist.checkpoint.dtypes import dtype_from_name
-from ferrodist.checkpoint.manifest import hash_bytes
+from ferrodist.checkpoint.format.dtypes import dtype_from_name
+from ferrodist.checkpoint.format.manifest import hash_bytes
 from ferrodist.errors import DistCheckpointError
-from ferrodist.tensor.regions import Box
+from ferrodist.tensor.local_shards import Box
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
-    from ferrodist.checkpoint.manifest import Manifest, ShardEntry, TensorEntry
+    from ferrodist.checkpoint.format.manifest import Manifest, ShardEntry, TensorEntry
     from ferrodist.checkpoint.storage.base import Storage
-
-__all__ = ["CheckpointReader", "memory_of", "put_elements"]
 
 _ROWS_BYTES = 32 << 20
 """About how much is read at once where elements don't lie as they are wanted."""

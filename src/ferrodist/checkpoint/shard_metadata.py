@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.checkpoint.folder import read_manifest
+from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.collectives.sharding import compute_shard_sizes, offsets_of
+from ferrodist.collectives.arguments import compute_shard_sizes, offsets_of
 from ferrodist.tensor.dtensor import DTensor
-from ferrodist.tensor.regions import Box, LocalPart, find_piece, local_part
+from ferrodist.tensor.local_shards import Box, LocalPart, find_piece, local_part
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ferrodist.checkpoint.manifest import TensorEntry
-
-__all__ = ["DistributedCheckpoint", "ShardMetadata", "TensorShardSpec", "flat_shard_metadata"]
+    from ferrodist.checkpoint.format.manifest import TensorEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

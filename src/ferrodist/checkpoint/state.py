@@ -2,39 +2,32 @@
 
 An object in a state stands for what its ``state_dict()`` gives. A module's tensors are those it has, not copies. What
 wraps a module (DDP, FSDP, ``torch.compile``) has the names of the module inside, so that a checkpoint fits all of them.
+
+The state of a process's random generators.
 """
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from ferrodist.checkpoint.tree import PerRank, Unsaved, check_depth, path_text
+from ferrodist.checkpoint.format.tree import PerRank, Unsaved, check_depth, path_text
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.dtensor import DTensor
+from ferrodist.tensor.local_shards import find_piece, mark_piece
 from ferrodist.tensor.placement import Partial
-from ferrodist.tensor.redistribution import redistribute_local
-from ferrodist.tensor.regions import find_piece, mark_piece
+from ferrodist.tensor.redistribute import redistribute_local
 from ferrodist.torch_private.modules import compiled_module
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-__all__ = [
-    "OptimizerState",
-    "Stateful",
-    "collect_state",
-    "inner_module",
-    "module_state",
-    "refuse_optimizer",
-    "tell_autograd",
-    "whole_shape",
-]
 
 
 @runtime_checkable
@@ -314,3 +307,35 @@ def _mark_like(value: Any, parameter: torch.Tensor) -> None:
     piece = find_piece(parameter)
     if piece is not None and isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
         mark_piece(value, piece)
+
+
+class RandomState:
+    """Stands, in a state, for the default generators of Python, NumPy and torch, also those of GPUs in use.
+
+    Each rank has its own: save ``PerRank(RandomState())``. Loading it sets the generators.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generators' states."""
+        has_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if has_gpus else [],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the generators.
+
+        Raises:
+            ValueError: It is of another number of GPUs. Nothing was set.
+        """
+        devices = state_dict["cuda"]
+        if devices and len(devices) != torch.cuda.device_count():
+            raise ValueError(f"the state has {counted(len(devices), 'GPU')}, and here are {torch.cuda.device_count()}")
+        random.setstate(state_dict["python"])
+        np.random.set_state(state_dict["numpy"])
+        torch.set_rng_state(state_dict["torch"])
+        if devices:
+            torch.cuda.set_rng_state_all(devices)

@@ -8,16 +8,14 @@ import msgspec
 import torch
 import xxhash
 
-from ferrodist.checkpoint.header import make_header, name_in_file
-from ferrodist.checkpoint.manifest import hash_bytes
+from ferrodist.checkpoint.format.manifest import hash_bytes
+from ferrodist.checkpoint.format.safetensors import make_header, name_in_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ferrodist.checkpoint.planner import FilePlan, Span, TensorReport
+    from ferrodist.checkpoint.save_plan import FilePlan, Span, TensorReport
     from ferrodist.checkpoint.storage.base import FileWriter, Storage
-
-__all__ = ["BLOCK_BYTES", "FileReport", "FileStream", "bytes_of", "hash_blocks", "write_file"]
 
 BLOCK_BYTES = 4 << 20
 """What each hash is of: a reader that wants a part of a shard reads the blocks that have it."""

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from ferrodist.backends.agreement import left_reason
-from ferrodist.backends.call import MAX_PAYLOAD
 from ferrodist.backends.process_group import resolve_group
-from ferrodist.collectives.device_streams import keep_until_now
-from ferrodist.collectives.host_engine import collectives_of
-from ferrodist.collectives.operation import Operation, collector, run_later
-from ferrodist.collectives.pending import PendingCollective, QueuedCollective
-from ferrodist.collectives.prepare import writing_to
-from ferrodist.collectives.views import shares_memory
+from ferrodist.backends.signature import MAX_PAYLOAD
+from ferrodist.backends.verification import left_reason
+from ferrodist.collectives.arguments import shares_memory, writing_to
+from ferrodist.collectives.cuda import keep_until_now
+from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.work import Operation, PendingCollective, QueuedCollective, collector, run_later
 from ferrodist.errors import CollectiveMismatchError, DistributedError
 
 if TYPE_CHECKING:
@@ -25,9 +23,8 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
+if TYPE_CHECKING:
     _Collected: TypeAlias = tuple[Operation[object], QueuedCollective[object]]
-
-__all__ = ["coalesce"]
 
 
 @contextlib.contextmanager

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-__all__ = ["check_sizes", "dtype_at", "dtype_text", "protocol_error", "read_facts"]
-
 _MAX_SIZE = 1 << 47
 """Elements; more than any machine's memory has bytes."""
 

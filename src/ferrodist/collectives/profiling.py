@@ -19,8 +19,6 @@ from ferrodist.torch_private.profiling import is_profiling
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["is_recorded", "profiled", "record"]
-
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from ferrodist.installation import how_to_install
 from ferrodist.launch import LaunchSpec, ProgramKind, launch
-from ferrodist.launch.console import complain
-from ferrodist.launch.limits import check_rank_count
+from ferrodist.launch.output import complain
+from ferrodist.launch.spec import check_rank_count
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ferrodist.demo.comparison import Comparison
     from ferrodist.demo.display import Display
     from ferrodist.demo.results import History, RunResult
-
-__all__ = ["DemoOptions", "add_demo_arguments", "demo_options", "run_demo"]
 
 _WANTED_ACCURACY = 0.97
 _MOST_RANKS = 48  # an image of each batch for every rank

@@ -10,8 +10,6 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Comparison", "are_identical", "compare_weights"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from ferrodist.demo.progress import Progress
 
-__all__ = ["BarDisplay", "Display", "LineDisplay", "make_display"]
-
 
 class Display(Protocol):
     """Shows the state of runs, one after the other."""

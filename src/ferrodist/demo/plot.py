@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from ferrodist.demo.results import History
 
-__all__ = ["save_plot"]
-
 _ONE, _SEVERAL, _QUIET = "#9ecae1", "#08519c", "#888888"
 
 

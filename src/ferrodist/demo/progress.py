@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["Progress", "ProgressPipe", "ProgressWriter"]
-
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run after a step.

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["History", "RunResult", "read_result", "write_history", "write_weights"]
-
 _HISTORY = "history.json"
 
 

@@ -15,19 +15,17 @@ import torch
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
+from ferrodist.collectives.arguments import compute_shard_sizes
+from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.collectives.reductions import allreduce
-from ferrodist.collectives.sharding import compute_shard_sizes
 from ferrodist.demo.progress import Progress
 from ferrodist.demo.results import History
-from ferrodist.parallel.data import DDP
+from ferrodist.parallel.ddp import DDP
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-
-__all__ = ["BATCH_SIZE", "Digits", "make_model", "train"]
 
 BATCH_SIZE = 48
 """Images in a step, over all ranks."""

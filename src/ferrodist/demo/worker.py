@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from ferrodist.demo.progress import Progress
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the rank that the environment names, and leave the result in a folder."""

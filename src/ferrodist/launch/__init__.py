@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ferrodist.launch.run import launch
+from ferrodist.launch.launcher import launch
 from ferrodist.launch.spec import LaunchSpec, ProgramKind
 
 __all__ = ["LaunchSpec", "ProgramKind", "launch"]

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["add_torchrun_arguments", "spellings"]
-
 _OUTPUT = (
     "the ranks' output goes to the launcher's own, each line with its rank; 2>&1 | tee FILE keeps it, and"
     " grep '^\\[rank 0\\]' FILE shows one rank's"

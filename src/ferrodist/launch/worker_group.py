@@ -23,18 +23,23 @@ from typing import IO, TYPE_CHECKING
 from ferrodist.deadline import Deadline
 from ferrodist.errors import RankFailedError
 from ferrodist.launch import _rank_entry
-from ferrodist.launch.consequence import is_consequence
-from ferrodist.launch.exits import CAUSE_SECONDS, EXIT_POLL_INTERVAL, ExitWatch, RankExit
 from ferrodist.launch.output import LinePrefixer, OutputPump, rank_prefix
-from ferrodist.launch.signals import STOPPING, SignalInbox, surviving_members
+from ferrodist.launch.process_watch import (
+    CAUSE_SECONDS,
+    EXIT_POLL_INTERVAL,
+    STOPPING,
+    ExitWatch,
+    RankExit,
+    SignalInbox,
+    is_consequence,
+    surviving_members,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
 
     from typing_extensions import Self
-
-__all__ = ["GroupOutcome", "RankProcess", "Sinks", "WorkerGroup"]
 
 _REPEAT_WINDOW = 0.1
 """Seconds in which a stop signal counts once: GNU ``timeout`` signals its child, then its child's group."""

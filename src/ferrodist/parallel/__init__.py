@@ -1,6 +1,6 @@
 """How a model is spread over ranks."""
 
-__all__ = ["data", "pipeline", "sharded", "tensor"]
+__all__ = ["ddp", "fsdp", "pipeline", "tensor_parallel"]
 
 
 def __dir__() -> list[str]:

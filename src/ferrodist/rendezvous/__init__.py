@@ -11,15 +11,14 @@
     resolution.py   names within a deadline          verdict.py      yes, or no and why
 """
 
+from ferrodist.rendezvous.auth import PROTOCOL_VERSION, Hello, connect, greet
 from ferrodist.rendezvous.environment import Environment, read_environment
 from ferrodist.rendezvous.file_store import FileStore
-from ferrodist.rendezvous.handshake import PROTOCOL_VERSION, Hello, connect, greet
-from ferrodist.rendezvous.join import enter_job, rendezvous, rendezvous_in
 from ferrodist.rendezvous.listener import Listener, parse_address
-from ferrodist.rendezvous.membership import Membership
-from ferrodist.rendezvous.memory_store import MemoryStore
+from ferrodist.rendezvous.rendezvous import enter_job, rendezvous, rendezvous_in
+from ferrodist.rendezvous.roll_call import Membership
 from ferrodist.rendezvous.secret import make_secret, resolve_secret
-from ferrodist.rendezvous.store import PrefixStore, Store
+from ferrodist.rendezvous.store import MemoryStore, PrefixStore, Store
 from ferrodist.rendezvous.tcp_store import TcpStore, TcpStoreServer
 
 __all__ = [

@@ -12,8 +12,6 @@ from ferrodist.errors import InvalidRankError, InvalidWorldSizeError, Rendezvous
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Environment", "read_environment"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:

@@ -29,8 +29,6 @@ from ferrodist.rendezvous.store import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["FileStore"]
-
 _FAMILY = b"ferrodist store "
 _HEADER = struct.Struct("!18sQ")
 _MAGIC = _FAMILY + b"1\n"

@@ -23,20 +23,23 @@ from typing import IO, TYPE_CHECKING
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import AuthenticationError, DistributedError, RendezvousError
-from ferrodist.limits import limit_text
-from ferrodist.rendezvous.binding import bind_all, format_address, is_loopback, secret_needed
-from ferrodist.rendezvous.fork import close_in_child
-from ferrodist.rendezvous.framing import disconnect
-from ferrodist.rendezvous.handshake import Progress, check_address, greet
+from ferrodist.rendezvous.auth import Progress, check_address, greet
+from ferrodist.rendezvous.secret import secret_or_users
 from ferrodist.rendezvous.session import Connection
-from ferrodist.rendezvous.user_secret import secret_or_users
+from ferrodist.rendezvous.sockets import (
+    bind_all,
+    close_in_child,
+    disconnect,
+    format_address,
+    is_loopback,
+    secret_needed,
+)
+from ferrodist.resource_limits import limit_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.rendezvous.handshake import Hello
-
-__all__ = ["Listener", "format_address", "is_loopback", "parse_address"]
+    from ferrodist.rendezvous.auth import Hello
 
 _HANDSHAKE_TIMEOUT = 5.0
 _MAX_HANDSHAKES = 128

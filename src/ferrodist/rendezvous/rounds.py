@@ -18,18 +18,6 @@ if TYPE_CHECKING:
     from ferrodist.deadline import Deadline
     from ferrodist.rendezvous.store import Store
 
-__all__ = [
-    "has_left",
-    "has_left_any",
-    "make_name",
-    "name_of",
-    "note_left",
-    "pause",
-    "say_over",
-    "set_name",
-    "wait_until_over",
-]
-
 _NAME_KEY = "ferrodist/round"
 _OVER_KEY = "ferrodist/round over"
 _PAUSE_SECONDS = 0.02

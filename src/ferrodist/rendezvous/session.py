@@ -16,14 +16,12 @@ import struct
 from typing import TYPE_CHECKING
 
 from ferrodist.errors import AuthenticationError, ProtocolError
-from ferrodist.rendezvous.framing import read_exactly, write
+from ferrodist.rendezvous.sockets import read_exactly, write
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from ferrodist.deadline import Deadline
-
-__all__ = ["TAG_BYTES", "Connection", "Seal", "Session"]
 
 TAG_BYTES = 16
 

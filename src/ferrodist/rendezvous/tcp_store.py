@@ -29,13 +29,13 @@ from ferrodist.errors import (
     error_from_wire,
     error_to_wire,
 )
-from ferrodist.rendezvous.framing import disconnect
-from ferrodist.rendezvous.handshake import Hello, connect
+from ferrodist.rendezvous.auth import Hello, connect
 from ferrodist.rendezvous.listener import Listener, parse_address
-from ferrodist.rendezvous.memory_store import MemoryStore
+from ferrodist.rendezvous.sockets import disconnect
 from ferrodist.rendezvous.store import (
     DEFAULT_STORE_TIMEOUT,
     MAX_VALUE_BYTES,
+    MemoryStore,
     check_amount,
     check_key,
     check_keys,
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
     from ferrodist.rendezvous.session import Connection
     from ferrodist.rendezvous.store import Store
-
-__all__ = ["TcpStore", "TcpStoreServer"]
 
 # A value, its key and the envelope.
 _MAX_FRAME_BYTES = MAX_VALUE_BYTES + 1024 * 1024

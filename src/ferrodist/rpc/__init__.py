@@ -10,13 +10,13 @@
 
 from ferrodist.errors import RpcError
 from ferrodist.rpc.agent import DEFAULT_MESSAGE_LIMIT, RpcAgent, current_agent
-from ferrodist.rpc.backends import GroupRpcBackend, RpcBackend, SimulatedRpcBackend
 from ferrodist.rpc.context import RpcContext
-from ferrodist.rpc.futures import Future
-from ferrodist.rpc.reference_tables import ReferenceCounts
-from ferrodist.rpc.references import RRef
-from ferrodist.rpc.statistics import RpcStatistics
-from ferrodist.rpc.tcp_backend import TcpRpcBackend
+from ferrodist.rpc.future import Future
+from ferrodist.rpc.metrics import RpcStatistics
+from ferrodist.rpc.refcount_tables import ReferenceCounts
+from ferrodist.rpc.rref import RRef
+from ferrodist.rpc.tcp_transport import TcpRpcBackend
+from ferrodist.rpc.transport import GroupRpcBackend, RpcBackend, SimulatedRpcBackend
 
 __all__ = [
     "DEFAULT_MESSAGE_LIMIT",

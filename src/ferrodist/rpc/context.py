@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from ferrodist.deadline import check_timeout
 from ferrodist.rpc.agent import RpcAgent
-from ferrodist.rpc.backends import RpcBackend
+from ferrodist.rpc.transport import RpcBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
     from ferrodist.backends.base import Backend
-
-__all__ = ["RpcContext"]
 
 _OPTIONS = tuple(
     name for name, each in inspect.signature(RpcAgent).parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY

@@ -2,7 +2,7 @@
 
 [Note: forms]
 What is plain, that is without tensors and without values in values, is written by msgspec at once, which is what most
-calls are; everything else as a letter (`collectives/letters.py`) of nested values.
+calls are; everything else as a letter (`collectives/serialization.py`) of nested values.
 """
 
 from __future__ import annotations
@@ -17,37 +17,14 @@ import msgspec
 import numpy as np
 import torch
 
-from ferrodist.collectives.letters import Parcel
-from ferrodist.collectives.nested_values import Extension
-from ferrodist.collectives.prepare import check_tensor
+from ferrodist.collectives.arguments import check_tensor
+from ferrodist.collectives.pytree import Extension
 from ferrodist.collectives.reduce_op import check_dtype
+from ferrodist.collectives.serialization import Parcel
 from ferrodist.errors import DistributedTimeoutError, PeerLostError, ProtocolError, RpcError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-__all__ = [
-    "EXTENSIONS",
-    "EXTENSIONS_BESIDE_PICKLES",
-    "HELLO",
-    "MET",
-    "NO_NUMBER",
-    "OWN_NAMES",
-    "PICKLED",
-    "REFERENCE_MARK",
-    "Call",
-    "Content",
-    "Failure",
-    "FailureKind",
-    "MessageKind",
-    "error_of",
-    "pack_call",
-    "pack_failure",
-    "pack_result",
-    "unpack_call",
-    "unpack_failure",
-    "unpack_result",
-]
 
 Content = bytes | Parcel
 """What a message holds beside its kind and number: see [Note: forms]."""

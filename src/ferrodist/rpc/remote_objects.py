@@ -1,6 +1,10 @@
 """An agent's part of remote objects: it makes them elsewhere, and passes references to them on.
 
 Calls of these names are the agents' own; `ObjectCalls` serves them.
+
+Which methods of objects other ranks may call.
+
+What agents call of each other on behalf of remote objects.
 """
 
 from __future__ import annotations
@@ -11,11 +15,11 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ferrodist.collectives.nested_values import Extension
+from ferrodist.collectives.pytree import Extension
+from ferrodist.collectives.serialization import Parcel
 from ferrodist.deadline import Deadline, check_timeout
-from ferrodist.errors import DistributedTimeoutError, GroupClosedError
-from ferrodist.rpc.counting import Counting, Telling
-from ferrodist.rpc.errands import Errands
+from ferrodist.errors import DistributedTimeoutError, GroupClosedError, RpcError, describe_error
+from ferrodist.rpc.executor import Errands
 from ferrodist.rpc.messages import (
     EXTENSIONS,
     EXTENSIONS_BESIDE_PICKLES,
@@ -24,21 +28,51 @@ from ferrodist.rpc.messages import (
     REFERENCE_MARK,
     Call,
     Failure,
+    FailureKind,
     error_of,
+    pack_result,
+    unpack_result,
 )
-from ferrodist.rpc.passing import Passing
-from ferrodist.rpc.reference_parts import Kept, kept_of, part_of
-from ferrodist.rpc.references import ReferenceId, RRef
+from ferrodist.rpc.refcount_protocol import CountCalls, Counting, Passing, Telling
+from ferrodist.rpc.refcount_tables import Kept, kept_of, part_of
+from ferrodist.rpc.rref import ReferenceId, RRef
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from contextlib import AbstractContextManager
 
-    from ferrodist.rpc.futures import Future
+    from ferrodist.rpc.future import Future, Outcome
     from ferrodist.rpc.messages import Content
-    from ferrodist.rpc.outcome import Outcome
+    from ferrodist.rpc.server import Answer
 
-__all__ = ["CREATE", "FETCH", "METHOD", "RemoteObjects", "Requester"]
+
+def find_method(value: Any, name: str, classes: Collection[type]) -> Callable[..., Any]:
+    """A method of an object: a public one that its class has, where that class, or one above it, may be used.
+
+    Args:
+        value: The object.
+        name: Of the method.
+        classes: Which were registered; ``object`` is not meant by that, or everything would be.
+
+    Raises:
+        RpcError: There is none that may be called.
+    """
+    kind = type(value)
+    if not any(base in classes for base in kind.__mro__ if base is not object):
+        raise RpcError(
+            f"methods of {kind.__name__} can't be called: register its class with its owner's agent, as in"
+            f" agent.register({kind.__name__!r}, {kind.__name__})"
+        )
+    if name.startswith("_"):
+        raise RpcError(f"{name!r} is no public method, and only those are called from other ranks")
+    # Not getattr: what an object has for itself, or its metaclass for the class, is no method.
+    found: Any = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    is_method = callable(found) or isinstance(found, (classmethod, functools.partialmethod))
+    if not is_method or isinstance(found, type):
+        raise RpcError(f"{kind.__name__} has no method {name!r}")
+    bound: Callable[..., Any] = found.__get__(value, kind) if hasattr(found, "__get__") else found
+    return bound
+
 
 CREATE = f"{OWN_NAMES}create"
 """(id, function, arguments, keywords): have a function make an object."""
@@ -258,3 +292,99 @@ class RemoteObjects:
 
     def _is_of_third_rank(self, id_: ReferenceId, peer: int) -> bool:
         return peer != self.rank and id_.owner not in (self.rank, peer)
+
+
+class Server(Protocol):
+    """What an agent does for these calls."""
+
+    def submit(self, call: Call, answer: Answer, function: Callable[..., Any] | None = None) -> None:
+        """Have a worker call a function: that of the call's name, or another one."""
+
+    def classes(self) -> Collection[type]:
+        """The classes that were registered."""
+
+
+class ObjectCalls:
+    """Serves these calls, in the thread that receives them: none waits, and none takes a worker to itself.
+
+    So they are served while all workers wait for them. What belongs to an object is known here before the next message
+    of that rank is looked at.
+
+    Args:
+        objects: What is called.
+        server: The agent.
+    """
+
+    def __init__(self, objects: RemoteObjects, server: Server) -> None:
+        self._objects = objects
+        self._server = server
+        self._counts = CountCalls(objects.counting.tables, objects.rank, objects.world_size)
+
+    def serve(self, peer: int, call: Call, answer: Answer) -> None:
+        """Serve a call whose name begins with `OWN_NAMES`."""
+        try:
+            if not self._counts.serve(peer, call, answer):
+                self._serve(peer, call, answer)
+        except (RpcError, ValueError) as error:
+            answer(_refused(str(error)))
+
+    def _serve(self, peer: int, call: Call, answer: Answer) -> None:
+        match call.name, call.arguments:
+            case str(name), (RRef() as target,) if name == FETCH:
+                kept_of(target).outcome.when_set(
+                    lambda found: self._objects.errands.put(functools.partial(self._give, peer, found, answer))
+                )
+            case str(name), (id_, str(function), tuple(arguments), dict(keywords)) if name == CREATE:
+                if function.startswith(OWN_NAMES):
+                    raise ValueError(f"{function!r} is no function that can be called")
+                made = Call(function, arguments, keywords)
+                self._server.submit(made, self._settling(self._new(peer, id_), answer))
+            case str(name), (id_, RRef() as target, tuple(arguments), dict(keywords)) if name.startswith(METHOD):
+                made = Call(name, arguments, keywords)
+                kept = kept_of(target)
+                then = answer if id_ is None else self._settling(self._new(peer, id_), answer)
+                kept.outcome.when_set(lambda found: self._call_method(found, made, then))
+            case _:
+                raise ValueError("it is no call of these agents")
+
+    def _new(self, peer: int, plain: Any) -> Kept:
+        id_ = ReferenceId.of(plain, self._objects.world_size)
+        if id_.owner != self._objects.rank or id_.creator != peer:
+            raise ValueError(f"rank {peer} can't name an object so")
+        if peer == self._objects.rank:
+            return kept_of(self._objects.counting.tables.own(id_))
+        kept, _ = self._objects.counting.tables.keep(id_, peer)
+        return kept
+
+    def _settling(self, kept: Kept, answer: Answer) -> Answer:
+        def settle(found: Any) -> None:
+            kept.outcome.set(found)
+            answer(found if isinstance(found, Failure) else None)
+
+        return settle
+
+    def _give(self, peer: int, found: Any, answer: Answer) -> None:
+        try:
+            if peer == self._objects.rank and not isinstance(found, Failure):
+                # What has no way to go is to be a copy all the same.
+                content, _ = self._objects.pack(peer, pack_result, found)
+                content = content.copy() if isinstance(content, Parcel) else content
+                found = unpack_result(content, peer, self._objects.extensions[peer])
+            answer(found)
+        except Exception as error:  # noqa: BLE001 - it may change meanwhile; whoever waits is to know
+            answer(Failure(FailureKind.UNENCODABLE, type(error).__name__, describe_error(error), ""))
+
+    def _call_method(self, found: Any, call: Call, then: Answer) -> None:
+        if isinstance(found, Failure):
+            then(found)
+            return
+        try:
+            method = find_method(found, call.name.removeprefix(METHOD), self._server.classes())
+        except RpcError as error:
+            then(_refused(str(error)))
+            return
+        self._server.submit(call, then, method)
+
+
+def _refused(text: str) -> Failure:
+    return Failure(FailureKind.UNKNOWN, "", text, "")

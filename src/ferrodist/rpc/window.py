@@ -7,10 +7,8 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ferrodist.backends.listening import Signal
-    from ferrodist.rpc.waits import Waits
-
-__all__ = ["Window"]
+    from ferrodist.backends.request import Signal
+    from ferrodist.rpc.executor import Waits
 
 _LOOK_SECONDS = 0.002
 

@@ -20,18 +20,6 @@ import torch
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.torch_private.tensors import no_torch_dispatch, storage_identity
 
-__all__ = [
-    "COPIES",
-    "CopiedPart",
-    "ViewKind",
-    "after_write",
-    "become",
-    "check_writable",
-    "describe_stale",
-    "find_kind",
-    "watch",
-]
-
 COPIES: dict[int, list[weakref.ref[CopiedPart]]] = {}
 """The copies of what lies in a storage, by the storage's identity; ranks that are threads share it."""
 

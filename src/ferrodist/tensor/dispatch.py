@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.tensor.call import Call, bind_arguments, map_tensors, split_arguments
-from ferrodist.tensor.choosing import choose
 from ferrodist.tensor.copied_views import COPIES, ViewKind, after_write, check_writable, find_kind
-from ferrodist.tensor.layout import Layout
-from ferrodist.tensor.plain import TAKE_NO_NUMBERS, adopt_plain, find_plain, note_numbers
-from ferrodist.tensor.redistribution import redistribute_local
-from ferrodist.tensor.replication import compute_picks
-from ferrodist.tensor.rules.table import RULES
-from ferrodist.tensor.substitutes import copy_to_itself, find_substitute, is_copy_to_itself
+from ferrodist.tensor.fallback import compute_picks, copy_to_itself, find_substitute, is_copy_to_itself
+from ferrodist.tensor.op_strategy import Call, bind_arguments, choose, map_tensors, split_arguments
+from ferrodist.tensor.ops.table import RULES
+from ferrodist.tensor.plain_tensors import TAKE_NO_NUMBERS, adopt_plain, find_plain, note_numbers
+from ferrodist.tensor.redistribute import redistribute_local
+from ferrodist.tensor.spec import Layout
 from ferrodist.torch_private.autograd import current_graph_task
 from ferrodist.torch_private.operators import plain_call, private_aten, schema_of
 
@@ -30,9 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.tensor.call import Rule
-
-__all__ = ["Lane", "Recipe", "dispatch", "dispatch_lists", "part_of_key"]
+    from ferrodist.tensor.op_strategy import Rule
 
 _BY_VALUE: Any = object()
 """In the place of a recipe: it is found under a key with the values of numbers, and torch's default dtype, too."""

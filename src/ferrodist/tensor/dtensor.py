@@ -1,4 +1,12 @@
-"""A tensor that is one to the program and lies in parts over a mesh."""
+"""A tensor that is one to the program and lies in parts over a mesh.
+
+Gradients of parts that become parts of gradients, in memory of their own.
+
+Autograd keeps a gradient that nobody else holds as the ``grad`` of a leaf, and later adds to it in place. It counts who
+holds a tensor, and not who holds another one around the same memory, as a distributed tensor and its part are.
+
+Gradients of distributed parameters, brought to lie as the parameters do.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.backends.call import MAX_PAYLOAD
+from ferrodist.backends.signature import MAX_PAYLOAD
+from ferrodist.collectives.arguments import check_layout
+from ferrodist.collectives.engines.host import collectives_of
 from ferrodist.collectives.facts import dtype_text, read_facts
-from ferrodist.collectives.host_engine import collectives_of
-from ferrodist.collectives.prepare import check_layout
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, check_dtype
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
 from ferrodist.tensor.copied_views import COPIES, CopiedPart, ViewKind, after_write, describe_stale, find_kind, watch
 from ferrodist.tensor.dispatch import Lane, Recipe, dispatch, dispatch_lists, part_of_key
-from ferrodist.tensor.gradient_memory import own
-from ferrodist.tensor.layout import Layout, check_placements, local_sizes
 from ferrodist.tensor.placement import Partial, Replicate, Shard
-from ferrodist.tensor.plain import check_plain
-from ferrodist.tensor.plan import Plan, make_plan
-from ferrodist.tensor.redistribution import redistribute_local
+from ferrodist.tensor.plain_tensors import check_plain
+from ferrodist.tensor.redistribute import redistribute_local
+from ferrodist.tensor.redistribute_plan import Plan, make_plan
+from ferrodist.tensor.spec import Layout, check_placements, local_sizes
 from ferrodist.torch_private.autograd import backward_hooks, current_graph_task
-from ferrodist.torch_private.tensors import base_data, call_plain, make_wrapper
+from ferrodist.torch_private.tensors import base_data, call_plain, is_held_once, make_wrapper
 from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
@@ -33,7 +40,12 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.placement import Placement
 
-__all__ = ["DTensor"]
+
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """A gradient that a backward function was given, or a copy if others may have its memory. Contiguous."""
+    is_alone = tensor.is_contiguous() and is_held_once(tensor)
+    return tensor if is_alone else tensor.clone(memory_format=torch.contiguous_format)
+
 
 # A member of an enum takes longer to look up than a name.
 _ANY, _IN_PLACE, _LISTS, _RESULT, _VIEW = Lane.ANY, Lane.IN_PLACE, Lane.LISTS, Lane.RESULT, Lane.VIEW
@@ -502,3 +514,34 @@ class _FromLocal(torch.autograd.Function):
                     )
                 local = local / num_ranks if placement.op is ReduceOp.MEAN else local
         return local, None
+
+
+def keep_gradients_placed(parameter: torch.Tensor) -> None:
+    """Have each backward's gradient of a parameter lie as the parameter does; once is enough.
+
+    A gradient is right however it lies; but one that is partial would be folded anew by each operator that reads it.
+    """
+    assert isinstance(parameter, DTensor), "others have nothing to place"
+    has_it = any(map(places_gradients, backward_hooks(parameter).values()))
+    if not has_it and (parameter.is_floating_point() or parameter.is_complex()):
+        # Those that are frozen now may be trained later, and only such as are take a hook.
+        wanted = parameter.requires_grad
+        parameter.requires_grad_(True)
+        parameter.register_hook(_Place(parameter))  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(wanted)
+
+
+def places_gradients(hook: object) -> bool:
+    """Whether a hook of a parameter is one that `keep_gradients_placed` made."""
+    return isinstance(hook, _Place)
+
+
+class _Place:
+    is_of_layout = True
+    """Copies of the parameter have it too, though torch copies no hooks: they lie as the parameter does."""
+
+    def __init__(self, parameter: DTensor) -> None:
+        self._placements = parameter.placements
+
+    def __call__(self, grad: Any) -> Any:
+        return grad if grad.placements == self._placements else grad.redistribute(self._placements)

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from ferrodist.collectives.reduce_op import ReduceOp
 
-__all__ = ["PARTIAL_OPS", "Partial", "Placement", "Replicate", "Shard", "fold_alike"]
-
 PARTIAL_OPS = (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
 """What `Partial` may fold by."""
 

@@ -18,25 +18,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ferrodist.testing.backend_checks.harness import RankRunner as RankRunner
-    from ferrodist.testing.backend_conformance import BACKEND_CHECKS as BACKEND_CHECKS
-    from ferrodist.testing.backend_conformance import check_backend as check_backend
     from ferrodist.testing.backend_names import RANKS_BACKENDS as RANKS_BACKENDS
     from ferrodist.testing.backend_names import BackendName as BackendName
+    from ferrodist.testing.conformance.backend.harness import RankRunner as RankRunner
+    from ferrodist.testing.conformance.backend.suite import BACKEND_CHECKS as BACKEND_CHECKS
+    from ferrodist.testing.conformance.backend.suite import check_backend as check_backend
+    from ferrodist.testing.conformance.store import STORE_CHECKS as STORE_CHECKS
+    from ferrodist.testing.conformance.store import check_store as check_store
     from ferrodist.testing.leaks import check_leaks as check_leaks
     from ferrodist.testing.ranks import run_ranks as run_ranks
-    from ferrodist.testing.store_conformance import STORE_CHECKS as STORE_CHECKS
-    from ferrodist.testing.store_conformance import check_store as check_store
 
 _HOME_OF = {
-    "BACKEND_CHECKS": "backend_conformance",
+    "BACKEND_CHECKS": "conformance.backend.suite",
     "RANKS_BACKENDS": "backend_names",
-    "STORE_CHECKS": "store_conformance",
+    "STORE_CHECKS": "conformance.store",
     "BackendName": "backend_names",
-    "RankRunner": "backend_checks.harness",
-    "check_backend": "backend_conformance",
+    "RankRunner": "conformance.backend.harness",
+    "check_backend": "conformance.backend.suite",
     "check_leaks": "leaks",
-    "check_store": "store_conformance",
+    "check_store": "conformance.store",
     "run_ranks": "ranks",
 }
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias, get_args
 
-__all__ = ["RANKS_BACKENDS", "BackendName"]
-
 BackendName: TypeAlias = Literal["simulated", "tcp", "tcp-threads", "native", "native-threads", "gloo", "gloo-threads"]
 
 RANKS_BACKENDS: tuple[BackendName, ...] = get_args(BackendName)

@@ -19,8 +19,6 @@ from ferrodist.deadline import Deadline
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["check_leaks"]
-
 _SETTLE_SECONDS = 1.0
 _POLL_SECONDS = 0.01
 _SHARED_MEMORY = Path("/dev/shm")

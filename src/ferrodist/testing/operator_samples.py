@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from ferrodist.tensor.distribution import distribute
+from ferrodist.tensor.factories import distribute
 from ferrodist.tensor.placement import Replicate, Shard
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.dtensor import DTensor
     from ferrodist.tensor.placement import Placement
-
-__all__ = ["SAMPLES", "Maker", "bind_sample"]
 
 _aten = torch.ops.aten
 

@@ -19,10 +19,10 @@ import ferrodist as fd
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
 from ferrodist.tensor import dispatch
-from ferrodist.tensor.call import Call
+from ferrodist.tensor.fallback import PICKS
+from ferrodist.tensor.op_strategy import Call
+from ferrodist.tensor.ops.table import DECOMPOSITIONS, FAMILIES, RULES
 from ferrodist.tensor.placement import Partial, Replicate, Shard
-from ferrodist.tensor.replication import PICKS
-from ferrodist.tensor.rules.table import DECOMPOSITIONS, FAMILIES, RULES
 from ferrodist.testing.operator_samples import SAMPLES, Maker, bind_sample
 from ferrodist.testing.pages import format_table, write_page
 
@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from types import ModuleType
 
-    from ferrodist.tensor.call import Choice, Rule
+    from ferrodist.tensor.op_strategy import Choice, Rule
     from ferrodist.tensor.placement import Placement
-
-__all__ = ["Ways", "collect_ways", "render"]
 
 Operator = torch._ops.OpOverload  # noqa: SLF001 - operators have no public class
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["format_table", "write_page"]
-
 _MAX_WIDTH = 80
 """Cells are not filled up with more spaces than to this."""
 

@@ -2,16 +2,27 @@
 
 What a rank returns or raises comes back by pickle. That is safe here and nowhere else: the pipe has no name, and
 both of its ends are this program.
+
+The inside of a forked rank: what has to be put right after a fork, and how it speaks to its parent.
+
+Reading what `faulthandler` wrote in another process.
 """
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
+import gc
+import linecache
 import os
 import pickle
+import re
 import signal
+import sys
 import tempfile
 import threading
 import time
+import traceback
 import warnings
 from contextlib import suppress
 from dataclasses import replace
@@ -22,17 +33,185 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ferrodist.deadline import Deadline
-from ferrodist.testing.rank_child import STACK_SIGNAL, fork_rank
-from ferrodist.testing.rank_program import Outcome
-from ferrodist.testing.stack_dump import read_stack
-from ferrodist.testing.supervision import Event, Stage
+from ferrodist.testing.supervisor import Event, Outcome, Stage, is_own_frame
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+    from multiprocessing.connection import Connection
 
-    from ferrodist.testing.rank_program import RankProgram
+    from ferrodist.testing.supervisor import RankProgram
 
-__all__ = ["ProcessRanks"]
+STACK_SIGNAL = signal.SIGUSR2
+"""Makes a rank write the stacks of its threads to its file; it works while the rank is inside C code, too."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def fork_rank(
+    program: RankProgram,
+    rank: int,
+    connection: Connection,
+    stack_file: IO[bytes],
+    forget_others: Callable[[], None],
+) -> int:
+    """Fork, and run ``program`` as ``rank`` in the child, which never returns from here.
+
+    Args:
+        program: What to run.
+        rank: The child's rank.
+        connection: The child's end of its pipe.
+        stack_file: Where it writes its stacks when it gets `STACK_SIGNAL`.
+        forget_others: Called in the child to close what is only the parent's or another rank's.
+
+    Returns:
+        The child's process id.
+    """
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        forget_others()
+        _settle(stack_file, libc, parent)
+        program.run(rank, _PipeChannel(connection))
+        status = 0
+    except BaseException:  # noqa: BLE001 - nothing may pass: the frames above belong to the parent's program
+        traceback.print_exc()
+    finally:
+        # Not sys.exit: exit handlers, pytest's among them, are the parent's.
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _settle(stack_file: IO[bytes], libc: ctypes.CDLL | None, parent: int) -> None:
+    """Undo what a forked process inherits and must not keep."""
+    if libc is not None:
+        # No rank outlives a parent that was killed. The check closes the gap before the call.
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+    # The terminal's Ctrl-C reaches all processes; the parent answers it and ends the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=True, chain=False)
+    # The parent's garbage is the parent's to finalize (a TemporaryDirectory would be removed under it).
+    gc.freeze()
+    # pytest's capture replaces sys.stdout by objects that only the parent reads; the descriptors reach it, or the
+    # terminal.
+    sys.stdout = _text_stream(1)
+    sys.stderr = _text_stream(2)
+    # A pool of threads does not survive a fork, and many ranks share the cores.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+def _text_stream(descriptor: int) -> IO[str]:
+    try:
+        return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    except OSError:  # the parent has closed it
+        return Path(os.devnull).open("w", encoding="utf-8")
+
+
+class _PipeChannel:
+    """A `Channel` over a pipe."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def ended(self, outcome: Outcome) -> None:
+        # Before the outcome: the parent may print its own text as soon as it has that.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._connection.send_bytes(_pack(Stage.ENDED, outcome))
+
+    def await_close(self) -> None:
+        self._connection.recv_bytes()
+
+    def closed(self, outcome: Outcome | None) -> None:
+        self._connection.send_bytes(_pack(Stage.CLOSED, outcome))
+
+
+def _pack(stage: Stage, outcome: Outcome | None) -> bytes:
+    """Pickle an outcome, or if that is impossible one that says why."""
+    try:
+        packed = pickle.dumps((stage, outcome))
+        if outcome is not None and outcome.error is not None:
+            pickle.loads(packed)  # an exception with its own __init__ may pickle and then not unpickle
+    except Exception as error:  # noqa: BLE001 - a result's own code runs here
+        assert outcome is not None
+        return pickle.dumps((stage, _picklable(outcome, error)))
+    return packed
+
+
+def _picklable(outcome: Outcome, problem: Exception) -> Outcome:
+    said = f"{type(problem).__name__}: {problem}"
+    if outcome.error is None:
+        summary = (
+            f"it returned a {type(outcome.result).__name__} that cannot be pickled ({said}). Ranks that are processes"
+            " can return only what pickles; ranks that are threads can return anything."
+        )
+        return replace(outcome, result=None, summary=summary)
+    stand_in = RuntimeError(f"{outcome.summary} (a stand-in: the error itself does not pickle: {said})")
+    return replace(outcome, error=stand_in)
+
+
+_ANSWER_SECONDS = 1.0
+_POLL_SECONDS = 0.02
+
+_FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)$')
+
+
+def read_stack(file: IO[bytes], pid: int) -> str:
+    """Return the stacks that ``pid`` was asked to write to ``file``, with source lines, outermost call first."""
+    deadline = Deadline(_ANSWER_SECONDS)
+    before = b""
+    while True:
+        # Not file.read: the position is shared with the writer.
+        text = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+        if text and text == before:
+            return _readable(text.decode(errors="replace"))
+        if deadline.expired:
+            return f"  (it did not answer a request for its stack within {_ANSWER_SECONDS:g} s; {_state(pid)})"
+        before = text
+        time.sleep(_POLL_SECONDS)
+
+
+def _readable(dump: str) -> str:
+    """Turn faulthandler's text, innermost call first and without source, into what a traceback looks like."""
+    threads: list[str] = []  # the one that runs the rank's function first
+    for block in dump.strip().split("\n\n"):
+        head, *lines = block.replace(" (most recent call first)", "").splitlines()
+        frames = list(reversed(lines))
+        own = [i for i, line in enumerate(frames) if (frame := _FRAME.match(line)) and is_own_frame(frame["path"])]
+        inner = frames[own[-1] + 1 :] if own else frames
+        threads.insert(0 if own else len(threads), "\n".join([f"  {head}", *map(_with_source, inner or frames)]))
+    return "\n".join(threads)
+
+
+def _with_source(line: str) -> str:
+    frame = _FRAME.match(line)
+    if frame is None:
+        return line
+    source = linecache.getline(frame["path"], int(frame["line"])).strip()
+    return f'  File "{frame["path"]}", line {frame["line"]}, in {frame["name"]}' + (f"\n    {source}" if source else "")
+
+
+def _state(pid: int) -> str:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "it has ended"
+    letter = stat.rpartition(")")[2].split()[0]
+    return {"T": "it is stopped by a signal", "D": "it waits for a device"}.get(letter, f"its state is {letter}")
+
 
 _EXIT_SECONDS = 2.0
 _THREAD_EXIT_SECONDS = 0.5

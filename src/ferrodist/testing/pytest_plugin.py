@@ -27,7 +27,7 @@ from ferrodist.testing.backend_names import RANKS_BACKENDS
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from _pytest._io import TerminalWriter  # pytest has no public name for it
+    from _pytest._io import TerminalWriter
 
     from ferrodist.backends.base import Backend
     from ferrodist.testing.backend_names import BackendName

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
 
-__all__ = ["OPERATIONS", "YES", "render", "undefined_reason"]
-
 YES = "yes"
 _NO = "-"
 

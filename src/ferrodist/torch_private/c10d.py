@@ -1,6 +1,6 @@
 """Private names of `torch.distributed`.
 
-Loaded at torch's own import, by `interop.registration`: it must stay small, and loads nothing itself.
+Loaded at torch's own import, by `torch_backend.registration`: it must stay small, and loads nothing itself.
 
 ======================================  ========================================================================
 `_FR_SELF_RECORDING_BACKENDS`           2.15: names of backends that the flight recorder leaves alone

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.agreement_tags import AgreementTags
-from ferrodist.backends.call import Call
-from ferrodist.backends.controlled import ControlledBackend
+from ferrodist.backends.control_plane import ControlledBackend
 from ferrodist.backends.request import BaseRequest
+from ferrodist.backends.signature import Call
 from ferrodist.backends.tags import Channel, channel_of_tag
+from ferrodist.backends.verification import AgreementTags
 from ferrodist.testing import run_ranks
 
 

@@ -14,15 +14,15 @@ import torch
 from nccl_fakes import FakeNccl, fake_groups
 
 import ferrodist as fd
-from ferrodist.backends import controlled, hybrid
-from ferrodist.backends.nccl import group as nccl_group
-from ferrodist.backends.nccl import library
-from ferrodist.backends.nccl.unique_id import NcclUniqueId
+from ferrodist.backends import control_plane
+from ferrodist.backends.nccl import backend, communicator
+from ferrodist.backends.nccl import backend as nccl_group
+from ferrodist.backends.nccl.communicator import NcclUniqueId
 from ferrodist.backends.tcp import TcpBackend
 from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
-from ferrodist.testing.backend_conformance import BACKEND_CHECKS
-from ferrodist.testing.collective_conformance import COLLECTIVE_CHECKS
+from ferrodist.testing.conformance.backend.suite import BACKEND_CHECKS
+from ferrodist.testing.conformance.collectives.suite import COLLECTIVE_CHECKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -184,9 +184,9 @@ def test_groups_say_what_they_are() -> None:
 def test_the_best_backend_is_hybrid_where_all_have_nccl(reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a name the group is hybrid when every rank can use NCCL, else the host's."""
     controls = iter(fd.SimulatedBackend.create_group(1))
-    monkeypatch.setattr(hybrid, "control_of", lambda *_: next(controls))
+    monkeypatch.setattr(backend, "control_of", lambda *_: next(controls))
     monkeypatch.setattr(nccl_group, "why_no_nccl", lambda: reason)
-    group = hybrid.best_backend(None, 5.0, Deadline(5.0))
+    group = backend.best_backend(None, 5.0, Deadline(5.0))
     assert type(group) is (fd.SimulatedBackend if reason else fd.HybridBackend)
     group.close()
 
@@ -242,26 +242,26 @@ class _Reasons:
 )
 def test_the_reason_for_no_nccl_is_said(opener, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is missing is named, with what to do."""
-    monkeypatch.setattr(library, "_found", library._Found())
-    monkeypatch.setattr(library, "why_no_gpu", lambda: None)
-    reason = library.why_no_nccl(opener)
+    monkeypatch.setattr(communicator, "_found", communicator._Found())
+    monkeypatch.setattr(communicator, "why_no_gpu", lambda: None)
+    reason = communicator.why_no_nccl(opener)
     assert fd.is_nccl_available() is (said is None)
     if said is None:
-        assert isinstance(library.load_nccl(), FakeNccl)
+        assert isinstance(communicator.load_nccl(), FakeNccl)
         return
-    assert library.why_no_nccl(FakeNccl) == reason, "it is tried once"
+    assert communicator.why_no_nccl(FakeNccl) == reason, "it is tried once"
     with pytest.raises(fd.BackendUnavailable, match=said):
-        library.load_nccl()
+        communicator.load_nccl()
 
 
 def test_no_gpu_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch without CUDA, and one that sees no GPU, are two reasons."""
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "built without CUDA" in library.why_no_gpu()
+    assert "built without CUDA" in communicator.why_no_gpu()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert "CUDA_VISIBLE_DEVICES" in library.why_no_gpu()
-    assert "CUDA_VISIBLE_DEVICES" in library.why_no_nccl()
+    assert "CUDA_VISIBLE_DEVICES" in communicator.why_no_gpu()
+    assert "CUDA_VISIBLE_DEVICES" in communicator.why_no_nccl()
     assert not fd.is_nccl_available()
 
 
@@ -285,13 +285,13 @@ def test_hybrid_groups_keep_the_contract_of_backends(check) -> None:
 
 def test_the_want_of_the_engine_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """By rank 0, where nobody asked for the slow way; a group of one has nobody to wait for."""
-    controlled._warn_of_slow_way.cache_clear()
-    monkeypatch.setattr(controlled, "is_native_available", lambda: False)
-    monkeypatch.setattr(controlled, "why_no_native", lambda: "No module named 'ferrodist._native'")
+    control_plane._warn_of_slow_way.cache_clear()
+    monkeypatch.setattr(control_plane, "is_native_available", lambda: False)
+    monkeypatch.setattr(control_plane, "why_no_native", lambda: "No module named 'ferrodist._native'")
     monkeypatch.setattr(TcpBackend, "from_membership", lambda *_: "a group")
     for rank, world_size in ((0, 1), (1, 2), (0, 2), (0, 2)):
         member = SimpleNamespace(rank=rank, world_size=world_size)
-        assert controlled.control_of(member, 5.0, Deadline(5.0)) == "a group"
+        assert control_plane.control_of(member, 5.0, Deadline(5.0)) == "a group"
         assert len(caplog.records) == ((rank, world_size) == (0, 2))
     assert "no native engine (No module named 'ferrodist._native')" in caplog.text
-    controlled._warn_of_slow_way.cache_clear()
+    control_plane._warn_of_slow_way.cache_clear()

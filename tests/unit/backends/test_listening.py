@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from ferrodist.backends.listening import LockSignal
+from ferrodist.backends.request import LockSignal
 from ferrodist.backends.simulated import SimulatedBackend
-from ferrodist.backends.sub import SubBackend
+from ferrodist.backends.subgroup import SubBackend
 from ferrodist.errors import DistributedError, GroupAbortedError, GroupClosedError, PeerLostError
 from ferrodist.testing import run_ranks
 

@@ -9,15 +9,13 @@ import torch
 
 import ferrodist as fd
 from ferrodist import deadline
-from ferrodist.backends.long_waits import is_speaker
 from ferrodist.backends.request import wait_all
+from ferrodist.backends.stragglers import is_speaker
 from ferrodist.backends.tags import Channel, channel_tag
-from ferrodist.collectives.batches import receive_into, wait_for
-from ferrodist.collectives.tensor_heads import TensorHead, body_numbers
-from ferrodist.collectives.tensor_transfers import start_body
+from ferrodist.collectives.tensor_protocol import TensorHead, body_numbers, receive_into, start_body, wait_for
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import MemoryStore
-from ferrodist.rendezvous.attendance import await_all, claim_rank, note_rejection
+from ferrodist.rendezvous.roll_call import await_all, claim_rank, note_rejection
 from ferrodist.testing import run_ranks
 
 _PATIENCE = 60.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from ferrodist.backends.moving.call_order import CallOrder
-from ferrodist.backends.moving.polling import wait_until
+from ferrodist.backends.polling import wait_until
+from ferrodist.backends.sequencer import CallOrder
 from ferrodist.deadline import Deadline
 
 

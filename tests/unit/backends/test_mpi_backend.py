@@ -12,19 +12,15 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.call import Call
-from ferrodist.backends.moving.call_order import CallOrder
-from ferrodist.backends.mpi import library, life, world
-from ferrodist.backends.mpi.agreement import MpiAgreement
-from ferrodist.backends.mpi.attendance import Attendance
-from ferrodist.backends.mpi.frame import HEADER_SIZE, MAX_PAYLOAD, Frame, Kind
-from ferrodist.backends.mpi.job import check_job
-from ferrodist.backends.mpi.kept import num_kept
-from ferrodist.backends.mpi.messages import MessagesIn
-from ferrodist.backends.mpi.messenger import Messenger, Outgoing
-from ferrodist.backends.mpi.mover import MpiMover
-from ferrodist.collectives import moved
-from ferrodist.collectives.moved import MovedCollectives
+from ferrodist.backends.mpi import runtime
+from ferrodist.backends.mpi.collectives import MpiAgreement, MpiMover, num_kept
+from ferrodist.backends.mpi.liveness import Attendance
+from ferrodist.backends.mpi.runtime import check_job
+from ferrodist.backends.mpi.transport import HEADER_SIZE, MAX_PAYLOAD, Frame, Kind, MessagesIn, Messenger, Outgoing
+from ferrodist.backends.sequencer import CallOrder
+from ferrodist.backends.signature import Call
+from ferrodist.collectives.engines import data_plane
+from ferrodist.collectives.engines.data_plane import MovedCollectives
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, ProtocolError
 from ferrodist.installation import how_to_install
@@ -37,9 +33,9 @@ def no_mpi(monkeypatch):
     def fail():
         raise RuntimeError("cannot load MPI library\nlibmpi.so: not there")
 
-    monkeypatch.setattr(library, "_module", None)
-    monkeypatch.setattr(library, "_reason", None)
-    monkeypatch.setattr(library, "_import", fail)
+    monkeypatch.setattr(runtime, "_module", None)
+    monkeypatch.setattr(runtime, "_reason", None)
+    monkeypatch.setattr(runtime, "_import", fail)
 
 
 @pytest.mark.usefixtures("no_mpi")
@@ -55,7 +51,7 @@ def test_without_an_mpi():
 def test_the_answer_is_kept(no_mpi, monkeypatch):
     """An MPI is looked for once."""
     assert not fd.is_mpi_available()
-    monkeypatch.setattr(library, "_import", lambda: pytest.fail("looked again"))
+    monkeypatch.setattr(runtime, "_import", lambda: pytest.fail("looked again"))
     assert not fd.is_mpi_available()
 
 
@@ -68,16 +64,16 @@ def test_an_mpi_without_threads_is_refused(monkeypatch):
         THREAD_MULTIPLE=3,
         get_vendor=lambda: ("Some MPI", (1, 2)),
     )
-    monkeypatch.setattr(world, "_process", None)
-    monkeypatch.setattr(library, "_module", mpi)
+    monkeypatch.setattr(runtime, "_process", None)
+    monkeypatch.setattr(runtime, "_module", mpi)
     with pytest.raises(BackendUnavailable, match=r"Some MPI 1\.2 does not let several threads call it"):
         fd.MpiBackend()
 
 
 def test_an_mpi_that_has_ended_is_refused(monkeypatch):
     """After MPI_Finalize there are no more groups."""
-    monkeypatch.setattr(world, "_process", None)
-    monkeypatch.setattr(library, "_module", SimpleNamespace(Is_finalized=lambda: True))
+    monkeypatch.setattr(runtime, "_process", None)
+    monkeypatch.setattr(runtime, "_module", SimpleNamespace(Is_finalized=lambda: True))
     with pytest.raises(BackendUnavailable, match="MPI has ended in this process"):
         fd.MpiBackend()
 
@@ -100,19 +96,19 @@ class _SlowLibrary:
 def test_nobody_waits_for_mpi_longer_than_they_want(monkeypatch):
     """MPI's start and its end are given up at their deadlines, go on, and are called by one thread."""
     slow = _SlowLibrary()
-    monkeypatch.setattr(life.ctypes, "CDLL", lambda _path: slow)
+    monkeypatch.setattr(runtime.ctypes, "CDLL", lambda _path: slow)
     communicator = SimpleNamespace(Set_errhandler=lambda _handler: None)
     mpi = SimpleNamespace(
         __file__="", THREAD_MULTIPLE=3, ERRORS_RETURN=0, COMM_WORLD=communicator, COMM_SELF=communicator
     )
-    one = life.Life(mpi)
+    one = runtime.Life(mpi)
     assert not one.begin(Deadline(0.01))
     one.end(None)  # what has not begun is not waited for
     slow.come.set()
     assert one.begin(Deadline(60))
     slow.come.clear()
     with monkeypatch.context() as forked:
-        forked.setattr(life.os, "getpid", lambda: -1)
+        forked.setattr(runtime.os, "getpid", lambda: -1)
         one.end(None)  # MPI is the parent's
     one.end(0.01)
     assert len(slow.callers) == 1
@@ -139,25 +135,25 @@ class _Open:
 @pytest.mark.parametrize(("has_failed", "kept", "patience"), [(False, 0, None), (True, 0, 5.0), (False, 1, 5.0)])
 def test_how_long_a_process_waits_for_the_end(monkeypatch, has_failed, kept, patience):
     """MPI's end is waited for without limit, unless some rank may not come to it."""
-    monkeypatch.setattr(library, "_module", SimpleNamespace(Is_finalized=lambda: False))
-    monkeypatch.setattr(world, "_open", set())
-    monkeypatch.setattr(world, "_has_lost", False)
-    monkeypatch.setattr(world, "num_kept", lambda: kept)
-    world.forget(_Open(has_parted=True), has_failed=has_failed)
+    monkeypatch.setattr(runtime, "_module", SimpleNamespace(Is_finalized=lambda: False))
+    monkeypatch.setattr(runtime, "_open", set())
+    monkeypatch.setattr(runtime, "_has_lost", False)
+    monkeypatch.setattr(runtime, "num_kept", lambda: kept)
+    runtime.forget(_Open(has_parted=True), has_failed=has_failed)
     ended = []
-    world._end(SimpleNamespace(end=ended.append))
+    runtime._end(SimpleNamespace(end=ended.append))
     assert ended == [patience]
     group = _Open(has_parted=False)
-    world.use(group)
-    world._end(SimpleNamespace(end=ended.append))
+    runtime.use(group)
+    runtime._end(SimpleNamespace(end=ended.append))
     assert ended == [patience], "others still use it"
     assert group.is_closed
 
 
 def test_an_mpi_that_can_not_start(monkeypatch):
     """What MPI's start returns is an error, and there is nothing to end."""
-    monkeypatch.setattr(life.ctypes, "CDLL", lambda _path: SimpleNamespace(MPI_Init_thread=lambda *_: 15))
-    one = life.Life(SimpleNamespace(__file__="", THREAD_MULTIPLE=3))
+    monkeypatch.setattr(runtime.ctypes, "CDLL", lambda _path: SimpleNamespace(MPI_Init_thread=lambda *_: 15))
+    one = runtime.Life(SimpleNamespace(__file__="", THREAD_MULTIPLE=3))
     with pytest.raises(RuntimeError, match="MPI_Init_thread returned 15"):
         one.begin(Deadline(60))
     one.end(None)
@@ -169,7 +165,7 @@ _ALONE = SimpleNamespace(Get_size=lambda: 1, Get_rank=lambda: 0)
 @pytest.fixture
 def some_mpi(monkeypatch):
     """An MPI with a name."""
-    monkeypatch.setattr(library, "_module", SimpleNamespace(get_vendor=lambda: ("Some MPI", (1, 2))))
+    monkeypatch.setattr(runtime, "_module", SimpleNamespace(get_vendor=lambda: ("Some MPI", (1, 2))))
 
 
 @pytest.mark.usefixtures("some_mpi")
@@ -195,8 +191,8 @@ def test_a_group_of_the_world_asks_the_launcher(monkeypatch):
         COMM_WORLD=_ALONE,
         get_vendor=lambda: ("Some MPI", (1, 2)),
     )
-    monkeypatch.setattr(world, "_process", None)
-    monkeypatch.setattr(library, "_module", mpi)
+    monkeypatch.setattr(runtime, "_process", None)
+    monkeypatch.setattr(runtime, "_module", mpi)
     monkeypatch.setenv("PMI_SIZE", "4")
     with pytest.raises(fd.InvalidWorldSizeError, match=r"to be 4 \(PMI_SIZE\)"):
         fd.MpiBackend()
@@ -215,8 +211,8 @@ def test_a_world_that_mpi_does_not_have():
 
 def test_the_mpi_of_a_parent_is_refused(monkeypatch):
     """A forked process has no MPI of its own, and its parent's is not for it."""
-    monkeypatch.setattr(library, "_module", SimpleNamespace())
-    monkeypatch.setattr(world, "_process", -1)
+    monkeypatch.setattr(runtime, "_module", SimpleNamespace())
+    monkeypatch.setattr(runtime, "_process", -1)
     with pytest.raises(BackendUnavailable, match="the process that this one was forked from"):
         fd.MpiBackend()
 
@@ -398,7 +394,7 @@ def test_a_collective_that_is_left_keeps_what_is_under_way(monkeypatch):
         raise MemoryError
 
     mover.all_to_all, mover.abandon = start, abandoned.extend
-    monkeypatch.setattr(moved, "fold", run_out_of_memory)
+    monkeypatch.setattr(data_plane, "fold", run_out_of_memory)
     with pytest.raises(MemoryError):
         MovedCollectives(group).reduce_scatter(
             torch.empty(1 << 20), torch.ones(1 << 21), [1 << 20] * 2, fd.ReduceOp.SUM, dim=0, timeout=30, sequence=0

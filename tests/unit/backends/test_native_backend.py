@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 
 import ferrodist as fd
 from ferrodist.backends.native import is_native_available
-from ferrodist.backends.native.library import load
-from ferrodist.backends.native.names import dtype_number
-from ferrodist.collectives.fold import fold
-from ferrodist.collectives.reduce_op import DTYPES, ReduceOp
+from ferrodist.backends.native.binding import dtype_number, load
+from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, fold
 from ferrodist.testing import run_ranks
-from ferrodist.testing.collective_checks.oracle import defined_reductions, elements, same_bits
+from ferrodist.testing.conformance.collectives.oracle import defined_reductions, elements, same_bits
 
 pytestmark = pytest.mark.skipif(
     not is_native_available(), reason="this installation was built without the native engine"

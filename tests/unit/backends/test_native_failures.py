@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ferrodist.backends.native import failures
-from ferrodist.backends.native.failures import FailureKind
-from ferrodist.backends.native.names import call_of_line
+from ferrodist.backends.native import errors
+from ferrodist.backends.native.binding import call_of_line
+from ferrodist.backends.native.errors import FailureKind
 
 _HEADER = Path(__file__).parents[3] / "native" / "base" / "failure.h"
 
@@ -22,7 +22,7 @@ def test_all_failures_are_mapped():
     names = re.findall(r"^    (\w+),", enumeration.group(1), re.MULTILINE)
     assert len(names) == len(FailureKind)
     assert [{"queue": "queued"}.get(name, name) for name in names] == [kind.name.lower() for kind in FailureKind]
-    assert set(failures._ERRORS) == set(FailureKind)
+    assert set(errors._ERRORS) == set(FailureKind)
 
 
 @pytest.mark.parametrize(

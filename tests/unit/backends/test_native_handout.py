@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from ferrodist.backends.native import handout
+from ferrodist.backends.native import fd_passing
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError, GroupAbortedError
 
-_NONCE = b"s" * handout.NONCE_BYTES
+_NONCE = b"s" * fd_passing.NONCE_BYTES
 _GROUP = SimpleNamespace(failure=None, rank=0, name="g")
 
 
@@ -24,7 +24,7 @@ _GROUP = SimpleNamespace(failure=None, rank=0, name="g")
 def _meeting():
     """A name, and a listener of that name."""
     name = secrets.token_bytes(16)
-    with handout.listen(name) as listener:
+    with fd_passing.listen(name) as listener:
         yield name, listener
 
 
@@ -32,7 +32,7 @@ def _hand_out(listener, ranks, *, users=None, timeout=20.0, group=_GROUP):
     users = {os.geteuid()} if users is None else users
     reader, writer = os.pipe()
     try:
-        handout.hand_out(group, listener, _NONCE, reader, ranks=ranks, users=users, deadline=Deadline(timeout))
+        fd_passing.hand_out(group, listener, _NONCE, reader, ranks=ranks, users=users, deadline=Deadline(timeout))
     finally:
         os.close(reader)
         os.close(writer)
@@ -41,9 +41,9 @@ def _hand_out(listener, ranks, *, users=None, timeout=20.0, group=_GROUP):
 def _fetch_in_thread(name, rank, found):
     def fetch():
         group = SimpleNamespace(failure=None, rank=rank, name="g")
-        with handout.make_socket() as sock:
+        with fd_passing.make_socket() as sock:
             try:
-                found[rank] = handout.fetch(group, sock, 0, name, _NONCE, user=os.geteuid(), deadline=Deadline(20.0))
+                found[rank] = fd_passing.fetch(group, sock, 0, name, _NONCE, user=os.geteuid(), deadline=Deadline(20.0))
             except OSError as error:
                 found[rank] = error
 
@@ -53,8 +53,8 @@ def _fetch_in_thread(name, rank, found):
 
 
 def _stranger(name, sent=None):
-    sock = handout.make_socket()
-    sock.connect(handout._address(name))
+    sock = fd_passing.make_socket()
+    sock.connect(fd_passing._address(name))
     if sent is not None:
         sock.sendall(sent)
     return sock
@@ -64,7 +64,13 @@ def test_strangers_hold_nobody_up():
     """Those who connect and say nothing, nonsense, or another nonce, and those who go, get nothing; ranks all do."""
     found = {}
     with _meeting() as (name, listener), contextlib.ExitStack() as stack:
-        for sent in (None, b"x", b"x" * 200, handout._GREETING.pack(b"w" * 16, 1), handout._GREETING.pack(_NONCE, 7)):
+        for sent in (
+            None,
+            b"x",
+            b"x" * 200,
+            fd_passing._GREETING.pack(b"w" * 16, 1),
+            fd_passing._GREETING.pack(_NONCE, 7),
+        ):
             stack.enter_context(_stranger(name, sent))
         _stranger(name).close()
         threads = [_fetch_in_thread(name, rank, found) for rank in (1, 2)]
@@ -79,7 +85,7 @@ def test_strangers_hold_nobody_up():
 
 def test_other_users_are_turned_away(monkeypatch):
     """A process of a user that no rank has is refused before it says anything, and ranks come after it."""
-    monkeypatch.setattr(handout, "_ROOT", -1)
+    monkeypatch.setattr(fd_passing, "_ROOT", -1)
     found = {}
     with _meeting() as (name, listener):
         thread = _fetch_in_thread(name, 1, found)
@@ -92,10 +98,10 @@ def test_other_users_are_turned_away(monkeypatch):
 
 def test_nothing_is_taken_from_another_user(monkeypatch):
     """Who has taken the name of a lowest rank that has gone learns no nonce, and gives no memory."""
-    monkeypatch.setattr(handout, "_ROOT", -1)
-    with _meeting() as (name, listener), handout.make_socket() as sock:
+    monkeypatch.setattr(fd_passing, "_ROOT", -1)
+    with _meeting() as (name, listener), fd_passing.make_socket() as sock:
         with pytest.raises(ConnectionError, match="rank 0 did not hand out the memory"):
-            handout.fetch(_GROUP, sock, 0, name, _NONCE, user=os.geteuid() + 1, deadline=Deadline(20.0))
+            fd_passing.fetch(_GROUP, sock, 0, name, _NONCE, user=os.geteuid() + 1, deadline=Deadline(20.0))
         sock.close()
         with listener.accept()[0] as visitor:
             assert visitor.recv(100) == b""
@@ -108,9 +114,9 @@ def test_a_full_backlog_is_waited_for():
         listener.listen(1)
         result = 0
         while result != errno.EAGAIN:
-            sock = stack.enter_context(handout.make_socket())
+            sock = stack.enter_context(fd_passing.make_socket())
             sock.setblocking(False)
-            result = sock.connect_ex(handout._address(name))
+            result = sock.connect_ex(fd_passing._address(name))
         thread = _fetch_in_thread(name, 1, found)
         _hand_out(listener, [1])
         thread.join()
@@ -120,11 +126,11 @@ def test_a_full_backlog_is_waited_for():
 def test_the_end_of_the_group_ends_the_wait():
     """Neither side waits on when the group has failed; a listener that is closed is told to who waits at it."""
     failed = SimpleNamespace(failure=GroupAbortedError("over"), rank=0, name="g")
-    with _meeting() as (name, listener), handout.make_socket() as sock:
+    with _meeting() as (name, listener), fd_passing.make_socket() as sock:
         with pytest.raises(GroupAbortedError, match="over"):
             _hand_out(listener, [1], group=failed)
         with pytest.raises(GroupAbortedError, match="over"):
-            handout.fetch(failed, sock, 0, name, _NONCE, user=os.geteuid(), deadline=Deadline(20.0))
+            fd_passing.fetch(failed, sock, 0, name, _NONCE, user=os.geteuid(), deadline=Deadline(20.0))
     found = {}
     _fetch_in_thread(name, 1, found).join()
     assert isinstance(found[1], ConnectionError)
@@ -137,5 +143,5 @@ def test_a_descriptor_that_does_not_fit_is_no_fault_of_the_other_side(monkeypatc
         return b"\0", [], socket.MSG_CTRUNC, None
 
     monkeypatch.setattr(socket, "recv_fds", receive)
-    with _meeting() as (name, _), handout.make_socket() as sock, pytest.raises(OSError, match="MSG_CTRUNC"):
-        handout.fetch(_GROUP, sock, 0, name, _NONCE, user=os.geteuid(), deadline=Deadline(20.0))
+    with _meeting() as (name, _), fd_passing.make_socket() as sock, pytest.raises(OSError, match="MSG_CTRUNC"):
+        fd_passing.fetch(_GROUP, sock, 0, name, _NONCE, user=os.geteuid(), deadline=Deadline(20.0))

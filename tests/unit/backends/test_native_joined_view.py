@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ferrodist.backends.native.joined_view import JoinedView
-from ferrodist.collectives.symmetric import empty_joined
+from ferrodist.backends.native.symmetric_memory import JoinedView
+from ferrodist.collectives.symmetric_memory import empty_joined
 from ferrodist.testing import run_ranks
 
 PAGE = 4096

@@ -13,7 +13,7 @@ import torch
 
 import ferrodist as fd
 from ferrodist.backends.native import is_native_available
-from ferrodist.backends.native.library import load
+from ferrodist.backends.native.binding import load
 from ferrodist.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(

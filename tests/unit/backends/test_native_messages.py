@@ -13,8 +13,8 @@ import pytest
 import ferrodist as fd
 from ferrodist.backends import mailbox
 from ferrodist.backends.mailbox import EAGER_LIMIT
-from ferrodist.backends.native import is_native_available, messages
-from ferrodist.backends.native.messages import MessagesBackend
+from ferrodist.backends.native import is_native_available, p2p
+from ferrodist.backends.native.p2p import MessagesBackend
 from ferrodist.backends.request import wait_all
 from ferrodist.deadline import Deadline
 from ferrodist.errors import GroupAbortedError, GroupClosedError, PeerLostError, SizeMismatchError
@@ -309,7 +309,7 @@ def test_what_was_sent_in_a_subgroup_comes_before_the_news_of_its_end(backend):
 @_either_way
 def test_transfers_that_have_ended_keep_few_errors(backend, monkeypatch):
     """Who goes on asking for what can't come any more fills no memory with it, and each transfer says why it ended."""
-    monkeypatch.setattr(messages, "_REASONS_KEPT", 20)
+    monkeypatch.setattr(p2p, "_REASONS_KEPT", 20)
 
     def program(group):
         pair = fd.SubBackend(group, [0, 1])

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ferrodist.backends.native.processors import Processors, is_crowded
+from ferrodist.backends.native.topology import Processors, is_crowded
 
 A, B = b"a" * 6, b"b" * 6
 

@@ -14,11 +14,11 @@ import torch
 from nccl_fakes import FakeEvent, FakeNccl, FakeStream, FakeStreams, FakeWork, fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist as fd
-from ferrodist.backends.call import Call
-from ferrodist.backends.nccl import connection
-from ferrodist.backends.nccl.launched import Launched, Launching
-from ferrodist.backends.nccl.watch import Watch, _open_watches
-from ferrodist.collectives import devices
+from ferrodist.backends.nccl import communicator as connection
+from ferrodist.backends.nccl.streams import Launched, Launching
+from ferrodist.backends.nccl.watchdog import Watch, _open_watches
+from ferrodist.backends.signature import Call
+from ferrodist.collectives.engines import select
 from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
 
@@ -199,13 +199,13 @@ def test_a_captured_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside a CUDA graph's capture there is an error, not a graph that nobody watches; the group goes on."""
     group = alone()
     cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(devices, "is_capturing", lambda: True)
-    for find in (devices.engine_of, devices.messages_of):
+    monkeypatch.setattr(select, "is_capturing", lambda: True)
+    for find in (select.engine_of, select.messages_of):
         with pytest.raises(fd.UnsupportedOpError, match="graph"):
             find(group, cuda)
-    monkeypatch.setattr(devices, "is_capturing", lambda: False)
-    assert devices.engine_of(group, cuda) is group.device_collectives
-    assert devices.messages_of(group, cuda) is group.device_messages
+    monkeypatch.setattr(select, "is_capturing", lambda: False)
+    assert select.engine_of(group, cuda) is group.device_collectives
+    assert select.messages_of(group, cuda) is group.device_messages
     group.close()
 
 

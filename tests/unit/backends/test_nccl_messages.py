@@ -11,7 +11,7 @@ import torch
 from nccl_fakes import FakeNccl, FakeStream, fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist as fd
-from ferrodist.backends.nccl.messages import _HEAD, _TAG
+from ferrodist.backends.nccl.p2p import _HEAD, _TAG
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.testing import run_ranks
 

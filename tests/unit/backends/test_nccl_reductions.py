@@ -7,10 +7,10 @@ import torch
 from nccl_fakes import fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist as fd
-from ferrodist.backends.nccl.dtypes import NCCL_DTYPES, Form, recipe_of
+from ferrodist.backends.nccl.reductions import NCCL_DTYPES, Form, recipe_of
 from ferrodist.collectives.reduce_op import DTYPES, check_reduction
 from ferrodist.testing import run_ranks
-from ferrodist.testing.collective_checks.oracle import elements, expected_fold
+from ferrodist.testing.conformance.collectives.oracle import elements, expected_fold
 
 _NCCL_NUMBERS = {
     "int8": 0,

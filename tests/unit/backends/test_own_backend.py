@@ -251,7 +251,7 @@ def test_calls():
 
 def test_torchs_groups():
     """A group over it is one of torch's, too."""
-    from ferrodist.interop.process_group import FerrodistProcessGroup  # noqa: PLC0415 - loads torch.distributed
+    from ferrodist.torch_backend.process_group import FerrodistProcessGroup  # noqa: PLC0415 - loads torch.distributed
 
     def program(group):
         tensor = torch.ones(2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.sub import _MADE
+from ferrodist.backends.subgroup import _MADE
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:

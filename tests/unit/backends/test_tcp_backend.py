@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.sub import SubBackend
-from ferrodist.backends.tcp.frame import HEADER_SIZE, MAX_PAYLOAD, Frame, Kind
-from ferrodist.backends.tcp.link import Link, Outgoing
-from ferrodist.backends.tcp.loop import BLOCK_BYTES
+from ferrodist.backends.subgroup import SubBackend
+from ferrodist.backends.tcp.connection import Link, Outgoing
+from ferrodist.backends.tcp.io_loop import BLOCK_BYTES
+from ferrodist.backends.tcp.wire import HEADER_SIZE, MAX_PAYLOAD, Frame, Kind
 from ferrodist.errors import ProtocolError
-from ferrodist.rendezvous import handshake
+from ferrodist.rendezvous import auth
 from ferrodist.rendezvous.listener import Listener
 from ferrodist.rendezvous.session import Session
 from ferrodist.testing import check_leaks, run_ranks
@@ -125,14 +125,14 @@ def test_duplicate_rank_does_not_disturb_the_group():
 def test_one_rank_number_at_the_same_instant(monkeypatch):
     """Of two processes with one rank number that come to the verdict together one is told so, the other is let in."""
     both_judged = threading.Barrier(2)
-    send_sealed = handshake._send_sealed
+    send_sealed = auth._send_sealed
 
     def send_when_both_are_judged(sock, key, label, message, deadline):
         if label == b"verdict":
             both_judged.wait(10)
         send_sealed(sock, key, label, message, deadline)
 
-    monkeypatch.setattr(handshake, "_send_sealed", send_when_both_are_judged)
+    monkeypatch.setattr(auth, "_send_sealed", send_when_both_are_judged)
     results = meet((0, 3, {}), (1, 3, {}), (1, 3, {}))
     assert all(isinstance(result, fd.RendezvousError) for result in results), results
     assert sorted(result.ranks for result in results) == [(1,), (2,), (2,)]  # rank 2 did not come at all
@@ -141,7 +141,7 @@ def test_one_rank_number_at_the_same_instant(monkeypatch):
 
 def test_rank_that_vanishes_before_it_is_let_in_may_come_again(monkeypatch):
     """A number is free again when its process went away before it was told that it is in."""
-    send_sealed = handshake._send_sealed
+    send_sealed = auth._send_sealed
     failures = iter([True])
 
     def fail_once(sock, key, label, message, deadline):
@@ -149,7 +149,7 @@ def test_rank_that_vanishes_before_it_is_let_in_may_come_again(monkeypatch):
             raise ConnectionResetError("the client is gone")
         send_sealed(sock, key, label, message, deadline)
 
-    monkeypatch.setattr(handshake, "_send_sealed", fail_once)
+    monkeypatch.setattr(auth, "_send_sealed", fail_once)
     results = meet((0, 2, {}), (1, 2, {}), timeout=10.0)
     assert all(isinstance(result, fd.TcpBackend) for result in results), results
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ferrodist.backends.tcp.frame import Frame, Kind
-from ferrodist.backends.tcp.link import Link
-from ferrodist.backends.tcp.loop import LinkLoop
+from ferrodist.backends.tcp.connection import Link
+from ferrodist.backends.tcp.io_loop import LinkLoop
+from ferrodist.backends.tcp.wire import Frame, Kind
 from ferrodist.rendezvous.session import Session
 from ferrodist.testing import check_leaks
 

@@ -11,10 +11,11 @@ import torch
 
 import ferrodist as fd
 from ferrodist.backends.simulated import SimulatedBackend
-from ferrodist.backends.ucc import backend, bindings, library
+from ferrodist.backends.ucc import backend, bindings
+from ferrodist.backends.ucc import bindings as library
+from ferrodist.backends.ucc.backend import ControlExchange
 from ferrodist.backends.ucc.bindings import UccError
-from ferrodist.backends.ucc.exchange import ControlExchange
-from ferrodist.backends.ucc.mover import _FAREWELL, _FAREWELL_TAG, UccMover
+from ferrodist.backends.ucc.collectives import _FAREWELL, _FAREWELL_TAG, UccMover
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, GroupAbortedError, GroupClosedError, RendezvousError
 from ferrodist.testing import run_ranks
@@ -265,7 +266,7 @@ class _Broken:
 
 def test_a_collective_that_ucc_fails_in(monkeypatch):
     """An error of UCC's that no rank's end explains ends the group, with its text; nothing is released."""
-    monkeypatch.setattr("ferrodist.backends.ucc.mover._REASON_SECONDS", 0.05)
+    monkeypatch.setattr("ferrodist.backends.ucc.collectives._REASON_SECONDS", 0.05)
     (control, other) = SimulatedBackend.create_group(2)
     mover = UccMover(_Broken(), control, 0)
     assert not mover.wait_for(mover.broadcast(memoryview(b""), 0), Deadline(10))

@@ -7,7 +7,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import pytest
 
-from ferrodist.backends.weak import held_now
+from ferrodist.backends.lifecycle import held_now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

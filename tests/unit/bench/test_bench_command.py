@@ -23,7 +23,7 @@ from ferrodist.bench.plan import Plan, stages_of
 from ferrodist.bench.report import CaseReport, Measurement
 from ferrodist.bench.rounds import RoundSettings
 from ferrodist.bench.suites import Suite
-from ferrodist.cli import build_parser, main
+from ferrodist.cli.main import build_parser, main
 from ferrodist.installation import how_to_install
 
 _ASKED_FOR = {Peer.NATIVE_TCP, Peer.TCP, Peer.OVER_MPI, Peer.OVER_UCC, Peer.OVER_NCCL, Peer.MPI4PY}
@@ -177,7 +177,7 @@ def test_peers_are_started_once_for_all_suites():
 
 def test_neither_the_command_nor_its_ranks_load_torch_early():
     """The limit's ranks and the driver work without it."""
-    code = "import sys, ferrodist.cli, ferrodist.bench.worker; sys.exit('torch' in sys.modules)"
+    code = "import sys, ferrodist.cli.main, ferrodist.bench.worker; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

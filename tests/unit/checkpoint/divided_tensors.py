@@ -3,7 +3,7 @@
 import torch
 
 from ferrodist import DTensor, Replicate, Shard
-from ferrodist.tensor.layout import Layout, check_placements, take_part
+from ferrodist.tensor.spec import Layout, check_placements, take_part
 
 
 def random_bits(shape, dtype, seed=0):

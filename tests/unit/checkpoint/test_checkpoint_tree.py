@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 
 from ferrodist import DeviceMesh, DTensor, Shard
 from ferrodist.checkpoint import PerRank, ShardMetadata, load_distributed, save_distributed
-from ferrodist.checkpoint.manifest import Manifest
-from ferrodist.checkpoint.matching import Matching
-from ferrodist.checkpoint.merging import merge_trees
+from ferrodist.checkpoint.format.manifest import Manifest
+from ferrodist.checkpoint.format.tree import MAX_DEPTH, Encoder, check_tree, referenced_keys
+from ferrodist.checkpoint.load_plan import Matching
+from ferrodist.checkpoint.save_plan import merge_trees
 from ferrodist.checkpoint.state import collect_state
-from ferrodist.checkpoint.tree import MAX_DEPTH, Encoder, referenced_keys
-from ferrodist.checkpoint.tree_check import check_tree
 from ferrodist.errors import DistCheckpointError
 from ferrodist.testing import run_ranks
 

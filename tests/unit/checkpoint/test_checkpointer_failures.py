@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.checkpoint import AsyncCheckpointer, DistCheckpointError, load_distributed, saving
-from ferrodist.checkpoint.staging import StagingBuffer
+from ferrodist.checkpoint import AsyncCheckpointer, DistCheckpointError, load_distributed, save
+from ferrodist.checkpoint.async_checkpointer import StagingBuffer
 from ferrodist.checkpoint.storage.local import LocalStorage
 from ferrodist.checkpoint.storage.local_writer import LocalWriter
 from ferrodist.testing import run_ranks
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ferrodist.backends.base import Backend
-    from ferrodist.checkpoint.planner import Span
+    from ferrodist.checkpoint.save_plan import Span
 
 
 def _fail_steps(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
@@ -144,7 +144,7 @@ def test_a_failed_save_keeps_nothing(
     def fail(*_: object) -> None:
         raise OSError(28, "no room")
 
-    monkeypatch.setattr(saving, "write_file", fail)
+    monkeypatch.setattr(save, "write_file", fail)
     saves = AsyncCheckpointer(tmp_path)
     memory = weakref.ref(saves._free[0])
     future = saves.save_async({"a": torch.zeros(1000)}, 1)

@@ -11,11 +11,11 @@ import torch
 from offline_states import flip, make_state, save_sharded, save_whole
 
 from ferrodist.checkpoint import compare, load_distributed, verify
-from ferrodist.checkpoint.folder import read_manifest
-from ferrodist.checkpoint.inspection import inspect_checkpoint
+from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.storage import LocalStorage
-from ferrodist.ckpt import command
-from ferrodist.cli import main
+from ferrodist.checkpoint.tools.inspect import inspect_checkpoint
+from ferrodist.cli import checkpoint
+from ferrodist.cli.main import main
 from ferrodist.errors import DistCheckpointError
 from ferrodist.installation import how_to_install
 
@@ -105,7 +105,7 @@ def test_inspect_tells_what_is_missing(tmp_path, run):
 def test_inspect_without_rich(tmp_path, run, monkeypatch):
     """The extra is named; JSON and the other commands do without."""
     path = save_whole(tmp_path / "c")
-    monkeypatch.setattr(command, "_has_rich", lambda: False)
+    monkeypatch.setattr(checkpoint, "_has_rich", lambda: False)
     code, out, err = run("inspect", path)
     assert (code, out) == (1, "")
     assert f": {how_to_install('ckpt')}; or give --json" in err
@@ -262,7 +262,7 @@ def test_storage_options_are_for_urls(tmp_path, run, monkeypatch):
     """They are JSON or text, and a local path beside a URL gets none."""
     got = []
     monkeypatch.setattr(
-        "ferrodist.checkpoint.comparing.compare", lambda *paths, **options: got.append((paths, options)) or []
+        "ferrodist.checkpoint.tools.diff.compare", lambda *paths, **options: got.append((paths, options)) or []
     )
     options = ["--storage-option", "anon=true", "--storage-option", "key=abc"]
     assert run("diff", "s3://bucket/a", tmp_path, *options)[0] == 0

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ferrodist.checkpoint import DistCheckpointError, PerRank, functions, load_distributed, save_distributed, verify
-from ferrodist.checkpoint.manifest import INDEX_NAME, MANIFEST_NAME
+from ferrodist.checkpoint import DistCheckpointError, PerRank, api, load_distributed, save_distributed, verify
+from ferrodist.checkpoint.format.manifest import INDEX_NAME, MANIFEST_NAME
 from ferrodist.checkpoint.storage import RemoteStorage, local
 from ferrodist.checkpoint.storage.local import LocalStorage
 from ferrodist.checkpoint.storage.local_writer import LocalWriter
@@ -203,7 +203,7 @@ def test_a_manifest_that_was_being_written_goes(tmp_path: Path, monkeypatch: pyt
 
 def test_disks_that_ranks_dont_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when each host has a folder of this name: the error says so."""
-    open_storage = functions.open_storage
+    open_storage = api.open_storage
     elsewhere: set[int] = set()
 
     def of_own(path: Path, options: None) -> Storage:
@@ -213,7 +213,7 @@ def test_disks_that_ranks_dont_share(tmp_path: Path, monkeypatch: pytest.MonkeyP
             storage.path = tmp_path / "another host" / "saved"
         return storage
 
-    monkeypatch.setattr(functions, "open_storage", of_own)
+    monkeypatch.setattr(api, "open_storage", of_own)
 
     def program(group: Backend) -> None:
         if group.rank == 1:

@@ -7,14 +7,14 @@ import pytest
 import torch
 from offline_states import flip, make_state, measure_memory, save_sharded, save_whole
 
-from ferrodist.checkpoint.bands import cut_bands
-from ferrodist.checkpoint.comparing import DifferenceKind, compare
-from ferrodist.checkpoint.dtypes import _DTYPES
-from ferrodist.checkpoint.folder import read_manifest
+from ferrodist.checkpoint.format.dtypes import _DTYPES
 from ferrodist.checkpoint.reader import CheckpointReader
+from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.storage import LocalStorage
+from ferrodist.checkpoint.tools.diff import DifferenceKind, compare
+from ferrodist.checkpoint.tools.reshard import cut_bands
 from ferrodist.errors import DistCheckpointError
-from ferrodist.tensor.regions import Box
+from ferrodist.tensor.local_shards import Box
 
 
 def differences(tmp_path, one, two):

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ferrodist.checkpoint import load_distributed
-from ferrodist.checkpoint.comparing import compare
-from ferrodist.checkpoint.conversion import export_dcp, import_dcp
-from ferrodist.checkpoint.rewriting import RewriteOptions
-from ferrodist.checkpoint.verification import verify
+from ferrodist.checkpoint.convert import export_dcp, import_dcp
+from ferrodist.checkpoint.tools.diff import compare
+from ferrodist.checkpoint.tools.reshard import RewriteOptions
+from ferrodist.checkpoint.tools.verify import verify
 from ferrodist.errors import DistCheckpointError
 from ferrodist.testing import run_ranks
 

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 
 import ferrodist as fd
 from ferrodist.checkpoint import load_distributed, save_distributed
-from ferrodist.checkpoint.comparing import compare
-from ferrodist.checkpoint.conversion import export_hugging_face, import_hugging_face
-from ferrodist.checkpoint.rewriting import RewriteOptions
+from ferrodist.checkpoint.convert import export_hugging_face, import_hugging_face
 from ferrodist.checkpoint.storage import LocalStorage, open_storage
-from ferrodist.checkpoint.verification import verify
+from ferrodist.checkpoint.tools.diff import compare
+from ferrodist.checkpoint.tools.reshard import RewriteOptions
+from ferrodist.checkpoint.tools.verify import verify
 from ferrodist.errors import DistCheckpointError
-from ferrodist.parallel.pipeline.splitting import split_sequential
+from ferrodist.parallel.pipeline.split import split_sequential
 from ferrodist.testing import run_ranks
 
 

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint import save as save_with_torch
 
 from ferrodist.checkpoint import load_distributed
-from ferrodist.checkpoint.conversion import import_dcp, import_torch_file
-from ferrodist.checkpoint.conversion.dcp_metadata import _KNOWN, METADATA_NAME, decode_metadata
-from ferrodist.checkpoint.conversion.torch_pickles import check_pickles
+from ferrodist.checkpoint.convert import import_dcp, import_torch_file
+from ferrodist.checkpoint.convert.dcp import _KNOWN, METADATA_NAME, decode_metadata
+from ferrodist.checkpoint.convert.torch_pickle import check_pickles
 from ferrodist.errors import DistCheckpointError
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from ferrodist.checkpoint import (
     reshard,
     verify,
 )
-from ferrodist.checkpoint.conversion import (
+from ferrodist.checkpoint.convert import (
     export_dcp,
     export_hugging_face,
     export_torch_file,
@@ -34,7 +34,7 @@ from ferrodist.checkpoint.conversion import (
     import_hugging_face,
     import_torch_file,
 )
-from ferrodist.checkpoint.manifest import (
+from ferrodist.checkpoint.format.manifest import (
     INDEX_NAME,
     LENGTH_BYTES,
     MANIFEST_NAME,

@@ -14,15 +14,15 @@ from ferrodist.checkpoint import (
     OptimizerState,
     PerRank,
     Placed,
-    dtypes,
     inspect_checkpoint,
     load_distributed,
     save_distributed,
     verify,
 )
-from ferrodist.checkpoint.conversion import import_dcp, import_hugging_face, import_torch_file
+from ferrodist.checkpoint.convert import import_dcp, import_hugging_face, import_torch_file
+from ferrodist.checkpoint.format import dtypes
 from ferrodist.errors import DistCheckpointError
-from ferrodist.tensor.regions import FlatPiece, mark_piece
+from ferrodist.tensor.local_shards import FlatPiece, mark_piece
 from ferrodist.testing import run_ranks
 
 

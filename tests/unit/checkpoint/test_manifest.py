@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ferrodist import DeviceMesh, DTensor, Shard
 from ferrodist.checkpoint import OptimizerState, PerRank, load_distributed, save_distributed
-from ferrodist.checkpoint.coverage import covers_once
-from ferrodist.checkpoint.manifest import (
+from ferrodist.checkpoint.format.coverage import covers_once
+from ferrodist.checkpoint.format.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
     decode_manifest,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ferrodist import DeviceMesh, DTensor, Partial, Replicate, Shard
 from ferrodist.backends.simulated import SimulatedBackend
-from ferrodist.tensor.layout import sizes_before
-from ferrodist.tensor.regions import Box, FlatPiece, find_piece, local_part, mark_piece
+from ferrodist.tensor.local_shards import Box, FlatPiece, find_piece, local_part, mark_piece
+from ferrodist.tensor.spec import sizes_before
 
 
 @st.composite

@@ -10,13 +10,13 @@ from safetensors import safe_open
 
 from ferrodist import DeviceMesh, Shard
 from ferrodist.checkpoint import PerRank, Placed, load_distributed
-from ferrodist.checkpoint.comparing import compare
-from ferrodist.checkpoint.folder import read_manifest
-from ferrodist.checkpoint.resharding import reshard
+from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.storage import LocalStorage
-from ferrodist.checkpoint.verification import verify
+from ferrodist.checkpoint.tools.diff import compare
+from ferrodist.checkpoint.tools.reshard import reshard
+from ferrodist.checkpoint.tools.verify import verify
 from ferrodist.checkpoint.writer import FileStream
-from ferrodist.collectives.sharding import compute_shard_sizes
+from ferrodist.collectives.arguments import compute_shard_sizes
 from ferrodist.errors import DistCheckpointError
 from ferrodist.testing import run_ranks
 

@@ -24,7 +24,7 @@ from ferrodist.checkpoint import (
     verify,
 )
 from ferrodist.checkpoint.storage import remote
-from ferrodist.checkpoint.storage.remote_writer import RemoteWriter
+from ferrodist.checkpoint.storage.remote import RemoteWriter
 from ferrodist.errors import DistCheckpointError, PeerLostError, RankFailedError
 from ferrodist.testing import run_ranks
 
@@ -354,7 +354,7 @@ import time
 import torch
 
 from ferrodist.checkpoint import AsyncCheckpointer
-from ferrodist.checkpoint.saving import Save
+from ferrodist.checkpoint.save import Save
 
 run = Save.run
 

@@ -12,12 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ferrodist import DeviceMesh, DTensor, Partial, Replicate, Shard
-from ferrodist.checkpoint import AsyncCheckpointer, Placed, dtypes, load_distributed, save_distributed
-from ferrodist.checkpoint.folder import read_manifest
+from ferrodist.checkpoint import AsyncCheckpointer, Placed, load_distributed, save_distributed
+from ferrodist.checkpoint.format import dtypes
+from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.storage.local import LocalStorage
 from ferrodist.checkpoint.writer import BLOCK_BYTES
 from ferrodist.errors import DistCheckpointError, DistributedTimeoutError
-from ferrodist.tensor.regions import FlatPiece, local_part, mark_piece
+from ferrodist.tensor.local_shards import FlatPiece, local_part, mark_piece
 from ferrodist.testing import run_ranks
 
 SHAPES = [(), (0,), (1,), (5,), (7, 3), (4, 6), (0, 4), (3, 0, 2), (6, 2, 5)]

@@ -15,9 +15,9 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations
 
 from ferrodist.checkpoint import load_distributed, save_distributed, verify
-from ferrodist.checkpoint.folder import find_stale, remove_unfinished
+from ferrodist.checkpoint.retention import find_stale, remove_unfinished
 from ferrodist.checkpoint.storage import LocalStorage, RemoteStorage, local_writer, open_storage, remote
-from ferrodist.checkpoint.storage.liveness import describe_process
+from ferrodist.checkpoint.storage.base import describe_process
 from ferrodist.checkpoint.storage.local_writer import LocalWriter
 from ferrodist.errors import DistCheckpointError
 

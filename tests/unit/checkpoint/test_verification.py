@@ -7,8 +7,8 @@ import pytest
 import torch
 from offline_states import flip, save_sharded, save_whole
 
-from ferrodist.checkpoint.manifest import decode_manifest, encode_manifest
-from ferrodist.checkpoint.verification import verify
+from ferrodist.checkpoint.format.manifest import decode_manifest, encode_manifest
+from ferrodist.checkpoint.tools.verify import verify
 from ferrodist.errors import DistCheckpointError
 
 

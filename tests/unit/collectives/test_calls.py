@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.call import CALL_SIZE, MAX_PAYLOAD, Call
+from ferrodist.backends.signature import CALL_SIZE, MAX_PAYLOAD, Call
 from ferrodist.collectives.reduce_op import DTYPES, PremultipliedSum, ReduceOp
 from ferrodist.testing import run_ranks
 

@@ -8,17 +8,16 @@ import pytest
 import torch
 
 from ferrodist.backends.process_group import use_group
-from ferrodist.backends.sub import SubBackend
-from ferrodist.collectives import reference
-from ferrodist.collectives.fold import fold
-from ferrodist.collectives.reduce_op import ReduceOp
+from ferrodist.backends.subgroup import SubBackend
+from ferrodist.collectives.engines import reference
+from ferrodist.collectives.reduce_op import ReduceOp, fold
 from ferrodist.testing import run_ranks
-from ferrodist.testing.collective_checks.reductions import REDUCTION_CHECKS
-from ferrodist.testing.collective_conformance import COLLECTIVE_CHECKS, check_collectives
+from ferrodist.testing.conformance.collectives.reductions import REDUCTION_CHECKS
+from ferrodist.testing.conformance.collectives.suite import COLLECTIVE_CHECKS, check_collectives
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
-    from ferrodist.testing.collective_checks.harness import CollectiveCheck
+    from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
 
 _TIMEOUT = 60.0
 _MEMBERS = [3, 1, 0]

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.call import Call
 from ferrodist.backends.native import is_native_available
+from ferrodist.backends.signature import Call
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives import coalescing, objects
-from ferrodist.collectives.tensor_heads import HEAD_BYTES, TensorHead
+from ferrodist.collectives.tensor_protocol import HEAD_BYTES, TensorHead
 from ferrodist.testing import check_leaks, run_ranks
 
 if TYPE_CHECKING:

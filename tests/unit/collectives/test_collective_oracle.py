@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 import ferrodist as fd
 from ferrodist.collectives.reduce_op import DTYPES, PremultipliedSum
 from ferrodist.testing import run_ranks
-from ferrodist.testing.collective_checks import oracle
-from ferrodist.testing.collective_checks.harness import expect, factor_of, parts_along
-from ferrodist.testing.collective_checks.oracle import defined_reductions, elements, same_bits
+from ferrodist.testing.conformance.collectives import oracle
+from ferrodist.testing.conformance.collectives.oracle import (
+    defined_reductions,
+    elements,
+    expect,
+    factor_of,
+    parts_along,
+    same_bits,
+)
 
 _DTYPES = st.sampled_from(DTYPES)
 _SHAPES = st.one_of(

@@ -10,7 +10,7 @@ import torch
 import ferrodist as fd
 from ferrodist.backends.mailbox import EAGER_LIMIT
 from ferrodist.backends.native import is_native_available
-from ferrodist.collectives.reference import ReferenceCollectives
+from ferrodist.collectives.engines.reference import ReferenceCollectives
 from ferrodist.testing import run_ranks
 
 _NATIVE = pytest.mark.skipif(not is_native_available(), reason="this installation was built without the native engine")

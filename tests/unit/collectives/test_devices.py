@@ -15,12 +15,12 @@ import torch
 from fake_streams import SCHEDULES, FakeStreams
 
 import ferrodist as fd
-from ferrodist.collectives import gathering, operation
+from ferrodist.collectives import all_gather, work
+from ferrodist.collectives.arguments import check_out, prepare_late_out, prepare_out
 from ferrodist.collectives.coalescing import coalesce
-from ferrodist.collectives.devices import engine_of, messages_of
-from ferrodist.collectives.host_engine import collectives_of
-from ferrodist.collectives.operation import Fusible, Operation, run_later, run_now
-from ferrodist.collectives.prepare import check_out, prepare_late_out, prepare_out
+from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.engines.select import engine_of, messages_of
+from ferrodist.collectives.work import Fusible, Operation, run_later, run_now
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def test_started_operations_of_a_blocking_engine(
 ) -> None:
     """They run in the queue's thread on a stream of its own, after the starter's and before each waiter's."""
     streams = FakeStreams(schedule)
-    monkeypatch.setattr(operation, "streams_of", lambda _: streams)
+    monkeypatch.setattr(work, "streams_of", lambda _: streams)
     tensor = torch.ones(2)
     streams.put(streams.current(), lambda: tensor.mul_(3), "fill")
 
@@ -268,6 +268,6 @@ def test_ranks_with_tensors_on_different_kinds_of_devices_are_told() -> None:
     def on_rank(group: Backend) -> None:
         tensor = torch.ones(2).as_subclass(OnGpu) if group.rank else torch.ones(2)
         with pytest.raises(fd.CollectiveMismatchError, match=r"rank 0 .*on the CPU; rank 1 .*on a GPU"):
-            gathering.share_sizes("all_gather_uneven", tensor, 0, group, 10.0)
+            all_gather.share_sizes("all_gather_uneven", tensor, 0, group, 10.0)
 
     run_ranks(on_rank, 2)

@@ -10,7 +10,7 @@ import torch
 
 import ferrodist as fd
 from ferrodist.backends.native import is_native_available
-from ferrodist.collectives.host_engine import collectives_of
+from ferrodist.collectives.engines.host import collectives_of
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import torch
 from fake_streams import FakeStreams
 
 import ferrodist as fd
-from ferrodist.collectives import devices
-from ferrodist.collectives.staged import StagedCollectives
+from ferrodist.collectives.engines import select
+from ferrodist.collectives.engines.gpu_staged import StagedCollectives
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         streams = FakeStreams("early")
         return group.attachments.setdefault("staged", StagedCollectives(group, lambda _: streams, 16))
 
-    monkeypatch.setattr(devices, "collectives_of", staged_of)
+    monkeypatch.setattr(select, "collectives_of", staged_of)
     return "simulated"
 
 

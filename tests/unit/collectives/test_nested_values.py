@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ferrodist.collectives.letters import Parcel, read_letter, write_letter
-from ferrodist.collectives.nested_values import MAX_LEVELS, Extension, check_plan, flatten, unflatten
+from ferrodist.collectives.pytree import MAX_LEVELS, Extension, check_plan, flatten, unflatten
+from ferrodist.collectives.serialization import Parcel, read_letter, write_letter
 
 
 def nest(levels, value=None):

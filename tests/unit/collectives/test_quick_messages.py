@@ -14,10 +14,10 @@ import torch
 import ferrodist as fd
 from ferrodist.backends.mailbox import EAGER_LIMIT
 from ferrodist.backends.native import is_native_available
-from ferrodist.backends.native.names import _DTYPES
+from ferrodist.backends.native.binding import _DTYPES
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives.reduce_op import DTYPES
-from ferrodist.collectives.tensor_heads import TensorHead, kept_heads
+from ferrodist.collectives.tensor_protocol import TensorHead, kept_heads
 from ferrodist.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(

@@ -13,24 +13,22 @@ import torch
 from fake_streams import SCHEDULES, FakeStreams
 
 import ferrodist as fd
-from ferrodist.collectives import device_streams, devices, staged
-from ferrodist.collectives.batches import Recv, Send
-from ferrodist.collectives.device_streams import CudaStreams, Handover
-from ferrodist.collectives.host_engine import collectives_of
-from ferrodist.collectives.operation import Operation, run_later
-from ferrodist.collectives.prepare import Target
+from ferrodist.backends.sequencer import Turns
+from ferrodist.collectives import cuda as device_streams
+from ferrodist.collectives.arguments import Target, compute_shard_sizes
+from ferrodist.collectives.cuda import CudaStreams, Handover, Lane, NotReachedError, Segment
+from ferrodist.collectives.engines import gpu_staged, select
+from ferrodist.collectives.engines.gpu_staged import StagedCollectives, StagedMessages
+from ferrodist.collectives.engines.host import collectives_of
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, check_reduction, premultiplied_sum
-from ferrodist.collectives.sharding import compute_shard_sizes
-from ferrodist.collectives.staged import StagedCollectives
-from ferrodist.collectives.staged_messages import StagedMessages
-from ferrodist.collectives.staging import Lane, NotReachedError, Segment
-from ferrodist.collectives.turns import Turns
+from ferrodist.collectives.tensor_protocol import Recv, Send
+from ferrodist.collectives.work import Operation, run_later
 from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
-from ferrodist.testing.collective_checks.forms import FORM_CHECKS
-from ferrodist.testing.collective_checks.movement import MOVEMENT_CHECKS
-from ferrodist.testing.collective_checks.oracle import elements, same_bits
-from ferrodist.testing.collective_checks.reductions import REDUCTION_CHECKS
+from ferrodist.testing.conformance.collectives.calling import FORM_CHECKS
+from ferrodist.testing.conformance.collectives.data_movement import MOVEMENT_CHECKS
+from ferrodist.testing.conformance.collectives.oracle import elements, same_bits
+from ferrodist.testing.conformance.collectives.reductions import REDUCTION_CHECKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -159,7 +157,7 @@ def test_conformance(check: Callable[[Backend], None], monkeypatch: pytest.Monke
                 made[id(group)] = StagedCollectives(group, lambda _: streams, 1 << 16)
             return made[id(group)]
 
-    monkeypatch.setattr(devices, "collectives_of", staged_of)
+    monkeypatch.setattr(select, "collectives_of", staged_of)
     run_ranks(check, 3, timeout=100.0)
 
 
@@ -405,7 +403,7 @@ def test_synchronize_waits_for_the_device() -> None:
 @pytest.mark.parametrize("is_stuck", [False, True])
 def test_closing_keeps_memory_that_is_in_use(is_stuck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that is closed waits for the copies; those of a device that does not come to them keep their memory."""
-    monkeypatch.setattr(staged, "_CLOSE_SECONDS", 0.01 if is_stuck else 30.0)
+    monkeypatch.setattr(gpu_staged, "_CLOSE_SECONDS", 0.01 if is_stuck else 30.0)
     (group,) = fd.SimulatedBackend.create_group(1)
     gpu = Gpu(group)
     tensor = gpu.put(torch.ones(100))
@@ -589,21 +587,21 @@ def test_lanes_give_up_in_order() -> None:
 def test_the_variable_allows_the_fallback(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the error names it; only 1 turns it on; it is read at each call."""
     (group,) = fd.SimulatedBackend.create_group(1)
-    find = devices.engine_of if call is fd.allreduce else devices.messages_of
+    find = select.engine_of if call is fd.allreduce else select.messages_of
     cuda = torch.device("cuda", 0)
     for value in (None, "0", "true"):
         if value is None:
-            monkeypatch.delenv(devices.FALLBACK_VARIABLE, raising=False)
+            monkeypatch.delenv(select.FALLBACK_VARIABLE, raising=False)
         else:
-            monkeypatch.setenv(devices.FALLBACK_VARIABLE, value)
+            monkeypatch.setenv(select.FALLBACK_VARIABLE, value)
         with pytest.raises(fd.UnsupportedOpError, match=r"FERRODIST_ENABLE_GPU_FALLBACK=1.*tensor.cpu\(\)"):
             find(group, cuda)
-    monkeypatch.setenv(devices.FALLBACK_VARIABLE, "1")
+    monkeypatch.setenv(select.FALLBACK_VARIABLE, "1")
     found = find(group, cuda)
     assert isinstance(found, StagedCollectives if call is fd.allreduce else StagedMessages)
     if call is fd.allreduce:
         assert find(group, cuda) is found
-    monkeypatch.setattr(devices, "is_capturing", lambda: True)
+    monkeypatch.setattr(select, "is_capturing", lambda: True)
     with pytest.raises(fd.UnsupportedOpError, match="CUDA graph"):
         find(group, cuda)
     group.close()

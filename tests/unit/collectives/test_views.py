@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from ferrodist.collectives.views import elements_overlap
+from ferrodist.collectives.arguments import elements_overlap
 
 
 def _addresses(tensor: torch.Tensor) -> list[int]:

@@ -16,7 +16,7 @@ pytest.importorskip("rich", reason="the extra 'demo' is not installed")
 
 from rich.console import Console
 
-from ferrodist.cli import main
+from ferrodist.cli.main import main
 from ferrodist.demo import DemoOptions, command, run_demo
 from ferrodist.demo.comparison import are_identical, compare_weights
 from ferrodist.demo.display import BarDisplay, LineDisplay

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import ferrodist.launch
-from ferrodist import cli
-from ferrodist.cli import build_parser, main
-from ferrodist.launch import limits, run
-from ferrodist.launch.limits import RankLimit
-from ferrodist.launch.run import spec_from_arguments
-from ferrodist.launch.spec import LaunchSpec, ProgramKind
+from ferrodist.cli import main as cli
+from ferrodist.cli.main import build_parser, main
+from ferrodist.launch import launcher
+from ferrodist.launch import spec as limits
+from ferrodist.launch.launcher import spec_from_arguments
+from ferrodist.launch.spec import LaunchSpec, ProgramKind, RankLimit
 
 SOURCE = Path(ferrodist.launch.__file__).parents[2]
 
@@ -74,7 +74,7 @@ def test_arguments_of_the_program_are_left_alone(rest):
 @pytest.mark.parametrize("word", ["auto", "cpu"])
 def test_a_rank_for_each_usable_core(word, monkeypatch):
     """torchrun's words for the number of ranks mean the usable cores."""
-    monkeypatch.setattr(run, "usable_cores", lambda: 7)
+    monkeypatch.setattr(launcher, "usable_cores", lambda: 7)
     assert parse("--nproc-per-node", word, __file__).nproc_per_node == 7
 
 
@@ -269,5 +269,5 @@ def test_an_interrupt_is_130(monkeypatch, capsys):
 
 def test_the_launcher_starts_without_torch():
     """Neither the command line nor the launcher imports torch."""
-    code = "import sys, ferrodist.cli; ferrodist.cli.build_parser(); sys.exit('torch' in sys.modules)"
+    code = "import sys, ferrodist.cli.main; ferrodist.cli.main.build_parser(); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SOURCE)}, check=True)

@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from ferrodist.launch.consequence import is_consequence
+from ferrodist.launch.process_watch import is_consequence
 
 OWN = """
     Traceback (most recent call last):

@@ -8,10 +8,10 @@ import subprocess
 
 import pytest
 
-from ferrodist.launch import exits
-from ferrodist.launch.exits import ExitWatch
+from ferrodist.launch import process_watch
+from ferrodist.launch.process_watch import ExitWatch
 
-needs_pidfd = pytest.mark.skipif(not exits._has_pidfd(), reason="this system has no pidfd_open")
+needs_pidfd = pytest.mark.skipif(not process_watch._has_pidfd(), reason="this system has no pidfd_open")
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_the_descriptor_becomes_readable(children):
 
 def test_without_pidfd_every_end_is_seen(children, monkeypatch):
     """Where the kernel offers no pidfd, polling still finds each end once, without reaping."""
-    monkeypatch.setattr(exits, "_has_pidfd", lambda: False)
+    monkeypatch.setattr(process_watch, "_has_pidfd", lambda: False)
     watch = ExitWatch()
     assert watch.fileno() is None
     for process in children:

@@ -11,10 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from ferrodist.launch import run
-from ferrodist.launch.environment import Attempt, rank_environment, reserved_port, usable_cores, with_stack_dumps
-from ferrodist.launch.limits import rank_limit
-from ferrodist.launch.spec import LaunchSpec, ProgramKind
+from ferrodist.launch import launcher
+from ferrodist.launch.spec import (
+    Attempt,
+    LaunchSpec,
+    ProgramKind,
+    rank_environment,
+    rank_limit,
+    reserved_port,
+    usable_cores,
+    with_stack_dumps,
+)
 
 ATTEMPT = Attempt(master_addr="10.0.0.1", master_port=1234, run_id="job", secret="s3cret", restart_count=2)
 
@@ -216,9 +223,9 @@ def test_environments_are_made_one_at_a_time(monkeypatch):
         def run(self):
             return "done"
 
-    monkeypatch.setattr(run, "rank_environment", lambda *_, **__: made.append({}) or {})
-    monkeypatch.setattr(run, "WorkerGroup", Group)
-    assert run._run_attempt(make_spec(nproc_per_node=5), ATTEMPT, None, None) == "done"
+    monkeypatch.setattr(launcher, "rank_environment", lambda *_, **__: made.append({}) or {})
+    monkeypatch.setattr(launcher, "WorkerGroup", Group)
+    assert launcher._run_attempt(make_spec(nproc_per_node=5), ATTEMPT, None, None) == "done"
 
 
 def test_the_secret_comes_from_the_environment_and_is_not_shown(monkeypatch):

@@ -7,12 +7,17 @@ import sys
 
 import pytest
 
-from ferrodist.cli import main
+from ferrodist.cli.main import main
 from ferrodist.errors import BackendUnavailable
-from ferrodist.launch.environment import with_stack_dumps
-from ferrodist.launch.mpi import find_mpiexec, is_open_mpi, mpiexec_command, mpiexec_environment, mpiexec_options
-from ferrodist.launch.pmi import PmiServer
-from ferrodist.launch.spec import LaunchSpec, MpiLauncher
+from ferrodist.launch.mpi import (
+    PmiServer,
+    find_mpiexec,
+    is_open_mpi,
+    mpiexec_command,
+    mpiexec_environment,
+    mpiexec_options,
+)
+from ferrodist.launch.spec import LaunchSpec, MpiLauncher, with_stack_dumps
 
 
 def spec(**changes):

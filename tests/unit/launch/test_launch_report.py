@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from ferrodist.launch.exits import RankExit
-from ferrodist.launch.report import describe_exit, failure_report, name_ranks, stop_report
+from ferrodist.launch.failure_report import describe_exit, failure_report, name_ranks, stop_report
+from ferrodist.launch.process_watch import RankExit
 from ferrodist.launch.worker_group import GroupOutcome
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ferrodist as fd
 from ferrodist import DeviceMesh, InvalidRankError
-from ferrodist.mesh import device_mesh
+from ferrodist import mesh as device_mesh
 from ferrodist.testing import run_ranks
 
 

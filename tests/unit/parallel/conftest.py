@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from ferrodist.parallel.sharded import layout
+from ferrodist.parallel.fsdp import flat_layout
 from ferrodist.testing import run_ranks
 
 
@@ -13,5 +13,5 @@ def run(request, monkeypatch):
     """`run_ranks` where units are gathered by copying, and where ranks use each other's shards as they lie."""
     if request.param == "copied":
         return run_ranks
-    monkeypatch.setattr(layout, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(flat_layout, "_SMALL_BYTES", 0)
     return partial(run_ranks, backend="native-threads")

@@ -5,7 +5,7 @@ import threading
 import torch
 
 from ferrodist import SimulatedBackend
-from ferrodist.collectives.reference import ReferenceCollectives
+from ferrodist.collectives.engines.reference import ReferenceCollectives
 
 
 def mlp():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ferrodist.parallel.pipeline.schedule import Schedule
+from ferrodist.parallel.pipeline.schedule.ir import Schedule
 
 
 def schedule_of(name: str, stage_ranks: list[int], num_microbatches: int, *rows: str) -> Schedule:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ferrodist.parallel.data.buckets import plan_buckets
+from ferrodist.parallel.ddp.bucket import plan_buckets
 
 
 def tensors(*sizes, dtype=torch.float32):

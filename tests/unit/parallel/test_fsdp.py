@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ferrodist import FSDP, DeviceMesh, MixedPrecision, ReduceOp, ShardingStrategy, allreduce, convert_sync_batchnorm
-from ferrodist.parallel.sharded import gradients, layout, memory, parameter, schedule
+from ferrodist.parallel.fsdp import flat_grad, flat_layout, flat_param, memory, scheduler
 from ferrodist.testing import run_ranks
 
 BATCH = 12  # divides over 1, 2, 3 and 4 ranks
@@ -180,7 +180,7 @@ def test_training_in_double_precision_equals_one_process(name, monkeypatch):
 def test_training_equals_one_process_on_each_backend(name, backend, is_joined, monkeypatch):
     """The same over connections and shared memory, with three ranks, which divide hardly anything evenly."""
     if is_joined:  # as large units are
-        monkeypatch.setattr(layout, "_SMALL_BYTES", 0)
+        monkeypatch.setattr(flat_layout, "_SMALL_BYTES", 0)
     make, wrap = MODELS[name]
     check_equal_to_one_process(seeded(make), "adamw", 3, backend, wrap=wrap)
 
@@ -367,11 +367,11 @@ def started_on(monkeypatch, rank):
         return original(*arguments, group=group, **keywords)
 
     for module, name in [
-        (parameter, "all_gather"),
-        (parameter, "async_all_gather"),
-        (gradients, "async_reduce_scatter"),
-        (gradients, "async_allreduce"),
-        (schedule, "barrier"),
+        (flat_param, "all_gather"),
+        (flat_param, "async_all_gather"),
+        (flat_grad, "async_reduce_scatter"),
+        (flat_grad, "async_allreduce"),
+        (scheduler, "barrier"),
         (memory, "empty_symmetric"),
     ]:
         monkeypatch.setattr(module, name, partial(noting, getattr(module, name), name.removeprefix("async_")))
@@ -464,7 +464,7 @@ def test_the_same_bits_on_every_backend_and_for_every_division(monkeypatch):
     expected, expected_losses = bits("simulated", strategy=ShardingStrategy.NO_SHARD)
     for backend, is_joined in [("simulated", 0), ("tcp-threads", 0), ("native-threads", 0), ("native-threads", 1)]:
         if is_joined:
-            monkeypatch.setattr(layout, "_SMALL_BYTES", 0)
+            monkeypatch.setattr(flat_layout, "_SMALL_BYTES", 0)
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
             state, losses = bits(backend, strategy=strategy)
             assert all(torch.equal(state[name], expected[name]) for name in expected)

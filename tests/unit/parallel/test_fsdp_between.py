@@ -10,9 +10,8 @@ from test_fsdp_odd_uses import INPUTS, assert_same, expected_gradients, layers, 
 
 from ferrodist import FSDP, ShardingStrategy
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.parallel.sharded import layout
-from ferrodist.parallel.sharded.plan import plan_backward
-from ferrodist.parallel.sharded.run import Run, Trace
+from ferrodist.parallel.fsdp import flat_layout
+from ferrodist.parallel.fsdp.backward_plan import Run, Trace, plan_backward
 from ferrodist.testing import run_ranks
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
@@ -403,7 +402,7 @@ def test_one_rank_goes_on_after_a_failed_backward():
 @pytest.mark.parametrize("step", ["nothing", "forward", "backward"])
 def test_a_dropped_fsdp_is_collected(monkeypatch, step):
     """With its memory, whatever it has done."""
-    monkeypatch.setattr(layout, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(flat_layout, "_SMALL_BYTES", 0)
 
     def program(group):
         fsdp = wrapped(layers(2), group)

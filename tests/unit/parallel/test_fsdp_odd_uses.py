@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ferrodist import FSDP, MixedPrecision, ShardingStrategy
 from ferrodist.errors import DistributedError
-from ferrodist.parallel.sharded.unit import UnitState
+from ferrodist.parallel.fsdp.unit import UnitState
 
 INPUTS = torch.linspace(-1, 1, 24).view(4, 6)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ferrodist import SimulatedBackend, by_class, by_size
-from ferrodist.parallel.sharded.layout import FlatLayout
-from ferrodist.parallel.sharded.plan import Event, plan_backward
-from ferrodist.parallel.sharded.policies import plan_units
+from ferrodist.parallel.fsdp.backward_plan import Event, plan_backward
+from ferrodist.parallel.fsdp.flat_layout import FlatLayout
+from ferrodist.parallel.fsdp.wrap import plan_units
 
 
 def layout_of(shapes, num_shards, group=None):

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.collectives.letters import Parcel
+from ferrodist.collectives.serialization import Parcel
 from ferrodist.deadline import Deadline
-from ferrodist.parallel.data import gradient_bucket
-from ferrodist.parallel.pipeline.messages import Receipt, send_parcel
+from ferrodist.parallel.ddp import bucket
+from ferrodist.parallel.fsdp import flat_grad, fsdp, init
+from ferrodist.parallel.pipeline.runtime import Receipt, send_parcel
 from ferrodist.parallel.pipeline.stage import Stage
-from ferrodist.parallel.sharded import building, fsdp, gradients
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def test_fsdp_takes_a_module_on_one_device() -> None:
     def on_rank(group: Backend) -> None:
         def refusal(device: torch.device, **tensors: torch.device) -> str | None:
             made = {name: SimpleNamespace(is_meta=where == _META, device=where) for name, where in tensors.items()}
-            return building._device_refusal(made, device, group)
+            return init._device_refusal(made, device, group)
 
         assert refusal(_CPU, one=_CPU, other=_META) is None
         assert "'other' is on cuda:0 and not on cpu" in refusal(_CPU, one=_CPU, other=_CUDA)
@@ -61,7 +61,7 @@ def test_where_models_from_the_meta_device_get_memory() -> None:
     """Where the others are, or where the caller says, which must be the same."""
 
     def find(module: torch.nn.Module, given: torch.device | str | None) -> torch.device:
-        return building.find_device([SimpleNamespace(parameters=dict(module.named_parameters()))], module, given)
+        return init.find_device([SimpleNamespace(parameters=dict(module.named_parameters()))], module, given)
 
     assert find(_linear(_META), None) == _CPU
     assert find(_linear(_META), "cuda:0") == _CUDA
@@ -108,8 +108,8 @@ def test_failures_that_come_after_wait(kind: str, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(fd.GroupAbortedError, match="the device has failed"):
             loss.backward()
 
-    monkeypatch.setattr(gradient_bucket, "async_allreduce", start)
-    monkeypatch.setattr(gradients, "async_reduce_scatter", start)
+    monkeypatch.setattr(bucket, "async_allreduce", start)
+    monkeypatch.setattr(flat_grad, "async_reduce_scatter", start)
     run_ranks(on_rank, 2)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import ferrodist as fd
 from ferrodist import DeviceMesh, DTensor, ParallelAttention, Replicate, Shard
-from ferrodist.tensor.plan import Move
+from ferrodist.tensor.redistribute_plan import Move
 from ferrodist.testing import run_ranks
 
 WIDTH, BATCH, LENGTH = 24, 2, 6

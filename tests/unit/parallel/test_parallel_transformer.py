@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import ferrodist as fd
 from ferrodist import ColumnParallel, DeviceMesh, DTensor, Replicate, RowParallel, SequenceParallel, Shard, Style
-from ferrodist.parallel.tensor import overlap
-from ferrodist.tensor.plan import Move
+from ferrodist.parallel.tensor_parallel import async_linear
+from ferrodist.tensor.redistribute_plan import Move
 from ferrodist.testing import run_ranks
 
 COLLECTIVES = {Move.ALLREDUCE, Move.ALL_GATHER, Move.REDUCE_SCATTER, Move.ALL_TO_ALL, Move.EXCHANGE}
@@ -293,8 +293,8 @@ def test_gathering_overlaps_the_product(monkeypatch):
     layer, x = nn.Linear(4, 6).double(), torch.ones(1, 6, 4, dtype=torch.float64)
     mesh = mesh_of(fd.SimulatedBackend.create_group(1)[0])
     divided = fd.parallelize(copy.deepcopy(layer), mesh, {"": ColumnParallel(chunks=3)}, gathers_outputs=False)
-    monkeypatch.setattr(overlap, "async_all_gather", watch(overlap.async_all_gather))
-    monkeypatch.setattr(overlap, "functional", SimpleNamespace(linear=linear))
+    monkeypatch.setattr(async_linear, "async_all_gather", watch(async_linear.async_all_gather))
+    monkeypatch.setattr(async_linear, "functional", SimpleNamespace(linear=linear))
     got = divided(fd.distribute(x, mesh, Shard(1)))
     torch.testing.assert_close(got.to_local(), layer(x), **CLOSE)
     assert ", ".join(log) == ("start 0, wait 0, start 1, multiply, wait 1, start 2, multiply, wait 2, multiply")

@@ -28,7 +28,7 @@ from ferrodist import (
     VocabularyParallel,
 )
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
-from ferrodist.tensor.plan import Move
+from ferrodist.tensor.redistribute_plan import Move
 from ferrodist.testing import run_ranks
 
 COLLECTIVES = {Move.ALLREDUCE, Move.ALL_GATHER, Move.REDUCE_SCATTER, Move.ALL_TO_ALL, Move.EXCHANGE}

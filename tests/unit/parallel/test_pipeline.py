@@ -14,7 +14,7 @@ from ferrodist.parallel.pipeline import (
     PipelineSchedule,
     Schedule,
 )
-from ferrodist.parallel.pipeline.timeline import count_activations
+from ferrodist.parallel.pipeline.schedule.timeline import count_activations
 from ferrodist.testing import run_ranks
 
 BACKENDS = ["simulated", "native"]

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from ferrodist.errors import CollectiveMismatchError
-from ferrodist.parallel.pipeline.losses import Losses, LossReduction
-from ferrodist.parallel.pipeline.microbatches import Microbatches, Outputs, split_batch
+from ferrodist.parallel.pipeline.microbatch import Losses, LossReduction, Microbatches, Outputs, split_batch
 from ferrodist.testing import run_ranks
 
 

@@ -6,13 +6,11 @@ import functools
 
 import pytest
 
-from ferrodist.parallel.pipeline.actions import ActionKind
-from ferrodist.parallel.pipeline.building import PipelineSchedule, build_schedule
-from ferrodist.parallel.pipeline.communication import add_communication
-from ferrodist.parallel.pipeline.schedule import Schedule
-from ferrodist.parallel.pipeline.schedules.turns import Turn, actions_of_turns, phase
-from ferrodist.parallel.pipeline.timeline import Costs, count_activations, predict
-from ferrodist.parallel.pipeline.validation import check_schedule
+from ferrodist.parallel.pipeline.schedule.build import PipelineSchedule, build_schedule
+from ferrodist.parallel.pipeline.schedule.ir import ActionKind, Schedule, Turn, actions_of_turns, phase
+from ferrodist.parallel.pipeline.schedule.lowering import add_communication
+from ferrodist.parallel.pipeline.schedule.timeline import Costs, count_activations, predict
+from ferrodist.parallel.pipeline.schedule.validate import check_schedule
 
 GPIPE, LOOPED = PipelineSchedule.GPIPE, PipelineSchedule.LOOPED_BFS
 ONE_F_ONE_B, INTERLEAVED = PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED_ONE_F_ONE_B

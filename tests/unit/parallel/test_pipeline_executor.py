@@ -5,11 +5,10 @@ import torch
 from torch import nn
 
 from ferrodist.errors import DistributedTimeoutError
-from ferrodist.parallel.pipeline import executor, messages
-from ferrodist.parallel.pipeline.actions import Action
-from ferrodist.parallel.pipeline.edges import find_edges
-from ferrodist.parallel.pipeline.executor import Executor, Feed
-from ferrodist.parallel.pipeline.stage import Stage
+from ferrodist.parallel.pipeline import runtime
+from ferrodist.parallel.pipeline.runtime import Executor, Feed
+from ferrodist.parallel.pipeline.schedule.ir import Action
+from ferrodist.parallel.pipeline.stage import Stage, find_edges
 from ferrodist.testing import run_ranks
 
 LARGE, SMALL = torch.arange(100_000.0), torch.ones(3)
@@ -68,12 +67,12 @@ def test_what_is_received_ahead(monkeypatch):
     """Large values are, where the last one was large; small ones come by themselves."""
     begun = []
 
-    class Noted(messages.Receipt):
+    class Noted(runtime.Receipt):
         def __init__(self, *args, is_ahead, **more):
             begun.append(is_ahead)
             super().__init__(*args, is_ahead=is_ahead, **more)
 
-    monkeypatch.setattr(executor, "Receipt", Noted)
+    monkeypatch.setattr(runtime, "Receipt", Noted)
 
     def program(group):
         sent = [SMALL, LARGE, LARGE, SMALL, SMALL]

@@ -20,7 +20,7 @@ from ferrodist.errors import (
     UnsupportedOpError,
 )
 from ferrodist.parallel.pipeline import Microbatches, Pipeline, PipelineOutput, PipelineSchedule, Schedule
-from ferrodist.parallel.pipeline.communication import forward_only
+from ferrodist.parallel.pipeline.schedule.lowering import forward_only
 from ferrodist.testing import run_ranks
 
 BACKENDS = ["simulated", "native"]

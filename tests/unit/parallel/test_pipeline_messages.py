@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from ferrodist.backends.sub import SubBackend
-from ferrodist.collectives.letters import Parcel, write_letter
-from ferrodist.collectives.point_to_point import begin_send, recv, send
+from ferrodist.backends.subgroup import SubBackend
+from ferrodist.collectives.p2p import begin_send, recv, send
+from ferrodist.collectives.serialization import Parcel, write_letter
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     DistributedError,
@@ -19,8 +19,8 @@ from ferrodist.errors import (
     PipelineError,
     ProtocolError,
 )
-from ferrodist.parallel.pipeline import messages
-from ferrodist.parallel.pipeline.messages import Receipt, send_parcel
+from ferrodist.parallel.pipeline import runtime
+from ferrodist.parallel.pipeline.runtime import Receipt, send_parcel
 from ferrodist.testing import run_ranks
 
 BACKENDS = ["simulated", "native"]
@@ -266,11 +266,11 @@ def test_a_letter_that_comes_as_it_is_given_up(monkeypatch, ends):
     """What would have read it begins no receive of what comes apart; nor can it where the group was left as well."""
     readers = []
 
-    class Held(messages.TensorReceive):
+    class Held(runtime.TensorReceive):
         def add_done_callback(self, callback):
             readers.append(callback)
 
-    monkeypatch.setattr(messages, "TensorReceive", Held)
+    monkeypatch.setattr(runtime, "TensorReceive", Held)
 
     def program(group):
         own = SubBackend(group, [0, 1])
@@ -299,13 +299,13 @@ def test_a_letter_that_comes_as_it_is_given_up(monkeypatch, ends):
 def test_a_group_that_fails_while_a_letter_is_read(monkeypatch, is_ahead):
     """Why it failed is told, and not that the letter was none."""
 
-    class Failing(messages.TensorReceive):
+    class Failing(runtime.TensorReceive):
         def __init__(self, group, *args, shape, dtype):
             if shape is not None:  # of what comes apart from the letter
                 group.abort(PipelineError("stage 3 has failed"))
             super().__init__(group, *args, shape=shape, dtype=dtype)
 
-    monkeypatch.setattr(messages, "TensorReceive", Failing)
+    monkeypatch.setattr(runtime, "TensorReceive", Failing)
 
     def program(group):
         group = SubBackend(group, [0, 1])

@@ -13,11 +13,11 @@ from torch import nn
 
 from ferrodist import DDP, FSDP, DeviceMesh
 from ferrodist.checkpoint import load_distributed, save_distributed
-from ferrodist.collectives.letters import Parcel
+from ferrodist.collectives.serialization import Parcel
 from ferrodist.errors import PipelineError, UnsupportedOpError
 from ferrodist.parallel.pipeline import Microbatches, Pipeline, PipelineOutput, PipelineSchedule, Schedule
-from ferrodist.parallel.pipeline.messages import Receipt
-from ferrodist.parallel.pipeline.stages import Stages
+from ferrodist.parallel.pipeline.runtime import Receipt
+from ferrodist.parallel.pipeline.split import Stages
 from ferrodist.testing import run_ranks
 
 

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_schedules import divided_v, gpipe, interleaved, one_forward_one_backward, schedule_of
 
-from ferrodist.parallel.pipeline.actions import Action, ActionKind
-from ferrodist.parallel.pipeline.communication import add_communication, backward_only, forward_only
-from ferrodist.parallel.pipeline.schedule import Schedule
-from ferrodist.parallel.pipeline.timeline import predict
-from ferrodist.parallel.pipeline.validation import check_schedule
+from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind, Schedule
+from ferrodist.parallel.pipeline.schedule.lowering import add_communication, backward_only, forward_only
+from ferrodist.parallel.pipeline.schedule.timeline import predict
+from ferrodist.parallel.pipeline.schedule.validate import check_schedule
 
 VALID = [
     add_communication(schedule)

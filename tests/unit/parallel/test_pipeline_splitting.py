@@ -16,10 +16,8 @@ from pipeline_models import Wrapped
 from torch import nn
 
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
-from ferrodist.parallel.pipeline import Pipeline, measuring
-from ferrodist.parallel.pipeline.partition import partition
-from ferrodist.parallel.pipeline.splitting import Balance, split_sequential
-from ferrodist.parallel.pipeline.stages import Stages, find_shared
+from ferrodist.parallel.pipeline import Pipeline, measure
+from ferrodist.parallel.pipeline.split import Balance, Stages, find_shared, partition, split_sequential
 from ferrodist.testing import run_ranks
 
 ROWS = st.lists(
@@ -368,7 +366,7 @@ def test_times_wait_for_devices(monkeypatch):
     """The clock is read when the devices that compute aside are done."""
     clock = Clock()
     events = []
-    monkeypatch.setattr(measuring, "_devices_of", lambda _values: {torch.device("meta")})
+    monkeypatch.setattr(measure, "_devices_of", lambda _values: {torch.device("meta")})
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda _device: events.append("done"))
 
     def read():
@@ -377,7 +375,7 @@ def test_times_wait_for_devices(monkeypatch):
 
     split_sequential(nn.Sequential(nn.Linear(1, 1)), 1, Balance.TIMES, sample=torch.ones(1), clock=read)
     assert events == ["done", "read"] * 4 * 7
-    assert measuring._devices_of([torch.ones(1, device="meta"), torch.ones(1), None]) == {torch.device("meta")}
+    assert measure._devices_of([torch.ones(1, device="meta"), torch.ones(1), None]) == {torch.device("meta")}
 
 
 def test_ranks_divide_alike_though_their_clocks_differ():

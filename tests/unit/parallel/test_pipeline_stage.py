@@ -7,9 +7,8 @@ import torch
 from pipeline_models import fill
 from torch import nn
 
-from ferrodist.collectives.letters import Parcel
-from ferrodist.parallel.pipeline.edges import MAIN
-from ferrodist.parallel.pipeline.stage import Stage
+from ferrodist.collectives.serialization import Parcel
+from ferrodist.parallel.pipeline.stage import MAIN, Stage
 
 
 class Averaging(nn.Linear):

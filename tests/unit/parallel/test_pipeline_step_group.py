@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from ferrodist.collectives.exchange import barrier
+from ferrodist.collectives.all_to_all import barrier
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatchError, DistributedTimeoutError, PipelineError
-from ferrodist.parallel.pipeline.actions import Action
-from ferrodist.parallel.pipeline.shared import SharedParameters
-from ferrodist.parallel.pipeline.step_group import StepGroup
+from ferrodist.parallel.pipeline.pipeline import StepGroup
+from ferrodist.parallel.pipeline.schedule.ir import Action
+from ferrodist.parallel.pipeline.tied_weights import SharedParameters
 from ferrodist.testing import run_ranks
 
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_schedules import divided_v, gpipe, interleaved, one_forward_one_backward, schedule_of
 
-from ferrodist.parallel.pipeline.actions import ActionKind
-from ferrodist.parallel.pipeline.communication import add_communication, forward_only
-from ferrodist.parallel.pipeline.drawing import draw_text, plot
-from ferrodist.parallel.pipeline.execution import Span
-from ferrodist.parallel.pipeline.timeline import Costs, Timeline, count_activations, predict
+from ferrodist.parallel.pipeline.schedule.ir import ActionKind
+from ferrodist.parallel.pipeline.schedule.lowering import add_communication, forward_only
+from ferrodist.parallel.pipeline.schedule.timeline import Costs, Timeline, count_activations, predict
+from ferrodist.parallel.pipeline.schedule.validate import Span
+from ferrodist.parallel.pipeline.schedule.visualize import draw_text, plot
 
 if TYPE_CHECKING:
     from pathlib import Path

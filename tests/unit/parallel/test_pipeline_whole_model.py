@@ -4,7 +4,7 @@ import torch
 from pipeline_models import Wrapped
 from torch import nn
 
-from ferrodist.parallel.pipeline.whole_model import WholeModel
+from ferrodist.parallel.pipeline.state_dict import WholeModel
 
 
 class Own(nn.Module):

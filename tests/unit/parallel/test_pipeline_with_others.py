@@ -13,7 +13,7 @@ from ferrodist import DDP, FSDP, DeviceMesh, new_group
 from ferrodist.checkpoint import OptimizerState, load_distributed, save_distributed
 from ferrodist.errors import CollectiveMismatchError, PipelineError
 from ferrodist.parallel.pipeline import Pipeline, PipelineSchedule, Stages
-from ferrodist.parallel.pipeline.splitting import split_sequential
+from ferrodist.parallel.pipeline.split import split_sequential
 from ferrodist.testing import run_ranks
 
 BACKENDS = ["simulated", "native"]

@@ -9,7 +9,7 @@ import torch
 
 import ferrodist as fd
 from ferrodist import SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, convert_sync_batchnorm
-from ferrodist.collectives.reference import ReferenceCollectives
+from ferrodist.collectives.engines.reference import ReferenceCollectives
 from ferrodist.errors import DistributedTimeoutError, RankFailedError
 from ferrodist.testing import run_ranks
 

@@ -16,7 +16,7 @@ from ferrodist.errors import (
     ProtocolError,
     RendezvousError,
 )
-from ferrodist.rendezvous import Hello, connect, greet, handshake
+from ferrodist.rendezvous import Hello, auth, connect, greet
 from ferrodist.rendezvous.session import Connection
 
 HELLO = Hello(purpose="group", job="j", rank=1, world_size=2, group="g")
@@ -98,8 +98,8 @@ def fake_server(answer):
     """A server that plays along without the secret; ``answer`` makes its proof from the client's."""
 
     def script(sock):
-        sock.recv(handshake._INTRO.size)
-        sock.sendall(handshake._INTRO.pack(handshake._MAGIC, b"S", handshake.PROTOCOL_VERSION) + bytes(32))
+        sock.recv(auth._INTRO.size)
+        sock.sendall(auth._INTRO.pack(auth._MAGIC, b"S", auth.PROTOCOL_VERSION) + bytes(32))
         nonce_and_proof = sock.recv(64, socket.MSG_WAITALL)
         sock.sendall(answer(nonce_and_proof))
         with contextlib.suppress(OSError):
@@ -154,10 +154,10 @@ def test_another_program_has_the_port(in_threads, listening, greeting_bytes):
 
 def test_another_version_is_named_on_both_sides(in_threads, listening, monkeypatch):
     """A peer of another version is told from a stranger: each side names both versions."""
-    theirs = handshake._INTRO.pack(handshake._MAGIC, b"S", 7) + bytes(32)
+    theirs = auth._INTRO.pack(auth._MAGIC, b"S", 7) + bytes(32)
 
     def serve(sock):
-        sock.recv(handshake._INTRO.size)
+        sock.recv(auth._INTRO.size)
         sock.sendall(theirs)
         with contextlib.suppress(OSError):
             sock.recv(1)
@@ -165,17 +165,17 @@ def test_another_version_is_named_on_both_sides(in_threads, listening, monkeypat
     _, client = run_pair(in_threads, listening, serve)
     assert isinstance(client, ProtocolError)
     assert "version 7" in client.message
-    assert f"version {handshake.PROTOCOL_VERSION}" in client.message
+    assert f"version {auth.PROTOCOL_VERSION}" in client.message
 
     def old_client():
         with socket.create_connection(listening.getsockname()) as sock:
-            sock.sendall(handshake._INTRO.pack(handshake._MAGIC, b"C", 7))
-            return sock.recv(handshake._INTRO.size, socket.MSG_WAITALL)
+            sock.sendall(auth._INTRO.pack(auth._MAGIC, b"C", 7))
+            return sock.recv(auth._INTRO.size, socket.MSG_WAITALL)
 
     server, seen = in_threads(accept_and(listening, greeting()), old_client)
     assert isinstance(server, ProtocolError)
     assert "version 7" in server.message
-    assert handshake._INTRO.unpack(seen) == (handshake._MAGIC, b"S", handshake.PROTOCOL_VERSION)
+    assert auth._INTRO.unpack(seen) == (auth._MAGIC, b"S", auth.PROTOCOL_VERSION)
 
 
 @pytest.mark.parametrize("kind", [InvalidWorldSizeError, RendezvousError, DistributedTimeoutError])
@@ -195,13 +195,13 @@ def test_a_refusal_arrives_with_class_message_and_ranks(in_threads, listening, k
 def raw_client(port, payload, *, secret=b"s", tamper=False):
     """Prove the secret, then send ``payload`` as the sealed hello."""
     with socket.create_connection(("127.0.0.1", port)) as sock:
-        sock.sendall(handshake._INTRO.pack(handshake._MAGIC, b"C", handshake.PROTOCOL_VERSION))
-        intro = sock.recv(handshake._INTRO.size + 32, socket.MSG_WAITALL)
+        sock.sendall(auth._INTRO.pack(auth._MAGIC, b"C", auth.PROTOCOL_VERSION))
+        intro = sock.recv(auth._INTRO.size + 32, socket.MSG_WAITALL)
         nonces = bytes(32) + intro[-32:]
-        sock.sendall(bytes(32) + handshake._proof(secret, b"client", nonces))
+        sock.sendall(bytes(32) + auth._proof(secret, b"client", nonces))
         sock.recv(33, socket.MSG_WAITALL)
-        key = handshake._proof(secret, b"session", nonces)
-        tag = handshake.hmac.digest(key, b"hello\0" + payload, "sha256")
+        key = auth._proof(secret, b"session", nonces)
+        tag = auth.hmac.digest(key, b"hello\0" + payload, "sha256")
         if tamper:
             payload = payload[:-1] + b"\0"
         sealed = tag + payload
@@ -215,8 +215,8 @@ def raw_client(port, payload, *, secret=b"s", tamper=False):
     [
         (b"\xc1", False, ProtocolError),
         (b"\x80", False, ProtocolError),
-        (handshake.msgspec.msgpack.encode({"purpose": 1}), False, ProtocolError),
-        (handshake.msgspec.msgpack.encode(HELLO), True, AuthenticationError),
+        (auth.msgspec.msgpack.encode({"purpose": 1}), False, ProtocolError),
+        (auth.msgspec.msgpack.encode(HELLO), True, AuthenticationError),
         (b"\x80" * 5000, False, ProtocolError),
     ],
     ids=["no msgpack", "fields missing", "wrong type", "altered", "too long"],
@@ -237,8 +237,8 @@ def test_a_name_that_is_too_long_is_refused_before_dialling():
 @pytest.mark.parametrize("excess", [0, 1])
 def test_the_longest_name_is_accepted(in_threads, listening, excess):
     """Client and server draw the line at the same byte."""
-    empty = len(handshake.msgspec.msgpack.encode(Hello(purpose="group", job="", rank=1, world_size=2, group="")))
-    room = handshake._MAX_HELLO_BYTES - handshake._PROOF_BYTES - empty - 2  # a long text has a longer header
+    empty = len(auth.msgspec.msgpack.encode(Hello(purpose="group", job="", rank=1, world_size=2, group="")))
+    room = auth._MAX_HELLO_BYTES - auth._PROOF_BYTES - empty - 2  # a long text has a longer header
     hello = Hello(purpose="group", job="", rank=1, world_size=2, group="g" * (room + excess))
     if excess:
         with pytest.raises(ValueError, match=rf"together they may have {room}:"):
@@ -250,7 +250,7 @@ def test_the_longest_name_is_accepted(in_threads, listening, excess):
 @pytest.mark.parametrize("size", [5000, 60_000])
 def test_a_hello_that_is_too_long_is_answered(in_threads, listening, monkeypatch, size):
     """A client that sends it all the same is told why, and does not dial again until its deadline."""
-    monkeypatch.setattr(handshake, "check_hello", lambda hello: None)
+    monkeypatch.setattr(auth, "check_hello", lambda hello: None)
     hello = Hello(purpose="group", job="j", rank=1, world_size=2, group="g" * size)
     for error in run_pair(in_threads, listening, greeting(), hello=hello, timeout=60):
         assert type(error) is ProtocolError
@@ -295,7 +295,7 @@ def test_greet_keeps_its_deadline_against_dripping(in_threads, listening):
 
     def drip():
         with socket.create_connection(listening.getsockname()) as sock:
-            for byte in handshake._MAGIC:
+            for byte in auth._MAGIC:
                 with contextlib.suppress(OSError):
                     sock.sendall(bytes([byte]))
                 if done.wait(0.05):
@@ -386,16 +386,16 @@ def test_a_socket_that_met_itself_is_no_connection(monkeypatch, free_port):
 @pytest.mark.parametrize("says", [None, b"220 mail.example.com\r\n", b""], ids=["silence", "something else", "nothing"])
 def test_the_server_is_found_behind_a_stranger(in_threads, listening, monkeypatch, says):
     """What listens at one address of a name does not keep ranks from the server at another."""
-    monkeypatch.setattr(handshake, "_ATTEMPT_TIMEOUT", 0.3)
+    monkeypatch.setattr(auth, "_ATTEMPT_TIMEOUT", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as other:
         entries = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", sock.getsockname()) for sock in (other, listening)]
-        monkeypatch.setattr(handshake, "resolve", lambda *_, **__: entries)
+        monkeypatch.setattr(auth, "resolve", lambda *_, **__: entries)
 
         def stranger():
             sock, _ = other.accept()
             with sock:
                 if says is not None:
-                    sock.sendall(says.ljust(handshake._INTRO.size) if says else b"")
+                    sock.sendall(says.ljust(auth._INTRO.size) if says else b"")
                 else:
                     sock.recv(1000)
                     sock.recv(1000)
@@ -412,7 +412,7 @@ def test_a_wrong_secret_at_every_address(in_threads, listening, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         free = closed.getsockname()
     entries = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", name) for name in (free, listening.getsockname(), free)]
-    monkeypatch.setattr(handshake, "resolve", lambda *_, **__: entries)
+    monkeypatch.setattr(auth, "resolve", lambda *_, **__: entries)
     _, client = in_threads(accept_and(listening, greeting(b"another")), lambda: dial(1))
     assert type(client) is AuthenticationError
     assert "None is set here" not in client.message

@@ -21,9 +21,9 @@ from ferrodist.errors import (
     ProtocolError,
     RendezvousError,
 )
-from ferrodist.rendezvous import FileStore, MemoryStore, attendance, handshake, rendezvous, rendezvous_in
-from ferrodist.rendezvous import meeting as meeting_module
-from ferrodist.rendezvous.attendance import claim_rank, leave
+from ferrodist.rendezvous import FileStore, MemoryStore, auth, rendezvous, rendezvous_in, roll_call
+from ferrodist.rendezvous import shared_store as meeting_module
+from ferrodist.rendezvous.roll_call import claim_rank, leave
 
 LIMIT = 0.6
 
@@ -223,8 +223,8 @@ def test_a_rank_that_dies_between_claiming_and_coming(in_threads):
     store = MemoryStore()
     options = {"where": "job 'j'", "deadline": Deadline(LIMIT)}
     for rank in range(3):
-        attendance.claim_rank(store, rank=rank, advice="", **options)
-    calls = [lambda rank=rank: attendance.await_all(store, rank=rank, world_size=3, **options) for rank in (0, 1)]
+        roll_call.claim_rank(store, rank=rank, advice="", **options)
+    calls = [lambda rank=rank: roll_call.await_all(store, rank=rank, world_size=3, **options) for rank in (0, 1)]
     errors = in_threads(*calls)
     assert {type(error) for error in errors} == {RendezvousError}
     assert len({error.message for error in errors}) == 1
@@ -240,7 +240,7 @@ def test_a_name_server_that_does_not_answer(silent_name_server):
 def test_a_host_of_the_others_that_does_not_resolve(silent_name_server):
     """The way to the other ranks' hosts is looked for until the deadline only."""
     store = MemoryStore()
-    claim = attendance.Claim(silent_name_server, "there", 1, "token")
+    claim = roll_call.Claim(silent_name_server, "there", 1, "token")
     store.set("ferrodist/attendance/rank/0", meeting_module.msgspec.msgpack.encode(claim))
     with pytest.raises(RendezvousError, match=r"finds no way to host stuck.invalid .*resolved in time"):
         meeting_module._interface(store, 1, Deadline(0.1))
@@ -254,14 +254,14 @@ def test_another_version(free_port, in_threads):
         for _ in range(2000):
             try:
                 with socket.create_connection(("127.0.0.1", port)) as sock:
-                    sock.sendall(handshake._INTRO.pack(handshake._MAGIC, b"C", 99))
+                    sock.sendall(auth._INTRO.pack(auth._MAGIC, b"C", 99))
                     return sock.recv(100)
             except ConnectionRefusedError:
                 time.sleep(0.005)
         return None
 
     error, answer = in_threads(join(method, 0, 2, timeout=LIMIT), old_rank)
-    assert answer[:9] == handshake._MAGIC
+    assert answer[:9] == auth._MAGIC
     assert "version 99" in error.message
 
 
@@ -352,14 +352,14 @@ def test_rank_0_dies_or_stops(free_port, in_threads, signal_number):
         process.stdout.readline()
         started = []
 
-        class Waiting(attendance.PrefixStore):
+        class Waiting(roll_call.PrefixStore):
             def get(self, key, *, timeout=None):
                 process.send_signal(signal_number)
                 started.append(time.monotonic())
                 return super().get(key, timeout=timeout)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attendance, "PrefixStore", Waiting)
+            patch.setattr(roll_call, "PrefixStore", Waiting)
             error = in_threads(join(method, 1, 3, timeout=5 if signal_number == signal.SIGKILL else 1.5))[0]
         took = time.monotonic() - started[0]
         process.kill()
@@ -444,7 +444,7 @@ def test_no_secret_beyond_this_host():
 
 def test_ranks_of_several_hosts_share_a_file(tmp_path, in_threads, monkeypatch):
     """With claims from another host, a rank's listeners go on the interface towards that host."""
-    genuine = attendance.socket.gethostname()
+    genuine = roll_call.socket.gethostname()
     store = FileStore(tmp_path / "meet")
     members = in_threads(*[join(f"file://{tmp_path}/meet", rank, 2) for rank in range(2)])
     assert meeting_module._interface(store, 2, Deadline(20)) == "127.0.0.1"
@@ -467,7 +467,7 @@ def hosts(monkeypatch):
     here = threading.local()
     reachable = {}
     monkeypatch.setattr(socket, "gethostname", lambda: here.name.removesuffix("'s twin"))
-    for module in (attendance, meeting_module):
+    for module in (roll_call, meeting_module):
         monkeypatch.setattr(module, "network_id", lambda: here.name)
 
     def look_up(host, *_, **__):
@@ -564,11 +564,11 @@ def test_a_way_that_is_sought_too_long_is_a_missing_rank(tmp_path, in_threads, h
 def test_a_rejection_that_utf8_cannot_carry(in_threads):
     """The reason why a process was turned away is told also when it names a file whose name is no text."""
     store = MemoryStore()
-    attendance.note_rejection(store, "job at file:///caf\udce9: no")
+    roll_call.note_rejection(store, "job at file:///caf\udce9: no")
     options = {"where": "job 'j'", "deadline": Deadline(0.1)}
-    attendance.claim_rank(store, rank=0, advice="", **options)
+    roll_call.claim_rank(store, rank=0, advice="", **options)
     with pytest.raises(RendezvousError, match=r"file:///caf\\udce9: no"):
-        attendance.await_all(store, rank=0, world_size=2, **options)
+        roll_call.await_all(store, rank=0, world_size=2, **options)
 
 
 def test_ranks_of_several_hosts_that_know_the_address_of_rank_0(tmp_path, in_threads, hosts, monkeypatch):

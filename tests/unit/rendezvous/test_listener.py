@@ -11,7 +11,7 @@ import pytest
 
 from ferrodist.deadline import Deadline
 from ferrodist.errors import AuthenticationError, RendezvousError
-from ferrodist.rendezvous import Hello, Listener, binding, connect, handshake, listener
+from ferrodist.rendezvous import Hello, Listener, auth, connect, listener, sockets
 
 HELLO = Hello(purpose="group", job="j", rank=1, world_size=2, group="g")
 
@@ -46,8 +46,8 @@ def stranger(server, data=b""):
     return sock
 
 
-def intro(role=b"C", version=handshake.PROTOCOL_VERSION):
-    return handshake._INTRO.pack(handshake._MAGIC, role, version)
+def intro(role=b"C", version=auth.PROTOCOL_VERSION):
+    return auth._INTRO.pack(auth._MAGIC, role, version)
 
 
 HOSTILE = {
@@ -118,21 +118,21 @@ def test_who_has_spoken_stays_before_who_is_silent(serving, until, monkeypatch):
     server, admitted = serving
     with contextlib.ExitStack() as stack:
         rank = stack.enter_context(stranger(server, intro()))
-        until(lambda: [one.progress for one in server._handshakes.values()] == [handshake.Progress.SPOKEN])
+        until(lambda: [one.progress for one in server._handshakes.values()] == [auth.Progress.SPOKEN])
         for _ in range(30):
             stack.enter_context(stranger(server))
         until(lambda: len(server.rejections) >= 20)
         rank.settimeout(20)
-        nonces = bytes(32) + rank.recv(handshake._INTRO.size + 32, socket.MSG_WAITALL)[-32:]
-        rank.sendall(bytes(32) + handshake._proof(b"s", b"client", nonces))
-        assert rank.recv(1) == handshake._ACCEPTED
+        nonces = bytes(32) + rank.recv(auth._INTRO.size + 32, socket.MSG_WAITALL)[-32:]
+        rank.sendall(bytes(32) + auth._proof(b"s", b"client", nonces))
+        assert rank.recv(1) == auth._ACCEPTED
     assert not admitted
 
 
 def test_who_gives_way(serving):
     """First who is silent, then who comes from where most come from, then the oldest; never who has proved itself."""
     server, _ = serving
-    silent, spoken, proven = handshake.Progress
+    silent, spoken, proven = auth.Progress
     entries = [("a", proven), ("near", spoken), ("far", spoken), ("near", spoken), ("far", silent), ("near", silent)]
     for number, (source, progress) in enumerate(entries):
         server._handshakes[number] = listener._Handshake(source=source, deadline=Deadline(5), progress=progress)
@@ -215,7 +215,7 @@ def _named(monkeypatch, *addresses):
     def resolve(host, port, deadline, **options):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
 
-    monkeypatch.setattr(binding, "resolve", resolve)
+    monkeypatch.setattr(sockets, "resolve", resolve)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has all of 127.0.0.0/8")

@@ -10,7 +10,7 @@ import pytest
 
 import ferrodist
 from ferrodist.launch.spec import LaunchSpec, ProgramKind
-from ferrodist.rendezvous import meeting, resolve_secret
+from ferrodist.rendezvous import resolve_secret, shared_store
 
 
 @pytest.mark.parametrize("secret", [5, True, 1.5, ["s"], [1, 2]])
@@ -86,5 +86,5 @@ def test_no_repr_shows_a_secret():
 
 def test_what_holds_the_secret_does_not_print_it():
     """The repr of rank 0's charter, which is written by hand, has none of its secret."""
-    charter = meeting._Charter(job="j", world_size=2, made_secret=b"do-not-show", nonce=b"", proof=b"")
+    charter = shared_store._Charter(job="j", world_size=2, made_secret=b"do-not-show", nonce=b"", proof=b"")
     assert "do-not-show" not in repr(charter)

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ferrodist.errors import AuthenticationError
-from ferrodist.rendezvous import user_secret as module
-from ferrodist.rendezvous.user_secret import secret_or_users, user_secret
+from ferrodist.rendezvous import secret as module
+from ferrodist.rendezvous.secret import secret_or_users, user_secret
 
 
 @pytest.fixture

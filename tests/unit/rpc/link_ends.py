@@ -4,10 +4,10 @@ from collections import deque
 
 import torch
 
-from ferrodist.collectives.letters import Parcel
-from ferrodist.rpc.buffers import Buffers
-from ferrodist.rpc.frames import FRAME_BYTES, Form, pack_frame
-from ferrodist.rpc.link import Link
+from ferrodist.collectives.serialization import Parcel
+from ferrodist.rpc.connection import Link
+from ferrodist.rpc.framing import FRAME_BYTES, Form, pack_frame
+from ferrodist.rpc.large_messages import Buffers
 from ferrodist.rpc.messages import MessageKind
 
 LARGE = b"x" * FRAME_BYTES

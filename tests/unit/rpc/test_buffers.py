@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ferrodist.rpc import RpcAgent
-from ferrodist.rpc.buffers import Buffers
+from ferrodist.rpc.large_messages import Buffers
 from ferrodist.testing import run_ranks
 
 SIZE = 2 << 20

@@ -9,8 +9,8 @@ import pytest
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLostError, RpcError
 from ferrodist.rpc import RpcAgent, SimulatedRpcBackend, current_agent
-from ferrodist.rpc.draining import COME, LEAVE, LOOK, Draining
 from ferrodist.rpc.messages import Call
+from ferrodist.rpc.shutdown import COME, LEAVE, LOOK, Draining
 from ferrodist.testing import check_leaks
 
 _PATIENCE = 60.0

@@ -10,9 +10,9 @@ import pytest
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError, RpcError
 from ferrodist.rpc import RpcAgent, SimulatedRpcBackend
-from ferrodist.rpc.draining import LOOK
 from ferrodist.rpc.messages import Call
-from ferrodist.rpc.reference_tables import ReferenceCounts
+from ferrodist.rpc.refcount_tables import ReferenceCounts
+from ferrodist.rpc.shutdown import LOOK
 from ferrodist.testing import check_leaks
 
 NOTHING = ReferenceCounts(for_others=0, for_itself=0, elsewhere=0)

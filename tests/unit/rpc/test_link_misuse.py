@@ -9,9 +9,9 @@ import torch
 from link_ends import LARGE, LIMIT, Ends, large_parcel
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ferrodist.collectives.letters import Parcel
+from ferrodist.collectives.serialization import Parcel
 from ferrodist.errors import ProtocolError
-from ferrodist.rpc.frames import FRAME_BYTES
+from ferrodist.rpc.framing import FRAME_BYTES
 from ferrodist.rpc.messages import MessageKind
 
 HEAD = struct.Struct("<BBHIQ")

@@ -3,7 +3,7 @@
 import pytest
 from link_ends import LARGE, Ends, large_parcel
 
-from ferrodist.collectives.letters import Parcel
+from ferrodist.collectives.serialization import Parcel
 from ferrodist.errors import ProtocolError
 from ferrodist.rpc.messages import REFERENCE_MARK, MessageKind
 

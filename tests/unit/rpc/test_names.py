@@ -9,7 +9,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import InvalidRankError, PeerLostError
 from ferrodist.rendezvous import Membership, MemoryStore
 from ferrodist.rpc import RpcAgent, TcpRpcBackend
-from ferrodist.rpc.names import Names
+from ferrodist.rpc.worker_names import Names
 from ferrodist.testing import check_leaks
 
 _PATIENCE = 60.0

@@ -13,11 +13,10 @@ import pytest
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, PeerLostError, RpcError
 from ferrodist.rpc import remote_objects
-from ferrodist.rpc.counting import CONFIRM, LOST, REGISTER, RELEASE, SETTLE, UNREGISTER
-from ferrodist.rpc.futures import Future
+from ferrodist.rpc.future import Future
 from ferrodist.rpc.messages import MET, Call, Failure, FailureKind, pack_call, unpack_call
-from ferrodist.rpc.object_calls import ObjectCalls
-from ferrodist.rpc.remote_objects import CREATE, RemoteObjects
+from ferrodist.rpc.refcount_protocol import CONFIRM, LOST, REGISTER, RELEASE, SETTLE, UNREGISTER
+from ferrodist.rpc.remote_objects import CREATE, ObjectCalls, RemoteObjects
 
 NUM_RANKS = 3
 

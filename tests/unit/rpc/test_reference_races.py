@@ -13,8 +13,8 @@ from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.deadline import Deadline
 from ferrodist.errors import PeerLostError, RpcError
 from ferrodist.rpc.agent import RpcAgent
-from ferrodist.rpc.backends import RpcBackend
-from ferrodist.rpc.counting import CONFIRM, LOST, REGISTER, RELEASE
+from ferrodist.rpc.refcount_protocol import CONFIRM, LOST, REGISTER, RELEASE
+from ferrodist.rpc.transport import RpcBackend
 from ferrodist.testing import check_leaks
 
 PATIENCE = 60.0

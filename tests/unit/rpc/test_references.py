@@ -18,12 +18,11 @@ from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLostError, ProtocolError, RpcError
 from ferrodist.rpc.agent import RpcAgent
-from ferrodist.rpc.counting import CONFIRM, LOST, MET, REGISTER, RELEASE, SETTLE, UNREGISTER
-from ferrodist.rpc.messages import HELLO, OWN_NAMES, Call
-from ferrodist.rpc.reference_parts import part_of
-from ferrodist.rpc.reference_tables import ReferenceCounts
-from ferrodist.rpc.references import RRef
+from ferrodist.rpc.messages import HELLO, MET, OWN_NAMES, Call
+from ferrodist.rpc.refcount_protocol import CONFIRM, LOST, REGISTER, RELEASE, SETTLE, UNREGISTER
+from ferrodist.rpc.refcount_tables import ReferenceCounts, part_of
 from ferrodist.rpc.remote_objects import CREATE, FETCH, METHOD
+from ferrodist.rpc.rref import RRef
 from ferrodist.testing import run_ranks
 
 NOTHING = ReferenceCounts(for_others=0, for_itself=0, elsewhere=0)

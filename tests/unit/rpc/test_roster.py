@@ -7,7 +7,7 @@ import pytest
 
 from ferrodist.errors import ProtocolError
 from ferrodist.rendezvous import MemoryStore
-from ferrodist.rpc.roster import Roster, _pack
+from ferrodist.rpc.peer_directory import Roster, _pack
 from ferrodist.testing import check_leaks
 
 _PATIENCE = 60.0

@@ -17,7 +17,7 @@ import torch
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLostError, RpcError
 from ferrodist.rpc import RpcAgent, RpcContext, SimulatedRpcBackend
-from ferrodist.rpc import workers as worker_threads
+from ferrodist.rpc import executor as worker_threads
 from ferrodist.rpc.messages import Call, MessageKind
 from ferrodist.rpc.remote_objects import CREATE
 from ferrodist.testing import check_leaks

@@ -4,13 +4,13 @@ import threading
 
 import pytest
 
-from ferrodist.backends.sub import SubBackend
+from ferrodist.backends.subgroup import SubBackend
 from ferrodist.errors import DistributedTimeoutError, GroupClosedError, PeerLostError
 from ferrodist.rendezvous import Membership, MemoryStore
-from ferrodist.rpc import tcp_backend
+from ferrodist.rpc import tcp_transport
 from ferrodist.rpc.agent import RpcAgent
-from ferrodist.rpc.backends import GroupRpcBackend
-from ferrodist.rpc.tcp_backend import TcpRpcBackend
+from ferrodist.rpc.tcp_transport import TcpRpcBackend
+from ferrodist.rpc.transport import GroupRpcBackend
 from ferrodist.testing import check_leaks, run_ranks
 
 _PATIENCE = 60.0
@@ -148,7 +148,7 @@ def test_a_process_that_is_replaced_while_it_is_connected_to(sides, monkeypatch)
 
 def test_news_end_a_pause(sides, monkeypatch):
     """A rank whose last process can't be reached is connected to at once when there is another one."""
-    monkeypatch.setattr(tcp_backend, "_SHORTEST_PAUSE", 1000.0)
+    monkeypatch.setattr(tcp_transport, "_SHORTEST_PAUSE", 1000.0)
     (dead,) = sides(1)
     dead.backend._listener.close()
     (higher,) = sides(2)

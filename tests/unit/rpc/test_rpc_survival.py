@@ -10,12 +10,12 @@ import torch
 
 from ferrodist.errors import GroupClosedError, RpcError
 from ferrodist.rpc import RpcAgent, RpcContext, SimulatedRpcBackend
-from ferrodist.rpc import workers as worker_threads
-from ferrodist.rpc.futures import Future
+from ferrodist.rpc import executor as worker_threads
+from ferrodist.rpc.executor import Waits
+from ferrodist.rpc.future import Future
 from ferrodist.rpc.messages import MessageKind
-from ferrodist.rpc.neighbor import Neighbor
-from ferrodist.rpc.reference_tables import ReferenceCounts
-from ferrodist.rpc.waits import Waits
+from ferrodist.rpc.peer import Neighbor
+from ferrodist.rpc.refcount_tables import ReferenceCounts
 from ferrodist.rpc.window import Window
 from ferrodist.testing import check_leaks, run_ranks
 

@@ -23,8 +23,7 @@ from ferrodist.errors import (
 from ferrodist.rendezvous import Membership, MemoryStore
 from ferrodist.rpc.agent import RpcAgent
 from ferrodist.rpc.context import RpcContext
-from ferrodist.rpc.pair import Meeting
-from ferrodist.rpc.tcp_backend import TcpRpcBackend, _hello
+from ferrodist.rpc.tcp_transport import Meeting, TcpRpcBackend, _hello
 from ferrodist.testing import check_leaks
 
 _PATIENCE = 60.0

@@ -6,7 +6,7 @@ from operator_checks import make, spread
 
 import ferrodist as fd
 from ferrodist import DeviceMesh, Partial, Replicate, Shard
-from ferrodist.tensor.plan import Move
+from ferrodist.tensor.redistribute_plan import Move
 from ferrodist.testing import run_ranks
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrodist.tensor.rules.table import RULES
+from ferrodist.tensor.ops.table import RULES
 from ferrodist.testing.operator_table import main
 
 ROOT = Path(__file__).parents[3]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from operator_checks import assert_same, check_everywhere, check_operator, make, placements_of, spread
 
 from ferrodist import DeviceMesh, DTensor, Partial, ReduceOp, Replicate, Shard
-from ferrodist.tensor.rules import pointwise
+from ferrodist.tensor.ops import pointwise
 from ferrodist.testing import run_ranks
 from ferrodist.testing.operator_samples import bind_sample
 

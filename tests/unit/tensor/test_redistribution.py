@@ -11,9 +11,8 @@ from operator_checks import NUM_RANKS, make, placements_of, spread
 
 import ferrodist as fd
 from ferrodist import DeviceMesh, DTensor, Partial, ReduceOp, Replicate, Shard
-from ferrodist.tensor.exchange import Exchange
-from ferrodist.tensor.layout import Layout, check_placements
-from ferrodist.tensor.plan import Move, make_plan
+from ferrodist.tensor.redistribute_plan import Exchange, Move, make_plan
+from ferrodist.tensor.spec import Layout, check_placements
 from ferrodist.testing import run_ranks
 
 R, P = Replicate(), Partial()

@@ -10,7 +10,7 @@ from operator_checks import NUM_RANKS, check_operator, make, spread
 
 from ferrodist import DeviceMesh, DTensor, Partial, ReduceOp, Replicate, Shard
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.tensor.rules.table import RULES
+from ferrodist.tensor.ops.table import RULES
 from ferrodist.testing import run_ranks
 
 DIFFERENTIABLE = {

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 import ferrodist as fd
 from ferrodist import CollectiveMismatchError, DeviceMesh, DTensor, Partial, Replicate, Shard, UnsupportedOpError
-from ferrodist.tensor.plain import returned_arguments
+from ferrodist.tensor.plain_tensors import returned_arguments
 from ferrodist.testing import run_ranks
 
 pytestmark = [

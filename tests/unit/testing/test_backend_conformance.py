@@ -6,8 +6,9 @@ import pytest
 from toy_backend import Message, ToyBackend
 
 from ferrodist.errors import DistributedTimeoutError, GroupAbortedError, RankFailedError, SizeMismatchError
-from ferrodist.testing import BACKEND_CHECKS, backend_conformance, check_backend, run_ranks
-from ferrodist.testing.backend_checks.harness import pattern, same_bytes
+from ferrodist.testing import BACKEND_CHECKS, check_backend, run_ranks
+from ferrodist.testing.conformance.backend import suite
+from ferrodist.testing.conformance.backend.harness import pattern, same_bytes
 
 CHECKS = {check.__name__: check for check in BACKEND_CHECKS}
 
@@ -197,7 +198,7 @@ BROKEN = [
 @pytest.mark.parametrize(("backend", "rule"), BROKEN, ids=lambda value: getattr(value, "__name__", value))
 def test_broken_backend_is_found(backend, rule, monkeypatch):
     """A backend that breaks one rule fails the check of that rule, soon and with an assertion."""
-    monkeypatch.setattr("ferrodist.testing.backend_checks.messages.PATIENCE", 1.0)
+    monkeypatch.setattr("ferrodist.testing.conformance.backend.messages.PATIENCE", 1.0)
     start = time.monotonic()
     with pytest.raises((AssertionError, RankFailedError)):
         CHECKS[rule](backend.create_group, 3)
@@ -207,7 +208,7 @@ def test_broken_backend_is_found(backend, rule, monkeypatch):
 def test_check_backend_runs_all_checks(monkeypatch):
     """`check_backend` runs every check at every world size, and needs nothing more of a backend."""
     calls = []
-    monkeypatch.setattr(backend_conformance, "BACKEND_CHECKS", [_named("one", lambda *args: calls.append(args))] * 2)
+    monkeypatch.setattr(suite, "BACKEND_CHECKS", [_named("one", lambda *args: calls.append(args))] * 2)
     check_backend(ToyBackend.create_group, world_sizes=[2, 5])
     assert calls == [(ToyBackend.create_group, size) for size in (2, 2, 5, 5)]
 
@@ -220,7 +221,7 @@ def test_check_backend_lists_all_broken_rules(monkeypatch):
         raise AssertionError(f"broken at {world_size}")
 
     checks = [_named("good", lambda *args: None), broken]
-    monkeypatch.setattr(backend_conformance, "BACKEND_CHECKS", checks)
+    monkeypatch.setattr(suite, "BACKEND_CHECKS", checks)
     with pytest.raises(AssertionError) as caught:
         check_backend(ToyBackend.create_group, world_sizes=[2, 3])
     message = str(caught.value)

@@ -9,7 +9,7 @@ import pytest
 # A pytest in this process forgets the modules that it was the first to import, and numpy can't be imported twice.
 import ferrodist.backends.process_group
 import ferrodist.testing.process_ranks
-import ferrodist.testing.thread_ranks  # noqa: F401
+import ferrodist.testing.ranks  # noqa: F401
 from ferrodist.backends.native import NativeBackend
 from ferrodist.testing import RANKS_BACKENDS
 

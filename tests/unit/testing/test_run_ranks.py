@@ -15,7 +15,7 @@ import torch
 from toy_backend import ToyBackend
 
 from ferrodist.backends.process_group import default_group
-from ferrodist.backends.sub import SubBackend
+from ferrodist.backends.subgroup import SubBackend
 from ferrodist.errors import GroupAbortedError, InvalidWorldSizeError, PeerLostError, RankFailedError
 from ferrodist.testing import RANKS_BACKENDS, check_leaks, process_ranks, run_ranks
 

@@ -1,7 +1,7 @@
 """A real MPI as a backend: it moves the bytes, and what is said and folded is ours."""
 
 from ferrodist.backends.mpi.backend import MpiBackend
-from ferrodist.backends.mpi.library import is_mpi_available
+from ferrodist.backends.mpi.runtime import is_mpi_available
 
 __all__ = ["MpiBackend", "is_mpi_available"]
 

@@ -9,20 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ferrodist.backends.abort_reason import pack_reason, unpack_reason
+from ferrodist.backends.lifecycle import track
 from ferrodist.backends.mailbox_backend import MAX_AHEAD, Departure, GroupReceive, MailboxBackend, Send
-from ferrodist.backends.mpi import world
-from ferrodist.backends.mpi.agreement import MpiAgreement
-from ferrodist.backends.mpi.attendance import Attendance
-from ferrodist.backends.mpi.frame import Frame, Kind
-from ferrodist.backends.mpi.job import check_job
-from ferrodist.backends.mpi.library import library_version
-from ferrodist.backends.mpi.messages import MessagesIn, MessagesOut
-from ferrodist.backends.mpi.messenger import Messenger, Outgoing
-from ferrodist.backends.mpi.mover import MpiMover
-from ferrodist.backends.mpi.progress import Progress
-from ferrodist.backends.reason import pack_reason, unpack_reason
+from ferrodist.backends.mpi import runtime
+from ferrodist.backends.mpi.collectives import MpiAgreement, MpiMover
+from ferrodist.backends.mpi.liveness import Attendance
+from ferrodist.backends.mpi.runtime import check_job, library_version
+from ferrodist.backends.mpi.transport import Frame, Kind, MessagesIn, MessagesOut, Messenger, Outgoing, Progress
 from ferrodist.backends.request import Late, answer_seconds
-from ferrodist.backends.tcp.live import track
 from ferrodist.deadline import Deadline, check_timeout, resolve_timeout
 from ferrodist.errors import (
     BackendUnavailable,
@@ -38,8 +33,6 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.mailbox import Message
     from ferrodist.backends.request import Request
-
-__all__ = ["MpiBackend"]
 
 _WORLD = 0
 
@@ -118,14 +111,14 @@ class MpiBackend(MailboxBackend):
         connect_timeout: float | None = None,
     ) -> None:
         deadline = Deadline(resolve_timeout(timeout if connect_timeout is None else connect_timeout))
-        self._mpi = mpi = world.start(deadline)
+        self._mpi = mpi = runtime.start(deadline)
         if communicator is None:
             check_job(mpi.COMM_WORLD)
         parent = mpi.COMM_WORLD if communicator is None else communicator
         if not isinstance(parent, mpi.Intracomm) or parent == mpi.COMM_NULL:
             raise TypeError(f"communicator must be an intracommunicator of mpi4py, not {parent!r}")
         super().__init__(parent.Get_rank(), parent.Get_size(), timeout=timeout, name=name)
-        self._communicators = world.duplicate(mpi, parent, name, deadline)
+        self._communicators = runtime.duplicate(mpi, parent, name, deadline)
         self._messages, collective = self._communicators
         self._messenger = Messenger(mpi, self._messages, self._on_frame)
         self._out = MessagesOut(self._messenger, self._push, self._finish_send)
@@ -134,7 +127,7 @@ class MpiBackend(MailboxBackend):
         self._parked: list[_Parked] = []
         self._parted: set[int] = set()  # ranks that have left the world, or died
         self._has_said_goodbye = False
-        self._watches_deaths = world.call_safely(mpi, self._messages.Get_failed) is not None
+        self._watches_deaths = runtime.call_safely(mpi, self._messages.Get_failed) is not None
         self._actions: dict[Kind, Callable[[int, Frame, memoryview], None]] = {
             Kind.EAGER: self._in.on_eager,
             Kind.OFFER: self._in.on_offer,
@@ -159,7 +152,7 @@ class MpiBackend(MailboxBackend):
             ended=self._release,
             name=f"ferrodist-mpi-{name}-{self.rank}",
         )
-        world.use(self)
+        runtime.use(self)
         track(self)
         self._progress.start()
 
@@ -176,7 +169,7 @@ class MpiBackend(MailboxBackend):
         Raises:
             InvalidWorldSizeError, InvalidRankError: MPI says otherwise.
         """
-        communicator = world.start(deadline).COMM_WORLD
+        communicator = runtime.start(deadline).COMM_WORLD
         check_job(communicator, rank, world_size)
         return cls(communicator, timeout=timeout, connect_timeout=deadline.remaining())
 
@@ -317,13 +310,13 @@ class MpiBackend(MailboxBackend):
         if not self._watches_deaths:
             return
         mpi, messages = self._mpi, self._messages
-        failed = world.call_safely(mpi, messages.Get_failed)
+        failed = runtime.call_safely(mpi, messages.Get_failed)
         if failed is None or failed.Get_size() == 0:
             return
         numbers = failed.Translate_ranks(list(range(failed.Get_size())), messages.Get_group())
         for rank in set(numbers) - self._parted:
             self._lose(rank)
-        world.call_safely(mpi, messages.Ack_failed)  # or receives from any rank are refused
+        runtime.call_safely(mpi, messages.Ack_failed)  # or receives from any rank are refused
 
     def _lose(self, rank: int) -> None:
         self._parted.add(rank)
@@ -339,7 +332,7 @@ class MpiBackend(MailboxBackend):
         self._patrol()
         is_known = bool(self._parted) and isinstance(error, mpi.Exception) and error.Get_error_class() in deaths
         if self.failure is None and not is_known:  # one that had left before it died is nobody's loss
-            self.abort(world.translate(mpi, error))
+            self.abort(runtime.translate(mpi, error))
 
     # Notices, and the end.
 
@@ -383,8 +376,8 @@ class MpiBackend(MailboxBackend):
         has_failed = _WORLD in self._failures
         if self.mover.end() and not has_failed:
             for communicator in self._communicators:
-                world.call_safely(self._mpi, communicator.Free)
-        world.forget(self, has_failed=has_failed or bool(self._died))
+                runtime.call_safely(self._mpi, communicator.Free)
+        runtime.forget(self, has_failed=has_failed or bool(self._died))
 
     def has_parted(self, patience: float) -> bool:
         """Wait until all ranks have left the group; whether they have, ``patience`` seconds after a failure."""
@@ -419,9 +412,9 @@ class MpiBackend(MailboxBackend):
                 f"{library_version()} can't make a group of the ranks that are left: use Open MPI, started with"
                 " mpiexec --with-ft ulfm"
             )
-        communicator = world.in_thread(self._messages.Shrink, deadline)
+        communicator = runtime.in_thread(self._messages.Shrink, deadline)
         if isinstance(communicator, Exception):
-            raise world.translate(mpi, communicator) from communicator
+            raise runtime.translate(mpi, communicator) from communicator
         if communicator is None:
             raise DistributedTimeoutError(
                 f"shrink of group {self.name!r} on rank {self.rank}: not all of the ranks that are left called it"

@@ -1,7 +1,7 @@
 """The native engine: shared memory on one host, TCP between hosts."""
 
 from ferrodist.backends.native.backend import GlooBackend, NativeBackend
-from ferrodist.backends.native.library import is_gloo_available, is_native_available
+from ferrodist.backends.native.binding import is_gloo_available, is_native_available
 
 __all__ = ["GlooBackend", "NativeBackend", "is_gloo_available", "is_native_available"]
 

@@ -9,28 +9,25 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.backends.call import Call
+from ferrodist.backends.lifecycle import held_now
 from ferrodist.backends.mailbox_backend import CLOSED, Departure
+from ferrodist.backends.native.binding import load
+from ferrodist.backends.native.bootstrap import open_messages
 from ferrodist.backends.native.collectives import NativeCollectives
-from ferrodist.backends.native.hosts import Place, address_of_interface, host_id
-from ferrodist.backends.native.library import load
-from ferrodist.backends.native.messages import MessagesBackend
-from ferrodist.backends.native.opening import open_messages
-from ferrodist.backends.sub import SubBackend
-from ferrodist.backends.weak import held_now
+from ferrodist.backends.native.p2p import MessagesBackend
+from ferrodist.backends.native.topology import Place, address_of_interface, host_id
+from ferrodist.backends.signature import Call
+from ferrodist.backends.subgroup import SubBackend
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import GroupAbortedError
 from ferrodist.rendezvous import rendezvous
-from ferrodist.rendezvous.secret import resolve_secret
-from ferrodist.rendezvous.user_secret import secret_or_users
+from ferrodist.rendezvous.secret import resolve_secret, secret_or_users
 
 if TYPE_CHECKING:
     import socket
 
     from ferrodist.backends.base import Backend
     from ferrodist.errors import DistributedError
-
-__all__ = ["GlooBackend", "NativeBackend"]
 
 _NONCE_BYTES = 16
 

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ferrodist.backends import long_waits
-from ferrodist.backends.agreement import left_reason
-from ferrodist.backends.call import Call
-from ferrodist.backends.native.failures import abort_record, public_error, queued_error
-from ferrodist.backends.native.library import load
-from ferrodist.backends.native.names import SHARE_NAME_BYTES, call_of_line, dtype_name, dtype_number
-from ferrodist.backends.native.opening import open_communicator, open_symmetric
+from ferrodist.backends import stragglers
+from ferrodist.backends.native.binding import SHARE_NAME_BYTES, call_of_line, dtype_name, dtype_number, load
+from ferrodist.backends.native.bootstrap import open_communicator, open_symmetric
+from ferrodist.backends.native.errors import abort_record, public_error, queued_error
+from ferrodist.backends.signature import Call
+from ferrodist.backends.verification import left_reason
 from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import DistributedError
 from ferrodist.torch_private.autograd import increment_version
@@ -24,10 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.native.hosts import Place
-    from ferrodist.backends.native.joined_view import JoinedView
-
-__all__ = ["NativeCollectives"]
+    from ferrodist.backends.native.symmetric_memory import JoinedView
+    from ferrodist.backends.native.topology import Place
 
 _POLL_SECONDS = 0.05
 
@@ -343,9 +340,9 @@ def _warn_of_late_ranks(
     place: int, line: bytes, late: Sequence[int], elapsed: float, timeout: float, *, group: str, rank: int
 ) -> None:
     """Name whom the call at a place waits for, if no other rank does; the engine calls it in whatever thread waits."""
-    if long_waits.is_speaker(rank, late):
+    if stragglers.is_speaker(rank, late):
         call = call_of_line(line, place)
-        long_waits.warn_of_late_ranks(call, late, group=group, rank=rank, elapsed=Elapsed(elapsed, timeout))
+        stragglers.warn_of_late_ranks(call, late, group=group, rank=rank, elapsed=Elapsed(elapsed, timeout))
 
 
 def _call(operation: str, tensor: torch.Tensor, count: int, *, op: Any = "", root: int = -1, dim: int = -1) -> Call:

@@ -13,9 +13,8 @@
 """
 
 from ferrodist.backends.nccl.backend import NcclBackend
-from ferrodist.backends.nccl.dtypes import reduce_op_to_nccl
-from ferrodist.backends.nccl.library import is_nccl_available, why_no_nccl
-from ferrodist.backends.nccl.unique_id import NcclUniqueId
+from ferrodist.backends.nccl.communicator import NcclUniqueId, is_nccl_available, why_no_nccl
+from ferrodist.backends.nccl.reductions import reduce_op_to_nccl
 
 __all__ = ["NcclBackend", "NcclUniqueId", "is_nccl_available", "reduce_op_to_nccl", "why_no_nccl"]
 

@@ -1,8 +1,8 @@
 """The collectives of tensors on GPUs, by NCCL.
 
 What NCCL has is one call. The rest is made of grouped sends and receives, or of one broadcast or reduction a rank in a
-group, which NCCL overlaps. What it can't reduce goes another way: see [Note: recipes] in `dtypes.py`. Bits differ from
-those of other backends where the order of additions shows, for the order is NCCL's.
+group, which NCCL overlaps. What it can't reduce goes another way: see [Note: recipes] in `reductions.py`. Bits differ
+from those of other backends where the order of additions shows, for the order is NCCL's.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.backends.call import Call
-from ferrodist.backends.nccl.count_comparison import CountComparison
-from ferrodist.backends.nccl.dtypes import NCCL_DTYPES, Form, Recipe, fold_gathered, recipe_of
+from ferrodist.backends.nccl.reductions import NCCL_DTYPES, Form, Recipe, fold_gathered, recipe_of
+from ferrodist.backends.nccl.verification import CountComparison
+from ferrodist.backends.signature import Call
 from ferrodist.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.nccl.communicator import Communicator
-    from ferrodist.backends.nccl.launched import Enqueued
-    from ferrodist.backends.nccl.launcher import Lane, Launcher
-
-__all__ = ["NcclCollectives"]
+    from ferrodist.backends.nccl.stream_executor import Lane, Launcher
+    from ferrodist.backends.nccl.streams import Enqueued
 
 
 class NcclCollectives:

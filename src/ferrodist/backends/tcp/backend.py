@@ -14,28 +14,30 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ferrodist.backends.abort_reason import pack_reason, unpack_reason
+from ferrodist.backends.lifecycle import track
 from ferrodist.backends.mailbox import EAGER_LIMIT, Message
 from ferrodist.backends.mailbox_backend import MAX_AHEAD, Departure, MailboxBackend, Send
-from ferrodist.backends.reason import pack_reason, unpack_reason
 from ferrodist.backends.request import Late
 from ferrodist.backends.tags import group_of_tag, group_tag
-from ferrodist.backends.tcp.frame import MAX_PAYLOAD, Frame, Kind
-from ferrodist.backends.tcp.life_signs import LifeSigns
-from ferrodist.backends.tcp.link import Link, Outgoing, Sink
-from ferrodist.backends.tcp.live import track
-from ferrodist.backends.tcp.loop import BLOCK_BYTES, LinkLoop
-from ferrodist.backends.tcp.meeting import dial_hub, gather_links, read_published, refusal_of
-from ferrodist.backends.tcp.tuning import tune
-from ferrodist.deadline import Deadline, check_timeout
-from ferrodist.errors import (
-    DistributedError,
-    ProtocolError,
-    RendezvousError,
-    ranks_text,
+from ferrodist.backends.tcp.connection import (
+    Link,
+    Outgoing,
+    Sink,
+    dial_hub,
+    gather_links,
+    read_published,
+    refusal_of,
+    tune,
 )
-from ferrodist.limits import check_descriptors, naming_limits
-from ferrodist.rendezvous.listener import format_address
+from ferrodist.backends.tcp.io_loop import BLOCK_BYTES, LinkLoop
+from ferrodist.backends.tcp.liveness import LifeSigns
+from ferrodist.backends.tcp.wire import MAX_PAYLOAD, Frame, Kind
+from ferrodist.deadline import Deadline, check_timeout
+from ferrodist.errors import DistributedError, ProtocolError, RendezvousError, ranks_text
 from ferrodist.rendezvous.secret import resolve_secret
+from ferrodist.rendezvous.sockets import format_address
+from ferrodist.resource_limits import check_descriptors, naming_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
 
     from ferrodist.rendezvous import Membership
     from ferrodist.rendezvous.session import Connection
-
-__all__ = ["TcpBackend"]
 
 _ADDRESS_KEY = "tcp/address"
 
@@ -332,7 +332,7 @@ class TcpBackend(MailboxBackend):
     def find_late(self, peers: tuple[int, ...], within: float) -> Late:
         """Put a wait in vain down to rank 0 when it passes on nothing, else to the peers that are not there.
 
-        See [Note: life signs] in `life_signs.py`.
+        See [Note: life signs] in `liveness.py`.
         """
         if within == 0 or peers == (_HUB,) or self.failure is not None:
             return Late(ranks=peers)

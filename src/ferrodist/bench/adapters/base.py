@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from ferrodist.bench.arrays import Arrays
     from ferrodist.bench.cases import Case, Operation
 
-__all__ = ["Adapter", "NotOfferedError", "Place"]
-
-
 _LACKING = "it has no such operation"
 
 

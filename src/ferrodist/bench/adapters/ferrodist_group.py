@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.mpi.library import library_version
-from ferrodist.backends.ucc.library import load as load_ucc
+from ferrodist.backends.mpi.runtime import library_version
+from ferrodist.backends.ucc.bindings import load as load_ucc
 from ferrodist.bench.adapters.base import Adapter
 from ferrodist.bench.arrays import Arrays, TorchArrays
 from ferrodist.bench.cases import Case, Operation
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from ferrodist.bench.adapters.base import Place
     from ferrodist.bench.cases import DataType
-
-__all__ = ["FerrodistAdapter"]
 
 
 class SymmetricArrays(TorchArrays):

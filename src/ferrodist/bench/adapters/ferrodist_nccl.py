@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.nccl.library import load_nccl
+from ferrodist.backends.nccl.communicator import load_nccl
 from ferrodist.bench.adapters.ferrodist_group import FerrodistAdapter
 from ferrodist.bench.arrays import Arrays, TorchArrays
 from ferrodist.bench.cases import DataType, Operation
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ferrodist.bench.adapters.base import Place
-
-__all__ = ["NcclAdapter"]
 
 _SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 

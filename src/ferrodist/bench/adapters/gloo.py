@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from ferrodist.bench.adapters.base import Place
 
-__all__ = ["GlooAdapter"]
-
 
 class GlooAdapter(Adapter):
     """A rank of torch.distributed's gloo; see `Adapter`."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ferrodist.bench.adapters.base import Place
     from ferrodist.bench.arrays import Arrays
 
-__all__ = ["MemoryCopyAdapter"]
-
 
 class MemoryCopyAdapter(Adapter):
     """A process that copies; see `Adapter`."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ferrodist.bench.arrays import Arrays
     from ferrodist.bench.peers import Peer
 
-__all__ = ["MpiAdapter"]
-
 
 class MpiAdapter(Adapter):
     """A rank of MPI_COMM_WORLD; see `Adapter`."""

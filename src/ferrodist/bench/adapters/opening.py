@@ -9,8 +9,6 @@ from ferrodist.bench.peers import OURS, Peer
 if TYPE_CHECKING:
     from ferrodist.bench.adapters.base import Adapter, Place
 
-__all__ = ["open_adapter"]
-
 
 def open_adapter(peer: Peer, place: Place) -> Adapter:
     """Join the group of a peer; every rank of it calls this."""

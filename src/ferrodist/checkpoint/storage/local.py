@@ -16,16 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES
-from ferrodist.checkpoint.storage.liveness import DEAD_SECONDS, system_id
+from ferrodist.checkpoint.storage.base import DEAD_SECONDS, MAX_SMALL_FILE_BYTES, system_id
 from ferrodist.checkpoint.storage.local_writer import LocalWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from ferrodist.deadline import Deadline
-
-__all__ = ["LocalStorage", "open_regular"]
 
 _SAVING = ".saving-"
 _MAX_OPEN = 100

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["LocalWriter"]
-
 _ALIGNMENT = 4096
 _BUFFER_BYTES = 4 << 20
 _NUM_WRITES = 2

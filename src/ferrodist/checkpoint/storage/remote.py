@@ -1,4 +1,14 @@
-"""A folder of a file system of fsspec's: of an object store, or of another machine."""
+"""A folder of a file system of fsspec's: of an object store, or of another machine.
+
+What file systems of fsspec raise, as OSError. Each raises what its own libraries do.
+
+Writing a file of a file system of fsspec's, part by part.
+
+Uploads that were begun and never completed.
+
+S3 and what is like it keep the parts of such an upload until somebody aborts it: no list of files shows them, and they
+are paid for. Other stores drop them after some days by themselves.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +23,166 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from fsspec.asyn import AsyncFileSystem, sync
+from fsspec.spec import AbstractBufferedFile
 
-from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES, save_of
-from ferrodist.checkpoint.storage.liveness import DEAD_SECONDS, describe_process, is_process_alive
-from ferrodist.checkpoint.storage.remote_errors import as_os_errors, to_os_error, was_refused
-from ferrodist.checkpoint.storage.remote_writer import RemoteWriter
-from ferrodist.checkpoint.storage.uploads import abort_upload, list_uploads
+from ferrodist.checkpoint.storage.base import (
+    DEAD_SECONDS,
+    MAX_SMALL_FILE_BYTES,
+    describe_process,
+    is_process_alive,
+    save_of,
+)
+from ferrodist.errors import describe_error
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from fsspec import AbstractFileSystem
 
     from ferrodist.deadline import Deadline
 
-__all__ = ["RemoteStorage"]
+_NUMBERS: dict[type[OSError], int] = {
+    FileNotFoundError: errno.ENOENT,
+    PermissionError: errno.EACCES,
+    FileExistsError: errno.EEXIST,
+    IsADirectoryError: errno.EISDIR,
+    NotADirectoryError: errno.ENOTDIR,
+    TimeoutError: errno.ETIMEDOUT,
+}
+"""Of those that are raised with a text alone."""
+
+_REFUSALS = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
+
+
+@contextlib.contextmanager
+def as_os_errors(where: str) -> Iterator[None]:
+    """Raise OSError for everything that the block raises.
+
+    Args:
+        where: The file, for the message.
+    """
+    try:
+        yield
+    except Exception as error:  # libraries of file systems raise classes that share nothing
+        raise to_os_error(error, where) from error
+
+
+def to_os_error(error: BaseException, where: str) -> OSError:
+    """The OSError that says what an error does, of the subclass that its number has."""
+    if not isinstance(error, OSError):
+        return OSError(errno.EIO, describe_error(error), where)
+    number = error.errno
+    if number is None:
+        number = next((number for kind, number in _NUMBERS.items() if isinstance(error, kind)), errno.EIO)
+    text = error.strerror or (str(error).strip().partition("\n")[0]) or type(error).__name__
+    return OSError(number, text, where)
+
+
+def was_refused(error: OSError) -> bool:
+    """Whether the store has answered, with a no; without an answer, what was asked for may still happen."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(getattr(cause, "response", None), dict):  # botocore's: what the server sent
+            return True
+        cause = cause.__cause__
+    return isinstance(error, _REFUSALS)
+
 
 _logger = logging.getLogger(__name__)
+
+
+class RemoteWriter:
+    """A `FileWriter` that sends a part when it has one; in object stores the file is there when it is closed.
+
+    Args:
+        fs: The file system.
+        path: The file, as it names it.
+        where: The file, for messages.
+        part_bytes: How much is kept until it is sent.
+
+    Raises:
+        OSError: The file system refuses.
+    """
+
+    def __init__(self, fs: Any, path: str, where: str, part_bytes: int) -> None:
+        self._fs = fs
+        self._path = path
+        self._where = where
+        self._part_bytes = part_bytes
+        with as_os_errors(where):
+            self._file: Any = fs.open(path, "wb", block_size=part_bytes)
+
+    def write(self, data: memoryview) -> None:
+        """See `FileWriter`."""
+        flat = data.cast("B")
+        with as_os_errors(self._where):
+            for start in range(0, len(flat), self._part_bytes):
+                self._file.write(flat[start : start + self._part_bytes])
+
+    def close(self) -> None:
+        """See `FileWriter`."""
+        with as_os_errors(self._where):
+            if self._file.closed:  # fsspec closes what it could not begin to send
+                raise OSError(errno.EIO, "It was closed before, or its upload has failed")
+            self._file.close()
+
+    def discard(self) -> None:
+        """See `FileWriter`."""
+        try:
+            with as_os_errors(self._where), contextlib.suppress(FileNotFoundError):
+                self._give_up()
+        except OSError as error:
+            # Raised, it would hide why the file is given up. The next save to the folder removes what stays.
+            _logger.warning("what was sent of %s can't be removed: %s", self._where, error)
+
+    def _give_up(self) -> None:
+        try:
+            if isinstance(self._file, AbstractBufferedFile):
+                self._file.closed = True  # closing it, which it does by itself when it is forgotten, would complete it
+                with contextlib.suppress(FileNotFoundError):
+                    self._file.discard()
+            else:
+                self._file.close()
+        finally:
+            # Stores without uploads have it already; and an upload may be complete of which the answer was lost.
+            self._fs.rm_file(self._path)
+
+
+def list_uploads(fs: Any, folder: str) -> Iterator[tuple[str, str]]:
+    """The uploads of files of a folder, each as the file's name in the folder and the upload's id.
+
+    Args:
+        fs: The file system; there are none where it doesn't tell of them.
+        folder: Its name there.
+    """
+    if not hasattr(fs, "abort_mpu"):
+        return
+    bucket, key, _ = fs.split_path(folder)
+    prefix = f"{key}/" if key else ""
+    after: dict[str, str] = {}
+    while True:
+        page = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **after)
+        for upload in page.get("Uploads", ()):
+            if upload["Key"].startswith(prefix):
+                yield upload["Key"].removeprefix(prefix), upload["UploadId"]
+        if not page.get("IsTruncated"):
+            return
+        after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+
+def abort_upload(fs: Any, path: str, upload: str) -> None:
+    """Drop the parts of an upload.
+
+    Args:
+        fs: The file system.
+        path: The file.
+        upload: The upload's id.
+    """
+    bucket, key, _ = fs.split_path(path)
+    with contextlib.suppress(FileNotFoundError):  # somebody else did
+        fs.abort_mpu(bucket, key, upload)
+
 
 _PART_BYTES = 16 << 20
 """Kept in memory until it is sent, and twice while it is. Larger files have larger parts:"""

@@ -9,19 +9,16 @@
 """
 
 from ferrodist.errors import PipelineError
-from ferrodist.parallel.pipeline.actions import Action, ActionKind
-from ferrodist.parallel.pipeline.building import PipelineSchedule, build_schedule
-from ferrodist.parallel.pipeline.communication import add_communication
-from ferrodist.parallel.pipeline.drawing import draw_text, plot
-from ferrodist.parallel.pipeline.losses import LossReduction
-from ferrodist.parallel.pipeline.microbatches import Microbatches
+from ferrodist.parallel.pipeline.microbatch import LossReduction, Microbatches
 from ferrodist.parallel.pipeline.pipeline import Pipeline
-from ferrodist.parallel.pipeline.schedule import Schedule
-from ferrodist.parallel.pipeline.splitting import Balance, split_sequential
+from ferrodist.parallel.pipeline.schedule.build import PipelineSchedule, build_schedule
+from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind, Schedule
+from ferrodist.parallel.pipeline.schedule.lowering import add_communication
+from ferrodist.parallel.pipeline.schedule.timeline import Costs, Timeline, count_activations, predict
+from ferrodist.parallel.pipeline.schedule.validate import check_schedule
+from ferrodist.parallel.pipeline.schedule.visualize import draw_text, plot
+from ferrodist.parallel.pipeline.split import Balance, Stages, find_shared, split_sequential
 from ferrodist.parallel.pipeline.stage import PipelineOutput
-from ferrodist.parallel.pipeline.stages import Stages, find_shared
-from ferrodist.parallel.pipeline.timeline import Costs, Timeline, count_activations, predict
-from ferrodist.parallel.pipeline.validation import check_schedule
 
 __all__ = [
     "Action",

@@ -1,27 +1,69 @@
-"""One stage at work: forwards of microbatches, and their backwards, whole or split."""
+"""One stage at work: forwards of microbatches, and their backwards, whole or split.
+
+The ways that values go from stage to stage.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from ferrodist.collectives.nested_values import unflatten
-from ferrodist.parallel.pipeline.edges import MAIN
+from ferrodist.collectives.pytree import unflatten
 from ferrodist.parallel.pipeline.split_backward import backward_inputs
-from ferrodist.parallel.pipeline.whole_model import unwrap
+from ferrodist.parallel.pipeline.state_dict import unwrap
 from ferrodist.torch_private.autograd import base_of
+from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
 
-    from ferrodist.collectives.letters import Parcel
+    from ferrodist.collectives.serialization import Parcel
     from ferrodist.parallel.pipeline.split_backward import WeightBackward
 
-__all__ = ["PipelineOutput", "Stage"]
+MAIN = ""
+"""The name of what goes from each stage to the next one; skips have names of their own."""
+
+
+class Edge(NamedTuple):
+    """A way from stage to stage.
+
+    Args:
+        name: Of a skip, or that of the way to the next stage.
+        source: The stage that gives.
+        target: The stage that takes.
+    """
+
+    name: str
+    source: int
+    target: int
+
+
+def find_edges(num_stages: int, skips: Mapping[str, tuple[int, int]]) -> list[Edge]:
+    """All ways between stages: from each to the next, and what goes past some.
+
+    Args:
+        num_stages: Of the model.
+        skips: By their names: the stage that gives it, and the one that takes it.
+
+    Raises:
+        ValueError: A skip goes nowhere, or its name is none of an argument.
+    """
+    edges = [Edge(MAIN, stage, stage + 1) for stage in range(num_stages - 1)]
+    for name, (source, target) in skips.items():
+        if not name.isidentifier():
+            raise ValueError(f"the skip {name!r} is no name of an argument")
+        if not 0 <= source < target < num_stages:
+            raise ValueError(
+                f"the skip {name!r} goes from stage {source} to stage {target}: a later one, of"
+                f" {counted(num_stages, 'stage')}"
+            )
+        edges.append(Edge(name, source, target))
+    return edges
+
 
 Gradients = dict[str, list[torch.Tensor | None]]
 """For what came or went under each name, the gradients of those of its tensors that want one, in their order."""

@@ -1,0 +1,41 @@
+"""The reason of a group's failure, as bytes for the group's other ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ferrodist.errors import error_from_wire, error_to_wire
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from ferrodist.errors import DistributedError
+
+_MAX_LETTERS = 10_000
+_MAX_RANKS = 10_000
+
+_DECODER = msgspec.msgpack.Decoder(tuple[str, str, tuple[int, ...]])
+
+
+def pack_reason(error: DistributedError, *, letters: int = _MAX_LETTERS, ranks: int = _MAX_RANKS) -> bytes:
+    """Encode an error: its class, the first ``letters`` of its message, and the first ``ranks`` of its ranks."""
+    name, message, named = error_to_wire(error)
+    return msgspec.msgpack.encode((name, message[:letters], named[:ranks]))
+
+
+def unpack_reason(data: Buffer, world_size: int) -> DistributedError:
+    """Decode what `pack_reason` encoded on another rank, in a group of a world of ``world_size`` ranks.
+
+    Raises:
+        ValueError: No rank would send this: it is no such encoding, or names a rank that there can't be.
+    """
+    try:
+        name, message, ranks = _DECODER.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # text that isn't UTF-8 is a ValueError
+        raise ValueError(f"a reason that can't be read ({error})") from None
+    wrong = [rank for rank in ranks if not 0 <= rank < world_size]
+    if wrong:
+        raise ValueError(f"a reason that names rank {wrong[0]} of a world of {world_size}")
+    return error_from_wire(name, message, ranks)

@@ -1,0 +1,105 @@
+"""The compiled engine, or why there is none.
+
+The numbers by which the engine knows dtypes, reductions and operations: the order of their enums in native/.
+"""
+
+from __future__ import annotations
+
+import importlib
+import struct
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.backends.signature import Call
+from ferrodist.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
+_reason: str | None = None
+_module: ModuleType | None = None
+
+try:
+    _module = importlib.import_module("ferrodist._native")
+except ImportError as error:
+    _reason = str(error)
+
+
+def load() -> ModuleType:
+    """The engine's module.
+
+    Raises:
+        BackendUnavailable: This installation was built without it.
+    """
+    if _module is None:
+        raise BackendUnavailable(
+            f"this installation of ferrodist has no native engine ({_reason}): install it with a C++ compiler and"
+            " without FERRODIST_NO_NATIVE, or use the tcp backend"
+        )
+    return _module
+
+
+def why_no_native() -> str | None:
+    """Why this installation has no native engine; None where it has."""
+    return _reason
+
+
+def is_native_available() -> bool:
+    """Whether this installation has the native engine."""
+    return _module is not None
+
+
+def is_gloo_available() -> bool:
+    """Whether this installation has `GlooBackend`, which is the native engine over TCP alone."""
+    return is_native_available()
+
+
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
+_REDUCTIONS = ("sum", "mean", "min", "max", "product", "band", "bor", "bxor", "premultiplied_sum")
+_OPERATIONS = (
+    *("barrier", "allreduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter"),
+    *("all_to_all", "share"),
+)
+_FOLDING = ("allreduce", "reduce", "reduce_scatter")
+
+_LINE = struct.Struct("<BBBbiQ")  # `Call` of native/transport/shm/segment.h; its payload follows
+
+SHARE_NAME_BYTES = 24
+"""Bytes at the front of a share's payload that hold its name."""
+
+
+def dtype_number(tensor: torch.Tensor) -> int:
+    """The engine's number of a tensor's dtype."""
+    return _DTYPE_NUMBERS[tensor.dtype]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32", for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+_DTYPE_NAMES = tuple(map(dtype_name, _DTYPES))
+
+
+def _name_of(number: int, names: Sequence[str], what: str) -> str:
+    """What stands for a number of another rank; one that is unknown here stands for itself."""
+    return names[number] if number < len(names) else f"{what} {number}"
+
+
+def call_of_line(line: bytes, sequence: int) -> Call:
+    """One rank's call and payload, as the engine keeps them, in words."""
+    number, dtype, reduction, dim, root, count = _LINE.unpack_from(line)
+    operation = _name_of(number, _OPERATIONS, "operation")
+    if operation == "share":
+        name = line[_LINE.size : _LINE.size + SHARE_NAME_BYTES].rstrip(b"\0").decode("ascii", "replace")
+        return Call(operation=name, sequence=sequence)
+    facts: dict[str, Any] = {} if operation == "barrier" else {"dtype": _name_of(dtype, _DTYPE_NAMES, "dtype")}
+    if operation in _FOLDING:
+        facts["reduce_op"] = _name_of(reduction, _REDUCTIONS, "reduction")
+    return Call(operation=operation, root=root, dim=dim, count=count, sequence=sequence, **facts)

@@ -1,0 +1,201 @@
+"""What NCCL can reduce, and how the rest is brought into a form that it can.
+
+[Note: recipes]
+NCCL knows sums, products, minima, maxima and averages of some dtypes, and neither bits nor NaN. A reduction of this
+project means the same on every backend (up to NCCL's own order and precision of sums), so what NCCL hasn't, or does in
+another sense, goes another way:
+
+- bool travels as uint8: *or* is its maximum, *and* its minimum; *xor* is the sum's lowest bit. int16 travels as int32,
+  8-bit floats as float32, which are rounded once.
+- MIN and MAX of floats: NCCL drops NaN, here it wins. They travel as integers in the floats' order, with NaN at the
+  end that wins; float16 and bfloat16 as float32.
+- MEAN and premultiplied sums of float16 and bfloat16 multiply by a factor in that type. Where it can't hold the factor
+  they are done in float32, and rounded once.
+- Complex numbers are added as pairs of reals. Their products, and bitwise operations, have no form in NCCL: all ranks'
+  elements are gathered, and each rank folds them in rank order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.errors import UnsupportedOpError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+NCCL_DTYPES: dict[torch.dtype, int] = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.int64: 4,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+"""Numbers of ncclDataType_t, of the dtypes whose sums and products NCCL is left to. It has 8-bit floats, too, but adds
+them in their own precision."""
+
+_OPERATIONS = {"sum": 0, "product": 1, "max": 2, "min": 3, "mean": 4}
+_HALVES = (torch.float16, torch.bfloat16)
+_WIDER = {
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.int16: torch.int32,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+_SIGN_BITS = {torch.float32: (torch.int32, 0x7FFFFFFF), torch.float64: (torch.int64, 0x7FFFFFFFFFFFFFFF)}
+
+
+def reduce_op_to_nccl(op: Any) -> int:
+    """NCCL's number (``ncclRedOp_t``) of a `ReduceOp`.
+
+    Raises:
+        UnsupportedOpError: NCCL has none: the bitwise operations, and premultiplied sums, which are made for a
+            communicator. (Collectives do them all the same.)
+        TypeError: ``op`` is no reduction.
+    """
+    name = str(op)
+    if name in _OPERATIONS:
+        return _OPERATIONS[name]
+    if name in ("band", "bor", "bxor", "premultiplied_sum"):
+        raise UnsupportedOpError(f"NCCL has no number for {name}: ncclRedOp_t is {', '.join(_OPERATIONS)}")
+    raise TypeError(f"op must be a ReduceOp, not {op!r}")
+
+
+class Form(Enum):
+    """How elements lie in what NCCL is given."""
+
+    AS_THEY_ARE = "as they are"
+    CONVERTED = "converted"
+    ORDERED = "as integers in the floats' order"
+    GATHERED = "gathered"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How a reduction is done.
+
+    Args:
+        form: See `Form`.
+        carrier: The dtype that NCCL gets.
+        op: NCCL's number; None for a premultiplied sum that is made with ``factor``, and for what is gathered.
+        factor: What this rank's elements are multiplied by, or None.
+        fold: For what is gathered: takes one rank's elements into those before.
+        nan_wins_low: Of an ordered form: whether NaN is below all, for a minimum.
+        keeps_lowest_bit: Whether the result is its lowest bit.
+    """
+
+    form: Form
+    carrier: torch.dtype
+    op: int | None = None
+    factor: float | None = None
+    fold: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    nan_wins_low: bool = False
+    keeps_lowest_bit: bool = False
+
+    def pack(self, source: torch.Tensor) -> torch.Tensor:
+        """What NCCL gets for ``source``: its own memory, or a fresh tensor."""
+        if self.form is Form.AS_THEY_ARE:
+            return source
+        if source.dtype.is_complex:
+            source = torch.view_as_real(source).view(-1)
+        if self.form is Form.ORDERED:
+            return self._ordered(source)
+        return source.to(self.carrier)
+
+    def unpack(self, packed: torch.Tensor, out: torch.Tensor) -> None:
+        """Bring what NCCL wrote to ``out``."""
+        if packed is out:
+            return
+        target = torch.view_as_real(out).view(-1) if out.dtype.is_complex else out
+        if self.form is Form.ORDERED:
+            packed = self._unordered(packed)
+        elif self.keeps_lowest_bit:
+            packed = packed & 1
+        if packed.data_ptr() != target.data_ptr():
+            target.copy_(packed)
+
+    def _ordered(self, source: torch.Tensor) -> torch.Tensor:
+        wide = source if source.dtype is torch.float64 else source.to(torch.float32)
+        integers, low_bits = _SIGN_BITS[wide.dtype]
+        bits = wide.view(integers)
+        ordered = torch.where(bits < 0, bits ^ low_bits, bits)  # of negative floats the larger ones have smaller bits
+        extreme = torch.iinfo(integers).min if self.nan_wins_low else torch.iinfo(integers).max
+        return torch.where(wide.isnan(), torch.full_like(ordered, extreme), ordered)
+
+    def _unordered(self, packed: torch.Tensor) -> torch.Tensor:
+        floats = torch.float64 if packed.dtype is torch.int64 else torch.float32
+        _, low_bits = _SIGN_BITS[floats]
+        values = torch.where(packed < 0, packed ^ low_bits, packed).view(floats)
+        return torch.where(values.isnan(), torch.full_like(values, math.nan), values)
+
+
+@lru_cache(maxsize=256)
+def recipe_of(dtype: torch.dtype, op: Any, world_size: int) -> Recipe:
+    """How NCCL does a reduction that is defined for ``dtype``; see [Note: recipes].
+
+    Args:
+        dtype: Of the elements.
+        op: A `ReduceOp`, or a premultiplied sum.
+        world_size: Number of ranks.
+    """
+    name, factor = str(op), getattr(op, "factor", None)
+    if dtype is torch.bool:
+        return _of_bools(name)
+    fold = _complex_product if name == "product" and dtype.is_complex else _BITWISE.get(name)
+    if fold is not None:
+        return Recipe(form=Form.GATHERED, carrier=dtype, fold=fold)
+    if name in ("min", "max") and dtype.is_floating_point:
+        integers = torch.int64 if dtype is torch.float64 else torch.int32
+        return Recipe(form=Form.ORDERED, carrier=integers, op=_OPERATIONS[name], nan_wins_low=name == "min")
+    scale = 1 / world_size if name == "mean" else factor
+    carrier = _WIDER.get(dtype, dtype)
+    if dtype in _HALVES and scale is not None and not _holds(dtype, scale):
+        carrier = torch.float32
+    form = Form.AS_THEY_ARE if carrier is dtype else Form.CONVERTED
+    return Recipe(form=form, carrier=carrier, op=_OPERATIONS.get(name), factor=factor)
+
+
+def _of_bools(name: str) -> Recipe:
+    if name == "bxor":
+        op, carrier = _OPERATIONS["sum"], torch.uint8  # which wraps around: the lowest bit is right all the same
+    else:
+        op, carrier = _OPERATIONS["max" if name in ("sum", "max", "bor") else "min"], torch.uint8
+    return Recipe(form=Form.CONVERTED, carrier=carrier, op=op, keeps_lowest_bit=name == "bxor")
+
+
+def _holds(dtype: torch.dtype, number: float) -> bool:
+    """Whether a small float type has a number, and not among its subnormals, which some arithmetic flushes."""
+    held = float(torch.tensor(number, dtype=dtype, device="cpu"))
+    return held == number and (number == 0 or (abs(number) >= torch.finfo(dtype).tiny and math.isfinite(held)))
+
+
+def _complex_product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    a, b = torch.view_as_real(one).unbind(-1)
+    c, d = torch.view_as_real(other).unbind(-1)
+    return torch.complex(a * c - b * d, a * d + b * c)
+
+
+_BITWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+def fold_gathered(recipe: Recipe, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Fold what was gathered, in rank order, into ``out``, which is none of ``parts``."""
+    assert recipe.fold is not None
+    result = parts[0]
+    for part in parts[1:]:
+        result = recipe.fold(result, part)
+    out.copy_(result)

@@ -1,0 +1,112 @@
+"""A collective call as other ranks see it: 192 bytes that are compared before any data moves."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+_OPERATION_SIZE, _DTYPE_SIZE, _REDUCE_OP_SIZE = 24, 16, 18
+
+# operation, dtype, reduce op, root, dim, element count, sequence | bytes of payload, payload
+_HEAD = struct.Struct(f"<{_OPERATION_SIZE}s{_DTYPE_SIZE}s{_REDUCE_OP_SIZE}sihqQ")
+_PAYLOAD_LENGTH = struct.Struct("<I")
+_PAYLOAD_START = _HEAD.size + _PAYLOAD_LENGTH.size
+
+CALL_SIZE = 192
+"""Bytes of one encoded call: three cache lines, and every rank's fits in the first segment of a connection."""
+
+MAX_PAYLOAD = CALL_SIZE - _PAYLOAD_START
+"""Bytes that travel with a call for free."""
+
+
+@lru_cache(maxsize=256)
+def _text(value: str, size: int) -> bytes:
+    encoded = value.encode("ascii")
+    assert len(encoded) <= size, f"{value!r} would be cut to {size} bytes"
+    return encoded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One rank's collective call.
+
+    All fields but ``payload`` must be equal on all ranks.
+
+    Args:
+        operation: What was called, at most 24 ASCII characters.
+        dtype: Name of the element type, at most 16 characters, or empty.
+        reduce_op: Name of the reduction, at most 18 characters, or empty.
+        root: The root rank, or -1.
+        dim: The dim that is joined or divided, counted from 0, or -1.
+        count: Number of elements all ranks must agree on, or 0 where they may differ.
+        sequence: Position of the call among the group's collectives.
+        payload: At most `MAX_PAYLOAD` bytes of this rank that every rank receives.
+    """
+
+    operation: str
+    dtype: str = ""
+    reduce_op: str = ""
+    root: int = -1
+    dim: int = -1
+    count: int = 0
+    sequence: int = 0
+    payload: bytes = b""
+
+    def encode(self) -> bytes:
+        """The call as `CALL_SIZE` bytes."""
+        assert len(self.payload) <= MAX_PAYLOAD
+        head = _HEAD.pack(
+            _text(self.operation, _OPERATION_SIZE),
+            _text(self.dtype, _DTYPE_SIZE),
+            _text(self.reduce_op, _REDUCE_OP_SIZE),
+            self.root,
+            self.dim,
+            self.count,
+            self.sequence,
+        )
+        return (head + _PAYLOAD_LENGTH.pack(len(self.payload)) + self.payload).ljust(CALL_SIZE, b"\0")
+
+    @staticmethod
+    def decode(record: bytes | memoryview) -> Call:
+        """Read what `encode` wrote; text that is not ASCII is shown with replacement characters."""
+        operation, dtype, reduce_op, root, dim, count, sequence = _HEAD.unpack_from(record)
+        return Call(
+            operation=operation.rstrip(b"\0").decode("ascii", "replace"),
+            dtype=dtype.rstrip(b"\0").decode("ascii", "replace"),
+            reduce_op=reduce_op.rstrip(b"\0").decode("ascii", "replace"),
+            root=root,
+            dim=dim,
+            count=count,
+            sequence=sequence,
+            payload=payload_of(record),
+        )
+
+    def at(self, sequence: int) -> Call:
+        """The same call at another position."""
+        return replace(self, sequence=sequence)
+
+    def with_payload(self, payload: bytes) -> Call:
+        """The same call with other bytes of this rank."""
+        return replace(self, payload=payload)
+
+    def __str__(self) -> str:
+        parts = [self.reduce_op] if self.reduce_op else []
+        if self.dtype:
+            parts.append(f"{self.dtype}[{self.count}]")
+        if self.root >= 0:
+            parts.append(f"root={self.root}")
+        if self.dim >= 0:
+            parts.append(f"dim={self.dim}")
+        return f"{self.operation}({', '.join(parts)})"
+
+
+def fingerprint_of(record: bytes | memoryview) -> bytes:
+    """The part of an encoded call that must be the same on all ranks."""
+    return bytes(record[: _HEAD.size])
+
+
+def payload_of(record: bytes | memoryview) -> bytes:
+    """The part of an encoded call that belongs to its rank."""
+    (length,) = _PAYLOAD_LENGTH.unpack_from(record, _HEAD.size)
+    return bytes(record[_PAYLOAD_START : _PAYLOAD_START + min(length, MAX_PAYLOAD)])

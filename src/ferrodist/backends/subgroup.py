@@ -1,0 +1,277 @@
+"""Sub-groups: some ranks of a group as a group of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ferrodist.backends.base import Backend, NonBlockingBackend, as_abort_error, check_peer, check_rank
+from ferrodist.backends.request import Late
+from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_tag
+from ferrodist.backends.verification import Agreement
+from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, InvalidRankError, ranks_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from typing_extensions import Buffer
+
+    from ferrodist.backends.request import Listener, Request, Signal
+
+_TAG_BITS = 64
+
+_DOUBT = "Or a rank made this sub-group with other ranks, in another order, or another number of times."
+"""What ranks that wait for each other may have done: no message at a sub-group's making shows it."""
+
+_MADE = "backends.subgroups"
+"""What a group keeps under this name: how many sub-groups of each label and members it has had on this rank."""
+
+_making = threading.Lock()
+
+
+class SubBackend(NonBlockingBackend):
+    """A group made of some ranks of another, over the connections of the other.
+
+    Only the members make it, each by itself, without a message: ranks outside don't take part. Members that make
+    several sub-groups of the same ranks must make them in the same order, or give each a label. Those that don't are in
+    different groups, and wait for each other there: the first timeout says so. A sub-group of a sub-group is one of the
+    outermost group.
+
+    [Note: group ids]
+    Messages are told apart by a 64-bit id, hashed from the parent's id, the outermost group's ranks in order, the label
+    and how often this rank has made a sub-group of just these from this parent. Members agree on all of that without
+    talking.
+    Two ids of one job are equal with probability 2**-64 a pair.
+
+    Args:
+        parent: The group to take ranks from.
+        ranks: Ranks of ``parent``, all different, this one among them. Position i becomes rank i.
+        timeout: Seconds a blocking call may take when it names no timeout itself; None takes the parent's.
+        name: What error messages call the group.
+        label: Sub-groups of the same ranks are counted for each label by itself; the same on all members.
+        ends_with_parent: Whether it fails when ``parent`` does, which has the same ranks.
+
+    Raises:
+        InvalidRankError: A rank is not in ``parent``, comes twice, or this rank is not among them.
+    """
+
+    def __init__(
+        self,
+        parent: Backend,
+        ranks: Sequence[int],
+        *,
+        timeout: float | None = None,
+        name: str | None = None,
+        label: str = "",
+        ends_with_parent: bool = False,
+    ) -> None:
+        members = self.check_members(parent, ranks)
+        if parent.rank not in members:
+            raise InvalidRankError(
+                f"rank {parent.rank} of group {parent.name!r} is not among the sub-group's ranks {list(members)}: only"
+                " members make a sub-group; new_group() gives other ranks a NonMemberGroup"
+            )
+        super().__init__(
+            members.index(parent.rank),
+            len(members),
+            timeout=parent.timeout if timeout is None else timeout,
+            name=name or f"{parent.name}{list(members)}",
+        )
+        self.agreement = Agreement(self, doubt=_DOUBT)
+        self._parent = parent
+        self._members = members
+        self._root, self._root_ranks = _outermost(parent, members)
+        self.agreement_key = self._root.agreement_key
+        self._index = {rank: i for i, rank in enumerate(self._root_ranks)}
+        self._closed: DistributedError | None = None
+        self.group_id = _next_id(parent, self._root_ranks, label)
+        self._root.open_subgroup(self.group_id, self._root_ranks, self.name)
+        self._root.subgroups.add(self)
+        if ends_with_parent:
+            self._root.end_with(self.group_id, parent.group_id)
+        self.collectives = self._root.subgroup_collectives(self)
+        self.device_collectives = self._root.subgroup_device_collectives(self)
+        self.device_messages = self._root.subgroup_device_messages(self)
+        self.tensor_messages = self._root.subgroup_tensor_messages(self)
+
+    @staticmethod
+    def check_members(parent: Backend, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The ranks of a sub-group of ``parent`` as a tuple, or InvalidRankError when they can't be."""
+        members = tuple(check_rank(parent, rank, f"rank {rank!r}") for rank in ranks)
+        if not members:
+            raise InvalidRankError(f"a sub-group of group {parent.name!r} needs at least one rank")
+        if len(set(members)) != len(members):
+            raise InvalidRankError(f"a sub-group's ranks must all be different, not {list(members)}")
+        return members
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The parent's ranks that form this group, in this group's order."""
+        return self._members
+
+    @property
+    def root_ranks(self) -> tuple[int, ...]:
+        """The outermost group's ranks that form this group, in this group's order."""
+        return self._root_ranks
+
+    @property
+    def parent(self) -> Backend:
+        """The group this one was made from."""
+        return self._parent
+
+    @property
+    def failure(self) -> DistributedError | None:
+        """Why the group can't be used any more, or None while it can."""
+        return self._closed or self._root.subgroup_failure(self.group_id, self._root_ranks)
+
+    def to_global(self, local: int) -> int:
+        """The parent's number of this group's rank ``local``."""
+        return self._members[check_rank(self, local, f"rank {local!r}")]
+
+    def to_local(self, rank: int) -> int | None:
+        """This group's number of the parent's ``rank``, or None when it is not a member."""
+        return self._members.index(rank) if rank in self._members else None
+
+    def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request:
+        """Start `send` and return at once."""
+        peer = self._root_ranks[check_peer(self, dst)]
+        self._check_open()
+        return _SubRequest(self._root.isend(data, peer, tag=self._tag(tag)), self)
+
+    def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
+        """Start `recv` and return at once."""
+        source = check_peer(self, src, any_source=True)
+        self._check_open()
+        peer = source if source == ANY_SOURCE else self._root_ranks[source]
+        return _SubRequest(self._root.irecv(buffer, peer, tag=self._tag(tag)), self)
+
+    def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:
+        """See `Backend.try_send`."""
+        if self._closed is not None:
+            return False
+        return self._root.try_send(data, self._root_ranks[dst], tag=group_tag(self.group_id, tag))
+
+    def listen(
+        self,
+        src: int,
+        size_bytes: int,
+        heard: Callable[[list[bytes]], None],
+        ended: Callable[[DistributedError], None],
+        *,
+        tag: int = 0,
+    ) -> Listener:
+        """Receive whatever comes from a rank; see `Backend.listen`."""
+        peer = self._root_ranks[check_peer(self, src)]
+        self._check_open()
+        itself = weakref.ref(
+            self
+        )  # the outermost group keeps the listener, which must not keep a group that was dropped
+
+        def tell(error: DistributedError) -> None:
+            group = itself()
+            ended(error if group is None else group.told_here(error))
+
+        return self._root.listen(peer, size_bytes, heard, tell, tag=self._tag(tag))
+
+    def signal(self) -> Signal:
+        """See `Backend.signal`."""
+        return self._root.signal()
+
+    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
+        """Ask the outermost group, whose ranks may be in between; see `Backend.find_late`."""
+        late = self._root.find_late(tuple(self._root_ranks[peer] for peer in peers), within)
+        members = tuple(self._index[rank] for rank in late.ranks if rank in self._index)
+        if not members:  # who does not answer stands in between, and is none
+            return Late(ranks=peers, detail=late.detail)
+        return Late(ranks=members, detail=late.detail, is_relay=late.is_relay)
+
+    def abort(self, reason: str | DistributedError) -> None:
+        """End this group on all its members; see `Backend.abort`."""
+        self._root.abort_subgroup(self.group_id, self._root_ranks, as_abort_error(self, reason))
+
+    def close(self, timeout: float | None = None) -> None:
+        """Leave the group; the parent goes on. See `Backend.close`."""
+        del timeout
+        if self._closed is None:
+            self._closed = GroupClosedError(f"group {self.name!r} was closed on this rank ({self.rank})")
+            self._root.close_subgroup(self.group_id, self._root_ranks)
+            self._run_close_callbacks()
+
+    def told_here(self, error: DistributedError) -> DistributedError:
+        """What a transfer of the outermost group failed with, in this group's terms."""
+        speaks_for_itself = type(self._root).open_subgroup is not Backend.open_subgroup
+        if speaks_for_itself or self._root.failure is not None or not error.ranks:
+            return error  # the group that has failed is named with its own numbers
+        ranks = tuple(self._index[rank] for rank in error.ranks if rank in self._index)
+        told = error.fresh()
+        told.message = (
+            f"{ranks_text(ranks)} of group {self.name!r}: {error.message} (rank numbers of group {self._root.name!r})"
+        )
+        told.args, told.ranks = (told.message,), ranks
+        return told
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise self._closed.fresh()
+
+    def _tag(self, tag: int) -> int:
+        return group_tag(self.group_id, check_tag(tag, _TAG_BITS))
+
+
+class _SubRequest:
+    """A request of the outermost group with the peer in the sub-group's numbers."""
+
+    __slots__ = ("_group", "_index", "_request")
+
+    def __init__(self, request: Request, group: SubBackend) -> None:
+        self._request = request
+        self._group = group
+        self._index = group._index  # noqa: SLF001 - the two are one mechanism
+
+    @property
+    def peer(self) -> int:
+        return self._index.get(self._request.peer, ANY_SOURCE)
+
+    def wait(self, timeout: float) -> int:
+        try:
+            return self._index[self._request.wait(timeout)]
+        except DistributedTimeoutError as error:
+            if self._request.done():  # just now, or by a failure of the group that is a timeout too
+                return self._index[self._request.wait(math.inf)]
+            if not error.ranks:
+                raise
+            rank = self._index[self._request.peer]
+            raise DistributedTimeoutError(f"no transfer with rank {rank} within {timeout:g} s", ranks=(rank,)) from None
+        except DistributedError as error:
+            raise self._group.told_here(error) from None
+
+    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
+        return self._group.find_late(peers, within)
+
+    def done(self) -> bool:
+        return self._request.done()
+
+    def cancel(self) -> bool:
+        return self._request.cancel()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        self._request.add_done_callback(callback)
+
+
+def _outermost(parent: Backend, members: tuple[int, ...]) -> tuple[Backend, tuple[int, ...]]:
+    if isinstance(parent, SubBackend):
+        return parent._root, tuple(parent._root_ranks[rank] for rank in members)  # noqa: SLF001 - the same class
+    return parent, members
+
+
+def _next_id(parent: Backend, ranks: tuple[int, ...], label: str) -> int:
+    with _making:
+        made: Counter[tuple[str, tuple[int, ...]]] = parent.attachments.setdefault(_MADE, Counter())
+        made[label, ranks] += 1
+        generation = made[label, ranks]
+    text = f"{parent.group_id}:{generation}:{','.join(map(str, ranks))}:{label}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1

@@ -1,0 +1,150 @@
+"""Frames: what ranks write on a connection, and what is checked before any of it is believed.
+
+A frame is a header of 60 bytes, a tag, and up to `MAX_PAYLOAD` bytes. The tag says that it is the next frame of the
+rank on the other side (see [Note: session keys] in `rendezvous/session.py`). It covers header and payload, but of
+larger parts of tensors and messages the header alone, for the bytes would take longer than their way.
+
+A message of up to `EAGER_LIMIT` bytes is one EAGER frame. A larger one is an OFFER, answered by a GRANT when the other
+rank has a buffer, then DATA frames in order; the sender may take it back with WITHDRAW at any time before the last one.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from ferrodist.backends.mailbox import EAGER_LIMIT
+from ferrodist.backends.tags import Channel, channel_of_tag
+from ferrodist.errors import ProtocolError
+
+WIRE_VERSION = 2
+
+MAX_PAYLOAD = 512 * 1024
+"""Bytes of payload a frame may carry: large enough to hide its cost, small enough to let urgent frames through."""
+
+COVERED_BYTES = 16 * 1024
+"""Bytes of what users send in one frame up to which its tag covers them: 20 us, where a call takes 100. For 8 MiB the
+tags would take several times as long as their way."""
+
+_USERS_CHANNELS = frozenset({Channel.BYTES, Channel.DATA, Channel.TENSOR_BODY})
+
+MAX_MESSAGE = 1 << 48
+"""Bytes a message may have."""
+
+# magic, version, kind, padding, payload length, source, destination, message, group, tag, message size, offset
+_HEADER = struct.Struct("<2sBBIIIIQQQQQ")
+_MAGIC = b"fd"
+
+HEADER_SIZE = _HEADER.size
+
+
+class Kind(IntEnum):
+    """What a frame says."""
+
+    EAGER = 1  # a whole message
+    OFFER = 2  # a large message exists
+    GRANT = 3  # ... and may come
+    DATA = 4  # ... a piece of it
+    WITHDRAW = 5  # ... and will not be completed
+    ABORT = 6  # the group has failed: payload says why
+    LEFT = 7  # the source has closed its handle on the group
+    DIED = 8  # the source's connection ended without LEFT (only from rank 0)
+    READY = 9  # all ranks are connected (only from rank 0)
+    PING = 10  # the source asks for a PONG
+    PONG = 11  # the source is there
+
+
+URGENT = frozenset({Kind.GRANT, Kind.ABORT, Kind.DIED, Kind.PING, Kind.PONG})
+"""Frames that may overtake others on their connection."""
+
+_OF_MESSAGES = frozenset({Kind.EAGER, Kind.DATA})
+_WITH_PAYLOAD = frozenset({Kind.EAGER, Kind.DATA, Kind.ABORT})
+
+
+@dataclass(slots=True, kw_only=True)
+class Frame:
+    """A frame's header.
+
+    Args:
+        kind: What it says.
+        source: The rank it is from.
+        destination: The rank it is for; rank 0 passes on what is not for itself.
+        length: Bytes of payload that follow.
+        message: The source's number of the message it belongs to.
+        group: Group id, the upper half of the message's tag.
+        tag: The lower half of the message's tag.
+        size_bytes: Length of the whole message.
+        offset: Where in the message the payload starts.
+    """
+
+    kind: Kind
+    source: int
+    destination: int
+    length: int = 0
+    message: int = 0
+    group: int = 0
+    tag: int = 0
+    size_bytes: int = 0
+    offset: int = 0
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the tag covers the payload."""
+        is_users = self.kind in _OF_MESSAGES and channel_of_tag(self.tag) in _USERS_CHANNELS
+        return self.length <= COVERED_BYTES or not is_users
+
+    def pack(self) -> bytes:
+        """The header as bytes."""
+        return _HEADER.pack(
+            _MAGIC,
+            WIRE_VERSION,
+            self.kind,
+            0,
+            self.length,
+            self.source,
+            self.destination,
+            self.message,
+            self.group,
+            self.tag,
+            self.size_bytes,
+            self.offset,
+        )
+
+    @staticmethod
+    def unpack(data: memoryview, world_size: int) -> Frame:
+        """Read and check a header.
+
+        Raises:
+            ProtocolError: It is not one that a rank of this version and a group of this size writes.
+        """
+        magic, version, kind, zero, length, source, destination, message, group, tag, size, offset = _HEADER.unpack(
+            data
+        )
+        if magic != _MAGIC or zero != 0:
+            raise ProtocolError("bytes that are not a frame")
+        if version != WIRE_VERSION:
+            raise ProtocolError(f"a frame of wire version {version}; this rank speaks version {WIRE_VERSION}")
+        if source >= world_size or destination >= world_size or source == destination:
+            raise ProtocolError(f"a frame from rank {source} to rank {destination} in a group of {world_size}")
+        try:
+            known = Kind(kind)
+        except ValueError:
+            raise ProtocolError(f"a frame of unknown kind {kind}") from None
+        if length > MAX_PAYLOAD or size > MAX_MESSAGE or (length and known not in _WITH_PAYLOAD):
+            raise ProtocolError(f"a frame of kind {known.name} with {length} bytes of a message of {size}: too many")
+        if known is Kind.EAGER and not (length == size <= EAGER_LIMIT):
+            raise ProtocolError(f"an EAGER frame with {length} bytes of a message of {size}")
+        if known is Kind.DATA and not (length > 0 and offset + length <= size):
+            raise ProtocolError(f"a DATA frame with bytes {offset} to {offset + length} of a message of {size}")
+        return Frame(
+            kind=known,
+            source=source,
+            destination=destination,
+            length=length,
+            message=message,
+            group=group,
+            tag=tag,
+            size_bytes=size,
+            offset=offset,
+        )

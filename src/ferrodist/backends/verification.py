@@ -1,0 +1,378 @@
+"""Agreement: before a collective moves data, its ranks learn that all of them called the same thing.
+
+[Note: agreement]
+Every collective begins with it. Each rank sends its encoded call to rank 0; rank 0 sends the list of all of them to
+each rank. Two steps, 192 bytes up and 192*p down for each rank. That gives, with no call after it that could go
+wrong unseen:
+
+- a mismatch is found by every rank from the same list, so all raise the same error, naming both calls;
+- a late rank is known by name: rank 0 sees whose call has not come. A rank whose own deadline passes first says so to
+  rank 0 (`Channel.LATE`) and gives it half a second to answer for all; without an answer it is rank 0 that is late;
+- after a long wait, before any deadline, the late ranks are named in a warning: rank 0's, or, where rank 0 does not
+  answer the question whether it is there, that of who asked;
+- no rank starts a collective's data before all have entered it, so what a rank has to hold for operations it has not
+  called yet is bounded by one call;
+- where messages may pass through others' hands, each call and the list carry a tag under the group's key: what is
+  agreed is what the ranks have said, or an AuthenticationError;
+- up to `MAX_PAYLOAD` bytes of each rank travel along, which serves tiny collectives whole, and sizes that ranks don't
+  know of each other.
+
+Tags of an agreement's messages, where these pass through others' hands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import itertools
+import math
+import struct
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+from ferrodist.backends import stragglers
+from ferrodist.backends.request import answer_seconds, wait_all
+from ferrodist.backends.signature import CALL_SIZE, Call, fingerprint_of, payload_of
+from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag
+from ferrodist.deadline import Deadline, Elapsed, long_wait
+from ferrodist.errors import (
+    AuthenticationError,
+    CollectiveMismatchError,
+    DistributedError,
+    DistributedTimeoutError,
+    GroupClosedError,
+    describe_error,
+    ranks_text,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Buffer
+
+    from ferrodist.backends.request import Late, Request
+
+_TAG_BYTES = 16
+_ABOUT = struct.Struct("<QQQi")  # group, in two halves; position of the call; the rank whose call it is, or all's
+_ALL = -1
+_LOW_64 = (1 << 64) - 1
+
+
+class AgreementTags:
+    """The tags of one agreement: of each rank's call, and of the list of all.
+
+    Args:
+        key: The group's, or nothing where the messages need no tags.
+        group_id: Of the group.
+        sequence: Position of the call among the group's collectives.
+
+    Attributes:
+        size: Bytes of a tag; 0 without a key.
+        record_size: Bytes of a call with its tag.
+    """
+
+    __slots__ = ("_about", "_key", "record_size", "size")
+
+    def __init__(self, key: bytes, group_id: int, sequence: int) -> None:
+        self._key = key
+        self._about = group_id & _LOW_64, group_id >> 64 & _LOW_64, sequence
+        self.size = _TAG_BYTES if key else 0
+        self.record_size = CALL_SIZE + self.size
+
+    def table_size(self, world_size: int) -> int:
+        """Bytes of the list of all calls."""
+        return self.record_size * world_size + self.size
+
+    def seal_call(self, call: bytes, rank: int) -> bytes:
+        """A rank's call with its tag."""
+        return call + self._tag(call, rank)
+
+    def check_calls(self, table: memoryview) -> None:
+        """Raise AuthenticationError unless each record is what its rank has said."""
+        for rank in range(len(table) // self.record_size if self.size else 0):
+            record = table[rank * self.record_size :][: self.record_size]
+            self._check(record[:CALL_SIZE], record[CALL_SIZE:], rank, f"the call of rank {rank} was altered")
+
+    def seal_table(self, table: memoryview) -> None:
+        """Write the tag of the whole list at its end."""
+        if self.size:
+            table[-self.size :] = self._tag(table[: -self.size], _ALL)
+
+    def check_table(self, table: memoryview) -> None:
+        """Raise AuthenticationError unless the list is what the group's rank 0 has said."""
+        if self.size:
+            self._check(table[: -self.size], table[-self.size :], _ALL, "the list of all ranks' calls was altered")
+
+    def _tag(self, data: bytes | memoryview, rank: int) -> bytes:
+        if not self._key:
+            return b""
+        about = _ABOUT.pack(*self._about, rank)
+        return hashlib.blake2b(about + bytes(data), key=self._key, digest_size=_TAG_BYTES).digest()
+
+    def _check(self, data: memoryview, tag: memoryview, rank: int, what: str) -> None:
+        if not hmac.compare_digest(tag, self._tag(data, rank)):
+            raise AuthenticationError(f"{what} on its way: somebody between the hosts changes what passes there")
+
+
+_COORDINATOR = 0
+
+_GIVES_UP, _ASKS = b"\0", b"\1"
+"""What a rank says to rank 0 on `Channel.LATE`: that its deadline has passed, or whether rank 0 has called, too."""
+
+_ANSWER_GRACE_SECONDS = 0.5
+"""How long past its deadline a rank waits for rank 0 to say who is late."""
+
+
+def left_reason(rank: int, call: object, error: BaseException) -> str:
+    """The reason to abort a group for, when a rank leaves a collective that others count on it in.
+
+    That is any exception that is no failure of the group: an interruption, what a signal's handler raises, no memory.
+    """
+    return f"rank {rank} left {call} by {describe_error(error)}"
+
+
+class _Group(Protocol):
+    """What agreement needs of a backend."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def failure(self) -> DistributedError | None: ...
+    @property
+    def group_id(self) -> int: ...
+    @property
+    def agreement_key(self) -> bytes: ...
+    def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request: ...
+    def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request: ...
+    def find_late(self, peers: tuple[int, ...], within: float) -> Late: ...
+    def abort(self, reason: str | DistributedError) -> None: ...
+
+
+def _has_ended(request: Request, seconds: float, deadline: Deadline) -> bool:
+    """Wait so many seconds at most; raises as `Request.wait` where the request fails or the deadline passes."""
+    try:
+        request.wait(min(seconds, deadline.remaining()))
+    except DistributedTimeoutError:
+        if request.done():  # just now, or the error is its own
+            request.wait(0)
+            return True
+        if deadline.expired:
+            raise
+        return False
+    return True
+
+
+class Agreement:
+    """The collectives of one group, counted and compared.
+
+    Args:
+        group: The group.
+        doubt: A sentence about what else may be wrong when a rank is late, for as long as the ranks have never agreed.
+    """
+
+    def __init__(self, group: _Group, *, doubt: str = "") -> None:
+        self._group = group
+        self._doubt = doubt
+        self._counter = itertools.count()
+
+    def reserve(self) -> int:
+        """Take the next position among the group's collectives. Ranks must reserve in the same order."""
+        return next(self._counter)
+
+    def reach(self, call: Call, timeout: float, sequence: int | None = None) -> list[bytes]:
+        """Block until every rank has made the same call.
+
+        Args:
+            call: This rank's call.
+            timeout: Seconds.
+            sequence: The position from `reserve`, or None to take the next one now.
+
+        Returns:
+            The payload of every rank, in rank order.
+
+        Raises:
+            CollectiveMismatchError: On all ranks, when two calls differ. The group has failed.
+            DistributedTimeoutError: On all ranks, when one is late. The group has failed.
+        """
+        pending: list[Request] = []
+        try:
+            return self._reach(call, Deadline(timeout), sequence, pending)
+        except GroupClosedError:
+            raise
+        except DistributedError as error:
+            self._group.abort(error)
+            raise (self._group.failure or error).fresh() from None
+        except BaseException as error:
+            self._group.abort(left_reason(self._group.rank, call, error))
+            raise
+        finally:  # after the abort, so that the others learn of it first
+            for request in pending:
+                request.cancel()
+
+    def _reach(self, call: Call, deadline: Deadline, sequence: int | None, pending: list[Request]) -> list[bytes]:
+        call = call.at(self.reserve() if sequence is None else sequence)
+        if self._group.failure is not None:
+            raise self._group.failure.fresh()
+        if self._group.world_size == 1:
+            return [call.payload]
+        tags = AgreementTags(self._group.agreement_key, self._group.group_id, call.sequence)
+        table = memoryview(bytearray(tags.table_size(self._group.world_size)))
+        if self._group.rank == _COORDINATOR:
+            self._collect(call, table, deadline, pending, tags)
+        else:
+            self._report(call, table, deadline, pending, tags)
+        self._doubt = ""
+        records = [table[tags.record_size * rank :][:CALL_SIZE] for rank in range(self._group.world_size)]
+        self._compare(records)
+        return [payload_of(record) for record in records]
+
+    def _collect(
+        self, call: Call, table: memoryview, deadline: Deadline, pending: list[Request], tags: AgreementTags
+    ) -> None:
+        """Rank 0: take every rank's call, then send all of them to everyone."""
+        group = self._group
+        tag = channel_tag(Channel.CALL, call.sequence)
+        size = tags.record_size
+        table[:size] = tags.seal_call(call.encode(), _COORDINATOR)
+        missing: dict[int, Request] = {}
+        for rank in range(1, group.world_size):
+            missing[rank] = group.irecv(table[rank * size : (rank + 1) * size], rank, tag=tag)
+            pending.append(missing[rank])
+        self._await_calls(call, missing, pending, deadline)
+        tags.check_calls(table)
+        tags.seal_table(table)
+        try:
+            wait_all([group.isend(table, rank, tag=tag) for rank in range(1, group.world_size)], deadline)
+        except DistributedTimeoutError as error:
+            if group.failure is not None:
+                raise
+            raise DistributedTimeoutError(
+                f"{call} on group {group.name!r}, operation {call.sequence}: all ranks have called it, but"
+                f" {ranks_text(error.ranks)} did not take rank {group.rank}'s answer, after {Elapsed.of(deadline)}"
+                f"{error.detail}. Look at what is going on there, or pass a larger timeout. Reported by rank"
+                f" {group.rank}.",
+                ranks=error.ranks,
+            ) from None
+
+    def _await_calls(self, call: Call, missing: dict[int, Request], pending: list[Request], deadline: Deadline) -> None:
+        """Empty ``missing`` as calls come; raise when one fails, or when a deadline passes: ours or a reporter's."""
+        changed = threading.Semaphore(0)
+        said = bytearray(1)
+        late = self._listen(call, said, pending, changed)
+        for request in missing.values():
+            request.add_done_callback(changed.release)
+        warning = long_wait()
+        while True:
+            while late.done() and said == _ASKS:
+                reporter = late.wait(0)
+                pending.append(self._group.isend(b"\0", reporter, tag=channel_tag(Channel.LATE, call.sequence)))
+                late = self._listen(call, said, pending, changed)
+            for rank in [rank for rank, request in missing.items() if request.done()]:
+                missing.pop(rank).wait(0)
+            if not missing:
+                return
+            if late.done():
+                reporter = late.wait(0)
+                raise self.late_error(
+                    call, tuple(missing), Elapsed.of(deadline), f" (rank {reporter}'s deadline passed first)"
+                )
+            if not changed.acquire(timeout=min(deadline.remaining(), warning.remaining())):
+                if deadline.expired:
+                    raise self.late_error(call, tuple(missing), Elapsed.of(deadline))
+                self._warn(call, tuple(missing), deadline)
+                warning = Deadline(math.inf)
+
+    def _listen(self, call: Call, said: bytearray, pending: list[Request], changed: threading.Semaphore) -> Request:
+        """Receive what another rank says about its wait."""
+        late = self._group.irecv(said, ANY_SOURCE, tag=channel_tag(Channel.LATE, call.sequence))
+        pending.append(late)
+        late.add_done_callback(changed.release)
+        return late
+
+    def _report(
+        self, call: Call, table: memoryview, deadline: Deadline, pending: list[Request], tags: AgreementTags
+    ) -> None:
+        """Every other rank: send the call to rank 0 and take its answer."""
+        group = self._group
+        tag = channel_tag(Channel.CALL, call.sequence)
+        answer = group.irecv(table, _COORDINATOR, tag=tag)
+        pending.append(answer)
+        try:
+            group.isend(tags.seal_call(call.encode(), group.rank), _COORDINATOR, tag=tag).wait(deadline.remaining())
+            self._await_answer(call, answer, deadline, pending)
+        except DistributedTimeoutError:
+            if group.failure is not None:  # by a timeout
+                raise
+            if answer.done():  # just now, or the error is its own
+                answer.wait(0)
+            else:
+                self._give_up(call, answer, deadline)
+        tags.check_table(table)
+
+    def _give_up(self, call: Call, answer: Request, deadline: Deadline) -> None:
+        """Tell rank 0 that the deadline has passed, and give it a moment to say who is late."""
+        group = self._group
+        group.isend(_GIVES_UP, _COORDINATOR, tag=channel_tag(Channel.LATE, call.sequence))
+        try:
+            answer.wait(_ANSWER_GRACE_SECONDS)
+        except DistributedTimeoutError:
+            raise (group.failure or self.late_error(call, (_COORDINATOR,), Elapsed.of(deadline))) from None
+
+    def _await_answer(self, call: Call, answer: Request, deadline: Deadline, pending: list[Request]) -> None:
+        """Wait for rank 0's answer, with a warning on the way where rank 0 is late itself."""
+        if _has_ended(answer, long_wait().timeout, deadline):
+            return
+        tag = channel_tag(Channel.LATE, call.sequence)
+        there = self._group.irecv(bytearray(1), _COORDINATOR, tag=tag)
+        pending += [there, self._group.isend(_ASKS, _COORDINATOR, tag=tag)]
+        if _has_ended(answer, _ANSWER_GRACE_SECONDS, deadline):
+            return
+        if not there.done():
+            self._warn(call, (_COORDINATOR,), deadline)
+        answer.wait(deadline.remaining())
+
+    def _warn(self, call: Call, ranks: tuple[int, ...], deadline: Deadline) -> None:
+        group = self._group
+        stragglers.warn_of_late_ranks(call, ranks, group=group.name, rank=group.rank, elapsed=Elapsed.of(deadline))
+
+    def late_error(
+        self, call: Call, ranks: tuple[int, ...], elapsed: Elapsed, detail: str = ""
+    ) -> DistributedTimeoutError:
+        """The error of a deadline that passed before ``ranks`` had made their call."""
+        group = self._group
+        late = group.find_late(ranks, answer_seconds(elapsed.timeout))
+        who, doubt = f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} not called it", self._doubt
+        if late.is_relay:  # calls may have been made, and not come through
+            ranks = late.ranks
+            who, doubt = f"{ranks_text(ranks)} did not pass on what others said", ""
+        return DistributedTimeoutError(
+            f"{call} on group {group.name!r}, operation {call.sequence}: {who}, after {elapsed}{late.detail}{detail}."
+            f"{doubt and ' ' + doubt} Look at what is going on there, or pass a larger timeout for it. Reported by"
+            f" rank {group.rank}.",
+            ranks=ranks,
+        )
+
+    def _compare(self, records: list[memoryview]) -> None:
+        """Raise, the same on every rank, when the calls in ``records`` are not all the same."""
+        if len({fingerprint_of(record) for record in records}) == 1:
+            return
+        error = self.mismatch_error([Call.decode(record) for record in records])
+        self._group.abort(error)
+        raise error
+
+    def mismatch_error(self, calls: Sequence[Call]) -> CollectiveMismatchError:
+        """The error of ranks whose calls, by rank, are not all the same."""
+        callers: dict[Call, list[int]] = {}
+        for rank, call in enumerate(calls):
+            callers.setdefault(call.with_payload(b""), []).append(rank)
+        said = "; ".join(f"{ranks_text(ranks)} called {call}" for call, ranks in callers.items())
+        odd = min(callers.values(), key=len)
+        return CollectiveMismatchError(
+            f"the ranks of group {self._group.name!r} disagree about operation {calls[0].sequence}: {said}. Every rank"
+            " must make the same collective calls in the same order.",
+            ranks=tuple(odd) if len(callers) == 2 and len(odd) < len(calls) - len(odd) else (),
+        )

@@ -1,0 +1,321 @@
+"""Tensors in files of other makers, as what `rewriting` takes.
+
+Where their bytes lie as they are wanted, row-major in a file, the reader of checkpoints reads them, with a manifest
+that is made up for it; what doesn't lie so is loaded whole.
+
+A checkpoint's state with whole tensors, for writers of other formats, which want all of it at once.
+
+The tensors are files in a folder of their own, mapped to memory: the system keeps of them what memory there is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.checkpoint.format.coverage import covers_once
+from ferrodist.checkpoint.format.dtypes import dtype_from_name, dtype_name
+from ferrodist.checkpoint.format.manifest import MAX_DIMS, FileEntry, Manifest, ShardEntry, TensorEntry
+from ferrodist.checkpoint.format.tree import Encoder
+from ferrodist.checkpoint.load_plan import Matching
+from ferrodist.checkpoint.reader import CheckpointReader
+from ferrodist.checkpoint.retention import read_manifest
+from ferrodist.checkpoint.shard_metadata import ShardMetadata
+from ferrodist.checkpoint.storage import open_storage
+from ferrodist.checkpoint.tools.reshard import BAND_BYTES, Contents, Progress, cut_bands
+from ferrodist.checkpoint.writer import BLOCK_BYTES
+from ferrodist.errors import DistCheckpointError
+from ferrodist.tensor.local_shards import Box
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ferrodist.checkpoint.storage.base import Storage
+    from ferrodist.checkpoint.tools.reshard import ProgressCallback
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawPart:
+    """A box of a tensor, row-major in a file.
+
+    Args:
+        box: Which elements.
+        file: The file's name.
+        start: Its first byte there.
+    """
+
+    box: Box
+    file: str
+    start: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedPart:
+    """A box of a tensor that is loaded whole when it is wanted.
+
+    Args:
+        box: Which elements.
+        load: Gives them.
+    """
+
+    box: Box
+    load: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignTensor:
+    """A tensor in files of another maker; stands for it in a state.
+
+    Args:
+        shape: Of the whole.
+        dtype: Torch's name of it.
+        parts: The tensor together, all of one kind.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: Sequence[RawPart] | Sequence[LoadedPart]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its elements."""
+        return prod(self.shape) * dtype_from_name(self.dtype).itemsize
+
+
+@contextlib.contextmanager
+def explain_foreign(where: str) -> Iterator[None]:
+    """Say of what the block can't use that it is in a file of another maker.
+
+    Raises:
+        DistCheckpointError: For what the block raises but such errors.
+    """
+    try:
+        yield
+    except DistCheckpointError:
+        raise
+    except (OSError, EOFError) as error:
+        raise DistCheckpointError(f"{where} can't be read: {error}") from error
+    except Exception as error:
+        raise DistCheckpointError(f"{where} can't be made a checkpoint: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def make_contents(state: Any, storage: Storage) -> Contents:
+    """A state, in which `ForeignTensor`s may be where tensors are, for `rewrite`.
+
+    Args:
+        state: Nested dicts, lists and tuples; its own tensors are taken as they are.
+        storage: Has the files.
+
+    Raises:
+        TypeError, ValueError: A part of it can't be saved.
+        DistCheckpointError: A tensor's parts are not the tensor.
+    """
+    foreign: dict[int, ForeignTensor] = {}
+    encoder = Encoder(0)
+    tree = encoder.encode(_with_stands(state, foreign))
+    for key, tensor in encoder.tensors.items():
+        if tensor.dim() > MAX_DIMS:
+            raise ValueError(f"tensor {key!r} has {tensor.dim()} dims, and {MAX_DIMS} are the most")
+    known = {key: foreign[id(tensor)] for key, tensor in encoder.tensors.items() if id(tensor) in foreign}
+    for key, each in known.items():
+        _check_whole(key, each, storage.url)
+    own = {key: tensor for key, tensor in encoder.tensors.items() if key not in known}
+    shapes = {key: (tuple(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in encoder.tensors.items()}
+    return Contents(tree=tree, tensors=shapes, source=_Source(storage, known, own))
+
+
+def _with_stands(node: Any, foreign: dict[int, ForeignTensor]) -> Any:
+    """The state with tensors of right shapes in the places of foreign ones, of which only one element is in memory."""
+    if isinstance(node, ForeignTensor):
+        dtype = dtype_from_name(node.dtype)
+        first = torch.empty((1,) * len(node.shape), dtype=dtype, device="cpu")
+        stand = first.expand(node.shape)
+        foreign[id(stand)] = node
+        return stand
+    if isinstance(node, dict):
+        return {key: _with_stands(each, foreign) for key, each in node.items()}
+    if type(node) in (list, tuple):
+        return type(node)(_with_stands(each, foreign) for each in node)
+    return node
+
+
+def _check_whole(key: str, tensor: ForeignTensor, where: str) -> None:
+    boxes = [part.box for part in tensor.parts if part.box.numel]
+    whole = Box((0,) * len(tensor.shape), tensor.shape)
+    ranks = {len(box.shape) for box in boxes} | {len(box.offsets) for box in boxes}
+    if ranks - {len(tensor.shape)} or any(whole.intersect(box) != box for box in boxes):
+        raise DistCheckpointError(f"{where}: a part of tensor {key!r} is outside of its shape {tensor.shape}")
+    found = sum(box.numel for box in boxes)
+    if found != prod(tensor.shape):
+        raise DistCheckpointError(
+            f"{where}: the parts of tensor {key!r} have {counted(found, 'element')} together, and its shape"
+            f" {tensor.shape}"
+            f" {prod(tensor.shape)}"
+        )
+    if not covers_once(((box.offsets, box.shape) for box in boxes), tensor.shape):
+        raise DistCheckpointError(f"{where}: the parts of tensor {key!r} overlap, or are not all of it")
+
+
+class _Source:
+    """A `BoxSource` of foreign tensors, and of some in memory."""
+
+    def __init__(self, storage: Storage, foreign: Mapping[str, ForeignTensor], own: Mapping[str, torch.Tensor]) -> None:
+        raw = {key: each for key, each in foreign.items() if all(isinstance(part, RawPart) for part in each.parts)}
+        self._raw = raw.keys()
+        self._loaded = {key: each for key, each in foreign.items() if key not in raw}
+        self._own = own
+        self._url = storage.url
+        self._reader = CheckpointReader(storage, _manifest_of(storage, raw), verify=False)
+        self._last: tuple[object, torch.Tensor] | None = None
+
+    def read_box(self, key: str, box: Box, target: torch.Tensor) -> None:
+        """See `BoxSource`."""
+        if key in self._raw:
+            self._reader.read_box(key, box, target)
+        elif key in self._own:
+            target.copy_(box.take(self._own[key].detach()))
+        else:
+            for part in self._loaded[key].parts:
+                common = part.box.intersect(box)
+                if common is not None:
+                    common.within(box).take(target).copy_(common.within(part.box).take(self._load(key, part)))
+
+    def _load(self, key: str, part: Any) -> torch.Tensor:
+        """A part; the last one is kept, for bands follow each other in it."""
+        if self._last is None or self._last[0] is not part:
+            self._last = None
+            with explain_foreign(f"{self._url}: {key!r}"):
+                self._last = part, part.load()
+        return self._last[1]
+
+
+def _manifest_of(storage: Storage, tensors: Mapping[str, ForeignTensor]) -> Manifest:
+    """Where raw tensors lie, as if we had written them; there are no hashes."""
+    parts = [part for each in tensors.values() for part in each.parts if isinstance(part, RawPart)]
+    names = list(dict.fromkeys(part.file for part in parts))
+    files = []
+    for name in names:
+        try:
+            size = storage.size_bytes(name)
+        except FileNotFoundError:
+            raise DistCheckpointError(f"{storage.url}/{name} is missing") from None
+        files.append(FileEntry(name=name, size_bytes=size, header_bytes=0, header_hash=""))
+    places = {name: place for place, name in enumerate(names)}
+    entries = {}
+    for key, each in tensors.items():
+        itemsize = dtype_from_name(each.dtype).itemsize
+        shards = [
+            ShardEntry(
+                offsets=part.box.offsets,
+                shape=part.box.shape,
+                file=places[part.file],
+                start=part.start,
+                stop=part.start + part.box.numel * itemsize,
+                hashes=[],
+            )
+            for part in each.parts
+            if isinstance(part, RawPart)
+        ]
+        entries[key] = TensorEntry(shape=each.shape, dtype=each.dtype, placement="", shards=shards)
+    return Manifest(
+        save_id="",
+        created_ns=0,
+        producer="",
+        world_size=1,
+        block_bytes=BLOCK_BYTES,
+        files=files,
+        tensors=entries,
+        tree=None,
+    )
+
+
+@contextlib.contextmanager
+def open_whole(
+    path: str | os.PathLike[str],
+    beside: Path,
+    *,
+    storage_options: Mapping[str, Any] | None,
+    progress: ProgressCallback | None,
+) -> Iterator[Any]:
+    """The state of a checkpoint, as long as the block runs.
+
+    NumPy arrays and numbers come as tensors and Python's numbers, and what each rank had its own of as a dict by ranks,
+    as text: readers of other formats take no more than these.
+
+    Args:
+        path: The checkpoint.
+        beside: In this folder the tensors' files are made, and removed at the end; it needs room for all of them.
+        storage_options: For fsspec's file system, if the path is a URL.
+        progress: Told how many bytes are read, and of how many.
+
+    Raises:
+        DistCheckpointError: There is no checkpoint, it is damaged, or the folder can't be written.
+    """
+    storage = open_storage(path, storage_options)
+    try:
+        manifest = read_manifest(storage)
+        try:
+            made = tempfile.TemporaryDirectory(prefix=".ferrodist-", dir=beside)
+        except OSError as error:
+            raise DistCheckpointError(f"{beside} can't be written: {error}") from error
+        with made as folder:
+            names = iter(range(len(manifest.tensors)))
+
+            def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+                return _map(Path(folder) / str(next(names)), shape, dtype)
+
+            matching = Matching(manifest, 0, 1, ShardMetadata(num_ranks=1), make=make)
+            try:
+                build = matching.decode(_plain(manifest.tree))
+            except OSError as error:
+                raise DistCheckpointError(f"{beside} has no room for the tensors: {error}") from error
+            reader = CheckpointReader(storage, manifest, verify=True)
+            sizes = {key: dtype_from_name(manifest.tensors[key].dtype).itemsize for key, _, _ in matching.targets}
+            meter = Progress(sum(tensor.numel() * sizes[key] for key, tensor, _ in matching.targets), progress)
+            for key, tensor, _ in matching.targets:
+                for band in cut_bands(tuple(tensor.shape), BAND_BYTES // sizes[key]):
+                    reader.read_box(key, band, band.take(tensor))
+                    meter.add(band.numel * sizes[key])
+            yield build()
+    finally:
+        storage.close()
+
+
+def _map(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor whose memory is a new file."""
+    if not prod(shape):
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    with file.open("wb") as opened:
+        # On a disk that is full this fails; a mapped file without its room would end the process when it is written.
+        os.posix_fallocate(opened.fileno(), 0, prod(shape) * dtype.itemsize)
+    return torch.from_file(str(file), shared=True, size=prod(shape), dtype=dtype, device="cpu").view(shape)
+
+
+def _plain(node: Any) -> Any:
+    """A tree without what only we and NumPy have."""
+    if isinstance(node, list):
+        return [_plain(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    ((mark, content),) = node.items()
+    if mark in ("array", "number"):
+        return {"tensor": content} if mark == "array" else content[1]
+    if mark in ("dict", "per_rank"):
+        return {"dict": {key: _plain(each) for key, each in content.items()}}
+    if mark == "pairs":
+        content = [[key, _plain(each)] for key, each in content]
+    elif mark in ("tuple", "set", "frozenset"):
+        content = _plain(content)
+    return {mark: content}

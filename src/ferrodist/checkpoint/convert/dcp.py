@@ -1,0 +1,432 @@
+"""Folders of torch.distributed.checkpoint (DCP).
+
+Each item of a DCP file is a file of ``torch.save`` in itself: of a chunk of a tensor, whose bytes lie in it as they
+are, or of a value.
+
+``.metadata`` of torch.distributed.checkpoint: a pickle, of which nothing is taken but what belongs there.
+
+A part of a file of a `Storage` as a Python file, for those who read only these.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import warnings
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ferrodist.checkpoint.convert.common import (
+    ForeignTensor,
+    LoadedPart,
+    RawPart,
+    explain_foreign,
+    make_contents,
+    open_whole,
+)
+from ferrodist.checkpoint.convert.pickle_reader import Global, Items, Made, check_written_out, read_pickle
+from ferrodist.checkpoint.convert.torch_pickle import load_checked
+from ferrodist.checkpoint.format.dtypes import dtype_name
+from ferrodist.checkpoint.format.manifest import MAX_DIMS
+from ferrodist.checkpoint.format.tree import spread
+from ferrodist.checkpoint.retention import DCP_METADATA_NAME as METADATA_NAME
+from ferrodist.checkpoint.retention import describe_other
+from ferrodist.checkpoint.storage import open_storage
+from ferrodist.checkpoint.tools.reshard import RewriteOptions, rewrite
+from ferrodist.errors import DistCheckpointError
+from ferrodist.tensor.local_shards import Box
+from ferrodist.torch_private.tensors import checkpoint_offset
+from ferrodist.wording import with_article
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from typing_extensions import Buffer
+
+    from ferrodist.checkpoint.storage.base import Storage
+    from ferrodist.checkpoint.tools.reshard import ProgressCallback
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_KNOWN = {
+    _METADATA: (
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpTensor:
+    """A tensor: its shape, and the chunks that it lies in."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpItem:
+    """Where a chunk or a value lies.
+
+    Args:
+        name: The name of the tensor or value.
+        file: The file's name.
+        offset: The item's first byte in the file.
+        length: Its size in bytes.
+        transforms: How its bytes are transformed, by names.
+    """
+
+    name: str
+    file: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class DcpMetadata:
+    """What a folder has.
+
+    Args:
+        tensors: By name; None for what is a value.
+        paths: The keys that lead to each in the state, where they are known.
+        items: By name, and for a chunk its offsets.
+    """
+
+    tensors: dict[str, DcpTensor | None] = field(default_factory=dict)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    items: dict[tuple[str, tuple[int, ...] | None], DcpItem] = field(default_factory=dict)
+
+
+def decode_metadata(data: bytes) -> DcpMetadata:
+    """Read the file's bytes. Nothing is called or changed for them, and memory is taken in proportion to them.
+
+    Raises:
+        ValueError: They are something else, or name a class that doesn't belong there.
+    """
+    try:
+        value = read_pickle(io.BytesIO(data), len(data), _check_known)
+        check_written_out(value, len(data))  # chunks that many tensors share are made for each
+        fields = _fields(value, "Metadata")
+        found = DcpMetadata()
+        for name, node in _by_text(fields.get("state_dict_metadata")).items():
+            found.tensors[name] = _tensor(node)
+        if isinstance(fields.get("planner_data"), Items):  # otherwise another planner's
+            for name, path in _by_text(fields["planner_data"]).items():
+                found.paths[name] = _path(path)
+        if fields.get("storage_data") is not None:
+            pairs = _pairs(fields["storage_data"])
+            keys = spread(_index(key) for key, _ in pairs)
+            found.items = {key: _item(key[0], node) for key, (_, node) in zip(keys, pairs, strict=True)}
+    except ValueError as error:
+        raise ValueError(f"{METADATA_NAME} is not what torch.distributed.checkpoint writes: {error}") from error
+    return found
+
+
+def _check_known(found: Global) -> None:
+    if found.name in _KNOWN.get(found.module, ()):
+        return
+    if found.module == "torch" and (found.name == "Size" or isinstance(vars(torch).get(found.name), torch.dtype)):
+        return
+    raise ValueError(f"it names {found}, which doesn't belong there")
+
+
+def _tensor(node: Any) -> DcpTensor | None:
+    if isinstance(node, Made) and node.function == (_METADATA, "BytesStorageMetadata"):
+        return None
+    fields = _fields(node, "TensorStorageMetadata")
+    properties = fields.get("properties")
+    if not isinstance(properties, Made) or properties.function != (_METADATA, "TensorProperties"):
+        raise ValueError("it has a tensor without properties")
+    state = _of(properties.state, tuple)
+    dtype = vars(torch).get(state[0].name) if state and isinstance(state[0], Global) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("it has a tensor without a dtype")  # noqa: TRY004 - of the file
+    layout = state[1] if len(state) > 1 else None
+    if not isinstance(layout, Made) or layout.arguments != ("torch.strided",):
+        raise ValueError("it has a tensor of another layout than torch.strided")
+    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in _of(fields.get("chunks"), list)]
+    boxes = tuple(Box(_sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))) for chunk in chunks)
+    return DcpTensor(shape=_sizes(fields.get("size")), dtype=dtype, chunks=boxes)
+
+
+def _index(node: Any) -> tuple[str, tuple[int, ...] | None]:
+    """The name of a tensor or value, and for a chunk its offsets."""
+    fields = _fields(node, "MetadataIndex")
+    offset = fields.get("offset")
+    return _of(fields.get("fqn"), str), None if offset is None else _sizes(offset)
+
+
+def _item(name: str, node: Any) -> DcpItem:
+    fields = _fields(node, "_StorageInfo")
+    transforms = fields.get("transform_descriptors")
+    return DcpItem(
+        name=name,
+        file=_of(fields.get("relative_path"), str),
+        offset=_of(fields.get("offset"), int),
+        length=_of(fields.get("length"), int),
+        transforms=() if transforms is None else tuple(_of(each, str) for each in _of(transforms, (list, tuple))),
+    )
+
+
+def _fields(node: Any, name: str) -> dict[str, Any]:
+    """The attributes of an object of a class."""
+    if not isinstance(node, Made) or node.function.name != name or node.arguments:
+        raise ValueError(f"it has something else where {with_article(name)} is expected")
+    return {} if node.state is None else _by_text(node.state)
+
+
+def _pairs(node: Any) -> list[tuple[Any, Any]]:
+    if isinstance(node, Made) and node.function.name == "OrderedDict" and not node.arguments:
+        node = node.items
+    pairs: list[tuple[Any, Any]] = _of(node, Items).pairs
+    return pairs
+
+
+def _by_text(node: Any) -> dict[str, Any]:
+    return {_of(key, str): value for key, value in _pairs(node)}
+
+
+def _path(node: Any) -> tuple[str | int, ...]:
+    if not isinstance(node, tuple) or not node or not all(type(step) in (str, int) for step in node):
+        raise ValueError("it has a path that is none")
+    return node
+
+
+def _sizes(node: Any) -> tuple[int, ...]:
+    """A torch.Size."""
+    if isinstance(node, Made) and node.function == ("torch", "Size") and len(node.arguments) == 1:
+        sizes = node.arguments[0]
+        if isinstance(sizes, (list, tuple)) and len(sizes) <= MAX_DIMS:
+            return tuple(_of(size, int) for size in sizes)
+    raise ValueError("it has something else where a torch.Size is expected")
+
+
+def _of(node: Any, kind: Any) -> Any:
+    if not isinstance(node, kind) or isinstance(node, (bool, Global)):
+        raise ValueError(f"it has {with_article(type(node).__name__)} in a place of something else")  # noqa: TRY004 - of the file
+    return node
+
+
+def open_view(storage: Storage, name: str, start: int, size_bytes: int) -> io.BufferedReader:
+    """Bytes of a file, to be read and sought in; the file isn't read before."""
+    return io.BufferedReader(_View(storage, name, start, size_bytes))
+
+
+class _View(io.RawIOBase):
+    def __init__(self, storage: Storage, name: str, start: int, size_bytes: int) -> None:
+        super().__init__()
+        self._storage = storage
+        self._name = name
+        self._start = start
+        self._size_bytes = size_bytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        """See `io.RawIOBase`."""
+        return True
+
+    def seekable(self) -> bool:
+        """See `io.RawIOBase`."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """See `io.RawIOBase`."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size_bytes}[whence]
+        if base + offset < 0:
+            raise OSError("a place before the beginning of a file")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        """See `io.RawIOBase`."""
+        return self._at
+
+    def readinto(self, buffer: Buffer) -> int:
+        """See `io.RawIOBase`."""
+        into = memoryview(buffer).cast("B")
+        into = into[: max(0, self._size_bytes - self._at)]
+        if len(into):
+            self._storage.read(self._name, self._start + self._at, into)
+        self._at += len(into)
+        return len(into)
+
+
+def import_dcp(
+    path: str | os.PathLike[str],
+    new_path: str | os.PathLike[str],
+    *,
+    options: RewriteOptions | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    new_storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Make a checkpoint of a folder that ``torch.distributed.checkpoint.save`` has written.
+
+    None of its code runs: ``.metadata`` is read without any class, values with ``weights_only=True``. Memory is taken
+    in proportion to the files. Keys of dicts are text there, whatever they were.
+
+    Args:
+        path: The folder.
+        new_path: Where the checkpoint goes.
+        options: How it is written; None is whole tensors.
+        storage_options: For fsspec's file system, if ``path`` is a URL.
+        new_storage_options: The same for ``new_path``.
+
+    Raises:
+        DistCheckpointError: There is no such folder, it is damaged or has what is not to be loaded, or the checkpoint
+            can't be written.
+    """
+    storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
+    try:
+        with explain_foreign(storage.url):
+            if METADATA_NAME not in storage.list_names():
+                what = f"{storage.url} is no folder of torch.distributed.checkpoint: {METADATA_NAME} is missing"
+                raise DistCheckpointError(f"{what}. {other}" if (other := describe_other(storage)) else what)
+            contents = make_contents(_Folder(storage).state(), storage)
+        rewrite(contents, new_storage, options or RewriteOptions())
+    finally:
+        storage.close()
+
+
+class _Folder:
+    """A DCP folder."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._metadata = decode_metadata(storage.get(METADATA_NAME))
+        self._sizes: dict[str, int] = {}
+
+    def state(self) -> Any:
+        """The state that was saved, with `ForeignTensor`s."""
+        state: dict[Any, Any] = {}
+        for name, found in self._metadata.tensors.items():
+            with explain_foreign(f"{self._storage.url}: {name!r}"):
+                value = self._load(self._item(name, None)) if found is None else self._tensor(name, found)
+            _put(state, self._metadata.paths.get(name, (name,)), value)
+        return _with_lists(state)
+
+    def _tensor(self, name: str, found: DcpTensor) -> ForeignTensor:
+        dtype = found.dtype
+        parts = [self._part(name, box, dtype) for box in found.chunks]
+        if not all(isinstance(part, RawPart) for part in parts):
+            parts = [
+                LoadedPart(box=part.box, load=partial(self._load, self._item(name, part.box.offsets))) for part in parts
+            ]
+        return ForeignTensor(shape=found.shape, dtype=dtype_name(dtype), parts=parts)  # type: ignore[arg-type]
+
+    def _part(self, name: str, box: Box, dtype: torch.dtype) -> RawPart | LoadedPart:
+        """A chunk: where its bytes are, if they lie row-major."""
+        item = self._item(name, box.offsets)
+        tensor = self._load(item, device="meta")
+        if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (box.shape, dtype):
+            raise ValueError(f"its chunk at {box.offsets} in {item.file} is another tensor")
+        start = checkpoint_offset(tensor)
+        if start is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return LoadedPart(box=box, load=partial(self._load, item))
+        at = item.offset + start + tensor.storage_offset() * dtype.itemsize
+        if not item.offset <= at <= at + tensor.nbytes <= item.offset + item.length:
+            raise ValueError(f"its chunk at {box.offsets} in {item.file} is longer than its item")
+        return RawPart(box=box, file=item.file, start=at)
+
+    def _item(self, key: str, offsets: tuple[int, ...] | None) -> DcpItem:
+        """Where a value lies, or a chunk of a tensor."""
+        found = self._metadata.items.get((key, offsets))
+        if found is None:
+            raise ValueError("it has no place in a file")
+        name = found.file
+        if "/" in name or "\\" in name or name in ("", ".", ".."):
+            raise ValueError(f"it is in a file named {name!r}")
+        if found.transforms:
+            raise ValueError(f"it is written with {list(found.transforms)}, which is not known here")
+        if name not in self._sizes:
+            try:
+                self._sizes[name] = self._storage.size_bytes(name)
+            except FileNotFoundError:
+                raise DistCheckpointError(f"{self._storage.url}/{name} is missing, which has {key!r}") from None
+        if not 0 <= found.offset <= found.offset + found.length <= self._sizes[name]:
+            raise DistCheckpointError(f"{self._storage.url}/{name} is cut off: it ends before {key!r}")
+        return found
+
+    def _load(self, item: DcpItem, device: str = "cpu") -> Any:
+        with open_view(self._storage, item.file, item.offset, item.length) as view:
+            return load_checked(view, item.length, map_location=device)
+
+
+def _put(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    """Put a value to its place in nested dicts; a list is a dict by numbers as yet."""
+    for step in path[:-1]:
+        state = state.setdefault(step, {})
+        if not isinstance(state, dict):
+            raise DistCheckpointError(f"{METADATA_NAME} has a value and a dict in one place")
+    state[path[-1]] = value
+
+
+def _with_lists(node: Any) -> Any:
+    """What has the keys 0, 1, ... as numbers was a list."""
+    if not isinstance(node, dict):
+        return node
+    members = {key: _with_lists(each) for key, each in node.items()}
+    if members and all(type(key) is int for key in members):
+        return [members[key] for key in sorted(members)]
+    return members
+
+
+def export_dcp(
+    path: str | os.PathLike[str],
+    new_path: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: ProgressCallback | None = None,
+) -> None:
+    """Write a checkpoint's state with torch.distributed.checkpoint; its ``load`` reads it, on any number of ranks.
+
+    DCP has dicts of text and lists: other keys become text. NumPy arrays and numbers become tensors and Python's
+    numbers, and `PerRank` a dict by ranks.
+
+    Args:
+        path: The checkpoint, of a dict.
+        new_path: A local folder that is not there yet, or is empty; beside it there must be room for as much again.
+        storage_options: For fsspec's file system, if ``path`` is a URL.
+        progress: Told how many bytes are read, and of how many.
+
+    Raises:
+        DistCheckpointError: There is no checkpoint, it is damaged or has no dict, or the folder can't be written.
+    """
+    place = Path(new_path).absolute()
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise DistCheckpointError(f"{place} is there already: name a folder that is not, or is empty")
+    with open_whole(path, place.parent, storage_options=storage_options, progress=progress) as state:
+        if not isinstance(state, dict):
+            raise DistCheckpointError(
+                f"{path} has {with_article(type(state).__name__)}, and torch.distributed.checkpoint keeps dicts"
+            )
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                save(state, checkpoint_id=place, no_dist=True)
+        except BaseException as error:
+            shutil.rmtree(place, ignore_errors=True)
+            if isinstance(error, CheckpointException):  # which is no Exception
+                first, _ = next(iter(error.failures.values()))
+                raise DistCheckpointError(f"could not write {place}: {first}") from error
+            if isinstance(error, Exception):
+                raise DistCheckpointError(f"could not write {place}: {error}") from error
+            raise

@@ -1,0 +1,221 @@
+"""Folders of safetensors files as Hugging Face's tools write and read them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ferrodist.checkpoint.convert.common import ForeignTensor, RawPart, explain_foreign, make_contents
+from ferrodist.checkpoint.format.dtypes import name_of_safetensors_dtype
+from ferrodist.checkpoint.format.manifest import INDEX_NAME, LENGTH_BYTES, MANIFEST_NAME, MAX_HEADER_BYTES, SINGLE_NAME
+from ferrodist.checkpoint.format.safetensors import parse_header
+from ferrodist.checkpoint.format.tree import tensor_key
+from ferrodist.checkpoint.reader import CheckpointReader
+from ferrodist.checkpoint.retention import describe_other, read_manifest
+from ferrodist.checkpoint.storage import open_storage
+from ferrodist.checkpoint.tools.reshard import Contents, RewriteOptions, rewrite
+from ferrodist.errors import DistCheckpointError
+from ferrodist.tensor.local_shards import Box
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from ferrodist.checkpoint.format.safetensors import HeaderEntry
+    from ferrodist.checkpoint.storage.base import Storage
+    from ferrodist.checkpoint.tools.reshard import BoxSource
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def import_hugging_face(
+    path: str | os.PathLike[str],
+    new_path: str | os.PathLike[str],
+    *,
+    options: RewriteOptions | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    new_storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Make a checkpoint of a folder with ``model.safetensors``, or with several such files and an index.
+
+    Its state is a dict of the tensors by name, as a module's.
+
+    Args:
+        path: The folder.
+        new_path: Where the checkpoint goes.
+        options: How it is written; None is whole tensors.
+        storage_options: For fsspec's file system, if ``path`` is a URL.
+        new_storage_options: The same for ``new_path``.
+
+    Raises:
+        DistCheckpointError: There is no such folder, it is damaged, or the checkpoint can't be written.
+    """
+    storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
+    try:
+        with explain_foreign(storage.url):
+            contents = make_contents(_find_tensors(storage), storage)
+        rewrite(contents, new_storage, options or RewriteOptions())
+    finally:
+        storage.close()
+
+
+def _find_tensors(storage: Storage) -> dict[str, ForeignTensor]:
+    names = set(storage.list_names())
+    if MANIFEST_NAME in names:
+        raise DistCheckpointError(f"{storage.url} is a checkpoint of ferrodist already: reshard makes another of it")
+    if SINGLE_NAME in names:
+        return _tensors_of(storage, SINGLE_NAME)
+    if INDEX_NAME not in names:
+        what = f"{storage.url} has neither {SINGLE_NAME} nor {INDEX_NAME}"
+        raise DistCheckpointError(f"{what}. {other}" if (other := describe_other(storage)) else what)
+    places = msgspec.json.decode(storage.get(INDEX_NAME), type=_Index).weight_map
+    for file in dict.fromkeys(places.values()):
+        if file not in names:
+            raise DistCheckpointError(f"{storage.url}/{file} is missing, which {INDEX_NAME} names")
+    files = {file: _tensors_of(storage, file) for file in dict.fromkeys(places.values())}
+    for name, file in places.items():
+        if name not in files[file]:
+            raise DistCheckpointError(f"{storage.url}/{file} lacks tensor {name!r}, which {INDEX_NAME} says it has")
+    return {name: files[file][name] for name, file in places.items()}
+
+
+def _tensors_of(storage: Storage, file: str) -> dict[str, ForeignTensor]:
+    """The tensors of a file."""
+    where, size = f"{storage.url}/{file}", storage.size_bytes(file)
+    head = bytearray(LENGTH_BYTES)
+    if size < LENGTH_BYTES:
+        raise DistCheckpointError(f"{where} is no safetensors file: it has {counted(size, 'byte')}")
+    storage.read(file, 0, memoryview(head))
+    begin = LENGTH_BYTES + int.from_bytes(head, "little")
+    if begin > min(size, MAX_HEADER_BYTES):
+        raise DistCheckpointError(f"{where} is no safetensors file, or is cut off: its header is longer than it is")
+    header = bytearray(begin)
+    storage.read(file, 0, memoryview(header))
+    found = {}
+    with explain_foreign(where):
+        entries = parse_header(bytes(header))
+        _check_layout(entries, size - begin, where)
+        for name, entry in entries.items():
+            start, stop = entry.data_offsets
+            if not 0 <= start <= stop <= size - begin:
+                raise DistCheckpointError(f"{where} is damaged or cut off: tensor {name!r} ends after its end")
+            dtype = name_of_safetensors_dtype(entry.dtype)
+            box = Box((0,) * len(entry.shape), entry.shape)
+            found[name] = ForeignTensor(
+                shape=entry.shape, dtype=dtype, parts=[RawPart(box=box, file=file, start=begin + start)]
+            )
+            if found[name].size_bytes != stop - start:
+                raise DistCheckpointError(
+                    f"{where} is damaged: tensor {name!r} of shape {entry.shape} has {counted(stop - start, 'byte')}"
+                )
+    return found
+
+
+def _check_layout(entries: Mapping[str, HeaderEntry], size_bytes: int, where: str) -> None:
+    """See that each byte behind the header is of one tensor, as readers of these files demand.
+
+    A small file of many tensors in the same bytes would fill the disk with its checkpoint, and bytes of no tensor may
+    be of one that comes twice, of which readers see different ones.
+    """
+    end, last = 0, ""
+    for (start, stop), name in sorted((entry.data_offsets, name) for name, entry in entries.items()):
+        if start < min(end, stop):
+            raise DistCheckpointError(f"{where} is damaged: tensors {last!r} and {name!r} lie in the same bytes")
+        if stop > start > end:
+            raise DistCheckpointError(f"{where} is damaged: the bytes before tensor {name!r} are of none")
+        if stop > end:
+            end, last = stop, name
+    if end < size_bytes:
+        raise DistCheckpointError(f"{where} is damaged: its last {counted(size_bytes - end, 'byte')} are of no tensor")
+
+
+def export_hugging_face(
+    path: str | os.PathLike[str],
+    new_path: str | os.PathLike[str],
+    *,
+    part: str | None = None,
+    options: RewriteOptions | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    new_storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint's tensors whole; the folder is a checkpoint of ferrodist, too.
+
+    One file is called ``model.safetensors``, as Hugging Face's tools call it; of several there is an index.
+
+    Args:
+        path: The checkpoint.
+        new_path: Where the folder goes.
+        part: Only what is in this place of the state, dicts' keys with dots between, and the tensors named from there
+            on: with ``"model"``, ``model.weight`` is named ``weight``.
+        options: How it is written; tensors stay whole.
+        storage_options: For fsspec's file system, if ``path`` is a URL.
+        new_storage_options: The same for ``new_path``.
+
+    Raises:
+        DistCheckpointError: There is no checkpoint, or no such part of it, it is damaged, or the folder can't be
+            written.
+        ValueError: ``options`` asks for more than one rank's files.
+    """
+    options = options or RewriteOptions()
+    if options.num_ranks != 1:
+        raise ValueError(f"tensors are exported whole, as one rank's, not as those of {options.num_ranks}")
+    storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
+    try:
+        manifest = read_manifest(storage)
+        names: dict[str, str] = {}
+        tree = _rename(_find_part(manifest.tree, part, storage.url), (), names)
+        if not names:
+            raise DistCheckpointError(f"{storage.url} has no tensors{'' if part is None else f' in {part!r}'}")
+        tensors = {names[key]: (tensor.shape, tensor.dtype) for key, tensor in manifest.tensors.items() if key in names}
+        source = _Renamed(CheckpointReader(storage, manifest, verify=True), {name: key for key, name in names.items()})
+        contents = Contents(tree=tree, tensors=tensors, source=source, world_size=manifest.world_size)
+        rewrite(contents, new_storage, options, single_name=SINGLE_NAME)
+    finally:
+        storage.close()
+
+
+class _Renamed:
+    """A `BoxSource` by other keys."""
+
+    def __init__(self, source: BoxSource, keys: Mapping[str, str]) -> None:
+        self._source = source
+        self._keys = keys
+
+    def read_box(self, key: str, box: Box, target: Any) -> None:
+        """See `BoxSource`."""
+        self._source.read_box(self._keys[key], box, target)
+
+
+def _find_part(node: Any, part: str | None, where: str) -> Any:
+    """What is in a place of a tree; keys may have dots themselves."""
+    if not part:
+        return node
+    members = node.get("dict") if isinstance(node, dict) else None
+    for key, each in (members or {}).items():
+        if key == part:
+            return each
+        if part.startswith(f"{key}."):
+            return _find_part(each, part[len(key) + 1 :], where)
+    known = ", ".join(list(members or {})[:5])
+    raise DistCheckpointError(f"{where} has no part {part!r}; there is {known or 'no dict with text as keys'}")
+
+
+def _rename(node: Any, path: tuple[object, ...], names: dict[str, str]) -> Any:
+    """A tree whose tensors have the keys that they would have been saved with; ``names`` gets them."""
+    if isinstance(node, list):
+        return [_rename(each, (*path, place), names) for place, each in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    ((mark, content),) = node.items()
+    if mark in ("tensor", "array"):
+        return {mark: names.setdefault(content, tensor_key(path))}
+    if mark in ("dict", "per_rank"):
+        step = "rank" if mark == "per_rank" else ""
+        return {mark: {key: _rename(each, (*path, f"{step}{key}"), names) for key, each in content.items()}}
+    if mark == "pairs":
+        return {mark: [[key, _rename(each, (*path, key), names)] for key, each in content]}
+    return {mark: _rename(content, path, names)} if isinstance(content, list) else node

@@ -1,0 +1,355 @@
+"""Pickles of other makers, read without a class of theirs: an interpreter of pickle's opcodes that makes inert values.
+
+Python's own unpickler calls what a file names, sets attributes of what it has made, and sizes its memo by a number in
+the file. This one looks up nothing, calls nothing, hashes nothing that a file says, and takes memory in proportion to
+the bytes that it reads. A pickle becomes::
+
+    None, bool, int, float, str, bytes, list, tuple      itself
+    dict                                                 Items
+    a class or function                                  Global
+    a call of one, or an object                          Made
+    a persistent id                                      Persistent
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from ferrodist.checkpoint.storage.base import MAX_SMALL_FILE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import IO
+
+_MAX_PROTOCOL = 5
+_BYTE, _SHORT, _INT, _WORD, _LONG, _FLOAT = map(struct.Struct, ("<B", "<H", "<i", "<I", "<Q", ">d"))
+_MAX_NAME_BYTES = 1000
+_MIN_MEMBERS = 1_000_000
+_MEMBERS_PER_BYTE = 10
+
+
+class Global(NamedTuple):
+    """A class or function that a pickle names."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(slots=True, eq=False)
+class Items:
+    """A dict's keys and values, in the file's order; a key may come twice."""
+
+    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Made:
+    """A call that a pickle asks for, and what it does with the result.
+
+    Args:
+        function: The class or function.
+        arguments: Its arguments.
+        state: What BUILD gives the object; None without BUILD.
+        items: What is set in the object as in a dict.
+    """
+
+    function: Global
+    arguments: tuple[Any, ...]
+    state: Any = None
+    items: Items = field(default_factory=Items)
+
+
+@dataclass(slots=True, eq=False)
+class Persistent:
+    """A reference to what lies outside of the pickle."""
+
+    id: Any
+
+
+def read_pickle(file: IO[bytes], size_bytes: int, check: Callable[[Global], None]) -> Any:
+    """Read one pickle from where a file stands, up to its STOP.
+
+    Args:
+        file: The file.
+        size_bytes: The most that the pickle may have. Holes of a file cost nothing on a disk, so that a file's size
+            says little: it may have `MAX_SMALL_FILE_BYTES` in any case.
+        check: Raises ValueError for a class or function that doesn't belong into the file.
+
+    Raises:
+        ValueError: The bytes are no pickle, or one with opcodes that these files don't have.
+    """
+    return _Machine(file, min(size_bytes, MAX_SMALL_FILE_BYTES), check).run()
+
+
+def members_of(value: Any) -> list[Any]:
+    """The values directly in a value."""
+    if isinstance(value, (list, tuple)) and not isinstance(value, Global):
+        return list(value)
+    if isinstance(value, Items):
+        return [each for pair in value.pairs for each in pair]
+    if isinstance(value, Made):
+        return [value.arguments, value.state, value.items]
+    return [value.id] if isinstance(value, Persistent) else []
+
+
+def check_written_out(value: Any, pickle_bytes: int) -> None:
+    """See that a value written out is in proportion to the bytes of its pickle.
+
+    Raises:
+        ValueError: It is larger, or holds itself.
+    """
+    check_expanded_size(value, max(_MIN_MEMBERS, _MEMBERS_PER_BYTE * pickle_bytes))
+
+
+def check_expanded_size(value: Any, most: int) -> None:
+    """See that a value written out, shared members each time, has at most so many members.
+
+    A few bytes of pickle can say a list of two lists, each of which is the same list of two, and so on. Text and bytes
+    count one more for each 8 of them.
+
+    Raises:
+        ValueError: It has more, or holds itself.
+    """
+    sizes: dict[int, int] = {}
+    open_ones: set[int] = set()
+    left: list[tuple[Any, list[Any] | None]] = [(value, None)]
+    while left:
+        node, members = left.pop()
+        if members is None:
+            if id(node) in sizes:
+                continue
+            if id(node) in open_ones:
+                raise ValueError("it holds itself")
+            members = members_of(node)
+            open_ones.add(id(node))
+            left.append((node, members))
+            left += [(each, None) for each in members]
+        else:
+            open_ones.discard(id(node))
+            own = len(node) // 8 if isinstance(node, (str, bytes)) else 0
+            sizes[id(node)] = 1 + own + sum(sizes[id(each)] for each in members)
+            if sizes[id(node)] > most:
+                raise ValueError(f"it has more than {most} members when it is written out")
+
+
+class _Machine:
+    """Pickle's stack machine, with inert values on its stack."""
+
+    def __init__(self, file: IO[bytes], size_bytes: int, check: Callable[[Global], None]) -> None:
+        self._file = file
+        self._left = size_bytes
+        self._check = check
+        self._stack: list[Any] = []
+        self._below: list[list[Any]] = []
+        """The stacks below the marks."""
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        """The value."""
+        try:
+            while (code := self._take(1)) != b".":
+                operation = _OPERATIONS.get(code)
+                if operation is None:
+                    _refuse(f"opcode {code!r} doesn't belong there")
+                operation[0](self, operation[1])
+            return self._stack.pop()
+        except (IndexError, KeyError, AttributeError, TypeError, struct.error) as error:
+            raise ValueError(f"it is no pickle: {error}") from error
+
+    def _take(self, count: int) -> bytes:
+        data = self._file.read(count) if count <= self._left else b""
+        if len(data) < count:
+            _refuse("it is cut off")
+        self._left -= count
+        return data
+
+    def _number(self, form: struct.Struct) -> int:
+        found: int = form.unpack(self._take(form.size))[0]
+        return found
+
+    def _line(self) -> str:
+        line = self._file.readline(min(self._left, _MAX_NAME_BYTES))
+        self._left -= len(line)
+        if not line.endswith(b"\n"):
+            _refuse("it has a name without an end")
+        return line[:-1].decode()
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _pop_mark(self) -> list[Any]:
+        members, self._stack = self._stack, self._below.pop()
+        return members
+
+    # Values
+
+    def _protocol(self, _: None) -> None:
+        if self._number(_BYTE) > _MAX_PROTOCOL:
+            _refuse("it has a protocol that is not known here")
+
+    def _frame(self, _: None) -> None:
+        self._take(8)  # a hint for readers
+
+    def _int(self, form: struct.Struct) -> None:
+        self._push(self._number(form))
+
+    def _bytes(self, form: struct.Struct) -> None:
+        self._push(self._take(self._number(form)))
+
+    def _text(self, form: struct.Struct) -> None:
+        self._push(self._take(self._number(form)).decode())
+
+    def _long(self, _: None) -> None:
+        self._push(int.from_bytes(self._take(self._number(_BYTE)), "little", signed=True))
+
+    def _float(self, _: None) -> None:
+        self._push(_FLOAT.unpack(self._take(_FLOAT.size))[0])
+
+    # Containers
+
+    def _new(self, kind: type) -> None:
+        self._push(kind())
+
+    def _mark(self, _: None) -> None:
+        self._below.append(self._stack)
+        self._stack = []
+
+    def _tuple(self, _: None) -> None:
+        members = tuple(self._pop_mark())
+        self._push(members)
+
+    def _short_tuple(self, count: int) -> None:
+        members = tuple(self._stack[-count:])
+        if len(members) < count:
+            _refuse("its stack is empty")
+        del self._stack[-count:]
+        self._push(members)
+
+    def _append(self, _: None) -> None:
+        value = self._stack.pop()
+        self._list().append(value)
+
+    def _appends(self, _: None) -> None:
+        members = self._pop_mark()
+        self._list().extend(members)
+
+    def _list(self) -> list[Any]:
+        target = self._stack[-1]
+        if not isinstance(target, list):
+            _refuse("it appends to what is no list")
+        return target
+
+    def _set_item(self, _: None) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._pairs().append((key, value))
+
+    def _set_items(self, _: None) -> None:
+        members = self._pop_mark()
+        if len(members) % 2:
+            _refuse("it has a key without a value")
+        self._pairs().extend(zip(members[::2], members[1::2], strict=True))
+
+    def _pairs(self) -> list[tuple[Any, Any]]:
+        target = self._stack[-1]
+        if isinstance(target, Made):
+            target = target.items
+        if not isinstance(target, Items):
+            _refuse("it sets items of what is no dict")
+        return target.pairs
+
+    # Memo
+
+    def _put(self, form: struct.Struct) -> None:
+        self._memo[self._number(form)] = self._stack[-1]
+
+    def _memoize(self, _: None) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    def _get(self, form: struct.Struct) -> None:
+        self._push(self._memo[self._number(form)])
+
+    # Classes and objects
+
+    def _global(self, _: None) -> None:
+        self._push_global(self._line(), self._line())
+
+    def _stack_global(self, _: None) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        self._push_global(module, name)
+
+    def _push_global(self, module: object, name: object) -> None:
+        if not (isinstance(module, str) and isinstance(name, str) and len(module) + len(name) <= _MAX_NAME_BYTES):
+            _refuse("it names a class by what is no name")
+        found = Global(module, name)
+        self._check(found)
+        self._push(found)
+
+    def _make(self, _: None) -> None:
+        arguments, function = self._stack.pop(), self._stack.pop()
+        if not isinstance(function, Global) or not isinstance(arguments, tuple) or isinstance(arguments, Global):
+            _refuse("it calls what is no class")
+        self._push(Made(function, arguments))
+
+    def _build(self, _: None) -> None:
+        state = self._stack.pop()
+        target = self._stack[-1]
+        if not isinstance(target, Made) or target.state is not None:
+            _refuse("it gives a state to what takes none")
+        target.state = state
+
+    def _persistent(self, _: None) -> None:
+        self._push(Persistent(self._stack.pop()))
+
+
+def _refuse(why: str) -> NoReturn:
+    raise ValueError(why)
+
+
+_OPERATIONS: dict[bytes, tuple[Callable[..., None], Any]] = {
+    b"\x80": (_Machine._protocol, None),
+    b"\x95": (_Machine._frame, None),
+    b"N": (_Machine._push, None),
+    b"\x88": (_Machine._push, True),
+    b"\x89": (_Machine._push, False),
+    b"J": (_Machine._int, _INT),
+    b"K": (_Machine._int, _BYTE),
+    b"M": (_Machine._int, _SHORT),
+    b"\x8a": (_Machine._long, None),
+    b"G": (_Machine._float, None),
+    b"X": (_Machine._text, _WORD),
+    b"\x8c": (_Machine._text, _BYTE),
+    b"\x8d": (_Machine._text, _LONG),
+    b"B": (_Machine._bytes, _WORD),
+    b"C": (_Machine._bytes, _BYTE),
+    b"U": (_Machine._bytes, _BYTE),
+    b"\x8e": (_Machine._bytes, _LONG),
+    b"(": (_Machine._mark, None),
+    b"t": (_Machine._tuple, None),
+    b")": (_Machine._push, ()),
+    b"\x85": (_Machine._short_tuple, 1),
+    b"\x86": (_Machine._short_tuple, 2),
+    b"\x87": (_Machine._short_tuple, 3),
+    b"]": (_Machine._new, list),
+    b"a": (_Machine._append, None),
+    b"e": (_Machine._appends, None),
+    b"}": (_Machine._new, Items),
+    b"s": (_Machine._set_item, None),
+    b"u": (_Machine._set_items, None),
+    b"q": (_Machine._put, _BYTE),
+    b"r": (_Machine._put, _WORD),
+    b"\x94": (_Machine._memoize, None),
+    b"h": (_Machine._get, _BYTE),
+    b"j": (_Machine._get, _WORD),
+    b"c": (_Machine._global, None),
+    b"\x93": (_Machine._stack_global, None),
+    b"R": (_Machine._make, None),
+    b"\x81": (_Machine._make, None),
+    b"b": (_Machine._build, None),
+    b"Q": (_Machine._persistent, None),
+}
+"""Methods and their arguments by the opcodes, but for those that neither DCP nor torch.save writes."""

@@ -1,0 +1,114 @@
+"""Files of ``torch.save``."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.checkpoint.convert.common import explain_foreign, make_contents, open_whole
+from ferrodist.checkpoint.convert.torch_pickle import check_pickles
+from ferrodist.checkpoint.retention import describe_other
+from ferrodist.checkpoint.storage import LocalStorage, open_storage
+from ferrodist.checkpoint.storage.local import open_regular
+from ferrodist.checkpoint.tools.reshard import RewriteOptions, rewrite
+from ferrodist.errors import DistCheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ferrodist.checkpoint.tools.reshard import ProgressCallback
+
+
+def import_torch_file(
+    file: str | os.PathLike[str],
+    new_path: str | os.PathLike[str],
+    *,
+    options: RewriteOptions | None = None,
+    new_storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Make a checkpoint of a file of ``torch.save``. It is read with ``weights_only=True``: none of its code runs.
+
+    Tensors stay in the file, which is mapped to memory, until they are written; but not those of the format that torch
+    wrote before version 1.6.
+
+    Args:
+        file: The file.
+        new_path: Where the checkpoint goes.
+        options: How it is written; None is whole tensors.
+        new_storage_options: For fsspec's file system, if the path is a URL.
+
+    Raises:
+        DistCheckpointError: The file has what is not to be loaded, can't be read, or the checkpoint can't be written.
+    """
+    storage = open_storage(new_path, new_storage_options)
+    place = Path(file).absolute()
+    if place.is_dir():
+        raise DistCheckpointError(
+            f"{place} is a folder, not a file of torch.save. {describe_other(LocalStorage(place))}".strip()
+        )
+    with explain_foreign(str(place)):
+        state = _load(place)
+        contents = make_contents(state, LocalStorage(place.parent))
+    rewrite(contents, storage, options or RewriteOptions())
+
+
+def _load(file: Path) -> Any:
+    try:
+        with os.fdopen(open_regular(file), "rb") as opened:
+            is_zip = opened.read(2) == b"PK"
+            opened.seek(0)
+            check_pickles(opened, os.fstat(opened.fileno()).st_size)
+        return torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # unpickling any bytes may end in any way
+        raise DistCheckpointError(
+            f"{file} is no file of torch.save, or has more than tensors and plain values, which is not loaded, for it"
+            f" could run code: {_reason(error)}"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The sentence in torch's long explanation that says which class it is."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
+    return [*named, *lines, type(error).__name__][0]
+
+
+def export_torch_file(
+    path: str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: ProgressCallback | None = None,
+) -> None:
+    """Write a checkpoint's state to a file with ``torch.save``; ``torch.load`` reads it.
+
+    NumPy arrays and numbers are written as tensors and Python's numbers, and `PerRank` as a dict by ranks.
+
+    Args:
+        path: The checkpoint.
+        file: The file, which is there when it is whole; beside it there must be room for as much again.
+        storage_options: For fsspec's file system, if the path is a URL.
+        progress: Told how many bytes are read, and of how many.
+
+    Raises:
+        DistCheckpointError: There is no checkpoint, it is damaged, or the file can't be written.
+    """
+    place = Path(file).absolute()
+    with open_whole(path, place.parent, storage_options=storage_options, progress=progress) as state:
+        made = place.with_name(f".{place.name}.{secrets.token_hex(8)}")  # which nobody else can have made a link before
+        try:
+            with made.open("xb") as opened:
+                torch.save(state, opened)
+                opened.flush()
+                os.fsync(opened.fileno())
+            made.replace(place)
+        except (OSError, RuntimeError) as error:
+            raise DistCheckpointError(f"could not write {place}: {error}") from error
+        finally:
+            made.unlink(missing_ok=True)

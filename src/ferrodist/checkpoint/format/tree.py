@@ -1,0 +1,469 @@
+"""Nested state as JSON, and back: what a manifest has of everything that is no tensor.
+
+    in the state                                       in the manifest
+    None, bool, str, int of 64 bits, finite float      itself
+    list                                               a list
+    dict with str keys                                 {"dict": {key: node}}
+    dict with other keys                               {"pairs": [[key, node], ...]}
+    tuple, set, frozenset                              {"tuple": [...]}, {"set": [...]}, {"frozenset": [...]}
+    tensor, NumPy array                                {"tensor": key}, {"array": key}
+    larger int, other float, complex                   {"int": text}, {"float": text}, {"complex": [float, float]}
+    bytes, bytearray                                   {"bytes": base64}, {"bytearray": base64}
+    NumPy number                                       {"number": [name of its dtype, node]}
+    collections.Counter                                {"counter": [[key, number], ...]}
+    torch.dtype, torch.device, torch.Size              {"dtype": name}, {"device": text}, {"size": [...]}
+    PerRank                                            {"per_rank": {rank: node}}
+
+Other subclasses of dict, list and tuple come back as these. All else is refused: no class is ever looked up by a name
+that a file says.
+
+What a tree from a file must be, before anybody follows it.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+
+from ferrodist.checkpoint.format.dtypes import dtype_from_name, dtype_name
+from ferrodist.tensor.local_shards import find_piece
+from ferrodist.wording import with_article
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+Node = Any
+"""JSON: a value or a dict with one mark."""
+
+_INT_BITS = 63
+MAX_DEPTH = 100
+"""How deep states may be nested; a few calls for each level stay below Python's limit."""
+
+_MOST_OF_ONE_HASH = 100
+"""Members of a set; those of honest ones have hashes of their own, but for a few."""
+
+_NAMES_OF_NUMBERS = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
+)
+_NUMBERS = {name: np.dtype(name).type for name in _NAMES_OF_NUMBERS.split()}
+
+
+class PerRank:
+    """Marks what each rank has its own of, as the state of its random generator: all ranks' are saved.
+
+    Args:
+        value: This rank's; any state.
+        resize: ``resize(values, rank, world_size)`` makes this rank's value of the saved ones, by rank, when another
+            number of ranks loads them. None is an error then.
+    """
+
+    def __init__(self, value: Any, *, resize: Callable[[list[Any], int, int], Any] | None = None) -> None:
+        self.value = value
+        self.resize = resize
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+class Unsaved:
+    """Marks a tensor that this rank has too, but another one saves.
+
+    Args:
+        tensor: Of the same shape as that one's.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def path_text(path: Sequence[object]) -> str:
+    """Where something is in a state, for messages."""
+    return "".join(f"[{part!r}]" for part in path) or "the state itself"
+
+
+def tensor_key(path: Sequence[object]) -> str:
+    """The name of a tensor in files."""
+    return ".".join(str(part) for part in path) or "tensor"
+
+
+def check_depth(path: Sequence[object]) -> None:
+    """Raise ValueError where no state ends that doesn't hold itself."""
+    if len(path) > MAX_DEPTH:
+        raise ValueError(f"the state is nested too deeply, or holds itself, at {path_text(path[:5])}...")
+
+
+@dataclass
+class Encoder:
+    """Turns a state into a node, and collects its tensors.
+
+    Args:
+        rank: This rank.
+    """
+
+    rank: int
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By key; what several places of the state have is here once."""
+    paths: dict[str, str] = field(default_factory=dict)
+    """Where each is in the state."""
+    own: set[str] = field(default_factory=set)
+    """The keys of those that only this rank has, for they are in a `PerRank`."""
+    unsaved: set[str] = field(default_factory=set)
+    """The keys of those that another rank saves."""
+    _known: dict[object, str] = field(default_factory=dict)
+    _arrays: list[torch.Tensor] = field(default_factory=list)
+    _is_own: bool = False
+    """Whether it is in a `PerRank`."""
+
+    def encode(self, value: Any, path: tuple[object, ...] = ()) -> Node:
+        """The node of a value.
+
+        Raises:
+            TypeError: A part of it can't be saved; it says which.
+            ValueError: It is nested too deeply, or two tensors would have one name.
+        """
+        check_depth(path)
+        if isinstance(value, (torch.Tensor, Unsaved)):
+            return {"tensor": self._add_tensor(value, path)}
+        if isinstance(value, np.ndarray):
+            return {"array": self._add(self._from_array(value, path), path)}
+        if isinstance(value, PerRank):
+            return {"per_rank": {str(self.rank): self._encode_own(value.value, path)}}
+        if isinstance(value, Mapping) and not isinstance(value, Counter):
+            return self._encode_mapping(value, path)
+        for kind, mark in ((torch.Size, "size"), (tuple, "tuple")):
+            if isinstance(value, kind):
+                return {mark: self._encode_members(value, path)}
+        if isinstance(value, list):
+            return self._encode_members(value, path)
+        return _encode_plain(value, path)
+
+    def _encode_members(self, members: Sequence[Any], path: tuple[object, ...]) -> list[Node]:
+        return [self.encode(each, (*path, place)) for place, each in enumerate(members)]
+
+    def _add_tensor(self, value: torch.Tensor | Unsaved, path: tuple[object, ...]) -> str:
+        if isinstance(value, torch.Tensor):
+            return self._add(value, path)
+        key = self._add(value.tensor, path)
+        if not self._is_own:
+            self.unsaved.add(key)
+        return key
+
+    def _encode_own(self, value: Any, path: tuple[object, ...]) -> Node:
+        before, known, was_own = set(self.tensors), self._known, self._is_own
+        # Another rank has other memory under this name: what is the same outside is saved by itself.
+        self._known, self._is_own = {}, True
+        try:
+            node = self.encode(value, (*path, f"rank{self.rank}"))
+        finally:
+            self._known, self._is_own = known, was_own
+        self.own |= set(self.tensors) - before
+        return node
+
+    def _encode_mapping(self, value: Mapping[Any, Any], path: tuple[object, ...]) -> Node:
+        keys = [_encode_key(key, path) for key in value]
+        nodes = [self.encode(each, (*path, key)) for key, each in value.items()]
+        if all(isinstance(key, str) for key in keys):
+            return {"dict": dict(zip(keys, nodes, strict=True))}
+        spread(value, path_text(path))
+        return {"pairs": [list(pair) for pair in zip(keys, nodes, strict=True)]}
+
+    def _from_array(self, array: np.ndarray[Any, Any], path: tuple[object, ...]) -> torch.Tensor:
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(f"{path_text(path)} is a masked array: save its data and its mask")
+        native = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(array.shape)
+        try:
+            return torch.from_numpy(native if native.flags.writeable else native.copy())
+        except TypeError as error:
+            raise TypeError(f"{path_text(path)} is an array of {array.dtype}, which checkpoints don't carry") from error
+
+    def _add(self, tensor: torch.Tensor, path: tuple[object, ...]) -> str:
+        check_tensor(tensor, path)
+        identity = tensor_identity(tensor)
+        if (known := self._known.get(identity)) is not None:
+            return known
+        key = tensor_key(path)
+        if key == "__metadata__":
+            raise ValueError(f"{path_text(path)} is a tensor of a name that safetensors files need: rename it")
+        if key in self.tensors:
+            raise ValueError(
+                f"two tensors would be named {key!r} in the files, that of {self.paths[key]} and that of"
+                f" {path_text(path)}: rename one"
+            )
+        self._known[identity] = key
+        self._arrays.append(tensor)  # an identity is one as long as the tensor lives
+        self.tensors[key], self.paths[key] = tensor, path_text(path)
+        return key
+
+
+def tensor_identity(tensor: torch.Tensor) -> object:
+    """What tensors have in common that are the same memory."""
+    local = getattr(tensor, "_local", None)
+    plain = tensor if local is None else local
+    if plain.is_nested or not plain.numel() or plain.layout is not torch.strided or plain.device.type == "meta":
+        return id(tensor)
+    lies = plain.data_ptr(), tuple(plain.shape), plain.stride(), plain.dtype, plain.is_conj(), plain.is_neg()
+    return (*lies, getattr(tensor, "_layout", None), find_piece(tensor))
+
+
+def check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
+    """Raise TypeError unless a tensor has elements in memory, of a dtype that checkpoints have."""
+    where = path_text(path)
+    try:
+        dtype_name(tensor.dtype)
+    except TypeError as error:
+        raise TypeError(f"{where}: {error}") from None
+    if torch.nn.parameter.is_lazy(tensor):
+        raise TypeError(f"{where} has no shape yet: run the module once before it is saved")
+    if tensor.is_nested:
+        raise TypeError(f"{where} is a nested tensor, which has no one shape: save its parts, tensor.unbind()")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError(f"{where} is a {tensor.layout} tensor: save to_dense() of it")
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise TypeError(f"{where} is {with_article(type(tensor).__qualname__)}, made of other tensors: save these")
+    if getattr(tensor, "_local", tensor).device.type == "meta":
+        raise TypeError(f"{where} is on the meta device and has no elements: materialize it first")
+
+
+def _encode_key(key: object, path: tuple[object, ...]) -> Node:
+    try:
+        return _encode_plain(key, path)
+    except TypeError as error:
+        raise TypeError(
+            f"{path_text(path)} has {with_article(type(key).__name__)} as a key, {str(key)[:50]!r}: save text,"
+            " numbers or tuples"
+            " of these"
+        ) from error
+
+
+def _encode_plain(value: Any, path: tuple[object, ...]) -> Node:
+    kind = type(value)
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return {"tuple": [_encode_plain(each, path) for each in value]}
+    if isinstance(value, (set, frozenset)):
+        # Not as they come, which is otherwise on each rank.
+        found = spread(value, path_text(path))
+        members = sorted((_encode_plain(each, path) for each in found), key=msgspec.json.encode)
+        return {"set" if isinstance(value, set) else "frozenset": members}
+    if isinstance(value, Counter):
+        spread(value, path_text(path))
+        return {"counter": [[_encode_key(key, path), _encode_plain(count, path)] for key, count in value.items()]}
+    if isinstance(value, np.generic) and value.dtype.name in _NUMBERS:
+        return {"number": [value.dtype.name, _encode_plain(value.item(), path)]}
+    if kind not in _ENCODERS:
+        raise TypeError(
+            f"{path_text(path)} is {with_article(kind.__name__)}, which checkpoints don't carry: save what it"
+            " is made of, as"
+            " numbers, text, tensors, lists and dicts, or give it state_dict() and load_state_dict()"
+        )
+    try:
+        return _ENCODERS[kind](value)
+    except UnicodeEncodeError as error:
+        raise TypeError(f"{path_text(path)} is text that is not Unicode: save bytes") from error
+
+
+def _encode_text(value: str) -> Node:
+    value.encode()
+    return value
+
+
+def _encode_int(value: int) -> Node:
+    return value if -(1 << _INT_BITS) <= value < 1 << _INT_BITS else {"int": hex(value)}
+
+
+def _encode_float(value: float) -> Node:
+    return value if math.isfinite(value) else {"float": repr(value)}
+
+
+_ENCODERS: dict[type, Callable[[Any], Node]] = {
+    type(None): lambda value: value,
+    bool: lambda value: value,
+    str: _encode_text,
+    int: _encode_int,
+    float: _encode_float,
+    complex: lambda value: {"complex": [_encode_float(value.real), _encode_float(value.imag)]},
+    bytes: lambda value: {"bytes": base64.b64encode(value).decode()},
+    bytearray: lambda value: {"bytearray": base64.b64encode(value).decode()},
+    torch.dtype: lambda value: {"dtype": dtype_name(value)},
+    torch.device: lambda value: {"device": str(value)},
+}
+
+
+def is_leaf_node(node: Node) -> bool:
+    """Whether a node is a plain value: neither a container, nor a tensor."""
+    return not isinstance(node, list) and not (isinstance(node, dict) and set(node) & _BRANCHES)
+
+
+_BRANCHES = frozenset({"dict", "pairs", "tuple", "set", "frozenset", "size", "tensor", "array", "per_rank"})
+
+
+def decode_leaf(node: Node, depth: int = 0) -> Any:
+    """The value of a leaf's node.
+
+    Args:
+        node: The node.
+        depth: The number of nodes around it.
+
+    Raises:
+        ValueError: There is no such node.
+    """
+    if not isinstance(node, dict):
+        return node
+    if len(node) != 1:
+        raise ValueError(f"a node with {len(node)} marks")
+    if depth > MAX_DEPTH:
+        raise ValueError("a value that is nested too deeply")
+    ((mark, content),) = node.items()
+    try:
+        return _DECODERS[mark](content, depth + 1)
+    except Exception as error:  # the content may be anything, and each decoder fails in a way of its own
+        raise ValueError(f"no value is written as {str(node)[:100]}") from error
+
+
+def leaf_text(node: Node) -> str:
+    """The value of a leaf's node as Python writes it."""
+    value = decode_leaf(node)
+    try:
+        return repr(value)
+    except ValueError:  # Python writes no int of more than some thousand digits
+        return str(node)
+
+
+def _decode_complex(parts: list[Node], depth: int) -> complex:
+    real, imaginary = (decode_leaf(part, depth) for part in parts)
+    return complex(float(real), float(imaginary))
+
+
+def _decode_number(pair: list[Node], depth: int) -> Any:
+    name, node = pair
+    value = decode_leaf(node, depth)
+    if not isinstance(value, (bool, int, float, complex)):
+        raise TypeError(f"a number of {type(value).__name__}")
+    with np.errstate(all="ignore"):
+        return _NUMBERS[name](value)
+
+
+def _decode_counter(pairs: list[list[Node]], depth: int) -> Counter[Any]:
+    keys = spread(decode_leaf(key, depth) for key, _ in pairs)
+    return Counter(dict(zip(keys, (decode_leaf(count, depth) for _, count in pairs), strict=True)))
+
+
+def spread(values: Iterable[Any], where: str = "it") -> list[Any]:
+    """Hashable values as they are, to be a set or a dict's keys; ``where`` is for messages.
+
+    Raises:
+        ValueError: Many have one hash: Python would take a time in the square of their number.
+    """
+    found = list(values)
+    if max(Counter(map(hash, found)).values(), default=0) > _MOST_OF_ONE_HASH:
+        raise ValueError(f"{where} has more than {_MOST_OF_ONE_HASH} members or keys with one hash")
+    return found
+
+
+def _decode_device(text: str, _depth: int) -> torch.device:
+    return torch.device(str.__str__(text))  # a number would be a device of this machine
+
+
+_DECODERS: dict[str, Callable[[Any, int], Any]] = {
+    "int": lambda text, _: int(text, 16),
+    "float": lambda text, _: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[text],
+    "complex": _decode_complex,
+    "bytes": lambda text, _: base64.b64decode(text, validate=True),
+    "bytearray": lambda text, _: bytearray(base64.b64decode(text, validate=True)),
+    "number": _decode_number,
+    "counter": _decode_counter,
+    "dtype": lambda name, _: dtype_from_name(name),
+    "device": _decode_device,
+    "tuple": lambda members, depth: tuple(decode_leaf(each, depth) for each in members),
+    "frozenset": lambda members, depth: frozenset(spread(decode_leaf(each, depth) for each in members)),
+}
+
+
+def referenced_keys(node: Any) -> Iterator[str]:
+    """The keys of the tensors of a tree."""
+    if isinstance(node, dict):
+        for mark, content in node.items():
+            if mark in ("tensor", "array"):
+                yield content
+            else:
+                yield from referenced_keys(list(content.values()) if isinstance(content, dict) else content)
+    elif isinstance(node, list):
+        for each in node:
+            yield from referenced_keys(each)
+
+
+def check_tree(node: Node, keys: Collection[str], depth: int = 0) -> None:
+    """See that a tree is what `Encoder` and `merge_trees` make.
+
+    Args:
+        node: The tree.
+        keys: Of the tensors that there are.
+        depth: How deep the node is.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError("a state that is nested too deeply")
+    if isinstance(node, dict) and len(node) != 1:
+        raise ValueError(f"a node with {len(node)} marks")
+    if is_leaf_node(node):
+        decode_leaf(node)
+        return
+    mark, content = ("list", node) if isinstance(node, list) else next(iter(node.items()))
+    kind, members = _BRANCH_CHECKS[mark]
+    if not isinstance(content, kind):
+        raise ValueError(f"a {mark} of {str(content)[:100]}")  # noqa: TRY004 - it is no argument
+    if kind is str and content not in keys:
+        raise ValueError(f"a state with tensor {content!r}, of which nothing else is said")
+    for each in members(content):
+        check_tree(each, keys, depth + 1)
+
+
+def _pairs(content: list[Any]) -> list[Node]:
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
+        raise ValueError("pairs of a key and a node that are none")
+    _hashable([key for key, _ in content])
+    return [node for _, node in content]
+
+
+def _of_ranks(content: dict[str, Node]) -> Iterable[Node]:
+    if not all(rank.isdecimal() and str(int(rank[:10])) == rank for rank in content):
+        raise ValueError(f"ranks {list(content)[:10]}")
+    return content.values()
+
+
+def _sizes(content: list[Any]) -> list[Node]:
+    if not all(type(size) is int and -(1 << 63) <= size < 1 << 63 for size in content):
+        raise ValueError(f"a torch.Size of {content[:10]}")
+    return []
+
+
+def _hashable(content: list[Any]) -> list[Node]:
+    try:
+        hash(decode_leaf({"frozenset": content}))
+    except TypeError as error:
+        raise ValueError(f"what can't be a key: {str(content)[:100]}") from error
+    return []
+
+
+_BRANCH_CHECKS: dict[str, tuple[type, Callable[[Any], Iterable[Node]]]] = {
+    "list": (list, list),
+    "tuple": (list, list),
+    "dict": (dict, dict.values),
+    "per_rank": (dict, _of_ranks),
+    "pairs": (list, _pairs),
+    "size": (list, _sizes),
+    "set": (list, _hashable),
+    "frozenset": (list, _hashable),
+    "tensor": (str, lambda _: ()),
+    "array": (str, lambda _: ()),
+}
+"""By marks: what a node has, and the members of it that are left to check."""

@@ -1,0 +1,415 @@
+"""A saved state beside what it is loaded into: which tensors go where, and what becomes of the rest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.checkpoint.format.dtypes import dtype_from_name
+from ferrodist.checkpoint.format.tree import (
+    PerRank,
+    check_depth,
+    check_tensor,
+    decode_leaf,
+    is_leaf_node,
+    path_text,
+    referenced_keys,
+    tensor_identity,
+    tensor_key,
+)
+from ferrodist.checkpoint.state import (
+    OptimizerState,
+    Stateful,
+    empty_like,
+    inner_module,
+    module_state,
+    refuse_optimizer,
+)
+from ferrodist.errors import DistCheckpointError
+from ferrodist.tensor.dtensor import DTensor
+from ferrodist.tensor.local_shards import find_piece
+from ferrodist.tensor.spec import Layout, check_placements
+from ferrodist.wording import counted, with_article
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from ferrodist.checkpoint.format.manifest import Manifest
+    from ferrodist.checkpoint.shard_metadata import ShardMetadata
+    from ferrodist.mesh import DeviceMesh
+    from ferrodist.tensor.local_shards import LocalPart
+    from ferrodist.tensor.placement import Placement
+
+if TYPE_CHECKING:
+    Builder = Callable[[], Any]
+    """Makes what comes of a part of the state, when all tensors are filled."""
+
+
+class Placed:
+    """In what a checkpoint is loaded into: a tensor that becomes a `DTensor`.
+
+    Args:
+        mesh: Over which it shall lie.
+        placements: How, for each axis of the mesh; one placement for a mesh of one axis.
+        dtype: Converts it; None keeps the saved one.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, placements: Placement | Sequence[Placement], *, dtype: torch.dtype | None = None
+    ) -> None:
+        self.mesh = mesh
+        self.placements = placements
+        self.dtype = dtype
+
+
+def _make_on_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+@dataclass
+class Matching:
+    """Goes through a saved tree and what it is loaded into.
+
+    Args:
+        manifest: The checkpoint's.
+        rank: This rank.
+        world_size: How many load.
+        shards: How plain tensors are divided.
+        make: Makes a whole tensor, of a shape and dtype, that nothing was given for.
+    """
+
+    manifest: Manifest
+    rank: int
+    world_size: int
+    shards: ShardMetadata
+    make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] = _make_on_cpu
+    targets: list[tuple[str, torch.Tensor, LocalPart]] = field(default_factory=list)
+    """Keys of saved tensors, what they fill, and what this rank has of it."""
+    used: set[str] = field(default_factory=set)
+    """Keys of the saved tensors that have a place here."""
+    missing: list[str] = field(default_factory=list)
+    """What is wanted and not there."""
+    unexpected: dict[str, str] = field(default_factory=dict)
+    """Keys of saved tensors that a module or an optimizer here has no place for, and where they are."""
+    _made: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors for which there was none."""
+
+    def match(self, node: Any, into: Any, path: tuple[object, ...] = ()) -> Builder:
+        """What comes of a node where ``into`` is.
+
+        Raises:
+            DistCheckpointError: They don't fit.
+            TypeError: An optimizer without names for its parameters.
+            ValueError: ``into`` holds itself.
+        """
+        check_depth(path)
+        matchers: tuple[tuple[type | tuple[type, ...], Callable[[Any, Any, tuple[object, ...]], Builder]], ...] = (
+            (torch.Tensor, self._fill),
+            (Placed, self._place),
+            (torch.nn.Module, self._match_module),
+            (OptimizerState, self._match_optimizer),
+            (PerRank, self._match_own),
+            (torch.optim.Optimizer, lambda *of: refuse_optimizer(of[2])),
+            (Stateful, self._match_stateful),
+            ((Counter, torch.Size), lambda node, _, path: self.decode(node, path)),
+            (Mapping, self._match_mapping),
+            ((list, tuple), self._match_sequence),
+        )
+        for kind, matcher in matchers:
+            if isinstance(into, kind) and not _is_empty(into):
+                return matcher(node, into, path)
+        return self.decode(node, path)
+
+    def decode(self, node: Any, path: tuple[object, ...] = ()) -> Builder:
+        """All that a node has, tensors whole."""
+        if is_leaf_node(node):
+            value = decode_leaf(node)
+            return lambda: value
+        if (members := _keys_and_nodes(node)) is not None:
+            builders = {key: self.decode(each, (*path, key)) for key, each in members.items()}
+            return lambda: {key: build() for key, build in builders.items()}
+        mark: str
+        content: Any
+        mark, content = ("list", node) if isinstance(node, list) else next(iter(node.items()))
+        if mark in ("tensor", "array"):
+            tensor = self._new(content, path)
+            return tensor.numpy if mark == "array" else lambda: tensor
+        if mark == "per_rank":
+            return self._match_own(node, PerRank(None), path, is_wanted=False)
+        return self._decode_all(content, path, _KINDS[mark])
+
+    def _decode_all(self, nodes: Sequence[Any], path: tuple[object, ...], kind: Callable[[Any], Any]) -> Builder:
+        builders = [self.decode(each, (*path, place)) for place, each in enumerate(nodes)]
+        return lambda: kind([build() for build in builders])
+
+    def _new(self, key: str, path: tuple[object, ...]) -> torch.Tensor:
+        """A tensor to be filled, whole or this rank's part; the same for all places that had the same."""
+        if key not in self._made:
+            saved = self.manifest.tensors[key]
+            name = tensor_key(path)
+            spec = self.shards.tensor_specs.get(name)
+            shape = saved.shape if spec is None else spec.shape_of(self.rank)
+            made = self.make(shape, dtype_from_name(saved.dtype))
+            part = self.shards.part(name, made, self.rank)
+            self._check_fits(key, part, path)
+            self._made[key] = made
+            self._add(key, made, part)
+        return self._made[key]
+
+    def _add(self, key: str, tensor: torch.Tensor, part: LocalPart) -> None:
+        self.used.add(key)
+        self.targets.append((key, tensor, part))
+
+    def _fill(self, node: Any, into: torch.Tensor, path: tuple[object, ...]) -> Builder:
+        key = self._key(node, path)
+        check_tensor(into, path)
+        part = self.shards.part(tensor_key(path), into, self.rank)
+        self._check_fits(key, part, path)
+        self._add(key, into, part)
+        return lambda: into
+
+    def _key(self, node: Any, path: tuple[object, ...]) -> str:
+        if not isinstance(node, dict) or not ({"tensor", "array"} & set(node)):
+            raise DistCheckpointError(f"{path_text(path)} is to be a tensor, but none was saved there")
+        key: str = node.get("tensor") or node["array"]
+        return key
+
+    def _check_fits(self, key: str, into: LocalPart, path: tuple[object, ...]) -> None:
+        saved = self.manifest.tensors[key]
+        if into.shape != saved.shape:
+            raise DistCheckpointError(
+                f"{path_text(path)} has shape {into.shape}, and was saved with shape {saved.shape}: load it into a"
+                " tensor of that shape"
+            )
+        if not _converts(dtype_from_name(saved.dtype), into.dtype):
+            raise DistCheckpointError(
+                f"{path_text(path)} is {into.dtype}, and was saved as torch.{saved.dtype}, which doesn't convert to it"
+                " without loss of more than digits"
+            )
+
+    def _place(self, node: Any, into: Placed, path: tuple[object, ...]) -> Builder:
+        key = self._key(node, path)
+        saved = self.manifest.tensors[key]
+        dtype = into.dtype or dtype_from_name(saved.dtype)
+        placements = check_placements(into.mesh, into.placements, saved.shape)
+        layout = Layout.of(into.mesh, placements, saved.shape, dtype)
+        made = DTensor._wrap(torch.empty(layout.local_shape, dtype=dtype, device="cpu"), layout)
+        return self._fill(node, made, path)
+
+    def _match_own(self, node: Any, into: PerRank, path: tuple[object, ...], *, is_wanted: bool = True) -> Builder:
+        if not isinstance(node, dict) or "per_rank" not in node:
+            raise DistCheckpointError(f"{path_text(path)} is to be PerRank, but was not saved so")
+        saved = node["per_rank"]
+        if self.world_size == self.manifest.world_size:
+            if str(self.rank) in saved:
+                return self.match(saved[str(self.rank)], into.value, path)
+            if is_wanted:
+                self.missing.append(path_text(path))
+            return _constant(into.value)
+        if into.resize is None and not is_wanted:
+            by_rank = {int(rank): self.decode(each, (*path, rank)) for rank, each in saved.items()}
+            return lambda: {rank: build() for rank, build in by_rank.items()}
+        if into.resize is None:
+            raise DistCheckpointError(
+                f"{path_text(path)} was saved by {counted(len(saved), 'rank')}, each its own, and is loaded by"
+                f" {self.world_size}: load it into PerRank(value, resize=function), which makes a rank's value of the"
+                " saved ones, or leave it out of what is loaded"
+            )
+        builders = [self.decode(saved[rank], path) for rank in sorted(saved, key=int)]
+        resize = into.resize
+
+        def finish() -> Any:
+            made = resize([build() for build in builders], self.rank, self.world_size)
+            if not isinstance(into.value, Stateful):
+                return made
+            into.value.load_state_dict(made)
+            return into.value
+
+        return finish
+
+    def _match_mapping(
+        self, node: Any, into: Mapping[Any, Any], path: tuple[object, ...], first_names: Mapping[str, str] | None = None
+    ) -> Builder:
+        """What comes of a dict.
+
+        Args:
+            node: What was saved.
+            into: What it is loaded into.
+            path: Its place.
+            first_names: For the names of tensors that ranks share the first one of each.
+        """
+        saved = _keys_and_nodes(node)
+        if saved is None:
+            raise DistCheckpointError(f"{path_text(path)} is to be a dict, but none was saved there")
+        builders: dict[Any, Builder] = {}
+        for key, target in into.items():
+            if key in saved:
+                builders[key] = self.match(saved[key], target, (*path, key))
+            elif isinstance(target, torch.Tensor) and _is_shared(target, into, saved):
+                builders[key] = _constant(target)
+            elif (other := _other_name(key, saved, first_names or {})) is not None:
+                builders[key] = self.match(saved[other], target, (*path, key))
+            else:
+                self.missing.append(path_text((*path, key)))
+                builders[key] = _constant(target)
+        return lambda: {key: build() for key, build in builders.items()}
+
+    def _leave(self, saved: Mapping[str, Any], having: Collection[str], path: tuple[object, ...]) -> None:
+        """Note what has no place here; another rank may have one."""
+        for key, node in saved.items():
+            if key not in having:
+                self.unexpected.update(dict.fromkeys(referenced_keys(node), path_text((*path, key))))
+
+    def _match_sequence(self, node: Any, into: Sequence[Any], path: tuple[object, ...]) -> Builder:
+        kind = list if isinstance(into, list) else tuple
+        saved = node if kind is list else node.get("tuple") if isinstance(node, dict) else None
+        if not isinstance(saved, list) or len(saved) != len(into):
+            found = f"{counted(len(saved), 'member')}" if isinstance(saved, list) else "something else"
+            raise DistCheckpointError(
+                f"{path_text(path)} is to be {with_article(kind.__name__)} of {len(into)}, and was saved as"
+                f" {found}: None in its"
+                " place takes it as it was saved"
+            )
+        builders = [
+            self.match(each, target, (*path, place))
+            for place, (each, target) in enumerate(zip(saved, into, strict=True))
+        ]
+        return lambda: kind([build() for build in builders])
+
+    def _match_module(self, node: Any, into: torch.nn.Module, path: tuple[object, ...]) -> Builder:
+        state = module_state(into)
+        inner = inner_module(into)
+        own = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
+        saved = _keys_and_nodes(node) or {}
+        # What is not a tensor of the module's own is for the module to take, and may be another thing by now.
+        others = [key for key, value in state.items() if key in saved and id(value) not in own]
+        wanted = {key: _wanted(key, value) for key, value in state.items()}
+        build = self._match_mapping(node, wanted, path, getattr(into, "first_names", None))
+        self._leave(saved, state, path)
+
+        def finish() -> torch.nn.Module:
+            loaded = build()
+            if others:
+                inner.load_state_dict({key: loaded[key] for key in others}, strict=False)
+            return into
+
+        return finish
+
+    def _match_stateful(self, node: Any, into: Stateful, path: tuple[object, ...]) -> Builder:
+        build = self._match_loosely(node, into.state_dict(), path)
+
+        def finish() -> Stateful:
+            into.load_state_dict(build())
+            return into
+
+        return finish
+
+    def _match_loosely(self, node: Any, own: Any, path: tuple[object, ...]) -> Builder:
+        """All that a node has, as it was saved; but tensors that are divided where they are now, divided so."""
+        if isinstance(own, Mapping) and isinstance(node, dict) and "dict" in node:
+            members = node["dict"].items()
+            builders = {key: self._match_loosely(each, own.get(key), (*path, key)) for key, each in members}
+            return lambda: {key: build() for key, build in builders.items()}
+        if isinstance(own, torch.Tensor) and (isinstance(own, DTensor) or find_piece(own) is not None):
+            return self._fill(node, empty_like(own, own.dtype), path)
+        return self.decode(node, path)
+
+    def _shapes(self, nodes: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of the tensors among some nodes."""
+        keys = {name: node["tensor"] for name, node in nodes.items() if isinstance(node, dict) and "tensor" in node}
+        tensors = self.manifest.tensors
+        return {name: (tensors[key].shape, dtype_from_name(tensors[key].dtype)) for name, key in keys.items()}
+
+    def _match_optimizer(self, node: Any, into: OptimizerState, path: tuple[object, ...]) -> Builder:
+        try:
+            saved, groups = node["dict"]["state"]["dict"], node["dict"]["param_groups"]
+            entries = {name: each["dict"] for name, each in saved.items()}
+            params = [group["dict"]["params"] for group in groups]
+            names = [[str(name) for name in (each["dict"] if isinstance(each, dict) else each)] for each in params]
+        except (TypeError, KeyError, AttributeError):
+            raise DistCheckpointError(
+                f"{path_text(path)} is to be an OptimizerState, but none was saved there"
+            ) from None
+        into.check_groups(names, path_text(path))
+        shapes = {name: self._shapes(own) for name, own in entries.items()}
+        made = into.targets(shapes)
+        builders = {
+            name: {
+                key: self.match(each, made[name].get(key), (*path, "state", name, key))
+                for key, each in entries.get(name, {}).items()
+            }
+            for name in made
+        }
+        self._leave(saved, made, (*path, "state"))
+        build_groups = self.decode(groups, (*path, "param_groups"))
+
+        def finish() -> OptimizerState:
+            state = {name: {key: build() for key, build in own.items()} for name, own in builders.items() if own}
+            into.load_state_dict({"state": state, "param_groups": build_groups()})
+            return into
+
+        return finish
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "size": torch.Size,
+}
+"""Of the marks of sequences."""
+
+
+def _keys_and_nodes(node: Any) -> dict[Any, Any] | None:
+    """What a dict was saved as; None for what was none."""
+    if isinstance(node, dict) and "dict" in node:
+        return dict(node["dict"])
+    if isinstance(node, dict) and "pairs" in node:
+        return {decode_leaf(key): each for key, each in node["pairs"]}
+    return None
+
+
+def _is_shared(tensor: torch.Tensor, into: Mapping[Any, Any], saved: Collection[Any]) -> bool:
+    """Whether a tensor is there under another name that was saved: other makers write it once, under any of them."""
+    own = tensor_identity(tensor)
+    others = (other for key, other in into.items() if key in saved and isinstance(other, torch.Tensor))
+    return any(tensor_identity(other) == own for other in others)
+
+
+def _other_name(key: Any, saved: Mapping[Any, Any], first_names: Mapping[str, str]) -> str | None:
+    """Another name of a shared tensor, under which it was saved."""
+    first = first_names.get(key)
+    names = [name for name, other in first_names.items() if other == first] if first is not None else []
+    return next((name for name in names if name in saved), None)
+
+
+def _wanted(key: str, value: Any) -> Any:
+    """What a value of a module's state dict is loaded into; None for what comes as it was saved."""
+    is_tensor = isinstance(value, torch.Tensor) and not key.endswith("_extra_state")
+    return value if is_tensor else None
+
+
+def _is_empty(into: object) -> bool:
+    """Whether it is a plain container that says nothing of what is wanted."""
+    return type(into) in (dict, list, tuple) and not into
+
+
+def _constant(value: Any) -> Builder:
+    return lambda: value
+
+
+def _converts(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether values stay what they are, but for digits."""
+    if saved is wanted:
+        return True
+    if torch.can_cast(torch.int8, saved) and torch.can_cast(saved, torch.int8):  # both are integers
+        if wanted is torch.bool or not torch.can_cast(wanted, torch.int8):
+            return torch.can_cast(saved, wanted)
+        few, many = torch.iinfo(saved), torch.iinfo(wanted)
+        return many.min <= few.min and few.max <= many.max
+    return torch.can_cast(saved, wanted)

@@ -1,0 +1,310 @@
+"""What else is in a checkpoint's folder: older saves to it, and files that are none of ours.
+
+Folders of checkpoints: which is the newest, and which may go.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ferrodist.checkpoint.format.manifest import (
+    INDEX_NAME,
+    MANIFEST_NAME,
+    SINGLE_NAME,
+    TIME_WITHIN_BYTES,
+    Manifest,
+    decode_manifest,
+    find_time,
+    is_time,
+)
+from ferrodist.checkpoint.storage import join_path, open_storage, parent_path
+from ferrodist.checkpoint.storage.base import save_of
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistCheckpointError
+
+if TYPE_CHECKING:
+    import os
+    import re
+    from collections.abc import Mapping
+
+    from ferrodist.checkpoint.storage.base import Storage
+
+DCP_METADATA_NAME = ".metadata"
+"""What torch.distributed.checkpoint calls its manifest."""
+
+_logger = logging.getLogger(__name__)
+
+
+def read_manifest(storage: Storage) -> Manifest:
+    """The manifest of the checkpoint in a folder.
+
+    Raises:
+        DistCheckpointError: There is none, or it is damaged.
+    """
+    where = f"{storage.url}/{MANIFEST_NAME}"
+    try:
+        data = storage.get(MANIFEST_NAME)
+    except FileNotFoundError:
+        raise DistCheckpointError(_why_none(storage)) from None
+    except NotADirectoryError as error:
+        if not Path(storage.url).is_file():  # a file is above it
+            raise DistCheckpointError(f"{where} can't be read: {error}") from error
+        raise DistCheckpointError(
+            f"{storage.url} is a file, and a checkpoint is a folder. {_how_to_convert('torch', storage.url)}"
+        ) from None
+    except OSError as error:
+        raise DistCheckpointError(f"{where} can't be read: {error}") from error
+    return decode_manifest(data, where)
+
+
+def describe_other(storage: Storage) -> str:
+    """A sentence that says of which other format a folder is, and what to do; empty if it is of none that is known.
+
+    Raises:
+        OSError: The folder can't be listed.
+    """
+    names = storage.list_names()
+    if DCP_METADATA_NAME in names:
+        return f"It is a folder of torch.distributed.checkpoint. {_how_to_convert('dcp', storage.url)}"
+    if SINGLE_NAME in names or INDEX_NAME in names:
+        return f"It is a folder of Hugging Face's. {_how_to_convert('hf', storage.url)}"
+    for name in names:
+        if name.endswith(_TORCH_ENDINGS):
+            return f"It has {name}. {_how_to_convert('torch', f'{storage.url}/{name}')}"
+    return ""
+
+
+_TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
+_IMPORTS = {"torch": "import_torch_file", "dcp": "import_dcp", "hf": "import_hugging_face"}
+
+
+def _how_to_convert(kind: str, path: str) -> str:
+    return (
+        f"`ferrodist ckpt convert --from {kind} --to ferrodist {path} NEW` makes a checkpoint of it, in Python"
+        f" `ferrodist.checkpoint.convert.{_IMPORTS[kind]}`."
+    )
+
+
+def _why_none(storage: Storage) -> str:
+    """Why there is no checkpoint in a folder that lacks a manifest."""
+    try:
+        is_empty, other, inner = not storage.list_names(), describe_other(storage), storage.list_folders()
+    except OSError as error:
+        return f"{storage.url} can't be read: {error}"
+    what = "nothing in it, or is not there" if is_empty and not inner else "no checkpoint in it"
+    text = f"{storage.url} has {what}: {MANIFEST_NAME} is missing"
+    if other:
+        return f"{text}. {other}"
+    if inner:
+        return f"{text}. There are folders in it, as {inner[-1]}: name one that has a checkpoint, or ask find_latest()"
+    return text
+
+
+def check_is_ours(storage: Storage) -> None:
+    """See that a save to the folder takes nothing from others.
+
+    Raises:
+        DistCheckpointError: The folder has tensors of something else.
+    """
+    names = storage.list_names()
+    if MANIFEST_NAME in names:
+        return
+    others = [name for name in names if name.endswith(".safetensors") and save_of(name) is None]
+    if others:
+        raise DistCheckpointError(
+            f"{storage.url} has {others[0]}, which is of no checkpoint of ferrodist: save to a folder of its own"
+        )
+
+
+def find_stale(storage: Storage) -> set[str]:
+    """The files of older saves to the folder."""
+    names = set(storage.list_names())
+    living = {None} | storage.living_saves()
+    stale = {name for name in names if save_of(name) not in living}
+    if MANIFEST_NAME not in names:
+        return stale
+    try:
+        older = read_manifest(storage)
+    except DistCheckpointError:
+        return stale
+    return stale | {file.name for file in older.files if file.name in names}
+
+
+def next_time_ns(storage: Storage) -> int:
+    """The time of a checkpoint that is committed now: now, or later than that of every checkpoint beside it.
+
+    Clocks are put back, and those of hosts differ; what is saved last is the newest all the same.
+    """
+    now = time.time_ns()
+    if not is_time(now):  # of a clock that was never set: such a manifest would be none
+        now = 0
+    try:
+        heads = storage.read_beside(MANIFEST_NAME, TIME_WITHIN_BYTES)
+    except OSError as error:
+        _logger.warning("what is beside %s can't be looked through, and may have a later time: %s", storage.url, error)
+        return now
+    return max(now, *(time_ns + 1 for head in heads if (time_ns := find_time(head)) is not None), 0)
+
+
+def remove_unfinished(storage: Storage) -> None:
+    """Remove what saves to the folder have left that were never committed, unless a checkpoint is there.
+
+    Raises:
+        OSError: What the storage says; another save is being committed.
+    """
+    with storage.exclusive(Deadline(0.0)):
+        if MANIFEST_NAME in storage.list_names():
+            return
+        storage.remove(find_stale(storage))
+        storage.remove_leftovers()
+    storage.remove_folder()
+
+
+_DEATH_SECONDS = 2.0
+"""How long to wait for the end of a process that was lost."""
+_PAUSE_SECONDS = 0.01
+
+
+def remove_dead(storage: Storage, save_id: str) -> bool:
+    """Remove what saves left whose rank 0 has died, and look for one of them.
+
+    Args:
+        storage: The folder.
+        save_id: The save; its published files go, too, unless it was committed. Empty for one that isn't known.
+
+    Returns:
+        Whether nothing is left of it; False where it may still live.
+    """
+    deadline = Deadline(_DEATH_SECONDS)
+    try:
+        # The system drops locks of a process that ends, and its connections, in any order.
+        while storage.has_leftovers(save_id):
+            storage.remove_leftovers()
+            if not storage.has_leftovers(save_id):
+                break
+            if deadline.expired:
+                return False
+            time.sleep(_PAUSE_SECONDS)
+        if not storage.is_staged:
+            return False  # its manifest may still appear
+        with storage.exclusive(deadline):
+            names = storage.list_names()
+            if MANIFEST_NAME not in names or read_manifest(storage).save_id != save_id:
+                storage.remove([name for name in names if save_id and save_of(name) == save_id])
+            storage.remove_leftovers()
+        storage.remove_folder()
+    except FileNotFoundError:
+        return True
+    except (OSError, DistCheckpointError):
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A checkpoint that can be loaded, as far as its manifest and the sizes of its files tell."""
+
+    path: str
+    storage: Storage
+    manifest: Manifest
+
+
+def list_checkpoints(
+    dir: str | os.PathLike[str],  # noqa: A002 - as in AsyncCheckpointer
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """The paths of the checkpoints in a folder, the oldest first; those that lack anything are left out.
+
+    Links to folders are left out too: a checkpoint counts once.
+
+    Args:
+        dir: The folder, or a URL of fsspec's.
+        storage_options: For fsspec's file system, if it is a URL.
+
+    Raises:
+        DistCheckpointError: The folder can't be listed.
+    """
+    storage = open_storage(dir, storage_options)
+    try:
+        return [found.path for found in _find(storage.url, storage_options)]
+    except OSError as error:
+        raise DistCheckpointError(f"{storage.url} can't be looked through for checkpoints: {error}") from error
+
+
+def find_latest(
+    dir: str | os.PathLike[str],  # noqa: A002 - as in AsyncCheckpointer
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> str | None:
+    """The path of the newest checkpoint in a folder that lacks nothing, or None. See `list_checkpoints`."""
+    return next(reversed(list_checkpoints(dir, storage_options=storage_options)), None)
+
+
+def remove_old(
+    saved: str,
+    keep_last: int,
+    storage_options: Mapping[str, Any] | None,
+    names: re.Pattern[str] | None = None,
+) -> None:
+    """Remove older checkpoints beside one that was just saved; what can't be removed is logged.
+
+    Args:
+        saved: It; the newest, whatever clocks say.
+        keep_last: How many stay with it, at least 1. Damaged ones don't count and stay.
+        storage_options: For fsspec's file system, if it is a URL.
+        names: What the folders of those are called that count; None is anything.
+    """
+    try:
+        newest = read_manifest(open_storage(saved, storage_options)).save_id  # by whatever path it was saved
+        others = [found for found in _find(parent_path(saved), storage_options) if found.manifest.save_id != newest]
+        others = [found for found in others if names is None or names.fullmatch(found.path.rpartition("/")[2])]
+    except (OSError, DistCheckpointError) as error:
+        _logger.warning("checkpoints older than %s can't be looked for: %s", saved, error)
+        return
+    for found in others[: max(0, len(others) + 1 - keep_last)]:
+        _remove(found)
+
+
+def _remove(found: _Found) -> None:
+    try:
+        with found.storage.exclusive(Deadline(0.0)):
+            if read_manifest(found.storage).save_id != found.manifest.save_id:
+                return  # another job has saved there meanwhile
+            # Without its manifest it is no checkpoint any more: never one that lacks files.
+            found.storage.remove([INDEX_NAME])  # which no later look could tell from somebody else's
+            found.storage.remove([MANIFEST_NAME])
+            found.storage.remove([file.name for file in found.manifest.files])
+            found.storage.remove_leftovers()
+        found.storage.remove_folder()
+    except (TimeoutError, FileNotFoundError):
+        pass  # another job removes it at the moment, or has, or saves there: then it is no old one any more
+    except (OSError, DistCheckpointError) as error:
+        if _is_there(found):
+            _logger.warning("the old checkpoint %s can't be removed: %s", found.path, error)
+
+
+def _is_there(found: _Found) -> bool:
+    try:
+        return MANIFEST_NAME in found.storage.list_names()
+    except OSError:
+        return True
+
+
+def _find(dir: str, storage_options: Mapping[str, Any] | None) -> list[_Found]:  # noqa: A002
+    found = []
+    for name in open_storage(dir, storage_options).list_folders():
+        path = join_path(dir, name)
+        storage = open_storage(path, storage_options)
+        try:
+            manifest = read_manifest(storage)
+            sizes = [storage.size_bytes(file.name) for file in manifest.files]
+        except (DistCheckpointError, OSError):
+            continue
+        if sizes == [file.size_bytes for file in manifest.files]:
+            found.append(_Found(path, storage, manifest))
+    return sorted(found, key=lambda each: (each.manifest.created_ns, each.path))

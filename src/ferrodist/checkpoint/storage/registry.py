@@ -1,0 +1,107 @@
+"""Which storage a path means."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+import fsspec
+from fsspec.asyn import AsyncFileSystem
+from fsspec.registry import known_implementations
+
+from ferrodist.checkpoint.storage.local import LocalStorage
+from ferrodist.checkpoint.storage.remote import RemoteStorage
+from ferrodist.errors import DistCheckpointError, describe_error
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from ferrodist.checkpoint.storage.base import Storage
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_FOLDED_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")
+_PASSWORD = re.compile(r"://[^/@:]*:[^/@]*@")
+_LOCAL = ("file", "local")
+
+
+def join_path(path: str, name: str) -> str:
+    """The path of a folder in a folder, or the URL."""
+    return f"{path.rstrip('/')}/{name}"
+
+
+def parent_path(path: str) -> str:
+    """The folder in which a folder lies.
+
+    Raises:
+        ValueError: It lies in none.
+    """
+    parent, _, name = path.rpartition("/")
+    if not name or parent.endswith(":/"):
+        raise ValueError(f"{path} lies in no folder, in which other checkpoints could be: save to a folder in it")
+    return parent or "/"
+
+
+def open_storage(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Storage:
+    """The folder of a path, or of a URL as fsspec knows them (``s3://bucket/folder``).
+
+    Args:
+        path: Which.
+        options: What fsspec's file system takes, as keys and an endpoint; only for URLs.
+
+    Raises:
+        TypeError, ValueError: It is no path, or a URL of an unknown kind.
+        DistCheckpointError: The package for such URLs is not installed, or the file system can't be reached.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"a checkpoint's path is text or a Path, not {type(path).__name__}")
+    text = os.fspath(path)
+    if not text:
+        raise ValueError("a checkpoint's path is empty: name a folder")
+    if not isinstance(path, str) and (folded := _FOLDED_URL.match(text)) and folded[1] in known_implementations:
+        raise ValueError(f"{text!r} was a URL before it was made a Path, which drops a slash: give it as text")
+    url = _URL.fullmatch(text)
+    if "::" in text and "://" in text:
+        raise ValueError(
+            f"{text!r} is a chain of file systems, which may hold back what is new: name the last one alone"
+        )
+    if url is not None and url[1].lower() not in _LOCAL:
+        return _open_remote(text, url[1].lower(), options or {})
+    if options:
+        raise ValueError(f"storage_options are for URLs, and {text!r} is a local folder")
+    if url is not None and not url[2]:
+        raise ValueError(f"{text!r} names no folder")
+    return LocalStorage(text if url is None else url[2])
+
+
+def _open_remote(url: str, protocol: str, options: Mapping[str, Any]) -> RemoteStorage:
+    if _PASSWORD.search(url):
+        raise ValueError(
+            f"{_PASSWORD.sub('://...@', url)!r} has a password in it, which messages would show: pass it in"
+            " storage_options"
+        )
+    try:
+        kind = fsspec.get_filesystem_class(protocol)
+    except ValueError:
+        raise ValueError(
+            f"{url!r}: fsspec knows no protocol {protocol!r}. Install the package that has it, or register it with"
+            " fsspec.register_implementation; a local folder is named without ://"
+        ) from None
+    except ImportError as error:
+        raise DistCheckpointError(
+            f"{url!r} needs a package that is not installed ({error.__cause__ or error}). fsspec says: {error}"
+        ) from error
+    # Not the instance that others have: it may answer from what they have listed before. Those that keep connections,
+    # and take tenths of a second to be made, are shared by checkpoints.
+    own = {"use_listings_cache": False} if issubclass(kind, AsyncFileSystem) else {"skip_instance_cache": True}
+    try:
+        fs = kind(**{**kind._get_kwargs_from_urls(url), **options, **own})
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"{url!r} can't be opened with these storage_options: {describe_error(error)}") from error
+    except Exception as error:  # some connect at once
+        raise DistCheckpointError(f"{url!r} can't be opened: {describe_error(error)}") from error
+    folder = kind._strip_protocol(url)
+    if not folder.strip("/"):
+        raise ValueError(f"{url!r} names no folder")
+    return RemoteStorage(fs, folder, url.rstrip("/"))

@@ -1,0 +1,1 @@
+"""Tools over saved checkpoints: inspect, verify, compare and reshard."""

@@ -1,0 +1,276 @@
+"""What two checkpoints have that is not the same, whatever ranks and placements they were saved with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.checkpoint.format.dtypes import dtype_from_name
+from ferrodist.checkpoint.format.tree import decode_leaf, is_leaf_node, leaf_text, path_text
+from ferrodist.checkpoint.reader import CheckpointReader
+from ferrodist.checkpoint.retention import read_manifest
+from ferrodist.checkpoint.storage import open_storage
+from ferrodist.checkpoint.tools.reshard import BAND_BYTES, Progress, cut_bands
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping
+
+    from ferrodist.checkpoint.format.manifest import Manifest
+    from ferrodist.checkpoint.tools.reshard import ProgressCallback
+
+if TYPE_CHECKING:
+    Path = tuple[object, ...]
+
+
+_ABSENT = object()
+_SHOWN_CHARACTERS = 60
+
+
+class DifferenceKind(Enum):
+    """How two checkpoints differ in one place."""
+
+    ONLY_IN_FIRST = "only in the first"
+    ONLY_IN_SECOND = "only in the second"
+    VALUE = "value"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    ELEMENTS = "elements"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One place where two checkpoints differ.
+
+    Args:
+        place: Where, as one would write it in Python: ``['model']['weight']``.
+        kind: How.
+        what: In words.
+        num_elements: For elements: how many differ.
+        largest: For elements: the largest absolute difference; infinite where one is NaN or infinite and the other not.
+    """
+
+    place: str
+    kind: DifferenceKind
+    what: str
+    num_elements: int | None = None
+    largest: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.what}"
+
+
+def compare(
+    path: str | os.PathLike[str],
+    other: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    other_storage_options: Mapping[str, Any] | None = None,
+    progress: ProgressCallback | None = None,
+) -> list[Difference]:
+    """Compare two checkpoints; one process does this, in bounded memory.
+
+    NaN is the same as NaN, and 0.0 as -0.0. What is read is compared with its hashes.
+
+    Args:
+        path: The first.
+        other: The second.
+        storage_options: For the first's file system, if it is a URL.
+        other_storage_options: For the second's.
+        progress: Told how many bytes of tensors are compared, and of how many.
+
+    Returns:
+        All differences, in the first's order; none if the same state was saved.
+
+    Raises:
+        DistCheckpointError: One is not there, or is damaged.
+    """
+    storages = open_storage(path, storage_options), open_storage(other, other_storage_options)
+    try:
+        manifests = [read_manifest(storage) for storage in storages]
+        readers = [
+            CheckpointReader(storage, manifest, verify=True)
+            for storage, manifest in zip(storages, manifests, strict=True)
+        ]
+        walk = _Walk(manifests[0], manifests[1])
+        found = list(walk.compare(manifests[0].tree, manifests[1].tree, ()))
+        total = sum(_size_bytes(manifests[0], key) for key, _ in walk.pairs)
+        meter = Progress(total, progress)
+        elements = {
+            pair: _compare_elements((readers[0], readers[1]), (manifests[0], manifests[1]), pair, meter)
+            for pair in walk.pairs
+        }
+    finally:
+        for storage in storages:
+            storage.close()
+    result: list[Difference] = []
+    for each in found:
+        if isinstance(each, Difference):
+            result.append(each)
+        elif (counted := elements[each[1]]) is not None:
+            result.append(_elements_difference(path_text(each[0]), *counted))
+    return result
+
+
+class _Walk:
+    """Goes through two trees side by side."""
+
+    def __init__(self, first: Manifest, second: Manifest) -> None:
+        self._manifests = first, second
+        self.pairs: dict[tuple[str, str], None] = {}
+        """Keys of tensors that have the same place and shape; tied ones come once."""
+
+    def compare(self, one: Any, two: Any, path: Path) -> Iterator[Difference | tuple[Path, tuple[str, str]]]:
+        """Differences, and in their places the tensors whose elements may differ."""
+        marks = _mark(one), _mark(two)
+        if marks[0] != marks[1]:
+            yield _value_difference(path, one, two)
+        elif marks[0] in ("tensor", "array"):
+            yield from self._compare_tensors(one[marks[0]], two[marks[0]], path)
+        elif marks[0] == "leaf":
+            if not _is_same(one, two):
+                yield _value_difference(path, one, two)
+        else:
+            yield from self._compare_members(_members(one, marks[0]), _members(two, marks[0]), path)
+
+    def _compare_members(
+        self, one: dict[Any, Any], two: dict[Any, Any], path: Path
+    ) -> Iterator[Difference | tuple[Path, tuple[str, str]]]:
+        for key in dict.fromkeys([*one, *two]):
+            if key not in two:
+                yield _only(DifferenceKind.ONLY_IN_FIRST, (*path, key), one[key])
+            elif key not in one:
+                yield _only(DifferenceKind.ONLY_IN_SECOND, (*path, key), two[key])
+            else:
+                yield from self.compare(one[key], two[key], (*path, key))
+
+    def _compare_tensors(self, one: str, two: str, path: Path) -> Iterator[Difference | tuple[Path, tuple[str, str]]]:
+        first, second = self._manifests[0].tensors[one], self._manifests[1].tensors[two]
+        place = path_text(path)
+        if first.dtype != second.dtype:
+            yield Difference(place=place, kind=DifferenceKind.DTYPE, what=f"dtype {first.dtype} and {second.dtype}")
+        if first.shape != second.shape:
+            yield Difference(place=place, kind=DifferenceKind.SHAPE, what=f"shape {first.shape} and {second.shape}")
+            return
+        self.pairs[one, two] = None
+        yield path, (one, two)
+
+
+def _mark(node: Any) -> str:
+    """Which kind of node it is."""
+    if isinstance(node, list):
+        return "list"
+    return "leaf" if is_leaf_node(node) else str(next(iter(node)))
+
+
+def _members(node: Any, mark: str) -> dict[Any, Any]:
+    """The nodes in a node, by their places."""
+    content = node if mark == "list" else node[mark]
+    if mark == "pairs":
+        return {decode_leaf(key): each for key, each in content}
+    if isinstance(content, dict):
+        return dict(content)
+    return dict(enumerate(content))
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    """Whether two leaves are one value: 1, 1.0 and True are three."""
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_is_same(one[key], two[key]) for key in one)
+    if isinstance(one, list):
+        return all(_is_same(a, b) for a, b in zip_longest(one, two, fillvalue=_ABSENT))
+    return bool(one == two)
+
+
+def _shown(node: Any) -> str:
+    if is_leaf_node(node):
+        text = leaf_text(node)
+    else:
+        mark = _mark(node)
+        text = "a tensor" if mark == "tensor" else f"{'an' if mark == 'array' else 'a'} {mark.replace('_', ' ')}"
+        if mark in ("dict", "pairs", "list", "tuple", "set", "frozenset", "size"):
+            text = f"a {'dict' if mark == 'pairs' else mark} of {len(_members(node, mark))}"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _value_difference(path: Path, one: Any, two: Any) -> Difference:
+    what = f"{_shown(one)} and {_shown(two)}"
+    return Difference(place=path_text(path), kind=DifferenceKind.VALUE, what=what)
+
+
+def _only(kind: DifferenceKind, path: Path, node: Any) -> Difference:
+    return Difference(place=path_text(path), kind=kind, what=f"{kind.value}: {_shown(node)}")
+
+
+def _size_bytes(manifest: Manifest, key: str) -> int:
+    tensor = manifest.tensors[key]
+    return math.prod(tensor.shape) * dtype_from_name(tensor.dtype).itemsize
+
+
+def _elements_difference(place: str, count: int, total: int, largest: float) -> Difference:
+    what = f"{count} of {counted(total, 'element')} differ, by up to {largest:.6g}"
+    return Difference(place=place, kind=DifferenceKind.ELEMENTS, what=what, num_elements=count, largest=largest)
+
+
+def _compare_elements(
+    readers: tuple[CheckpointReader, CheckpointReader],
+    manifests: tuple[Manifest, Manifest],
+    keys: tuple[str, str],
+    meter: Progress,
+) -> tuple[int, int, float] | None:
+    """How many elements differ, of how many, and by how much; None if none."""
+    dtypes = [dtype_from_name(manifest.tensors[key].dtype) for manifest, key in zip(manifests, keys, strict=True)]
+    shape = manifests[0].tensors[keys[0]].shape
+    count, largest = 0, 0.0
+    # Differences are formed in 16 bytes an element at most.
+    for band in cut_bands(shape, BAND_BYTES // 16):
+        parts = [torch.empty(band.shape, dtype=dtype, device="cpu") for dtype in dtypes]
+        for reader, key, part in zip(readers, keys, parts, strict=True):
+            reader.read_box(key, band, part)
+        meter.add(band.numel * dtypes[0].itemsize)
+        if _is_equal(*parts):
+            continue
+        found, most = _count(*parts)
+        count, largest = count + found, max(largest, most)
+    return (count, math.prod(shape), largest) if count else None
+
+
+def _count(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
+    """How many elements differ, and the largest difference."""
+    if not any(each.is_floating_point() or each.is_complex() for each in (one, two)):
+        return _count_integers(one, two)
+    wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
+    one, two = one.to(wide), two.to(wide)
+    differs = (one != two) & ~(one.isnan() & two.isnan())
+    distance = (one[differs] - two[differs]).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    return distance.numel(), float(distance.max()) if distance.numel() else 0.0
+
+
+def _count_integers(one: torch.Tensor, two: torch.Tensor) -> tuple[int, float]:
+    """Exact, also where float64 has not enough digits."""
+    bits, rounded = zip(*[(_integer_bits(each), each.to(torch.float64)) for each in (one, two)], strict=True)
+    differs = (bits[0] != bits[1]) | (rounded[0] != rounded[1])
+    exact = (bits[0] - bits[1])[differs].to(torch.float64).abs()
+    about = (rounded[0] - rounded[1])[differs].abs()
+    # Near differences are exact in 64 bits, which far ones leave.
+    distance = torch.where(about < 2.0**62, exact, about)
+    return distance.numel(), float(distance.max()) if distance.numel() else 0.0
+
+
+def _integer_bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int64) if tensor.dtype is torch.uint64 else tensor.to(torch.int64)
+
+
+def _is_equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether all bits are."""
+    if one.dtype is not two.dtype:
+        return False
+    return torch.equal(*[each.reshape(-1).view(torch.uint8) for each in (one, two)])

@@ -1,0 +1,157 @@
+"""What is in a checkpoint, without its tensors: for people, and for programs as JSON."""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ferrodist.checkpoint.format.dtypes import dtype_from_name
+from ferrodist.checkpoint.format.tree import is_leaf_node, leaf_text
+from ferrodist.checkpoint.retention import read_manifest
+from ferrodist.checkpoint.storage import open_storage
+from ferrodist.checkpoint.tools.verify import verify
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping
+
+    from ferrodist.checkpoint.format.manifest import Manifest
+
+_SHOWN_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFacts:
+    """A tensor.
+
+    Args:
+        key: Its name in files.
+        shape: Of the whole.
+        dtype: Torch's name of it.
+        size_bytes: Of its elements.
+        placement: How it lay over the ranks that saved it, in words.
+        num_shards: In how many parts it is.
+        files: Which files these are in.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    placement: str
+    num_shards: int
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateEntry:
+    """A place in a state.
+
+    Args:
+        place: The keys that lead to it, as text.
+        kind: ``tensor``, ``array``, ``value``, or which container: ``dict``, ``list``, ``tuple``, ``per_rank``...
+        value: A value, as Python writes it, the long ones cut off; for a container how many members it has.
+        tensor: For tensors and arrays.
+    """
+
+    place: tuple[str, ...]
+    kind: str
+    value: str | None = None
+    tensor: TensorFacts | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """A checkpoint.
+
+    Args:
+        url: Where it is.
+        producer: Who wrote it.
+        created: When, in UTC, as ISO 8601 writes it.
+        world_size: By how many ranks.
+        files: Names and sizes in bytes.
+        size_bytes: Of all files with tensors.
+        num_tensors: How many tensors.
+        num_elements: Of all of them together.
+        state: Its places, those of a container after it.
+        problems: What is wrong, as far as can be seen without reading tensors.
+    """
+
+    url: str
+    producer: str
+    created: str
+    world_size: int
+    files: dict[str, int]
+    size_bytes: int
+    num_tensors: int
+    num_elements: int
+    state: tuple[StateEntry, ...]
+    problems: tuple[str, ...]
+
+
+def inspect_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Inspection:
+    """Read a checkpoint's manifest, and see whether its files are there; tensors are not read.
+
+    Args:
+        path: The checkpoint.
+        storage_options: For fsspec's file system, if the path is a URL.
+
+    Raises:
+        DistCheckpointError: There is none, or its manifest is damaged.
+    """
+    storage = open_storage(path, storage_options)
+    try:
+        manifest = read_manifest(storage)
+    finally:
+        storage.close()
+    report = verify(path, contents=False, storage_options=storage_options)
+    created = dt.datetime.fromtimestamp(manifest.created_ns // 10**9, tz=dt.timezone.utc)
+    return Inspection(
+        url=storage.url,
+        producer=manifest.producer,
+        created=created.isoformat(),
+        world_size=manifest.world_size,
+        files={file.name: file.size_bytes for file in manifest.files},
+        size_bytes=sum(file.size_bytes for file in manifest.files),
+        num_tensors=len(manifest.tensors),
+        num_elements=sum(prod(tensor.shape) for tensor in manifest.tensors.values()),
+        state=tuple(_entries(manifest, manifest.tree, ())),
+        problems=tuple(map(str, report.problems)),
+    )
+
+
+def _entries(manifest: Manifest, node: Any, place: tuple[str, ...]) -> Iterator[StateEntry]:
+    if is_leaf_node(node):
+        yield StateEntry(place=place, kind="value", value=leaf_text(node)[:_SHOWN_CHARACTERS])
+        return
+    mark: str
+    content: Any
+    mark, content = ("list", node) if isinstance(node, list) else next(iter(node.items()))
+    if mark in ("tensor", "array"):
+        yield StateEntry(place=place, kind=mark, tensor=_facts(manifest, content))
+        return
+    if mark == "pairs":
+        members = {leaf_text(key): each for key, each in content}
+    else:
+        members = content if isinstance(content, dict) else {str(at): each for at, each in enumerate(content)}
+    yield StateEntry(place=place, kind="dict" if mark == "pairs" else mark, value=str(len(members)))
+    for key, each in members.items():
+        yield from _entries(manifest, each, (*place, f"rank {key}" if mark == "per_rank" else key))
+
+
+def _facts(manifest: Manifest, key: str) -> TensorFacts | None:
+    tensor = manifest.tensors.get(key)
+    if tensor is None:
+        return None
+    files = dict.fromkeys(manifest.files[shard.file].name for shard in tensor.shards)
+    return TensorFacts(
+        key=key,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        size_bytes=prod(tensor.shape) * dtype_from_name(tensor.dtype).itemsize,
+        placement=tensor.placement,
+        num_shards=len(tensor.shards),
+        files=tuple(files),
+    )

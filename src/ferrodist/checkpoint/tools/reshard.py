@@ -1,0 +1,400 @@
+"""Tensors that are larger than memory, a band at a time.
+
+How far a long piece of work is, for those who want to show it.
+
+Writing a checkpoint from tensors that lie elsewhere, as ranks would write it, by one process in bounded memory.
+
+All ranks' files grow side by side: a band of a tensor is read once, and each file that has a part of it gets that part.
+This works because all files have tensors in one order, and because bands follow each other as elements do, in row-major
+order, so that what a file gets of a tensor comes in the file's order.
+
+A checkpoint written anew for another number of ranks, by one process and without the program that saved it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ferrodist.checkpoint.format.dtypes import dtype_from_name
+from ferrodist.checkpoint.reader import CheckpointReader
+from ferrodist.checkpoint.retention import check_is_ours, read_manifest
+from ferrodist.checkpoint.save import DEFAULT_FILE_BYTES, commit, make_manifest
+from ferrodist.checkpoint.save_plan import BoxReport, SavePlan, StateReport, TensorReport, plan_save
+from ferrodist.checkpoint.storage import open_storage
+from ferrodist.checkpoint.writer import FileStream, bytes_of
+from ferrodist.collectives.arguments import compute_shard_sizes, offsets_of
+from ferrodist.deadline import Deadline, default_timeout
+from ferrodist.errors import DistCheckpointError
+from ferrodist.tensor.local_shards import Box
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ferrodist.checkpoint.save_plan import Span
+    from ferrodist.checkpoint.storage.base import Storage
+
+BAND_BYTES = 16 << 20
+"""Enough that reading a band takes longer than beginning to."""
+
+
+class BoxSource(Protocol):
+    """Whatever has tensors, by key, and gives any box of them."""
+
+    def read_box(self, key: str, box: Box, target: torch.Tensor) -> None:
+        """Fill a tensor of the box's shape with a box of a tensor."""
+
+
+def cut_bands(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
+    """Boxes that are a tensor together, and follow each other as its elements do, in row-major order.
+
+    The elements of any box of the tensor come in their own row-major order, too, if it is cut by these bands.
+
+    Args:
+        shape: Of the tensor.
+        max_elements: At least 1; no band has more.
+    """
+    if prod(shape) <= max_elements:
+        yield Box((0,) * len(shape), shape)
+        return
+    size, *rest = shape
+    num_rows = max_elements // prod(rest)
+    if num_rows:
+        for row in range(0, size, num_rows):
+            yield Box((row, *[0] * len(rest)), (min(num_rows, size - row), *rest))
+        return
+    for row in range(size):
+        for band in cut_bands(tuple(rest), max_elements):
+            yield Box((row, *band.offsets), (1, *band.shape))
+
+
+if TYPE_CHECKING:
+    ProgressCallback = Callable[[int, int], None]
+    """Told how many bytes are done, and of how many."""
+
+
+class Progress:
+    """Counts bytes.
+
+    Args:
+        total: All of them.
+        report: Called at the beginning, and whenever some are done; None is nobody.
+    """
+
+    def __init__(self, total: int, report: ProgressCallback | None) -> None:
+        self._total = total
+        self._done = 0
+        self._report = report
+        self.add(0)
+
+    def add(self, count: int) -> None:
+        """So many more are done."""
+        self._done += count
+        if self._report is not None:
+            self._report(self._done, self._total)
+
+
+if TYPE_CHECKING:
+    ChooseDim = Callable[[str, tuple[int, ...]], int | None]
+    """Of a tensor's key and shape: along which dim it is divided; None leaves it whole."""
+
+
+DEFAULT_MEMORY_BYTES = 256 << 20
+_LEAST_MEMORY_BYTES = 16 << 20
+_MOST_OPEN_FILES = 128
+_UPLOAD_BYTES = 32 << 20
+"""What a file that is not on a disk may keep in memory until it is sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What goes into a checkpoint.
+
+    Args:
+        tree: The state, as `tree.Encoder` makes it.
+        tensors: Shapes and names of dtypes, by key.
+        source: Has the elements.
+        world_size: Of the ranks whose `PerRank` values may be in the tree.
+    """
+
+    tree: Any
+    tensors: Mapping[str, tuple[tuple[int, ...], str]]
+    source: BoxSource
+    world_size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewriteOptions:
+    """How a checkpoint is written.
+
+    Args:
+        num_ranks: As by how many ranks.
+        dim: Along which dim tensors are divided, where they have it; or a function that says it of each. None is the
+            first dim that all ranks get the same of, or else the longest.
+        max_file_bytes: Longer files are split, between tensors.
+        max_memory_bytes: What tensors may take of memory.
+        progress: Told how many bytes are written, and of how many.
+
+    Raises:
+        TypeError, ValueError: One of them is wrong.
+    """
+
+    num_ranks: int = 1
+    dim: int | ChooseDim | None = None
+    max_file_bytes: int = DEFAULT_FILE_BYTES
+    max_memory_bytes: int = DEFAULT_MEMORY_BYTES
+    progress: ProgressCallback | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "max_file_bytes", "max_memory_bytes"):
+            value = getattr(self, name)
+            if type(value) is not int:
+                raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+            least = _LEAST_MEMORY_BYTES if name == "max_memory_bytes" else 1
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
+        if not (self.dim is None or type(self.dim) is int or callable(self.dim)):
+            raise TypeError(f"dim must be an int, a function of key and shape, or None, not {type(self.dim).__name__}")
+
+    def choose(self, key: str, shape: tuple[int, ...]) -> int | None:
+        """The dim along which a tensor is divided, from 0 on; None if it stays whole."""
+        if self.num_ranks == 1 or not prod(shape):
+            return None
+        if callable(self.dim):
+            dim = self.dim(key, shape)
+            if dim is not None and not -len(shape) <= dim < len(shape):
+                raise ValueError(f"dim gives {dim} for tensor {key!r} of shape {shape}: give one of its dims, or None")
+        elif self.dim is not None:
+            dim = self.dim if -len(shape) <= self.dim < len(shape) else None
+        else:
+            even = [dim for dim, size in enumerate(shape) if size % self.num_ranks == 0]
+            longest = max(range(len(shape)), key=lambda dim: shape[dim], default=None)
+            dim = even[0] if even else longest if prod(shape) > 1 else None
+        return None if dim is None else dim % len(shape)
+
+
+def rewrite(contents: Contents, storage: Storage, options: RewriteOptions, *, single_name: str | None = None) -> None:
+    """Write a checkpoint; what is in the folder is replaced at once at the end, as by `save_distributed`.
+
+    Args:
+        contents: What goes into it.
+        storage: Where.
+        options: How.
+        single_name: What the file of tensors is called if it is the only one.
+
+    Raises:
+        DistCheckpointError: The source is damaged, or the storage refuses. Nothing was committed.
+    """
+    reports = _make_reports(contents, options)
+    save_id = uuid.uuid4().hex[:12]
+    try:
+        check_is_ours(storage)
+        plan = plan_save(reports, prefix=f"model-{save_id}", max_file_bytes=options.max_file_bytes)
+        del reports
+        storage.begin(save_id)
+        files = [[FileStream(storage, save_id, file, plan.tensors) for file in own] for own in plan.files]
+        _write(contents, plan, files, _open_at_once(storage, options), options)
+        manifest = make_manifest(
+            plan,
+            [[file.report() for file in own] for own in files],
+            save_id=save_id,
+            world_size=contents.world_size if _has_own(plan.tree) else options.num_ranks,
+        )
+        commit(storage, manifest, Deadline(default_timeout()), single_name=single_name)
+    except BaseException as error:
+        _discard(storage, save_id)
+        if isinstance(error, OSError):
+            raise DistCheckpointError(f"could not write a checkpoint at {storage.url}: {error}") from error
+        raise
+
+
+def _discard(storage: Storage, save_id: str) -> None:
+    try:
+        storage.discard(save_id)
+        storage.remove_leftovers()
+    except OSError:
+        pass  # the error that is being raised says more
+
+
+def _open_at_once(storage: Storage, options: RewriteOptions) -> int:
+    """For how many ranks files may be open together."""
+    if storage.is_staged:
+        return _MOST_OPEN_FILES
+    return max(1, min(_MOST_OPEN_FILES, options.max_memory_bytes // 2 // _UPLOAD_BYTES))
+
+
+def _make_reports(contents: Contents, options: RewriteOptions) -> list[StateReport]:
+    """What each rank would have."""
+    reports = [StateReport(contents.tree, {}) for _ in range(options.num_ranks)]
+    own = _own_keys(contents.tree)
+    for key, (shape, dtype) in contents.tensors.items():
+        ranks: Sequence[int] = range(options.num_ranks)
+        if (owner := own.get(key)) is not None:
+            ranks = [owner % options.num_ranks]
+        dim = options.choose(key, shape) if owner is None else None
+        if dim is None:
+            boxes = [[BoxReport((0,) * len(shape), shape)]] * len(ranks)
+            placement = "whole"
+        else:
+            boxes = [[box] if prod(box.shape) else [] for box in _divide(shape, dim, options.num_ranks)]
+            placement = f"Shard({dim}) over {counted(options.num_ranks, 'rank')}"
+        for rank, having in zip(ranks, boxes, strict=True):
+            reports[rank].tensors[key] = TensorReport(shape, dtype, placement, having)
+    return reports
+
+
+def _divide(shape: tuple[int, ...], dim: int, num_ranks: int) -> Iterator[BoxReport]:
+    """The part of each rank."""
+    for begin, end in pairwise(offsets_of(compute_shard_sizes(shape[dim], num_ranks))):
+        offsets = (*[0] * dim, begin, *[0] * (len(shape) - dim - 1))
+        yield BoxReport(offsets, (*shape[:dim], end - begin, *shape[dim + 1 :]))
+
+
+def _has_own(node: Any) -> bool:
+    """Whether a tree has `PerRank` values."""
+    if isinstance(node, list):
+        return any(map(_has_own, node))
+    if not isinstance(node, dict):
+        return False
+    contents = [list(each.values()) if isinstance(each, dict) else each for each in node.values()]
+    return "per_rank" in node or any(map(_has_own, contents))
+
+
+def _own_keys(tree: Any) -> dict[str, int]:
+    """The keys of tensors that only one rank has, for they are in its `PerRank` values, with that rank."""
+    found: dict[str, set[int | None]] = {}
+
+    def walk(node: Any, rank: int | None) -> None:
+        if isinstance(node, list):
+            for each in node:
+                walk(each, rank)
+        elif isinstance(node, dict):
+            for mark, content in node.items():
+                if mark in ("tensor", "array"):
+                    found.setdefault(content, set()).add(rank)
+                elif mark == "per_rank" and rank is None:
+                    for number, each in content.items():
+                        walk(each, int(number))
+                else:
+                    walk(list(content.values()) if isinstance(content, dict) else content, rank)
+
+    walk(tree, None)
+    return {key: rank for key, ranks in found.items() if len(ranks) == 1 for rank in ranks if rank is not None}
+
+
+def _write(
+    contents: Contents, plan: SavePlan, files: list[list[FileStream]], at_once: int, options: RewriteOptions
+) -> None:
+    sizes = {key: dtype_from_name(tensor.dtype).itemsize for key, tensor in plan.tensors.items()}
+    total = sum(prod(tensor.shape) * sizes[key] for key, tensor in plan.tensors.items())
+    progress = Progress(total, options.progress)
+    # A band, a copy of it where it lies otherwise in the source, one of a part where it goes, and blocks to be checked.
+    band_bytes = min(BAND_BYTES, options.max_memory_bytes // 4)
+    for first in range(0, len(files), at_once):
+        streams = [file for own in files[first : first + at_once] for file in own]
+        takers: dict[str, list[tuple[Span, FileStream]]] = {}
+        for file in streams:
+            for span in file.plan.spans:
+                takers.setdefault(span.key, []).append((span, file))
+        try:
+            for key in sorted(takers, key=_file_order(plan, sizes)):
+                bands = cut_bands(plan.tensors[key].shape, max(1, band_bytes // sizes[key]))
+                for band in bands:
+                    progress.add(_write_band(contents.source, key, plan.tensors[key].dtype, band, takers[key]))
+            for file in streams:
+                file.close()
+        except BaseException:
+            for file in streams:
+                file.discard()
+            raise
+
+
+def _file_order(plan: SavePlan, sizes: Mapping[str, int]) -> Callable[[str], tuple[int, int]]:
+    """The order of tensors in files, as `plan_save` makes it."""
+    places = {key: place for place, key in enumerate(plan.tensors)}
+    return lambda key: (-sizes[key], places[key])
+
+
+def _write_band(source: BoxSource, key: str, dtype: str, band: Box, takers: Sequence[tuple[Span, FileStream]]) -> int:
+    """Give each file what it has of a band; returns how many bytes these are."""
+    parts = [(span, file, Box(span.offsets, span.shape).intersect(band)) for span, file in takers]
+    wanted = [(span, file, part) for span, file, part in parts if part is not None]
+    if not wanted:
+        return 0
+    tensor = torch.empty(band.shape, dtype=dtype_from_name(dtype), device="cpu")
+    source.read_box(key, band, tensor)
+    written = 0
+    for span, file, part in wanted:
+        data = bytes_of(part.within(band).take(tensor))
+        file.add(span, data)
+        written += len(data)
+    return written
+
+
+def reshard(
+    path: str | os.PathLike[str],
+    new_path: str | os.PathLike[str],
+    *,
+    num_ranks: int,
+    dim: int | ChooseDim | None = None,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+    verify: bool = True,
+    max_memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    storage_options: Mapping[str, Any] | None = None,
+    new_storage_options: Mapping[str, Any] | None = None,
+    progress: ProgressCallback | None = None,
+) -> None:
+    """Write a checkpoint as another number of ranks would have saved it: the same state, in other files.
+
+    Loading doesn't need this, for any number of ranks loads any checkpoint; it is for ranks that shall each read one
+    file, and for other tools: ``num_ranks=1`` makes a folder of whole tensors, as Hugging Face's tools have them.
+
+    `PerRank` values stay those of the ranks that saved them.
+
+    Args:
+        path: The checkpoint.
+        new_path: Where the new one goes; a checkpoint that is there is replaced when the new one is whole. It may be
+            ``path``.
+        num_ranks: As by how many ranks.
+        dim: Along which dim tensors are divided, as `Shard` divides; those that don't have it stay whole. A function
+            says it for each tensor, of its key and shape; None from it leaves the tensor whole. None is the first dim
+            that all ranks get the same of, or else the longest.
+        max_file_bytes: A rank's part is split into several files if it is larger.
+        verify: Compare what is read with its hashes.
+        max_memory_bytes: What tensors may take of memory, at least 16 MiB; the manifests come to that.
+        storage_options: For fsspec's file system, if ``path`` is a URL.
+        new_storage_options: The same for ``new_path``.
+        progress: Told how many bytes are written, and of how many.
+
+    Raises:
+        DistCheckpointError: There is no checkpoint, it is damaged, or the new one could not be written; what was at
+            ``new_path`` is there as it was.
+        TypeError, ValueError: An argument is wrong.
+    """
+    options = RewriteOptions(
+        num_ranks=num_ranks,
+        dim=dim,
+        max_file_bytes=max_file_bytes,
+        max_memory_bytes=max_memory_bytes,
+        progress=progress,
+    )
+    storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
+    try:
+        manifest = read_manifest(storage)
+        contents = Contents(
+            tree=manifest.tree,
+            tensors={key: (tensor.shape, tensor.dtype) for key, tensor in manifest.tensors.items()},
+            source=CheckpointReader(storage, manifest, verify=verify),
+            world_size=manifest.world_size,
+        )
+        rewrite(contents, new_storage, options)
+    finally:
+        storage.close()
+        new_storage.close()

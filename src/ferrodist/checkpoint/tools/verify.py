@@ -1,0 +1,275 @@
+"""Is a checkpoint whole? Every byte is read once; all that is wrong is told, not only the first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ferrodist.checkpoint.format.manifest import INDEX_NAME, MANIFEST_NAME, hash_bytes
+from ferrodist.checkpoint.format.safetensors import expected_entries, parse_header
+from ferrodist.checkpoint.format.tree import referenced_keys
+from ferrodist.checkpoint.retention import read_manifest
+from ferrodist.checkpoint.save import make_index
+from ferrodist.checkpoint.storage import open_storage
+from ferrodist.checkpoint.tools.reshard import Progress
+from ferrodist.errors import DistCheckpointError
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping
+    from typing import Any
+
+    from ferrodist.checkpoint.format.manifest import FileEntry, Manifest, ShardEntry
+    from ferrodist.checkpoint.storage.base import Storage
+    from ferrodist.checkpoint.tools.reshard import ProgressCallback
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something that is wrong.
+
+    Args:
+        file: In which file of the folder.
+        tensor: Of which tensor; None if it is of no tensor, or of all in the file.
+        what: What, as a sentence's end: "is missing".
+    """
+
+    file: str
+    tensor: str | None = None
+    what: str
+
+    def __str__(self) -> str:
+        tensor = "" if self.tensor is None else f", tensor {self.tensor!r}"
+        return f"{self.file}{tensor}: {self.what}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerificationReport:
+    """What `verify` found.
+
+    Args:
+        url: The checkpoint.
+        num_files: How many files with tensors it has.
+        num_tensors: How many tensors.
+        size_bytes: What was read of these files.
+        problems: What is wrong.
+        other_files: What else is in the folder, and disturbs nobody: a model's ``config.json``, a note.
+    """
+
+    url: str
+    num_files: int = 0
+    num_tensors: int = 0
+    size_bytes: int = 0
+    problems: tuple[Problem, ...] = ()
+    other_files: tuple[str, ...] = ()
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    contents: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: ProgressCallback | None = None,
+) -> VerificationReport:
+    """Read all of a checkpoint and compare it with its hashes; one process does this.
+
+    It needs memory for one block (4 MiB), a header and the manifest.
+
+    Args:
+        path: The checkpoint.
+        contents: False leaves tensors unread: that files are there, their sizes and headers are checked, in no time.
+        storage_options: For fsspec's file system, if the path is a URL.
+        progress: Told how many bytes are done, and of how many.
+
+    Returns:
+        All problems; a checkpoint in which something can't be read has one for that.
+
+    Raises:
+        DistCheckpointError: There is no checkpoint.
+    """
+    storage = open_storage(path, storage_options)
+    try:
+        names = set(storage.list_names())
+        try:
+            manifest = read_manifest(storage)
+        except DistCheckpointError as error:
+            if MANIFEST_NAME not in names:
+                raise
+            return VerificationReport(url=storage.url, problems=(Problem(file=MANIFEST_NAME, what=error.message),))
+        return _Verifier(storage, manifest, names, progress, contents=contents).run()
+    except OSError as error:
+        raise DistCheckpointError(f"{storage.url} can't be read: {error}") from error
+    finally:
+        storage.close()
+
+
+class _Verifier:
+    """One pass over a checkpoint."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        manifest: Manifest,
+        names: set[str],
+        progress: ProgressCallback | None,
+        *,
+        contents: bool,
+    ) -> None:
+        self._storage = storage
+        self._manifest = manifest
+        self._names = names
+        self._contents = contents
+        self._progress = Progress(sum(map(self._to_read, manifest.files)), progress)
+        self._size_bytes = 0
+        self._shards: list[list[tuple[str, ShardEntry]]] = [[] for _ in manifest.files]
+        for key, tensor in manifest.tensors.items():
+            for shard in tensor.shards:
+                self._shards[shard.file].append((key, shard))
+
+    def _to_read(self, file: FileEntry) -> int:
+        return file.size_bytes if self._contents else file.header_bytes
+
+    def run(self) -> VerificationReport:
+        """The report."""
+        problems = list(self._check_tree())
+        for place, file in enumerate(self._manifest.files):
+            problems += self._check_file(place, file)
+            self._storage.close()  # there may be more files than can be open together
+        problems += self._check_index()
+        problems += self._check_others()
+        known = {MANIFEST_NAME, INDEX_NAME, *(file.name for file in self._manifest.files)}
+        strange = {problem.file for problem in problems}
+        return VerificationReport(
+            url=self._storage.url,
+            num_files=len(self._manifest.files),
+            num_tensors=len(self._manifest.tensors),
+            size_bytes=self._size_bytes,
+            problems=tuple(problems),
+            other_files=tuple(sorted(self._names - known - strange)),
+        )
+
+    def _check_tree(self) -> Iterator[Problem]:
+        """Whether the tree knows all of the tensors; no manifest is read whose tree has others."""
+        for key in sorted(set(self._manifest.tensors) - set(referenced_keys(self._manifest.tree))):
+            yield Problem(file=MANIFEST_NAME, tensor=key, what="is among the tensors, but not in the state")
+
+    def _check_file(self, place: int, file: FileEntry) -> Iterator[Problem]:
+        shards = sorted(self._shards[place], key=lambda each: (each[1].start, each[1].stop))
+        try:
+            size = self._storage.size_bytes(file.name)
+        except FileNotFoundError:
+            self._progress.add(self._to_read(file))
+            yield from self._of_all(file, shards, "is missing")
+            return
+        except OSError as error:
+            self._progress.add(self._to_read(file))
+            yield from self._of_all(file, shards, f"can't be read: {error}")
+            return
+        if size != file.size_bytes:
+            yield Problem(file=file.name, what=f"has {counted(size, 'byte')} where {file.size_bytes} were written")
+        yield from self._check_header(place, file)
+        yield from self._check_layout(file, shards)
+        if self._contents:
+            for key, shard in shards:
+                yield from self._check_shard(file, key, shard)
+
+    def _of_all(self, file: FileEntry, shards: list[tuple[str, ShardEntry]], what: str) -> Iterator[Problem]:
+        """The same for each tensor of a file."""
+        for key in dict.fromkeys(key for key, _ in shards):
+            yield Problem(file=file.name, tensor=key, what=what)
+        if not shards:
+            yield Problem(file=file.name, what=what)
+
+    def _check_header(self, place: int, file: FileEntry) -> Iterator[Problem]:
+        header = bytearray(file.header_bytes)
+        if (problem := self._read(file, 0, memoryview(header))) is not None:
+            yield Problem(file=file.name, what=f"its header {problem}")
+            return
+        if hash_bytes(header) != file.header_hash:
+            yield Problem(file=file.name, what="its header doesn't have the hash that it was saved with")
+        try:
+            found = parse_header(bytes(header))
+        except ValueError as error:
+            yield Problem(file=file.name, what=str(error))
+            return
+        expected = expected_entries(self._manifest, place)
+        for name, (key, entry) in expected.items():
+            if found.get(name) != entry:
+                what = "lacks it" if name not in found else f"says {found[name]} of it"
+                yield Problem(file=file.name, tensor=key, what=f"the header {what}, and the manifest {entry}")
+        for name in sorted(set(found) - set(expected)):
+            yield Problem(file=file.name, what=f"the header has {name!r}, which the manifest doesn't know")
+
+    def _check_layout(self, file: FileEntry, shards: list[tuple[str, ShardEntry]]) -> Iterator[Problem]:
+        """Whether each byte of a file is of one tensor, as readers of these files demand."""
+        at = file.header_bytes
+        for key, shard in shards:
+            if shard.start != at and shard.stop > shard.start:
+                what = "of no tensor" if shard.start > at else "of two tensors"
+                first, last = sorted((at, shard.start))
+                yield Problem(file=file.name, tensor=key, what=f"bytes {first} to {last} before or in it are {what}")
+            at = max(at, shard.stop)
+        if at != file.size_bytes:
+            yield Problem(file=file.name, what=f"bytes {at} to {file.size_bytes} are of no tensor")
+
+    def _check_shard(self, file: FileEntry, key: str, shard: ShardEntry) -> Iterator[Problem]:
+        step = self._manifest.block_bytes
+        for number, start in enumerate(range(shard.start, shard.stop, step)):
+            block = memoryview(bytearray(min(step, shard.stop - start)))
+            stop = start + len(block)
+            problem = self._read(file, start, block)
+            if problem is None and hash_bytes(block) != shard.hashes[number]:
+                problem = "don't have the hash that they were saved with"
+            if problem is not None:
+                yield Problem(file=file.name, tensor=key, what=f"bytes {start} to {stop} {problem}")
+
+    def _read(self, file: FileEntry, start: int, into: memoryview) -> str | None:
+        """Fill memory; returns why not, if not."""
+        self._progress.add(len(into))
+        try:
+            self._storage.read(file.name, start, into)
+        except EOFError:
+            return "are not all there: the file ends before"
+        except OSError as error:
+            return f"can't be read: {error}"
+        self._size_bytes += len(into)
+        return None
+
+    def _check_index(self) -> Iterator[Problem]:
+        """Whether Hugging Face's tools find what there is to find for them."""
+        expected = make_index(self._manifest)
+        if INDEX_NAME not in self._names:
+            if expected is not None:
+                yield Problem(file=INDEX_NAME, what="is missing: Hugging Face's tools won't find the tensors")
+            return
+        if expected is None:
+            yield Problem(file=INDEX_NAME, what="is of another checkpoint: this one needs none")
+            return
+        try:
+            is_same = msgspec.json.decode(self._storage.get(INDEX_NAME)) == msgspec.json.decode(expected)
+        except (msgspec.MsgspecError, UnicodeDecodeError, OSError, RecursionError, MemoryError) as error:
+            yield Problem(file=INDEX_NAME, what=f"can't be read: {error}")
+            return
+        if not is_same:
+            yield Problem(file=INDEX_NAME, what="doesn't say where the manifest says that tensors are")
+
+    def _check_others(self) -> Iterator[Problem]:
+        """What saves left behind, and what readers of the folder could take for a part of it."""
+        known = {MANIFEST_NAME, INDEX_NAME, *(file.name for file in self._manifest.files)}
+        for name in sorted(self._names - known):
+            if name.endswith(".safetensors"):
+                yield Problem(file=name, what="is not of this checkpoint: remove it, or save again to remove it")
+            elif name.startswith((f".{MANIFEST_NAME}.", f".{INDEX_NAME}.")):
+                yield Problem(file=name, what="was left by a save that was killed: remove it")
+        if self._storage.has_leftovers():
+            yield Problem(
+                file=self._storage.url, what="has what a save left that was killed, or one is going on: save again"
+            )

@@ -1,0 +1,108 @@
+"""What ``ferrodist ckpt`` shows with rich: the table of a checkpoint, and bars."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ferrodist.checkpoint.tools.inspect import Inspection, StateEntry
+
+_VALUE_CHARACTERS = 60
+_WIDEST = 100_000
+
+
+@contextlib.contextmanager
+def show_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on standard error while the block runs, if that is a terminal; gives what is to be told of bytes."""
+    console = Console(stderr=True)
+    if sys.stderr is None or not console.is_terminal or console.is_dumb_terminal:
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task(title, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def render_inspection(inspection: Inspection) -> str:
+    """A table of the state, with what is to be said of all of it before and after."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("state", "value or shape", "dtype", "size", "placement", "parts"):
+        table.add_column(title, justify="right" if title in ("size", "parts") else "left", overflow="fold")
+    for entry in inspection.state:
+        table.add_row(*_row(entry))
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, highlight=False)
+    if not is_terminal:  # what reads a pipe has no edge at which lines should be folded
+        console.width = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
+    files = _count(len(inspection.files), "file")
+    tensors = f"{_count(inspection.num_tensors, 'tensor')} of {_count(inspection.num_elements, 'element')}"
+    ranks = _count(inspection.world_size, "rank")
+    console.print(Text(inspection.url), soft_wrap=True)
+    console.print(Text(f"saved by {ranks}, {inspection.created}, {inspection.producer}"), soft_wrap=True)
+    console.print(Text(f"{files}, {_size(inspection.size_bytes)}; {tensors}"), soft_wrap=True)
+    console.print()
+    console.print(table)
+    console.print()
+    for problem in inspection.problems:
+        console.print(Text(f"WRONG: {problem}", style="red"), soft_wrap=True)
+    if not inspection.problems:
+        console.print("All files are there; 'ferrodist ckpt verify' reads and checks what is in them.", soft_wrap=True)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined] # it is the StringIO
+    return "\n".join(line.rstrip() for line in text.split("\n"))
+
+
+def _row(entry: StateEntry) -> tuple[Text, ...]:
+    name = "  " * (len(entry.place) - 1) + entry.place[-1] if entry.place else "(all)"
+    if entry.kind not in ("tensor", "array"):
+        value = entry.value or ""
+        if entry.kind != "value":
+            value = (
+                f"PerRank of {counted(int(value), 'rank')}" if entry.kind == "per_rank" else f"{entry.kind} of {value}"
+            )
+        shown = value if len(value) <= _VALUE_CHARACTERS else f"{value[:_VALUE_CHARACTERS]}..."
+        return Text(name), Text(shown, style="dim"), Text(), Text(), Text(), Text()
+    facts = entry.tensor
+    if facts is None:
+        return Text(name), Text("missing", style="red"), Text(), Text(), Text(), Text()
+    shape = str(list(facts.shape))
+    dtype = facts.dtype if entry.kind == "tensor" else f"{facts.dtype} (NumPy)"
+    return (
+        Text(name),
+        Text(shape),
+        Text(dtype),
+        Text(_size(facts.size_bytes)),
+        Text(facts.placement),
+        Text(str(facts.num_shards)),
+    )
+
+
+def _size(size_bytes: int) -> str:
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"

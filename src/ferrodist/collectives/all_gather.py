@@ -1,0 +1,331 @@
+"""all_gather and reduce_scatter: each is the other's gradient."""
+
+from __future__ import annotations
+
+import math
+import struct
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ferrodist.collectives.arguments import (
+    attach,
+    check_dim,
+    check_out,
+    check_tensor,
+    compute_shard_sizes,
+    flatten,
+    group_and_timeout,
+    prepare_late_out,
+    prepare_out,
+    records_history,
+)
+from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.engines.select import engine_of
+from ferrodist.collectives.facts import check_sizes, read_facts
+from ferrodist.collectives.fast_path import (
+    quick_all_gather,
+    quick_reduce_scatter,
+    start_all_gather,
+    start_reduce_scatter,
+)
+from ferrodist.collectives.profiling import is_recorded, profiled, record
+from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear, widen
+from ferrodist.collectives.work import Operation, refuse_in_coalesce, run_later, run_now
+from ferrodist.deadline import Deadline
+from ferrodist.errors import CollectiveMismatchError
+from ferrodist.torch_private.profiling import is_profiling
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.collectives.work import PendingCollective
+
+_SIZE = struct.Struct("<qqqq")  # size along the dim, the dim, number of dims, whether it is on a GPU
+
+
+def all_gather(
+    tensor: torch.Tensor,
+    dim: int = 0,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Join the ranks' tensors along ``dim``, in rank order, on every rank.
+
+    Args:
+        tensor: Of equal shape and dtype on all ranks; any strides. Zero-dimensional ones count as shape (1,). Ranks
+            compare the dtype, ``dim`` and the number of elements, not the shape: with as many elements in another
+            shape a rank's part comes as if it had the shape of this rank's.
+        dim: The dim to join along.
+        group: The group, on all of whose ranks this is called; None is the default group.
+        out: Where the result goes; None makes a fresh tensor.
+        timeout: Seconds; None takes the group's.
+
+    Returns:
+        ``out``, or a fresh tensor whose ``dim`` is world_size times as long. Differentiable.
+
+    Raises:
+        IndexError: ``tensor`` has no such ``dim``.
+        TypeError, ValueError, RuntimeError: ``tensor`` or ``out`` won't do, as for `allreduce`.
+        CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
+    """
+    if is_profiling() and not is_recorded():
+        return record(all_gather, tensor, dim, group=group, out=out, timeout=timeout)
+    result = quick_all_gather(tensor, dim, group, out) if timeout is None else None
+    return run_now(_all_gather(tensor, dim, group, out, timeout)) if result is None else result
+
+
+@profiled
+def async_all_gather(
+    tensor: torch.Tensor,
+    dim: int = 0,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> PendingCollective[torch.Tensor]:
+    """Start `all_gather`."""
+    pending = start_all_gather(tensor, dim, group, out) if timeout is None else None
+    return run_later(_all_gather(tensor, dim, group, out, timeout)) if pending is None else pending
+
+
+@profiled
+def all_gather_uneven(
+    tensor: torch.Tensor,
+    dim: int = 0,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """`all_gather` of tensors that differ in the size of ``dim``, and in no other.
+
+    Costs one more agreement, in which the ranks learn each other's sizes.
+
+    Args:
+        tensor: Of equal dtype, and equal shape but for ``dim``, on all ranks; empty ones are all right. Ranks compare
+            the dtype, ``dim``, the number of dims, and the result's number of elements.
+        dim: The dim to join along.
+        group: The group, on all of whose ranks this is called; None is the default group.
+        out: Where the result goes; None makes a fresh tensor.
+        timeout: Seconds; None takes the group's.
+
+    Returns:
+        ``out``, or a fresh tensor whose ``dim`` has the sizes of all ranks. Differentiable.
+
+    Raises:
+        ValueError: ``out`` has another shape, which is known only when the ranks' sizes are: this rank takes part
+            first, and the others get their results. Or as for `all_gather`.
+        IndexError, TypeError, RuntimeError: As for `all_gather`.
+        CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
+    """
+    check_tensor(tensor)
+    tensor = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
+    dim = check_dim(tensor, dim)
+    chosen, limit = group_and_timeout(group, timeout)
+    check_out(out, tensor, dtype=tensor.dtype)
+    deadline = Deadline(limit)
+    sizes = share_sizes("all_gather_uneven", tensor, dim, chosen, limit)
+    return run_now(_all_gather(tensor, dim, chosen, out, deadline.remaining(), sizes))
+
+
+_PLACES = ("on the CPU", "on a GPU")
+
+
+def share_sizes(operation: str, tensor: torch.Tensor, dim: int, group: Backend, timeout: float) -> list[int]:
+    """Learn every rank's size along a dim, which must be the same dim of as many on all ranks."""
+    refuse_in_coalesce(operation)
+    engine_of(group, tensor.device)  # or an error, before the others count on this rank
+    engine = collectives_of(group)
+    payload = _SIZE.pack(tensor.shape[dim], dim, tensor.dim(), tensor.is_cuda)
+    payloads = engine.share(operation, payload, timeout=timeout, sequence=engine.reserve())
+    heads = read_facts(_SIZE, payloads, group, operation)
+    differing = tuple(rank for rank, head in enumerate(heads) if head[1:] != heads[0][1:])
+    if differing:
+        said = "; ".join(
+            f"rank {rank} joins along dim {heads[rank][1]} of {heads[rank][2]}, {_PLACES[heads[rank][3]]}"
+            for rank in (0, differing[0])
+        )
+        error = CollectiveMismatchError(
+            f"the ranks of group {group.name!r} disagree about {operation}: {said}. Pass the same everywhere.",
+            ranks=differing,
+        )
+        group.abort(error)
+        raise error
+    for rank, head in enumerate(heads):
+        check_sizes(head[:1], group, rank, operation)
+    return [head[0] for head in heads]
+
+
+def _all_gather(  # noqa: PLR0917 - the public signature, by position
+    tensor: torch.Tensor,
+    dim: int,
+    group: Backend | None,
+    out: torch.Tensor | None,
+    timeout: float | None,
+    sizes: Sequence[int] | None = None,
+) -> Operation[torch.Tensor]:
+    check_tensor(tensor)
+    tensor = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
+    dim = check_dim(tensor, dim)
+    chosen, limit = group_and_timeout(group, timeout)
+    engine = engine_of(chosen, tensor.device)
+    prepare = prepare_out if sizes is None else prepare_late_out
+    sizes = [tensor.shape[dim]] * chosen.world_size if sizes is None else sizes
+    source = flatten(tensor.detach().movedim(dim, 0))
+    join = Join(tensor, dim, sizes)
+    target = prepare(out, join.shape, tensor.dtype, tensor, dim=dim)
+    recorded = records_history(tensor) and out is None
+
+    def run(sequence: int) -> None:
+        engine.all_gather(target.flat, source, join.counts, dim=dim, timeout=limit, sequence=sequence)
+
+    def finish() -> torch.Tensor:
+        result = target.finish()
+        if not recorded:
+            return result
+        return attach(tensor, result, partial(reduce_scatter_by_sizes, sizes=sizes, dim=dim, group=chosen))
+
+    return Operation(
+        name="all_gather", group=chosen, engine=engine, device=tensor.device, timeout=limit, run=run, finish=finish
+    )
+
+
+class Join:
+    """What parts become that join along a dim: the whole's ``shape``, and ``counts``, the elements of each part."""
+
+    def __init__(self, part: torch.Tensor, dim: int, sizes: Sequence[int]) -> None:
+        row = math.prod([*part.shape[:dim], *part.shape[dim + 1 :]])
+        self.counts = [size * row for size in sizes]
+        self.shape = (*part.shape[:dim], sum(sizes), *part.shape[dim + 1 :])
+
+
+def reduce_scatter(
+    tensor: torch.Tensor,
+    op: Op = ReduceOp.SUM,
+    *,
+    dim: int = 0,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Fold a tensor over all ranks and divide the result over them along ``dim``.
+
+    Sizes that the world size doesn't divide follow `compute_shard_sizes`: the first ranks get one more.
+
+    Args:
+        tensor: Of equal shape and dtype on all ranks, compared as for `all_gather`; any strides.
+        op: How elements become one, folded in rank order.
+        dim: The dim to divide.
+        group: The group, on all of whose ranks this is called; None is the default group.
+        out: Where this rank's part goes; None makes a fresh tensor.
+        timeout: Seconds; None takes the group's.
+
+    Returns:
+        ``out``, or a fresh tensor: this rank's part. Differentiable for SUM, MEAN and premultiplied sums.
+
+    Raises:
+        IndexError: ``tensor`` has no such ``dim``.
+        TypeError, ValueError, RuntimeError: ``tensor``, ``op`` or ``out`` won't do, as for `allreduce`.
+        CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
+    """
+    if is_profiling() and not is_recorded():
+        return record(reduce_scatter, tensor, op, dim=dim, group=group, out=out, timeout=timeout)
+    result = quick_reduce_scatter(tensor, op, dim, group, out) if timeout is None else None
+    return run_now(_reduce_scatter(tensor, op, dim, group, out, timeout)) if result is None else result
+
+
+@profiled
+def async_reduce_scatter(
+    tensor: torch.Tensor,
+    op: Op = ReduceOp.SUM,
+    *,
+    dim: int = 0,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> PendingCollective[torch.Tensor]:
+    """Start `reduce_scatter`."""
+    pending = start_reduce_scatter(tensor, op, dim, group, out) if timeout is None else None
+    return run_later(_reduce_scatter(tensor, op, dim, group, out, timeout)) if pending is None else pending
+
+
+@profiled
+def reduce_scatter_tensor(
+    out: torch.Tensor,
+    tensor: torch.Tensor,
+    op: Op = ReduceOp.SUM,
+    *,
+    group: Backend | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """`reduce_scatter` along dim 0 into ``out``, which is returned."""
+    return reduce_scatter(tensor, op, group=group, out=out, timeout=timeout)
+
+
+def all_gather_by_sizes(
+    tensor: torch.Tensor, sizes: Sequence[int], *, dim: int, group: Backend, timeout: float | None = None
+) -> torch.Tensor:
+    """`all_gather_uneven` of tensors of which rank r's has ``sizes[r]`` of ``dim``, as all ranks know."""
+    return run_now(_all_gather(tensor, dim, group, None, timeout, sizes))
+
+
+def reduce_scatter_by_sizes(
+    tensor: torch.Tensor, sizes: Sequence[int], op: Op = ReduceOp.SUM, *, dim: int, group: Backend
+) -> torch.Tensor:
+    """`reduce_scatter` that gives rank r ``sizes[r]`` of ``dim``: with SUM the gradient of a gathering."""
+    return run_now(_reduce_scatter(tensor, op, dim, group, None, None, sizes))
+
+
+def _reduce_scatter(  # noqa: PLR0917 - the public signature, by position
+    tensor: torch.Tensor,
+    op: Op,
+    dim: int,
+    group: Backend | None,
+    out: torch.Tensor | None,
+    timeout: float | None,
+    sizes: Sequence[int] | None = None,
+) -> Operation[torch.Tensor]:
+    check_tensor(tensor)
+    check_reduction(tensor.dtype, op)
+    dim = check_dim(tensor, dim)
+    chosen, limit = group_and_timeout(group, timeout)
+    engine = engine_of(chosen, tensor.device)
+    sizes = compute_shard_sizes(tensor.shape[dim], chosen.world_size) if sizes is None else sizes
+    moved = tensor.detach().movedim(dim, 0)
+    row = math.prod(moved.shape[1:])
+    source = flatten(moved)
+    shape = (*tensor.shape[:dim], sizes[chosen.rank], *tensor.shape[dim + 1 :])
+    target = prepare_out(out, shape, tensor.dtype, tensor, dim=dim)
+    recorded = records_history(tensor) and out is None
+
+    def run(sequence: int) -> None:
+        counts = [size * row for size in sizes]
+        engine.reduce_scatter(target.flat, source, counts, op, dim=dim, timeout=limit, sequence=sequence)
+
+    def finish() -> torch.Tensor:
+        result = target.finish()
+        return attach(tensor, result, partial(_reduce_scatter_backward, op, sizes, dim, chosen)) if recorded else result
+
+    return Operation(
+        name="reduce_scatter", group=chosen, engine=engine, device=tensor.device, timeout=limit, run=run, finish=finish
+    )
+
+
+def _reduce_scatter_backward(
+    op: Op, sizes: Sequence[int], dim: int, group: Backend, grad: torch.Tensor
+) -> torch.Tensor:
+    if not is_linear(op):
+        raise RuntimeError(f"reduce_scatter with {op} has no gradient: use allreduce and narrow()")
+    return scale_gradient(all_gather_by_sizes(grad, sizes, dim=dim, group=group), op, group)
+
+
+def scale_gradient(grad: torch.Tensor, op: Op, group: Backend) -> torch.Tensor:
+    """What flows back to this rank through a linear fold: its share of the result's gradient, rounded once."""
+    if op is ReduceOp.MEAN:
+        return (widen(grad) / group.world_size).to(grad.dtype)
+    return (widen(grad) * op.factor).to(grad.dtype) if isinstance(op, PremultipliedSum) else grad

@@ -1,0 +1,330 @@
+"""all_to_all, its own gradient; and the barrier, which moves nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, overload
+
+import torch
+
+from ferrodist.collectives.arguments import (
+    attach,
+    check_dim,
+    check_integer,
+    check_out,
+    check_tensor,
+    elements_overlap,
+    flatten,
+    group_and_timeout,
+    prepare_out,
+    records_history,
+    writing_to,
+)
+from ferrodist.collectives.cuda import keep_until_now
+from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.engines.select import engine_of
+from ferrodist.collectives.fast_path import quick_all_to_all, quick_barrier, start_all_to_all
+from ferrodist.collectives.profiling import is_recorded, profiled, record
+from ferrodist.collectives.work import Operation, run_later, run_now
+from ferrodist.torch_private.profiling import is_profiling
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.collectives.work import PendingCollective
+
+
+def barrier(group: Backend | None = None, *, timeout: float | None = None) -> None:
+    """Return when every rank of the group has called it.
+
+    Args:
+        group: The group; None is the default group.
+        timeout: Seconds; None takes the group's.
+
+    Raises:
+        CollectiveMismatchError: On all ranks, when one called something else.
+        DistributedTimeoutError: On all ranks, naming every rank that is late.
+        PeerLostError: On all ranks, when one died.
+    """
+    if is_profiling() and not is_recorded():
+        record(barrier, group, timeout=timeout)
+        return
+    if timeout is None and quick_barrier(group):
+        return
+    chosen, limit = group_and_timeout(group, timeout)
+
+    engine = collectives_of(chosen)
+
+    def run(sequence: int) -> None:
+        engine.barrier(timeout=limit, sequence=sequence)
+
+    run_now(
+        Operation(name="barrier", group=chosen, engine=engine, device=None, timeout=limit, run=run, finish=lambda: None)
+    )
+
+
+@profiled
+def monitored_barrier(group: Backend | None = None, *, timeout: float | None = None) -> None:
+    """`barrier`, under the name it has in torch: every barrier here names all the ranks that are late."""
+    barrier(group, timeout=timeout)
+
+
+@overload
+def all_to_all(
+    tensors: torch.Tensor,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor: ...
+@overload
+def all_to_all(
+    tensors: Sequence[torch.Tensor],
+    *,
+    group: Backend | None = None,
+    out: Sequence[torch.Tensor] | None = None,
+    timeout: float | None = None,
+) -> list[torch.Tensor]: ...
+def all_to_all(
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor | list[torch.Tensor]:
+    """Send a tensor to each rank and receive one from each.
+
+    Args:
+        tensors: One tensor a rank, all of one shape and dtype, on all ranks; ``tensors[r]`` goes to rank r. Or one
+            tensor that is divided evenly along dim 0, of equal size on all ranks. Ranks compare the dtype and the
+            number of elements that go to a rank.
+        group: The group, on all of whose ranks this is called; None is the default group.
+        out: Where the result goes: a tensor, or one tensor a rank when ``tensors`` are. They may be ``tensors``. None
+            makes fresh ones.
+        timeout: Seconds; None takes the group's.
+
+    Returns:
+        What the ranks sent here, in rank order: a list of tensors with memory of their own, or joined along dim 0 when
+            one tensor was given. Differentiable.
+
+    Raises:
+        ValueError: The tensors differ in shape, or there is not one for each rank: use `all_to_all_single_uneven`. Or
+            ``out`` has another shape, or elements that share memory.
+        TypeError, RuntimeError: ``tensors`` or ``out`` won't do, as for `allreduce`.
+        CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
+    """
+    if is_profiling() and not is_recorded():
+        return record(all_to_all, tensors, group=group, out=out, timeout=timeout)
+    if timeout is None and isinstance(tensors, torch.Tensor) and (out is None or isinstance(out, torch.Tensor)):
+        result: torch.Tensor | None = quick_all_to_all(tensors, group, out)
+        if result is not None:
+            return result
+    operation, finish = _all_to_all(tensors, group, out, timeout)
+    return finish(run_now(operation))
+
+
+@profiled
+def async_all_to_all(
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    timeout: float | None = None,
+) -> PendingCollective[torch.Tensor | list[torch.Tensor]]:
+    """Start `all_to_all`."""
+    if timeout is None and isinstance(tensors, torch.Tensor) and (out is None or isinstance(out, torch.Tensor)):
+        pending: PendingCollective[torch.Tensor | list[torch.Tensor]] | None = start_all_to_all(tensors, group, out)
+        if pending is not None:
+            return pending
+    operation, finish = _all_to_all(tensors, group, out, timeout)
+    return run_later(
+        Operation(
+            name=operation.name,
+            group=operation.group,
+            engine=operation.engine,
+            device=operation.device,
+            timeout=operation.timeout,
+            run=operation.run,
+            finish=lambda: finish(operation.finish()),
+        )
+    )
+
+
+def _all_to_all(
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    group: Backend | None,
+    out: torch.Tensor | Sequence[torch.Tensor] | None,
+    timeout: float | None,
+) -> tuple[Operation[torch.Tensor], Callable[[torch.Tensor], torch.Tensor | list[torch.Tensor]]]:
+    chosen, limit = group_and_timeout(group, timeout)
+    size = chosen.world_size
+    if isinstance(tensors, torch.Tensor):
+        check_tensor(tensors)
+        check_dim(tensors, 0)
+        if out is not None and not isinstance(out, torch.Tensor):
+            raise TypeError(f"out must be a torch.Tensor, as tensors is, not {type(out).__name__}")
+        if tensors.shape[0] % size:
+            raise ValueError(
+                f"dim 0 has {counted(tensors.shape[0], 'row')}, which {counted(size, 'rank')} can't share evenly:"
+                " use all_to_all_single_uneven"
+            )
+        rows = [tensors.shape[0] // size] * size
+        operation = _all_to_all_rows(
+            tensors, rows, rows, unit=tensors.numel() // size, group=chosen, out=out, timeout=limit
+        )
+        return operation, lambda joined: joined
+    parts = list(tensors)
+    _check_parts(parts)
+    if len(parts) != size:
+        raise ValueError(f"all_to_all needs one tensor for each of the {counted(size, 'rank')}, not {len(parts)}")
+    outs = None if out is None else _check_outs(out, parts)
+    ones = [1] * size
+    operation = _all_to_all_rows(
+        torch.stack(parts), ones, ones, unit=parts[0].numel(), group=chosen, out=None, timeout=limit
+    )
+
+    def finish(joined: torch.Tensor) -> list[torch.Tensor]:
+        results = take(joined)
+        keep_until_now(joined)
+        return results
+
+    def take(joined: torch.Tensor) -> list[torch.Tensor]:
+        if outs is None:
+            # Not views of one tensor, which autograd doesn't let users write to, and which would keep all of it alive.
+            return [received.clone() for received in joined.unbind(0)]
+        for mine, received in zip(outs, joined, strict=True):
+            with writing_to(mine):
+                mine.copy_(received)
+        return outs
+
+    return operation, finish
+
+
+def _check_parts(parts: Sequence[torch.Tensor]) -> None:
+    """Raise unless the tensors can travel and are alike."""
+    for i, part in enumerate(parts):
+        check_tensor(part, f"tensors[{i}]")
+        if part.device != parts[0].device:
+            raise ValueError(
+                f"tensors[{i}] is on {part.device}, tensors[0] on {parts[0].device}: pass tensors of one device"
+            )
+        if part.shape != parts[0].shape or part.dtype is not parts[0].dtype:
+            raise ValueError(
+                f"tensors[{i}] is {part.dtype} of shape {tuple(part.shape)}, tensors[0] {parts[0].dtype} of shape"
+                f" {tuple(parts[0].shape)}: all must be alike, or use all_to_all_single_uneven"
+            )
+
+
+def _check_outs(out: torch.Tensor | Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of ``out``, where each of ``parts`` has its counterpart."""
+    if isinstance(out, torch.Tensor):
+        raise TypeError("out must be a list of tensors, as tensors is")
+    outs = list(out)
+    if len(outs) != len(parts):
+        raise ValueError(f"out must have one tensor for each of the {counted(len(parts), 'rank')}, not {len(outs)}")
+    for i, (one, part) in enumerate(zip(outs, parts, strict=True)):
+        check_tensor(one, f"out[{i}]")
+        check_out(one, part, shape=part.shape, dtype=part.dtype)
+    if elements_overlap(*outs):
+        raise ValueError("the tensors of out share memory: pass tensors of their own memory")
+    return outs
+
+
+@profiled
+def all_to_all_single_uneven(
+    tensor: torch.Tensor,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Send rows of a tensor to each rank and receive rows from each.
+
+    Args:
+        tensor: Its first ``send_counts[0]`` rows (of dim 0) go to rank 0, the next ``send_counts[1]`` to rank 1, ...
+        send_counts: Rows for each rank; together all rows of ``tensor``.
+        recv_counts: Rows from each rank: what its ``send_counts`` says for this one. Ranks compare the dtype and the
+            number of elements in a row.
+        group: The group, on all of whose ranks this is called; None is the default group.
+        out: Where the rows received go, which may be ``tensor``; None makes a fresh tensor.
+        timeout: Seconds; None takes the group's.
+
+    Returns:
+        ``out``, or a fresh tensor: the rows received, in rank order. Differentiable.
+
+    Raises:
+        ValueError: The counts don't fit the tensor or the group, or ``out`` is not of ``sum(recv_counts)`` rows or has
+            elements that share memory.
+        TypeError: ``send_counts`` or ``recv_counts`` has what is no integer.
+        TypeError, RuntimeError: ``tensor`` or ``out`` won't do, as for `allreduce`.
+        SizeMismatchError: A rank's ``recv_counts`` is not what another sends. The group has failed; a rank whose own
+            counts fit may hear of it at its next call.
+        CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
+    """
+    check_tensor(tensor)
+    check_dim(tensor, 0)
+    chosen, limit = group_and_timeout(group, timeout)
+    send_counts = _check_counts(send_counts, "send_counts", chosen)
+    recv_counts = _check_counts(recv_counts, "recv_counts", chosen)
+    if sum(send_counts) != tensor.shape[0]:
+        raise ValueError(f"send_counts {send_counts} don't add up to the tensor's {counted(tensor.shape[0], 'row')}")
+    if send_counts[chosen.rank] != recv_counts[chosen.rank]:
+        raise ValueError(
+            f"rank {chosen.rank} sends itself {counted(send_counts[chosen.rank], 'row')} and expects"
+            f" {recv_counts[chosen.rank]}"
+        )
+    unit = math.prod(tensor.shape[1:])
+    return run_now(_all_to_all_rows(tensor, send_counts, recv_counts, unit=unit, group=chosen, out=out, timeout=limit))
+
+
+def _check_counts(counts: Sequence[int], name: str, group: Backend) -> list[int]:
+    """``counts`` as a list of ints, one for each rank."""
+    checked = [check_integer(count, f"{name}[{rank}]") for rank, count in enumerate(counts)]
+    if len(checked) != group.world_size or any(count < 0 for count in checked):
+        raise ValueError(f"{name} needs a number of rows for each rank, {group.world_size} in all, not {checked}")
+    return checked
+
+
+def _all_to_all_rows(
+    tensor: torch.Tensor,
+    send_rows: Sequence[int],
+    receive_rows: Sequence[int],
+    *,
+    unit: int,
+    group: Backend,
+    out: torch.Tensor | None,
+    timeout: float,
+) -> Operation[torch.Tensor]:
+    row = math.prod(tensor.shape[1:])
+    engine = engine_of(group, tensor.device)
+    source = flatten(tensor)
+    target = prepare_out(out, (sum(receive_rows), *tensor.shape[1:]), tensor.dtype, tensor)
+    recorded = records_history(tensor) and out is None
+
+    def run(sequence: int) -> None:
+        engine.all_to_all(
+            target.flat,
+            source,
+            [rows * row for rows in send_rows],
+            [rows * row for rows in receive_rows],
+            unit=unit,
+            timeout=timeout,
+            sequence=sequence,
+        )
+
+    def backward(grad: torch.Tensor) -> torch.Tensor:
+        return run_now(
+            _all_to_all_rows(grad, receive_rows, send_rows, unit=unit, group=group, out=None, timeout=group.timeout)
+        )
+
+    def finish() -> torch.Tensor:
+        result = target.finish()
+        return attach(tensor, result, backward) if recorded else result
+
+    return Operation(
+        name="all_to_all", group=group, engine=engine, device=tensor.device, timeout=timeout, run=run, finish=finish
+    )

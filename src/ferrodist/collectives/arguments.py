@@ -1,0 +1,428 @@
+"""Autograd through collectives: the gradient of a collective is a collective.
+
+The loss is the sum of what all ranks differentiate, so the gradient of a rank's input is the sum over ranks of what
+flows back through every output it has a part in. A result records history when this rank's input requires grad (and
+grad mode is on); every rank of the group must then run backward through it, for backward is a collective too, with
+the group's timeout.
+
+[Note: gradients out of step]
+A gradient's collective is compared like any other: operation, dtype, reduction, number of elements, root and dim. Where
+one of them differs from what a rank out of step calls, all raise `CollectiveMismatchError`. That a call is a gradient's
+is not among them: when one rank is in the backward of an allreduce and another makes a forward allreduce of as many
+elements of that dtype and reduction, they are joined, and both get a fold of what doesn't belong together. So ranks
+must run the same forwards and backwards in the same order. DDP tells its buckets apart from all else by marks of their
+own.
+
+How elements are divided over ranks.
+
+Tensors as bytes.
+
+What users pass, turned into what engines take: flat, contiguous tensors, where the user's are.
+
+numpy's scalars as the Python values that are equal to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.autograd.forward_ad import unpack_dual
+from torch.autograd.function import once_differentiable
+
+from ferrodist.backends.base import check_rank
+from ferrodist.backends.process_group import resolve_group
+from ferrodist.collectives.cuda import keep_until_now
+from ferrodist.collectives.reduce_op import check_dtype
+from ferrodist.deadline import check_timeout
+from ferrodist.errors import UnsupportedOpError
+from ferrodist.torch_private.modes import is_in_torch_dispatch_mode
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from ferrodist.backends.base import Backend
+
+if TYPE_CHECKING:
+    Backward = Callable[..., torch.Tensor]
+
+
+class _Attached(torch.autograd.Function):
+    """Joins a result that was computed elsewhere to the graph of its input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        source: torch.Tensor,
+        computed: list[torch.Tensor],
+        backward: Backward,
+        saved: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        ctx.backward_of = backward
+        ctx.source_shape = source.shape
+        ctx.save_for_backward(*saved)
+        return computed[0]  # in a list: as an argument it would come out as a view, which users may not write to
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        grad = ctx.backward_of(grads[0], *ctx.saved_tensors)
+        return grad.view(ctx.source_shape), None, None, None
+
+
+class _AttachedOnce(_Attached):
+    """The same, for a gradient that has no gradient."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _Attached.backward(ctx, *grads)
+
+
+def records_history(source: torch.Tensor | None) -> bool:
+    """Whether a result that depends on ``source`` belongs in the autograd graph."""
+    return source is not None and source.requires_grad and torch.is_grad_enabled()
+
+
+def attach(
+    source: torch.Tensor, result: torch.Tensor, backward: Backward, *saved: torch.Tensor, once: bool = False
+) -> torch.Tensor:
+    """``result`` with ``backward(gradient of result, *saved) -> gradient of source`` as its history.
+
+    What ``backward`` needs of ``source`` and ``result`` goes through ``saved``, so that autograd finds writes to them.
+    ``once`` refuses a second derivative: of operations with a root, for only there it would have a history, and the
+    other ranks would not take part.
+    """
+    function = _AttachedOnce if once else _Attached
+    attached = function.apply(source, [result], backward, saved)  # type: ignore[no-untyped-call]
+    assert isinstance(attached, torch.Tensor)
+    return attached
+
+
+def compute_shard_sizes(total: int, world_size: int) -> list[int]:
+    """Divide ``total`` elements over ranks as evenly as possible: the first ranks get one more."""
+    if total < 0 or world_size < 1:
+        raise ValueError(f"cannot divide {counted(total, 'element')} over {counted(world_size, 'rank')}")
+    share, rest = divmod(total, world_size)
+    return [share + (rank < rest) for rank in range(world_size)]
+
+
+def offsets_of(sizes: Sequence[int]) -> list[int]:
+    """Where each part starts when parts of these sizes lie one after the other; one entry more, for the end."""
+    return [0, *itertools.accumulate(sizes)]
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as a flat, writable view of bytes; it keeps the memory alive."""
+    if not tensor.numel():  # whose strides may be anything
+        return memoryview(bytearray())
+    # As strided: a single element may have any stride, such as the 0 of an expanded one.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy().data)
+
+
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the memory that two tensors span overlaps, whoever owns it."""
+    if not one.numel() or not other.numel():
+        return False
+    (start, stop), (other_start, other_stop) = _span(one), _span(other)
+    return start < other_stop and other_start < stop
+
+
+def elements_overlap(*tensors: torch.Tensor) -> bool:
+    """Whether two elements, of one tensor or of two, share memory: exact for any strides."""
+    ordered = sorted((tensor for tensor in tensors if tensor.numel()), key=torch.Tensor.data_ptr)
+    clusters: list[list[torch.Tensor]] = []
+    end = 0
+    for tensor in ordered:
+        start, stop = _span(tensor)
+        if clusters and start < end:
+            clusters[-1].append(tensor)
+        else:
+            clusters.append([tensor])
+        end = max(end, stop)
+    return any(_meet(cluster) for cluster in clusters if len(cluster) > 1 or not _is_nested(cluster[0]))
+
+
+def _is_nested(tensor: torch.Tensor) -> bool:
+    """Whether each dim steps over all elements of the dims with smaller steps: true of whatever slicing makes."""
+    reach = 0
+    for stride, size in sorted(_steps(tensor)):
+        if stride <= reach:
+            return False
+        reach += (size - 1) * stride
+    return True
+
+
+def _meet(tensors: list[torch.Tensor]) -> bool:
+    """Whether two elements meet, by marking every byte: at the cost of the memory that the tensors span."""
+    start, stop = min(_span(tensor)[0] for tensor in tensors), max(_span(tensor)[1] for tensor in tensors)
+    total = sum(tensor.nbytes for tensor in tensors)
+    if total > stop - start or any(stride == 0 for tensor in tensors for stride, _ in _steps(tensor)):
+        return True
+    marks = torch.zeros(stop - start, dtype=torch.bool, device="cpu")
+    for tensor in tensors:
+        item = tensor.element_size()
+        strides = [stride * item for stride in tensor.stride()]
+        marks.as_strided((*tensor.shape, item), (*strides, 1), tensor.data_ptr() - start).fill_(True)
+    return int(marks.sum()) < total
+
+
+def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Stride and size of the dims that have steps."""
+    return [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+_DEVICE_TYPES = ("cpu", "cuda")
+
+
+def group_and_timeout(group: Backend | None, timeout: float | None) -> tuple[Backend, float]:
+    """The group and the seconds that a call means."""
+    chosen = resolve_group(group)
+    return chosen, chosen.timeout if timeout is None else check_timeout(timeout)
+
+
+def check_root(group: Backend, rank: int, name: str) -> int:
+    """``rank`` as an int; raises unless it is a rank of ``group``."""
+    return check_rank(group, rank, f"{name}={rank!r}")
+
+
+def check_integer(number: int, name: str) -> int:
+    """``number`` as an int, whatever integer it is; raises TypeError for what is none, as a bool."""
+    if not isinstance(number, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(number)
+    raise TypeError(f"{name} must be an integer, not {number!r}")
+
+
+def check_out_of_root(group: Backend, root: int, out: object) -> None:
+    """Raise ValueError when ``out`` is given on a rank that gets no result."""
+    if out is not None and group.rank != root:
+        raise ValueError(f"only rank {root} gets a result: pass out= there, not on rank {group.rank}")
+
+
+def check_dim(tensor: torch.Tensor, dim: int) -> int:
+    """``dim`` as a number from 0; raises IndexError outside of the tensor's dims, ValueError for a 0-dim tensor."""
+    dim = check_integer(dim, "dim")
+    if tensor.dim() == 0:
+        raise ValueError("a zero-dimensional tensor has no dim to divide or join along: reshape it to (1,) first")
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise IndexError(f"dim {dim} is not a dim of a tensor of shape {tuple(tensor.shape)}")
+    return dim % tensor.dim()
+
+
+def check_layout(tensor: torch.Tensor, name: str = "tensor") -> None:
+    """Raise UnsupportedOpError unless ``tensor`` has one shape, and its elements at strides."""
+    if tensor.is_nested:
+        raise UnsupportedOpError(
+            f"{name} is a nested tensor, which has no one shape: pass its parts ({name}.unbind()), or one padded tensor"
+            f" (torch.nested.to_padded_tensor({name}, 0.0))"
+        )
+    if tensor.layout is not torch.strided:
+        raise UnsupportedOpError(f"{name} has layout {tensor.layout}: pass a dense tensor (to_dense())")
+
+
+def check_tensor(tensor: torch.Tensor, name: str = "tensor") -> None:
+    """Raise unless collectives can carry ``tensor``.
+
+    Raises:
+        TypeError: It is no dense tensor of a known dtype on the CPU or a GPU. Whether a group carries what is on a GPU
+            is `engine_of`'s question.
+        NotImplementedError: It carries a forward-mode tangent, or this is inside of a functorch transform or
+            of make_fx.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    check_layout(tensor, name)
+    if tensor.device.type not in _DEVICE_TYPES:
+        raise UnsupportedOpError(
+            f"{name} is on {tensor.device}: groups carry tensors on the CPU and on CUDA devices, pass {name}.cpu()"
+        )
+    check_dtype(tensor.dtype)
+    if _is_traced():
+        raise NotImplementedError(
+            "make_fx does not record collectives and messages: the graph would lack them. Call them outside of what it"
+            " traces."
+        )
+    if not _has_memory(tensor):
+        raise NotImplementedError(
+            f"{name} has no memory to send: collectives and messages don't go through the functorch transforms (vmap,"
+            " torch.func.grad, jvp, functionalize) or wrappers as DTensor. Call them outside; backward() and"
+            " torch.autograd.grad go through collectives."
+        )
+    if unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call] # None at once outside of dual levels
+        raise NotImplementedError(
+            f"{name} carries a tangent of forward-mode differentiation, which would be lost: collectives and messages"
+            f" have gradients for backward() only. Pass {name}.detach(), or unpack_dual(...) and send the tangent too."
+        )
+
+
+def _is_traced() -> bool:
+    """Whether `make_fx` records what this thread does with tensors; the tensors themselves don't show it."""
+    if not is_in_torch_dispatch_mode():
+        return False
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # noqa: PLC0415 - loads much, and is here by now
+
+    return get_proxy_mode() is not None
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements are in memory; of one without elements, whether they could be."""
+    try:
+        # Not the tensor's own memory: a transform also wraps what is made from tensors that it did not wrap.
+        return tensor.detach().data_ptr() != 0 or not tensor.numel()
+    except RuntimeError:
+        return False
+
+
+def flatten(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in order, as one dimension: the tensor's own memory when it is contiguous, else a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def writing_to(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Inside of this, elements may be written to a tensor: no history is recorded, and inference tensors take it."""
+    return torch.inference_mode() if tensor.is_inference() else torch.no_grad()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a result goes.
+
+    Args:
+        flat: What the engine writes: the result's elements in order, with the dim that is joined or divided first.
+        result: What the user gets, with the result's shape.
+        view: ``result`` with that dim first, when ``flat`` is not its memory.
+        refusal: Why the user gets an error in place of the result.
+    """
+
+    flat: torch.Tensor
+    result: torch.Tensor
+    view: torch.Tensor | None = None
+    refusal: Exception | None = None
+
+    def finish(self) -> torch.Tensor:
+        """Bring what the engine wrote to the user's tensor."""
+        if self.refusal is not None:
+            raise self.refusal
+        if self.view is not None:
+            with writing_to(self.view):
+                self.view.copy_(self.flat.view(self.view.shape))
+            keep_until_now(self.flat)
+        elif not self.result.is_inference():
+            # The engine wrote raw memory: autograd must learn that what it may have saved has changed.
+            torch.autograd.graph.increment_version(self.result)
+        return self.result
+
+
+def check_out(
+    out: torch.Tensor | None,
+    source: torch.Tensor | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Raise for an ``out`` that can't be, as far as shape and dtype are known; see `prepare_out`."""
+    if out is None:
+        return
+    if out is not source:  # which was checked
+        check_tensor(out, "out")
+    if shape is not None and tuple(out.shape) != tuple(shape):
+        raise ValueError(f"out has shape {tuple(out.shape)}, the result has {tuple(shape)}")
+    if dtype is not None and out.dtype is not dtype:
+        raise TypeError(f"out is {out.dtype}, the result is {dtype}")
+    if source is not None and out.device != source.device:
+        raise ValueError(f"out is on {out.device}, the tensor on {source.device}: pass tensors of one device")
+    if torch.is_grad_enabled() and (out.requires_grad or (source is not None and source.requires_grad)):
+        raise RuntimeError(
+            "out= does not support automatic differentiation: use the result of the functional form, or torch.no_grad()"
+        )
+    if not out.is_contiguous() and elements_overlap(out):
+        raise ValueError("out has elements that share memory (expand, as_strided): pass a tensor of its own memory")
+
+
+def prepare_out(
+    out: torch.Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    source: torch.Tensor | None = None,
+    *,
+    device: torch.device | None = None,
+    dim: int = 0,
+    in_place: bool = False,
+) -> Target:
+    """Make or check the tensor a result goes to.
+
+    Args:
+        out: The user's, or None for a fresh one.
+        shape: The result's shape.
+        dtype: The result's dtype.
+        source: The call's input, if any.
+        device: Where a fresh tensor is made; None makes it where ``source`` is, or on the CPU.
+        dim: The dim that is joined or divided, from 0.
+        in_place: Whether the engine may write to its input, when that is ``out``.
+
+    Raises:
+        ValueError: ``out`` has another shape, is on another device than ``source``, or has elements that share memory,
+            as those of an expanded tensor do.
+        TypeError: ``out`` has another dtype.
+        RuntimeError: Gradients would be lost: an input or ``out`` requires grad while grad mode is on.
+    """
+    check_out(out, source, shape=shape, dtype=dtype)
+    if device is None:
+        device = torch.device("cpu") if source is None else source.device
+    result = torch.empty(tuple(shape), dtype=dtype, device=device) if out is None else out
+    view = result.movedim(dim, 0) if dim else result
+    plain = view.is_contiguous() and not view.is_conj() and not view.is_neg()
+    if plain and (source is None or (in_place and _same(result, source)) or not shares_memory(result, source)):
+        return Target(flat=view.detach().view(-1), result=result)
+    return Target(flat=torch.empty(result.numel(), dtype=dtype, device=result.device), result=result, view=view)
+
+
+def prepare_late_out(
+    out: torch.Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    source: torch.Tensor | None = None,
+    *,
+    device: torch.device | None = None,
+    dim: int = 0,
+) -> Target:
+    """`prepare_out` for a result whose shape was learned from other ranks, which are in the call already.
+
+    They count on this rank, so it takes part with a tensor of its own, and raises what is wrong with ``out`` when it
+    has: the group goes on.
+    """
+    try:
+        return prepare_out(out, shape, dtype, source, device=device, dim=dim)
+    except (ValueError, TypeError, RuntimeError) as error:
+        device = source.device if device is None and source is not None else device
+        return replace(prepare_out(None, shape, dtype, device=device, dim=dim), refusal=error)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors have their elements in the same places."""
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
+
+
+_KINDS = frozenset("biufSU")
+"""Booleans, integers, floats, bytes and text. A time or a record has no equal among plain values."""
+
+
+def python_value(value: Any) -> Any:
+    """A numpy scalar as a bool, int, float, bytes or str; anything else unchanged, as a float of more than 64 bits."""
+    if isinstance(value, np.generic) and value.dtype.kind in _KINDS:
+        return value.item()
+    return value

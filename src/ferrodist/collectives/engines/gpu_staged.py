@@ -1,0 +1,511 @@
+"""The collectives of tensors on GPUs over the group's own engine on the host.
+
+[Note: two groups]
+An operation that fits into one segment is one call of the group's own engine, at the place that was reserved for it. A
+larger one is many calls, and nobody knew how many when places were reserved. The first of them, at its place, says what
+the whole operation is, so that ranks which disagree are told of that and not of segments. The segments go over a group
+of their own with the same ranks, whose places are taken only by the operation whose turn it is.
+
+The bits are those of the whole in one call: every reduction folds element by element, in rank order.
+
+Tensors on GPUs from rank to rank, through the host's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import struct
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.backends.sequencer import Turns
+from ferrodist.backends.signature import Call
+from ferrodist.backends.subgroup import SubBackend
+from ferrodist.backends.verification import left_reason
+from ferrodist.collectives.arguments import writing_to
+from ferrodist.collectives.cuda import SEGMENT_BYTES, Lane, NotReachedError, streams_of, wait_until_passed
+from ferrodist.collectives.engines.gpu_staged_plan import Parts, Plan
+from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.facts import dtype_text, read_facts
+from ferrodist.collectives.reduce_op import DTYPES, Op, ReduceOp
+from ferrodist.collectives.symmetric_memory import empty_symmetric
+from ferrodist.collectives.tensor_protocol import Recv, Send, batch_on_host
+from ferrodist.deadline import Deadline, Elapsed
+from ferrodist.errors import BackendUnavailable, DistributedError, DistributedTimeoutError, GroupClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.collectives.cuda import Streams
+    from ferrodist.collectives.engines.base import Collectives
+    from ferrodist.collectives.engines.gpu_staged_plan import Window
+
+_KEY = "collectives.staged"
+
+# What ranks say of a large operation: dtype's place in DTYPES, number of the reduction or -1, root, dim, count; and
+# elements of their own largest part.
+_HEAD = struct.Struct("<Bbihqq")
+_NUM_COMPARED = 5
+
+_CLOSE_SECONDS = 1.0
+"""How long closing a group waits for copies to a device."""
+
+
+class StagedCollectives:
+    """`Collectives` of tensors on GPUs, each of which returns when the host has done its part.
+
+    Args:
+        group: Any backend whose engine carries tensors on the CPU.
+        find_streams: The streams of a device.
+        segment_bytes: How much is worked on at once, at most; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        group: Backend,
+        find_streams: Callable[[torch.device], Streams] = streams_of,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        self._group = group
+        self._find_streams = find_streams
+        self._segment_bytes = segment_bytes
+        self._turns = Turns(lambda: group.failure)
+        self._lanes: dict[torch.device, Lane] = {}
+        self._inner: SubBackend | None = None
+        self._has_shared = False
+        group.on_synchronize(self._synchronize)
+        group.on_close(self._drop_lanes)
+
+    def reserve(self) -> int:
+        """Take the next position among the group's collectives."""
+        return self._turns.reserve(collectives_of(self._group).reserve)
+
+    def await_turn(self, sequence: int) -> None:
+        """Return when all before have ended, or the group has."""
+        try:
+            self._turns.wait_for(sequence, Deadline(math.inf))
+        except DistributedError:
+            return  # the operation raises it
+        collectives_of(self._group).await_turn(sequence)
+
+    def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
+        """Give every rank the bytes of each, in rank order."""
+        with self._turns.using(sequence):
+            return collectives_of(self._group).share(operation, payload, timeout=timeout, sequence=sequence)
+
+    def barrier(self, *, timeout: float, sequence: int) -> None:
+        """Return when all ranks have called."""
+        with self._turns.using(sequence):
+            collectives_of(self._group).barrier(timeout=timeout, sequence=sequence)
+
+    def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int) -> None:
+        """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
+
+        def work(engine: Collectives, near: torch.Tensor, *_: object, **place: Any) -> None:
+            engine.allreduce(near, near, op, **place)
+
+        call = _call("allreduce", source, source.numel(), op=op)
+        self._run(_by_elements(call, source, out, work, number=op.number), timeout, sequence)
+
+    def reduce(
+        self,
+        out: torch.Tensor | None,
+        source: torch.Tensor,
+        op: Op,
+        root: int,
+        *,
+        timeout: float,
+        sequence: int,
+    ) -> None:
+        """Fold ``source`` over the ranks into the root's ``out``, which may be its ``source``; None elsewhere."""
+
+        def work(engine: Collectives, near: torch.Tensor, *_: object, **place: Any) -> None:
+            engine.reduce(None if out is None else near, near, op, root, **place)
+
+        call = _call("reduce", source, source.numel(), op=op, root=root)
+        self._run(_by_elements(call, source, out, work, number=op.number), timeout, sequence)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, *, timeout: float, sequence: int) -> None:
+        """Copy the root's ``tensor`` into every rank's."""
+
+        def work(engine: Collectives, near: torch.Tensor, *_: object, **place: Any) -> None:
+            engine.broadcast(near, root, **place)
+
+        call = _call("broadcast", tensor, tensor.numel(), root=root)
+        source, out = (tensor, None) if self._group.rank == root else (None, tensor)
+        self._run(_by_elements(call, source, out, work), timeout, sequence)
+
+    def all_gather(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        counts: Sequence[int],
+        *,
+        dim: int,
+        timeout: float,
+        sequence: int,
+    ) -> None:
+        """Copy every rank's ``source`` into every ``out``, one after the other; ``counts[r]`` is rank r's size."""
+
+        def work(engine: Collectives, near: torch.Tensor, far: torch.Tensor, window: Window, **place: Any) -> None:
+            engine.all_gather(far, near, window.sizes(counts), dim=dim, **place)
+
+        call = _call("all_gather", out, out.numel(), dim=dim)
+        self._run(_by_parts(call, source, Parts(source, [source.numel()]), Parts(out, counts), work), timeout, sequence)
+
+    def gather(
+        self,
+        out: torch.Tensor | None,
+        source: torch.Tensor,
+        counts: Sequence[int],
+        root: int,
+        *,
+        timeout: float,
+        sequence: int,
+    ) -> None:
+        """Copy every rank's ``source`` into the root's ``out``; None elsewhere."""
+
+        def work(engine: Collectives, near: torch.Tensor, far: torch.Tensor, window: Window, **place: Any) -> None:
+            engine.gather(None if out is None else far, near, window.sizes(counts), root, **place)
+
+        call = _call("gather", source, sum(counts), root=root)
+        self._run(_by_parts(call, source, Parts(source, [source.numel()]), Parts(out, counts), work), timeout, sequence)
+
+    def scatter(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor | None,
+        counts: Sequence[int],
+        root: int,
+        *,
+        timeout: float,
+        sequence: int,
+    ) -> None:
+        """Copy part r of the root's ``source``, of ``counts[r]`` elements, into rank r's ``out``."""
+
+        def work(engine: Collectives, near: torch.Tensor, far: torch.Tensor, window: Window, **place: Any) -> None:
+            engine.scatter(far, None if source is None else near, window.sizes(counts), root, **place)
+
+        call = _call("scatter", out, sum(counts), root=root)
+        self._run(_by_parts(call, out, Parts(source, counts), Parts(out, [out.numel()]), work), timeout, sequence)
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        counts: Sequence[int],
+        op: Op,
+        *,
+        dim: int,
+        timeout: float,
+        sequence: int,
+    ) -> None:
+        """Fold part r of every rank's ``source`` into rank r's ``out``."""
+
+        def work(engine: Collectives, near: torch.Tensor, far: torch.Tensor, window: Window, **place: Any) -> None:
+            engine.reduce_scatter(far, near, window.sizes(counts), op, dim=dim, **place)
+
+        call = _call("reduce_scatter", source, source.numel(), op=op, dim=dim)
+        parts = Parts(source, counts), Parts(out, [out.numel()])
+        self._run(_by_parts(call, out, *parts, work, number=op.number), timeout, sequence)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        *,
+        unit: int,
+        timeout: float,
+        sequence: int,
+    ) -> None:
+        """Send part r of ``source`` to rank r, and collect what the ranks sent here in ``out``."""
+
+        def work(engine: Collectives, near: torch.Tensor, far: torch.Tensor, window: Window, **place: Any) -> None:
+            engine.all_to_all(far, near, window.sizes(send_counts), window.sizes(receive_counts), unit=unit, **place)
+
+        call = _call("all_to_all", source, unit)
+        parts = Parts(source, send_counts), Parts(out, receive_counts)
+        self._run(_by_parts(call, out, *parts, work, differs=True), timeout, sequence)
+
+    def _run(self, plan: Plan, timeout: float, sequence: int) -> None:
+        """Do an operation; what fails in the middle ends the group, for its ranks are out of step then."""
+        group, deadline = self._group, Deadline(timeout)
+        try:
+            with self._turns.using(sequence):
+                self._do(plan, deadline, sequence)
+        except GroupClosedError:
+            raise
+        except NotReachedError:
+            late = self._late(plan, deadline, "the GPU is still busy with what came before it in the current stream")
+            group.abort(late)
+            raise (group.failure or late).fresh() from None
+        except DistributedError as error:
+            group.abort(error)
+            raise (group.failure or error).fresh() from None
+        except BaseException as failure:
+            group.abort(left_reason(group.rank, plan.call, failure))
+            raise
+
+    def _do(self, plan: Plan, deadline: Deadline, sequence: int) -> None:
+        self._check_alive()
+        if not self._turns.wait_for(sequence, deadline):
+            raise self._late(plan, deadline, "what this rank started before it has not ended")
+        device = plan.like.device
+        lane = self._lanes.get(device)
+        if lane is None:
+            lane = self._lanes[device] = Lane(self._find_streams(device), self._segment_bytes)
+        engine = collectives_of(self._group)
+        windows = plan.windows(plan.largest, self._segment_bytes)
+        if len(windows) == 1 and not plan.differs:
+            only = plan.segment(windows[0], engine, lambda: (deadline.remaining(), sequence))
+            lane.run([only], plan.like.dtype, deadline, self._check_alive)
+            return
+        windows = plan.windows(self._agree(plan, deadline, sequence), self._segment_bytes)
+        inner = self._inner_group()
+        if not self._has_shared:
+            self._share_memory(inner, lane, deadline)
+        engine = collectives_of(inner)
+        segments = [
+            plan.segment(window, engine, lambda: (deadline.remaining(), engine.reserve())) for window in windows
+        ]
+        lane.run(segments, plan.like.dtype, deadline, self._check_alive)
+
+    def _check_alive(self) -> None:
+        if self._group.failure is not None:
+            raise self._group.failure.fresh()
+
+    def _agree(self, plan: Plan, deadline: Deadline, sequence: int) -> int:
+        """Compare the operation with the other ranks'; returns the elements of the largest part on any."""
+        call = plan.call
+        place = DTYPES.index(plan.like.dtype)
+        head = _HEAD.pack(place, plan.number, call.root, call.dim, call.count, plan.largest)
+        engine = collectives_of(self._group)
+        name = f"{call.operation} on GPUs"
+        payloads = engine.share(name, head, timeout=deadline.remaining(), sequence=sequence)
+        heads = read_facts(_HEAD, payloads, self._group, name)
+        if len({said[:_NUM_COMPARED] for said in heads}) > 1:
+            raise self._group.agreement.mismatch_error(
+                [_call_of(call.operation, said[:_NUM_COMPARED], sequence) for said in heads]
+            )
+        return int(max(said[_NUM_COMPARED] for said in heads))
+
+    def _inner_group(self) -> SubBackend:
+        """The group of the segments; see [Note: two groups]."""
+        if self._inner is None:
+            group = self._group
+            inner = self._inner = SubBackend(
+                group, range(group.world_size), name=group.name, label="staged", ends_with_parent=True
+            )
+            group.on_close(inner.close)
+        return self._inner
+
+    def _share_memory(self, inner: SubBackend, lane: Lane, deadline: Deadline) -> None:
+        """Have the first device's slots in symmetric memory, where there is any: then nothing is copied aside.
+
+        All ranks come to this in the same operation. Where a rank's other devices take turns with the first, the engine
+        copies aside.
+        """
+        self._has_shared = True
+        if inner.collectives is None:
+            return
+        try:
+            memory = empty_symmetric((lane.shared_bytes,), torch.uint8, group=inner, timeout=deadline.remaining())
+        except BackendUnavailable:  # on all ranks
+            return
+        release = lane.share(memory)
+        if release is not None:
+            # It may be collected without being closed; and at exit the driver goes by itself.
+            weakref.finalize(lane, release).atexit = False
+
+    def _late(self, plan: Plan, deadline: Deadline, why: str) -> DistributedTimeoutError:
+        return DistributedTimeoutError(
+            f"{plan.call} on group {self._group.name!r}: {why}, after {Elapsed.of(deadline)}. Pass a larger timeout."
+            f" Reported by rank {self._group.rank}.",
+            ranks=(self._group.rank,),
+        )
+
+    def _synchronize(self, timeout: float) -> None:
+        deadline = Deadline(timeout)
+        try:
+            self._turns.wait_for_all(deadline)
+            for lane in list(self._lanes.values()):
+                lane.synchronize(deadline)
+        except (NotReachedError, TimeoutError) as error:
+            if isinstance(error, DistributedError):  # the group's failure
+                raise
+            raise DistributedTimeoutError(
+                f"what was started on GPUs in group {self._group.name!r} is not done after {Elapsed.of(deadline)} (rank"
+                f" {self._group.rank}): call synchronize() again"
+            ) from None
+
+    def _drop_lanes(self) -> None:
+        """Free their memory, unless a device that does not come to its end may still copy from it."""
+        for device, lane in list(self._lanes.items()):
+            with contextlib.suppress(Exception):  # of a device that has failed, too
+                lane.synchronize(Deadline(_CLOSE_SECONDS))
+                del self._lanes[device]
+
+
+_making = threading.Lock()
+
+
+def staged_collectives_of(group: Backend) -> StagedCollectives:
+    """The staged collectives of a group, made when first needed."""
+    found = group.attachments.get(_KEY)
+    if found is None:
+        with _making:
+            found = group.attachments.get(_KEY)
+            if found is None:
+                found = group.attachments[_KEY] = StagedCollectives(group)
+    assert isinstance(found, StagedCollectives)
+    return found
+
+
+def _by_elements(
+    call: Call, source: torch.Tensor | None, out: torch.Tensor | None, work: Any, *, number: int = -1
+) -> Plan:
+    """An operation whose result takes the place of its input, element by element."""
+    like = out if source is None else source
+    assert like is not None
+    counts = [like.numel()]
+    return Plan(
+        call=call,
+        number=number,
+        like=like,
+        source=Parts(source, counts),
+        out=Parts(out, counts),
+        in_place=True,
+        share=1,
+        largest=like.numel(),
+        work=work,
+    )
+
+
+def _by_parts(
+    call: Call, like: torch.Tensor, source: Parts, out: Parts, work: Any, *, number: int = -1, differs: bool = False
+) -> Plan:
+    """An operation on a part for each rank, on one side or both."""
+    return Plan(
+        call=call,
+        number=number,
+        like=like,
+        source=source,
+        out=out,
+        in_place=False,
+        share=max(len(source.counts), len(out.counts)),
+        largest=max(*source.counts, *out.counts),
+        differs=differs,
+        work=work,
+    )
+
+
+def _call(
+    operation: str, tensor: torch.Tensor, count: int, *, op: Op | None = None, root: int = -1, dim: int = -1
+) -> Call:
+    return Call(
+        operation=operation,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        reduce_op="" if op is None else str(op),
+        root=root,
+        dim=dim,
+        count=count,
+    )
+
+
+def _call_of(operation: str, said: tuple[int, ...], sequence: int) -> Call:
+    """What a rank said of its operation, in words."""
+    place, number, root, dim, count = said
+    ops = [*map(str, ReduceOp), "premultiplied_sum"]
+    return Call(
+        operation=operation,
+        dtype=dtype_text(place),
+        reduce_op="" if number < 0 else ops[number] if number < len(ops) else f"reduction {number}",
+        root=root,
+        dim=dim,
+        count=count,
+        sequence=sequence,
+    )
+
+
+class StagedMessages:
+    """`DeviceMessages` over a group's own messages: tensors are on their way when the device has come to them.
+
+    Args:
+        group: Any backend whose messages carry tensors on the CPU.
+        find_streams: The streams of a device.
+    """
+
+    def __init__(self, group: Backend, find_streams: Callable[[torch.device], Streams] = streams_of) -> None:
+        self._group = group
+        self._find_streams = find_streams
+
+    def exchange(self, operations: Sequence[Send | Recv], *, timeout: float) -> list[int]:
+        """Do all of these at the same time; returns the other rank of each."""
+        deadline = Deadline(timeout)
+        streams = self._find_streams(operations[0].tensor.device)
+        # Fresh memory each time: messages may stay in it when the call has raised.
+        on_host = [_Pinned(streams, operation.tensor) for operation in operations]
+        self._fill(
+            [pair for pair in zip(operations, on_host, strict=True) if isinstance(pair[0], Send)], deadline, timeout
+        )
+        peers = batch_on_host(
+            [
+                Send(pinned.shaped, operation.dst, operation.tag)
+                if isinstance(operation, Send)
+                else Recv(pinned.shaped, operation.src, operation.tag)
+                for operation, pinned in zip(operations, on_host, strict=True)
+            ],
+            self._group,
+            deadline.remaining(),
+        )
+        for operation, pinned in zip(operations, on_host, strict=True):
+            if isinstance(operation, Recv):
+                with writing_to(operation.tensor):
+                    streams.copy(operation.tensor.detach(), pinned.shaped, streams.current())
+        return peers
+
+    def on_host(self, tensor: torch.Tensor, *, timeout: float) -> torch.Tensor:
+        """A copy of a tensor's elements, flat; waits for the device as `exchange` does, and raises the same."""
+        pinned = _Pinned(self._find_streams(tensor.device), tensor)
+        self._fill([(Send(tensor, 0), pinned)], Deadline(timeout), timeout)
+        return pinned.flat
+
+    def _fill(self, sends: Sequence[tuple[Send | Recv, _Pinned]], deadline: Deadline, timeout: float) -> None:
+        if not sends:
+            return
+        streams = self._find_streams(sends[0][0].tensor.device)
+        stream = streams.current()
+        for operation, pinned in sends:
+            streams.copy(pinned.flat, _dense(operation.tensor), stream)
+        try:
+            wait_until_passed(streams, streams.record(stream), deadline, self._check_alive)
+        except NotReachedError:
+            raise DistributedTimeoutError(
+                f"messages on group {self._group.name!r}: the GPU is still busy with what came before them in the"
+                f" current stream, after {timeout:g} s. The group is still good: the call may be made again.",
+                ranks=(self._group.rank,),
+            ) from None
+
+    def _check_alive(self) -> None:
+        if self._group.failure is not None:
+            raise self._group.failure.fresh()
+
+
+class _Pinned:
+    """Host memory for the elements of a tensor: ``flat``, and in the tensor's shape."""
+
+    def __init__(self, streams: Streams, like: torch.Tensor) -> None:
+        memory = streams.pinned(like.nbytes) if like.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.flat = memory.view(like.dtype)
+        self.shaped = self.flat.view(like.shape)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)

@@ -1,0 +1,61 @@
+"""Which engine carries a tensor: that depends on where the tensor is."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from ferrodist.collectives.cuda import is_capturing
+from ferrodist.collectives.engines.gpu_staged import StagedMessages, staged_collectives_of
+from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.errors import UnsupportedOpError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.collectives.engines.base import DeviceMessages, TensorCollectives
+
+FALLBACK_VARIABLE = "FERRODIST_ENABLE_GPU_FALLBACK"
+"""1 lets tensors on GPUs go through the host's memory in groups that have no engine for them; read at each call."""
+
+
+def engine_of(group: Backend, device: torch.device) -> TensorCollectives:
+    """The engine of a group for tensors on a device.
+
+    Raises:
+        UnsupportedOpError: The group carries no tensors there; what to do is said. Or a CUDA graph is being captured.
+    """
+    if device.type == "cpu":
+        return collectives_of(group)
+    engine: TensorCollectives | None = group.device_collectives
+    _check_gpu(group, device, has_engine=engine is not None)
+    return staged_collectives_of(group) if engine is None else engine
+
+
+def messages_of(group: Backend, device: torch.device) -> DeviceMessages | None:
+    """What takes a group's tensors from rank to rank on a device; None on the CPU, where the group's own messages do.
+
+    Raises:
+        UnsupportedOpError: As for `engine_of`.
+    """
+    if device.type == "cpu":
+        return None
+    messages: DeviceMessages | None = group.device_messages
+    _check_gpu(group, device, has_engine=messages is not None)
+    return StagedMessages(group) if messages is None else messages
+
+
+def _check_gpu(group: Backend, device: torch.device, *, has_engine: bool) -> None:
+    """Raise UnsupportedOpError unless tensors on a GPU may go by an engine, or through the host's memory, here."""
+    if not has_engine and os.environ.get(FALLBACK_VARIABLE) != "1":
+        raise UnsupportedOpError(
+            f"group {group.name!r} has no engine for tensors on {device}: make the group with backend 'hybrid' or"
+            f" 'nccl'; or set {FALLBACK_VARIABLE}=1, on all ranks, for them to go through the host's memory; or pass"
+            " tensor.cpu()"
+        )
+    if is_capturing():
+        raise UnsupportedOpError(
+            f"a collective or message on {device} inside the capture of a CUDA graph: ferrodist compares calls and"
+            " watches deadlines on the host, which a replayed graph would pass by. Call it outside of the graph."
+        )

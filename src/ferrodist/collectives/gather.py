@@ -1,0 +1,288 @@
+"""gather and scatter: each is the other's gradient."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ferrodist.collectives.all_gather import Join, share_sizes
+from ferrodist.collectives.arguments import (
+    Target,
+    attach,
+    check_dim,
+    check_integer,
+    check_out,
+    check_out_of_root,
+    check_root,
+    check_tensor,
+    compute_shard_sizes,
+    flatten,
+    group_and_timeout,
+    prepare_late_out,
+    prepare_out,
+    records_history,
+)
+from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.engines.select import engine_of
+from ferrodist.collectives.facts import check_sizes, dtype_at, protocol_error, read_facts
+from ferrodist.collectives.profiling import profiled
+from ferrodist.collectives.reduce_op import DTYPES
+from ferrodist.collectives.work import Operation, refuse_in_coalesce, run_now
+from ferrodist.deadline import Deadline
+from ferrodist.errors import CollectiveMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ferrodist.backends.base import Backend
+
+_MAX_SCATTER_DIMS = 12
+
+# Every rank's dim and src; of the root also: dtype's place in DTYPES, records history, is on a GPU, dims, shape.
+_SCATTER_CALL = struct.Struct("<ii")
+_SCATTER_HEAD = struct.Struct(f"<iiB??B{_MAX_SCATTER_DIMS}q")
+
+
+@profiled
+def gather(
+    tensor: torch.Tensor,
+    dst: int = 0,
+    *,
+    dim: int = 0,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Join the ranks' tensors along ``dim``, in rank order, on rank ``dst``.
+
+    Args:
+        tensor: Of equal dtype on all ranks, and equal shape but for ``dim``, compared as for `all_gather_uneven`; any
+            strides.
+        dst: The rank that gets the result, the same on all ranks.
+        dim: The dim to join along.
+        group: The group, on all of whose ranks this is called; None is the default group.
+        out: On rank ``dst``: where the result goes; None makes a fresh tensor. Refused elsewhere.
+        timeout: Seconds; None takes the group's.
+
+    Returns:
+        On ``dst`` the joined tensor; elsewhere an empty one, through which backward runs. Differentiable once.
+
+    Raises:
+        ValueError: ``out`` is given on another rank than ``dst``, has elements that share memory, or another shape.
+            The shape is known only when the ranks' sizes are, so ``dst`` takes part first, and the group goes on.
+        InvalidRankError: ``dst`` is not a rank of the group.
+        IndexError: ``tensor`` has no such ``dim``.
+        TypeError, RuntimeError: ``tensor`` or ``out`` won't do, as for `allreduce`.
+        CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
+    """
+    check_tensor(tensor)
+    part = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
+    dim = check_dim(part, dim)
+    chosen, limit = group_and_timeout(group, timeout)
+    dst = check_root(chosen, dst, "dst")
+    check_out_of_root(chosen, dst, out)
+    check_out(out, part, dtype=part.dtype)
+    deadline = Deadline(limit)
+    sizes = share_sizes("gather", part, dim, chosen, limit)
+    return gather_by_sizes(part, sizes, dst, dim=dim, group=chosen, out=out, timeout=deadline.remaining())
+
+
+def gather_by_sizes(
+    part: torch.Tensor,
+    sizes: Sequence[int],
+    dst: int,
+    *,
+    dim: int,
+    group: Backend,
+    out: torch.Tensor | None = None,
+    timeout: float,
+) -> torch.Tensor:
+    """`gather` of parts of which rank r's has ``sizes[r]`` of ``dim``, as all ranks know."""
+    is_root = group.rank == dst
+    engine = engine_of(group, part.device)
+    join = Join(part, dim, sizes)
+    source = flatten(part.detach().movedim(dim, 0))
+    if is_root:
+        target = prepare_late_out(out, join.shape, part.dtype, part, dim=dim)
+    else:
+        target = prepare_out(None, (0,), part.dtype, device=part.device)
+    recorded = records_history(part) and out is None
+
+    def run(sequence: int) -> None:
+        flat = target.flat if is_root else None
+        engine.gather(flat, source, join.counts, dst, timeout=timeout, sequence=sequence)
+
+    def backward(grad: torch.Tensor) -> torch.Tensor:
+        fresh = prepare_out(None, part.shape, part.dtype, device=part.device, dim=dim)
+        whole = grad if is_root else None
+        return scatter_by_sizes(whole, fresh, sizes, dst, dim=dim, group=group, timeout=group.timeout)
+
+    def finish() -> torch.Tensor:
+        result = target.finish()
+        return attach(part, result, backward, once=True) if recorded else result
+
+    return run_now(
+        Operation(
+            name="gather", group=group, engine=engine, device=part.device, timeout=timeout, run=run, finish=finish
+        )
+    )
+
+
+@profiled
+def scatter(
+    tensor: torch.Tensor | None,
+    src: int = 0,
+    *,
+    dim: int = 0,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Divide rank ``src``'s tensor over the ranks along ``dim``.
+
+    Sizes that the world size doesn't divide follow `compute_shard_sizes`. The other ranks learn shape and dtype from
+    ``src``, and whether it is on a GPU, at the cost of one more agreement. An ``out`` that doesn't fit they find only
+    then: they take part before they raise, and the group goes on.
+
+    Backward is a collective of all ranks. ``loss.backward()`` comes through here by itself. ``torch.autograd.grad``
+    goes only where one of its inputs lies: for it the other ranks pass an empty tensor that requires grad, as `gather`
+    returns one, and name it among the inputs.
+
+    Args:
+        tensor: On rank ``src`` the tensor, of at most 12 dims. Elsewhere None, or a tensor without elements, whose
+            gradient leads through here.
+        src: The rank that has it, the same on all ranks.
+        dim: The dim to divide.
+        group: The group, on all of whose ranks this is called; None is the default group.
+        out: Where this rank's part goes; None makes a fresh tensor.
+        timeout: Seconds; None takes the group's.
+
+    Returns:
+        ``out``, or a fresh tensor: this rank's part, where ``tensor`` is, or on the current device of the kind of
+        ``src``'s. Differentiable once, when ``src``'s tensor requires grad: on all ranks.
+
+    Raises:
+        ValueError: ``tensor`` is missing on ``src``, has elements elsewhere, or has no dim or too many; ``out`` has
+            another shape, or elements that share memory.
+        TypeError: ``tensor`` can't travel, ``out`` has another dtype, or ``dim`` is no integer.
+        RuntimeError: ``out`` is given where gradients would be lost.
+        IndexError: ``tensor`` has no such ``dim``, or elsewhere: no tensor that scatter takes has.
+        InvalidRankError: ``src`` is not a rank of the group.
+        CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
+    """
+    chosen, limit = group_and_timeout(group, timeout)
+    src, dim = check_root(chosen, src, "src"), check_integer(dim, "dim")
+    if not -_MAX_SCATTER_DIMS <= dim < _MAX_SCATTER_DIMS:
+        raise IndexError(f"dim {dim} is not a dim of a tensor that scatter takes: it has at most {_MAX_SCATTER_DIMS}")
+    head = _SCATTER_CALL.pack(dim, src)
+    check_out(out)
+    if chosen.rank == src:
+        if tensor is None:
+            raise ValueError(f"rank {src} scatters: pass the tensor there")
+        check_tensor(tensor)
+        dim = check_dim(tensor, dim)
+        if tensor.dim() > _MAX_SCATTER_DIMS:
+            raise ValueError(
+                f"scatter takes tensors of at most {_MAX_SCATTER_DIMS} dims, not {tensor.dim()}: reshape it"
+            )
+        shape = [*tensor.shape, *[0] * (_MAX_SCATTER_DIMS - tensor.dim())]
+        check_out(out, tensor, shape=_part_shape(tensor.shape, dim, chosen), dtype=tensor.dtype)
+        engine_of(chosen, tensor.device)
+        facts = (DTYPES.index(tensor.dtype), records_history(tensor), tensor.is_cuda)
+        head = _SCATTER_HEAD.pack(dim, src, *facts, tensor.dim(), *shape)
+    elif tensor is not None:
+        check_tensor(tensor)
+        if tensor.numel():
+            raise ValueError(f"rank {src} scatters: pass None on rank {chosen.rank}, or a tensor without elements")
+    deadline = Deadline(limit)
+    refuse_in_coalesce("scatter")
+    engine = collectives_of(chosen)
+    heads = engine.share("scatter", head, timeout=limit, sequence=engine.reserve())
+    _compare_scatters(heads, chosen)
+    dim, _, place, recorded, is_cuda, num_dims, *shape = _SCATTER_HEAD.unpack(heads[src])
+    check_sizes(shape, chosen, src, "scatter")
+    dtype = dtype_at(place, chosen, src, "scatter")
+    sizes = compute_shard_sizes(shape[dim], chosen.world_size)
+    device = _device_of_part(is_cuda, tensor, out)
+    whole = tensor
+    is_elsewhere = whole is not None and whole.device != device
+    if whole is None or is_elsewhere or (recorded and not whole.requires_grad):
+        whole = torch.empty(0, requires_grad=recorded, device=device)  # so that backward comes through here too
+    with torch.enable_grad() if recorded else torch.no_grad():
+        target = prepare_late_out(out, _part_shape(shape[:num_dims], dim, chosen), dtype, whole, dim=dim)
+        if is_elsewhere:
+            target = replace(target, refusal=ValueError(f"rank {src}'s tensor is on a {device.type}: pass one there"))
+        return scatter_by_sizes(whole, target, sizes, src, dim=dim, group=chosen, timeout=deadline.remaining())
+
+
+def _device_of_part(is_cuda: bool, *given: torch.Tensor | None) -> torch.device:  # noqa: FBT001 - read from a head
+    """Where this rank's part is to be: where what it has given is, if that is a device of the root's kind."""
+    kind = "cuda" if is_cuda else "cpu"
+    found = next((tensor.device for tensor in given if tensor is not None and tensor.device.type == kind), None)
+    if found is not None:
+        return found
+    return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+
+
+def _part_shape(shape: Sequence[int], dim: int, group: Backend) -> list[int]:
+    """The shape of this rank's part of a tensor."""
+    return [*shape[:dim], compute_shard_sizes(shape[dim], group.world_size)[group.rank], *shape[dim + 1 :]]
+
+
+def _compare_scatters(heads: Sequence[bytes], group: Backend) -> None:
+    """Raise, the same on every rank, unless all ranks scatter the tensor of one rank along one dim."""
+    said = read_facts(_SCATTER_CALL, heads, group, "scatter")
+    root = said[0][1]
+    if len({src for _, src in said}) == 1:
+        if len(heads[root]) != _SCATTER_HEAD.size:
+            raise protocol_error(group, root, "sent no shape with its scatter")
+        dim, _, _, _, _, num_dims, *_ = _SCATTER_HEAD.unpack(heads[root])
+        if not 0 <= dim < num_dims <= _MAX_SCATTER_DIMS:
+            raise protocol_error(group, root, "named a dim with its scatter that no tensor has")
+        if all(other in (dim, dim - num_dims) for other, _ in said):
+            return
+    calls = "; ".join(f"rank {rank} called scatter(src={src}, dim={dim})" for rank, (dim, src) in enumerate(said))
+    error = CollectiveMismatchError(
+        f"the ranks of group {group.name!r} disagree about a scatter: {calls}. Pass the same src and dim on every rank."
+    )
+    group.abort(error)
+    raise error
+
+
+def scatter_by_sizes(
+    tensor: torch.Tensor | None,
+    target: Target,
+    sizes: Sequence[int],
+    src: int,
+    *,
+    dim: int,
+    group: Backend,
+    timeout: float,
+) -> torch.Tensor:
+    """Give rank r ``sizes[r]`` of ``dim`` of the tensor of ``src``; this rank's part goes to ``target``."""
+    is_root = group.rank == src
+    part = target.result
+    whole = tensor if tensor is not None else part.new_empty(0)
+    engine = engine_of(group, part.device)
+    source = flatten(whole.detach().movedim(dim, 0)) if is_root else None
+    counts = Join(part, dim, sizes).counts
+
+    def run(sequence: int) -> None:
+        engine.scatter(target.flat, source, counts, src, timeout=timeout, sequence=sequence)
+
+    def backward(grad: torch.Tensor) -> torch.Tensor:
+        joined = gather_by_sizes(grad, sizes, src, dim=dim, group=group, timeout=group.timeout)
+        return joined if is_root else torch.zeros_like(whole)
+
+    def finish() -> torch.Tensor:
+        result = target.finish()
+        return attach(whole, result, backward, once=True) if records_history(whole) else result
+
+    return run_now(
+        Operation(
+            name="scatter", group=group, engine=engine, device=part.device, timeout=timeout, run=run, finish=finish
+        )
+    )

@@ -1,0 +1,371 @@
+"""Tensors from rank to rank.
+
+A tensor travels as two messages: a head that says what it is, under the user's tag, and its elements, under a number
+that the head names. So a receiver finds a wrong shape or dtype before it takes the elements, and tensors with one
+tag stay in order however many threads send or receive them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, overload
+
+import torch
+
+from ferrodist.backends.base import check_peer
+from ferrodist.backends.tags import check_user_tag
+from ferrodist.collectives.arguments import check_integer, check_out, check_tensor, group_and_timeout
+from ferrodist.collectives.engines.select import messages_of
+from ferrodist.collectives.fast_path import NOT_BEGUN, Progress, quick_recv, quick_recv_into, quick_send, quick_sendrecv
+from ferrodist.collectives.profiling import is_recorded, profiled, record
+from ferrodist.collectives.reduce_op import check_dtype
+from ferrodist.collectives.tensor_protocol import (
+    MAX_DIMS,
+    Recv,
+    Send,
+    TensorReceive,
+    batch_on_host,
+    receive_into,
+    start_body,
+    start_send,
+    wait_for,
+    whom,
+)
+from ferrodist.deadline import Deadline
+from ferrodist.torch_private.profiling import is_profiling
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.backends.request import Request
+
+_HOST = torch.device("cpu")
+
+
+def send(
+    tensor: torch.Tensor,
+    dst: int,
+    *,
+    tag: int = 0,
+    group: Backend | None = None,
+    timeout: float | None = None,
+) -> None:
+    """Send a tensor to one rank, which calls `recv`, `recv_into`, `sendrecv` or `batch`.
+
+    Args:
+        tensor: Of at most 12 dims; any strides. It may be changed when the call returns. What is received has no
+            autograd history.
+        dst: The receiving rank.
+        tag: From 0 to 2**56-1; only a receive with the same tag gets it.
+        group: The group; None is the default group.
+        timeout: Seconds; None takes the group's.
+
+    Raises:
+        TypeError: ``tensor`` can't travel: no dense tensor of a known dtype, or on a GPU in a group that carries none
+            there.
+        ValueError: ``tensor`` has more than 12 dims, or ``tag`` is out of range.
+        SelfSendError, InvalidRankError: ``dst`` is this rank, or not in the group.
+        DistributedTimeoutError: A large tensor was not received in time; it will not be.
+        PeerLostError: ``dst`` died or left.
+    """
+    if is_profiling() and not is_recorded():
+        record(send, tensor, dst, tag=tag, group=group, timeout=timeout)
+        return
+    begun = quick_send(tensor, dst, tag, group, timeout)
+    if begun is None:
+        return
+    chosen, limit = group_and_timeout(group, timeout)
+    _check(Send(tensor, dst, tag), chosen)
+    messages = messages_of(chosen, tensor.device)
+    if messages is not None:
+        messages.exchange([Send(tensor, dst, tag)], timeout=limit)
+        return
+    requests = _continue_send(chosen, Send(tensor, dst, tag), begun)
+    wait_for(requests, Deadline(limit, elapsed=begun.seconds), chosen, f"send to {whom(dst)}")
+
+
+@overload
+def recv(
+    shape: Sequence[int] | None,
+    dtype: torch.dtype | None,
+    src: int,
+    *,
+    tag: int = 0,
+    group: Backend | None = None,
+    timeout: float | None = None,
+    device: torch.device | str | None = None,
+    return_source: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def recv(
+    shape: Sequence[int] | None,
+    dtype: torch.dtype | None,
+    src: int,
+    *,
+    tag: int = 0,
+    group: Backend | None = None,
+    timeout: float | None = None,
+    device: torch.device | str | None = None,
+    return_source: Literal[True],
+) -> tuple[torch.Tensor, int]: ...
+def recv(
+    shape: Sequence[int] | None,
+    dtype: torch.dtype | None,
+    src: int,
+    *,
+    tag: int = 0,
+    group: Backend | None = None,
+    timeout: float | None = None,
+    device: torch.device | str | None = None,
+    return_source: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, int]:
+    """Receive a tensor.
+
+    Args:
+        shape: Its shape, which is compared with what was sent; None takes what comes.
+        dtype: Its dtype, compared too; None takes what comes.
+        src: The sending rank, or `ANY_SOURCE`.
+        tag: The tag it is sent with.
+        group: The group; None is the default group.
+        timeout: Seconds; None takes the group's.
+        device: Where it is made, which is where the sender's is: a GPU, for which shape and dtype must be given; None
+            is the CPU.
+        return_source: Return the rank that sent it too, for `ANY_SOURCE`.
+
+    Returns:
+        The tensor; with ``return_source`` a tuple of it and the sending rank.
+
+    Raises:
+        SizeMismatchError: A tensor of another shape or dtype came. It is lost.
+        DistributedTimeoutError: None came in time. The call may be made again.
+        ProtocolError: What came is no tensor.
+        TypeError: ``shape`` is no sequence of integers, or collectives and messages don't carry ``dtype``.
+        ValueError: ``shape`` has a size below 0 or more than 12 dims, or ``tag`` is out of range.
+        SelfSendError, InvalidRankError, PeerLostError: As for `send`.
+    """
+    if is_profiling() and not is_recorded():
+        options = {"tag": tag, "group": group, "timeout": timeout, "return_source": return_source}
+        return record(recv, shape, dtype, src, device=device, **options)
+    place = _HOST if device is None else torch.device(device)
+    begun = NOT_BEGUN
+    if place.type == "cpu":
+        result = quick_recv(shape, dtype, src, tag=tag, group=group, timeout=timeout)
+        if not isinstance(result, Progress):
+            return result if return_source else result[0]
+        begun = result
+    chosen, limit = group_and_timeout(group, timeout)
+    if dtype is not None:
+        check_dtype(dtype)
+    shape = None if shape is None else _check_shape(shape)
+    messages = messages_of(chosen, place)
+    if messages is not None:
+        incoming = _recv_on(place, shape, dtype, src, tag)
+        _check(incoming, chosen)
+        (peer,) = messages.exchange([incoming], timeout=limit)
+        return (incoming.tensor, peer) if return_source else incoming.tensor
+    receive = TensorReceive(chosen, src, tag, shape=shape, dtype=dtype)
+    wait_for([receive], Deadline(limit, elapsed=begun.seconds), chosen, f"recv from {whom(src)}")
+    return (receive.finish(), receive.peer) if return_source else receive.finish()
+
+
+def recv_into(
+    tensor: torch.Tensor,
+    src: int,
+    *,
+    tag: int = 0,
+    group: Backend | None = None,
+    timeout: float | None = None,
+) -> int:
+    """Receive a tensor into one of the same shape and dtype; returns the rank that sent it.
+
+    ``tensor`` may have any strides, but no elements that share memory, and at most 12 dims: else ValueError is raised.
+    All else is as for `recv`.
+    """
+    if is_profiling() and not is_recorded():
+        return record(recv_into, tensor, src, tag=tag, group=group, timeout=timeout)
+    result = quick_recv_into(tensor, src, tag, group, timeout)
+    if not isinstance(result, Progress):
+        return result
+    chosen, limit = group_and_timeout(group, timeout)
+    incoming = Recv(tensor, src, tag)
+    _check(incoming, chosen)
+    messages = messages_of(chosen, tensor.device)
+    if messages is not None:
+        return messages.exchange([incoming], timeout=limit)[0]
+    receive = receive_into(chosen, incoming)
+    wait_for([receive], Deadline(limit, elapsed=result.seconds), chosen, f"recv_into from {whom(src)}")
+    receive.finish()
+    return receive.peer
+
+
+@overload
+def sendrecv(
+    tensor: torch.Tensor,
+    dst: int,
+    shape: Sequence[int] | None,
+    src: int,
+    *,
+    tag: int = 0,
+    group: Backend | None = None,
+    timeout: float | None = None,
+    return_source: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def sendrecv(
+    tensor: torch.Tensor,
+    dst: int,
+    shape: Sequence[int] | None,
+    src: int,
+    *,
+    tag: int = 0,
+    group: Backend | None = None,
+    timeout: float | None = None,
+    return_source: Literal[True],
+) -> tuple[torch.Tensor, int]: ...
+def sendrecv(
+    tensor: torch.Tensor,
+    dst: int,
+    shape: Sequence[int] | None,
+    src: int,
+    *,
+    tag: int = 0,
+    group: Backend | None = None,
+    timeout: float | None = None,
+    return_source: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, int]:
+    """Send a tensor to ``dst`` and receive one from ``src`` at the same time, so that rings of ranks don't block.
+
+    Args:
+        tensor: What to send.
+        dst: The rank to send it to.
+        shape: Shape of what comes, in ``tensor``'s dtype; None takes what comes.
+        src: The rank to receive from, or `ANY_SOURCE`.
+        tag: Tag of both.
+        group: The group; None is the default group.
+        timeout: Seconds for both together; None takes the group's.
+        return_source: Return the rank that sent what came too, for `ANY_SOURCE`.
+
+    Returns:
+        The tensor that came; with ``return_source`` a tuple of it and the rank that sent it.
+
+    Raises:
+        As `send` and `recv`.
+    """
+    if is_profiling() and not is_recorded():
+        options = {"tag": tag, "group": group, "timeout": timeout, "return_source": return_source}
+        return record(sendrecv, tensor, dst, shape, src, **options)
+    result = quick_sendrecv(tensor, dst, shape, src, tag=tag, group=group, timeout=timeout)
+    if not isinstance(result, Progress):
+        return result if return_source else result[0]
+    chosen, limit = group_and_timeout(group, timeout)
+    outgoing = Send(tensor, dst, tag)
+    _check(outgoing, chosen)
+    shape = None if shape is None else _check_shape(shape)
+    messages = messages_of(chosen, tensor.device)
+    if messages is not None:
+        incoming = _recv_on(tensor.device, shape, tensor.dtype, src, tag)
+        _check(incoming, chosen)
+        _, peer = messages.exchange([outgoing, incoming], timeout=limit)
+        return (incoming.tensor, peer) if return_source else incoming.tensor
+    receive = TensorReceive(chosen, src, tag, shape=shape, dtype=tensor.dtype)
+    requests: list[Request] = [receive]
+    try:
+        requests.extend(_continue_send(chosen, outgoing, result))
+    except BaseException:
+        receive.cancel()
+        raise
+    deadline = Deadline(limit, elapsed=result.seconds)
+    wait_for(requests, deadline, chosen, f"sendrecv with {whom(dst)} and {whom(src)}")
+    return (receive.finish(), receive.peer) if return_source else receive.finish()
+
+
+@profiled
+def batch(
+    operations: Iterable[Send | Recv], *, group: Backend | None = None, timeout: float | None = None
+) -> list[int]:
+    """Do several sends and receives at the same time; returns when all are done.
+
+    Args:
+        operations: `Send` and `Recv` values, in any order; those with the same peer and tag keep theirs.
+        group: The group; None is the default group.
+        timeout: Seconds for all together; None takes the group's.
+
+    Returns:
+        The other rank of each operation, in their order: who got it, or who sent it.
+
+    Raises:
+        TypeError: A member is neither, or its tensor can't travel.
+        As `send` and `recv_into`; when one operation fails the others are given up.
+    """
+    chosen, limit = group_and_timeout(group, timeout)
+    operations = list(operations)
+    for operation in operations:
+        _check(operation, chosen)
+        if operation.tensor.device != operations[0].tensor.device:
+            raise ValueError(
+                f"batch has tensors on {operations[0].tensor.device} and on {operation.tensor.device}: pass tensors of"
+                " one device"
+            )
+    messages = messages_of(chosen, operations[0].tensor.device if operations else _HOST)
+    if messages is not None:
+        return messages.exchange(operations, timeout=limit)
+    return batch_on_host(operations, chosen, limit)
+
+
+def _recv_on(
+    device: torch.device, shape: tuple[int, ...] | None, dtype: torch.dtype | None, src: int, tag: int
+) -> Recv:
+    """A receive of a fresh tensor on a GPU."""
+    if shape is None or dtype is None:
+        raise ValueError(f"a tensor that is received on {device} must be of known shape and dtype: pass both")
+    return Recv(torch.empty(shape, dtype=dtype, device=device), src, tag)
+
+
+def _check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """``shape`` as a tuple of ints, or an error: no tensor would fit a wrong one."""
+    try:
+        sizes = tuple(shape)
+    except TypeError:
+        raise TypeError(f"shape must be a sequence of integers or None, not {shape!r}") from None
+    checked = tuple(check_integer(size, f"shape[{dim}]") for dim, size in enumerate(sizes))
+    if any(size < 0 for size in checked):
+        raise ValueError(f"shape has a size below 0: {checked}; pass None to take what comes")
+    if len(checked) > MAX_DIMS:
+        raise ValueError(f"shape has {counted(len(checked), 'dim')}, a tensor that is sent has at most {MAX_DIMS}")
+    return checked
+
+
+def _check(operation: Send | Recv, group: Backend) -> None:
+    """Raise for a wrong send or receive, before anything has gone out."""
+    if not isinstance(operation, (Send, Recv)):
+        raise TypeError(f"batch takes Send(...) and Recv(...), not {type(operation).__name__}")
+    tensor = operation.tensor
+    check_tensor(tensor)
+    if tensor.dim() > MAX_DIMS:
+        raise ValueError(f"messages carry tensors of at most {MAX_DIMS} dims, not {tensor.dim()}: reshape it")
+    check_user_tag(operation.tag)
+    if isinstance(operation, Send):
+        check_peer(group, operation.dst)
+    else:
+        check_peer(group, operation.src, any_source=True)
+        with torch.no_grad():
+            check_out(tensor)
+
+
+def begin_send(tensor: torch.Tensor, dst: int, *, tag: int = 0, group: Backend) -> list[Request]:
+    """Start `send` of a tensor that can travel, and return at once what is to be waited for; often nothing.
+
+    ``tensor`` must not be changed until all of it is done.
+    """
+    begun = quick_send(tensor, dst, tag, group, 0.0)
+    return [] if begun is None else _continue_send(group, Send(tensor, dst, tag), begun)
+
+
+def _continue_send(group: Backend, operation: Send, begun: Progress) -> list[Request]:
+    """Start what is left of a send that the short way has begun."""
+    if begun.is_sent:
+        return []
+    if begun.number is not None:
+        return start_body(group, operation.tensor, operation.dst, begun.number)
+    return start_send(group, operation.tensor, operation.dst, operation.tag)

@@ -1,0 +1,351 @@
+"""allreduce; reduce and broadcast, of which each is the other's gradient.
+
+Collectives for tensors on GPUs alone, under the names that they have in the crate.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from ferrodist.collectives.all_gather import all_gather, scale_gradient
+from ferrodist.collectives.arguments import (
+    attach,
+    check_out_of_root,
+    check_root,
+    check_tensor,
+    flatten,
+    group_and_timeout,
+    prepare_out,
+    records_history,
+)
+from ferrodist.collectives.engines.select import engine_of
+from ferrodist.collectives.fast_path import quick_allreduce, quick_broadcast, start_allreduce, start_broadcast
+from ferrodist.collectives.profiling import is_recorded, profiled, record
+from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear, widen
+from ferrodist.collectives.work import Fusible, Operation, run_later, run_now
+from ferrodist.errors import UnsupportedOpError
+from ferrodist.torch_private.profiling import is_profiling
+
+if TYPE_CHECKING:
+    from ferrodist.backends.base import Backend
+    from ferrodist.collectives.work import PendingCollective
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    op: Op = ReduceOp.SUM,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Fold a tensor over all ranks; every rank gets the result.
+
+    Args:
+        tensor: Of equal shape and dtype on all ranks; any strides. Ranks compare the dtype and the number of elements:
+            a shape (2, 3) and a shape (3, 2) are joined as elements in order, and each rank's result has its own shape.
+        op: How elements become one, folded in rank order.
+        group: The group, on all of whose ranks this is called; None is the default group.
+        out: Where the result goes, which may be ``tensor``; None makes a fresh tensor.
+        timeout: Seconds; None takes the group's.
+
+    Returns:
+        ``out``, or a fresh tensor of ``tensor``'s shape. Differentiable for all operations but the bitwise ones.
+
+    Raises:
+        TypeError: ``op`` is not defined for the dtype, or ``out`` is of another one; raised before anything is sent.
+        ValueError: ``out`` has another shape, or elements that share memory; raised before anything is sent.
+        RuntimeError: ``out`` is given where gradients would be lost; raised before anything is sent.
+        NotImplementedError: ``tensor`` or ``out`` carries a tangent of forward-mode differentiation, or this is inside
+            of a functorch transform (vmap, torch.func.grad) or of make_fx; raised before anything is sent.
+        UnsupportedOpError: ``tensor`` is on a GPU, and the group has no engine for it; raised before anything is sent.
+        CollectiveMismatchError: On all ranks, when one called something else.
+        DistributedTimeoutError: On all ranks, when one is late.
+        PeerLostError: On all ranks, when one died.
+    """
+    if is_profiling() and not is_recorded():
+        return record(allreduce, tensor, op, group=group, out=out, timeout=timeout)
+    result = quick_allreduce(tensor, op, group, out) if timeout is None else None
+    return run_now(_allreduce(tensor, op, group, out, timeout)) if result is None else result
+
+
+@profiled
+def async_allreduce(
+    tensor: torch.Tensor,
+    op: Op = ReduceOp.SUM,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> PendingCollective[torch.Tensor]:
+    """Start `allreduce`."""
+    pending = start_allreduce(tensor, op, group, out) if timeout is None else None
+    return run_later(_allreduce(tensor, op, group, out, timeout)) if pending is None else pending
+
+
+def _allreduce(
+    tensor: torch.Tensor, op: Op, group: Backend | None, out: torch.Tensor | None, timeout: float | None
+) -> Operation[torch.Tensor]:
+    check_tensor(tensor)
+    check_reduction(tensor.dtype, op)
+    chosen, limit = group_and_timeout(group, timeout)
+    engine = engine_of(chosen, tensor.device)
+    target = prepare_out(out, tensor.shape, tensor.dtype, tensor, in_place=True)
+    source = target.flat if out is tensor and target.view is None else flatten(tensor)
+
+    def on(target: torch.Tensor, flat: torch.Tensor, timeout: float, sequence: int) -> None:
+        engine.allreduce(target, flat, op, timeout=timeout, sequence=sequence)
+
+    def finish() -> torch.Tensor:
+        result = target.finish()
+        return _attach_reduction(tensor, result, op, chosen) if recorded and out is None else result
+
+    recorded = records_history(tensor)
+    # Ranks whose factors happen to be equal would join premultiplied sums that other ranks can't.
+    fusible = Fusible(key=("allreduce", tensor.dtype, tensor.device, op), source=source, out=target.flat, run=on)
+    return Operation(
+        name="allreduce",
+        group=chosen,
+        engine=engine,
+        device=tensor.device,
+        timeout=limit,
+        run=partial(on, target.flat, source, limit),
+        finish=finish,
+        fusible=None if isinstance(op, PremultipliedSum) else fusible,
+    )
+
+
+def _attach_reduction(tensor: torch.Tensor, result: torch.Tensor, op: Op, group: Backend) -> torch.Tensor:
+    """The gradient of allreduce: every rank's output depends on every rank's input."""
+    if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        return attach(tensor, result, lambda grad: allreduce(grad, op, group=group))
+    if isinstance(op, PremultipliedSum):
+        return attach(tensor, result, lambda grad: scale_gradient(allreduce(grad, group=group), op, group))
+
+    if op is ReduceOp.PRODUCT:
+        return attach(
+            tensor, result, lambda grad, own: _times_other_factors(own, allreduce(grad, group=group), group), tensor
+        )
+    assert op in (ReduceOp.MIN, ReduceOp.MAX), f"{op} is for dtypes that have no gradient"
+
+    def backward(grad: torch.Tensor, own: torch.Tensor, extremum: torch.Tensor) -> torch.Tensor:
+        return _share_of_extremum(own, extremum, allreduce(grad, group=group), group)
+
+    return attach(tensor, result, backward, tensor, result)
+
+
+def _share_of_extremum(own: torch.Tensor, extremum: torch.Tensor, grad: torch.Tensor, group: Backend) -> torch.Tensor:
+    """The gradient goes to the ranks that have the extremum, in equal parts, as torch's amin and amax divide it."""
+    own, extremum, wide = own.detach(), extremum.detach(), widen(grad)
+    mine = ((own == extremum) | (own.isnan() & extremum.isnan())).to(wide.dtype)
+    return (wide * mine / allreduce(mine, group=group)).to(grad.dtype)
+
+
+def _times_other_factors(own: torch.Tensor, grad: torch.Tensor, group: Backend) -> torch.Tensor:
+    """The product of the other ranks' elements: gathered, not divided out, so that zeros are right."""
+    everyone = all_gather(own.unsqueeze(0), group=group)
+    others = widen(torch.cat([everyone[: group.rank], everyone[group.rank + 1 :]]))
+    return (widen(grad) * others.prod(dim=0).conj()).to(grad.dtype)
+
+
+@profiled
+def reduce(
+    tensor: torch.Tensor,
+    dst: int = 0,
+    op: Op = ReduceOp.SUM,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Fold a tensor over all ranks; rank ``dst`` gets the result.
+
+    Args:
+        tensor: Of equal shape and dtype on all ranks, compared as for `allreduce`; any strides.
+        dst: The rank that gets the result, the same on all ranks.
+        op: How elements become one, folded in rank order.
+        group: The group, on all of whose ranks this is called; None is the default group.
+        out: On rank ``dst``: where the result goes, which may be ``tensor``. Refused elsewhere.
+        timeout: Seconds; None takes the group's.
+
+    Returns:
+        On ``dst`` the result, of ``tensor``'s shape; elsewhere an empty tensor, through which backward runs.
+        Differentiable once.
+
+    Raises:
+        ValueError: Also when ``out`` is given on another rank than ``dst``.
+        TypeError, RuntimeError, CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
+        InvalidRankError: ``dst`` is not a rank of the group.
+    """
+    check_tensor(tensor)
+    check_reduction(tensor.dtype, op)
+    chosen, limit = group_and_timeout(group, timeout)
+    dst = check_root(chosen, dst, "dst")
+    engine = engine_of(chosen, tensor.device)
+    is_root = chosen.rank == dst
+    check_out_of_root(chosen, dst, out)
+    target = prepare_out(out, tensor.shape if is_root else (0,), tensor.dtype, tensor, in_place=True)
+    source = flatten(tensor)
+    recorded = records_history(tensor) and out is None
+
+    def run(sequence: int) -> None:
+        engine.reduce(target.flat if is_root else None, source, op, dst, timeout=limit, sequence=sequence)
+
+    def finish() -> torch.Tensor:
+        result = target.finish()
+        saved = () if is_linear(op) else (tensor,) if op is ReduceOp.PRODUCT else (tensor, result)
+        return (
+            attach(tensor, result, partial(_reduce_backward, tensor.shape, op, dst, chosen), *saved, once=True)
+            if recorded
+            else result
+        )
+
+    return run_now(
+        Operation(
+            name="reduce", group=chosen, engine=engine, device=tensor.device, timeout=limit, run=run, finish=finish
+        )
+    )
+
+
+def _reduce_backward(
+    shape: torch.Size, op: Op, dst: int, group: Backend, grad: torch.Tensor, *saved: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of reduce: the root's gradient goes to all ranks, then as for allreduce."""
+    is_root = group.rank == dst
+    whole = broadcast(grad if is_root else grad.new_empty(shape), dst, group=group)
+    if is_linear(op):
+        return scale_gradient(whole, op, group)
+    if op is ReduceOp.PRODUCT:
+        return _times_other_factors(saved[0], whole, group)
+    own, result = saved
+    extremum = broadcast(result.detach() if is_root else torch.empty_like(own), dst, group=group)
+    return _share_of_extremum(own, extremum, whole, group)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root: int = 0,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Give every rank the root's tensor.
+
+    Args:
+        tensor: The elements on the root; elsewhere any tensor of the same shape and dtype, compared as for `allreduce`,
+            whose elements are not read.
+        root: The rank whose elements everyone gets, the same on all ranks.
+        group: The group, on all of whose ranks this is called; None is the default group.
+        out: Where the result goes, which may be ``tensor``; None makes a fresh tensor.
+        timeout: Seconds; None takes the group's.
+
+    Returns:
+        ``out``, or a fresh tensor. Differentiable on ranks whose ``tensor`` requires grad, which then must on
+        all; once.
+
+    Raises:
+        InvalidRankError: ``root`` is not a rank of the group.
+        TypeError, ValueError, RuntimeError: ``tensor`` or ``out`` won't do, as for `allreduce`.
+        CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
+    """
+    if is_profiling() and not is_recorded():
+        return record(broadcast, tensor, root, group=group, out=out, timeout=timeout)
+    result = quick_broadcast(tensor, root, group, out) if timeout is None else None
+    return run_now(_broadcast(tensor, root, group, out, timeout)) if result is None else result
+
+
+@profiled
+def async_broadcast(
+    tensor: torch.Tensor,
+    root: int = 0,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> PendingCollective[torch.Tensor]:
+    """Start `broadcast`."""
+    pending = start_broadcast(tensor, root, group, out) if timeout is None else None
+    return run_later(_broadcast(tensor, root, group, out, timeout)) if pending is None else pending
+
+
+def _broadcast(
+    tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None, timeout: float | None
+) -> Operation[torch.Tensor]:
+    check_tensor(tensor)
+    chosen, limit = group_and_timeout(group, timeout)
+    root = check_root(chosen, root, "root")
+    engine = engine_of(chosen, tensor.device)
+    target = prepare_out(out, tensor.shape, tensor.dtype, tensor, in_place=True)
+    source = flatten(tensor) if chosen.rank == root else target.flat
+    recorded = records_history(tensor) and out is None
+
+    def on(flat: torch.Tensor, source: torch.Tensor, timeout: float, sequence: int) -> None:
+        if source.data_ptr() != flat.data_ptr():
+            flat.copy_(source)
+        engine.broadcast(flat, root, timeout=timeout, sequence=sequence)
+
+    def backward(grad: torch.Tensor) -> torch.Tensor:
+        total = reduce(grad, root, group=chosen)
+        return total if chosen.rank == root else torch.zeros_like(grad)
+
+    def finish() -> torch.Tensor:
+        result = target.finish()
+        return attach(tensor, result, backward, once=True) if recorded else result
+
+    return Operation(
+        name="broadcast",
+        group=chosen,
+        engine=engine,
+        device=tensor.device,
+        timeout=limit,
+        run=partial(on, target.flat, source, limit),
+        finish=finish,
+        fusible=Fusible(key=("broadcast", tensor.dtype, tensor.device, root), source=source, out=target.flat, run=on),
+    )
+
+
+def gpu_allreduce(
+    tensor: torch.Tensor,
+    op: Op = ReduceOp.SUM,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """`allreduce` of a tensor on a GPU, and of no other.
+
+    Raises:
+        UnsupportedOpError: ``tensor`` is on the CPU; or the group has no engine for tensors on GPUs, and
+            FERRODIST_ENABLE_GPU_FALLBACK is not 1.
+        Exception: As for `allreduce`.
+    """
+    _check_on_gpu(tensor, "allreduce")
+    return allreduce(tensor, op, group=group, out=out, timeout=timeout)
+
+
+def gpu_broadcast(
+    tensor: torch.Tensor,
+    root: int = 0,
+    *,
+    group: Backend | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """`broadcast` of a tensor on a GPU, and of no other.
+
+    Raises:
+        UnsupportedOpError: As for `gpu_allreduce`.
+        Exception: As for `broadcast`.
+    """
+    _check_on_gpu(tensor, "broadcast")
+    return broadcast(tensor, root, group=group, out=out, timeout=timeout)
+
+
+def _check_on_gpu(tensor: torch.Tensor, name: str) -> None:
+    check_tensor(tensor)
+    if not tensor.is_cuda:
+        raise UnsupportedOpError(f"gpu_{name} is for tensors on a GPU, and this one is on {tensor.device}: use {name}")

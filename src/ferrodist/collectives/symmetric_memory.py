@@ -1,0 +1,100 @@
+"""Tensors in memory that all ranks of a host share, so that collectives on them copy nothing aside."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from ferrodist.backends.signature import Call
+from ferrodist.collectives.arguments import group_and_timeout
+from ferrodist.collectives.reduce_op import check_dtype
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.backends.native.symmetric_memory import JoinedView
+
+# Of all ranks together, which each of them maps: what 48 bits address.
+_MAX_BYTES = 1 << 48
+
+
+def empty_symmetric(
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    group: Backend | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Make a tensor of undefined elements, for which the group's collectives need no staging.
+
+    It is an ordinary tensor otherwise. Ranks read and write each other's where all pass the tensors that one call made,
+    or the same parts of them, as input (and as ``out``, in allreduce) of a collective. Where ranks share no memory, as
+    on backends other than native, it is ``torch.empty``.
+
+    Ranks that go on writing when a collective has failed on this one, for they were stopped or had not heard of it, may
+    change what is in the memory until they have left the collective or are gone: don't use it after a failure.
+
+    The memory lives as long as any tensor in it, also when the group has been closed; ranks free theirs by themselves.
+
+    Args:
+        shape: Equal on all ranks.
+        dtype: Equal on all ranks.
+        group: The group, on all of whose ranks this is called; None is the default group.
+        timeout: Seconds; None takes the group's.
+
+    Raises:
+        BackendUnavailable: The memory can't be had, on all ranks.
+        ValueError: A size is negative, or the ranks' tensors together have more bytes than a process can address.
+        CollectiveMismatchError, DistributedTimeoutError, PeerLostError: As for `allreduce`.
+    """
+    check_dtype(dtype)
+    chosen, limit = group_and_timeout(group, timeout)
+    sizes = tuple(shape)
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"a shape has no negative sizes, but {sizes} has")
+    count = math.prod(sizes)
+    size_bytes = count * dtype.itemsize
+    if size_bytes * chosen.world_size > _MAX_BYTES:
+        raise ValueError(
+            f"a tensor of shape {sizes} and {dtype} has {counted(size_bytes, 'byte')}; those of the"
+            f" {counted(chosen.world_size, 'rank')} of"
+            f" group {chosen.name!r} together may have {_MAX_BYTES}: pass a smaller shape"
+        )
+    name = str(dtype).removeprefix("torch.")
+    call = Call(operation="empty_symmetric", dtype=name, count=count)
+    memory, _ = _make(chosen, call, size_bytes, (), limit)
+    return memory.view(dtype).view(sizes)
+
+
+def empty_joined(
+    size_bytes: int, joined: Sequence[tuple[int, int]], *, group: Backend
+) -> tuple[torch.Tensor, list[JoinedView]]:
+    """Make symmetric memory, with parts that every rank sees joined; every rank calls this, with the same arguments.
+
+    Args:
+        size_bytes: Of each rank's memory.
+        joined: Where such parts begin and their sizes: bytes, in whole pages, not 0.
+        group: The group.
+
+    Returns:
+        This rank's memory, as bytes; and for each part a view of those of all ranks, in rank order, which shows what
+        the ranks write to their memory, and whose own changes nobody else sees. No views where ranks share no memory.
+
+    Raises:
+        DistributedError: As for `empty_symmetric`.
+    """
+    call = Call(operation="empty_joined", dtype="uint8", count=size_bytes)
+    return _make(group, call, size_bytes, joined, group.timeout)
+
+
+def _make(
+    group: Backend, call: Call, size_bytes: int, joined: Sequence[tuple[int, int]], timeout: float
+) -> tuple[torch.Tensor, list[JoinedView]]:
+    if group.collectives is None or not hasattr(group.collectives, "empty_symmetric"):
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu"), []
+    made: tuple[torch.Tensor, list[JoinedView]] = group.collectives.empty_symmetric(call, size_bytes, timeout, joined)
+    return made

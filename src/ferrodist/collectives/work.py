@@ -1,0 +1,468 @@
+"""One collective call as a value: what runs it, now or later, and what its result is.
+
+Collectives that were started and not waited for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
+
+import torch
+
+from ferrodist.backends.lifecycle import held_now
+from ferrodist.backends.verification import left_reason
+from ferrodist.collectives.cuda import Handover, streams_of
+from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
+from ferrodist.resource_limits import naming_limits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.collectives.engines.base import Collectives, Enqueued, EnqueuingCollectives, TensorCollectives
+
+_JOIN_SECONDS = 1.0
+"""How long closing a queue waits for its thread, which only an operation that ignores its group's end can hold up."""
+
+# Between two looks at a stream, for which no thread can wait for a limited time.
+_FIRST_PAUSE_SECONDS = 20e-6
+_LONGEST_PAUSE_SECONDS = 1e-3
+
+T_co = TypeVar("T_co", covariant=True)
+
+_process = os.getpid()  # kept, for asking takes a system call
+
+
+def _learn_process() -> None:
+    global _process  # noqa: PLW0603 - a process has one number
+    _process = os.getpid()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_learn_process)
+
+
+class PendingCollective(ABC, Generic[T_co]):
+    """A collective under way.
+
+    Its input and output must not be changed, and its output not be read, until `wait` has returned. Any number
+    may be outstanding; those of one group run in the order in which they were started, and so must be started in
+    the same order on all ranks.
+
+    Of tensors on a GPU `wait` also orders the current stream after it, whether or not the host waits for the device.
+    """
+
+    def __init__(self, op_name: str, group_name: str) -> None:
+        self._op_name = op_name
+        self._group_name = group_name
+        self._process = _process
+
+    def __repr__(self) -> str:
+        state = "done" if self.done() else "under way"
+        return f"PendingCollective({self._op_name} on group {self._group_name!r}, {state})"
+
+    @property
+    def op_name(self) -> str:
+        """The collective's name, as "allreduce"."""
+        return self._op_name
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether it has ended, well or not; `wait` then returns or raises at once."""
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> T_co:
+        """Block until it has ended and return its result. Any number of threads may wait, any number of times.
+
+        Args:
+            timeout: Seconds; None waits for as long as the operation may take, which counts from when those before it
+                in the group have ended.
+
+        Raises:
+            DistributedTimeoutError: ``timeout`` passed; the operation goes on and may be waited for again.
+            DistributedError: The operation failed.
+            GroupClosedError: This is a process that was forked after the start: only the parent can wait.
+            RuntimeError: It was started in a `coalesce` block that has not ended.
+        """
+
+    def _check_process(self) -> None:
+        """Raise in a forked child, where nothing runs that could end the operation."""
+        if self._process != _process:
+            raise GroupClosedError(
+                f"{self._op_name} on group {self._group_name!r} belongs to the process that this one was forked from:"
+                " wait for it there"
+            )
+
+    def _still_under_way(self, timeout: float | None) -> DistributedTimeoutError:
+        return DistributedTimeoutError(
+            f"{self._op_name} on group {self._group_name!r} is still under way after {timeout:g} s: wait for it again"
+        )
+
+
+class QueuedCollective(PendingCollective[T_co]):
+    """A collective that an `OperationQueue` runs."""
+
+    def __init__(self, op_name: str, group_name: str) -> None:
+        super().__init__(op_name, group_name)
+        self._ended = threading.Event()
+        self._is_started = True
+        self._lock = threading.Lock()
+        self._leader: PendingCollective[object] | None = None
+        self._order: Callable[[], None] | None = None
+        self._finish: Callable[[], T_co] | None = None
+        self._result: T_co | None = None
+        self._has_result = False
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended; see `PendingCollective.done`."""
+        return self._ended.is_set() and (self._leader is None or self._leader.done())
+
+    def wait(self, timeout: float | None = None) -> T_co:
+        """Block until it has ended and return its result; see `PendingCollective.wait`."""
+        self._check_process()
+        if not self._is_started:
+            raise RuntimeError(f"{self._op_name} starts when the coalesce() block ends: wait for it after the block")
+        if not self._ended.wait(None if timeout is None else Deadline(timeout).remaining()):
+            raise self._still_under_way(timeout)
+        if self._error is not None:
+            raise self._error.fresh() if isinstance(self._error, DistributedError) else self._error
+        if self._leader is not None:
+            self._leader.wait(timeout)
+        with self._lock:
+            if self._order is not None:
+                self._order()
+            if not self._has_result:
+                assert self._finish is not None
+                # In the waiting thread: it records autograd history, which belongs to the thread that goes on with it.
+                self._result = self._finish()
+                self._has_result = True
+                self._finish = None
+        return self._result  # type: ignore[return-value]
+
+    def hold(self) -> QueuedCollective[T_co]:
+        """Say that it has not started, until `start`."""
+        self._is_started = False
+        return self
+
+    def start(self) -> None:
+        """Say that it has started after all."""
+        self._is_started = True
+
+    def succeed(self, finish: Callable[[], T_co], *, order: Callable[[], None] | None = None) -> None:
+        """End it; the first `wait` calls ``finish()`` for the result. For who runs the operation.
+
+        Each `wait` calls ``order()``, which orders the waiting thread's stream after what was done on a GPU.
+        """
+        self._order = order
+        self._finish = finish
+        self._ended.set()
+
+    def follow(self, leader: PendingCollective[object]) -> None:
+        """Say that it has ended when ``leader`` has, and well only if that has."""
+        self._leader = leader
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error. For who runs the operation."""
+        self._error = error
+        self._ended.set()
+
+
+class EnqueuedCollective(PendingCollective[T_co]):
+    """A collective that is on a stream of a GPU: `wait` orders the current stream after it, and not the host.
+
+    With a ``timeout`` the host waits, too.
+    """
+
+    def __init__(self, op_name: str, group_name: str) -> None:
+        super().__init__(op_name, group_name)
+        self._lock = threading.Lock()
+        self._work: Enqueued | None = None
+        self._finish: Callable[[], T_co] | None = None
+        self._result: T_co | None = None
+        self._has_result = False
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, on the device too; see `PendingCollective.done`."""
+        return self._error is not None or self._work is None or self._work.error is not None or self._work.done()
+
+    def wait(self, timeout: float | None = None) -> T_co:
+        """Order the current stream after it and return its result; see `PendingCollective.wait`.
+
+        What the other ranks do wrong may be raised later, by `Backend.synchronize` or another call in the group: with
+        a ``timeout`` it is raised here.
+        """
+        self._check_process()
+        if timeout is not None:
+            deadline, pause = Deadline(timeout), _FIRST_PAUSE_SECONDS
+            while not self.done():
+                if deadline.expired:
+                    raise self._still_under_way(timeout)
+                time.sleep(min(pause, deadline.remaining()))
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        error = self._error or (None if self._work is None else self._work.error)
+        if error is not None:
+            raise error.fresh() if isinstance(error, DistributedError) else error
+        with self._lock:
+            if self._work is not None:  # each time: another thread has another current stream
+                self._work.wait_on_stream()
+            if not self._has_result:
+                assert self._finish is not None
+                self._result = self._finish()
+                self._has_result = True
+                self._finish = None
+        return self._result  # type: ignore[return-value]
+
+    def succeed(self, work: Enqueued, finish: Callable[[], T_co]) -> None:
+        """Say that it is on a stream; the first `wait` calls ``finish()`` for the result."""
+        self._work = work
+        self._finish = finish
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error, before it is on a stream."""
+        self._error = error
+
+
+class OperationQueue:
+    """The started collectives of one group: a thread runs them first in, first out, and ends with the group."""
+
+    _KEY = "collectives.queue"
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"ferrodist-queue-{name}", daemon=True)
+        with naming_limits(f"what is started in group {name!r} has no thread", kind=DistributedError):
+            self._thread.start()
+        # The interpreter ends daemon threads where they stand. In the middle of torch's code that aborts the
+        # process, so groups that were never closed have their queues stopped first.
+        _open_queues.add(self)
+
+    @classmethod
+    def of(cls, group: Backend) -> OperationQueue:
+        """The queue of a group, made when first needed."""
+        found = cls.find(group)
+        if found is None:
+            with _making:
+                found = cls.find(group)
+                if found is None:
+                    found = cls(group.name)
+                    group.attachments[cls._KEY] = found
+                    group.on_close(found.close)
+                    weakref.finalize(group, found.stop).atexit = False  # a group that nobody closed
+        return found
+
+    @classmethod
+    def find(cls, group: Backend) -> OperationQueue | None:
+        """The queue of a group, if it was needed."""
+        found = group.attachments.get(cls._KEY)
+        assert found is None or isinstance(found, OperationQueue)
+        return found
+
+    def submit(self, reserve: Callable[[], int], job: Callable[[int], None]) -> None:
+        """Take a place among the group's collectives and run ``job(place)`` after all before it; it must not raise.
+
+        Place and queue are taken at once: with two threads between them, one rank's queue could hold a pair of
+        operations in the other order than its peers', and wait for them for ever.
+        """
+        with self._lock:
+            sequence = reserve()
+            if not self._closed:
+                self._jobs.put(partial(job, sequence))
+                return
+        job(sequence)  # the group is closed, so it fails at once, with that reason
+
+    def stop(self) -> None:
+        """Have the thread end after what is queued, and don't wait for it."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._jobs.put(None)
+
+    def close(self, timeout: float | None = _JOIN_SECONDS) -> None:
+        """End the thread, after what is queued: operations of a closed group end at once. None waits for all of it."""
+        self.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
+            job()
+            del job  # or a result would live until the next operation comes
+
+
+_making = threading.Lock()
+_open_queues: weakref.WeakSet[OperationQueue] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_queues() -> None:
+    for operations in held_now(lambda: _open_queues):
+        operations.close()
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fusible:
+    """What operations of one kind need to travel as one: same ``key``, inputs and outputs laid end to end.
+
+    Args:
+        key: Equal for operations that can be fused.
+        source: The flat input.
+        out: The flat output.
+        run: ``run(out, source, timeout, sequence)`` does the operation on other tensors, in other time.
+    """
+
+    key: tuple[object, ...]
+    source: torch.Tensor
+    out: torch.Tensor
+    run: Callable[[torch.Tensor, torch.Tensor, float, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation(Generic[T]):
+    """A checked call.
+
+    Args:
+        name: The collective's name.
+        group: Where it runs.
+        engine: What runs it.
+        device: Where its tensors are; None when it has none.
+        timeout: Seconds that `run` may take.
+        run: ``run(sequence)`` blocks until it is done, or with some engines until it is on a stream.
+        finish: Makes the user's result, once `run` has returned; in the user's thread.
+        fusible: How it can be joined with others of its kind, or None.
+    """
+
+    name: str
+    group: Backend
+    engine: TensorCollectives
+    device: torch.device | None
+    timeout: float
+    run: Callable[[int], None]
+    finish: Callable[[], T]
+    fusible: Fusible | None = None
+
+
+class Collector(Protocol):
+    """Takes operations in place of the queue."""
+
+    def collect(self, operation: Operation[object]) -> PendingCollective[object]:
+        """Take it, and return its handle."""
+
+    def check_open(self, name: str) -> None:
+        """Raise RuntimeError when ``name`` is called in a copy of the context of a block that has ended."""
+
+
+collector: ContextVar[Collector | None] = ContextVar("ferrodist_collector", default=None)
+"""Set inside a `coalesce` block."""
+
+
+def refuse_in_coalesce(name: str) -> None:
+    """Raise RuntimeError inside a `coalesce` block: a blocking call would need a result that is not there yet."""
+    block = collector.get()
+    if block is not None:
+        block.check_open(name)
+        raise RuntimeError(
+            f"{name} inside coalesce() must be async_{name}, if there is one: its result is there when the"
+            " block has ended"
+        )
+
+
+def _run(operation: Operation[T], sequence: int) -> None:
+    """Run it, in whatever thread, so that it may write to any tensor.
+
+    What a caller makes inside of `torch.inference_mode` can only be written to inside of it, and what was made outside
+    everywhere.
+    """
+    try:
+        with torch.inference_mode():
+            operation.run(sequence)
+    except DistributedError:
+        raise
+    except BaseException as error:
+        operation.group.abort(left_reason(operation.group.rank, operation.name, error))
+        raise
+
+
+def run_now(operation: Operation[T]) -> T:
+    """Run in the calling thread. Operations that were started before may still be under way: they don't mix."""
+    refuse_in_coalesce(operation.name)
+    _run(operation, operation.engine.reserve())
+    return operation.finish()
+
+
+def run_later(operation: Operation[T]) -> PendingCollective[T]:
+    """Start it: its place among the group's collectives is taken now."""
+    block = collector.get()
+    if block is not None:
+        return block.collect(operation)  # type: ignore[arg-type, return-value]
+    engine = operation.engine
+    if getattr(engine, "enqueue", False):
+        return _enqueue(operation, cast("EnqueuingCollectives", engine))
+    pending: QueuedCollective[T] = QueuedCollective(operation.name, operation.group.name)
+    if operation.group.failure is not None:
+        _run_job(operation, pending, None, engine.reserve())  # it fails, and with it all that were joined into it
+        return pending
+    on_host = operation.device is None or operation.device.type == "cpu"
+    handover = None if on_host or operation.device is None else Handover(streams_of(operation.device))
+    OperationQueue.of(operation.group).submit(engine.reserve, partial(_run_job, operation, pending, handover))
+    return pending
+
+
+def wait_for_started(group: Backend) -> None:
+    """Return when all that was started in a group has ended, well or not; no more may start in it."""
+    operations = OperationQueue.find(group)
+    if operations is not None:
+        operations.close(timeout=None)
+    engine = collectives_of(group)
+    engine.await_turn(engine.reserve())
+
+
+def _run_job(operation: Operation[T], pending: QueuedCollective[T], handover: Handover | None, sequence: int) -> None:
+    """Run an operation for who waits for ``pending``; it does not raise."""
+    try:
+        with contextlib.nullcontext() if handover is None else handover.running():
+            cast("Collectives", operation.engine).await_turn(sequence)
+            _run(operation, sequence)
+    except BaseException as error:  # noqa: BLE001 - it is raised in wait()
+        pending.fail(error)
+    else:
+        pending.succeed(operation.finish, order=None if handover is None else handover.take)
+
+
+def _enqueue(operation: Operation[T], engine: EnqueuingCollectives) -> PendingCollective[T]:
+    """Put it on a stream, in the calling thread: no other one is needed, for that waits for nobody."""
+    pending: EnqueuedCollective[T] = EnqueuedCollective(operation.name, operation.group.name)
+    engine.begin_async()
+    try:
+        _run(operation, engine.reserve())
+    except Exception as error:  # noqa: BLE001 - it is raised in wait()
+        engine.end_async()
+        pending.fail(error)
+    except BaseException:
+        engine.end_async()
+        raise
+    else:
+        pending.succeed(engine.end_async(), operation.finish)
+    return pending

@@ -1,0 +1,399 @@
+"""Ranks as a grid whose axes have names, and the groups along its axes.
+
+A mesh as text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from typing import TYPE_CHECKING, Any
+
+from ferrodist.backends.process_group import resolve_group
+from ferrodist.backends.subgroup import SubBackend
+from ferrodist.collectives.objects import all_gather_object
+from ferrodist.errors import InvalidRankError
+from ferrodist.rendezvous.environment import read_environment
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from typing_extensions import Self
+
+    from ferrodist.backends.base import Backend
+
+_MOST_RANKS = 1024
+"""A larger grid is only described."""
+
+
+def draw_grid(shape: Sequence[int], axis_names: Sequence[str], ranks: Sequence[int], own: int, group: str) -> str:
+    r"""Draw a grid of ranks, the last axis to the right, the one before downwards, the others as slabs.
+
+    ::
+
+        DeviceMesh of group 'world': replicate 2 x shard 3, this is rank 4 in brackets
+        replicate \ shard  0   1   2
+                        0  0   1   2
+                        1  3  [4]  5
+
+    Args:
+        shape: The sizes of the axes.
+        axis_names: Their names.
+        ranks: In row-major order.
+        own: The rank to mark.
+        group: The name of its group.
+    """
+    sizes = " x ".join(f"{name} {size}" for name, size in zip(axis_names, shape, strict=True))
+    place = f"this is rank {own} in brackets" if own in ranks else f"without this rank, {own}"
+    lines = [f"DeviceMesh of group {group!r}: {sizes}, {place}"]
+    if len(ranks) > _MOST_RANKS:
+        return lines[0]
+    num_columns = shape[-1]
+    num_rows = shape[-2] if len(shape) > 1 else 1
+    corner = f"{axis_names[-2]} \\ {axis_names[-1]}" if len(shape) > 1 else axis_names[-1]
+    width = max(len(str(number)) for number in (*ranks, num_columns)) + 3
+    slab_size = num_rows * num_columns
+    for number, outer in enumerate(itertools.product(*map(range, shape[:-2]))):
+        if outer:
+            lines.append(", ".join(f"{name} {at}" for name, at in zip(axis_names, outer, strict=False)) + ":")
+        lines.append(corner + "".join(f" {column} ".rjust(width) for column in range(num_columns)))
+        slab = ranks[number * slab_size :][:slab_size]
+        for row in range(num_rows):
+            cells = slab[row * num_columns :][:num_columns]
+            head = str(row) if len(shape) > 1 else ""
+            marked = [f"[{rank}]" if rank == own else f" {rank} " for rank in cells]
+            lines.append(head.rjust(len(corner)) + "".join(cell.rjust(width) for cell in marked))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+_MADE = "mesh.meshes"
+"""What a group keeps under this name: how many meshes of each description it has had on this rank."""
+
+_making = threading.Lock()
+
+
+class DeviceMesh:
+    """Some ranks of a group as a grid, in row-major order: the last axis counts fastest.
+
+    ::
+
+        mesh = fd.DeviceMesh(group, (2, 4), ("replicate", "shard"))
+        mesh["shard"].group  # this rank's row of four, as a group
+
+    Making it sends nothing. The groups along its axes are made when they are first asked for, by each of their members
+    alone; ranks outside take no part. Ranks that make several meshes alike make them equally often: the first one's
+    groups on a rank are those of the first one on the others.
+
+    Args:
+        group: The group to take ranks from; None is the default group.
+        shape: The number of ranks along each axis. One of them may be -1: as many as there are.
+        axis_names: A name for each axis, all different; None names them ``"0"``, ``"1"``, ...
+        ranks: The ranks of ``group``, as many as the shape says, in the order in which they fill the grid; None takes
+            all, from 0 on. This rank need not be among them.
+
+    Raises:
+        ValueError: The shape doesn't fit the number of ranks, or names are missing, too many or repeated.
+        InvalidRankError: A rank is not in the group, or comes twice.
+        TypeError: An argument is of another kind.
+    """
+
+    def __init__(
+        self,
+        group: Backend | None,
+        shape: Sequence[int],
+        axis_names: Sequence[str] | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        parent = resolve_group(group)
+        members = tuple(range(parent.world_size)) if ranks is None else SubBackend.check_members(parent, ranks)
+        sizes = _check_shape(shape, len(members), parent)
+        names = _check_names(axis_names, len(sizes))
+        label = f"mesh {sizes} {names} {members}"
+        with _making:
+            made: dict[str, int] = parent.attachments.setdefault(_MADE, {})
+            made[label] = made.get(label, -1) + 1
+        self._fill(_Groups(parent, f"{label} {made[label]}"), sizes, names, members)
+
+    def _fill(
+        self, groups: _Groups, shape: tuple[int, ...], axis_names: tuple[str, ...], ranks: tuple[int, ...]
+    ) -> None:
+        self._groups = groups
+        self._shape = shape
+        self._axis_names = axis_names
+        self._ranks = ranks
+        self._places = {rank: place for place, rank in enumerate(ranks)}
+
+    @classmethod
+    def of_hosts(cls, group: Backend | None = None, axis_names: Sequence[str] = ("host", "local_rank")) -> Self:
+        """A mesh of hosts and the ranks of each, as the launcher's variables tell; every rank of the group calls.
+
+        Args:
+            group: The group; None is the default group.
+            axis_names: Of hosts, and of ranks within one.
+
+        Raises:
+            ValueError: On every rank: hosts have different numbers of ranks, or some rank has no GROUP_RANK and
+                LOCAL_RANK in its environment.
+        """
+        parent = resolve_group(group)
+        environment = read_environment()
+        here = (environment.group_rank, environment.local_rank)
+        places = all_gather_object(here, group=parent)
+        unknown = [rank for rank, place in enumerate(places) if None in place]
+        if unknown:
+            raise ValueError(
+                f"rank {unknown[0]} of group {parent.name!r} has no GROUP_RANK and LOCAL_RANK in its environment: start"
+                " the ranks with `ferrodist run` or torchrun, or pass the shape to DeviceMesh"
+            )
+        ranks = sorted(range(parent.world_size), key=lambda rank: places[rank])
+        hosts = [host for host, _ in places]
+        sizes = [hosts.count(host) for host in sorted(set(hosts))]
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"the hosts of group {parent.name!r} have {sizes} ranks, and a mesh has as many on each: start equal"
+                " numbers, or pass shape and ranks to DeviceMesh"
+            )
+        return cls(parent, (len(sizes), sizes[0]), axis_names, ranks=ranks)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of ranks along each axis."""
+        return self._shape
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The names of the axes."""
+        return self._axis_names
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in it."""
+        return len(self._ranks)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Its ranks in row-major order, as the group that it was made from numbers them."""
+        return self._ranks
+
+    @property
+    def parent(self) -> Backend:
+        """The group that it was made from, whose rank numbers all methods take and give."""
+        return self._groups.parent
+
+    @property
+    def group(self) -> Backend:
+        """All ranks of the mesh as one group, in row-major order.
+
+        Raises:
+            InvalidRankError: This rank is not in the mesh.
+        """
+        return self._groups.of(self._ranks)
+
+    @property
+    def coordinate(self) -> tuple[int, ...] | None:
+        """Where this rank is, or None when it is not in the mesh."""
+        rank = self.parent.rank
+        return self.coords(rank) if rank in self._places else None
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for meshes that are the same grid and have the same groups, as slices of one mesh by one name."""
+        return (id(self._groups), self._shape, self._axis_names, self._ranks)
+
+    def axis_index(self, axis: str | int) -> int:
+        """The number of an axis, by its name or its number; negative numbers count from the last.
+
+        Raises:
+            ValueError: There is no such axis.
+            TypeError: It is neither.
+        """
+        if isinstance(axis, str):
+            if axis not in self._axis_names:
+                raise ValueError(f"there is no axis {axis!r}: this mesh has {_listed(self._axis_names)}")
+            return self._axis_names.index(axis)
+        if isinstance(axis, bool) or not isinstance(axis, int):
+            raise TypeError(f"an axis is given by its name or its number, not by {axis!r}")
+        if not -self.ndim <= axis < self.ndim:
+            raise ValueError(f"there is no axis {axis}: this mesh has {self.ndim}")
+        return axis % self.ndim
+
+    def coords(self, rank: int) -> tuple[int, ...]:
+        """Where a rank is.
+
+        Raises:
+            InvalidRankError: It is not in the mesh.
+        """
+        if rank not in self._places:
+            raise InvalidRankError(f"rank {rank} is not in this mesh of ranks {list(self._ranks)}", ranks=(rank,))
+        place, coords = self._places[rank], []
+        for size in reversed(self._shape):
+            place, coordinate = divmod(place, size)
+            coords.append(coordinate)
+        return tuple(reversed(coords))
+
+    def rank_of(self, coords: Sequence[int]) -> int:
+        """Which rank is there.
+
+        Raises:
+            ValueError: There is no such place.
+        """
+        if len(coords) != self.ndim or any(not 0 <= at < size for at, size in zip(coords, self._shape, strict=True)):
+            raise ValueError(f"there is no place {tuple(coords)} in a mesh of shape {self._shape}")
+        place = 0
+        for at, size in zip(coords, self._shape, strict=True):
+            place = place * size + at
+        return self._ranks[place]
+
+    def ranks_along_axis(self, axis: str | int, rank: int | None = None) -> tuple[int, ...]:
+        """The ranks that differ from one in this coordinate only, in its order.
+
+        Args:
+            axis: Name or number.
+            rank: A rank of the mesh; None is this one.
+        """
+        return self._along((self.axis_index(axis),), self._in_mesh(rank))
+
+    def groups_along_axis(self, axis: str | int) -> list[tuple[int, ...]]:
+        """The ranks of all groups along an axis, which together are the mesh."""
+        index = self.axis_index(axis)
+        others = [range(size) if place != index else range(1) for place, size in enumerate(self._shape)]
+        return [self._along((index,), self.rank_of(coords)) for coords in itertools.product(*others)]
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        """The part of the mesh along some axes on which this rank is, as a mesh of these axes in this order.
+
+        Raises:
+            ValueError: There is no such axis, or it comes twice.
+            InvalidRankError: This rank is not in the mesh.
+        """
+        names = axes if isinstance(axes, tuple) else (axes,)
+        if not names or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"a mesh is sliced by names of axes, as mesh[{self._axis_names[0]!r}], not by {axes!r}")
+        chosen = tuple(self.axis_index(name) for name in names)
+        if len(set(chosen)) < len(chosen):
+            raise ValueError(f"an axis comes twice in {_listed(names)}")
+        shape = tuple(self._shape[index] for index in chosen)
+        return self._part(shape, names, self._along(chosen, self._in_mesh(None)))
+
+    def flatten(self, axis_name: str | None = None) -> DeviceMesh:
+        """The same ranks along one axis; ``mesh["a", "b"].flatten()`` joins two axes of several.
+
+        Args:
+            axis_name: Its name; None joins the names by ``_``.
+        """
+        name = "_".join(self._axis_names) if axis_name is None else axis_name
+        return self._part((self.size,), _check_names((name,), 1), self._ranks)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same grid of the same group; its groups may be others."""
+        if not isinstance(other, DeviceMesh):
+            return NotImplemented
+        return self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """The same mesh: copies of what lies over it, as modules, talk over its groups."""
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be pickled: its groups are of this process."""
+        raise TypeError("a DeviceMesh is not pickled: make it anew where it is needed, of the same shape and names")
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __repr__(self) -> str:
+        """The grid, with this rank in brackets."""
+        return draw_grid(self._shape, self._axis_names, self._ranks, self.parent.rank, self.parent.name)
+
+    def _key(self) -> tuple[object, ...]:
+        return (id(self.parent), self._shape, self._axis_names, self._ranks)
+
+    def _part(self, shape: tuple[int, ...], axis_names: tuple[str, ...], ranks: tuple[int, ...]) -> DeviceMesh:
+        part = DeviceMesh.__new__(DeviceMesh)
+        part._fill(self._groups, shape, axis_names, ranks)  # noqa: SLF001 - of its own class
+        return part
+
+    def _in_mesh(self, rank: int | None) -> int:
+        chosen = self.parent.rank if rank is None else rank
+        self.coords(chosen)
+        return chosen
+
+    def _along(self, axes: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """The ranks that differ from one in these coordinates only, in row-major order of the axes as given."""
+        coords = list(self.coords(rank))
+        found = []
+        for values in itertools.product(*[range(self._shape[axis]) for axis in axes]):
+            for axis, value in zip(axes, values, strict=True):
+                coords[axis] = value
+            found.append(self.rank_of(coords))
+        return tuple(found)
+
+
+class _Groups:
+    """The groups of a mesh and its parts on this rank, each made when it is first asked for."""
+
+    def __init__(self, parent: Backend, label: str) -> None:
+        self.parent = parent
+        self._label = label
+        self._made: dict[tuple[int, ...], Backend] = {}
+
+    def of(self, ranks: tuple[int, ...]) -> Backend:
+        """The group of these ranks in this order."""
+        if ranks == tuple(range(self.parent.world_size)):
+            return self.parent
+        with _making:
+            if ranks not in self._made:
+                self._made[ranks] = SubBackend(self.parent, ranks, label=self._label)
+            return self._made[ranks]
+
+
+def _check_shape(shape: Sequence[int], num_ranks: int, parent: Backend) -> tuple[int, ...]:
+    sizes = () if isinstance(shape, int) else tuple(shape)
+    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
+        raise TypeError(f"a mesh's shape is one or more integers, as (2, 4), not {shape!r}")
+    if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+        raise ValueError(f"a mesh's shape has positive sizes, and at most one -1, not {sizes}")
+    known = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes and num_ranks % known == 0:
+        return tuple(num_ranks // known if size == -1 else size for size in sizes)
+    if -1 in sizes or known != num_ranks:
+        raise ValueError(
+            f"a mesh of shape {sizes} does not fit {counted(num_ranks, 'rank')} of group {parent.name!r}, which has"
+            f" {parent.world_size}: pass a shape whose product is the number of ranks, or ranks="
+        )
+    return sizes
+
+
+def _check_names(axis_names: Sequence[str] | None, ndim: int) -> tuple[str, ...]:
+    if isinstance(axis_names, str):
+        raise TypeError(f"axis_names is a sequence of names, as ({axis_names!r},), not one string")
+    names = tuple(map(str, range(ndim))) if axis_names is None else tuple(axis_names)
+    if not all(isinstance(name, str) and name for name in names):
+        raise TypeError(f"names of axes are strings that are not empty, not {names}")
+    if len(names) != ndim:
+        raise ValueError(f"a mesh of {counted(ndim, 'axis')} needs as many names, not {len(names)}: {_listed(names)}")
+    if len(set(names)) < ndim:
+        raise ValueError(f"the names of axes must all be different, not {_listed(names)}")
+    return names
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+__all__ = ["DeviceMesh"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,69 @@
+"""What a DDP is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ferrodist.parallel.ddp.bucket import CommHook
+
+_MEGABYTE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """`DDP`'s keyword arguments, which are explained there.
+
+    Raises:
+        TypeError, ValueError: One is wrong.
+    """
+
+    bucket_size_mb: float
+    overlap_comm: bool
+    broadcast_buffers: bool
+    find_unused_parameters: bool
+    static_graph: bool
+    gradient_as_bucket_view: bool
+    comm_hook: CommHook | None
+
+    def __post_init__(self) -> None:
+        size = self.bucket_size_mb
+        if isinstance(size, bool) or not isinstance(size, (int, float)):
+            raise TypeError(f"bucket_size_mb must be a number, not {type(size).__name__}")
+        if not size > 0:
+            raise ValueError(f"bucket_size_mb must be above 0, not {size}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise TypeError(f"{field.name} must be True or False, not {type(value).__name__}")
+        if self.comm_hook is not None and not callable(self.comm_hook):
+            raise TypeError(
+                f"comm_hook must be a function that takes a bucket, not {type(self.comm_hook).__name__}: see"
+                " fd.comm_hooks"
+            )
+        if isinstance(self.comm_hook, type):
+            raise TypeError(
+                f"comm_hook is the class {self.comm_hook.__name__}: pass an instance, {self.comm_hook.__name__}()"
+            )
+
+    @property
+    def max_bytes(self) -> float:
+        """Size of a bucket."""
+        return self.bucket_size_mb * _MEGABYTE
+
+    @property
+    def allows_unused(self) -> bool:
+        """Whether a parameter may have a gradient on some ranks only."""
+        return self.find_unused_parameters or self.static_graph
+
+    def describe(self) -> list[str]:
+        """A line for each option, for ranks to compare; a hook that has a ``describe()`` is compared by that."""
+        lines = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "comm_hook" and value is not None:
+                name = getattr(value, "__qualname__", type(value).__qualname__)
+                value = value.describe() if callable(getattr(value, "describe", None)) else name
+            lines.append(f"{field.name}={float(value) if field.name == 'bucket_size_mb' else value}")
+        return lines

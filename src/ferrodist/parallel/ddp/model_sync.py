@@ -1,0 +1,148 @@
+"""Every rank has the same model: its form is compared, its values come from one rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ferrodist.collectives.arguments import check_tensor
+from ferrodist.collectives.coalescing import coalesce
+from ferrodist.collectives.engines.select import engine_of
+from ferrodist.collectives.reduce import async_broadcast
+from ferrodist.collectives.reduce_op import ReduceOp, check_reduction
+from ferrodist.errors import UnsupportedOpError
+from ferrodist.parallel.ddp.bucket import plan_buckets
+from ferrodist.parallel.module_guard import describe_owner
+from ferrodist.parallel.module_init import compare_forms, find_unsynchronised, write_obstacle
+from ferrodist.tensor.dtensor import DTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.deadline import Deadline
+    from ferrodist.parallel.ddp.config import Options
+
+
+def check_same_form(
+    module: torch.nn.Module, options: Options | None, group: Backend, deadline: Deadline, *, maker: str = "DDP"
+) -> None:
+    """Compare the module's parameters and buffers with those of rank 0; every rank of the group calls this.
+
+    Compared are their number, names, shapes, dtypes, memory and places, which parameters require grad, and the
+    maker's options.
+
+    Raises:
+        CollectiveMismatchError: On every rank, naming the first parameter or buffer that differs. The group stays good.
+        UnsupportedOpError, ValueError: On every rank, naming a parameter or buffer that collectives can't carry, one
+            that is lazy and has no shape yet, one that an FSDP has, or a distributed one. The group stays good.
+    """
+    options_lines = [f"the option {line}" for line in (options.describe() if options else ())]
+    lines = [*options_lines, *_describe(module)]
+    compare_forms(
+        lines,
+        group,
+        deadline,
+        maker=maker,
+        module=type(module).__name__,
+        refusal=describe_owner(module.named_parameters())
+        or _find_distributed(module, maker)
+        or find_unsynchronised(module, group),
+    )
+    check_supported(module, group, maker=maker)
+
+
+def _find_distributed(module: torch.nn.Module, maker: str) -> str | None:
+    """A sentence about the first parameter or buffer that lies over a mesh; None when none does."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if isinstance(tensor, DTensor):
+            return (
+                f"{name!r} is a DTensor, of which this rank has a part, as parallelize() makes them, and {maker} takes"
+                " plain tensors: use FSDP with strategy=ShardingStrategy.NO_SHARD over another axis of the mesh"
+            )
+    return None
+
+
+def _describe(module: torch.nn.Module) -> list[str]:
+    parameters = [
+        f"{'' if parameter.requires_grad else 'frozen '}parameter {_form(name, parameter)}"
+        for name, parameter in module.named_parameters()
+    ]
+    return parameters + [f"buffer {_form(name, buffer)}" for name, buffer in module.named_buffers()]
+
+
+def _form(name: str, tensor: torch.Tensor) -> str:
+    if is_lazy(tensor):
+        return f"{name!r} (lazy)"
+    if tensor.is_nested:  # which has no shape to tell, and is refused later
+        return f"{name!r} (nested)"
+    layout = "" if tensor.layout is torch.strided else f" and {tensor.layout}"
+    place = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    fixed = write_obstacle(tensor)
+    return f"{name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}{layout}{place}{fixed and ' that ' + fixed}"
+
+
+def check_supported(module: torch.nn.Module, group: Backend, *, maker: str = "DDP") -> None:
+    """Raise for a parameter or buffer that can't be carried; all ranks do, where their modules have one form.
+
+    Raises:
+        UnsupportedOpError: The first such, named.
+        ValueError: One is lazy; it is named.
+    """
+    tensors: list[tuple[str, torch.Tensor]] = [
+        (f"parameter {name!r}", parameter) for name, parameter in module.named_parameters()
+    ]
+    tensors += [(f"buffer {name!r}", buffer) for name, buffer in module.named_buffers()]
+    first = tensors[0] if tensors else None
+    for title, tensor in tensors:
+        if is_lazy(tensor):
+            raise ValueError(f"{title} is lazy and has no shape yet: run the module once before {maker}")
+        if group.world_size == 1:
+            continue
+        if first is not None and tensor.device != first[1].device:
+            raise UnsupportedOpError(
+                f"{maker} takes a module on one device, and {title} of {type(module).__name__} is on {tensor.device},"
+                f" {first[0]} on {first[1].device}: move it with module.to(device)"
+            )
+        try:
+            check_tensor(tensor)
+            engine_of(group, tensor.device)
+            if tensor.requires_grad:
+                check_reduction(tensor.dtype, ReduceOp.MEAN)
+        except TypeError as error:
+            raise UnsupportedOpError(
+                f"{maker} can't give every rank {title} of {type(module).__name__}: {error}"
+            ) from None
+        if obstacle := write_obstacle(tensor):
+            raise UnsupportedOpError(
+                f"{maker} can't give every rank {title} of {type(module).__name__}: it {obstacle}, so nothing can be"
+                " written to it. Make it a clone()."
+            )
+
+
+def broadcast_tensors(
+    tensors: Sequence[torch.Tensor], root: int, group: Backend, *, max_bytes: float, deadline: Deadline
+) -> None:
+    """Overwrite every rank's tensors with the root's, in messages of about ``max_bytes`` that carry one dtype each.
+
+    Args:
+        tensors: Of equal shapes and dtypes on all ranks; any strides. Autograd sees nothing of it.
+        root: The rank whose values everyone gets.
+        group: The group, on all of whose ranks this is called.
+        max_bytes: Bounds the memory that is needed beside the tensors.
+        deadline: For all messages together.
+    """
+    if group.world_size == 1:
+        return
+    with torch.no_grad():
+        for bucket in plan_buckets(tensors, max_bytes):
+            timeout = deadline.remaining()
+            with coalesce(group):
+                pending = [
+                    async_broadcast(tensors[place], root, group=group, out=tensors[place], timeout=timeout)
+                    for place in bucket.members
+                ]
+            for broadcast in pending:
+                broadcast.wait()

@@ -1,0 +1,13 @@
+"""Sharded data parallelism: every rank has a part of the model and a part of each batch."""
+
+from __future__ import annotations
+
+from ferrodist.parallel.fsdp.config import MixedPrecision, ShardingStrategy
+from ferrodist.parallel.fsdp.fsdp import FSDP
+from ferrodist.parallel.fsdp.wrap import by_class, by_size
+
+__all__ = ["FSDP", "MixedPrecision", "ShardingStrategy", "by_class", "by_size"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,29 @@
+"""All forwards, then all backwards: GPipe, and the looped breadth-first pipeline.
+
+GPipe: Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019
+(https://arxiv.org/abs/1811.06965). With several stages a rank, stage s on rank s mod p: J. Lamy-Poirier, "Breadth-First
+Pipeline Parallelism", MLSys 2023 (https://arxiv.org/abs/2211.05953); where parameters are sharded as well, those of a
+stage are gathered once for all microbatches, and not again for each group of them.
+
+With p ranks, v stages on each and m microbatches, a forward of one stage taking F and a backward B:
+
+- the bubble is (p-1)(F+B) beside m v (F+B) of work, if m >= p; with fewer, a rank's next stage waits for the ring;
+- every rank holds m v activations.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ferrodist.parallel.pipeline.schedule.ir import phase
+
+if TYPE_CHECKING:
+    from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Turn
+
+
+def breadth_first(size: PipelineSize, rank: int) -> list[Turn]:
+    """What a rank does: each stage's forwards, first stage first, then each one's backwards, last stage first."""
+    del rank  # all do the same; the one difference is how long they wait
+    places = range(size.stages_per_rank)
+    forwards = [turn for place in places for turn in phase(f"F{place}", size.num_microbatches)]
+    return forwards + [turn for place in reversed(places) for turn in phase(f"B{place}", size.num_microbatches)]

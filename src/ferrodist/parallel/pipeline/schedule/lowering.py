@@ -1,0 +1,158 @@
+"""Who sends what to whom: the sends and receives of a schedule, and its forward alone.
+
+How data go through a pipeline: which transfers a compute action has, and what an action has to wait for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ferrodist.parallel.pipeline.schedule.ir import Schedule
+
+
+def receive_for(schedule: Schedule, action: Action) -> Action | None:
+    """The receive that brings a compute action its data; None if they are on its rank already."""
+    if action.kind is ActionKind.FORWARD and _crosses_ranks(schedule, action.stage, action.stage - 1):
+        return Action(ActionKind.RECV_FORWARD, action.stage, action.microbatch)
+    if action.kind.gives_gradients and _crosses_ranks(schedule, action.stage, action.stage + 1):
+        return Action(ActionKind.RECV_BACKWARD, action.stage, action.microbatch)
+    return None
+
+
+def send_after(schedule: Schedule, action: Action) -> Action | None:
+    """The send of what a compute action makes; None if it stays on its rank."""
+    if action.kind is ActionKind.FORWARD and _crosses_ranks(schedule, action.stage, action.stage + 1):
+        return Action(ActionKind.SEND_FORWARD, action.stage, action.microbatch)
+    if action.kind.gives_gradients and _crosses_ranks(schedule, action.stage, action.stage - 1):
+        return Action(ActionKind.SEND_BACKWARD, action.stage, action.microbatch)
+    return None
+
+
+def _crosses_ranks(schedule: Schedule, stage: int, neighbour: int) -> bool:
+    """Whether two stages are there, and on different ranks."""
+    if min(stage, neighbour) < 0 or max(stage, neighbour) >= schedule.num_stages:
+        return False
+    return schedule.stage_ranks[stage] != schedule.stage_ranks[neighbour]
+
+
+class Dependencies:
+    """What each action of a schedule waits for.
+
+    Args:
+        schedule: With sends and receives.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._backwards = {
+            (action.stage, action.microbatch): action
+            for actions in schedule.actions
+            for action in actions
+            if action.kind.gives_gradients
+        }
+
+    def of(self, action: Action) -> tuple[Action, ...]:
+        """The actions that have to be done, here and elsewhere, before this one can begin.
+
+        A compute action on received data waits for the receive, which its own rank begins, and for the send.
+        """
+        stage, microbatch = action.stage, action.microbatch
+        forward = Action(ActionKind.FORWARD, stage, microbatch)
+        match action.kind:
+            case ActionKind.FORWARD:
+                return self._data(action, Action(ActionKind.FORWARD, stage - 1, microbatch))
+            case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
+                return (forward, *self._data(action, self._backward(stage + 1, microbatch)))
+            case ActionKind.BACKWARD_WEIGHT:
+                return (Action(ActionKind.BACKWARD_INPUT, stage, microbatch),)
+            case ActionKind.SEND_FORWARD:
+                return (forward,)
+            case ActionKind.SEND_BACKWARD:
+                return (self._backward(stage, microbatch),)
+            case _:
+                return ()
+
+    def _data(self, action: Action, made_by: Action) -> tuple[Action, ...]:
+        """What brings a compute action the outputs or gradients that another stage's made."""
+        if not 0 <= made_by.stage < self._schedule.num_stages:
+            return ()
+        receive, send = receive_for(self._schedule, action), send_after(self._schedule, made_by)
+        return (made_by,) if receive is None or send is None else (receive, send)
+
+    def _backward(self, stage: int, microbatch: int) -> Action:
+        whole = Action(ActionKind.BACKWARD, stage, microbatch)
+        return self._backwards.get((stage, microbatch), whole)
+
+
+def has_communication(schedule: Schedule) -> bool:
+    """Whether a schedule has any sends or receives."""
+    return any(not action.kind.is_compute for actions in schedule.actions for action in actions)
+
+
+def add_communication(schedule: Schedule) -> Schedule:
+    """Give a schedule its sends and receives.
+
+    Data are sent when they are made. Their receive begins one compute action before the one that uses them, and so goes
+    on meanwhile; receives begin in the order in which their data are used. Between stages of one rank nothing moves.
+
+    Args:
+        schedule: With compute actions only; one that has sends or receives is returned as it is.
+    """
+    if has_communication(schedule):
+        return schedule
+    return dataclasses.replace(schedule, actions=tuple(_add(schedule, actions) for actions in schedule.actions))
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forward of a schedule, for inference.
+
+    Its sends and receives, if there are some, are placed anew: where a backward covered a receive, a forward does.
+
+    Args:
+        schedule: With or without sends and receives; the result has them if this does.
+    """
+    forwards = dataclasses.replace(
+        schedule,
+        name=f"{schedule.name}, forward only",
+        actions=tuple(
+            tuple(action for action in actions if action.kind is ActionKind.FORWARD) for actions in schedule.actions
+        ),
+    )
+    return add_communication(forwards) if has_communication(schedule) else forwards
+
+
+def backward_only(schedule: Schedule) -> Schedule:
+    """The backward that follows `forward_only`: stage by stage from the last, all microbatches of each.
+
+    They come in the schedule's order, so that gradients add up to its bits, and the last one is the same.
+
+    Args:
+        schedule: With backwards, whole or in halves.
+    """
+    backwards = (
+        tuple(
+            Action(ActionKind.BACKWARD, stage, microbatch)
+            for stage in reversed(stages)
+            for microbatch in schedule.backward_orders[stage]
+        )
+        for stages in schedule.rank_stages
+    )
+    return add_communication(
+        dataclasses.replace(schedule, name=f"{schedule.name}, backward only", actions=tuple(backwards))
+    )
+
+
+def _add(schedule: Schedule, actions: Sequence[Action]) -> tuple[Action, ...]:
+    """One rank's actions with its sends and receives."""
+    receives = [receive_for(schedule, action) for action in actions]
+    result = receives[:1]
+    for index, action in enumerate(actions):
+        # A send goes first: another rank waits for it, and nobody yet for the receive.
+        result += [*receives[index + 1 : index + 2], action, send_after(schedule, action)]
+    return tuple(action for action in result if action is not None)

@@ -1,0 +1,248 @@
+"""A schedule run without a model: when each action begins and ends, and where ranks wait forever.
+
+Whether a schedule computes what it has to, and comes to its end: found before the first microbatch is sent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ferrodist.parallel.pipeline.schedule.ir import Action, ActionKind
+from ferrodist.parallel.pipeline.schedule.lowering import Dependencies, has_communication, receive_for, send_after
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from ferrodist.parallel.pipeline.schedule.ir import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When a rank computes something.
+
+    Args:
+        action: What.
+        start: When it begins, in the unit of the costs; 0 is the beginning of the step.
+        stop: When it ends.
+    """
+
+    action: Action
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rank that got no further.
+
+    Args:
+        rank: The rank.
+        action: What it was to do next.
+        needed: What that waits for.
+    """
+
+    rank: int
+    action: Action
+    needed: Action
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """What became of a schedule.
+
+    Args:
+        spans: For each rank its compute actions, in its order.
+        waits: The ranks that got stuck, in the order of their numbers; none is the rule.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    waits: tuple[Wait, ...]
+
+
+def execute(schedule: Schedule, cost: Callable[[Action], float]) -> Execution:
+    """Run a schedule: each rank does its actions in order, and each as soon as what it needs is done.
+
+    Sends and receives block nobody. The result does not depend on the order in which ranks are looked at, for no action
+    takes from another what that needs.
+
+    Args:
+        schedule: With sends and receives.
+        cost: How long a compute action occupies its rank, and how long after a send its data are there.
+    """
+    dependencies = Dependencies(schedule)
+    spans: list[list[Span]] = [[] for _ in schedule.actions]
+    positions = [0] * schedule.num_ranks
+    clocks = [0.0] * schedule.num_ranks
+    done_at: dict[Action, float] = {}
+    waits: dict[int, Wait] = {}
+    wakes: defaultdict[Action, list[int]] = defaultdict(list)
+    ready = list(range(schedule.num_ranks))
+    while ready:
+        rank = ready.pop()
+        waits.pop(rank, None)
+        for action in schedule.actions[rank][positions[rank] :]:
+            needs = dependencies.of(action)
+            missing = next((need for need in needs if need not in done_at), None)
+            if missing is not None:
+                waits[rank] = Wait(rank, action, missing)
+                wakes[missing].append(rank)
+                break
+            start = max([clocks[rank], *(done_at[need] for need in needs)])
+            done_at[action] = start + cost(action)
+            if action.kind.is_compute:
+                clocks[rank] = done_at[action]
+                spans[rank].append(Span(action, start, done_at[action]))
+            positions[rank] += 1
+            ready += wakes.pop(action, [])
+    return Execution(tuple(map(tuple, spans)), tuple(waits[rank] for rank in sorted(waits)))
+
+
+_BACKWARD_KINDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Refuse a schedule that no run could be right with.
+
+    Every stage runs every microbatch once, forward and backward, on its rank; a schedule without any backward is one
+    for inference. All data that go between ranks are sent and received once, and none else. No rank waits forever: that
+    is proven by a run without data.
+
+    Args:
+        schedule: With its sends and receives: see `add_communication`.
+
+    Raises:
+        ValueError: It is wrong; the message names the first rank and action found to be so, or who waits for what.
+    """
+    _check_sizes(schedule)
+    for rank, actions in enumerate(schedule.actions):
+        _check_places(schedule, rank, actions)
+    _check_compute(schedule)
+    _check_transfers(schedule)
+    _check_order(schedule)
+    waits = execute(schedule, lambda _: 0.0).waits
+    if waits:
+        raise ValueError(f"schedule {schedule.name!r} never ends: {_describe(schedule, waits)}")
+
+
+def _check_sizes(schedule: Schedule) -> None:
+    if schedule.num_microbatches < 1:
+        raise _error(schedule, f"there must be at least 1 microbatch, not {schedule.num_microbatches}")
+    for stage, rank in enumerate(schedule.stage_ranks):
+        if not 0 <= rank < schedule.num_ranks:
+            raise _error(schedule, f"stage {stage} is on rank {rank}, and it has {counted(schedule.num_ranks, 'rank')}")
+    for rank in range(schedule.num_ranks):
+        if rank not in schedule.stage_ranks:
+            raise _error(schedule, f"rank {rank} has no stage; stage_ranks is {schedule.stage_ranks}")
+    if not schedule.num_ranks:
+        raise _error(schedule, "there is no rank, so nobody does anything")
+
+
+def _check_places(schedule: Schedule, rank: int, actions: Sequence[Action]) -> None:
+    """Whether a rank's actions are of its own stages and of microbatches that there are, and none is there twice."""
+    for action in actions:
+        if not 0 <= action.stage < schedule.num_stages:
+            raise _error(schedule, f"rank {rank} has {action}, and it has {counted(schedule.num_stages, 'stage')}")
+        if not 0 <= action.microbatch < schedule.num_microbatches:
+            raise _error(
+                schedule, f"rank {rank} has {action}, and it has {counted(schedule.num_microbatches, 'microbatch')}"
+            )
+        if schedule.stage_ranks[action.stage] != rank:
+            place = schedule.stage_ranks[action.stage]
+            raise _error(schedule, f"rank {rank} has {action}, and stage {action.stage} is on rank {place}")
+    for action, count in Counter(actions).items():
+        if count > 1:
+            raise _error(schedule, f"rank {rank} has {action} {counted(count, 'time')}; once is right")
+
+
+def _check_compute(schedule: Schedule) -> None:
+    found = {action for actions in schedule.actions for action in actions}
+    has_backward = any(action.kind in _BACKWARD_KINDS for action in found)
+    for stage, rank in enumerate(schedule.stage_ranks):
+        for microbatch in range(schedule.num_microbatches):
+            if Action(ActionKind.FORWARD, stage, microbatch) not in found:
+                raise _error(schedule, f"rank {rank} lacks {Action(ActionKind.FORWARD, stage, microbatch)}")
+            if has_backward:
+                _check_backward(schedule, found, stage, microbatch)
+
+
+def _check_backward(schedule: Schedule, found: set[Action], stage: int, microbatch: int) -> None:
+    """Whether there is either a whole backward or both of its parts."""
+    whole, inputs, weights = (Action(kind, stage, microbatch) for kind in _BACKWARD_KINDS)
+    rank = schedule.stage_ranks[stage]
+    parts = [part for part in (inputs, weights) if part in found]
+    if whole in found and parts:
+        raise _error(schedule, f"rank {rank} has {whole} and also {parts[0]}, which is a part of it")
+    if whole in found or len(parts) == 2:
+        return
+    if parts:
+        raise _error(schedule, f"rank {rank} has {parts[0]} but lacks {weights if parts[0] == inputs else inputs}")
+    raise _error(schedule, f"rank {rank} lacks {whole}, or {inputs} and {weights}")
+
+
+def _check_transfers(schedule: Schedule) -> None:
+    for rank, actions in enumerate(schedule.actions):
+        # In the order in which they come, which the keys of a dict keep.
+        found = {action: None for action in actions if not action.kind.is_compute}
+        wanted = dict.fromkeys(_transfers(schedule, actions))
+        missing = [transfer for transfer in wanted if transfer not in found]
+        excess = [transfer for transfer in found if transfer not in wanted]
+        if missing:
+            advice = "" if has_communication(schedule) else "; add_communication adds all sends and receives"
+            raise _error(schedule, f"rank {rank} lacks {missing[0]}: {_reason(schedule, missing[0])}{advice}")
+        if excess:
+            raise _error(schedule, f"rank {rank} has {excess[0]}, but {_reason(schedule, excess[0])}")
+
+
+def _transfers(schedule: Schedule, actions: Iterable[Action]) -> Iterable[Action]:
+    """The sends and receives that go with a rank's compute actions."""
+    for action in actions:
+        for transfer in (receive_for(schedule, action), send_after(schedule, action)):
+            if transfer is not None:
+                yield transfer
+
+
+def _reason(schedule: Schedule, transfer: Action) -> str:
+    """What is on the other side of a transfer."""
+    up = transfer.kind in {ActionKind.SEND_FORWARD, ActionKind.RECV_BACKWARD}
+    neighbour = transfer.stage + (1 if up else -1)
+    if not 0 <= neighbour < schedule.num_stages:
+        return f"stage {transfer.stage} is the {'last' if up else 'first'}"
+    rank = schedule.stage_ranks[neighbour]
+    if rank == schedule.stage_ranks[transfer.stage]:
+        return f"stage {neighbour} is on rank {rank} too"
+    if not transfer.kind.is_forward and not any(
+        action.kind in _BACKWARD_KINDS for actions in schedule.actions for action in actions
+    ):
+        return "the schedule has no backward"
+    return f"stage {neighbour} is on rank {rank}"
+
+
+def _check_order(schedule: Schedule) -> None:
+    """Whether each rank does what an action of its own needs before that."""
+    dependencies = Dependencies(schedule)
+    for rank, actions in enumerate(schedule.actions):
+        done: set[Action] = set()
+        for action in actions:
+            for needed in dependencies.of(action):
+                if schedule.stage_ranks[needed.stage] == rank and needed not in done:
+                    raise _error(schedule, f"rank {rank} has {action} before {needed}, which has to come first")
+            done.add(action)
+
+
+def _describe(schedule: Schedule, waits: Sequence[Wait]) -> str:
+    stuck_at = {wait.rank: wait.action for wait in waits}
+    descriptions = []
+    for wait in waits:
+        rank = schedule.stage_ranks[wait.needed.stage]
+        descriptions.append(
+            f"rank {wait.rank} waits at {wait.action} for {wait.needed}, which comes on rank {rank} after"
+            f" {stuck_at[rank]}"
+        )
+    return "; ".join(descriptions)
+
+
+def _error(schedule: Schedule, problem: str) -> ValueError:
+    return ValueError(f"schedule {schedule.name!r} is wrong: {problem}")

@@ -1,0 +1,260 @@
+"""Schedules as pictures: what each rank does when, as text and as a plot."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from ferrodist.installation import how_to_install
+from ferrodist.parallel.pipeline.schedule.ir import ActionKind
+from ferrodist.parallel.pipeline.schedule.timeline import Timeline, predict
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+
+    from ferrodist.parallel.pipeline.schedule.ir import Action, Schedule
+    from ferrodist.parallel.pipeline.schedule.timeline import Costs
+    from ferrodist.parallel.pipeline.schedule.validate import Span
+
+_NAMES = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "backward of inputs",
+    ActionKind.BACKWARD_WEIGHT: "backward of weights",
+}
+_COLOURS = {
+    ActionKind.FORWARD: (0.19, 0.40, 0.65),
+    ActionKind.BACKWARD: (0.85, 0.42, 0.10),
+    ActionKind.BACKWARD_INPUT: (0.75, 0.22, 0.27),
+    ActionKind.BACKWARD_WEIGHT: (0.22, 0.52, 0.29),
+}
+_PALEST = 0.55
+"""How far towards white the colours of a rank's last stage go."""
+
+_MOST_PARTS = 20
+"""Into how many columns the shortest action may be divided, so that all actions have whole numbers of them."""
+_MOST_COLUMNS, _MOST_COLUMNS_FOR_AN_ACTION = 1000, 20
+"""How broad a drawing may get: the first, or the second for each action of a rank if that is more."""
+_TOLERANCE = 1e-6
+"""Of a column: what sums of costs differ by when they should not."""
+
+
+def draw_text(drawn: Schedule | Timeline, costs: Costs | None = None, *, unit: float | None = None) -> str:
+    """Draw a schedule as lines of text: a row for each rank, a column for each unit of time.
+
+    An action is written at its beginning and goes on, as dashes, to its end. Forwards are the numbers of their
+    microbatches; other actions have the letter before them that they have in a schedule's text. If a rank has several
+    stages, the stage and a dot come before the microbatch.
+
+    Args:
+        drawn: A schedule, or when its actions took place.
+        costs: What a schedule's actions cost: see `predict`.
+        unit: The time of a column. If None, the longest that all actions are multiples of, or a longer one if that made
+            the drawing too broad. Beginnings and ends that are not multiples are rounded, and the text says so.
+
+    Raises:
+        ValueError: The schedule is wrong, there are costs for a timeline, or the unit is not positive.
+    """
+    timeline = _timeline(drawn, costs)
+    schedule = timeline.schedule
+    if unit is None:
+        unit = _choose_unit(timeline)
+    elif not unit > 0:
+        raise ValueError(f"unit must be greater than 0, not {unit}")
+    with_stages = any(len(stages) > 1 for stages in schedule.rank_stages)
+    rows = [[_Cell(span, unit, with_stages=with_stages) for span in spans] for spans in timeline.spans]
+    width = max((cell.wanted_width for cells in rows for cell in cells if cell.num_columns), default=1)
+    num_columns = _column(timeline.duration, unit)
+    heads = [f"rank {rank}" for rank in range(schedule.num_ranks)]
+    lines = [
+        f"{head:<{len(heads[-1])}} | {_draw_row(cells, num_columns, width)}"
+        for head, cells in zip(heads, rows, strict=True)
+    ]
+    microbatches = counted(schedule.num_microbatches, "microbatch")
+    sizes = f"{counted(schedule.num_ranks, 'rank')}, {counted(schedule.num_stages, 'stage')}, {microbatches}"
+    lines = [
+        f"{schedule.name}: {sizes}",
+        *lines,
+        _describe_cells(timeline, with_stages=with_stages),
+        _describe_columns(unit, rows, rounded=not _fits(timeline, unit)),
+        f"duration {timeline.duration:g}, bubble fraction {timeline.bubble_fraction:.1%}",
+    ]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def plot(drawn: Schedule | Timeline, path: Path | str, costs: Costs | None = None) -> None:
+    """Draw a schedule into a PNG file: a row for each rank, a box with the microbatch's number for each action.
+
+    Args:
+        drawn: A schedule, or when its actions took place.
+        path: The file.
+        costs: What a schedule's actions cost: see `predict`.
+
+    Raises:
+        ValueError: The schedule is wrong, there are costs for a timeline, or nothing takes time.
+        ModuleNotFoundError: There is no matplotlib, which the extra ``demo`` brings.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - needs the extra
+        from matplotlib.figure import Figure  # noqa: PLC0415 - needs the extra
+    except ModuleNotFoundError as error:
+        message = f"plot needs matplotlib, which is not installed here: {how_to_install('demo')}"
+        raise ModuleNotFoundError(message, name=error.name) from error
+
+    timeline = _timeline(drawn, costs)
+    schedule = timeline.schedule
+    lengths = _lengths(timeline)
+    if not lengths:
+        raise ValueError("nothing takes time in this schedule, so there is nothing to see: give some action a cost")
+    width = min(max(0.28 * timeline.duration / min(lengths), 8), 40)
+    figure = Figure(figsize=(width, 1.6 + 0.4 * schedule.num_ranks), layout="constrained", dpi=150)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    _plot_boxes(axes, timeline, points=72 * width * 0.9 / timeline.duration)
+    axes.set(
+        title=f"{schedule.name}: {timeline.bubble_fraction:.1%} bubble",
+        xlabel="time",
+        xlim=(0, timeline.duration),
+        ylim=(schedule.num_ranks - 0.5, -0.5),
+        yticks=range(schedule.num_ranks),
+        yticklabels=[f"rank {rank}" for rank in range(schedule.num_ranks)],
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    title = "paler: later stages of a rank" if schedule.num_stages > schedule.num_ranks else None
+    figure.legend(loc="outside lower center", ncols=len(_NAMES), frameon=False, title=title)
+    figure.savefig(path, format="png")
+
+
+def _timeline(drawn: Schedule | Timeline, costs: Costs | None) -> Timeline:
+    if not isinstance(drawn, Timeline):
+        return predict(drawn, costs)
+    if costs is not None:
+        raise ValueError("costs go with a schedule; a timeline has its times already")
+    return drawn
+
+
+def _lengths(timeline: Timeline) -> list[float]:
+    """Of the actions that take time."""
+    return [span.stop - span.start for spans in timeline.spans for span in spans if span.stop > span.start]
+
+
+class _Cell:
+    """An action in a row of text.
+
+    Args:
+        span: The action.
+        unit: The time of a column.
+        with_stages: Whether it shows its stage.
+    """
+
+    __slots__ = ("label", "num_columns", "start")
+
+    def __init__(self, span: Span, unit: float, *, with_stages: bool) -> None:
+        self.label = _label(span.action, with_stages=with_stages)
+        self.start = _column(span.start, unit)
+        self.num_columns = _column(span.stop, unit) - self.start
+
+    @property
+    def wanted_width(self) -> int:
+        """How many characters a column has to have for the label and a space after it."""
+        return -(-(len(self.label) + 1) // self.num_columns)
+
+
+def _label(action: Action, *, with_stages: bool) -> str:
+    stage = f"{action.stage}." if with_stages else ""
+    return f"{_letter(action.kind)}{stage}{action.microbatch}"
+
+
+def _letter(kind: ActionKind) -> str:
+    return "" if kind is ActionKind.FORWARD else kind.value
+
+
+def _draw_row(cells: Sequence[_Cell], num_columns: int, width: int) -> str:
+    row, column = "", 0
+    for cell in cells:
+        if cell.num_columns:
+            row += ".".ljust(width) * (cell.start - column)
+            row += cell.label.ljust(cell.num_columns * width - 1, "-") + " "
+            column = cell.start + cell.num_columns
+    return row + ".".ljust(width) * (num_columns - column)
+
+
+def _column(time: float, unit: float) -> int:
+    # Unlike round(), this never brings two times together that are a unit apart.
+    return math.floor(time / unit + 0.5)
+
+
+def _choose_unit(timeline: Timeline) -> float:
+    """The longest time that all actions are multiples of; a part of the shortest if there is none."""
+    # The unit that is looked for divides the shortest action, since it divides its beginning and its end.
+    shortest = min(_lengths(timeline), default=1.0)
+    most = max(_MOST_COLUMNS, _MOST_COLUMNS_FOR_AN_ACTION * max(map(len, timeline.spans)))
+    for parts in range(1, _MOST_PARTS + 1):
+        if timeline.duration * parts / shortest <= most and _fits(timeline, shortest / parts):
+            return shortest / parts
+    return max(shortest / 4, timeline.duration / most)
+
+
+def _fits(timeline: Timeline, unit: float) -> bool:
+    """Whether everything begins and ends at multiples of a unit."""
+    times = {time for spans in timeline.spans for span in spans for time in (span.start, span.stop)}
+    return all(abs(time / unit - _column(time, unit)) < _TOLERANCE for time in times)
+
+
+def _describe_cells(timeline: Timeline, *, with_stages: bool) -> str:
+    """What stands for what, for the kinds that there are."""
+    kinds = {span.action.kind for spans in timeline.spans for span in spans}
+    place, words = ("s.m", "stage s, microbatch m") if with_stages else ("m", "microbatch m")
+    marks = [f"{_letter(kind)}{place} {name}" for kind, name in _NAMES.items() if kind in kinds]
+    return f"{', '.join(marks)} of {words}; . idle"
+
+
+def _describe_columns(unit: float, rows: Sequence[Sequence[_Cell]], *, rounded: bool) -> str:
+    left_out = sum(not cell.num_columns for cells in rows for cell in cells)
+    return "".join(
+        (
+            f"a column is {unit:g}",
+            "; beginnings and ends are rounded" if rounded else "",
+            f"; actions too short to be seen: {left_out}" if left_out else "",
+        )
+    )
+
+
+def _plot_boxes(axes: Axes, timeline: Timeline, points: float) -> None:
+    """Draw all boxes; `points` is how wide a unit of time is."""
+    boxes: defaultdict[tuple[ActionKind, int], list[tuple[int, Span]]] = defaultdict(list)
+    for rank, spans in enumerate(timeline.spans):
+        stages = timeline.schedule.rank_stages[rank]
+        for span in spans:
+            boxes[span.action.kind, stages.index(span.action.stage)].append((rank, span))
+    num_shades = max(map(len, timeline.schedule.rank_stages))
+    kinds = list(_NAMES)
+    named: set[ActionKind] = set()
+    for kind, shade in sorted(boxes, key=lambda box: (box[1], kinds.index(box[0]))):
+        found = boxes[kind, shade]
+        paleness = _PALEST * shade / max(1, num_shades - 1)
+        axes.barh(
+            [rank for rank, _ in found],
+            [span.stop - span.start for _, span in found],
+            left=[span.start for _, span in found],
+            height=0.9,
+            color=[part + (1 - part) * paleness for part in _COLOURS[kind]],
+            edgecolor="white",
+            linewidth=0.5,
+            label=None if kind in named else _NAMES[kind],
+        )
+        named.add(kind)
+        for rank, span in found:
+            _plot_number(axes, rank, span, points, "black" if paleness > _PALEST / 2 else "white")
+
+
+def _plot_number(axes: Axes, rank: int, span: Span, points: float, colour: str) -> None:
+    number = str(span.action.microbatch)
+    size = min(9.0, (span.stop - span.start) * points / (0.75 * len(number)))
+    if size >= 3:  # smaller ones are only dirt
+        axes.text((span.start + span.stop) / 2, rank, number, ha="center", va="center", color=colour, fontsize=size)

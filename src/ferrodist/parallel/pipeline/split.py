@@ -1,0 +1,473 @@
+"""A torch.nn.Sequential divided into the stages of a pipeline, which cost about the same.
+
+The stages of a model, what each of them holds, and the parameters that several of them have.
+
+Where a row of costs is cut, so that the largest part costs as little as it can.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from numbers import Real
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from ferrodist.collectives.arguments import check_integer, group_and_timeout
+from ferrodist.collectives.objects import broadcast_object
+from ferrodist.deadline import Deadline
+from ferrodist.errors import UnsupportedOpError
+from ferrodist.parallel.module_init import compare_forms
+from ferrodist.parallel.pipeline.measure import measure_times
+from ferrodist.parallel.pipeline.state_dict import unwrap
+from ferrodist.torch_private.modules import own_buffers, own_modules, own_parameters
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ferrodist.backends.base import Backend
+
+if TYPE_CHECKING:
+    Shared: TypeAlias = tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Contents:
+    """What a stage had when it was made: its modules, in words, and its parameters' elements, where they are known."""
+
+    modules: str
+    num_parameters: int | None
+
+
+class Stages(list["torch.nn.Module | None"]):
+    """All stages of a model, in order; it keeps its length.
+
+    A rank that needs only some of them may replace the others by None, which frees their memory; `describe` still
+    knows what they were.
+
+    Args:
+        stages: The modules; None for a stage that is elsewhere.
+        prefixes: For each stage what the names of its parameters begin with in the whole model, as ``"blocks.0."``, or
+            nothing. None takes the names of ``torch.nn.Sequential(*stages)``: ``"0."``, ``"1."``, ...
+        costs: What each stage costs, in any unit; None where it isn't known. Without, its number of parameters.
+        costs_name: What the costs are, as "measured times".
+
+    Raises:
+        TypeError: A stage is no module.
+        ValueError: There are none, or not as many prefixes or costs as stages; a prefix is no module's; or parameters
+            or buffers of two stages have one name in the whole model, or they have parts of one module.
+    """
+
+    def __init__(
+        self,
+        stages: Iterable[torch.nn.Module | None],
+        prefixes: Sequence[str] | None = None,
+        *,
+        costs: Sequence[float | None] | None = None,
+        costs_name: str = "parameters",
+    ) -> None:
+        super().__init__(stages)
+        for number, stage in enumerate(self):
+            if stage is not None and not isinstance(stage, torch.nn.Module):
+                raise TypeError(f"stage {number} must be a torch.nn.Module, or None, not {type(stage).__name__}")
+        self.prefixes = tuple(prefixes) if prefixes is not None else tuple(f"{each}." for each in range(len(self)))
+        """For each stage what the names of its parameters begin with in the whole model."""
+        self._contents = tuple(_describe(stage) for stage in self)
+        self.costs = tuple(costs) if costs is not None else tuple(each.num_parameters for each in self._contents)
+        """What each stage costs; None where it isn't known."""
+        if not self or not len(self) == len(self.prefixes) == len(self.costs):
+            raise ValueError(
+                f"{counted(len(self), 'stage')}, {counted(len(self.prefixes), 'prefix')} and"
+                f" {counted(len(self.costs), 'cost')}: pass at least one stage, and a prefix and a cost for each"
+            )
+        self._costs_name = costs_name
+        _check_prefixes(self, self.prefixes)
+        _check_modules(self, self.prefixes)
+
+    @property
+    def imbalance(self) -> float:
+        """What the largest stage costs, over the mean of all whose costs are known: 1 is even.
+
+        A pipeline is as slow as its slowest stage, so the others wait for all above 1.
+        """
+        known = [cost for cost in self.costs if cost is not None]
+        return max(known) * len(known) / sum(known) if any(known) else 1.0
+
+    def describe(self) -> str:
+        """A table of the stages, a line each: modules, parameters, and its share of the costs; then the imbalance."""
+        total = sum(cost for cost in self.costs if cost is not None)
+        rows = [("stage", "modules", "parameters", f"share of {self._costs_name}")]
+        for number, (contents, cost) in enumerate(zip(self._contents, self.costs, strict=True)):
+            size = "unknown" if contents.num_parameters is None else f"{contents.num_parameters:,}"
+            share = "unknown" if cost is None else f"{cost / total if total else 1 / len(self):.1%}"
+            rows.append((str(number), contents.modules, size, share))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return "".join(f"{line}\n" for line in [*lines, f"The largest stage has {self.imbalance:.2f} times the mean."])
+
+
+def find_shared(stages: Sequence[torch.nn.Module | None]) -> list[Shared]:
+    """Find the parameters that several stages have, as tied embeddings are, whose gradients belong together.
+
+    Call it while all stages are in one process: copies that were made since are not seen to be the same.
+
+    Args:
+        stages: All stages of a model; None is passed over.
+
+    Returns:
+        For each such parameter its places: (stage, name in that stage), one a stage, where it has several names there
+        the first. Both are in the order of stages and of their ``named_parameters``.
+    """
+    places: dict[torch.nn.Parameter, list[tuple[int, str]]] = {}
+    for number, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters() if stage is not None else ():
+            places.setdefault(parameter, []).append((number, name))
+    return [tuple(found) for found in places.values() if len(found) > 1]
+
+
+def count_parameters(module: torch.nn.Module) -> int | None:
+    """The elements of a module's parameters, each once; None when some of them have no shape yet."""
+    parameters = list(module.parameters())
+    if any(torch.nn.parameter.is_lazy(each) for each in parameters):
+        return None
+    return sum(each.numel() for each in parameters)
+
+
+def _describe(stage: torch.nn.Module | None) -> _Contents:
+    if stage is None:
+        return _Contents(modules="elsewhere", num_parameters=None)
+    modules = type(stage).__name__
+    if isinstance(stage, torch.nn.Sequential) and len(stage):
+        names = list(own_modules(stage))
+        modules = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
+    return _Contents(modules=modules, num_parameters=count_parameters(stage))
+
+
+def _check_prefixes(stages: Sequence[torch.nn.Module | None], prefixes: Sequence[str]) -> None:
+    found: dict[str, int] = {}
+    for number, (stage, prefix) in enumerate(zip(stages, prefixes, strict=True)):
+        if prefix and not prefix.endswith("."):
+            raise ValueError(
+                f"the prefix of stage {number} is {prefix!r}: end it with a dot, so that a parameter of it is"
+                f" {prefix + '.weight'!r} in the whole model"
+            )
+        if stage is None:
+            continue
+        module, place = unwrap(stage), prefix.removesuffix(".")
+        for name in (
+            *(name for name, _ in module.named_parameters(prefix=place, remove_duplicate=False)),
+            *(name for name, _ in module.named_buffers(prefix=place, remove_duplicate=False)),
+        ):
+            if found.setdefault(name, number) != number:
+                raise ValueError(
+                    f"stages {found[name]} and {number} both have {name!r} in the whole model: give them prefixes that"
+                    " differ"
+                )
+
+
+def _check_modules(stages: Sequence[torch.nn.Module | None], prefixes: Sequence[str]) -> None:
+    """No module of the whole model has parts in several stages, for then it would be several modules."""
+    owners: dict[str, int] = {}
+    places: list[list[str]] = []
+    for number, (stage, prefix) in enumerate(zip(stages, prefixes, strict=True)):
+        children = unwrap(stage).named_children() if stage is not None else ()
+        found = [f"{prefix}{name}." for name, child in children if _holds_tensors(child)]
+        owners.update(dict.fromkeys(found, number))
+        places.append([prefix, *found])
+    for number, own in enumerate(places):
+        for place, owner in owners.items():
+            if owner != number and any(each.startswith(place) for each in own):
+                raise ValueError(
+                    f"stages {min(owner, number)} and {max(owner, number)} both have parts of {place[:-1]!r} in the"
+                    " whole model: give them other prefixes, or divide the model between modules"
+                )
+
+
+def _holds_tensors(module: torch.nn.Module) -> bool:
+    return any(True for _ in (*module.parameters(), *module.buffers()))
+
+
+def partition(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
+    """Divide a row of costs into parts, none empty, of which the largest costs as little as possible.
+
+    It is exact, for it counts in integers: first the least limit that ``num_parts`` parts can keep, by bisection, then
+    the best parts within that limit, by dynamic programming from the end. Of several divisions with the same largest
+    part it takes the most even one, which has the least sum of squares. Of several of these each part, from the first
+    on, costs as little as it can, for the first stages of a pipeline keep the most microbatches, and is then as long as
+    it can be, so that what costs nothing goes with what comes before. Where nothing costs anything, all costs are taken
+    for equal.
+
+    Takes O(n log(total)) and O(num_parts n w) steps for n costs, of which at most w are in a part.
+
+    Args:
+        costs: Finite, none negative; at least ``num_parts``.
+        num_parts: At least 1.
+
+    Returns:
+        For each part how many costs it has.
+    """
+    whole = _as_integers(costs) if any(costs) else [1] * len(costs)
+    sums = [0, *accumulate(whole)]
+    limit = _least_limit(sums, max(whole), num_parts)
+    least = _least_squares(sums, limit, num_parts)
+    cuts = [0]
+    for after in reversed(range(num_parts)):  # parts that follow the one whose end is chosen
+        start = cuts[-1]
+        ends = [
+            end
+            for end in _ends(sums, start, limit)
+            if end in least[after] and (sums[end] - sums[start]) ** 2 + least[after][end] == least[after + 1][start]
+        ]
+        cuts.append(min(ends, key=lambda end: (sums[end], -end)))
+    return tuple(end - start for start, end in pairwise(cuts))
+
+
+def _as_integers(costs: Sequence[float]) -> list[int]:
+    """The same costs in another unit: every float is an integer over a power of two."""
+    ratios = [cost.as_integer_ratio() for cost in costs]
+    unit = math.lcm(*(denominator for _, denominator in ratios))
+    return [numerator * (unit // denominator) for numerator, denominator in ratios]
+
+
+def _least_limit(sums: Sequence[int], largest: int, num_parts: int) -> int:
+    """What the largest part costs at best. Fewer parts within it do as well: cutting them on makes none larger."""
+    low, high = max(largest, -(-sums[-1] // num_parts)), sums[-1]
+    while low < high:
+        middle = (low + high) // 2
+        if _count_parts(sums, middle) <= num_parts:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _count_parts(sums: Sequence[int], limit: int) -> int:
+    """How few parts are within a limit: each takes as much as it can."""
+    start = count = 0
+    while start < len(sums) - 1:
+        start = bisect_right(sums, sums[start] + limit) - 1
+        count += 1
+    return count
+
+
+def _least_squares(sums: Sequence[int], limit: int, num_parts: int) -> list[dict[int, int]]:
+    """For each number of parts: from where that many within the limit reach the end, and their least sum of squares."""
+    last = len(sums) - 1
+    least = [{last: 0}]
+    for parts in range(1, num_parts + 1):
+        after = least[-1]
+        found: dict[int, int] = {}
+        for start in range(num_parts - parts, last - parts + 1):
+            squares = [(sums[end] - sums[start]) ** 2 + after[end] for end in _ends(sums, start, limit) if end in after]
+            if squares:
+                found[start] = min(squares)
+        least.append(found)
+    return least
+
+
+def _ends(sums: Sequence[int], start: int, limit: int) -> range:
+    """Where a part that begins there may end."""
+    return range(start + 1, bisect_right(sums, sums[start] + limit))
+
+
+if TYPE_CHECKING:
+    Children: TypeAlias = Sequence[tuple[str, torch.nn.Module]]
+    ChildCosts: TypeAlias = Sequence[float | None]
+
+
+class Balance(enum.Enum):
+    """What the stages of a model have about as much of."""
+
+    PARAMETERS = "parameters"
+    """Elements of their parameters, frozen ones too. What a child shares with others counts for each of them."""
+
+    TIMES = "measured times"
+    """Seconds for a forward and a backward, measured here and now."""
+
+
+def split_sequential(
+    model: torch.nn.Sequential,
+    num_stages: int,
+    balance: Balance | Sequence[int] = Balance.PARAMETERS,
+    *,
+    costs: Sequence[float] | None = None,
+    sample: Any = None,
+    group: Backend | None = None,
+    timeout: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Stages:
+    """Divide a Sequential into stages, each a Sequential of successive children of it, which keep their names.
+
+    So the keys of the stages' states are those of the model's. The children are those of the model, not copies; the
+    model itself stays as it is, and so do hooks that were registered with the model rather than with its children.
+
+    The most costly stage costs as little as it can: see `partition`, also for what is chosen where several divisions
+    do. Parameters are counted on the meta device, too. Times are measured in the mode that the model is in, training
+    or not, on copies of the children, one at a time: the model, the sample and the random generators stay bit for bit
+    what they were. Something that forwards change outside of the model, as a hook's counter, is changed.
+
+    Measured times differ from rank to rank, and with them what each would choose. So pass ``group``, and call this on
+    all of its ranks: rank 0 measures, while the others wait, and its costs are taken everywhere. Only rank 0 needs a
+    sample.
+
+    Args:
+        model: What to divide.
+        num_stages: Into how many stages; at most as many as the model has children.
+        balance: What to have about as much of in each stage. Or for each stage how many children it gets.
+        costs: What each child costs, in any unit, instead of its parameters; none is negative.
+        sample: For `Balance.TIMES`: what the model is called with, as large as a microbatch.
+        group: Whose ranks divide the model together; None asks no other rank.
+        timeout: Seconds for all ranks to do so, measuring included; None takes the group's.
+        clock: Where measured times come from, in seconds.
+
+    Raises:
+        TypeError: The model is no Sequential, or has a forward of its own; or an argument has another type.
+        ValueError: There are fewer children than stages, or an argument fits no such model; the model has parameters of
+            its own; children have parameters whose shapes aren't known yet; there is no sample; or a child fails on it.
+        CollectiveMismatchError: On every rank, when the ranks divide different models, or differently. The group stays
+            good.
+        UnsupportedOpError: On the other ranks, when rank 0 raises while it finds the costs. The group stays good.
+    """
+    children = _children_of(model)
+    num_stages = _check_num_stages(num_stages, len(children))
+    counts = None if isinstance(balance, Balance) else _check_counts(balance, num_stages, len(children))
+    given = None if costs is None else _check_costs(costs, len(children))
+    is_measured = balance is Balance.TIMES
+    if is_measured and given is not None:
+        raise ValueError("Balance.TIMES measures what costs= says: pass one of the two")
+    if sample is not None and not is_measured:
+        raise ValueError("sample= is for measuring: pass Balance.TIMES with it")
+
+    def find_costs() -> ChildCosts:
+        if given is not None:
+            return given
+        return _measure(children, sample, clock) if is_measured else _count(children, is_needed=counts is None)
+
+    costs_name = "costs" if given is not None else (Balance.TIMES if is_measured else Balance.PARAMETERS).value
+    if group is None:
+        found = find_costs()
+    else:
+        division = f"{counted(num_stages, 'stage')}" if counts is None else f"stages of {counts} children"
+        lines = [f"{division} by {costs_name}", *(f"child {name!r}, {_kind(child)}" for name, child in children)]
+        found = _find_on_rank_0(find_costs, lines, group, timeout)
+    if counts is None:
+        counts = partition([cost for cost in found if cost is not None], num_stages)
+    return _make_stages(model, children, counts, found, costs_name)
+
+
+def _find_on_rank_0(
+    find_costs: Callable[[], ChildCosts], lines: Sequence[str], group: Backend, timeout: float | None
+) -> ChildCosts:
+    """The costs that rank 0 finds, on all ranks, which divide the same model in the same way or raise."""
+    group, limit = group_and_timeout(group, timeout)
+    deadline = Deadline(limit)
+    failure, found = None, None
+    if group.rank == 0:
+        try:
+            found = find_costs()
+        except (TypeError, ValueError) as error:
+            failure = error
+    refusal = None if failure is None else str(failure)
+    try:
+        compare_forms(lines, group, deadline, maker="split_sequential", module="Sequential", refusal=refusal)
+    except UnsupportedOpError:
+        if failure is not None:
+            raise failure from failure.__cause__
+        raise
+    costs: ChildCosts = broadcast_object(found, group=group, timeout=deadline.remaining())
+    return costs
+
+
+def _make_stages(
+    model: torch.nn.Sequential, children: Children, counts: Sequence[int], costs: ChildCosts, costs_name: str
+) -> Stages:
+    stages, stage_costs, start = [], [], 0
+    for count in counts:
+        end = start + count
+        stage = torch.nn.Sequential(OrderedDict(children[start:end]))
+        stage.training = model.training  # train() would change the children, which may be in another mode
+        stages.append(stage)
+        known = [cost for cost in costs[start:end] if cost is not None]
+        stage_costs.append(math.fsum(known) if len(known) == count else None)
+        start = end
+    return Stages(stages, [""] * len(stages), costs=stage_costs, costs_name=costs_name)
+
+
+def _count(children: Children, *, is_needed: bool) -> ChildCosts:
+    counts = [count_parameters(child) for _, child in children]
+    if is_needed and None in counts:
+        name, child = children[counts.index(None)]
+        raise ValueError(
+            f"child {name!r} ({_kind(child)}) is lazy, and its parameters have no shape yet: call the model once"
+            " before, or pass costs=, or for each stage how many children it gets"
+        )
+    return counts
+
+
+def _measure(children: Children, sample: Any, clock: Callable[[], float]) -> ChildCosts:
+    if sample is None:
+        raise ValueError("Balance.TIMES measures: pass sample=, what the model is called with for a microbatch")
+    return measure_times(children, sample, clock=clock)
+
+
+def _kind(child: torch.nn.Module) -> str:
+    return f"{'an' if type(child).__name__[0] in 'AEIOU' else 'a'} {type(child).__name__}"
+
+
+def _children_of(model: torch.nn.Sequential) -> Children:
+    if not isinstance(model, torch.nn.Sequential) or type(model).forward is not torch.nn.Sequential.forward:
+        raise TypeError(
+            f"split_sequential divides a torch.nn.Sequential with its own forward, not {type(model).__name__}: make"
+            " Stages of the modules that are its stages"
+        )
+    own = [*own_parameters(model), *own_buffers(model)]
+    if own:
+        raise ValueError(f"{own[0]!r} is the model's own, and no child's: register it with the child that uses it")
+    return list(own_modules(model).items())  # type: ignore[arg-type]
+
+
+def _check_num_stages(num_stages: int, num_children: int) -> int:
+    num_stages = check_integer(num_stages, "num_stages")
+    if not 1 <= num_stages <= num_children:
+        raise ValueError(
+            f"a Sequential of {counted(num_children, 'child')} has from 1 to {counted(num_children, 'stage')},"
+            f" and not {num_stages}: ask"
+            " for fewer, or divide the model into more children"
+        )
+    return num_stages
+
+
+def _check_counts(balance: Sequence[int], num_stages: int, num_children: int) -> tuple[int, ...]:
+    if not isinstance(balance, Sequence) or isinstance(balance, (str, bytes)):
+        raise TypeError(
+            f"balance must be Balance.PARAMETERS, Balance.TIMES or for each stage how many children it gets, not"
+            f" {balance!r}"
+        )
+    counts = tuple(check_integer(count, "a number of children") for count in balance)
+    if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_children:
+        raise ValueError(
+            f"{list(counts)} does not divide {counted(num_children, 'child')} into"
+            f" {counted(num_stages, 'stage')}: pass a positive number"
+            f" for each stage; together they must be {num_children}"
+        )
+    return counts
+
+
+def _check_costs(costs: Sequence[float], num_children: int) -> ChildCosts:
+    if not isinstance(costs, Sequence) or not all(isinstance(cost, Real) for cost in costs):
+        raise TypeError(f"costs must be a list of numbers, one for each child, not {costs!r}")
+    found = [float(cost) for cost in costs]
+    wrong = next((cost for cost in found if not 0 <= cost < math.inf), None)  # NaN is not either
+    if wrong is not None:
+        raise ValueError(f"a child costs {wrong}: pass costs that are finite and not negative")
+    if len(found) != num_children:
+        raise ValueError(f"{counted(len(found), 'cost')} for {counted(num_children, 'child')}: pass one for each")
+    return list(found)

@@ -1,0 +1,35 @@
+"""Tensor parallelism: every rank has a part of each layer."""
+
+from __future__ import annotations
+
+from ferrodist.parallel.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    ParallelAttention,
+    ParallelEmbedding,
+    RowParallelLinear,
+)
+from ferrodist.parallel.tensor_parallel.parallelize import parallelize
+from ferrodist.parallel.tensor_parallel.styles import (
+    ColumnParallel,
+    RowParallel,
+    SequenceParallel,
+    Style,
+    VocabularyParallel,
+)
+
+__all__ = [
+    "ColumnParallel",
+    "ColumnParallelLinear",
+    "ParallelAttention",
+    "ParallelEmbedding",
+    "RowParallel",
+    "RowParallelLinear",
+    "SequenceParallel",
+    "Style",
+    "VocabularyParallel",
+    "parallelize",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,222 @@
+"""Layers that are made divided.
+
+Attention whose heads are divided over the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ferrodist.parallel.tensor_parallel.module_io import PreparedForward
+from ferrodist.parallel.tensor_parallel.parallelize import apply_style, check_mesh, divide
+from ferrodist.parallel.tensor_parallel.styles import (
+    ColumnParallel,
+    Preparation,
+    RowParallel,
+    Style,
+    VocabularyParallel,
+)
+from ferrodist.tensor.placement import Replicate, Shard
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    from ferrodist.mesh import DeviceMesh
+
+
+class ParallelAttention(nn.Module):
+    """Self-attention of several heads, of which each rank computes some; also grouped-query attention.
+
+    Queries, keys and values come from column-parallel layers, the output from a row-parallel one: forward takes one
+    allreduce, and so does backward. Fewer heads of keys and values than of queries are as in J. Ainslie et al., "GQA",
+    2023; where ranks can't divide these, each computes all of them.
+
+    It gives what it gets: of a DTensor a DTensor, of a plain tensor a plain one.
+
+    Args:
+        embed_dim: Features in and out.
+        num_heads: Heads of queries, a multiple of the ranks.
+        mesh: The ranks, along one axis; all of them make the layer.
+        num_kv_heads: Heads of keys and of values, a divisor of ``num_heads``; None is as many.
+        bias: Whether the four layers have one.
+        is_causal: Whether a place attends to those before it and itself only.
+        dropout: Of the attention's weights, in training.
+        sequence_dim: 1 where inputs and outputs are divided along the sequence; None is whole on every rank.
+        dtype: Of the parameters.
+
+    Shape:
+        (B, T, embed_dim) to the same.
+
+    Raises:
+        ValueError: Sizes don't divide, or the mesh has several axes.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        mesh: DeviceMesh,
+        num_kv_heads: int | None = None,
+        bias: bool = True,
+        is_causal: bool = False,
+        dropout: float = 0.0,
+        sequence_dim: int | None = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.is_causal = is_causal
+        self.dropout = dropout
+        self._check(embed_dim, mesh)
+        self.head_dim = embed_dim // num_heads
+        # How often heads of keys and values are repeated, so that ranks can divide them as they divide the queries.
+        self._sharing = mesh.size // math.gcd(mesh.size, self.num_kv_heads)
+        width = self.num_kv_heads * self.head_dim
+        options = {"bias": bias, "device": "cpu", "dtype": dtype}
+        self.queries = nn.Linear(embed_dim, embed_dim, **options)
+        self.keys = nn.Linear(embed_dim, width, **options)
+        self.values = nn.Linear(embed_dim, width, **options)
+        self.output = nn.Linear(embed_dim, embed_dim, **options)
+        given = Replicate() if sequence_dim is None else Shard(sequence_dim)
+        # The input is made whole once, for the three of them, and so are the gradients of it.
+        shared = ColumnParallel() if self._sharing == 1 else Style()
+        for layer, style in ((self.queries, ColumnParallel()), (self.keys, shared), (self.values, shared)):
+            divide(layer, mesh, {"": style})
+        apply_style(self.output, mesh, RowParallel(outputs=given), Shard(-1))
+        self.forward = PreparedForward(self.forward, mesh, Preparation(wanted=Replicate()), given)  # type: ignore[method-assign]
+
+    def _check(self, embed_dim: int, mesh: DeviceMesh) -> None:
+        check_mesh(mesh)
+        if self.num_heads < 1 or self.num_kv_heads < 1:
+            raise ValueError(
+                f"there is at least one head: num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+            )
+        if embed_dim % self.num_heads:
+            raise ValueError(f"embed_dim={embed_dim} is not a multiple of num_heads={self.num_heads}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.num_heads % mesh.size:
+            raise ValueError(f"num_heads={self.num_heads} can't be divided over {counted(mesh.size, 'rank')}")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attend."""
+        batch, length, width = x.shape
+        queries = self.queries(x).view(batch, length, self.num_heads, self.head_dim)
+        keys = self._shared(self.keys(x).view(batch, length, self.num_kv_heads, self.head_dim))
+        values = self._shared(self.values(x).view(batch, length, self.num_kv_heads, self.head_dim))
+        mixed = functional.scaled_dot_product_attention(
+            queries.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=self.is_causal,
+            enable_gqa=self.num_kv_heads * self._sharing != self.num_heads,
+        )
+        result: torch.Tensor = self.output(mixed.transpose(1, 2).reshape(batch, length, width))
+        return result
+
+    def _shared(self, heads: torch.Tensor) -> torch.Tensor:
+        """Heads repeated, one after the other, as often as ranks need."""
+        return heads if self._sharing == 1 else heads.repeat_interleave(self._sharing, dim=2)
+
+
+class ColumnParallelLinear(nn.Linear):
+    """``nn.Linear`` divided by its outputs; see `ColumnParallel`.
+
+    It gives what it gets: of a DTensor a DTensor, of a plain tensor, which is whole on every rank, this rank's part.
+    Its parameters have the values that ``nn.Linear`` draws on the first rank of the mesh, whose seed counts.
+
+    Args:
+        in_features, out_features, bias, dtype: As for ``nn.Linear``.
+        mesh: The ranks, along one axis; all of them make the layer.
+        gather_output: Whether the output is whole on every rank.
+        sequence_dim: The dim of the input along which it comes divided, to be gathered; None is whole.
+        blocks, chunks: As for `ColumnParallel`.
+
+    Shape:
+        (..., in_features) to (..., out_features), of which a rank has out_features / p.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,  # noqa: FBT001, FBT002 - as nn.Linear
+        *,
+        mesh: DeviceMesh,
+        gather_output: bool = False,
+        sequence_dim: int | None = None,
+        blocks: int = 1,
+        chunks: int = 1,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device="cpu", dtype=dtype)
+        given = Replicate() if sequence_dim is None else Shard(sequence_dim)
+        outputs = Replicate() if gather_output else Shard(-1)
+        apply_style(self, mesh, ColumnParallel(outputs=outputs, blocks=blocks, chunks=chunks), given)
+
+
+class RowParallelLinear(nn.Linear):
+    """``nn.Linear`` divided by its inputs; see `RowParallel`.
+
+    It gives what it gets: of a DTensor a DTensor, of a plain tensor, which is this rank's part of the input, the whole
+    output, or its part of it. Its parameters have the values that ``nn.Linear`` draws on the first rank of the mesh.
+
+    Args:
+        in_features, out_features, bias, dtype: As for ``nn.Linear``.
+        mesh: The ranks, along one axis; all of them make the layer.
+        sequence_dim: The dim of the output along which it is divided; None is whole on every rank.
+
+    Shape:
+        (..., in_features), of which a rank has in_features / p, to (..., out_features).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,  # noqa: FBT001, FBT002 - as nn.Linear
+        *,
+        mesh: DeviceMesh,
+        sequence_dim: int | None = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device="cpu", dtype=dtype)
+        outputs = Replicate() if sequence_dim is None else Shard(sequence_dim)
+        apply_style(self, mesh, RowParallel(outputs=outputs), Shard(-1))
+
+
+class ParallelEmbedding(nn.Embedding):
+    """``nn.Embedding`` divided by its vocabulary; see `VocabularyParallel`.
+
+    It gives what it gets: of a DTensor a DTensor, of a plain tensor, the tokens, the whole output, or this rank's part
+    of it. Its weight has the values that ``nn.Embedding`` draws on the first rank of the mesh.
+
+    Args:
+        num_embeddings, embedding_dim: As for ``nn.Embedding``.
+        mesh: The ranks, along one axis; all of them make the layer.
+        sequence_dim: The dim of the output along which it is divided; None is whole on every rank.
+        options: The other arguments of ``nn.Embedding``; ``max_norm`` and ``sparse`` are refused.
+
+    Shape:
+        (...) of integers to (..., embedding_dim).
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        mesh: DeviceMesh,
+        sequence_dim: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, **options)
+        outputs = Replicate() if sequence_dim is None else Shard(sequence_dim)
+        apply_style(self, mesh, VocabularyParallel(outputs=outputs), Replicate())

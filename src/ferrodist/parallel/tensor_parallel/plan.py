@@ -1,0 +1,178 @@
+"""Which module of a plan has which style, and how each parameter shall lie."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.parameter import is_lazy
+
+from ferrodist.collectives.reduce_op import DTYPES
+from ferrodist.errors import UnsupportedOpError
+from ferrodist.parallel.module_guard import describe_owner
+from ferrodist.parallel.module_init import find_initialiser, has_meta_tensors
+from ferrodist.parallel.tensor_parallel.module_io import find_arguments
+from ferrodist.parallel.tensor_parallel.styles import Style
+from ferrodist.tensor.dtensor import DTensor
+from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard
+from ferrodist.torch_private.autograd import backward_hooks, has_accumulate_hooks
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import nn
+
+
+def match_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
+    """The style of each module that has one, by its first path.
+
+    Raises:
+        TypeError, ValueError: The plan doesn't fit the module.
+    """
+    if not isinstance(plan, Mapping):
+        raise TypeError(f"a plan is a mapping from paths to styles, not {type(plan).__name__}")
+    # A module that is in several places has a path for each.
+    modules = dict(module.named_modules(remove_duplicate=False))
+    first = {one: name for name, one in reversed(modules.items())}
+    styles: dict[str, Style] = {}
+    by: dict[str, str] = {}
+    for pattern, style in plan.items():
+        if not isinstance(style, Style):
+            raise TypeError(f"the plan's {pattern!r} must be a style, as ColumnParallel(), not {style!r}")
+        found = [name for name in modules if _fits(name, pattern)]
+        if not found:
+            raise ValueError(
+                f"the plan's path {pattern!r} is of no module; some are {', '.join(map(repr, list(modules)[1:9]))}"
+            )
+        for one in dict.fromkeys(modules[name] for name in found):
+            name = first[one]
+            if name in styles and styles[name] != style:
+                raise ValueError(f"module {name!r} has two styles, by {by[name]!r} and by {pattern!r}")
+            style.check(name or type(module).__name__, one)
+            _check_arguments(name or type(module).__name__, one, style.preparation().wanted)
+            styles[name], by[name] = style, pattern
+    return styles
+
+
+def _fits(name: str, pattern: str) -> bool:
+    names, patterns = name.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
+
+
+def _check_arguments(name: str, module: nn.Module, wanted: Any) -> None:
+    """Raise unless the module takes the arguments of which a style says how they lie."""
+    names, takes_others = find_arguments(module.forward)
+    if takes_others or wanted is None or isinstance(wanted, Placement):
+        return
+    if isinstance(wanted, Mapping):
+        if unknown := [one for one in wanted if one not in names]:
+            raise ValueError(
+                f"module {name!r} takes no argument {unknown[0]!r}: it takes {', '.join(map(repr, names))}"
+            )
+    elif len(wanted) > len(names):
+        inputs = counted(len(wanted), "input")
+        raise ValueError(f"the style says how {inputs} of module {name!r} lie: it takes {', '.join(map(repr, names))}")
+
+
+def place_parameters(module: nn.Module, styles: Mapping[str, Style]) -> dict[nn.Parameter, Placement]:
+    """How each parameter shall lie; one that modules share lies as the style of one of them says.
+
+    Raises:
+        ValueError: A parameter can't be divided, or two styles don't agree about one.
+    """
+    found: dict[nn.Parameter, Placement] = {}
+    by: dict[nn.Parameter, str] = {}
+    for path, owner in module.named_modules():
+        style = styles.get(path)
+        for key, parameter in owner.named_parameters(recurse=False):
+            name = f"{path}.{key}".strip(".")
+            _check_parameter(name, parameter)
+            if style is None:
+                found.setdefault(parameter, Replicate())
+                continue
+            placement = style.placement_of(key, parameter)
+            if parameter in by and found[parameter] != placement:
+                raise ValueError(
+                    f"parameter {name!r} is also {by[parameter]!r}, and the plan divides it as {placement} and as"
+                    f" {found[parameter]}: give both modules styles that agree"
+                )
+            _check_dim(name, parameter, placement)
+            found[parameter], by[parameter] = placement, name
+    return found
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    is_distributed = isinstance(parameter, DTensor)
+    if is_distributed:
+        raise ValueError(f"parameter {name!r} is distributed already: parallelize a module once")
+    if parameter.is_cuda:
+        raise UnsupportedOpError(
+            f"parameter {name!r} is on {parameter.device}: distributed tensors are on the CPU, parallelize module.cpu()"
+        )
+    if is_lazy(parameter):
+        raise ValueError(f"parameter {name!r} has no shape yet: call the module once, which gives it one")
+    if backward_hooks(parameter) or has_accumulate_hooks(parameter):
+        raise ValueError(
+            f"parameter {name!r} has hooks, as DDP registers them, which would be lost: parallelize the module first,"
+            " then wrap it, or register them"
+        )
+    if parameter.grad is not None:
+        raise ValueError(f"parameter {name!r} has a gradient, which would be lost: call zero_grad() first")
+
+
+def _check_dim(name: str, parameter: nn.Parameter, placement: Placement) -> None:
+    """Raise unless a parameter has the dim that is to be divided, in the blocks that are asked for."""
+    if isinstance(placement, Partial):
+        raise ValueError(f"parameter {name!r} can't be {placement}: optimizers don't change parts of sums alike")  # noqa: TRY004
+    if not isinstance(placement, Shard):
+        return
+    shape = tuple(parameter.shape)
+    if not -len(shape) <= placement.dim < len(shape):
+        raise ValueError(f"parameter {name!r} of shape {shape} can't be {placement}: it has no such dim")
+    if shape[placement.dim] % placement.blocks:
+        raise ValueError(
+            f"parameter {name!r} of shape {shape} can't be {placement}: {shape[placement.dim]} is not"
+            f" {placement.blocks} equal blocks"
+        )
+
+
+def check_values(module: nn.Module, init: Callable[[nn.Module], object] | None) -> None:
+    """Raise unless all parameters and buffers can be sent, and those on the meta device given values.
+
+    Raises:
+        ValueError: A parameter belongs to an FSDP.
+        TypeError: One is of a dtype that no collective carries.
+        UnsupportedOpError: Nothing gives a module values.
+    """
+    if reason := describe_owner(module.named_parameters()):
+        raise ValueError(f"{reason}: parallelize the module first, and wrap it afterwards")
+    for name, one in module.named_modules():
+        if has_meta_tensors(one):
+            find_initialiser(name, one, init)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name!r} is {tensor.dtype}, which no collective carries")
+
+
+def describe_plan(
+    module: nn.Module, styles: Mapping[str, Style], placements: Mapping[nn.Parameter, Placement]
+) -> list[str]:
+    """What must be the same on all ranks, one thing a line."""
+    lines = [f"the style {style} for {name!r}" for name, style in styles.items()]
+    for name, parameter in module.named_parameters():
+        frozen = "" if parameter.requires_grad else "frozen "
+        lines.append(
+            f"{frozen}parameter {name!r} of shape {tuple(parameter.shape)} and {parameter.dtype} as"
+            f" {placements[parameter]}{_place(parameter)}"
+        )
+    return lines + [
+        f"buffer {name!r} of shape {tuple(buffer.shape)} and {buffer.dtype}{_place(buffer)}"
+        for name, buffer in module.named_buffers()
+    ]
+
+
+def _place(tensor: torch.Tensor) -> str:
+    return " on the meta device" if tensor.is_meta else ""

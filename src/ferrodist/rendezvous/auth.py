@@ -1,0 +1,414 @@
+"""How two processes come to trust a connection before either reads anything else from it.
+
+::
+
+    client                                     server
+    "ferrodist" "C" version            ->
+                                       <-      "ferrodist" "S" version, server nonce
+    client nonce, proof("client")      ->
+                                       <-      verdict byte, proof("server")
+    seal(Hello)                        ->
+                                       <-      seal(verdict)
+
+``proof(role)`` is HMAC-SHA256 under the job secret over the role, the protocol version and both nonces, so a
+proof can be neither replayed (fresh nonces of 32 bytes) nor sent back to its maker (roles). Every message up
+to the proofs has a fixed length. ``seal`` adds an HMAC under a key of this one connection. The client proves
+itself first: a stranger gets no HMAC out of a server. Without a job secret both prove that they know their user's
+(`user_secret`).
+
+The handshake may go through proxies and port forwards. Whoever passes it on learns no key from it, so what follows
+is authenticated by `Session` (see [Note: session keys] in `session.py`) where it says who is where or what was agreed.
+A client that was told by a server itself, through a store or an agreement, where that listens, says so in its Hello:
+an address that was changed on its way is found by the server.
+
+What it does not do: encrypt.
+
+Yes, or no and why: how a server or a rendezvous answers.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import hmac
+import logging
+import math
+import os
+import secrets
+import socket
+import struct
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ferrodist.deadline import Deadline, Elapsed, long_wait
+from ferrodist.errors import (
+    AuthenticationError,
+    DistributedError,
+    DistributedTimeoutError,
+    NoConnectionError,
+    ProtocolError,
+    error_from_wire,
+    error_to_wire,
+)
+from ferrodist.rendezvous.secret import secret_or_users
+from ferrodist.rendezvous.session import Connection, Session
+from ferrodist.rendezvous.sockets import (
+    arm,
+    close_in_child,
+    disconnect,
+    read_exactly,
+    read_frame,
+    resolve,
+    write,
+    write_frame,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """What was decided.
+
+    Args:
+        error: The refusal as `error_to_wire` gives it; None accepts.
+    """
+
+    error: tuple[str, str, tuple[int, ...]] | None = None
+
+    def check(self) -> None:
+        """Raise the refusal, if it is one."""
+        if self.error is not None:
+            raise error_from_wire(*self.error)
+
+
+_DECODER = msgspec.msgpack.Decoder(Verdict)
+
+
+def read_verdict(data: bytes) -> Verdict:
+    """Decode a verdict; msgspec.MsgspecError if it is none."""
+    return _DECODER.decode(data)
+
+
+_log = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 2
+
+_MAGIC = b"ferrodist"
+_INTRO = struct.Struct(f"!{len(_MAGIC)}s1sH")
+_CLIENT, _SERVER = b"C", b"S"
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_ACCEPTED, _REFUSED = b"\x01", b"\x00"
+_MAX_HELLO_BYTES = 4096
+# A hello past its limit is still read up to here: closing on unread bytes could destroy the refusal.
+_LONGEST_READ_HELLO = 64 * 1024
+_MAX_VERDICT_BYTES = 64 * 1024
+
+# How long one attempt waits for the first bytes of a server: a connection to a process that died under load,
+# or was never accepted, can stay silent for ever. Past them the server answers within its own limit.
+_ATTEMPT_TIMEOUT = 5.0
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2
+
+
+class Progress(enum.IntEnum):
+    """How far a client has come in its handshake."""
+
+    SILENT = 0
+    SPOKEN = 1  # as a ferrodist client
+    PROVEN = 2  # it knows the secret
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """Who connects, and what for.
+
+    Args:
+        purpose: "store" or "group".
+        job: Name of the job.
+        rank: The client's rank.
+        world_size: Number of ranks, as the client was told.
+        group: Name of the group, for purpose "group".
+        address: What the server itself has told of where it listens; empty where the user has.
+    """
+
+    purpose: str
+    job: str
+    rank: int
+    world_size: int
+    group: str
+    address: str = ""
+
+
+_HELLO_DECODER = msgspec.msgpack.Decoder(Hello)
+
+
+def connect(
+    host: str, port: int, *, secret: bytes, hello: Hello, deadline: Deadline, retry_refused: bool = True
+) -> Connection:
+    """Connect to a `greet`-ing server, dialling again until it is there.
+
+    Args:
+        host: Name or address of the server; of several addresses of a name all are tried.
+        port: Its port.
+        secret: The job secret; where it is empty, this user's.
+        hello: Who this process is.
+        deadline: When to stop trying.
+        retry_refused: Whether the server may be yet to start; if not, a refused connection is an error.
+
+    Returns:
+        A blocking connection with no timeout and TCP_NODELAY set. Forked children do not inherit it.
+
+    Raises:
+        AuthenticationError: One side does not know the other's secret.
+        ProtocolError: Something else has that port, or another version of ferrodist.
+        NoConnectionError: Refused, and ``retry_refused`` is false; or this process has no descriptor left.
+        DistributedTimeoutError: No server answered in time.
+        DistributedError: Of whatever class the server refused this rank with.
+        ValueError: The names in ``hello`` are too long.
+    """
+    check_hello(hello)
+    where = f"{hello.purpose} at {host}:{port}"
+    pause = _SHORTEST_PAUSE
+    failure: OSError | None = None
+    warning = long_wait()
+    while not deadline.expired:
+        try:
+            return _attempt(host, port, secret, hello, deadline)
+        except DistributedError:  # the server's word; DistributedTimeoutError would pass for an OSError
+            raise
+        except ConnectionRefusedError as error:
+            if not retry_refused:
+                raise NoConnectionError(f"{where}: connection refused") from error
+            failure = error
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise NoConnectionError(f"{where}: {error} in this process; see `ulimit -n`") from error
+            failure = error
+        if warning.expired:
+            _log.warning(
+                "rank %s waits for the %s, which is not there yet, after %s; the last attempt: %s",
+                *(hello.rank, where, Elapsed.of(deadline), failure),
+            )
+            warning = Deadline(math.inf)
+        time.sleep(min(pause, deadline.remaining()))
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    raise DistributedTimeoutError(
+        f"rank {hello.rank} could not connect to the {where} within {deadline.elapsed():.2f} s (limit "
+        f"{deadline.timeout:.2f} s); the last attempt: {failure or 'none was possible'}. Check that the "
+        "process that should listen there runs, and that this host can reach it."
+    )
+
+
+def check_hello(hello: Hello) -> None:
+    """Raise ValueError if a server would refuse ``hello`` for its length."""
+    excess = len(msgspec.msgpack.encode(hello)) + _PROOF_BYTES - _MAX_HELLO_BYTES
+    if excess > 0:
+        job, group = len(hello.job.encode()), len(hello.group.encode())
+        raise ValueError(
+            f"the name of the job has {job} bytes and that of the group {group}; together they may have "
+            f"{job + group - excess}: choose shorter names"
+        )
+
+
+def check_address(hello: Hello, address: str) -> None:
+    """Raise unless a client that was told the server's address looks for the one that the server has told.
+
+    Both compare what was told, so it does not matter through which proxies the connection goes.
+
+    Raises:
+        AuthenticationError: The address was changed between the two.
+    """
+    if hello.address and hello.address != address:
+        raise AuthenticationError(
+            f"rank {hello.rank} was told that this {hello.purpose} is at {hello.address}, but it is at {address}:"
+            " somebody who can write to the store through which the ranks meet has changed the address",
+            ranks=(hello.rank,),
+        )
+
+
+def greet(
+    sock: Connection,
+    *,
+    secret: bytes,
+    admit: Callable[[Hello], None],
+    deadline: Deadline,
+    dismiss: Callable[[Hello], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Hello:
+    """Do the server's side of the handshake on an accepted connection.
+
+    Args:
+        sock: The connection; afterwards blocking, with no timeout, TCP_NODELAY set, and a session. Not closed on
+            failure.
+        secret: The job secret; where it is empty, this user's.
+        admit: Called with the proven client's Hello; a DistributedError it raises is sent to the client, then
+            raised.
+        deadline: For the whole exchange.
+        dismiss: Called with a Hello that was admitted when the client can't be told so, and is not returned.
+        progress: Called each time that the client has come further.
+
+    Raises:
+        AuthenticationError: The client does not know the secret.
+        ProtocolError: It is no ferrodist client, or one of another version.
+        OSError: It closed the connection or was too slow.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    secret = secret_or_users(secret)
+    version = _read_intro(sock, _CLIENT, deadline)
+    if progress is not None:
+        progress(Progress.SPOKEN)
+    server_nonce = secrets.token_bytes(_NONCE_BYTES)
+    intro = _INTRO.pack(_MAGIC, _SERVER, PROTOCOL_VERSION)
+    write(sock, intro + server_nonce, deadline)
+    _check_version(version, "the client")
+
+    answer = read_exactly(sock, _NONCE_BYTES + _PROOF_BYTES, deadline)
+    nonces = answer[:_NONCE_BYTES] + server_nonce
+    if not hmac.compare_digest(answer[_NONCE_BYTES:], _proof(secret, b"client", nonces)):
+        write(sock, _REFUSED + bytes(_PROOF_BYTES), deadline)
+        raise AuthenticationError("wrong job secret")
+    if progress is not None:
+        progress(Progress.PROVEN)
+    write(sock, _ACCEPTED + _proof(secret, b"server", nonces), deadline)
+
+    key = _proof(secret, b"session", nonces)
+    try:
+        sealed = read_frame(sock, _LONGEST_READ_HELLO, deadline)
+        if len(sealed) > _MAX_HELLO_BYTES:
+            raise ProtocolError(f"the hello has {len(sealed)} bytes, the limit is {_MAX_HELLO_BYTES}")
+        hello = _HELLO_DECODER.decode(_unseal(key, b"hello", sealed))
+        admit(hello)
+    except (DistributedError, ValueError) as error:
+        refusal = error if isinstance(error, DistributedError) else ProtocolError(f"malformed hello: {error}")
+        name, message, ranks = error_to_wire(refusal)
+        _send_sealed(sock, key, b"verdict", Verdict((name, message[:8192], ranks[:1024])), deadline)
+        raise refusal from None
+    try:
+        _send_sealed(sock, key, b"verdict", Verdict(), deadline)
+        sock.session = Session(key, is_server=True)
+        sock.settimeout(None)
+    except BaseException:
+        if dismiss is not None:
+            dismiss(hello)
+        raise
+    return hello
+
+
+def _attempt(host: str, port: int, secret: bytes, hello: Hello, deadline: Deadline) -> Connection:
+    """Try each address of the server once: what answers at one of them must not hide the server at another."""
+    where = f"{host}:{port}"
+    failures: list[Exception] = []
+    for entry in resolve(host, port, Deadline(min(deadline.remaining(), _ATTEMPT_TIMEOUT))):
+        patience = Deadline(min(deadline.remaining(), _ATTEMPT_TIMEOUT))
+        family, kind, protocol, _, address = entry
+        sock: Connection | None = None
+        try:
+            sock = close_in_child(Connection(family, kind, protocol))
+            _reach(sock, address, where, patience)
+            try:
+                key = _prove(sock, where, secret, hello, (patience, deadline))
+            except (AuthenticationError, ProtocolError) as error:
+                disconnect(sock)
+                failures.append(error)
+                continue
+            _enter(sock, where, key, hello, deadline)
+            sock.settimeout(None)
+        except BaseException as error:
+            if sock is not None:
+                disconnect(sock)
+            if not isinstance(error, OSError) or isinstance(error, DistributedError):  # the latter the server's word
+                raise
+            failures.append(error)
+        else:
+            return sock
+    raise min(failures, key=_weight, default=ConnectionRefusedError(f"{host} has no address"))
+
+
+def _weight(failure: Exception) -> int:
+    """Which of the failures at a server's addresses says most: the lowest."""
+    return 0 if isinstance(failure, DistributedError) else 2 if isinstance(failure, ConnectionRefusedError) else 1
+
+
+def _prove(sock: Connection, where: str, secret: bytes, hello: Hello, limits: tuple[Deadline, Deadline]) -> bytes:
+    """Do the client's side up to the proofs; returns the key of the connection."""
+    patience, deadline = limits
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    write(sock, _INTRO.pack(_MAGIC, _CLIENT, PROTOCOL_VERSION), patience)
+    version = _read_intro(sock, _SERVER, patience, where=where)
+    _check_version(version, f"the server at {where}")
+    server_nonce = read_exactly(sock, _NONCE_BYTES, deadline)
+
+    client_nonce = secrets.token_bytes(_NONCE_BYTES)
+    nonces = client_nonce + server_nonce
+    known = secret_or_users(secret)
+    write(sock, client_nonce + _proof(known, b"client", nonces), deadline)
+    answer = read_exactly(sock, 1 + _PROOF_BYTES, deadline)
+    proven = hmac.compare_digest(answer[1:], _proof(known, b"server", nonces))
+    if answer[:1] != _ACCEPTED or not proven:
+        unset = "" if secret else f" None is set here, so this process has the one of user {os.geteuid()} on this host."
+        raise AuthenticationError(
+            f"rank {hello.rank} and the {hello.purpose} at {where} do not have the same job secret.{unset} Set"
+            " FERRODIST_SECRET to the same value on every rank (`python -m ferrodist secret` prints a new one)."
+        )
+    return _proof(known, b"session", nonces)
+
+
+def _enter(sock: Connection, where: str, key: bytes, hello: Hello, deadline: Deadline) -> None:
+    """Do the rest: say who this is, and hear whether it is let in."""
+    _send_sealed(sock, key, b"hello", hello, deadline)
+    try:
+        verdict = read_verdict(_unseal(key, b"verdict", read_frame(sock, _MAX_VERDICT_BYTES, deadline)))
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"the server at {where} sent a malformed verdict: {error}") from error
+    verdict.check()
+    sock.session = Session(key, is_server=False)
+
+
+def _read_intro(sock: socket.socket, role: bytes, deadline: Deadline, *, where: str | None = None) -> int:
+    """Read the other side's first bytes and return its protocol version."""
+    intro = read_exactly(sock, _INTRO.size, deadline)
+    magic, its_role, version = _INTRO.unpack(intro)
+    if magic != _MAGIC or its_role != role:
+        who = f"what listens at {where}" if where else "the peer"
+        raise ProtocolError(
+            f"{who} does not speak ferrodist (it began with {intro!r})"
+            + ("; choose a port that no other program uses" if where else "")
+        )
+    return int(version)
+
+
+def _check_version(version: int, who: str) -> None:
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"{who} speaks version {version} of the ferrodist protocol, this process version "
+            f"{PROTOCOL_VERSION}; install the same release on every host"
+        )
+
+
+def _proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret, b"%s %d %s\0" % (_MAGIC, PROTOCOL_VERSION, role) + nonces, "sha256")
+
+
+def _send_sealed(sock: socket.socket, key: bytes, label: bytes, message: msgspec.Struct, deadline: Deadline) -> None:
+    payload = msgspec.msgpack.encode(message)
+    write_frame(sock, hmac.digest(key, label + b"\0" + payload, "sha256") + payload, deadline)
+
+
+def _unseal(key: bytes, label: bytes, sealed: bytes) -> bytes:
+    payload = sealed[_PROOF_BYTES:]
+    tag = hmac.digest(key, label + b"\0" + payload, "sha256")
+    if not hmac.compare_digest(sealed[:_PROOF_BYTES], tag):
+        raise AuthenticationError(f"the {label.decode()} was altered on its way")
+    return payload
+
+
+def _reach(sock: Connection, address: Any, where: str, deadline: Deadline) -> None:
+    arm(sock, deadline)
+    sock.connect(address)
+    # A dial to a free port of the ephemeral range can meet itself (TCP simultaneous open), and would
+    # then hold the very port that the server is about to bind.
+    if sock.getsockname() == sock.getpeername():
+        raise ConnectionRefusedError(f"nobody listens at {where}")

@@ -1,0 +1,68 @@
+"""The system's limits, named in errors: open files, threads."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ferrodist.errors import DistributedError, RendezvousError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def limit_text(error: BaseException) -> str | None:
+    """Which limit of the system an error is about, and what to do; None for other errors."""
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"this process has as many files open as it may, {limit}: raise that limit (ulimit -n)"
+    if isinstance(error, OSError) and error.errno == errno.ENFILE:
+        return "this host has as many files open as it may: raise that limit (sysctl fs.file-max)"
+    if isinstance(error, OSError) and error.errno in (errno.ENOBUFS, errno.ENOMEM):
+        return "the system has no memory left for another connection"
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        named = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+        return (
+            f"this process can start no more threads: raise the limit of processes and threads (ulimit -u, {named}"
+            " here, or pids.max of the container), or give it more memory"
+        )
+    return None
+
+
+def check_descriptors(number: int) -> None:
+    """Raise OSError, as for the first that fails, unless this process may open so many more files."""
+    opened: list[int] = []
+    try:
+        with Path(os.devnull).open("rb") as file:
+            for _ in range(number):
+                opened.append(os.dup(file.fileno()))  # noqa: PERF401 - those before one that fails are to be closed
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+@contextmanager
+def naming_limits(
+    who: str, ranks: tuple[int, ...] = (), *, kind: type[DistributedError] = RendezvousError
+) -> Iterator[None]:
+    """Within it, what fails for a limit of the system raises an error with the limit's name.
+
+    Args:
+        who: Begins the message.
+        ranks: Whom the error names.
+        kind: The class of the error.
+    """
+    try:
+        yield
+    except DistributedError:
+        raise
+    except (OSError, RuntimeError) as error:
+        text = limit_text(error)
+        if text is None:
+            raise
+        raise kind(f"{who}: {text}", ranks=ranks) from error

@@ -1,0 +1,263 @@
+"""Which elements of a whole tensor a rank has, as boxes, whatever divided it.
+
+A tensor that is divided by `Shard` placements, in blocks too, is divided in each dim by itself: the rank has some
+*runs* of each dim, and the boxes are the products of these. FSDP divides flat: a *piece* of the elements in row-major
+order, of a whole tensor or of what `Shard` left. Such a range is at most two boxes for each dim but the last, and one
+more, that lie one after the other in the piece.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ferrodist.collectives.arguments import compute_shard_sizes
+from ferrodist.tensor.dtensor import DTensor
+from ferrodist.tensor.placement import Partial, Replicate, Shard
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from ferrodist.tensor.spec import Layout
+
+if TYPE_CHECKING:
+    Run = tuple[int, int]
+    """Where elements of a dim begin in the whole, and how many they are."""
+
+
+_pieces = WeakTensorKeyDictionary()
+"""What `mark_piece` was told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor with edges along its dims.
+
+    Args:
+        offsets: Where it begins, in each dim.
+        shape: Its size in each dim.
+    """
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Its number of elements."""
+        return prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """What both have, or None if that is nothing."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = [min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.shape, other.offsets, other.shape)]  # noqa: B905 - hot
+        shape = tuple(end - begin for begin, end in zip(offsets, ends, strict=True))
+        return None if any(size <= 0 for size in shape) else Box(offsets, shape)
+
+    def within(self, outer: Box) -> Box:
+        """The same elements, counted from where ``outer`` begins."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.shape)
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These elements of a tensor, as a view."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.shape, strict=True)):
+            tensor = tensor.narrow(dim, offset, size)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatPiece:
+    """What a tensor is that has a part of another one's elements, in row-major order or that of some dims.
+
+    Args:
+        shape: Of that other one: a whole tensor, or this rank's part of a distributed one.
+        start: The first element.
+        layout: How the distributed one lies.
+        num_shards: Over how many ranks the elements are divided.
+        num_copies: How many ranks have the same piece.
+        order: The dims in the order in which elements lie, the last one fastest; None for their own.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    layout: Layout | None
+    num_shards: int
+    num_copies: int
+    order: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalPart:
+    """What a rank has of a tensor.
+
+    Args:
+        shape: Of the whole tensor.
+        dtype: Of its elements.
+        pieces: Boxes of the whole tensor, each with the rank's memory of it; these are views, in the boxes' shapes.
+        placement: In words, how the tensor lies.
+        is_copied: Whether other ranks may have the same elements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[tuple[Box, torch.Tensor]]
+    placement: str
+    is_copied: bool
+
+
+def mark_piece(tensor: torch.Tensor, piece: FlatPiece) -> None:
+    """Have `local_part` know that a plain tensor is a part of another one."""
+    _pieces[tensor] = piece
+
+
+def find_piece(tensor: torch.Tensor) -> FlatPiece | None:
+    """What `mark_piece` was told of a tensor."""
+    found: FlatPiece | None = _pieces.get(tensor)  # type: ignore[no-untyped-call]
+    return found
+
+
+def local_part(tensor: torch.Tensor) -> LocalPart:
+    """What this rank has of a tensor: a distributed one, a piece that `mark_piece` was told of, or a plain one.
+
+    Raises:
+        ValueError: It is partial: no rank has any of its elements.
+    """
+    if isinstance(tensor, DTensor):
+        layout, local = tensor._layout, tensor._local
+        if any(isinstance(placement, Partial) for placement in layout.placements):
+            raise ValueError(f"of {layout} no rank has the elements: redistribute it")
+        copies = any(
+            isinstance(placement, Replicate) and size > 1
+            for placement, size in zip(layout.placements, layout.mesh.shape, strict=True)
+        )
+        whole = Box((0,) * local.ndim, tuple(local.shape))
+        pieces = [(box, view) for box, view in _spread(whole, local.detach(), layout) if box.numel]
+        return LocalPart(
+            shape=layout.shape, dtype=layout.dtype, pieces=pieces, placement=_describe(layout), is_copied=copies
+        )
+    if (piece := find_piece(tensor)) is not None:
+        return _part_of_piece(tensor.detach(), piece)
+    shape = tuple(tensor.shape)
+    pieces = [(Box((0,) * len(shape), shape), tensor.detach())]
+    return LocalPart(shape=shape, dtype=tensor.dtype, pieces=pieces, placement="whole", is_copied=True)
+
+
+def invert(order: Sequence[int]) -> list[int]:
+    """The order of dims that undoes another one."""
+    return [order.index(dim) for dim in range(len(order))]
+
+
+def _part_of_piece(tensor: torch.Tensor, piece: FlatPiece) -> LocalPart:
+    layout = piece.layout
+    pieces: list[tuple[Box, torch.Tensor]] = []
+    for box, view in _boxes_of_piece(tensor, piece):
+        pieces.extend([(box, view)] if layout is None else _spread(box, view, layout))
+    placement = f"flat over {counted(piece.num_shards, 'rank')}"
+    return LocalPart(
+        shape=piece.shape if layout is None else layout.shape,
+        dtype=tensor.dtype,
+        pieces=pieces,
+        placement=placement if layout is None else f"{placement}, of {_describe(layout)}",
+        is_copied=piece.num_copies > 1 or (layout is not None and Replicate() in layout.placements),
+    )
+
+
+def _boxes_of_piece(tensor: torch.Tensor, piece: FlatPiece) -> Iterator[tuple[Box, torch.Tensor]]:
+    """The piece as boxes of the tensor of which it is one, each with its view."""
+    if piece.num_shards == 1 and tensor.shape == piece.shape:  # the whole tensor, in whatever order its memory has
+        if tensor.numel():
+            yield Box((0,) * len(piece.shape), piece.shape), tensor
+        return
+    flat = tensor.reshape(-1)
+    order = piece.order if piece.order is not None else tuple(range(len(piece.shape)))
+    back = invert(order)
+    at = 0
+    for box in _boxes_of_range([piece.shape[dim] for dim in order], piece.start, piece.start + flat.numel()):
+        view = flat[at : at + box.numel].view(box.shape).permute(back)
+        at += box.numel
+        yield Box(tuple(box.offsets[dim] for dim in back), tuple(box.shape[dim] for dim in back)), view
+
+
+def _boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The elements from ``start`` to ``stop`` in row-major order, as boxes in that order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    rest = tuple(shape[1:])
+    size = prod(rest)
+    first, last = -(-start // size), stop // size
+    if first > last:  # within one row
+        yield from _in_row(last, _boxes_of_range(rest, start - last * size, stop - last * size))
+        return
+    if start < first * size:
+        yield from _in_row(first - 1, _boxes_of_range(rest, start - (first - 1) * size, size))
+    if first < last:
+        yield Box((first, *[0] * len(rest)), (last - first, *rest))
+    if last * size < stop:
+        yield from _in_row(last, _boxes_of_range(rest, 0, stop - last * size))
+
+
+def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
+    for box in boxes:
+        yield Box((row, *box.offsets), (1, *box.shape))
+
+
+def _spread(box: Box, view: torch.Tensor, layout: Layout) -> Iterator[tuple[Box, torch.Tensor]]:
+    """A box of this rank's part as boxes of the whole tensor, each with its view."""
+    dims = [
+        list(_cut_runs(_runs(layout, dim), offset, offset + size))
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.shape, strict=True))
+    ]
+    for choice in itertools.product(*dims):
+        inner = Box(tuple(at for at, _, _ in choice), tuple(size for _, _, size in choice))
+        yield Box(tuple(start for _, start, _ in choice), inner.shape), inner.take(view)
+
+
+def _runs(layout: Layout, dim: int) -> list[Run]:
+    """The elements of a dim that this rank has."""
+    runs = [(0, layout.shape[dim])]
+    for placement, num_ranks, at in zip(layout.placements, layout.mesh.shape, layout.coordinate, strict=True):
+        if not isinstance(placement, Shard) or placement.dim != dim:
+            continue
+        block = sum(size for _, size in runs) // placement.blocks
+        sizes = compute_shard_sizes(block, num_ranks)
+        begin = sum(sizes[:at])
+        starts = [number * block + begin for number in range(placement.blocks)]
+        cut = [(first, size) for start in starts for _, first, size in _cut_runs(runs, start, start + sizes[at])]
+        runs = _join_runs(cut)
+    return runs
+
+
+def _join_runs(runs: Sequence[Run]) -> list[Run]:
+    """As few runs as have the same elements."""
+    joined: list[Run] = []
+    for first, size in runs:
+        if joined and sum(joined[-1]) == first:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((first, size))
+    return joined
+
+
+def _cut_runs(runs: Sequence[Run], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """What of some runs, end to end, lies between two places: where it begins there, and in the whole, and its size."""
+    at = 0
+    for first, size in runs:
+        begin, end = max(start, at), min(stop, at + size)
+        if begin < end:
+            yield begin - start, first + begin - at, end - begin
+        at += size
+
+
+def _describe(layout: Layout) -> str:
+    mesh = layout.mesh
+    along = zip(mesh.axis_names, mesh.shape, layout.placements, strict=True)
+    return ", ".join(f"{placement} along {name!r} of {size}" for name, size, placement in along)

@@ -1,0 +1,97 @@
+"""Scaled dot-product attention: the batch and the heads may be divided, the sequences are whole.
+
+With grouped queries each head of keys and values serves several heads of queries. These stay together where the ranks
+divide the fewer heads evenly. One head of keys and values for all is whole on every rank, and its gradients are sums.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.collectives.reduce_op import ReduceOp
+from ferrodist.tensor.op_strategy import Letters, Pattern, Rule, choices_of
+from ferrodist.tensor.placement import Shard
+from ferrodist.torch_private.operators import private_aten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ferrodist.tensor.op_strategy import Call, Choice
+    from ferrodist.tensor.spec import Layout
+
+_aten = torch.ops.aten
+_BATCH, _HEAD = "b", "h"
+
+
+def _letters(call: Call, first: int) -> tuple[Letters, Letters, list[Letters]]:
+    """Of the queries, whose number among the inputs is given, of the keys and values, and of the mask."""
+    queries, keys = call.inputs[first], call.inputs[first + 1]
+    one_for_all = keys.shape[1] == 1 != queries.shape[1]
+    masks: list[Letters] = []
+    if call["attn_mask"] is not None:
+        shape = call["attn_mask"].shape
+        letters = [_BATCH, _HEAD] if len(shape) == 4 else []
+        masks = [[*[letter if size > 1 else None for letter, size in zip(letters, shape, strict=False)], None, None]]
+    return [_BATCH, _HEAD, None, None], [_BATCH, None if one_for_all else _HEAD, None, None], masks
+
+
+def _choices(call: Call, first: int, pattern: Pattern, axis: int) -> list[Choice]:
+    """The choices of a pattern that keep the heads of queries with theirs of keys."""
+    queries, keys = call.inputs[first], call.inputs[first + 1]
+    choices = choices_of(pattern, call, axis)
+    if keys.shape[1] in (1, queries.shape[1]):
+        return choices
+    before = [choice.inputs[first] for choice in call.chosen]
+    num_parts = call.mesh.shape[axis] * math.prod(
+        size for size, placement in zip(call.mesh.shape, before, strict=False) if placement == Shard(1)
+    )
+    is_even = keys.shape[1] % num_parts == 0
+    return [
+        choice
+        for choice in choices
+        if not isinstance(placement := choice.inputs[first], Shard)
+        or placement.dim != 1
+        or (is_even and placement.blocks == 1)
+    ]
+
+
+def _forward_choices(call: Call, axis: int) -> list[Choice]:
+    queries, keys, masks = _letters(call, 0)
+    pattern = Pattern(inputs=[queries, keys, keys, *masks], outputs=[queries, queries[:3]])
+    return _choices(call, 0, pattern, axis)
+
+
+def _backward_choices(call: Call, axis: int) -> list[Choice]:
+    queries, keys, masks = _letters(call, 1)
+    pattern = Pattern(
+        inputs=[queries, queries, keys, keys, queries, queries[:3], *masks],
+        outputs=[queries, keys, keys],
+        folds={_HEAD: ReduceOp.SUM} if keys[1] is None else {},
+        linear=((0,),),
+    )
+    return _choices(call, 1, pattern, axis)
+
+
+def _of_nothing(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    """A rank without heads or samples has empty results, and zero gradients: torch's kernel divides by their number."""
+    del call
+    if all(0 not in layout.local_shape for layout in inputs):
+        return None
+    made = [(layout.local_shape, layout.dtype) for layout in outputs]
+
+    def compute(*given: Any, **named: Any) -> list[torch.Tensor]:
+        del given, named
+        return [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in made]
+
+    return compute
+
+
+RULES: dict[torch._ops.OpOverload, Rule] = {
+    private_aten.scaled_dot_product_flash_attention_for_cpu.default: Rule(choices=_forward_choices, local=_of_nothing),
+    private_aten.scaled_dot_product_flash_attention_for_cpu_backward.default: Rule(
+        choices=_backward_choices, local=_of_nothing
+    ),
+}

@@ -1,0 +1,108 @@
+"""Products of matrices. All forms of linear and einsum come down to these.
+
+Operators whose result is a number of Python's: the same on every rank.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrodist.collectives.reduce_op import ReduceOp
+from ferrodist.tensor.op_strategy import Pattern, Rule, choices_of
+from ferrodist.tensor.ops.pointwise import broadcast_letters
+from ferrodist.tensor.ops.reduction import fold_over
+from ferrodist.tensor.redistribute import redistribute_local
+from ferrodist.torch_private.operators import private_aten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ferrodist.tensor.op_strategy import Call, Choice
+    from ferrodist.tensor.spec import Layout
+
+_aten = torch.ops.aten
+
+
+def _product(inputs: Sequence[str], output: str, call: Call, axis: int) -> list[Choice]:
+    pattern = Pattern(inputs=inputs, outputs=[output], folds={"k": ReduceOp.SUM}, linear=((0,), (1,)))
+    return choices_of(pattern, call, axis)
+
+
+def _product_and_sum(inputs: Sequence[str], output: str, call: Call, axis: int) -> list[Choice]:
+    """The first input is added to the product, with broadcasting."""
+    letters, _ = broadcast_letters([call.inputs[0].shape, call.results[0].shape], len(output))
+    addend = [None if place is None else output[place] for place in letters]
+    pattern = Pattern(
+        inputs=[addend, *inputs],
+        outputs=[output],
+        folds={"k": ReduceOp.SUM},
+        linear=((0, 1), (0, 2)),
+        added=(0,),
+    )
+    return choices_of(pattern, call, axis)
+
+
+def _rule(inputs: str, output: str) -> Rule:
+    return Rule(choices=partial(_product, inputs.split(), output))
+
+
+def _sum_rule(inputs: str, output: str) -> Rule:
+    return Rule(choices=partial(_product_and_sum, inputs.split(), output))
+
+
+RULES: dict[torch._ops.OpOverload, Rule] = {
+    _aten.mm.default: _rule("mk kn", "mn"),
+    _aten.bmm.default: _rule("bmk bkn", "bmn"),
+    _aten.mv.default: _rule("mk k", "m"),
+    _aten.dot.default: _rule("k k", ""),
+    _aten.addmm.default: _sum_rule("mk kn", "mn"),
+    _aten.addmv.default: _sum_rule("mk k", "m"),
+    _aten.baddbmm.default: _sum_rule("bmk bkn", "bmn"),
+}
+
+DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    _aten.vdot.default: lambda one, other: torch.dot(one.conj(), other)
+}
+
+
+def _number(tensor: Any) -> Any:
+    """The element of a tensor that has one."""
+    layout: Layout = tensor._layout
+    return private_aten.local_scalar_dense(redistribute_local(tensor._local, layout, layout.whole))
+
+
+def _compare(compare: Callable[..., bool], one: Any, other: Any, *tolerance: Any, **named: Any) -> bool:
+    """Whether all ranks find their parts to be alike."""
+    for tensor, beside in ((one, other), (other, one)):
+        if not hasattr(tensor, "_layout"):
+            raise TypeError(
+                f"a distributed tensor is compared with a plain one of shape {tuple(tensor.shape)}: distribute it too,"
+                f" as by fd.distribute(tensor, mesh, {list(beside.placements)}), or compare with full_tensor()"
+            )
+    here: Layout = one._layout
+    there: Layout = other._layout
+    if here.mesh.identity != there.mesh.identity:
+        raise ValueError(f"tensors of different meshes are compared:\n{here.mesh}\nand\n{there.mesh}")
+    if here.shape != there.shape:
+        # Both are whole, and compared as any two are.
+        here, there = here.whole, there.whole
+    else:
+        here = here.folded
+        there = there.placed(here.placements)
+    parts = [
+        redistribute_local(tensor._local, tensor._layout, layout) for tensor, layout in ((one, here), (other, there))
+    ]
+    alike = compare(*parts, *tolerance, **named)
+    fold = fold_over(here, tuple(range(here.mesh.ndim)))
+    return bool(fold(torch.tensor([alike], dtype=torch.uint8, device="cpu"), ReduceOp.MIN).item())
+
+
+DECOMPOSITIONS |= {
+    private_aten.local_scalar_dense.default: _number,
+    _aten.is_same_size.default: lambda one, other: one.shape == other.shape,
+    _aten.equal.default: partial(_compare, torch.equal),
+    _aten.allclose.default: partial(_compare, torch.allclose),
+}

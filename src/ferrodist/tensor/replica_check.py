@@ -1,0 +1,178 @@
+"""Whether plain tensors that count as whole are the same on all ranks."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+
+from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.objects import all_gather_object
+from ferrodist.errors import CollectiveMismatchError, explain_errors
+from ferrodist.torch_private.autograd import current_graph_task, queue_callback, version_of
+from ferrodist.wording import with_article
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import FrameType
+
+    from ferrodist.mesh import DeviceMesh
+
+_Entry = tuple[str, str, str, str]
+"""The module's path, the operator, the tensor's form, and a digest of its elements."""
+
+
+class WholeTensors:
+    """The plain tensors that a parallel module's code mixes with distributed ones: the ranks' must be the same.
+
+    Each rank notes a digest of what it has, once for each tensor, and the ranks compare these when the module's
+    outermost forward, or a backward, is done: one small exchange, and none where nothing was noted. A digest takes less
+    time than the operator does that reads the tensor.
+
+    Args:
+        mesh: The ranks.
+        at_once: Compare each tensor when it is used, by an exchange for each.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, at_once: bool) -> None:
+        self._mesh, self._at_once = mesh, at_once
+        self.path = ""
+        """The path of the module whose forward runs."""
+        self._entries: list[_Entry | Callable[[], _Entry]] = []
+        self._due: _Entry | None = None
+        """The first that is reason enough for an exchange."""
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, bool]] = {}
+
+    def note(self, operator: object, tensor: torch.Tensor, mesh: DeviceMesh, *, is_due: bool = True) -> None:
+        """Note a tensor that an operator takes beside distributed ones over a mesh.
+
+        Args:
+            operator: What takes it.
+            tensor: It.
+            mesh: The ranks.
+            is_due: Whether it is reason enough for an exchange; else it is compared where there is one anyway, and only
+                then read.
+        """
+        if mesh.group.world_size == 1 or not tensor.numel():
+            return
+        is_due = is_due or self._at_once
+        version = -1 if tensor.is_inference() else version_of(tensor)
+        seen = self._seen.get(id(tensor))
+        if seen is not None and seen[0]() is tensor and seen[1] == version != -1 and seen[2] >= is_due:
+            return
+        self._seen[id(tensor)] = (weakref.ref(tensor), version, is_due)
+        is_backward = current_graph_task() != -1
+        describe = functools.partial(_describe, self.path, operator, tensor, is_backward=is_backward)
+        if not is_due:
+            self._entries.append(describe)
+            return
+        entry = describe()
+        if self._at_once:
+            _compare([entry], mesh, entry)
+            return
+        if self._due is None:
+            self._due = entry
+            if is_backward:
+                queue_callback(self.compare)
+        self._entries.append(entry)
+
+    def compare(self) -> None:
+        """Compare what was noted since the last time; all ranks call this.
+
+        Raises:
+            CollectiveMismatchError: On all ranks: a tensor is another one on some.
+        """
+        entries, due = self._entries, self._due
+        self.forget()
+        if due is not None:
+            _compare([one() if callable(one) else one for one in entries], self._mesh, due)
+
+    def forget(self) -> None:
+        """Drop what was noted."""
+        self._entries, self._due = [], None
+        self._seen.clear()
+
+
+def compare_tensors(operator: object, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Return if all ranks of a mesh have the same tensor; all of them call this.
+
+    Args:
+        operator: What takes it, for the error.
+        tensor: This rank's.
+        mesh: The ranks.
+
+    Raises:
+        CollectiveMismatchError: On all ranks: the tensor is another one on some.
+    """
+    if mesh.group.world_size > 1:
+        entry = _describe(None, operator, tensor, is_backward=False)
+        _compare([entry], mesh, entry)
+
+
+def _describe(path: str | None, operator: object, tensor: torch.Tensor, *, is_backward: bool) -> _Entry:
+    where = describe_module() if path is None else f" in module {path!r}" if path else " in the model"
+    where = " in backward" if is_backward else where
+    form = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = plain.as_strided((plain.numel(),), (1,))  # of one element the stride may be any
+    return where, str(operator), form, xxhash.xxh3_128_hexdigest(plain.view(torch.uint8).numpy().data)
+
+
+def _compare(entries: Sequence[_Entry], mesh: DeviceMesh, due: _Entry) -> None:
+    """Compare what the ranks noted; ``due`` is why, for the error of ranks that have nothing to compare."""
+    group = mesh.group
+    engine = collectives_of(group)
+    digest = xxhash.xxh3_128_digest(repr(entries).encode())
+    with explain_errors(
+        lambda: (
+            f"Rank {group.rank} compared the plain tensors that it has beside distributed ones, the first for"
+            f" {due[1]}{due[0]}."
+        ),
+        "Every rank's code must mix as many with distributed ones, or return as many, or none.",
+    ):
+        said = engine.share("plain tensors", digest, timeout=group.timeout, sequence=engine.reserve())
+    if all(one == said[0] for one in said):
+        return
+    everyone: list[Sequence[_Entry]] = all_gather_object(list(entries), group=group)
+    first = everyone[0]
+    for rank, other in zip(mesh.ranks, everyone, strict=True):
+        if other == first:
+            continue
+        place = next((at for at, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), None)
+        if place is None:
+            at = min(len(first), len(other))
+            more, (where, operator, form, _) = (mesh.ranks[0], first[at]) if len(first) > at else (rank, other[at])
+            what = f"rank {more} has {form} for {operator}{where}, and the other has none there"
+        else:
+            one, its = first[place], other[place]
+            differs = " with other elements" if one[:3] == its[:3] else ""
+            what = (
+                f"rank {mesh.ranks[0]} has {one[2]} for {one[1]}{one[0]}, rank {rank} {its[2]}{differs} for"
+                f" {its[1]}{its[0]}"
+            )
+        raise CollectiveMismatchError(
+            f"plain tensors beside distributed ones count as whole, and differ between ranks: {what}. Make it the same"
+            " on all ranks, as by the same seed or inputs, or distribute it",
+            ranks=(rank,),
+        )
+
+
+def describe_module() -> str:
+    """Say which module's forward runs, by its path in the outermost one: found from the calls, for errors."""
+    modules: list[torch.nn.Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "_call_impl" else None
+        if isinstance(owner, torch.nn.Module):
+            modules.append(owner)
+        frame = frame.f_back
+    if not modules:
+        return ""
+    kind = type(modules[0]).__name__
+    paths = (name for name, one in modules[-1].named_modules() if one is modules[0])
+    path = next(paths, "")
+    return f" in module {path!r} ({kind})" if path else f" in {with_article(kind)}"

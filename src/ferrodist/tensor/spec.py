@@ -1,0 +1,248 @@
+"""How a whole tensor lies over a mesh, and which part of it a rank has."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from ferrodist.collectives.arguments import compute_shard_sizes
+from ferrodist.collectives.reduce_op import ReduceOp
+from ferrodist.tensor.placement import Partial, Replicate, Shard
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ferrodist.mesh import DeviceMesh
+    from ferrodist.tensor.placement import Placement
+
+_RECIPES = "tensor.recipes"
+"""What a group keeps under this name: `Layout.recipes` of the layouts on its meshes."""
+
+_layouts: WeakValueDictionary[tuple[object, ...], Layout] = WeakValueDictionary()
+_lock = threading.Lock()
+
+
+class Layout:
+    """A mesh, a placement for each of its axes, and what a tensor is beside its elements: shape, stride and dtype.
+
+    There is one object for each layout, so that layouts are compared and hashed by identity; `Layout.of` finds it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "dtype",
+        "local_shape",
+        "mesh",
+        "placements",
+        "plans",
+        "recipes",
+        "shape",
+        "stride",
+        "wrapper_arguments",
+    )
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    local_shape: tuple[int, ...]
+    """Of this rank's part."""
+    wrapper_arguments: tuple[Any, ...]
+    """What makes a tensor of this shape, stride and dtype without memory."""
+    plans: dict[Layout, Any]
+    """The plans from here to other layouts, as `plan.make_plan` has found them."""
+    recipes: dict[Any, Any]
+    """What operators do with tensors of the group that the mesh is from, as `dispatch` has prepared it."""
+
+    @staticmethod
+    def of(
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        stride: Sequence[int] | None = None,
+    ) -> Layout:
+        """The layout of these; ``placements`` are as `check_placements` returns them, ``stride`` None is contiguous."""
+        sizes = tuple(shape)
+        steps = contiguous_stride(sizes) if stride is None else tuple(stride)
+        key = (mesh.identity, tuple(placements), sizes, steps, dtype)
+        with _lock:
+            found = _layouts.get(key)
+            if found is None:
+                found = _layouts[key] = _make(mesh, tuple(placements), sizes, steps, dtype)
+        return found
+
+    def placed(self, placements: Sequence[Placement]) -> Layout:
+        """The same tensor placed otherwise."""
+        return Layout.of(self.mesh, placements, self.shape, self.dtype, self.stride)
+
+    @property
+    def whole(self) -> Layout:
+        """The same tensor, all of it on every rank."""
+        return self.placed([Replicate()] * self.mesh.ndim)
+
+    @property
+    def folded(self) -> Layout:
+        """The same tensor, whole along the axes along which it is partial."""
+        return self.placed([Replicate() if isinstance(one, Partial) else one for one in self.placements])
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """Where this rank is in the mesh."""
+        coordinate = self.mesh.coordinate
+        assert coordinate is not None, "only ranks of a mesh have tensors on it"
+        return coordinate
+
+    def mesh_along(self, axes: Sequence[int]) -> DeviceMesh:
+        """The mesh of the ranks that differ from this one along some axes only."""
+        mesh = self.mesh
+        return mesh if len(axes) == mesh.ndim else mesh[tuple(mesh.axis_names[axis] for axis in axes)]
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+    def sizes_along(self, axes: Sequence[int], dim: int) -> list[int]:
+        """The size of a dim on each rank that differs from this one along some axes, in row-major order of these."""
+        mesh = self.mesh
+        here = list(self.coordinate)
+        found = []
+        for coordinates in itertools.product(*[range(mesh.shape[axis]) for axis in axes]):
+            for axis, at in zip(axes, coordinates, strict=True):
+                here[axis] = at
+            found.append(local_sizes(self.shape, self.placements, mesh.shape, here)[dim])
+        return found
+
+    def __repr__(self) -> str:
+        axes = ", ".join(
+            f"{name}: {placement}" for name, placement in zip(self.mesh.axis_names, self.placements, strict=True)
+        )
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} over {{{axes}}}"
+
+
+def _make(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Layout:
+    made = Layout()
+    made.mesh, made.placements, made.shape, made.stride, made.dtype = mesh, placements, shape, stride, dtype
+    made.local_shape = tuple(local_sizes(shape, placements, mesh.shape, made.coordinate))
+    made.plans = {}
+    made.recipes = mesh.parent.attachments.setdefault(_RECIPES, {})
+    made.wrapper_arguments = (shape, stride, None, None, dtype, torch.strided, torch.device("cpu"))
+    return made
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride of a contiguous tensor."""
+    steps, step = [], 1
+    for size in reversed(shape):
+        steps.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(steps))
+
+
+def local_sizes(
+    shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> list[int]:
+    """The shape of the part that the rank at ``coordinate`` has."""
+    sizes = list(shape)
+    for placement, num_ranks, at in zip(placements, mesh_shape, coordinate, strict=True):
+        if isinstance(placement, Shard):
+            block = sizes[placement.dim] // placement.blocks
+            sizes[placement.dim] = placement.blocks * compute_shard_sizes(block, num_ranks)[at]
+    return sizes
+
+
+def compute_range(layout: Layout, dim: int) -> tuple[int, int]:
+    """Where this rank's part of a dim starts and ends; the dim is divided in no blocks."""
+    start, size = 0, layout.shape[dim]
+    for placement, num_ranks, at in zip(layout.placements, layout.mesh.shape, layout.coordinate, strict=True):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            assert placement.blocks == 1, "parts of blocks don't lie together"
+            sizes = compute_shard_sizes(size, num_ranks)
+            start, size = start + sum(sizes[:at]), sizes[at]
+    return start, start + size
+
+
+def take_part(tensor: torch.Tensor, placement: Shard, num_ranks: int, at: int) -> torch.Tensor:
+    """The part of a tensor that the rank ``at`` of ``num_ranks`` has, as a view where it is one."""
+    dim, blocks = placement.dim, placement.blocks
+    block = tensor.shape[dim] // blocks
+    sizes = compute_shard_sizes(block, num_ranks)
+    start, length = sum(sizes[:at]), sizes[at]
+    if blocks == 1:
+        return tensor.narrow(dim, start, length)
+    return in_blocks(tensor, dim, blocks).narrow(dim + 1, start, length).flatten(dim, dim + 1)
+
+
+def in_blocks(tensor: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
+    """The tensor with a dim cut into two: the blocks, and the places in each."""
+    shape = tensor.shape
+    return tensor.view(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])
+
+
+def check_placements(
+    mesh: DeviceMesh, placements: Placement | Sequence[Placement], shape: Sequence[int]
+) -> tuple[Placement, ...]:
+    """``placements`` for a tensor of this shape: one for each axis, with dims from 0.
+
+    Raises:
+        TypeError: They are no placements.
+        ValueError: There is not one for each axis, or blocks don't divide a dim.
+        IndexError: The tensor has no such dim.
+    """
+    given = (placements,) if isinstance(placements, Shard | Replicate | Partial) else tuple(placements)
+    for placement in given:
+        if not isinstance(placement, Shard | Replicate | Partial):
+            raise TypeError(f"a placement is Shard(dim), Replicate() or Partial(), not {placement!r}")
+    if len(given) != mesh.ndim:
+        raise ValueError(
+            f"a mesh of axes {', '.join(map(repr, mesh.axis_names))} needs {counted(mesh.ndim, 'placement')}, one for"
+            f" each, not {len(given)}: {list(given)}"
+        )
+    ops = {placement.op for placement in given if isinstance(placement, Partial)}
+    if len(ops) > 1 and not ops <= {ReduceOp.SUM, ReduceOp.MEAN}:
+        raise ValueError(
+            f"{list(given)} folds by {' and '.join(sorted(map(str, ops)))}, whose result depends on which comes first"
+        )
+    checked: list[Placement] = []
+    for axis, placement in enumerate(given):
+        checked.append(_check_dim(mesh, checked, shape, axis, placement) if isinstance(placement, Shard) else placement)
+    return tuple(checked)
+
+
+def _check_dim(
+    mesh: DeviceMesh, before: Sequence[Placement], shape: Sequence[int], axis: int, placement: Shard
+) -> Shard:
+    """The placement with its dim from 0."""
+    along = f"{placement} along axis {mesh.axis_names[axis]!r}"
+    if not -len(shape) <= placement.dim < len(shape):
+        raise IndexError(f"{along}: a tensor of shape {tuple(shape)} has no such dim")
+    dim = placement.dim % len(shape)
+    sizes = sizes_before(shape, before, mesh.shape, axis, dim)
+    if any(size % placement.blocks for size in sizes):
+        raise ValueError(f"{along}: dim {dim} of {max(sizes)} is not {placement.blocks} equal blocks")
+    return Shard(dim, placement.blocks)
+
+
+def sizes_before(
+    shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], axis: int, dim: int
+) -> set[int]:
+    """The sizes that a dim has on any rank when the axes before ``axis`` have divided it."""
+    sizes = {shape[dim]}
+    for placement, num_ranks in zip(placements[:axis], mesh_shape, strict=False):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            parts = [compute_shard_sizes(size // placement.blocks, num_ranks) for size in sizes]
+            sizes = {placement.blocks * part for part in itertools.chain(*parts)}
+    return sizes

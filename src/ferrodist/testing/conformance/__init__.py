@@ -1,0 +1,1 @@
+"""Conformance suites for stores, backends and collectives."""

@@ -1,0 +1,165 @@
+"""What the checks of a backend are made of.
+
+A check runs a small program on every rank of a fresh group. Ranks may be threads or forked processes, so programs share
+nothing but the group and the `Signal` objects made before the run, and nothing is proved by sleeping.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+from ferrodist.deadline import Deadline
+from ferrodist.errors import DistributedError, DistributedTimeoutError
+from ferrodist.testing.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.synchronize import Event, Semaphore
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.backends.request import Request
+    from ferrodist.testing.ranks import BackendFactory
+
+if TYPE_CHECKING:
+    BackendUnderTest: TypeAlias = BackendFactory | "RankRunner"
+    BackendCheck: TypeAlias = Callable[..., None]
+
+
+PATIENCE = 10.0
+"""Seconds given to calls that a good backend ends at once."""
+
+LATE_SECONDS = 0.5
+"""How much later than its deadline a call may return, on a busy machine."""
+
+LARGE = 8 << 20
+"""Bytes of a message that no transport takes in one piece."""
+
+_RUN_SECONDS = 60.0
+_ERROR = TypeVar("_ERROR", bound=BaseException)
+
+
+class RankRunner(Protocol):
+    """Runs a program on every rank of a fresh group; for backends whose ranks are not threads of this process."""
+
+    def run(self, world_size: int, fn: Callable[[Backend], Any]) -> list[Any]:
+        """Run ``fn(group)`` on each of ``world_size`` ranks, forked from this process, and return the results by rank.
+
+        The groups are closed when the last rank is done; `run_ranks` does all of this.
+        """
+
+
+class _FactoryRunner:
+    """Ranks that are threads, over a user's factory."""
+
+    def __init__(self, factory: BackendFactory) -> None:
+        self._factory = factory
+
+    def run(self, world_size: int, fn: Callable[[Backend], Any]) -> list[Any]:
+        return run_ranks(fn, world_size, backend=self._factory, timeout=_RUN_SECONDS)
+
+
+def as_runner(backend: BackendUnderTest) -> RankRunner:
+    """What runs ranks for ``backend``: itself if it has ``run``, else `run_ranks` with it as the factory."""
+    if hasattr(backend, "run"):
+        return backend
+    return _FactoryRunner(backend)
+
+
+def backend_check(*, min_ranks: int = 2) -> Callable[[Callable[[RankRunner, int], None]], BackendCheck]:
+    """Make a check of a function that takes a runner and a world size.
+
+    The check takes a factory or a runner, and the world size, which is raised to ``min_ranks`` where the rule needs
+    more.
+    """
+
+    def decorate(body: Callable[[RankRunner, int], None]) -> BackendCheck:
+        @functools.wraps(body)
+        def check(backend: BackendUnderTest, world_size: int = 3) -> None:
+            body(as_runner(backend), max(world_size, min_ranks))
+
+        return check
+
+    return decorate
+
+
+def make_signal() -> Event:
+    """A flag that one rank sets and others wait for, be they threads or processes forked later."""
+    return multiprocessing.get_context("fork").Event()
+
+
+def make_counter() -> Semaphore:
+    """A count that ranks raise (``release``) and wait for (``acquire``)."""
+    return multiprocessing.get_context("fork").Semaphore(0)
+
+
+def pattern(size: int, seed: int = 0) -> bytes:
+    """``size`` bytes that depend on ``seed`` and in which no two aligned pieces look alike for 64 KiB."""
+    block = bytes((seed * 37 + i * 101 + (i >> 8) * 17) & 0xFF for i in range(min(size, 65_521)))
+    return (block * (size // max(1, len(block)) + 1))[:size]
+
+
+def receive(group: Backend, src: int, size: int, *, tag: int = 0) -> bytes:
+    """Receive a message of ``size`` bytes and return it; the sender must be ``src``."""
+    buffer = bytearray(b"\xee" * size)
+    sender = group.recv(buffer, src, tag=tag, timeout=PATIENCE)
+    assert sender == src, f"recv from rank {src} returned {sender}"
+    return bytes(buffer)
+
+
+def same_bytes(got: bytes | bytearray, expected: bytes, what: str) -> None:
+    """Assert equality without printing megabytes."""
+    if got == expected:
+        return
+    assert len(got) == len(expected), f"{what}: {len(got)} bytes in place of {len(expected)}"
+    first = next(i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b)
+    raise AssertionError(f"{what}: byte {first} of {len(expected)} is {got[first]}, sent was {expected[first]}")
+
+
+def error_of(kind: type[_ERROR] | tuple[type[_ERROR], ...], call: Callable[[], object], what: str) -> _ERROR:
+    """Return the error that ``call()`` raises, which must be of ``kind``."""
+    names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+    try:
+        result = call()
+    except kind as error:
+        return error
+    except Exception as error:
+        raise AssertionError(f"{what} must raise {names}; it raised {type(error).__name__}: {error}") from error
+    raise AssertionError(f"{what} must raise {names}; it returned {result!r}")
+
+
+def transfer_error(kind: type[_ERROR] | tuple[type[_ERROR], ...], start: Callable[[], Request], what: str) -> _ERROR:
+    """Return the error of a transfer, raised where it is started or where it is waited for."""
+    return error_of(kind, lambda: start().wait(PATIENCE), what)
+
+
+def facts(error: DistributedError) -> tuple[str, str, tuple[int, ...]]:
+    """What must be equal when two ranks raise the same error."""
+    return type(error).__name__, error.message, error.ranks
+
+
+@contextmanager
+def near_deadline(timeout: float, what: str, *, extra: float = 0.0) -> Iterator[None]:
+    """Assert that the block takes at least ``timeout`` seconds and not much more."""
+    watch = Deadline(timeout)
+    yield
+    elapsed = watch.elapsed()
+    slack = 0.01  # two clocks may be compared, with different resolutions
+    assert elapsed >= timeout - slack, f"{what} with timeout={timeout:g} gave up after {elapsed:.3f} s"
+    limit = timeout + LATE_SECONDS + extra
+    assert elapsed <= limit, f"{what} with timeout={timeout:g} took {elapsed:.3f} s"
+
+
+def let_others_block(group: Backend, peer: int) -> None:
+    """Give other ranks a moment to get from announcing a call into it.
+
+    Nothing is proved by it: a check that uses it holds also when the others come late, it only tests less.
+    """
+    unused_tag = 2**55
+    error_of(
+        DistributedTimeoutError,
+        lambda: group.recv(bytearray(1), peer, tag=unused_tag, timeout=0.1),
+        "a recv of nothing",
+    )

@@ -1,0 +1,54 @@
+"""The conformance suite of backends: every promise of `ferrodist.backends.base`, as a check that an author can run.
+
+::
+
+    @pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
+    def test_my_backend(check):
+        check(MyBackend.create_group, 3)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ferrodist.testing.conformance.backend.failures import DEADLINE_CHECKS, ENDING_CHECKS
+from ferrodist.testing.conformance.backend.messages import ARGUMENT_CHECKS, MESSAGE_CHECKS
+from ferrodist.testing.conformance.backend.requests import REQUEST_CHECKS
+from ferrodist.testing.conformance.backend.subgroups import SUBGROUP_CHECKS
+from ferrodist.testing.conformance.runner import run_checks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ferrodist.testing.conformance.backend.harness import BackendCheck, BackendUnderTest
+
+BACKEND_CHECKS: tuple[BackendCheck, ...] = (
+    *MESSAGE_CHECKS,
+    *REQUEST_CHECKS,
+    *DEADLINE_CHECKS,
+    *ARGUMENT_CHECKS,
+    *ENDING_CHECKS,
+    *SUBGROUP_CHECKS,
+)
+"""All checks. Each takes a factory or a runner, and a world size, and raises when its rule is broken."""
+
+
+def check_backend(backend: BackendUnderTest, world_sizes: Iterable[int] = (2, 3, 4)) -> None:
+    """Run all checks on a backend.
+
+    Args:
+        backend: ``factory(world_size)`` that returns the handles of a fresh group whose ranks will be threads; or an
+            object with ``run(world_size, fn)``, see `RankRunner`, for ranks that are forked processes.
+        world_sizes: The group sizes to check; checks that need three ranks take three where 2 is asked for.
+
+    Raises:
+        AssertionError: Rules are broken; all of them are listed, and the first failure is the cause.
+    """
+    run_checks(
+        "backend",
+        [
+            (f"{check.__name__} (world size {world_size})", check, (backend, world_size))
+            for world_size in world_sizes
+            for check in BACKEND_CHECKS
+        ],
+    )

@@ -1,0 +1,380 @@
+"""Checks of wrong arguments: refused with the right error before anything is sent, so that the group goes on."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+import ferrodist as fd
+from ferrodist.testing.conformance.backend.harness import error_of
+from ferrodist.testing.conformance.collectives.oracle import same_bits, same_group_anew, undefined_reductions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
+
+if TYPE_CHECKING:
+    Call = Callable[[], object]
+
+
+def _refuse(group: Backend, kind: type[Exception], what: str, call: Call) -> str:
+    """Have one rank make a wrong call, then all of them a right one: nothing of the wrong call may have gone out."""
+    said = ""
+    if group.rank == group.world_size - 1:
+        said = str(error_of(kind, call, what))
+    total = fd.allreduce(torch.ones(2))
+    same_bits(total, torch.full((2,), float(group.world_size)), f"an allreduce right after {what}")
+    return said
+
+
+def undefined_reductions_are_refused(group: Backend) -> None:
+    """A reduction that a dtype doesn't have raises TypeError with the reason, from every collective that folds."""
+    calls: list[Callable[[torch.Tensor, Any], object]] = [
+        fd.allreduce,
+        fd.async_allreduce,
+        lambda tensor, op: fd.reduce(tensor, 0, op),
+        fd.reduce_scatter,
+        fd.async_reduce_scatter,
+        lambda tensor, op: fd.reduce_scatter_tensor(torch.empty_like(tensor), tensor, op),
+    ]
+    for number, (dtype, op) in enumerate(undefined_reductions()):
+        call = calls[number % len(calls)]
+        tensor = torch.zeros(4, dtype=dtype)
+        said = _refuse(group, TypeError, f"{op} of {dtype}", lambda: call(tensor, op))  # noqa: B023 - called at once
+        assert not said or f"{op} of {dtype} is not defined" in said, f"the refusal of {op} of {dtype} says {said!r}"
+
+
+def tensors_that_cannot_travel_are_refused(group: Backend) -> None:
+    """What is no dense CPU tensor of a known dtype raises TypeError from every collective and message."""
+    p, peer = group.world_size, 0 if group.rank else group.world_size - 1
+    wrong: list[Any] = [
+        [1.0, 2.0],
+        None,
+        torch.zeros(2, dtype=torch.uint16),
+        torch.zeros(2, dtype=torch.float8_e4m3fnuz),
+        torch.zeros(2, 2).to_sparse(),
+        torch.zeros(2, device="meta"),
+    ]
+    calls: dict[str, Callable[[Any], object]] = {
+        "allreduce": fd.allreduce,
+        "async_allreduce": fd.async_allreduce,
+        "reduce": fd.reduce,
+        "broadcast": fd.broadcast,
+        "async_broadcast": fd.async_broadcast,
+        "all_gather": fd.all_gather,
+        "async_all_gather": fd.async_all_gather,
+        "all_gather_uneven": fd.all_gather_uneven,
+        "gather": fd.gather,
+        "scatter": lambda tensor: fd.scatter(tensor, group.rank),
+        "reduce_scatter": fd.reduce_scatter,
+        "async_reduce_scatter": fd.async_reduce_scatter,
+        "all_to_all": lambda tensor: fd.all_to_all([tensor] * p),
+        "async_all_to_all": lambda tensor: fd.async_all_to_all([tensor] * p),
+        "all_to_all_single_uneven": lambda tensor: fd.all_to_all_single_uneven(tensor, [2] * p, [2] * p),
+        "allreduce into it": lambda tensor: fd.allreduce(torch.zeros(2), out=tensor),
+        "send": lambda tensor: fd.send(tensor, peer),
+        "recv_into": lambda tensor: fd.recv_into(tensor, peer),
+        "sendrecv": lambda tensor: fd.sendrecv(tensor, peer, (2,), peer),
+        "batch": lambda tensor: fd.batch([fd.Send(tensor, peer)]),
+    }
+    for name, call in calls.items():
+        for tensor in wrong:
+            if tensor is None and name in {"allreduce into it", "scatter"}:
+                continue  # None has a meaning there
+            kind = f"{name} of {type(tensor).__name__}"
+            _refuse(group, TypeError, kind, lambda: call(tensor))  # noqa: B023 - called at once
+
+
+def wrong_results_are_refused(group: Backend) -> None:
+    """``out=`` must have the result's shape and dtype, memory of its own, and nothing to do with autograd."""
+    tensor, p = torch.zeros(4, 3), group.world_size
+    graded = torch.zeros(4, 3, requires_grad=True)
+    cases: list[tuple[type[Exception], str, Call]] = [
+        (ValueError, "another shape", lambda: fd.allreduce(tensor, out=torch.zeros(3, 4))),
+        (ValueError, "another shape", lambda: fd.async_allreduce(tensor, out=torch.zeros(12))),
+        (ValueError, "another shape", lambda: fd.all_gather(tensor, out=torch.zeros(4 * p + 1, 3))),
+        (ValueError, "another shape", lambda: fd.reduce_scatter(tensor, out=torch.zeros(5, 3))),
+        (TypeError, "another dtype", lambda: fd.broadcast(tensor, out=torch.zeros(4, 3, dtype=torch.float64))),
+        (ValueError, "expanded", lambda: fd.allreduce(tensor, out=torch.zeros(1, 3).expand(4, 3))),
+        (
+            ValueError,
+            "elements that overlap",
+            lambda: fd.allreduce(tensor, out=torch.zeros(6).as_strided((4, 3), (1, 1))),
+        ),
+        (ValueError, "elements that overlap", lambda: fd.all_gather(tensor, out=_overlapping(4 * p, 3))),
+        (RuntimeError, "an out that requires grad", lambda: fd.allreduce(tensor, out=graded)),
+        (RuntimeError, "an input that requires grad", lambda: fd.allreduce(graded, out=tensor)),
+        (RuntimeError, "an input that requires grad", lambda: fd.broadcast(graded, out=tensor)),
+    ]
+    if p > 1:
+        cases.append((ValueError, "out of a rank that gets nothing", lambda: fd.reduce(tensor, 0, out=tensor)))
+        cases.append((ValueError, "out of a rank that gets nothing", lambda: fd.gather(tensor, 0, out=tensor)))
+    for kind, what, call in (*cases, *_wrong_results_of_movement(group)):
+        _refuse(group, kind, f"out=: {what}", call)
+    with torch.no_grad():
+        fd.allreduce(graded, out=graded)
+
+
+def _wrong_results_of_movement(group: Backend) -> list[tuple[type[Exception], str, Call]]:
+    """Calls that gather, scatter and exchange into what can't be, on one rank: nothing may have gone out."""
+    p, rank = group.world_size, group.rank
+    whole, counts = torch.zeros(4 * p, 3), [4] * p
+    graded = torch.zeros(4 * p, 3, requires_grad=True)
+    doubles = torch.zeros(4 * p, 3, dtype=torch.float64)
+    parts = list(whole.chunk(p))
+    calls: dict[str, Callable[[Any], object]] = {
+        "gather": lambda out: fd.gather(parts[0], rank, out=out),
+        "all_gather_uneven": lambda out: fd.all_gather_uneven(parts[0], out=out),
+        "all_to_all": lambda out: fd.all_to_all(whole, out=out),
+        "async_all_to_all": lambda out: fd.async_all_to_all(whole, out=out),
+        "all_to_all_single_uneven": lambda out: fd.all_to_all_single_uneven(whole, counts, counts, out=out),
+        "scatter": lambda out: fd.scatter(torch.zeros(4 * p * p, 3), rank, out=out),
+    }
+    cases: list[tuple[type[Exception], str, Call]] = []
+    for name, call in calls.items():
+        cases += [
+            (TypeError, f"{name} into another dtype", lambda call=call: call(doubles)),  # type: ignore[misc]
+            (TypeError, f"{name} into what is no tensor", lambda call=call: call([whole])),  # type: ignore[misc]
+            (ValueError, f"{name} into expanded memory", lambda call=call: call(whole[:1].expand(4 * p, 3))),  # type: ignore[misc]
+            (ValueError, f"{name} into rows that overlap", lambda call=call: call(_overlapping(4 * p, 3))),  # type: ignore[misc]
+            (RuntimeError, f"{name} into what requires grad", lambda call=call: call(graded)),  # type: ignore[misc]
+        ]
+        if name not in {"gather", "all_gather_uneven"}:  # whose sizes the other ranks know
+            cases.append((ValueError, f"{name} into another shape", lambda call=call: call(whole[1:])))  # type: ignore[misc]
+    small = [torch.zeros(4, 3) for _ in range(p)]
+    lists: list[tuple[type[Exception], str, Any]] = [
+        (TypeError, "one tensor", whole),
+        (TypeError, "nothing", [None] * p),
+        (TypeError, "another dtype", [*small[1:], doubles[:4]]),
+        (ValueError, "another shape", [*small[1:], whole[:3]]),
+        (ValueError, "too few", small[1:]),
+        (RuntimeError, "what requires grad", [*small[1:], graded[:4]]),
+    ]
+    if p > 1:
+        lists.append((ValueError, "one tensor twice", [small[0]] * p))
+        lists.append((ValueError, "tensors that overlap", [whole[3 * i :][:4] for i in range(p)]))
+    for kind, what, out in lists:
+        cases.append((kind, f"all_to_all of tensors into {what}", lambda out=out: fd.all_to_all(parts, out=out)))  # type: ignore[misc]
+    wanted = [part.clone().requires_grad_() for part in parts]
+    cases.append((RuntimeError, "all_to_all of what requires grad", lambda: fd.all_to_all(wanted, out=small)))
+    return cases
+
+
+def results_that_other_ranks_show_to_be_wrong(group: Backend) -> None:
+    """An ``out`` whose shape others know to be wrong is refused too: they get their results, and the group goes on."""
+    p, rank = group.world_size, group.rank
+    part, whole = torch.full((2, 3), float(rank)), torch.cat([torch.full((2, 3), float(r)) for r in range(p)])
+    odd, what = rank == p - 1, "a result whose shape others know"
+    calls: list[Callable[[torch.Tensor | None], torch.Tensor]] = [
+        lambda out: fd.all_gather_uneven(part, out=out),
+        lambda out: fd.gather(part, p - 1, out=out if odd else None),
+        lambda out: fd.all_gather_uneven(part.t(), 1, out=out).t(),
+    ]
+    for call in calls:
+        if odd:
+            assert "shape" in str(error_of(ValueError, lambda call=call: call(torch.zeros(1, 3)), what))  # type: ignore[misc]
+        else:
+            result = call(None)
+            same_bits(result, whole if result.numel() else torch.empty(0), "the result of another rank")
+    wrong: list[tuple[type[Exception], torch.Tensor]] = [
+        (ValueError, torch.zeros(3, 3)),
+        (TypeError, torch.zeros(2, 3, dtype=torch.float64)),
+    ]
+    for kind, out in wrong * (p > 1):
+        scatter = functools.partial(fd.scatter, whole if rank == 0 else None)
+        if odd:
+            error_of(kind, functools.partial(scatter, out=out), what)
+        else:
+            same_bits(scatter(), part, "the part of another rank")
+    if p > 1:
+        graded = whole.clone().requires_grad_() if rank == 0 else None
+        if odd:
+            error_of(RuntimeError, lambda: fd.scatter(graded, out=torch.zeros(2, 3)), what)
+        else:
+            fd.scatter(graded)
+    same_bits(fd.allreduce(torch.ones(2)), torch.full((2,), float(p)), "an allreduce after all of it")
+
+
+def _overlapping(rows: int, columns: int) -> torch.Tensor:
+    """A tensor in which each row begins with the end of the one before."""
+    return torch.zeros(rows * columns).as_strided((rows, columns), (columns - 1, 1))
+
+
+def wrong_places_are_refused(group: Backend) -> None:
+    """Roots outside the group, dims that a tensor doesn't have, and groups that are none are refused."""
+    p = group.world_size
+    tensor, number = torch.zeros(4, 3), torch.tensor(1.0)
+    cases: list[tuple[type[Exception], str, Call]] = []
+    for root in (p, -1, cast("int", True), cast("int", 0.0), cast("int", "0")):
+        cases += [
+            (fd.InvalidRankError, f"reduce to {root!r}", lambda root=root: fd.reduce(tensor, root)),  # type: ignore[misc]
+            (fd.InvalidRankError, f"broadcast from {root!r}", lambda root=root: fd.broadcast(tensor, root)),  # type: ignore[misc]
+            (fd.InvalidRankError, f"gather to {root!r}", lambda root=root: fd.gather(tensor, root)),  # type: ignore[misc]
+            (fd.InvalidRankError, f"scatter from {root!r}", lambda root=root: fd.scatter(tensor, root)),  # type: ignore[misc]
+            (fd.InvalidRankError, f"broadcast_object {root!r}", lambda root=root: fd.broadcast_object(1, root)),  # type: ignore[misc]
+        ]
+    for dim in (2, -3):
+        cases += [
+            (IndexError, f"all_gather along {dim}", lambda dim=dim: fd.all_gather(tensor, dim)),  # type: ignore[misc]
+            (IndexError, f"all_gather_uneven along {dim}", lambda dim=dim: fd.all_gather_uneven(tensor, dim)),  # type: ignore[misc]
+            (IndexError, f"gather along {dim}", lambda dim=dim: fd.gather(tensor, dim=dim)),  # type: ignore[misc]
+            (IndexError, f"scatter along {dim}", lambda dim=dim: fd.scatter(tensor, group.rank, dim=dim)),  # type: ignore[misc]
+            (IndexError, f"reduce_scatter along {dim}", lambda dim=dim: fd.reduce_scatter(tensor, dim=dim)),  # type: ignore[misc]
+        ]
+    for dim in (12, -13, 2**40, -(2**40)):
+        for src in range(p):
+            mine = tensor if src == group.rank else None
+            what = f"scatter from {src} along {dim}"
+            cases.append((IndexError, what, lambda mine=mine, src=src, dim=dim: fd.scatter(mine, src, dim=dim)))  # type: ignore[misc]
+    for wrong in (cast("int", 0.5), cast("int", "0"), cast("int", None)):
+        cases += [
+            (TypeError, f"all_gather along {wrong!r}", lambda dim=wrong: fd.all_gather(tensor, dim)),  # type: ignore[misc]
+            (TypeError, f"gather along {wrong!r}", lambda dim=wrong: fd.gather(tensor, dim=dim)),  # type: ignore[misc]
+            (TypeError, f"scatter along {wrong!r}", lambda dim=wrong: fd.scatter(tensor, group.rank, dim=dim)),  # type: ignore[misc]
+        ]
+    cases += [
+        (ValueError, "reduce_scatter of a number", lambda: fd.reduce_scatter(number)),
+        (ValueError, "scatter of a number", lambda: fd.scatter(number, group.rank)),
+        (ValueError, "all_to_all of a number", lambda: fd.all_to_all(number)),
+        (ValueError, "scatter of nothing", lambda: fd.scatter(None, group.rank)),
+        (TypeError, "a group that is none", lambda: fd.allreduce(tensor, group=cast("Backend", "world"))),
+    ]
+    if p > 1:
+        cases.append((ValueError, "scatter of another rank's tensor", lambda: fd.scatter(tensor, 0)))
+    for kind, what, call in cases:
+        _refuse(group, kind, what, call)
+
+
+def wrong_exchanges_are_refused(group: Backend) -> None:
+    """all_to_all wants one tensor a rank, all alike, and counts that fit."""
+    p = group.world_size
+    tensor = torch.zeros(p, 2)
+    unlike = [torch.zeros(2)] * p
+    unlike[-1] = torch.zeros(2, dtype=torch.float64) if p > 1 else torch.zeros(2, dtype=torch.uint32)
+    ones = [1] * p
+    cases: list[tuple[type[Exception], str, Call]] = [
+        (ValueError, "too few tensors", lambda: fd.all_to_all([torch.zeros(2)] * (p - 1))),
+        (ValueError, "too many tensors", lambda: fd.all_to_all([torch.zeros(2)] * (p + 1))),
+        ((TypeError if p == 1 else ValueError), "tensors of several dtypes", lambda: fd.all_to_all(unlike)),
+        (ValueError, "too few counts", lambda: fd.all_to_all_single_uneven(tensor, ones[1:], ones)),
+        (ValueError, "counts below 0", lambda: fd.all_to_all_single_uneven(tensor, ones, [-1, *ones[1:]])),
+        (ValueError, "counts beside the rows", lambda: fd.all_to_all_single_uneven(tensor[1:], ones, ones)),
+    ]
+    if p > 1:
+        cases.append((ValueError, "rows that can't be shared", lambda: fd.all_to_all(torch.zeros(p + 1))))
+        receive = [2 if rank == group.rank else 1 for rank in range(p)]
+        cases.append((ValueError, "other rows for itself", lambda: fd.all_to_all_single_uneven(tensor, ones, receive)))
+    for kind, what, call in cases:
+        _refuse(group, kind, what, call)
+
+
+def wrong_numbers_are_refused(group: Backend) -> None:
+    """Factors, timeouts and tags are checked when they are given."""
+    tensor = torch.zeros(2)
+    peer = 0 if group.rank else group.world_size - 1
+    cases: list[tuple[type[Exception], str, Call]] = [
+        (TypeError, "a factor that is complex", lambda: fd.premultiplied_sum(cast("float", 1j))),
+        (TypeError, "a factor that is a bool", lambda: fd.premultiplied_sum(factor=True)),
+        (ValueError, "an infinite factor", lambda: fd.premultiplied_sum(float("inf"))),
+        (ValueError, "a factor that is NaN", lambda: fd.premultiplied_sum(float("nan"))),
+        (TypeError, "an operation that is a string", lambda: fd.allreduce(tensor, cast("fd.ReduceOp", "sum"))),
+        (ValueError, "a timeout below 0", lambda: fd.allreduce(tensor, timeout=-1)),
+        (ValueError, "a timeout that is NaN", lambda: fd.async_broadcast(tensor, timeout=float("nan"))),
+        (TypeError, "a timeout that is a string", lambda: fd.barrier(timeout=cast("float", "1"))),
+        (TypeError, "a timeout that is a bool", lambda: fd.all_gather_object(1, timeout=True)),
+    ]
+    if group.world_size > 1:
+        deep = torch.zeros([1] * 13)
+        cases += [
+            (ValueError, "a tag below 0", lambda: fd.send(tensor, peer, tag=-1)),
+            (ValueError, "a tag too large", lambda: fd.recv((2,), None, peer, tag=2**56)),
+            (fd.SelfSendError, "a send to itself", lambda: fd.send(tensor, group.rank)),
+            (fd.SelfSendError, "a recv from itself", lambda: fd.recv(None, None, group.rank)),
+            (fd.InvalidRankError, "a send to nobody", lambda: fd.send(tensor, group.world_size)),
+            (fd.InvalidRankError, "a send to any", lambda: fd.send(tensor, fd.ANY_SOURCE)),
+            (fd.InvalidRankError, "sendrecv with nobody", lambda: fd.sendrecv(tensor, -2, (2,), peer)),
+            (ValueError, "a send of 13 dims", lambda: fd.send(deep, peer)),
+            (TypeError, "a batch of tensors", lambda: fd.batch([cast("fd.Send", tensor)])),
+            (TypeError, "recv of an unknown dtype", lambda: fd.recv((2,), torch.uint16, peer)),
+        ]
+    cases.append((ValueError, "a scatter of 13 dims", lambda: fd.scatter(torch.zeros([1] * 13), group.rank)))
+    for kind, what, call in cases:
+        _refuse(group, kind, what, call)
+
+
+def objects_that_cannot_travel_are_refused(group: Backend) -> None:
+    """What msgpack can't carry raises TypeError and names allow_pickle, before anything is sent."""
+    peer = 0 if group.rank else group.world_size - 1
+    values: list[Any] = [1j, object(), {"deep": [torch.zeros(1)]}, 2**70, lambda: None]
+    for value in values:
+        cases: list[tuple[str, Call]] = [
+            ("all_gather_object", lambda: fd.all_gather_object(value)),  # noqa: B023 - called at once
+            ("gather_object", lambda: fd.gather_object(value)),  # noqa: B023
+            ("broadcast_object", lambda: fd.broadcast_object(value, group.rank)),  # noqa: B023
+            ("scatter_object", lambda: fd.scatter_object([value] * group.world_size, group.rank)),  # noqa: B023
+        ]
+        if group.world_size > 1:
+            cases.append(("send_object", lambda: fd.send_object(value, peer)))  # noqa: B023
+        for name, call in cases:
+            said = _refuse(group, TypeError, f"{name} of a {type(value).__name__}", call)
+            assert not said or "allow_pickle" in said, f"{name} does not say what to do: {said!r}"
+    for pickled in (False, True):
+        deep: list[Any] = []
+        for _ in range(50_000):
+            deep = [deep]
+        kinds: dict[str, Call] = {
+            "all_gather_object": lambda: fd.all_gather_object(deep, allow_pickle=pickled),  # noqa: B023
+            "gather_object": lambda: fd.gather_object(deep, allow_pickle=pickled),  # noqa: B023
+            "broadcast_object": lambda: fd.broadcast_object(deep, group.rank, allow_pickle=pickled),  # noqa: B023
+            "scatter_object": lambda: fd.scatter_object([deep] * group.world_size, group.rank, allow_pickle=pickled),  # noqa: B023
+        }
+        if group.world_size > 1:
+            kinds["send_object"] = lambda: fd.send_object(deep, peer, allow_pickle=pickled)  # noqa: B023
+        for name, call in kinds.items():
+            said = _refuse(group, ValueError, f"{name} of what is nested too deeply", call)
+            assert not said or "nested too deeply" in said, f"{name} does not say why: {said!r}"
+    _refuse(group, ValueError, "too few objects", lambda: fd.scatter_object([1] * (group.world_size + 1), group.rank))
+
+
+def groups_that_were_closed_are_refused(group: Backend) -> None:
+    """After a group was closed every collective, message and object call on it raises GroupClosedError at once."""
+    gone = same_group_anew(group)
+    fd.barrier(gone)
+    gone.close()
+    tensor, peer = torch.ones(2), 0 if group.rank else group.world_size - 1
+    calls: dict[str, Call] = {
+        "allreduce": lambda: fd.allreduce(tensor, group=gone),
+        "async_allreduce": lambda: fd.async_allreduce(tensor, group=gone).wait(0),
+        "broadcast": lambda: fd.broadcast(tensor, group=gone),
+        "reduce": lambda: fd.reduce(tensor, group=gone),
+        "all_gather": lambda: fd.all_gather(tensor, group=gone),
+        "gather": lambda: fd.gather(tensor, group=gone),
+        "scatter": lambda: fd.scatter(tensor, group.rank, group=gone),
+        "reduce_scatter": lambda: fd.reduce_scatter(tensor, group=gone),
+        "all_to_all": lambda: fd.all_to_all([tensor] * group.world_size, group=gone),
+        "barrier": lambda: fd.barrier(gone),
+        "all_gather_object": lambda: fd.all_gather_object(1, group=gone),
+    }
+    if group.world_size > 1:
+        calls["send"] = lambda: fd.send(tensor, peer, group=gone)
+        calls["recv"] = lambda: fd.recv(None, None, peer, group=gone)
+    for name, call in calls.items():
+        error_of(fd.GroupClosedError, call, f"{name} on a closed group")
+    fd.barrier()
+
+
+REFUSAL_CHECKS: tuple[CollectiveCheck, ...] = (
+    undefined_reductions_are_refused,
+    tensors_that_cannot_travel_are_refused,
+    wrong_results_are_refused,
+    results_that_other_ranks_show_to_be_wrong,
+    wrong_places_are_refused,
+    wrong_exchanges_are_refused,
+    wrong_numbers_are_refused,
+    objects_that_cannot_travel_are_refused,
+    groups_that_were_closed_are_refused,
+)

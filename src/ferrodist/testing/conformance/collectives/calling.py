@@ -1,0 +1,375 @@
+"""Checks of the ways to call a collective: layouts, ``out=``, asynchronous, from several threads, coalesced."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import ferrodist as fd
+from ferrodist.backends.subgroup import SubBackend
+from ferrodist.testing.conformance.backend.harness import error_of
+from ferrodist.testing.conformance.collectives.oracle import (
+    ONE_STEP_BYTES,
+    elements,
+    expect,
+    factor_of,
+    inputs_of,
+    parts_along,
+    raw_bytes,
+    same_bits,
+    same_group_anew,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
+
+_LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda t: t.t(),
+    "sliced": lambda t: t[1::2, ::3],
+    "expanded": lambda t: t[:1].expand(5, -1),
+    "reversed dims": lambda t: t.view(2, 3, -1).permute(2, 1, 0),
+    "without elements": lambda t: t[:, :0].t(),
+    "conjugated": lambda t: t.conj(),
+    "negated": lambda t: t.conj().imag,
+    "negated, contiguous": lambda t: t.conj().imag.as_strided(t.shape, (t.shape[1], 1)),
+    "imaginary part": lambda t: t.imag,
+}
+
+
+def inputs_of_any_layout(group: Backend) -> None:
+    """Transposed, sliced, expanded, conjugated and negated tensors count by their elements, and are not changed."""
+    p, last = group.world_size, group.world_size - 1
+    for name, view in _LAYOUTS.items():
+        for columns in (2, 30, 3000):
+            wholes = [torch.randn(6, 3 * columns, dtype=torch.complex64, generator=_seeded(rank)) for rank in range(p)]
+            if name not in {"conjugated", "negated", "negated, contiguous", "imaginary part"}:
+                wholes = [whole.real.contiguous() for whole in wholes]
+            views = [view(whole) for whole in wholes]
+            plain = [
+                tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format) for tensor in views
+            ]
+            before, mine, what = raw_bytes(wholes[group.rank]).clone(), views[group.rank], f"{name}, {columns} columns"
+            flat = [tensor.view(-1) for tensor in plain]
+            total = fd.allreduce(mine)
+            assert total.shape == mine.shape, f"allreduce of a tensor that is {name} has shape {tuple(total.shape)}"
+            expect(group, total, fd.ReduceOp.SUM, flat, f"allreduce ({what})")
+            reduced = fd.reduce(mine, last)
+            if group.rank == last:
+                expect(group, reduced, fd.ReduceOp.SUM, flat, f"reduce ({what})")
+            same_bits(fd.broadcast(mine, last), plain[last], f"broadcast ({what})")
+            same_bits(fd.all_gather(mine), torch.cat(plain), f"all_gather ({what})")
+            same_bits(fd.all_gather(mine, 1), torch.cat(plain, 1), f"all_gather along 1 ({what})")
+            gathered = fd.gather(mine, last)
+            if group.rank == last:
+                same_bits(gathered, torch.cat(plain), f"gather ({what})")
+            sizes = fd.compute_shard_sizes(mine.shape[0], p)
+            scattered = fd.scatter(mine if group.rank == last else None, last)
+            same_bits(scattered, parts_along(plain[last], sizes)[group.rank], f"scatter ({what})")
+            expected = parts_along(fd.allreduce(plain[group.rank]), sizes)[group.rank]
+            same_bits(fd.reduce_scatter(mine), expected, f"reduce_scatter ({what})")
+            received = fd.all_to_all([mine] * p)
+            for rank in range(p):
+                same_bits(received[rank], plain[rank], f"all_to_all ({what})")
+            same_bits(raw_bytes(wholes[group.rank]), before, f"the input after all of it ({what})")
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def results_into_given_tensors(group: Backend) -> None:
+    """``out=`` is where the result goes and what is returned: another tensor, the input itself, or one with strides."""
+    p, last = group.world_size, group.world_size - 1
+    for rows in (2, 20, 6000):
+        inputs = [elements(torch.float32, rows * 4, rank, seed=rows).view(rows, 4) for rank in range(p)]
+        total = [tensor.view(-1) for tensor in inputs]
+        outs: dict[str, Callable[[], torch.Tensor]] = {
+            "another": lambda rows=rows: torch.empty(rows, 4),  # type: ignore[misc]
+            "transposed": lambda rows=rows: torch.empty(4, rows).t(),  # type: ignore[misc]
+            "sliced": lambda rows=rows: torch.empty(2 * rows, 9)[::2, 1::2],  # type: ignore[misc]
+            "negated": lambda rows=rows: torch.empty(rows, 4, dtype=torch.complex64).conj().imag,  # type: ignore[misc]
+            "negated, contiguous": lambda rows=rows: (  # type: ignore[misc]
+                torch.empty(rows, 4, dtype=torch.complex64).conj().imag.as_strided((rows, 4), (4, 1))
+            ),
+        }
+        for name, make in outs.items():
+            mine, out, what = inputs[group.rank], make(), f"{rows} rows into a tensor that is {name}"
+            assert fd.allreduce(mine, out=out) is out, "allreduce returned another tensor than out="
+            expect(group, out, fd.ReduceOp.SUM, total, f"allreduce of {what}")
+            assert fd.async_allreduce(mine, out=make()).wait().shape == out.shape, "async_allreduce lost its shape"
+            out = make()
+            reduced = fd.reduce(mine, last, out=out if group.rank == last else None)
+            if group.rank == last:
+                assert reduced is out, "reduce returned another tensor than out="
+                expect(group, out, fd.ReduceOp.SUM, total, f"reduce of {what}")
+            out = make()
+            assert fd.broadcast(mine, last, out=out) is out, "broadcast returned another tensor than out="
+            same_bits(out, inputs[last], f"broadcast of {what}")
+        _in_place(group, inputs)
+        _joined_and_divided(group, inputs)
+        _gathered_and_scattered(group, inputs)
+        _exchanged(group, inputs)
+
+
+def _in_place(group: Backend, inputs: list[torch.Tensor]) -> None:
+    last, flat = group.world_size - 1, [tensor.view(-1) for tensor in inputs]
+    for strided in (False, True):
+        mine = torch.empty(4, len(inputs[0])).t() if strided else torch.empty_like(inputs[0])
+        mine.copy_(inputs[group.rank])
+        fd.allreduce(mine, out=mine)
+        expect(group, mine, fd.ReduceOp.SUM, flat, "allreduce in place")
+        mine.copy_(inputs[group.rank])
+        fd.reduce(mine, last, out=mine if group.rank == last else None)
+        if group.rank == last:
+            expect(group, mine, fd.ReduceOp.SUM, flat, "reduce in place")
+        else:
+            same_bits(mine, inputs[group.rank], "the input of a reduce to another rank")
+        mine.copy_(inputs[group.rank])
+        fd.broadcast(mine, last, out=mine)
+        same_bits(mine, inputs[last], "broadcast in place")
+
+
+def _joined_and_divided(group: Backend, inputs: list[torch.Tensor]) -> None:
+    p, rank = group.world_size, group.rank
+    joined = torch.cat(inputs)
+    rows = len(inputs[0])
+    out = torch.empty(4, p * rows).t()
+    assert fd.all_gather(inputs[rank], out=out) is out, "all_gather returned another tensor than out="
+    same_bits(out, joined, "all_gather into a transposed tensor")
+    out = torch.empty(rows, 4 * p)
+    same_bits(fd.all_gather(inputs[rank], 1, out=out), torch.cat(inputs, 1), "all_gather along 1 with out=")
+    buffer = torch.zeros(p * rows, 4)
+    buffer[rank * rows : (rank + 1) * rows] = inputs[rank]
+    fd.all_gather(buffer[rank * rows : (rank + 1) * rows], out=buffer)
+    same_bits(buffer, joined, "all_gather of a part of out=")
+    sizes = fd.compute_shard_sizes(rows, p)
+    plain = fd.reduce_scatter(inputs[rank])
+    out = torch.empty(sizes[rank], 4)
+    assert fd.reduce_scatter_tensor(out, inputs[rank]) is out, "reduce_scatter_tensor returned another tensor"
+    same_bits(out, plain, "reduce_scatter_tensor")
+    out = torch.empty(4, sizes[rank]).t()
+    same_bits(fd.reduce_scatter(inputs[rank], out=out), plain, "reduce_scatter into a transposed tensor")
+    mine = inputs[rank].clone()
+    start = sum(sizes[:rank])
+    fd.reduce_scatter(mine, out=mine[start : start + sizes[rank]])
+    same_bits(mine[start : start + sizes[rank]], plain, "reduce_scatter into its part of the input")
+
+
+def _gathered_and_scattered(group: Backend, inputs: list[torch.Tensor]) -> None:
+    p, rank, last = group.world_size, group.rank, group.world_size - 1
+    rows = len(inputs[0])
+    for dim in (0, 1):
+        joined = torch.cat(inputs, dim)
+        for out in (torch.empty(joined.shape), torch.empty(joined.t().shape).t(), torch.empty(2 * p * rows, 4 * p)):
+            whole = out[: len(joined), : joined.shape[1]]
+            gathered = fd.gather(inputs[rank], last, dim=dim, out=whole if rank == last else None)
+            if rank == last:
+                assert gathered is whole, "gather returned another tensor than out="
+                same_bits(whole, joined, f"gather along {dim} with out=")
+            part = torch.empty(inputs[0].shape) if out.is_contiguous() else torch.empty(4, rows).t()
+            scattered = fd.scatter(joined if rank == last else None, last, dim=dim, out=part)
+            assert scattered is part, "scatter returned another tensor than out="
+            same_bits(part, inputs[rank], f"scatter along {dim} with out=")
+        sizes = [rank % 2 + 1 for rank in range(p)]
+        parts = [tensor.narrow(dim, 0, size) for tensor, size in zip(inputs, sizes, strict=True)]
+        uneven = torch.cat(parts, dim)
+        for whole in (torch.empty(uneven.shape), torch.empty(uneven.t().shape).t()):
+            assert fd.all_gather_uneven(parts[rank], dim, out=whole) is whole, "all_gather_uneven returned another"
+            same_bits(whole, uneven, f"all_gather_uneven along {dim} with out=")
+    buffer = torch.cat(inputs)
+    mine = buffer[rank * rows : (rank + 1) * rows]
+    fd.scatter(buffer if rank == last else None, last, out=mine)
+    same_bits(mine, inputs[rank], "scatter into a part of the input")
+    buffer.zero_()
+    mine.copy_(inputs[rank])
+    fd.gather(mine, last, out=buffer if rank == last else None)
+    if rank == last:
+        same_bits(buffer, torch.cat(inputs), "gather of a part of out=")
+
+
+def _exchanged(group: Backend, inputs: list[torch.Tensor]) -> None:
+    p, rank = group.world_size, group.rank
+    rows = len(inputs[0])
+    sent = [[tensor + 7 * dst for dst in range(p)] for tensor in inputs]
+    expected = [sent[src][rank] for src in range(p)]
+    counts = [rows] * p
+    for out in (torch.empty(p * rows, 4), torch.empty(4, p * rows).t()):
+        assert fd.all_to_all(torch.cat(sent[rank]), out=out) is out, "all_to_all returned another tensor than out="
+        same_bits(out, torch.cat(expected), "all_to_all with out=")
+        out.zero_()
+        back = fd.all_to_all_single_uneven(torch.cat(sent[rank]), counts, counts, out=out)
+        assert back is out, "all_to_all_single_uneven returned another tensor than out="
+        same_bits(out, torch.cat(expected), "all_to_all_single_uneven with out=")
+        out.copy_(torch.cat(sent[rank]))
+        assert fd.async_all_to_all(out, out=out).wait() is out, "async_all_to_all returned another tensor than out="
+        same_bits(out, torch.cat(expected), "async_all_to_all in place")
+        out.copy_(torch.cat(sent[rank]))
+        fd.all_to_all_single_uneven(out, counts, counts, out=out)
+        same_bits(out, torch.cat(expected), "all_to_all_single_uneven in place")
+    mine = [tensor.clone() for tensor in sent[rank]]
+    columns = torch.empty(rows, 4, p).unbind(-1)
+    for outs in (columns, [torch.empty(rows, 4) for _ in range(p)], mine):
+        received = fd.all_to_all(mine, out=outs)
+        assert all(one is other for one, other in zip(received, outs, strict=True)), "all_to_all returned others"
+        for src in range(p):
+            same_bits(outs[src], expected[src], f"all_to_all of tensors with out=, from rank {src}")
+
+
+def inputs_and_outputs_that_overlap(group: Backend) -> None:
+    """When ``out`` is a part of the input's memory, shifted by an element, the result is as if it were not."""
+    for count in (3, 1000, ONE_STEP_BYTES):
+        inputs = inputs_of(group, torch.float32, count, seed=count)
+        for shift in (1, -1):
+            memory = torch.zeros(count + 2)
+            memory[1 : count + 1] = inputs[group.rank]
+            out = memory[1 + shift : count + 1 + shift]
+            fd.allreduce(memory[1 : count + 1], out=out)
+            expect(group, out, fd.ReduceOp.SUM, inputs, f"allreduce shifted by {shift}")
+            memory[1 : count + 1] = inputs[group.rank]
+            fd.broadcast(memory[1 : count + 1], out=out)
+            same_bits(out, inputs[0], f"broadcast shifted by {shift}")
+
+
+def many_outstanding_operations(group: Backend) -> None:
+    """Any number of operations of all kinds may be under way, and be waited for in any order and more than once."""
+    p, rank = group.world_size, group.rank
+    pending: list[tuple[fd.PendingCollective[Any], torch.Tensor]] = []
+    for round_number in range(12):
+        for count in (1, 700, ONE_STEP_BYTES // 4 + 1 if round_number == 0 else 11):
+            inputs = [torch.full((count,), float(r + round_number)) for r in range(p)]
+            total = torch.full((count,), float(sum(range(p)) + p * round_number))
+            root = round_number % p
+            sizes = fd.compute_shard_sizes(count, p)
+            pending += [
+                (fd.async_allreduce(inputs[rank]), total),
+                (fd.async_broadcast(inputs[rank], root), inputs[root]),
+                (fd.async_all_gather(inputs[rank]), torch.cat(inputs)),
+                (fd.async_reduce_scatter(inputs[rank]), parts_along(total, sizes)[rank]),
+                (fd.async_all_to_all(torch.cat([inputs[rank]] * p)), torch.cat(inputs)),
+            ]
+    for handle, expected in reversed(pending):
+        same_bits(handle.wait(), expected, f"one of many: {handle.op_name}")
+        assert handle.done(), f"{handle!r} has been waited for and is not done"
+        assert handle.wait(0) is handle.wait(), "a second wait gave another result"
+
+
+def blocking_among_started_operations(group: Backend) -> None:
+    """Blocking calls may be made while others, started before on all ranks, are under way."""
+    p = group.world_size
+    for count in (2, 5000):
+        started = [fd.async_allreduce(torch.full((count,), float(i))) for i in range(5)]
+        same_bits(fd.allreduce(torch.ones(count)), torch.full((count,), float(p)), "a blocking call among others")
+        for i, handle in enumerate(started):
+            same_bits(handle.wait(), torch.full((count,), float(i * p)), "a call around a blocking one")
+
+
+def threads_with_groups_of_their_own(group: Backend) -> None:
+    """Several threads of each rank use one sub-group each at the same time, for started and blocking operations."""
+    p = group.world_size
+    members = [list(range(p)), list(range(p)), list(reversed(range(p))), list(range(0, p, 2)), [0, p - 1][: min(p, 2)]]
+    groups = {i: SubBackend(group, ranks) for i, ranks in enumerate(members) if group.rank in ranks}
+    errors: list[BaseException] = []
+
+    def work(mine: SubBackend, seed: int) -> None:
+        try:
+            for count in (3, 900, ONE_STEP_BYTES // 4 + 5):
+                inputs = [torch.full((count,), float(seed + 10 * rank)) for rank in mine.members]
+                total = torch.stack(inputs).sum(0)
+                handles = [fd.async_allreduce(inputs[mine.rank], group=mine) for _ in range(4)]
+                same_bits(fd.allreduce(inputs[mine.rank], group=mine), total, "a blocking call in a thread")
+                for handle in handles:
+                    same_bits(handle.wait(), total, "a started call in a thread")
+                same_bits(fd.all_gather(inputs[mine.rank], group=mine), torch.cat(inputs), "an all_gather in a thread")
+        except BaseException as error:  # noqa: BLE001 - raised again in the check's thread
+            errors.append(error)
+            mine.abort(f"a thread failed: {error!r}")
+
+    threads = [threading.Thread(target=work, args=(mine, seed)) for seed, mine in groups.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for mine in groups.values():
+        mine.close()
+    if errors:
+        raise errors[0]
+    fd.barrier()
+
+
+def coalesced_operations(group: Backend) -> None:
+    """Operations in a coalesce block give the same bits as outside, whatever their kinds, dtypes and sizes."""
+    p, rank = group.world_size, group.rank
+    with fd.coalesce():
+        pass
+    checks: list[tuple[fd.PendingCollective[torch.Tensor], torch.Tensor]] = []
+    inputs = [
+        [elements(dtype, n, r, seed=n) for r in range(p)] for dtype in (torch.float32, torch.int16) for n in _SIZES
+    ]
+    plain = [fd.allreduce(tensors[rank]) for tensors in inputs]
+    op = fd.premultiplied_sum(factor_of(rank))
+    scaled = fd.allreduce(inputs[1][rank], op)
+    in_place = inputs[2][rank].clone()
+    with fd.coalesce(group):
+        for tensors, expected in zip(inputs, plain, strict=True):
+            checks.append((fd.async_allreduce(tensors[rank]), expected))
+            checks.append((fd.async_broadcast(tensors[rank], p - 1), tensors[p - 1]))
+        checks += [(fd.async_allreduce(inputs[1][rank], op), scaled)]
+        # Factors that are equal on one rank and not on others: these can't be joined.
+        twice = [fd.premultiplied_sum(1.0), fd.premultiplied_sum(1.0 if rank == 0 else 2.0)]
+        ones = [fd.async_allreduce(torch.ones(3), each) for each in twice]
+        checks += [(ones[0], torch.full((3,), float(p))), (ones[1], torch.full((3,), 2.0 * p - 1))]
+        checks += [(fd.async_all_gather(inputs[3][rank]), torch.cat(inputs[3]))]
+        checks += [(fd.async_allreduce(in_place, out=in_place), plain[2])]
+        assert not any(handle.done() for handle, _ in checks), "an operation ended before its coalesce block"
+    for handle, expected in checks:
+        same_bits(handle.wait(), expected, f"coalesced {handle.op_name}")
+    same_bits(in_place, plain[2], "a coalesced allreduce in place")
+
+
+_SIZES = (0, 1, 2, 57, ONE_STEP_BYTES // 8)
+
+
+def coalesce_blocks_that_fail(group: Backend) -> None:
+    """When a coalesce block raises nothing is sent, and what was called inside fails with that error."""
+    pending: list[fd.PendingCollective[torch.Tensor]] = []
+
+    def block(then: Callable[[], object]) -> None:
+        with fd.coalesce(group):
+            pending.append(fd.async_allreduce(torch.ones(4)))
+            then()
+
+    other = same_group_anew(group)
+    wrong: list[Callable[[], object]] = [
+        lambda: fd.allreduce(torch.ones(4)),
+        lambda: fd.async_allreduce(torch.ones(4), group=other),
+        lambda: block(bool),
+    ]
+    for then in wrong:
+        error = error_of(RuntimeError, lambda then=then: block(then), "a wrong call in a coalesce block")  # type: ignore[misc]
+        assert error_of(RuntimeError, pending[-1].wait, "an operation of a failed block") is error
+    same_bits(
+        fd.allreduce(torch.ones(4)), torch.full((4,), float(group.world_size)), "an allreduce after failed blocks"
+    )
+    other.abort("to see what coalesce does with a group that has failed")
+    with fd.coalesce(other):
+        handles = [fd.async_allreduce(torch.ones(4), group=other), fd.async_broadcast(torch.ones(4), group=other)]
+    for handle in handles:
+        error_of(fd.GroupAbortedError, lambda handle=handle: handle.wait(0), "a coalesced call on a failed group")  # type: ignore[misc]
+    other.close()
+
+
+FORM_CHECKS: tuple[CollectiveCheck, ...] = (
+    inputs_of_any_layout,
+    results_into_given_tensors,
+    inputs_and_outputs_that_overlap,
+    many_outstanding_operations,
+    blocking_among_started_operations,
+    threads_with_groups_of_their_own,
+    coalesced_operations,
+    coalesce_blocks_that_fail,
+)

@@ -1,0 +1,411 @@
+"""Checks of collectives that can't succeed: every rank is told the same, in time, and the group stays failed."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+import ferrodist as fd
+from ferrodist.backends.subgroup import SubBackend
+from ferrodist.deadline import Deadline
+from ferrodist.testing.conformance.backend.harness import error_of, facts
+from ferrodist.testing.conformance.collectives.oracle import LATE_SECONDS, same_group_anew
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
+
+if TYPE_CHECKING:
+    Collective = Callable[[Backend], object]
+
+
+_DEADLINE_SECONDS = 0.3
+
+_COLLECTIVES: dict[str, Collective] = {
+    "barrier": fd.barrier,
+    "allreduce": lambda group: fd.allreduce(torch.ones(4), group=group),
+    "reduce": lambda group: fd.reduce(torch.ones(4), group=group),
+    "broadcast": lambda group: fd.broadcast(torch.ones(4), group=group),
+    "all_gather": lambda group: fd.all_gather(torch.ones(4), group=group),
+    "all_gather_uneven": lambda group: fd.all_gather_uneven(torch.ones(4), group=group),
+    "gather": lambda group: fd.gather(torch.ones(4), group=group),
+    "scatter": lambda group: fd.scatter(torch.ones(4) if group.rank == 0 else None, group=group),
+    "reduce_scatter": lambda group: fd.reduce_scatter(torch.ones(4), group=group),
+    "all_to_all": lambda group: fd.all_to_all([torch.ones(4)] * group.world_size, group=group),
+}
+
+
+def _stays_failed(group: Backend, error: fd.DistributedError) -> None:
+    """Assert that every later call repeats the group's failure, at once."""
+    assert group.failure is not None, f"after {error!r} the group is as good as new"
+    assert facts(group.failure) == facts(error), f"the group failed with {group.failure!r}, the call raised {error!r}"
+    for name, call in _COLLECTIVES.items():
+        again = error_of(type(error), functools.partial(call, group), f"{name} on a group that has failed")
+        assert facts(again) == facts(error), f"{name} on a failed group raised {again!r}, not {error!r}"
+    pending = error_of(type(error), lambda: fd.async_allreduce(torch.ones(4), group=group).wait(0), "async_allreduce")
+    assert facts(pending) == facts(error), f"async_allreduce on a failed group raised {pending!r}, not {error!r}"
+
+
+def _told_alike(world: Backend, error: fd.DistributedError, what: str) -> None:
+    """Assert that all ranks raised the same error, by way of a group that has not failed."""
+    if world.failure is not None:
+        return  # a backend whose sub-groups can't fail alone: there is no way left to ask
+    name, message, ranks = facts(error)
+    everyone = fd.all_gather_object([name, message, list(ranks)], group=world)
+    for rank, said in enumerate(everyone):
+        assert said == [name, message, list(ranks)], f"{what}: rank {world.rank} raised {error!r}, rank {rank} {said}"
+
+
+def _mismatch_of(name: str) -> CollectiveCheck:
+    """The check that ``name`` meets every other collective."""
+
+    def check(world: Backend) -> None:
+        if world.world_size == 1:
+            return
+        odd = world.world_size - 1
+        for other in _COLLECTIVES:
+            if other == name or world.failure is not None:
+                continue
+            group = same_group_anew(world)
+            mine, theirs = (other, name) if world.rank == odd else (name, other)
+            what = f"{mine} while others called {theirs}"
+            error = error_of(fd.CollectiveMismatchError, functools.partial(_COLLECTIVES[mine], group), what)
+            assert f"called {name}(" in error.message, f"{what}: {name} is not in {error.message!r}"
+            assert f"called {other}(" in error.message, f"{what}: {other} is not in {error.message!r}"
+            assert f"rank {odd} " in error.message, f"{what}: rank {odd} is not in {error.message!r}"
+            if world.world_size > 2:
+                assert error.ranks == (odd,), f"{what}: rank {odd} called something else, not {error.ranks}"
+            _stays_failed(group, error)
+            group.close()
+            _told_alike(world, error, what)
+
+    check.__name__ = check.__qualname__ = f"mismatches_of_{name}"
+    check.__doc__ = f"When a rank calls another collective than {name}, all ranks are told, with both names."
+    return check
+
+
+def _coalesced(group: Backend, counts: list[int]) -> None:
+    with fd.coalesce(group):
+        pending = [fd.async_allreduce(torch.ones(count), group=group) for count in counts]
+    for handle in reversed(pending):
+        handle.wait()
+
+
+def _exchange_ones(group: Backend, tensor: torch.Tensor) -> torch.Tensor:
+    counts = [1] * group.world_size
+    return fd.all_to_all_single_uneven(tensor, counts, counts, group=group)
+
+
+_VARIANTS: dict[str, tuple[Collective, Collective, tuple[str, ...]]] = {
+    "element counts of allreduce": (
+        lambda group: fd.allreduce(torch.ones(4), group=group),
+        lambda group: fd.allreduce(torch.ones(5), group=group),
+        ("[4]", "[5]"),
+    ),
+    "large and small": (
+        lambda group: fd.allreduce(torch.ones(4), group=group),
+        lambda group: fd.allreduce(torch.ones(100_000), group=group),
+        ("[4]", "[100000]"),
+    ),
+    "dtypes of one size": (
+        lambda group: fd.allreduce(torch.ones(4), group=group),
+        lambda group: fd.allreduce(torch.ones(4, dtype=torch.int32), group=group),
+        ("float32", "int32"),
+    ),
+    "operations": (
+        lambda group: fd.allreduce(torch.ones(4), fd.ReduceOp.MIN, group=group),
+        lambda group: fd.allreduce(torch.ones(4), fd.ReduceOp.MAX, group=group),
+        ("min", "max"),
+    ),
+    "operations of reduce_scatter": (
+        lambda group: fd.reduce_scatter(torch.ones(4), fd.ReduceOp.SUM, group=group),
+        lambda group: fd.reduce_scatter(torch.ones(4), fd.premultiplied_sum(1.0), group=group),
+        ("(sum,", "(premultiplied_sum,"),
+    ),
+    "roots of reduce": (
+        lambda group: fd.reduce(torch.ones(4), 0, group=group),
+        lambda group: fd.reduce(torch.ones(4), 1, group=group),
+        ("root=0", "root=1"),
+    ),
+    "roots of broadcast": (
+        lambda group: fd.broadcast(torch.ones(4), 0, group=group),
+        lambda group: fd.broadcast(torch.ones(4), 1, group=group),
+        ("root=0", "root=1"),
+    ),
+    "roots of gather": (
+        lambda group: fd.gather(torch.ones(4), 0, group=group),
+        lambda group: fd.gather(torch.ones(4), 1, group=group),
+        ("root=0", "root=1"),
+    ),
+    "roots of scatter": (
+        lambda group: fd.scatter(torch.ones(4) if group.rank == 0 else None, 0, group=group),
+        lambda group: fd.scatter(torch.ones(4) if group.rank == 1 else None, 1, group=group),
+        ("src=0", "src=1"),
+    ),
+    "dims of scatter": (
+        lambda group: fd.scatter(torch.ones(4, 4) if group.rank == 0 else None, dim=0, group=group),
+        lambda group: fd.scatter(torch.ones(4, 4) if group.rank == 0 else None, dim=1, group=group),
+        ("dim=0", "dim=1"),
+    ),
+    "dims of gather": (
+        lambda group: fd.gather(torch.ones(4, 4), dim=0, group=group),
+        lambda group: fd.gather(torch.ones(4, 4), dim=1, group=group),
+        ("gather", "dim 0", "dim 1"),
+    ),
+    "dims of all_gather": (
+        lambda group: fd.all_gather(torch.ones(4, 4), group=group),
+        lambda group: fd.all_gather(torch.ones(4, 4), -1, group=group),
+        ("all_gather(float32[", "dim=0)", "dim=1)"),
+    ),
+    "dims of a started all_gather": (
+        lambda group: fd.async_all_gather(torch.ones(4, 4), group=group).wait(),
+        lambda group: fd.async_all_gather(torch.ones(4, 4), 1, group=group).wait(),
+        ("all_gather(float32[", "dim=0)", "dim=1)"),
+    ),
+    "dims of reduce_scatter": (
+        lambda group: fd.reduce_scatter(torch.ones(4, 4), dim=-2, group=group),
+        lambda group: fd.async_reduce_scatter(torch.ones(4, 4), dim=1, group=group).wait(),
+        ("reduce_scatter(sum, float32[16], dim=0)", "reduce_scatter(sum, float32[16], dim=1)"),
+    ),
+    "dims of reduce_scatter_tensor": (
+        lambda group: fd.reduce_scatter_tensor(
+            torch.ones(fd.compute_shard_sizes(4, group.world_size)[group.rank], 4), torch.ones(4, 4), group=group
+        ),
+        lambda group: fd.reduce_scatter(torch.ones(4, 4), dim=1, group=group),
+        ("dim=0)", "dim=1)"),
+    ),
+    "dims of all_gather_uneven": (
+        lambda group: fd.all_gather_uneven(torch.ones(4, 4), dim=0, group=group),
+        lambda group: fd.all_gather_uneven(torch.ones(4, 4), dim=-1, group=group),
+        ("all_gather_uneven", "dim 0", "dim 1"),
+    ),
+    "sizes of all_gather": (
+        lambda group: fd.all_gather(torch.ones(1), group=group),
+        lambda group: fd.all_gather(torch.ones(2), group=group),
+        ("float32", "all_gather"),
+    ),
+    "rows of all_gather_uneven": (
+        lambda group: fd.all_gather_uneven(torch.ones(2, 3), group=group),
+        lambda group: fd.all_gather_uneven(torch.ones(3, 2), group=group),
+        ("float32", "all_gather"),
+    ),
+    "dtypes of broadcast": (
+        lambda group: fd.broadcast(torch.ones(4), group=group),
+        lambda group: fd.broadcast(torch.ones(4, dtype=torch.int32), group=group),
+        ("float32", "int32"),
+    ),
+    "dtypes of all_to_all": (
+        lambda group: fd.all_to_all([torch.ones(4)] * group.world_size, group=group),
+        lambda group: fd.all_to_all([torch.ones(4, dtype=torch.int32)] * group.world_size, group=group),
+        ("float32", "int32"),
+    ),
+    "sizes of all_to_all": (
+        lambda group: fd.all_to_all(torch.ones(group.world_size, 2), group=group),
+        lambda group: fd.all_to_all([torch.ones(3)] * group.world_size, group=group),
+        ("all_to_all(float32[2])", "all_to_all(float32[3])"),
+    ),
+    "rows of all_to_all_single_uneven": (
+        lambda group: _exchange_ones(group, torch.ones(group.world_size, 2)),
+        lambda group: _exchange_ones(group, torch.ones(group.world_size, 5)),
+        ("all_to_all(float32[2])", "all_to_all(float32[5])"),
+    ),
+    "started operations": (
+        lambda group: fd.async_allreduce(torch.ones(4), group=group).wait(),
+        lambda group: fd.async_broadcast(torch.ones(4), group=group).wait(),
+        ("allreduce", "broadcast"),
+    ),
+    "operations in a coalesce block": (
+        lambda group: _coalesced(group, [4, 2]),
+        lambda group: _coalesced(group, [2, 4]),
+        ("allreduce[4]", "allreduce[2]"),
+    ),
+    "numbers of operations in a coalesce block": (
+        lambda group: _coalesced(group, [4, 2]),
+        lambda group: _coalesced(group, [6]),
+        ("allreduce[4]", "allreduce[6]"),
+    ),
+    "roots of objects": (
+        lambda group: fd.broadcast_object("a", 0, group=group),
+        lambda group: fd.broadcast_object("a", 1, group=group),
+        ("root=0", "root=1"),
+    ),
+    "sources of objects": (
+        lambda group: fd.scatter_object(["a"] * group.world_size, 0, group=group),
+        lambda group: fd.scatter_object(["a"] * group.world_size, 1, group=group),
+        ("scatter_object", "src=0", "src=1"),
+    ),
+    "objects and tensors": (
+        lambda group: fd.broadcast_object("a", group=group),
+        lambda group: fd.broadcast(torch.zeros(1, dtype=torch.int64), group=group),
+        ("broadcast_object", "broadcast(int64[1]"),
+    ),
+    "objects and sizes of objects": (
+        lambda group: fd.scatter_object(["a"] * group.world_size, group=group),
+        lambda group: fd.broadcast(torch.zeros(group.world_size, dtype=torch.int64), group=group),
+        ("scatter_object", "broadcast(int64["),
+    ),
+}
+
+
+def mismatches_within_a_collective(world: Backend) -> None:
+    """The same collective with another size, dtype, operation, root or dim is a mismatch that names both calls."""
+    if world.world_size == 1:
+        return
+    for odd in {0, 1, world.world_size - 1}:
+        for name, (usual, other, words) in _VARIANTS.items():
+            if world.failure is not None:
+                return  # a backend whose sub-groups can't fail alone
+            group = same_group_anew(world)
+            call = functools.partial(other if world.rank == odd else usual, group)
+            what = f"different {name}"
+            error = error_of(fd.CollectiveMismatchError, call, what)
+            for word in words:
+                assert word in error.message, f"{what}: {word} is not in {error.message!r}"
+            _stays_failed(group, error)
+            group.close()
+            _told_alike(world, error, what)
+
+
+def counts_that_do_not_meet(world: Backend) -> None:
+    """When a rank expects other rows than another sends, those two raise SizeMismatchError, and no rank goes on."""
+    p = world.world_size
+    if p == 1:
+        return
+    for unit in (1, 100_000):
+        group = same_group_anew(world)
+        send = [unit] * p  # rows
+        receive = [2 * unit if world.rank == 1 and src == 0 else unit for src in range(p)]
+
+        def twice(group: Backend = group, send: list[int] = send, receive: list[int] = receive) -> None:
+            fd.all_to_all_single_uneven(torch.zeros(sum(send), 3), send, receive, group=group)
+            fd.barrier(group)  # a rank whose own counts fit may hear of it here
+
+        error = error_of(fd.SizeMismatchError, twice, "counts that don't meet")
+        assert error.ranks == (0,), f"rank 0 sends too little, the error names {error.ranks}: {error!r}"
+        said = f"rank 1 expects {2 * unit} rows from rank 0 (recv_counts[0])"
+        assert said in error.message, f"not in the error: {said!r}: {error.message!r}"
+        if world.failure is not None:
+            return
+
+
+def _late(world: Backend, late: tuple[int, ...], name: str) -> None:
+    """Have ``late`` stay away from a collective and check that every rank is told, in time."""
+    group = same_group_anew(world)
+    watch = Deadline(_DEADLINE_SECONDS)
+    if world.rank in late:
+        awaited = next(rank for rank in range(world.world_size) if rank != world.rank)
+        what = f"rank {world.rank}, which stays away from {name}"
+        error = error_of(
+            fd.DistributedTimeoutError,
+            lambda: group.recv(bytearray(1), awaited, timeout=_DEADLINE_SECONDS + 10 * LATE_SECONDS),
+            what,
+        )
+    else:
+        limited = _LIMITED[name]
+        error = error_of(fd.DistributedTimeoutError, lambda: limited(group), f"{name} without {late}")
+    elapsed = watch.elapsed()
+    assert elapsed <= _DEADLINE_SECONDS + LATE_SECONDS, f"rank {world.rank} was told of {late} after {elapsed:.2f} s"
+    assert error.ranks == late, f"{late} stayed away from {name}, rank {world.rank} names {error.ranks}: {error}"
+    assert name.removeprefix("async_") in error.message, f"{name} is not in {error.message!r}"
+    _stays_failed(group, error)
+    group.close()
+    # Where rank 0 is late the others find that out each by itself, and say so: all else must be the same.
+    _told_alike(world, fd.DistributedTimeoutError("late", ranks=error.ranks), f"{late} late for {name}")
+
+
+_LIMITED: dict[str, Collective] = {
+    "barrier": lambda group: fd.monitored_barrier(group, timeout=_DEADLINE_SECONDS),
+    "async_allreduce": lambda group: fd.async_allreduce(
+        torch.ones(70_000), group=group, timeout=_DEADLINE_SECONDS
+    ).wait(),
+    "gather": lambda group: fd.gather(torch.ones(4), group=group, timeout=_DEADLINE_SECONDS),
+}
+
+
+def late_ranks_are_named(world: Backend) -> None:
+    """A rank that does not come is named on every rank within the deadline, be it rank 0, the last, or several."""
+    p = world.world_size
+    cases = [(p - 1,), (0,), (p - 2, p - 1)]
+    for late, name in zip(cases[: min(3, p)], _LIMITED, strict=False):
+        if p > 1 and world.failure is None:
+            _late(world, late, name)
+
+
+def aborts_reach_waiting_ranks(world: Backend) -> None:
+    """When a rank aborts, all that wait in a collective raise its reason, and all later calls do."""
+    p = world.world_size
+    for count in (4, 200_000):
+        group = same_group_anew(world)
+        if p > 1 and world.rank == p - 1:
+            group.recv(bytearray(1), 0, tag=1)
+            group.abort("the loss is NaN")
+            error = error_of(fd.GroupAbortedError, lambda: fd.barrier(group), "a barrier after an abort")  # noqa: B023
+        elif p > 1:
+            pending = [fd.async_allreduce(torch.ones(count), group=group) for _ in range(3)]
+            if world.rank == 0:
+                group.send(b"x", p - 1, tag=1)
+            for handle in pending:
+                error = error_of(fd.GroupAbortedError, handle.wait, "an allreduce on a group that is aborted")
+        else:
+            group.abort("the loss is NaN")
+            error = error_of(fd.GroupAbortedError, lambda: fd.barrier(group), "a barrier after an abort")  # noqa: B023
+        assert "the loss is NaN" in error.message, f"the reason is not in {error.message!r}"
+        assert error.ranks == (p - 1,), f"rank {p - 1} aborted, the error names {error.ranks}"
+        _stays_failed(group, error)
+        group.close()
+        _told_alike(world, error, "an abort")
+        if world.failure is not None:
+            return
+
+
+def aborts_reach_messages(world: Backend) -> None:
+    """When a rank aborts, tensors on their way to and from it fail on the other side."""
+    p = world.world_size
+    if p == 1:
+        return
+    group = same_group_anew(world)
+    if world.rank == p - 1:
+        group.recv(bytearray(1), 0, tag=1)
+        group.abort("enough")
+    elif world.rank == 0:
+        group.send(b"x", p - 1, tag=1)
+        error_of(fd.GroupAbortedError, lambda: fd.send(torch.ones(300_000), p - 1, group=group), "a large send")
+    else:
+        error_of(fd.GroupAbortedError, lambda: fd.recv(None, None, fd.ANY_SOURCE, group=group), "a recv")
+
+
+def ranks_that_leave_are_named(world: Backend) -> None:
+    """When a rank closes the group, those that wait for it in a collective get PeerLostError with its number."""
+    p = world.world_size
+    if p < 2:
+        return
+    for leaver, order in ((p - 1, range(p)), (0, range(p)), (0, range(p)[::-1])):
+        group = SubBackend(world, order)
+        fd.barrier(group)
+        if group.rank == leaver:
+            group.close()
+            error_of(fd.GroupClosedError, lambda: fd.allreduce(torch.ones(3), group=group), "allreduce after close")  # noqa: B023
+        else:
+            error = error_of(fd.PeerLostError, lambda: fd.allreduce(torch.ones(3), group=group), "allreduce")  # noqa: B023
+            assert error.ranks == (leaver,), f"rank {leaver} left, the error names {error.ranks}: {error}"
+            named = f"rank {leaver} of group {group.name!r}"
+            assert named in error.message, f"{named} left, the error says: {error}"
+            _stays_failed(group, error)
+        if world.failure is not None:
+            return
+        fd.barrier(world)
+
+
+ENDING_CHECKS: tuple[CollectiveCheck, ...] = (
+    *(_mismatch_of(name) for name in _COLLECTIVES),
+    mismatches_within_a_collective,
+    counts_that_do_not_meet,
+    late_ranks_are_named,
+    aborts_reach_waiting_ranks,
+    aborts_reach_messages,
+    ranks_that_leave_are_named,
+)

@@ -1,0 +1,323 @@
+"""What reductions must give, computed a second way: with NumPy, from the rules of [Note: fold] and nothing else.
+
+Nothing here calls ferrodist's arithmetic. Floats of 8 and 16 bits are decoded and rounded by their definition, from the
+bits of every value they have, so a conversion that torch does differently would be found too.
+
+What the checks of collectives are made of.
+
+A check is a function of one rank's group, which is also the default group; it runs on every rank, whatever their
+number, as threads or as processes. So it shares nothing with other ranks but the group, and proves nothing by sleeping.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+
+from ferrodist.backends.subgroup import SubBackend
+from ferrodist.collectives.reduce_op import DTYPES, Op, PremultipliedSum, ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from ferrodist.backends.base import Backend
+
+if TYPE_CHECKING:
+    Array = NDArray[Any]
+
+
+_PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+_ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
+
+_SPECIAL_VALUES = (0.0, -0.0, float("nan"), float("inf"), float("-inf"), 1.0)
+
+
+def all_reductions(factor: float = 0.75) -> tuple[Op, ...]:
+    """Every operation, with ``factor`` for the premultiplied sum."""
+    return *ReduceOp, PremultipliedSum(factor)
+
+
+def is_defined(dtype: torch.dtype, op: Op) -> bool:
+    """Whether ``op`` has a meaning for ``dtype``."""
+    if dtype in (*_INTEGERS, torch.bool):
+        return op is not ReduceOp.MEAN and not isinstance(op, PremultipliedSum)
+    return op not in (_BITWISE if dtype not in _PARTS else (*_BITWISE, *_ORDERED))
+
+
+def defined_reductions(dtype: torch.dtype, factor: float = 0.75) -> list[Op]:
+    """The operations that ``dtype`` has."""
+    return [op for op in all_reductions(factor) if is_defined(dtype, op)]
+
+
+def undefined_reductions() -> Iterable[tuple[torch.dtype, Op]]:
+    """The pairs that must raise TypeError."""
+    return [(dtype, op) for dtype in DTYPES for op in all_reductions() if not is_defined(dtype, op)]
+
+
+def elements(dtype: torch.dtype, count: int, rank: int, seed: int = 0) -> torch.Tensor:
+    """``count`` elements of a rank, the same on whichever rank asks.
+
+    A third are special values that meet each other in all combinations from rank to rank, a third are arbitrary bits
+    (infinities, NaN with all payloads, subnormal numbers, the largest integers), a third are of ordinary size.
+    """
+    source = random.Random(f"{seed}:{rank}:{dtype}")
+    if dtype in _PARTS:
+        return torch.view_as_complex(elements(_PARTS[dtype], 2 * count, rank, seed).view(-1, 2))
+    if dtype is torch.bool:
+        return torch.tensor([source.random() < 0.5 for _ in range(count)], dtype=torch.bool)
+    bits = torch.frombuffer(bytearray(source.randbytes(count * dtype.itemsize) or b"\0"), dtype=torch.uint8)
+    result = bits[: count * dtype.itemsize].view(dtype)
+    if dtype.is_floating_point:
+        # Rank r walks through the values 6**r times slower, so that all combinations of the first ranks come up.
+        width = len(_SPECIAL_VALUES)
+        special = [_SPECIAL_VALUES[i // width ** (rank % 3) % width] for i in range(count // 3)]
+        ordinary = [source.uniform(-3, 3) for _ in range(count - count // 3 * 2)]
+        head, tail = torch.tensor(special), torch.tensor(ordinary, dtype=torch.float64)
+        result[: len(special)] = head.to(dtype)
+        result[count - len(ordinary) :] = tail.to(dtype)
+    return result
+
+
+def expected_fold(op: Op, inputs: Sequence[torch.Tensor], factors: Sequence[float] | None = None) -> torch.Tensor:
+    """Fold one contiguous tensor a rank, in rank order; ``factors`` are each rank's, for a premultiplied sum."""
+    dtype, shape = inputs[0].dtype, inputs[0].shape
+    if not inputs[0].numel():
+        return torch.empty(shape, dtype=dtype)
+    if dtype in _PARTS and op is ReduceOp.PRODUCT:
+        product = _with_one_nan(_complex_product([torch.view_as_real(tensor).numpy() for tensor in inputs]))
+        return torch.view_as_complex(torch.from_numpy(product)).view(shape)
+    if dtype in _PARTS:
+        return torch.view_as_complex(expected_fold(op, [torch.view_as_real(tensor) for tensor in inputs], factors))
+    working = [_decode(tensor.reshape(-1)) for tensor in inputs]
+    with np.errstate(all="ignore"):  # overflow, and NaN from infinities, are part of what is checked
+        if isinstance(op, PremultipliedSum):
+            assert factors is not None
+            working = [array * array.dtype.type(f) for array, f in zip(working, factors, strict=True)]
+        result = functools.reduce(_bool_step(op) if dtype is torch.bool else _step(op), working)
+        if op is ReduceOp.MEAN:
+            result = result / result.dtype.type(len(inputs))
+        return _encode(result if op in _ORDERED else _with_one_nan(result), dtype).view(shape)
+
+
+def _step(op: Op) -> Callable[[Array, Array], Array]:
+    if isinstance(op, PremultipliedSum):
+        return np.add
+    if op in _ORDERED:
+        better = np.less if op is ReduceOp.MIN else np.greater
+
+        def take_better(so_far: Array, more: Array) -> Array:
+            # NaN compares as neither less nor greater, so of two NaNs, and of 0.0 and -0.0, the first stays.
+            taken: Array = np.where(better(more, so_far) | (_is_nan(more) & ~_is_nan(so_far)), more, so_far)
+            return taken
+
+        return take_better
+    steps: dict[ReduceOp, Callable[[Array, Array], Array]] = {
+        ReduceOp.SUM: np.add,
+        ReduceOp.MEAN: np.add,
+        ReduceOp.PRODUCT: np.multiply,
+        ReduceOp.BAND: np.bitwise_and,
+        ReduceOp.BOR: np.bitwise_or,
+        ReduceOp.BXOR: np.bitwise_xor,
+    }
+    return steps[op]
+
+
+def _is_nan(array: Array) -> Array:
+    found: Array = np.isnan(array) if array.dtype.kind == "f" else np.zeros(array.shape, np.bool_)
+    return found
+
+
+def _bool_step(op: Op) -> Callable[[Array, Array], Array]:
+    if op is ReduceOp.BXOR:
+        return np.logical_xor
+    return np.logical_and if op in (ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND) else np.logical_or
+
+
+def _complex_product(inputs: list[Array]) -> Array:
+    with np.errstate(all="ignore"):
+        result = inputs[0]
+        for factor in inputs[1:]:
+            a, b, c, d = result[..., 0], result[..., 1], factor[..., 0], factor[..., 1]
+            real, imaginary = a * c, a * d
+            result = np.stack([real - b * d, imaginary + b * c], axis=-1)
+    return np.array(result)
+
+
+def _with_one_nan(array: Array) -> Array:
+    """``array``, in which every NaN is the one without sign and payload, as sums are to have it."""
+    settled: Array = np.where(_is_nan(array), array.dtype.type(np.nan), array) if array.dtype.kind == "f" else array
+    return settled
+
+
+def _decode(flat: torch.Tensor) -> Array:
+    """The elements in the type they are folded in."""
+    array: Array
+    if flat.dtype is torch.bfloat16:
+        array = (flat.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    elif flat.dtype in _FORMATS:
+        array = _FORMATS[flat.dtype].values()[flat.view(torch.uint8).numpy()]
+    elif flat.dtype is torch.float16:
+        array = flat.numpy().astype(np.float32)
+    else:
+        array = flat.numpy()
+    return array
+
+
+def _encode(array: Array, dtype: torch.dtype) -> torch.Tensor:
+    """Round to ``dtype``, to nearest even; every NaN becomes the one without sign and payload."""
+    if dtype is torch.bfloat16:
+        bits = array.astype(np.float32).view(np.uint32).astype(np.uint64)
+        rounded = np.where(np.isnan(array), 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+        return torch.from_numpy(rounded.astype(np.uint16).view(np.int16)).view(dtype)
+    if dtype in _FORMATS:
+        return torch.from_numpy(_FORMATS[dtype].round(array)).view(dtype)
+    if dtype is torch.float16:
+        return torch.from_numpy(_with_one_nan(array.astype(np.float16)))
+    return torch.from_numpy(np.array(array))
+
+
+class _Format8:
+    """A floating-point format of 8 bits, as the list of its values.
+
+    Args:
+        exponent_bits: Bits of the exponent.
+        bias: Of the exponent.
+        num_finite: Codes 0 to num_finite - 1 are finite; the next one is where larger numbers go.
+        has_infinity: Whether that one is infinity, or NaN.
+    """
+
+    def __init__(self, exponent_bits: int, bias: int, num_finite: int, *, has_infinity: bool) -> None:
+        self._num_finite = num_finite
+        self._has_infinity = has_infinity
+        mantissa_bits = 7 - exponent_bits
+        steps = 1 << mantissa_bits
+        # The magnitude of each code, were the exponent unbounded: the one past the finite codes decides what overflows.
+        self._grid = np.array(
+            [
+                (code % steps if code < steps else steps + code % steps)
+                * 2.0 ** (max(code // steps, 1) - bias - mantissa_bits)
+                for code in range(num_finite + 1)
+            ]
+        )
+
+    @functools.cache  # noqa: B019 - there are two, and they live as long as the module
+    def values(self) -> Array:
+        """What each of the 256 codes stands for."""
+        half = np.full(128, np.nan, np.float32)
+        half[: self._num_finite] = self._grid[: self._num_finite]
+        if self._has_infinity:
+            half[self._num_finite] = np.inf
+        return np.concatenate([half, -half])
+
+    def round(self, array: Array) -> Array:
+        """The nearest code of each number; of two equally near ones the even."""
+        magnitude = np.abs(array.astype(np.float64))
+        upper = np.clip(np.searchsorted(self._grid, magnitude), 1, self._num_finite)
+        lower = upper - 1
+        up, down = self._grid[upper] - magnitude, magnitude - self._grid[lower]
+        code = np.where((up < down) | ((up == down) & (upper % 2 == 0)), upper, lower)
+        code = np.where(magnitude >= self._grid[-1], self._num_finite, code)
+        if not self._has_infinity and _torch_saturates():
+            code = np.minimum(code, self._num_finite - 1)
+        signed = code | np.where(np.signbit(array), 128, 0)
+        return np.where(np.isnan(magnitude), 127, signed).astype(np.uint8)
+
+
+@functools.cache
+def _torch_saturates() -> bool:
+    """Whether numbers too large for float8_e4m3fn become its largest one, as in newer versions of torch, or NaN."""
+    return not torch.tensor(1e6).to(torch.float8_e4m3fn).isnan()
+
+
+_FORMATS = {
+    torch.float8_e4m3fn: _Format8(4, 7, 127, has_infinity=False),
+    torch.float8_e5m2: _Format8(5, 15, 124, has_infinity=True),
+}
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements' bytes, in order."""
+    if not tensor.numel():  # such a tensor may have any stride
+        return torch.empty(0, dtype=torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str, *, any_nan: bool = False) -> None:
+    """Assert equal shape, dtype and bits; with ``any_nan`` every NaN counts as every other."""
+    assert actual.dtype is expected.dtype, f"{what}: {actual.dtype} in place of {expected.dtype}"
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} in place of {tuple(expected.shape)}"
+    size = expected.dtype.itemsize
+    differs = (raw_bytes(actual).view(-1, size) != raw_bytes(expected).view(-1, size)).any(dim=1)
+    if any_nan and expected.dtype.is_complex:
+        got, wanted = (torch.view_as_real(tensor.detach().resolve_conj()) for tensor in (actual, expected))
+        same_bits(got, wanted, what, any_nan=True)
+        return
+    if any_nan and expected.dtype.is_floating_point:
+        both = [tensor.detach().resolve_neg().reshape(-1).to(torch.float64).isnan() for tensor in (actual, expected)]
+        differs &= ~(both[0] & both[1])
+    if differs.any():
+        place = int(differs.nonzero()[0])
+        values = [tensor.detach().reshape(-1)[place].item() for tensor in (actual, expected)]
+        raise AssertionError(
+            f"{what}: {int(differs.sum())} of {expected.numel()} elements differ; element {place} is {values[0]!r}, not"
+            f" {values[1]!r} (bytes {raw_bytes(actual).view(-1, size)[place].tolist()}, not"
+            f" {raw_bytes(expected).view(-1, size)[place].tolist()})"
+        )
+
+
+if TYPE_CHECKING:
+    CollectiveCheck: TypeAlias = Callable[[Backend], None]
+
+
+# Where the reference implementation changes its algorithm. Other engines have other places; checks on both sides of
+# these are good for any.
+PAYLOAD_BYTES = 108
+ONE_STEP_BYTES = 64 * 1024
+SEGMENT_BYTES = 4 << 20
+
+LATE_SECONDS = 1.5
+"""How much later than its deadline a call may return, on a busy machine with more ranks than cores."""
+
+
+def inputs_of(group: Backend, dtype: torch.dtype, count: int, seed: int = 0) -> list[torch.Tensor]:
+    """What each rank passes to a collective, by rank."""
+    return [elements(dtype, count, rank, seed) for rank in range(group.world_size)]
+
+
+def factor_of(rank: int) -> float:
+    """Each rank's factor in a premultiplied sum: different ones, with more digits than a float32 has."""
+    return (rank + 1) / 3 - 0.9
+
+
+def expect(
+    group: Backend, actual: torch.Tensor, op: Op, inputs: Sequence[torch.Tensor], what: str, *, start: int = 0
+) -> None:
+    """Assert that ``actual`` is the fold of ``inputs`` from element ``start`` on, bit for bit."""
+    factors = [factor_of(rank) for rank in range(group.world_size)]
+    pieces = [tensor[start : start + actual.numel()] for tensor in inputs]
+    dtype = str(actual.dtype).removeprefix("torch.")
+    what = f"{what} of {inputs[0].numel()} {dtype} with {op}, rank {group.rank} of {group.world_size}"
+    same_bits(actual.reshape(-1), expected_fold(op, pieces, factors), what)
+
+
+def parts_along(tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[torch.Tensor]:
+    """The parts of a tensor along a dim, by rank."""
+    return [tensor.narrow(dim, start, size) for start, size in zip(starts_of(sizes), sizes, strict=True)]
+
+
+def starts_of(sizes: Sequence[int]) -> list[int]:
+    """Where each part begins."""
+    return [sum(sizes[:rank]) for rank in range(len(sizes))]
+
+
+def same_group_anew(group: Backend) -> Backend:
+    """A sub-group of all ranks, which a check may have fail."""
+    return SubBackend(group, range(group.world_size))

@@ -1,0 +1,59 @@
+"""The conformance suite of collectives: what any backend and any engine has to do, as checks that an author can run.
+
+::
+
+    @pytest.mark.parametrize("check", COLLECTIVE_CHECKS, ids=lambda check: check.__name__)
+    def test_my_collectives(check):
+        run_ranks(check, 3, backend=MyBackend.create_group)
+
+Results are compared bit for bit with an oracle that shares no arithmetic with ferrodist: `collective_checks.oracle`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ferrodist.testing.conformance.collectives.arguments import REFUSAL_CHECKS
+from ferrodist.testing.conformance.collectives.calling import FORM_CHECKS
+from ferrodist.testing.conformance.collectives.data_movement import MOVEMENT_CHECKS
+from ferrodist.testing.conformance.collectives.failures import ENDING_CHECKS
+from ferrodist.testing.conformance.collectives.p2p import MESSAGE_CHECKS
+from ferrodist.testing.conformance.collectives.reductions import REDUCTION_CHECKS
+from ferrodist.testing.conformance.runner import run_checks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrodist.testing.conformance.collectives.oracle import CollectiveCheck
+
+COLLECTIVE_CHECKS: tuple[CollectiveCheck, ...] = (
+    *REDUCTION_CHECKS,
+    *MOVEMENT_CHECKS,
+    *FORM_CHECKS,
+    *MESSAGE_CHECKS,
+    *REFUSAL_CHECKS,
+    *ENDING_CHECKS,
+)
+"""All checks. Each takes the group of a rank, which is also the default group, and runs on every rank of a fresh group
+of any size; it raises when its rule is broken. Checks of one rank alone have little to say, but must pass too."""
+
+
+def check_collectives(run: Callable[[CollectiveCheck], object]) -> None:
+    """Run all checks.
+
+    Args:
+        run: ``run(check)`` calls ``check(group)`` on every rank of a fresh group, with the default group set, and
+            raises when a rank does: ``lambda check: run_ranks(check, 4, backend=MyBackend.create_group)``.
+
+    Raises:
+        AssertionError: Rules are broken; all of them are listed, and the first failure is the cause.
+    """
+    run_checks("collectives", [(check.__name__, _running(run, check), ()) for check in COLLECTIVE_CHECKS])
+
+
+def _running(run: Callable[[CollectiveCheck], object], check: CollectiveCheck) -> Callable[[], None]:
+    def run_it() -> None:
+        run(check)
+
+    run_it.__doc__ = check.__doc__
+    return run_it

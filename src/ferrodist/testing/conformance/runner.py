@@ -1,0 +1,36 @@
+"""Running the checks of a suite and telling all that failed, not only the first."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from ferrodist.errors import DistributedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+def run_checks(suite: str, checks: Iterable[tuple[str, Callable[..., None], tuple[Any, ...]]]) -> None:
+    """Call every check and raise AssertionError with the rules that are broken.
+
+    Args:
+        suite: What is checked, for the message.
+        checks: Name, function and arguments of each. A check fails by raising; its docstring states the rule.
+    """
+    failures: list[tuple[str, Exception]] = []
+    num_checks = 0
+    for name, check, args in checks:
+        num_checks += 1
+        try:
+            check(*args)
+        except (AssertionError, DistributedError, OSError) as error:
+            rule = (inspect.getdoc(check) or "").partition("\n")[0]
+            failures.append((f"{name}: {rule}\n    {_first_line(error)}", error))
+    if failures:
+        listed = "\n".join(f"  {text}" for text, _ in failures)
+        raise AssertionError(f"{suite}: {len(failures)} of {num_checks} checks failed\n{listed}") from failures[0][1]
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

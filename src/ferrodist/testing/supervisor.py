@@ -1,0 +1,342 @@
+"""From what went wrong on each rank to one error that a person can read.
+
+What one rank of a test does, whether it is a thread or a process: meet, run the function, wait for the rest, close.
+
+A group is closed only when every rank's function has ended, or its own has failed: a rank that is done early is still
+there for the others, so a test of lateness sees a late rank and not a lost one.
+
+Watching ranks from outside: until all have ended, one has failed, or the time is up.
+
+What differs between threads and processes is behind `RankSet`; the order of events is here, once.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ferrodist.deadline import Deadline
+from ferrodist.errors import (
+    DistributedError,
+    GroupAbortedError,
+    PeerLostError,
+    RankFailedError,
+    describe_error,
+    describe_failed_program,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from ferrodist.backends.base import Backend
+
+_RULE = "-" * 8
+
+
+def rank_failed_error(outcomes: Sequence[Outcome], world_size: int, notes: Sequence[str] = ()) -> RankFailedError:
+    """Build the error for a run in which at least one of ``outcomes`` is a failure.
+
+    The failures that started it come first in time order, each with its whole report (once, where ranks raised the
+    same); what other ranks raised because of them follows in one line each.
+
+    Args:
+        outcomes: Of all ranks that have one, in any order.
+        world_size: Number of ranks.
+        notes: Sentences about the circumstances, put last.
+    """
+    failures = sorted((outcome for outcome in outcomes if outcome.failed), key=lambda outcome: outcome.time)
+    first = [outcome for outcome in failures if not outcome.secondary] or failures[:1]
+    others = [outcome for outcome in failures if outcome not in first]
+    ranks = tuple(dict.fromkeys(outcome.rank for outcome in first))
+    parts = [f"{_named(ranks)} of {world_size} failed: {first[0].summary}"]
+    said: dict[tuple[str, str], Outcome] = {}
+    for outcome in first:
+        # One exception on every rank is one piece of news, though each rank came to it by its own path; two stuck ranks
+        # are alike only if they are in the same place.
+        where = "" if outcome.error is not None else outcome.report
+        twin = said.setdefault((outcome.summary, where), outcome)
+        if twin is outcome:
+            parts.append(f"\n{_RULE} rank {outcome.rank} {_RULE}\n{outcome.report or outcome.summary}")
+        else:
+            parts.append(f"\n{_RULE} rank {outcome.rank}: the same as rank {twin.rank} {_RULE}")
+    if others:
+        parts.append("\nas a consequence:")
+        parts.extend(f"  rank {outcome.rank}: {outcome.summary}" for outcome in others)
+    parts.extend(f"\nnote: {note}" for note in notes)
+    error = RankFailedError("\n".join(parts), ranks=ranks)
+    error.__cause__ = next((outcome.error for outcome in first if outcome.error is not None), None)
+    return error
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+_HERE = Path(__file__).parent
+_OUTER_FILES = {
+    "pytest_plugin.py",
+    "process_ranks.py",
+    "rank_child.py",
+    "rank_program.py",
+    "ranks.py",
+    "thread_ranks.py",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How the function of one rank ended.
+
+    Args:
+        rank: The rank.
+        time: When it ended, on the clock that all processes of a host share.
+        result: What the function returned.
+        error: What it raised, or None. A process rank whose error does not pickle has a stand-in here.
+        report: Traceback or other text about a failure; empty when there was none.
+        summary: The failure in one line.
+        secondary: Whether the failure is another rank's, seen from this one.
+    """
+
+    rank: int
+    time: float
+    result: Any = None
+    error: BaseException | None = None
+    report: str = ""
+    summary: str = ""
+    secondary: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank did not end as it should."""
+        return bool(self.summary)
+
+
+class Channel(Protocol):
+    """How a rank speaks with whoever runs it."""
+
+    def ended(self, outcome: Outcome) -> None:
+        """Tell that the function has ended."""
+
+    def await_close(self) -> None:
+        """Block until the functions of all ranks have ended."""
+
+    def closed(self, outcome: Outcome | None) -> None:
+        """Tell that the group is closed; ``outcome`` is a failure to close it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgram:
+    """The work of every rank.
+
+    Args:
+        open_group: Makes the group of a rank; may block until the others do the same.
+        body: Called with the group.
+    """
+
+    open_group: Callable[[int], Backend]
+    body: Callable[[Backend], Any]
+
+    def run(self, rank: int, channel: Channel) -> None:
+        """Do all that ``rank`` has to do. Nothing is raised: what happens goes to ``channel``."""
+        group: Backend | None = None
+        try:
+            group = self.open_group(rank)
+            outcome = Outcome(rank=rank, result=self._call(group), time=time.monotonic())
+        except BaseException as error:  # noqa: BLE001 - a test's failure, skip or exit belongs to whoever runs the ranks
+            outcome = failed_outcome(rank, error)
+            if group is not None:
+                _abort(group, error)
+        channel.ended(outcome)
+        if not outcome.failed:
+            # A rank that failed closes at once: that wakes also those who wait for it in a sub-group.
+            channel.await_close()
+        channel.closed(_close(group, rank))
+
+    def _call(self, group: Backend) -> Any:
+        # Imported late: the plugin loads this package at every start of pytest.
+        from ferrodist.backends.process_group import use_group  # noqa: PLC0415
+
+        with use_group(group):
+            return self.body(group)
+
+
+def failed_outcome(rank: int, error: BaseException) -> Outcome:
+    """The outcome of a function that raised ``error``; called while it is handled."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and is_own_frame(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    report = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    return Outcome(
+        rank=rank,
+        time=time.monotonic(),
+        error=error,
+        report=report,
+        summary=describe_error(error),
+        secondary=isinstance(error, (PeerLostError, GroupAbortedError)) and rank not in error.ranks,
+    )
+
+
+def is_own_frame(path: str) -> bool:
+    """Whether a source file is one that every rank passes through on the way to the test's function."""
+    return Path(path).parent == _HERE and Path(path).name in _OUTER_FILES
+
+
+def _abort(group: Backend, error: BaseException) -> None:
+    # What fails here (a backend under test may do anything) must not hide the failure that is being reported.
+    with suppress(Exception):
+        group.abort(describe_failed_program(error))
+
+
+def _close(group: Backend | None, rank: int) -> Outcome | None:
+    if group is None:
+        return None
+    already_failed = group.failure is not None
+    try:
+        group.close()
+    except DistributedError as error:
+        # A group that has failed may say so once more when it is closed: that is not news.
+        return None if already_failed else replace(failed_outcome(rank, error), secondary=False)
+    except Exception as error:  # noqa: BLE001 - reported as this rank's failure
+        return failed_outcome(rank, error)
+    return None
+
+
+_STOP_SECONDS = 3.0
+"""How long ranks have to end by themselves once one has failed and aborted the group."""
+
+_CLOSE_SECONDS = 2.0
+"""How long ranks have, at least, to close their groups."""
+
+
+class Stage(Enum):
+    """What a rank has come through: ``ENDED`` its function, ``CLOSED`` its group as well."""
+
+    ENDED = "ended"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A rank has come through a stage; ``outcome`` is always there for ``ENDED``, and for a failed ``CLOSED``."""
+
+    rank: int
+    stage: Stage
+    outcome: Outcome | None
+
+
+class RankSet(Protocol):
+    """Ranks that have been started."""
+
+    def next_event(self, timeout: float) -> Event | None:
+        """Wait for the next event; None when ``timeout`` seconds have passed."""
+
+    def stack(self, rank: int) -> str:
+        """Where ``rank`` is in its program, as text."""
+
+    def stop(self, ranks: Iterable[int]) -> None:
+        """End ranks that do not end by themselves. They send no more events."""
+
+    def release(self) -> None:
+        """Let all ranks close their groups."""
+
+    def dispose(self) -> None:
+        """End what is left and free what belongs to this process."""
+
+    def notes(self) -> list[str]:
+        """Circumstances worth knowing when a rank is stuck."""
+
+
+def supervise(ranks: RankSet, world_size: int, timeout: float) -> list[Any]:
+    """Wait for all ranks and return their results in rank order.
+
+    Raises:
+        RankFailedError: A rank raised, died or was not done after ``timeout`` seconds.
+    """
+    watch = _Watch(ranks, world_size, Deadline(timeout))
+    try:
+        stuck = watch.collect_results()
+        watch.collect_closings()
+        outcomes = [*watch.ended.values(), *watch.close_failures]
+        if any(outcome.failed for outcome in outcomes):
+            raise rank_failed_error(outcomes, world_size, ranks.notes() if stuck else ())
+        return [watch.ended[rank].result for rank in range(world_size)]
+    finally:
+        ranks.dispose()
+
+
+class _Watch:
+    """What is known of each rank."""
+
+    def __init__(self, ranks: RankSet, world_size: int, deadline: Deadline) -> None:
+        self._ranks = ranks
+        self._world_size = world_size
+        self._deadline = deadline
+        self._open = set(range(world_size))
+        self.ended: dict[int, Outcome] = {}
+        self.close_failures: list[Outcome] = []
+
+    def collect_results(self) -> set[int]:
+        """Wait until every rank's function has ended, stop those that take too long, and return these."""
+        grace: Deadline | None = None
+        while len(self.ended) < self._world_size:
+            limit = self._deadline.remaining()
+            if not self._next_event(limit if grace is None else min(limit, grace.remaining())):
+                break
+            if grace is None and self._failed:
+                grace = Deadline(_STOP_SECONDS)
+        stuck = set(range(self._world_size)) - self.ended.keys()
+        timed_out = grace is None or self._deadline.expired
+        for rank in sorted(stuck):
+            stack = self._ranks.stack(rank)
+            self.ended[rank] = _stuck(rank, stack, self._deadline.timeout if timed_out else None)
+        self._ranks.stop(stuck)
+        self._open -= stuck
+        return stuck
+
+    def collect_closings(self) -> None:
+        """Have the groups closed, all at once, and note what goes wrong with that."""
+        failed = self._failed
+        limit = Deadline(_CLOSE_SECONDS if failed else max(_CLOSE_SECONDS, self._deadline.remaining()))
+        self._ranks.release()
+        while self._open and self._next_event(limit.remaining()):
+            pass
+        for rank in sorted(self._open):
+            summary = f"its group was not closed after {limit.timeout:.1f} s"
+            report = f"{summary}; it was here:\n{self._ranks.stack(rank)}"
+            self.close_failures.append(
+                Outcome(rank=rank, time=time.monotonic(), summary=summary, report=report, secondary=failed)
+            )
+
+    @property
+    def _failed(self) -> bool:
+        return any(outcome.failed for outcome in self.ended.values())
+
+    def _next_event(self, timeout: float) -> bool:
+        event = self._ranks.next_event(timeout)
+        if event is None:
+            return False
+        if event.stage is Stage.CLOSED:
+            self._open.discard(event.rank)
+            if event.outcome is not None:
+                self.close_failures.append(event.outcome)
+        elif event.outcome is not None and event.rank not in self.ended:
+            self.ended[event.rank] = event.outcome
+        return True
+
+
+def _stuck(rank: int, stack: str, timeout: float | None) -> Outcome:
+    if timeout is None:
+        summary = f"was still running {_STOP_SECONDS:g} s after the failure and was stopped, at {_innermost(stack)}"
+        return Outcome(rank=rank, time=time.monotonic(), summary=summary, secondary=True)
+    summary = f"not done after {timeout:g} s (the timeout of run_ranks), and stopped"
+    return Outcome(rank=rank, time=time.monotonic(), summary=summary, report=f"{summary}; it was here:\n{stack}")
+
+
+def _innermost(stack: str) -> str:
+    lines = [line.strip() for line in stack.splitlines() if line.lstrip().startswith("File ")]
+    return lines[-1] if lines else "an unknown place"

@@ -1,0 +1,144 @@
+"""torch's operators of collectives, for groups of ours, where a program asks for them: `use_c10d_kernels`.
+
+torch's own groups run a collective as an operator (``torch.ops.c10d.allreduce_``), whose kernel asks the group's C++
+backend. A group of ours does without. But modes that look at operators (`CommDebugMode`, `FakeTensorMode`) see nothing
+then, and what calls operators by itself (``all_gather_into_tensor_out``) finds no backend.
+
+So inside such modes methods of ours go through the operators, and kernels of ours bring them back. Kernels know no
+reduction: torch gives it as an object that Python can't read. What they are to do is therefore left for them in the
+group by the method that calls the operator.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ferrodist.errors import UnsupportedOpError
+from ferrodist.torch_backend import signatures
+from ferrodist.torch_backend.process_group import FORMER_NAMES, FerrodistProcessGroup
+from ferrodist.torch_private.modes import num_dispatch_modes
+from ferrodist.torch_private.operators import schema_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrodist.torch_backend.work import FerrodistWork
+
+_OPERATORS = {
+    "allreduce": "allreduce_",
+    "allreduce_coalesced": "allreduce_coalesced_",
+    "broadcast": "broadcast_",
+    "reduce": "reduce_",
+    "allgather": "allgather_",
+    "all_gather_single": "_allgather_base_",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
+    "gather": "gather_",
+    "gather_single": "gather_into_tensor_",
+    "scatter": "scatter_",
+    "reduce_scatter": "reduce_scatter_",
+    "reduce_scatter_single": "_reduce_scatter_base_",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced_",
+    "alltoall": "alltoall_",
+    "all_to_all_single": "alltoall_base_",
+}
+"""What methods of torch's own groups call."""
+
+# Not every torch has all of them.
+_METHODS = {method: name for method, name in _OPERATORS.items() if hasattr(torch.ops.c10d, name)}
+
+_GATHERING = {"all_gather_single", "all_gather_single_coalesced", "allgather", "alltoall"}
+"""Those whose operators say all there is to know: two arguments with tensors."""
+
+_KEYS = ("CPU", "CUDA")
+_local = threading.local()  # what the operator that is called is to do, and whether one is
+_library: list[torch.library.Library] = []  # which ends its kernels with itself
+
+
+def use_c10d_kernels() -> None:
+    """Let modes that look at operators see the collectives of groups of ferrodist, from now on in this process.
+
+    That is for debugging and tracing: `CommDebugMode`, `FakeTensorMode`, and what calls ``torch.ops.c10d`` by itself.
+    Inside of such modes collectives of ferrodist wait where they are called. Groups of other backends work as before,
+    and take some microseconds more for each call. More calls of this do nothing.
+
+    Raises:
+        UnsupportedOpError: This torch can't give its own kernels back, which the groups of other backends need.
+    """
+    if _library:
+        return
+    if not hasattr(torch.library, "get_kernel"):
+        raise UnsupportedOpError(f"torch {torch.__version__} can't give its own kernels back: use a newer torch")
+    library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*[Oo]verrid")
+        for method, operator in _METHODS.items():
+            for key in _KEYS:
+                kernel = _kernel(method, operator, key)
+                library.impl(operator, kernel, key, with_keyset=True, allow_override=True)  # type: ignore[no-untyped-call]
+    _library.append(library)
+    signatures.use_router(_route)
+
+
+def _kernel(method: str, operator: str, key: str) -> Callable[..., Any]:
+    schema = schema_of(getattr(torch.ops.c10d, operator).default)
+    place = [argument.name for argument in schema.arguments].index("process_group")
+    has_results = len(schema.returns) > 1
+    original = torch.library.get_kernel(f"c10d::{operator}", key)
+
+    def kernel(keyset: Any, *arguments: Any) -> Any:
+        group = dist.ProcessGroup.unbox(arguments[place])
+        if not isinstance(group, FerrodistProcessGroup):
+            return original.call_boxed(keyset, *arguments)
+        run, _local.run = getattr(_local, "run", None), None
+        if run is not None:
+            run()
+        elif method in _GATHERING:
+            getattr(group, method)(*arguments[:2]).wait()
+        else:
+            raise UnsupportedOpError(
+                f"torch.ops.c10d.{operator} was called by itself, for a group of ferrodist: call the function of"
+                " torch.distributed"
+            )
+        work = group._done.boxed()  # noqa: SLF001 - which lives as long as the group
+        return (arguments[0], work) if has_results else work
+
+    return kernel
+
+
+def _route(group: FerrodistProcessGroup, method: Callable[..., FerrodistWork], given: tuple[Any, ...]) -> Any:
+    """Do a method's work through its operator, where a mode looks at operators; None where none does."""
+    base = _BASES.get(method.__name__)
+    is_looked_at = num_dispatch_modes() > 0
+    if base is None or not is_looked_at or getattr(_local, "is_in_operator", False):
+        return None
+    opts = given[-1]
+    was_async, opts.asyncOp = opts.asyncOp, False
+    _local.run, _local.is_in_operator = (lambda: method(group, *given)), True
+    try:
+        return base(group, *given)
+    finally:
+        _local.run, _local.is_in_operator = None, False
+        opts.asyncOp = was_async
+
+
+def _base_of(method: str) -> Callable[..., Any]:
+    """The method of torch's class, which calls the operator, and no method of ours.
+
+    torch looks for ours by name, unless it is that of the function which calls it, of the same group.
+    """
+    name = method if hasattr(dist.ProcessGroup, method) else FORMER_NAMES[method]
+
+    def call(self: dist.ProcessGroup, *arguments: Any) -> Any:
+        return getattr(dist.ProcessGroup, name)(self, *arguments)
+
+    code = call.__code__.replace(co_name=name)
+    return types.FunctionType(code, globals(), name, None, call.__closure__)
+
+
+_BASES = {method: _base_of(method) for method in _METHODS}

@@ -1,0 +1,478 @@
+"""torch's collectives as calls of an engine: each function looks at the arguments, and says what is to be run.
+
+Calls of torch's collectives that have been looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from ferrodist.backends.signature import MAX_PAYLOAD
+from ferrodist.collectives.arguments import check_tensor
+from ferrodist.collectives.facts import read_facts
+from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction
+from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
+from ferrodist.torch_backend.layouts import Source, Target, moved, row_size, scale_of
+from ferrodist.wording import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.collectives.engines.base import Collectives, TensorCollectives
+
+if TYPE_CHECKING:
+    Run = Callable[[TensorCollectives, float, int], None]
+    """Called with the engine, the seconds it may take, and its place among the group's collectives."""
+
+
+_DIGEST_SIZE = 16
+
+_HEAD = struct.Struct(f"<Q{_DIGEST_SIZE}s")
+"""A rank's number, and the digest of what it says; as much of the text as travels for free follows."""
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A checked call.
+
+    Args:
+        name: Of the collective.
+        device: Where its tensors are; None when it has none.
+        results: What torch's ``Work.result()`` gives.
+        run: Does it.
+        finish: Called where its end is waited for.
+    """
+
+    name: str
+    device: torch.device | None
+    results: list[Any]
+    run: Run
+    finish: Callable[[], None] = _nothing
+
+
+class Comparison:
+    """What ranks must agree on before a call that counts on it, and for which engines don't look.
+
+    Args:
+        group: The ranks.
+        name: Of the call.
+        what: What they compare, for the error.
+        said: This rank's.
+        count: A number that may differ.
+    """
+
+    def __init__(self, group: Backend, name: str, what: str, said: str, count: int = 0) -> None:
+        self._group = group
+        self._name = name
+        self._what = what
+        digest = hashlib.blake2b(said.encode(), digest_size=_DIGEST_SIZE).digest()
+        self._payload = (_HEAD.pack(count, digest) + said.encode())[:MAX_PAYLOAD]
+        self._heads: list[tuple[int, bytes]] = []
+        self._texts: list[str] = []
+        self.call = Collective(name, None, [], self._share)
+
+    @property
+    def counts(self) -> list[int]:
+        """Each rank's ``count``, once `call` has run."""
+        return [count for count, _ in self._heads]
+
+    def guard(self, call: Collective) -> Collective:
+        """A call that comes after `call`, and raises instead where ranks disagree.
+
+        Raises:
+            CollectiveMismatchError: They do: on all ranks. The group goes on.
+        """
+
+        def run(engine: TensorCollectives, timeout: float, place: int) -> None:
+            if len({digest for _, digest in self._heads}) != 1:
+                # The place was taken, on all ranks. Where nothing was compared the group has failed: this raises why.
+                cast("Collectives", engine).barrier(timeout=timeout, sequence=place)
+                raise CollectiveMismatchError(
+                    f"the ranks of group {self._group.name!r} disagree about the {self._what} of {self._name}: "
+                    + "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(self._texts))
+                )
+            call.run(engine, timeout, place)
+
+        return replace(call, run=run)
+
+    def _share(self, engine: TensorCollectives, timeout: float, place: int) -> None:
+        # By a name that no other call has: ranks that make one are told of it, and take none of this for their data.
+        name = f"{self._name}'s sizes"
+        payloads = cast("Collectives", engine).share(name, self._payload, timeout=timeout, sequence=place)
+        self._heads = read_facts(_HEAD, payloads, self._group, name)
+        for payload in payloads:
+            text = payload[_HEAD.size :].decode("ascii", "replace")
+            self._texts.append(f"{text}..." if len(payload) == MAX_PAYLOAD else text)
+
+
+OPERATIONS = {
+    dist.ReduceOp.SUM: ReduceOp.SUM,
+    dist.ReduceOp.AVG: ReduceOp.MEAN,
+    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
+    dist.ReduceOp.MIN: ReduceOp.MIN,
+    dist.ReduceOp.MAX: ReduceOp.MAX,
+    dist.ReduceOp.BAND: ReduceOp.BAND,
+    dist.ReduceOp.BOR: ReduceOp.BOR,
+    dist.ReduceOp.BXOR: ReduceOp.BXOR,
+}
+"""torch's reductions as ours."""
+
+
+_SUM = dist.ReduceOp.SUM
+_BY_NUMBER = {kind.value: op for kind, op in OPERATIONS.items()}  # torch takes long to hash the kinds
+
+
+def plain_reduction(given: Any) -> ReduceOp | None:
+    """A reduction of torch's as ours; None for one that has a factor, or that there is not."""
+    if given == _SUM:  # as it nearly always is: asked for by itself, it is known in half the time
+        return ReduceOp.SUM
+    return _BY_NUMBER.get(given.op.value)
+
+
+def reduction(given: Any) -> Op:
+    """A reduction of torch's as ours; a premultiplied sum has its factor from torch."""
+    found = plain_reduction(given)
+    if found is not None:
+        return found
+    if given.op == dist.ReduceOp.PREMUL_SUM:
+        factor = given.__getstate__()[1]
+        return PremultipliedSum(float(factor))
+    raise UnsupportedOpError(f"there is no reduction {given}: there are {', '.join(each.name for each in OPERATIONS)}")
+
+
+def only(tensors: Sequence[Any], what: str) -> Any:
+    """The one member of a list, in which torch's methods take what there is one of on each rank."""
+    if len(tensors) != 1:
+        raise ValueError(f"{what} takes one tensor a rank, not {len(tensors)}")
+    return tensors[0]
+
+
+def barrier() -> Collective:
+    """Of nothing."""
+
+    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
+        cast("Collectives", engine).barrier(timeout=timeout, sequence=place)
+
+    return Collective("barrier", None, [], run)
+
+
+def allreduce(tensor: torch.Tensor, op: Op) -> Collective:
+    """Of a dense tensor, in place."""
+    _check(tensor, op)
+    target, source = Target(tensor), Source(tensor)
+
+    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
+        engine.allreduce(target.flat, source.read(), op, timeout=timeout, sequence=place)
+        target.finish()
+
+    return Collective("allreduce", tensor.device, [tensor], run)
+
+
+def reduce(group: Backend, tensor: torch.Tensor, root: int, op: Op) -> Collective:
+    """Into the root's tensor."""
+    _check(tensor, op)
+    target, source = (Target(tensor) if group.rank == root else None), Source(tensor)
+
+    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
+        out = None if target is None else target.flat
+        engine.reduce(out, source.read(), op, root, timeout=timeout, sequence=place)
+        if target is not None:
+            target.finish()
+
+    return Collective("reduce", tensor.device, [tensor], run)
+
+
+def broadcast(group: Backend, tensor: torch.Tensor, root: int) -> Collective:
+    """Of the root's tensor."""
+    _check(tensor)
+    target, source = (None if group.rank == root else Target(tensor)), Source(tensor)
+
+    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
+        flat = moved(source.read() if target is None else target.flat)
+        engine.broadcast(flat, root, timeout=timeout, sequence=place)
+        if target is not None:
+            target.finish()
+
+    return Collective("broadcast", tensor.device, [tensor], run)
+
+
+def all_gather(group: Backend, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> list[Collective]:
+    """Into a tensor for each rank, whose sizes may differ."""
+    _check_list(group, outputs, tensor, "outputs")
+    target = Target(*outputs)
+    if target.counts[group.rank] != tensor.numel():
+        raise ValueError(
+            f"this rank's output has {counted(target.counts[group.rank], 'element')}, its input {tensor.numel()}: each"
+            " rank's output must be as large as its input"
+        )
+    return _compared(group, "all_gather", target.counts, _gather_into(target, [list(outputs)], tensor, target.counts))
+
+
+def all_gather_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor) -> Collective:
+    """Into one tensor, in which the ranks' lie one after the other."""
+    _check_whole(group, output, tensor)
+    target = Target(output, beside=None if _is_own_part(group, output, tensor) else tensor)
+    return _gather_into(target, [output], tensor, [tensor.numel()] * group.world_size)
+
+
+def _gather_into(target: Target, results: list[Any], tensor: torch.Tensor, counts: Sequence[int]) -> Collective:
+    _check(tensor)
+    source, scale = Source(tensor), scale_of(tensor)
+    sizes = [count * scale for count in counts]
+
+    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
+        engine.all_gather(moved(target.flat), moved(source.read()), sizes, dim=0, timeout=timeout, sequence=place)
+        target.finish()
+
+    return Collective("all_gather", tensor.device, results, run)
+
+
+def gather(group: Backend, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> Collective:
+    """Into the root's tensors, one for each rank, all of one size; None elsewhere."""
+    target = None
+    if outputs is not None:
+        _check_list(group, outputs, tensor, "outputs")
+        target = Target(*outputs)
+        _check_even(target.counts, tensor)
+    return _gather_at_root(group, target, list(outputs or ()), tensor, root)
+
+
+def gather_single(group: Backend, output: torch.Tensor | None, tensor: torch.Tensor, root: int) -> Collective:
+    """Into one tensor of the root's, in which the ranks' lie one after the other; None elsewhere."""
+    if output is None:
+        return _gather_at_root(group, None, [], tensor, root)
+    _check_whole(group, output, tensor)
+    target = Target(output, beside=None if _is_own_part(group, output, tensor) else tensor)
+    return _gather_at_root(group, target, [output], tensor, root)
+
+
+def _gather_at_root(
+    group: Backend, target: Target | None, results: list[Any], tensor: torch.Tensor, root: int
+) -> Collective:
+    _check(tensor)
+    source = Source(tensor)
+    counts = [tensor.numel() * scale_of(tensor)] * group.world_size
+
+    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
+        flat = None if target is None else moved(target.flat)
+        engine.gather(flat, moved(source.read()), counts, root, timeout=timeout, sequence=place)
+        if target is not None:
+            target.finish()
+
+    return Collective("gather", tensor.device, results, run)
+
+
+def scatter(group: Backend, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> Collective:
+    """Of the root's tensors, one for each rank, all of one size; None elsewhere."""
+    _check(tensor)
+    source = None
+    if inputs is not None:
+        _check_list(group, inputs, tensor, "inputs")
+        source = Source(*inputs)
+        _check_even(source.counts, tensor)
+    return _scatter_from_root(group, Target(tensor), source, tensor, root)
+
+
+def scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor | None, root: int) -> Collective:
+    """Scatter one tensor of the root's, in which the ranks' parts lie one after the other; None elsewhere."""
+    _check(output)
+    if tensor is None:
+        return _scatter_from_root(group, Target(output), None, output, root)
+    _check(tensor)
+    _check_like(tensor, output)
+    _check_whole_input(group, tensor, output)
+    target = Target(output, beside=None if _is_own_part(group, tensor, output) else tensor)
+    return _scatter_from_root(group, target, Source(tensor), output, root)
+
+
+def _scatter_from_root(
+    group: Backend, target: Target, source: Source | None, tensor: torch.Tensor, root: int
+) -> Collective:
+    counts = [tensor.numel() * scale_of(tensor)] * group.world_size
+
+    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
+        parts = None if source is None else moved(source.read())
+        engine.scatter(moved(target.flat), parts, counts, root, timeout=timeout, sequence=place)
+        target.finish()
+
+    return Collective("scatter", tensor.device, [tensor], run)
+
+
+def reduce_scatter(group: Backend, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op) -> list[Collective]:
+    """Of a tensor for each rank, whose sizes may differ."""
+    _check_list(group, inputs, output, "inputs")
+    source = Source(*inputs)
+    if source.counts[group.rank] != output.numel():
+        raise ValueError(
+            f"this rank's input has {counted(source.counts[group.rank], 'element')}, its output {output.numel()}: each"
+            " rank's output must be as large as the inputs for it"
+        )
+    call = _reduce_parts(Target(output), output, source, source.counts, op)
+    return _compared(group, "reduce_scatter", source.counts, call)
+
+
+def reduce_scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor, op: Op) -> Collective:
+    """Of one tensor, in which the ranks' parts lie one after the other."""
+    _check(tensor)
+    _check_like(tensor, output)
+    _check_whole_input(group, tensor, output)
+    target = Target(output, beside=None if _is_own_part(group, tensor, output) else tensor)
+    return _reduce_parts(target, output, Source(tensor), [output.numel()] * group.world_size, op)
+
+
+def _reduce_parts(target: Target, output: torch.Tensor, source: Source, counts: Sequence[int], op: Op) -> Collective:
+    _check(output, op)
+
+    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
+        engine.reduce_scatter(target.flat, source.read(), counts, op, dim=0, timeout=timeout, sequence=place)
+        target.finish()
+
+    return Collective("reduce_scatter", output.device, [output], run)
+
+
+def all_to_all_single(
+    group: Backend,
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+) -> Collective:
+    """Of rows of one tensor; without splits each rank has as many."""
+    _check(output)
+    _check(tensor)
+    _check_like(output, tensor)
+    if not tensor.dim() or not output.dim():
+        raise ValueError("all_to_all_single divides tensors along their first dim, which one of no dims lacks")
+    send_counts = _split(group, tensor, input_splits, "input")
+    receive_counts = _split(group, output, output_splits, "output")
+    return _exchange(Target(output, beside=tensor), [output], Source(tensor), tensor, send_counts, receive_counts)
+
+
+def _split(group: Backend, tensor: torch.Tensor, splits: Sequence[int], what: str) -> list[int]:
+    """How many elements go to each rank, or come from it."""
+    size = tensor.shape[0] if tensor.dim() else 0
+    if not splits:
+        if size % group.world_size:
+            raise ValueError(
+                f"the {what} has {counted(size, 'row')}, which {group.world_size} ranks can't share evenly: pass"
+                f" {what}_split_sizes"
+            )
+        splits = [size // group.world_size] * group.world_size
+    if len(splits) != group.world_size or min(splits) < 0 or sum(splits) != size:
+        raise ValueError(
+            f"{what}_split_sizes {list(splits)} must be one for each of {counted(group.world_size, 'rank')}, and"
+            f" together the {counted(size, 'row')} of the {what}"
+        )
+    return [count * row_size(tensor) for count in splits]
+
+
+def all_to_all(group: Backend, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Collective:
+    """Of a tensor to each rank, whose sizes may differ."""
+    _check_list(group, outputs, inputs[0] if inputs else outputs[0], "outputs")
+    _check_list(group, inputs, outputs[0], "inputs")
+    source, target = Source(*inputs), Target(*outputs)
+    return _exchange(target, list(outputs), source, inputs[0], source.counts, target.counts)
+
+
+def _exchange(  # noqa: PLR0917 - each side's
+    target: Target,
+    results: list[Any],
+    source: Source,
+    like: torch.Tensor,
+    send_counts: Sequence[int],
+    receive_counts: Sequence[int],
+) -> Collective:
+    scale = scale_of(like)
+    sizes = [[count * scale for count in counts] for counts in (send_counts, receive_counts)]
+
+    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
+        # Ranks may call the same elements rows of other sizes.
+        out, parts = moved(target.flat), moved(source.read())
+        engine.all_to_all(out, parts, *sizes, unit=scale, timeout=timeout, sequence=place)
+        target.finish()
+
+    return Collective("all_to_all", like.device, results, run)
+
+
+def _compared(group: Backend, name: str, counts: Sequence[int], call: Collective) -> list[Collective]:
+    """The call, after a comparison of the lists' sizes; of even ones the engine compares the sum, which is enough."""
+    if len(set(counts)) == 1:
+        return [call]
+    comparison = Comparison(group, name, "sizes of the lists", str(list(counts)))
+    return [comparison.call, comparison.guard(call)]
+
+
+# What is wrong with arguments.
+
+
+def _check(tensor: torch.Tensor, op: Op | None = None) -> None:
+    """Raise unless a tensor can be moved, or folded where there is an ``op``."""
+    if op is not None:
+        check_tensor(tensor)
+        check_reduction(tensor.dtype, op)
+    elif tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda") or tensor.is_quantized:
+        check_tensor(tensor)  # says what is wrong
+
+
+def _check_like(one: torch.Tensor, other: torch.Tensor) -> None:
+    if one.dtype is not other.dtype or one.device != other.device:
+        raise ValueError(
+            f"input and output must be of one dtype, on one device, not {other.dtype} on {other.device} and"
+            f" {one.dtype} on {one.device}"
+        )
+
+
+def _check_whole(group: Backend, output: torch.Tensor, tensor: torch.Tensor) -> None:
+    _check(output)
+    _check_like(output, tensor)
+    if output.numel() != group.world_size * tensor.numel():
+        raise ValueError(
+            f"the output must have the input's {counted(tensor.numel(), 'element')} for each of"
+            f" {counted(group.world_size, 'rank')}, not"
+            f" {output.numel()}"
+        )
+
+
+def _check_whole_input(group: Backend, tensor: torch.Tensor, output: torch.Tensor) -> None:
+    if tensor.numel() != group.world_size * output.numel():
+        raise ValueError(
+            f"the input must have the output's {counted(output.numel(), 'element')} for each of"
+            f" {counted(group.world_size, 'rank')}, not"
+            f" {tensor.numel()}"
+        )
+
+
+def _check_list(group: Backend, tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str) -> None:
+    if len(tensors) != group.world_size:
+        ranks = counted(group.world_size, "rank")
+        raise ValueError(f"{what} must be one tensor for each of {ranks}, not {len(tensors)}")
+    for tensor in tensors:
+        _check(tensor)
+        _check_like(tensor, like)
+
+
+def _check_even(counts: Sequence[int], tensor: torch.Tensor) -> None:
+    if set(counts) != {tensor.numel()}:
+        raise ValueError(
+            f"the tensors of the list must have {counted(tensor.numel(), 'element')} each, as this rank's other"
+            f" one, not {counts}"
+        )
+
+
+def _is_own_part(group: Backend, whole: torch.Tensor, part: torch.Tensor) -> bool:
+    """Whether a tensor is this rank's part of another: nobody else's, so it may be read and written at once.
+
+    Where one of them is not contiguous a copy of it is what is read, or written.
+    """
+    return part.data_ptr() == whole.data_ptr() + group.rank * part.nbytes

@@ -1,0 +1,107 @@
+"""torch's tensors as engines take them: flat and contiguous. Others are copied, in their turn."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ferrodist.collectives.arguments import elements_overlap, shares_memory
+from ferrodist.collectives.cuda import keep_until_now
+from ferrodist.collectives.reduce_op import DTYPES
+
+
+def source_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor in order: its own memory where it is contiguous."""
+    # `data`, for autograd is to see nothing of what collectives do, as it does not with torch's own backends.
+    return tensor.data.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def moved(flat: torch.Tensor) -> torch.Tensor:
+    """A flat tensor for collectives that compute nothing: of a dtype that engines don't know, its bytes."""
+    if flat.dtype in DTYPES:
+        return flat
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
+
+
+def scale_of(tensor: torch.Tensor) -> int:
+    """How many elements `moved` makes of one."""
+    return 1 if tensor.dtype in DTYPES else tensor.element_size()
+
+
+class Source:
+    """What a collective reads: tensors of one dtype, one after the other.
+
+    Args:
+        tensors: At least one.
+
+    Attributes:
+        counts: How many elements each has.
+    """
+
+    __slots__ = ("_tensors", "counts")
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._tensors = [tensor.data for tensor in tensors]
+        self.counts = [tensor.numel() for tensor in tensors]
+
+    def read(self) -> torch.Tensor:
+        """Their elements now, flat: the memory of a single contiguous tensor, else a copy."""
+        parts = [source_of(tensor) for tensor in self._tensors]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Target:
+    """What a collective writes: tensors of one dtype, one after the other.
+
+    Args:
+        tensors: At least one.
+        beside: What the collective reads. Where that is memory of the tensors, they are written when it has been read.
+
+    Attributes:
+        counts: How many elements each has.
+
+    Raises:
+        ValueError: Elements of a tensor share memory.
+    """
+
+    __slots__ = ("_flat", "_is_direct", "_tensors", "counts")
+
+    def __init__(self, *tensors: torch.Tensor, beside: torch.Tensor | None = None) -> None:
+        for tensor in tensors:
+            if not tensor.is_contiguous() and elements_overlap(tensor):
+                raise ValueError(
+                    "a tensor that is written to has elements that share memory (expand, as_strided): pass one of its"
+                    " own memory"
+                )
+        self._tensors = [tensor.data for tensor in tensors]
+        self.counts = [tensor.numel() for tensor in tensors]
+        first = self._tensors[0]
+        self._is_direct = (
+            len(tensors) == 1
+            and first.is_contiguous()
+            and not first.is_conj()
+            and not first.is_neg()
+            and (beside is None or not shares_memory(first, beside))
+        )
+        self._flat: torch.Tensor | None = first.view(-1) if self._is_direct else None
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """What the engine writes: the memory of a single contiguous tensor, else other one."""
+        if self._flat is None:
+            first = self._tensors[0]
+            self._flat = torch.empty(sum(self.counts), dtype=first.dtype, device=first.device)
+        return self._flat
+
+    def finish(self) -> None:
+        """Bring to the tensors what was written."""
+        if not self._is_direct:
+            for tensor, part in zip(self._tensors, torch.split(self.flat, self.counts), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+                keep_until_now(tensor)
+
+
+def row_size(tensor: torch.Tensor) -> int:
+    """How many elements there are in one place along the first dim."""
+    return math.prod(tensor.shape[1:])

@@ -1,0 +1,550 @@
+"""`FerrodistProcessGroup`: what torch takes for a process group.
+
+Memory that torch asks a group for, as FSDP2 does where it is told to: what was used before, for new memory is slow.
+
+A system gives new memory page by page when it is first written to, which takes longer than to copy it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import mmap
+import threading
+import weakref
+from collections import defaultdict, deque
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore  # type: ignore[attr-defined] # its stub leaves it out
+
+from ferrodist.backends.process_group import tell_of_the_end
+from ferrodist.backends.subgroup import SubBackend
+from ferrodist.collectives.arguments import check_root
+from ferrodist.collectives.fast_path import (
+    quick_all_gather,
+    quick_allreduce_data,
+    quick_barrier,
+    quick_broadcast,
+    quick_reduce_scatter,
+    start_all_gather,
+    start_allreduce,
+    start_broadcast,
+    start_reduce_scatter,
+)
+from ferrodist.errors import InvalidRankError, UnsupportedOpError
+from ferrodist.torch_backend import collectives
+from ferrodist.torch_backend.collectives import only, plain_reduction, reduction
+from ferrodist.torch_backend.futures import Threads
+from ferrodist.torch_backend.signatures import both_forms, recorded
+from ferrodist.torch_backend.sparse import sparse_allreduce
+from ferrodist.torch_backend.work import (
+    DoneWork,
+    FerrodistWork,
+    JoinedWork,
+    Lanes,
+    Sends,
+    finish_started,
+    may_finish,
+    seconds_of,
+    start_receive,
+    start_send,
+)
+from ferrodist.torch_private.compilers import not_compiled
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch._C._distributed_c10d import Store
+
+    from ferrodist.backends.base import Backend
+    from ferrodist.torch_backend.collectives import Collective
+
+_GRAIN_BYTES = 2 << 20  # a large page
+
+
+class Memory:
+    """What a group has lent to tensors, and gets back with them, on the host."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, deque[mmap.mmap]] = defaultdict(deque)  # by size; its calls are atomic
+
+    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of one dim, whose elements may be anything."""
+        size_bytes = numel * dtype.itemsize
+        if not size_bytes:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        room_bytes = -(-size_bytes // _GRAIN_BYTES) * _GRAIN_BYTES
+        free = self._free[room_bytes]
+        try:
+            block = free.pop()
+        except IndexError:
+            block = _made(room_bytes)
+        lease = memoryview(block)  # which lives as long as the tensor's memory is somebody's
+        weakref.finalize(lease, _give_back, free, block).atexit = False
+        return torch.frombuffer(lease, dtype=dtype, count=numel)
+
+
+def _made(size_bytes: int) -> mmap.mmap:
+    block = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return block
+
+
+def _give_back(free: deque[mmap.mmap], block: mmap.mmap) -> None:
+    free.append(block)
+
+
+# The declared methods have more forms than torch's functions and its C++ use.
+# mypy: disable-error-code="override"
+
+
+_NUM_KEPT = 1024
+"""Of the works of one element that were given away last: `DistributedDataParallel.join` keeps the half of such a one
+that is not Python's, and waits for it when others have come in between."""
+
+_CPU = torch.device("cpu")
+
+
+@not_compiled
+class FerrodistProcessGroup(dist.ProcessGroup):
+    """A group of ferrodist as one of torch's. Made by torch, for ``init_process_group("ferrodist")``.
+
+    Its methods are those that torch's functions, and torch's own C++, call; the names differ between releases of torch,
+    so some are there twice. What is raised is ferrodist's, from the call where it does not wait for others, else from
+    the wait.
+
+    Args:
+        group: It; this closes it.
+        store: torch's store, in which the group's ranks met; for `get_group_store`.
+    """
+
+    is_written_in_python = True
+    """Whether torch's C++ has no backend for the group, so that its hooks can't be attached."""
+
+    def __init__(self, group: Backend, store: Store | None = None) -> None:
+        super().__init__(group.rank, group.world_size)  # type: ignore[call-arg] # with a store it is for C++ alone
+        self.group = group
+        self._store = store
+        self._names = (group.name, "undefined")
+        self._threads = Threads(f"ferrodist-futures-{group.name}")
+        self._done = DoneWork([], self._threads)
+        self._lanes = Lanes(group, self._threads)
+        self._kept: deque[FerrodistWork] = deque(maxlen=_NUM_KEPT)
+        self._sends = Sends()
+        self._memory = Memory()
+        self._local = threading.local()
+        self.num_calls = 0
+        atexit.register(self._leave_at_exit)
+
+    # What it is.
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """What torch calls the backend."""
+        return "ferrodist"
+
+    name = getBackendName
+
+    def _get_backend_name(self) -> str:
+        return "ferrodist"
+
+    # torch's C++ has names for groups that it has made backends for, and asks others by these.
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """What torch calls the group."""
+        return self._names[0]
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """See `getGroupName`."""
+        self._names = (name, self._names[1])
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """What the user says it is for."""
+        return self._names[1]
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """See `getGroupDesc`."""
+        self._names = (self._names[0], description)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def _set_sequence_number_for_group(self) -> None:
+        self.num_calls = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.num_calls
+
+    # torch's functions ask a group's backend for a device what it can do: here that is the group itself.
+
+    supports_splitting = True
+    supports_coalescing = supports_time_estimate = supports_shrinking = False
+    supports_reconfigure = supports_window = False
+
+    @property
+    def options(self) -> SimpleNamespace:
+        """What torch reads of a backend's options when it splits a group: the timeout."""
+        timeout = timedelta(seconds=self.group.timeout)
+        return SimpleNamespace(backend="ferrodist", timeout=timeout, _timeout=timeout)
+
+    def get_group_store(self) -> Store | None:
+        """Return torch's store of this group, if torch made the group."""
+        return self._store
+
+    def _get_backend(self, device: torch.device) -> FerrodistProcessGroup:
+        del device
+        return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether `allocate_tensor` has memory for a device."""
+        return device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Make a tensor of one dim and undefined elements, in memory that was one's before, if there is such."""
+        if not self.supports_tensor_alloc(device):
+            raise UnsupportedOpError(f"groups of ferrodist have no memory on {device}: use torch.empty")
+        return self._memory.lend(size, dtype)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of later calls. Groups that were made from this one keep theirs."""
+        seconds = timeout.total_seconds()
+        for group in self._lanes.groups:
+            group.timeout = seconds
+
+    # Its end.
+
+    def abort(self) -> None:
+        """End the group on all ranks: whatever waits in it, and every later call, raises."""
+        self.group.abort(f"torch aborted it on rank {self.group.rank}")
+
+    def shutdown(self) -> None:
+        """Leave the group: when what was started has ended, but for receives, if `may_finish` says so."""
+        atexit.unregister(self._leave_at_exit)
+        try:
+            if may_finish():
+                finish_started(self._lanes.groups, self._sends)
+        finally:  # also when somebody interrupts that
+            for group in reversed(self._lanes.groups):
+                group.close()
+            self._threads.close()
+
+    def _leave_at_exit(self) -> None:
+        tell_of_the_end(self.group)
+        self.shutdown()
+
+    # Collectives. Those that most programs call all the time have a short way first.
+
+    @both_forms(dist.AllreduceOptions, 1, "op", in_lists=True)
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
+        """Fold a tensor over the ranks, in place."""
+        tensor = only(tensors, "allreduce")
+        op = plain_reduction(opts.reduceOp)
+        if op is not None and opts.timeout.days < 0:
+            lane = self._lanes.here()
+            if opts.asyncOp:
+                data = tensor.data
+                started = start_allreduce(data, op, lane.group, data)
+                if started is not None:
+                    return self._give(lane.work_of(started, [tensor]))
+            elif quick_allreduce_data(tensor, op, lane.group):
+                return self._done
+        if tensor.layout is torch.strided:
+            return self._run(collectives.allreduce(tensor, reduction(opts.reduceOp)), opts)
+        return self._run_all(sparse_allreduce(self.group, tensor, reduction(opts.reduceOp)), opts)
+
+    @both_forms(dist.AllreduceCoalescedOptions, 1)
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
+        """Fold each of several tensors."""
+        return self._join([self.allreduce([tensor], opts) for tensor in tensors])
+
+    @both_forms(dist.BroadcastOptions, 1, "root", in_lists=True)
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
+        """Give every rank the root's tensor."""
+        tensor = only(tensors, "broadcast")
+        check_root(self.group, opts.rootRank, "root")
+        if opts.timeout.days < 0:
+            lane, data = self._lanes.here(), tensor.data
+            if opts.asyncOp:
+                started = start_broadcast(data, opts.rootRank, lane.group, data)
+                if started is not None:
+                    return self._give(lane.work_of(started, [tensor]))
+            elif quick_broadcast(data, opts.rootRank, lane.group, data) is not None:
+                return self._done
+        return self._run(collectives.broadcast(self.group, tensor, opts.rootRank), opts)
+
+    @both_forms(dist.ReduceOptions, 1, "root", "op", in_lists=True)
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
+        """Fold a tensor over the ranks, in the root's place."""
+        tensor = only(tensors, "reduce")
+        check_root(self.group, opts.rootRank, "root")
+        return self._run(collectives.reduce(self.group, tensor, opts.rootRank, reduction(opts.reduceOp)), opts)
+
+    @both_forms(AllgatherOptions, 2, in_lists=True)
+    def allgather(
+        self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any
+    ) -> FerrodistWork:
+        """Give every rank the tensors of all, whose sizes may differ."""
+        outputs, tensor = only(output_tensors, "allgather"), only(input_tensors, "allgather")
+        return self._run_all(collectives.all_gather(self.group, outputs, tensor), opts)
+
+    @both_forms(AllgatherOptions, 2)
+    def allgather_coalesced(
+        self, output_lists: list[list[torch.Tensor]], input_list: list[torch.Tensor], opts: Any
+    ) -> FerrodistWork:
+        """Give every rank several tensors of all."""
+        # The outer list goes by ranks in torch's C++, and by tensors in its Python.
+        by_tensor = [[outputs[place] for outputs in output_lists] for place in range(len(input_list))]
+        return self._join(
+            [self.allgather([outputs], [tensor], opts) for outputs, tensor in zip(by_tensor, input_list, strict=True)]
+        )
+
+    @both_forms(AllgatherOptions, 2)
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
+        """Give every rank the tensors of all, one after the other in one."""
+        if opts.timeout.days < 0 and output.is_contiguous() and tensor.is_contiguous():
+            lane, out, data = self._lanes.here(), output.data.view(-1), tensor.data.view(-1)
+            if opts.asyncOp:
+                started = start_all_gather(data, 0, lane.group, out)
+                if started is not None:
+                    return self._give(lane.work_of(started, [output]))
+            elif quick_all_gather(data, 0, lane.group, out) is not None:
+                return self._done
+        return self._run(collectives.all_gather_single(self.group, output, tensor), opts)
+
+    @both_forms(AllgatherOptions, 2)
+    def all_gather_single_coalesced(
+        self, output_lists: list[torch.Tensor], input_list: list[torch.Tensor], opts: Any
+    ) -> FerrodistWork:
+        """`all_gather_single` of several tensors."""
+        return self._join([self.all_gather_single(*pair, opts) for pair in zip(output_lists, input_list, strict=True)])
+
+    @both_forms(dist.GatherOptions, 2, "root", in_lists=True)
+    def gather(
+        self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any
+    ) -> FerrodistWork:
+        """Give the root the tensors of all."""
+        check_root(self.group, opts.rootRank, "root")
+        outputs = only(output_tensors, "gather") if self.group.rank == opts.rootRank else None
+        tensor = only(input_tensors, "gather")
+        return self._run(collectives.gather(self.group, outputs, tensor, opts.rootRank), opts)
+
+    @both_forms(dist.GatherOptions, 2, "root")
+    def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
+        """Give the root the tensors of all, one after the other in one; of other ranks ``output`` is left alone."""
+        check_root(self.group, opts.rootRank, "root")
+        at_root = output if self.group.rank == opts.rootRank else None
+        return self._run(collectives.gather_single(self.group, at_root, tensor, opts.rootRank), opts)
+
+    @both_forms(dist.ScatterOptions, 2, "root")
+    def scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
+        """Give every rank its part of the root's tensor; of other ranks ``tensor`` is left alone."""
+        check_root(self.group, opts.rootRank, "root")
+        at_root = tensor if self.group.rank == opts.rootRank else None
+        return self._run(collectives.scatter_single(self.group, output, at_root, opts.rootRank), opts)
+
+    @both_forms(dist.ScatterOptions, 2, "root", in_lists=True)
+    def scatter(
+        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
+    ) -> FerrodistWork:
+        """Give every rank one of the root's tensors."""
+        check_root(self.group, opts.rootRank, "root")
+        inputs = only(input_tensors, "scatter") if self.group.rank == opts.rootRank else None
+        tensor = only(output_tensors, "scatter")
+        return self._run(collectives.scatter(self.group, tensor, inputs, opts.rootRank), opts)
+
+    @both_forms(dist.ReduceScatterOptions, 2, "op", in_lists=True)
+    def reduce_scatter(
+        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
+    ) -> FerrodistWork:
+        """Fold each rank's tensors, whose sizes may differ, and give rank r the r-th."""
+        output, inputs = only(output_tensors, "reduce_scatter"), only(input_tensors, "reduce_scatter")
+        return self._run_all(collectives.reduce_scatter(self.group, output, inputs, reduction(opts.reduceOp)), opts)
+
+    @both_forms(dist.ReduceScatterOptions, 2)
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
+        """Fold a tensor over the ranks, and give rank r its r-th part."""
+        op = plain_reduction(opts.reduceOp)
+        if op is not None and opts.timeout.days < 0 and output.is_contiguous() and tensor.is_contiguous():
+            lane, out, data = self._lanes.here(), output.data.view(-1), tensor.data.view(-1)
+            if opts.asyncOp:
+                started = start_reduce_scatter(data, op, 0, lane.group, out)
+                if started is not None:
+                    return self._give(lane.work_of(started, [output]))
+            elif quick_reduce_scatter(data, op, 0, lane.group, out) is not None:
+                return self._done
+        call = collectives.reduce_scatter_single(self.group, output, tensor, reduction(opts.reduceOp))
+        return self._run(call, opts)
+
+    @both_forms(dist.ReduceScatterOptions, 2)
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
+    ) -> FerrodistWork:
+        """`reduce_scatter_single` of several tensors."""
+        return self._join([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+    @both_forms(dist.AllToAllOptions, 4)
+    def all_to_all_single(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any,
+    ) -> FerrodistWork:
+        """Give every rank a part of this one's rows."""
+        call = collectives.all_to_all_single(
+            self.group, output_tensor, input_tensor, output_split_sizes, input_split_sizes
+        )
+        return self._run(call, opts)
+
+    @both_forms(dist.AllToAllOptions, 2)
+    def alltoall(
+        self, output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], opts: Any
+    ) -> FerrodistWork:
+        """Give every rank one of this one's tensors."""
+        return self._run(collectives.all_to_all(self.group, output_tensors, input_tensors), opts)
+
+    @both_forms(dist.BarrierOptions, 0)
+    def barrier(self, opts: Any) -> FerrodistWork:
+        """Wait for all ranks."""
+        if not opts.asyncOp and opts.timeout.days < 0 and quick_barrier(self._lanes.here().group):
+            return self._done
+        return self._run(collectives.barrier(), opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Wait for all ranks; every barrier here names all that are late. A timeout of 0 is one."""
+        del wait_all_ranks
+        self._lanes.here().group.barrier(0.0 if timeout == timedelta(0) else seconds_of(timeout))
+
+    # Messages.
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> FerrodistWork:
+        """Send a tensor."""
+        with recorded("send"):
+            work = start_send(self.group, only(tensors, "send"), dst, tag, self._threads)
+        self._sends.add(work)
+        return self._give(work)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> FerrodistWork:
+        """Receive a tensor."""
+        with recorded("recv"):
+            return self._give(start_receive(self.group, only(tensors, "recv"), src, tag, self._threads))
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> FerrodistWork:
+        """Receive a tensor from any rank."""
+        with recorded("recv_anysource"):
+            return self._give(start_receive(self.group, only(tensors, "recv"), None, tag, self._threads))
+
+    # Several calls as one.
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        del device
+        self._local.works = []
+
+    def _end_coalescing(self, device: torch.device) -> FerrodistWork:
+        del device
+        works, self._local.works = self._local.works, None
+        return self._join(works)
+
+    # Groups of some of the ranks.
+
+    def split_group(  # noqa: PLR0917 - torch's arguments
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> FerrodistProcessGroup | None:
+        """Make a group of some of this group's ranks; called on all of them. On other ranks it returns None."""
+        del opts, device_types
+        if self.group.rank not in ranks:
+            return None
+        name = group_name or f"{self.group_name}{list(ranks)}"
+        seconds = seconds_of(timeout)
+        made = FerrodistProcessGroup(
+            SubBackend(self.group, list(ranks), timeout=seconds, name=f"torch group {name}", label=f"torch {name}"),
+            None if self._store is None else PrefixStore(f"split {name}", self._store),
+        )
+        made.setGroupName(name)
+        made.setGroupDesc(group_desc or "undefined")
+        return made
+
+    splitGroup = split_group  # noqa: N815 - torch's name
+
+    # Where a device is bound to the default group, torch connects each new group to it at once, and has ranks outside
+    # of the new group take part in making it. Groups of ferrodist need neither.
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Do nothing: a group is connected when it is made."""
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing: only its members make a group."""
+
+    # How all of them go.
+
+    def _run(self, call: Collective, opts: Any) -> FerrodistWork:
+        return self._give(self._lanes.here().run(call, opts))
+
+    def _run_all(self, calls: list[Collective], opts: Any) -> FerrodistWork:
+        return self._give(self._lanes.here().run_all(calls, opts))
+
+    def _join(self, works: list[FerrodistWork]) -> FerrodistWork:
+        started = [work for work in works if work is not self._done]
+        if not started:
+            return self._done
+        return started[0] if len(works) == 1 else JoinedWork(works, self._threads)
+
+    def _give(self, work: FerrodistWork | None) -> FerrodistWork:
+        """What torch gets of what was started; None where it has ended."""
+        if work is None:
+            return self._done
+        works = getattr(self._local, "works", None)
+        if works is not None:
+            works.append(work)
+        if len(work.results) == 1 and isinstance(work.results[0], torch.Tensor) and work.results[0].numel() == 1:
+            self._kept.append(work)
+        return work
+
+
+FORMER_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "gather_single": "gather_into_tensor",
+}
+"""What torch has called some methods before. Those that its C++ knows by both names find ours by the one of now."""
+
+_KNOWN_TO_PYTHON = {"_allgather_base", "_reduce_scatter_base", "gather_into_tensor"}
+
+for _name, _former_name in FORMER_NAMES.items():
+    if _former_name in _KNOWN_TO_PYTHON or not hasattr(dist.ProcessGroup, _name):
+        setattr(FerrodistProcessGroup, _former_name, getattr(FerrodistProcessGroup, _name))
+
+
+def group_of(process_group: dist.ProcessGroup | None = None) -> Backend:
+    """The group of ferrodist behind one of torch's, for `ferrodist`'s own functions.
+
+    Args:
+        process_group: It; None is torch's default group.
+
+    Raises:
+        TypeError: It is another backend's, or there is no default group.
+        InvalidRankError: It is what torch gives to ranks outside of a group.
+    """
+    chosen = dist.group.WORLD if process_group is None else process_group
+    if chosen is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap] # as torch returns it
+        raise InvalidRankError(
+            f"rank {dist.get_rank()} is not in this group of torch's: only members make its calls; ask"
+            " `group is not torch.distributed.GroupMember.NON_GROUP_MEMBER` first"
+        )
+    if not isinstance(chosen, FerrodistProcessGroup):
+        raise TypeError(f"{chosen!r} is no group of ferrodist's: make it with init_process_group('ferrodist')")
+    return chosen.group

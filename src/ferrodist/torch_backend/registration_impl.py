@@ -1,0 +1,83 @@
+"""From what torch says of a group to a group of ours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ferrodist.backends.base import Backend
+from ferrodist.backends.control_plane import control_of
+from ferrodist.backends.process_group import use_torch_default
+from ferrodist.backends.subgroup import SubBackend
+from ferrodist.deadline import Deadline
+from ferrodist.rendezvous import PrefixStore, rendezvous_in
+from ferrodist.torch_backend.process_group import FerrodistProcessGroup
+from ferrodist.torch_backend.torch_store import TorchStore, hide, server_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrodist.rendezvous import Store
+
+_FOLDER = "ferrodist"
+
+
+def make_process_group(options: Any, pg_options: Any) -> FerrodistProcessGroup:
+    """Make this rank's part of a group, as torch asks for it; called on all its ranks.
+
+    Ranks of a default group of ours are brought together already: then no message is sent. Others meet in torch's
+    store. A default group that is made here is what `ferrodist`'s functions use without a group.
+
+    Args:
+        options: torch's: the store, the rank, and so on.
+        pg_options: A group of ours of these ranks, for this one to be it; or None.
+
+    Raises:
+        TypeError: ``pg_options`` is anything else.
+        RendezvousError: Not all ranks came.
+    """
+    if isinstance(pg_options, Backend):
+        return FerrodistProcessGroup(pg_options)
+    if pg_options is not None:
+        raise TypeError(f"groups of ferrodist have no options: leave pg_options={pg_options!r} out")
+    seconds = options.timeout.total_seconds()
+    ranks = list(options.global_ranks_in_group)
+    whole = dist.group.WORLD if ranks else None
+    name = f"torch group {options.group_id}"
+    if isinstance(whole, FerrodistProcessGroup):
+        # The number of groups of the same ranks may differ: not all of them are ours.
+        group: Backend = SubBackend(whole.group, ranks, timeout=seconds, name=name, label=f"torch {options.group_id}")
+        return FerrodistProcessGroup(group, options.store)
+    group, leave = _meet(options, seconds)
+    group.on_close(leave)
+    if not ranks:
+        use_torch_default(group)
+    return FerrodistProcessGroup(group, options.store)
+
+
+def _meet(options: Any, seconds: float) -> tuple[Backend, Callable[[], None]]:
+    deadline = Deadline(seconds)
+    store = _fresh_part(TorchStore(options.store, timeout=seconds), options.group_rank)
+    is_private = hide(options.store)  # which has its file by now, and before a secret may be put into it
+    membership = rendezvous_in(
+        store,
+        "torch's store",
+        rank=options.group_rank,
+        world_size=options.group_size,
+        timeout=seconds,
+        secret=None,
+        job=f"torch/{options.group_id}",
+        server=server_of(options.store),
+        is_private=is_private,
+    )
+    try:
+        return control_of(membership, seconds, deadline), membership.close
+    except BaseException:
+        membership.close()
+        raise
+
+
+def _fresh_part(store: Store, rank: int) -> Store:
+    """A part of a store in which nobody has met: each time that ranks meet in one, each of them counts that."""
+    return PrefixStore(store, f"{_FOLDER}/{store.add(f'{_FOLDER}/meetings of {rank}', 1)}")
