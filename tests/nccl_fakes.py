@@ -414,6 +414,6 @@ def fake_groups(
 def send_cpu_tensors_to_nccl(monkeypatch: Any) -> None:
     """Have collectives and messages take tensors of the CPU for such of a GPU, in groups with NCCL."""
     monkeypatch.setattr(
-        select, "collectives_of", lambda group: group.device_collectives or operation.collectives_of(group)
+        select, "host_engine_of", lambda group: group.device_collectives or operation.host_engine_of(group)
     )
     monkeypatch.setattr(p2p, "messages_of", lambda group, device: group.device_messages)

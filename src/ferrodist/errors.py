@@ -269,7 +269,7 @@ def ranks_text(ranks: Collection[int]) -> str:
 
 
 @contextlib.contextmanager
-def explain_errors(what: Callable[[], str], advice: str) -> Iterator[None]:
+def add_error_context(what: Callable[[], str], advice: str) -> Iterator[None]:
     """Have errors between ranks that are raised inside the block say what was being done; class and ranks stay.
 
     Args:

@@ -20,7 +20,7 @@ from ferrodist.backends import mailbox, mailbox_backend
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.backends.tcp import TcpBackend
-from ferrodist.backends.tcp.wire import HEADER_SIZE, MAX_MESSAGE, MAX_PAYLOAD, WIRE_VERSION, Frame, Kind
+from ferrodist.backends.tcp.wire import HEADER_SIZE, MAX_MESSAGE, MAX_PAYLOAD, WIRE_VERSION, Frame, FrameType
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous.auth import Hello, connect, greet
 from ferrodist.rendezvous.session import TAG_BYTES, Connection
@@ -41,7 +41,7 @@ _HEADER = struct.Struct("<2sBBIIIIQQQQQ")
 
 
 def _frame(
-    kind: int = Kind.EAGER,
+    kind: int = FrameType.EAGER,
     payload: bytes = b"",
     *,
     magic: bytes = b"fd",
@@ -63,7 +63,7 @@ def _frame(
 
 
 def _covers(kind: int, length: int, tag: int) -> bool:
-    known = Kind(kind) if kind in set(Kind) else Kind.EAGER
+    known = FrameType(kind) if kind in set(FrameType) else FrameType.EAGER
     return Frame(kind=known, source=0, destination=1, length=length, tag=tag).is_covered
 
 
@@ -80,7 +80,7 @@ def _send(sock: Connection, frames: bytes | list[tuple[bytes, bytes]]) -> None:
         sock.sendall(header + seal + payload)
 
 
-_OFFER = _frame(Kind.OFFER, size=_LARGE)
+_OFFER = _frame(FrameType.OFFER, size=_LARGE)
 
 _BAD_REASONS: dict[str, bytes] = {
     "a type that is none": b"\xc1" * 9,
@@ -110,25 +110,25 @@ _VIOLATIONS: dict[str, bytes | list[tuple[bytes, bytes]]] = {
     "a destination outside": _frame(payload=b"x", size=1, destination=3),
     "the last destination": _frame(payload=b"x", size=1, destination=2**32 - 1),
     "itself as destination": _frame(payload=b"x", size=1, destination=_HOSTILE),
-    "READY": _frame(Kind.READY),
-    "DIED": _frame(Kind.DIED, destination=2),
+    "READY": _frame(FrameType.READY),
+    "DIED": _frame(FrameType.DIED, destination=2),
     "a payload too long": _frame(length=MAX_PAYLOAD + 1, size=MAX_PAYLOAD + 1),
     "the longest payload": _frame(length=2**32 - 1, size=2**32 - 1),
     "an EAGER frame too long": _frame(length=mailbox.EAGER_LIMIT + 1, size=mailbox.EAGER_LIMIT + 1),
     "an EAGER frame of another size": _frame(payload=b"xx", size=3),
-    "a message too long": _frame(Kind.OFFER, size=MAX_MESSAGE + 1),
-    "the longest message": _frame(Kind.OFFER, size=2**64 - 1),
-    "an OFFER with payload": _frame(Kind.OFFER, b"x", size=_LARGE),
-    "a GRANT with payload": _frame(Kind.GRANT, b"x"),
+    "a message too long": _frame(FrameType.OFFER, size=MAX_MESSAGE + 1),
+    "the longest message": _frame(FrameType.OFFER, size=2**64 - 1),
+    "an OFFER with payload": _frame(FrameType.OFFER, b"x", size=_LARGE),
+    "a GRANT with payload": _frame(FrameType.GRANT, b"x"),
     "a second OFFER": _OFFER + _OFFER,
-    "DATA out of order": _OFFER + _frame(Kind.DATA, b"x" * 10, size=_LARGE, offset=20),
-    "DATA of another size": _OFFER + _frame(Kind.DATA, b"x" * 10, size=_LARGE + 1),
-    "DATA past the end": _OFFER + _frame(Kind.DATA, b"x" * 10, size=_LARGE, offset=_LARGE - 5),
-    "DATA with a huge offset": _OFFER + _frame(Kind.DATA, b"x" * 10, size=_LARGE, offset=2**64 - 5),
-    "DATA without bytes": _OFFER + _frame(Kind.DATA, size=_LARGE),
-    "an ABORT without a reason": _frame(Kind.ABORT),
-    "an ABORT with garbage": _frame(Kind.ABORT, b"\xff" * 100),
-    **{f"an ABORT with {name}": _frame(Kind.ABORT, payload) for name, payload in _BAD_REASONS.items()},
+    "DATA out of order": _OFFER + _frame(FrameType.DATA, b"x" * 10, size=_LARGE, offset=20),
+    "DATA of another size": _OFFER + _frame(FrameType.DATA, b"x" * 10, size=_LARGE + 1),
+    "DATA past the end": _OFFER + _frame(FrameType.DATA, b"x" * 10, size=_LARGE, offset=_LARGE - 5),
+    "DATA with a huge offset": _OFFER + _frame(FrameType.DATA, b"x" * 10, size=_LARGE, offset=2**64 - 5),
+    "DATA without bytes": _OFFER + _frame(FrameType.DATA, size=_LARGE),
+    "an ABORT without a reason": _frame(FrameType.ABORT),
+    "an ABORT with garbage": _frame(FrameType.ABORT, b"\xff" * 100),
+    **{f"an ABORT with {name}": _frame(FrameType.ABORT, payload) for name, payload in _BAD_REASONS.items()},
     "half a header and the end": _frame()[0][0][:20],
     "half a payload and the end": _frame(payload=b"xxxx", length=100, size=100),
 }
@@ -154,7 +154,7 @@ class _Job:
         for thread in threads:
             thread.join()
         self.sock.settimeout(5)
-        assert self.read_frame().kind is Kind.READY
+        assert self.read_frame().kind is FrameType.READY
 
     def read_frame(self) -> Frame:
         """The next frame that the hub sends to the hostile rank, without its payload."""
@@ -255,13 +255,16 @@ def test_violations_end_the_group(violation: str, bystanders: Callable[[], None]
 
 
 _PASSED_ON: dict[str, bytes] = {
-    **{f"an ABORT with {name}": _frame(Kind.ABORT, payload, destination=2) for name, payload in _BAD_REASONS.items()},
-    "an ABORT without a reason": _frame(Kind.ABORT, destination=2),
-    "a second OFFER": _frame(Kind.OFFER, size=_LARGE, destination=2) * 2,
-    "DATA out of order": _frame(Kind.OFFER, size=_LARGE, destination=2)
-    + _frame(Kind.DATA, b"x" * 10, size=_LARGE, offset=20, destination=2),
-    "DATA of another size": _frame(Kind.OFFER, size=_LARGE, destination=2)
-    + _frame(Kind.DATA, b"x" * 10, size=_LARGE + 1, destination=2),
+    **{
+        f"an ABORT with {name}": _frame(FrameType.ABORT, payload, destination=2)
+        for name, payload in _BAD_REASONS.items()
+    },
+    "an ABORT without a reason": _frame(FrameType.ABORT, destination=2),
+    "a second OFFER": _frame(FrameType.OFFER, size=_LARGE, destination=2) * 2,
+    "DATA out of order": _frame(FrameType.OFFER, size=_LARGE, destination=2)
+    + _frame(FrameType.DATA, b"x" * 10, size=_LARGE, offset=20, destination=2),
+    "DATA of another size": _frame(FrameType.OFFER, size=_LARGE, destination=2)
+    + _frame(FrameType.DATA, b"x" * 10, size=_LARGE + 1, destination=2),
 }
 
 
@@ -282,7 +285,7 @@ def test_huge_offers_cost_nothing() -> None:
     with check_leaks(), _job() as job, ExitStack() as stack:
         tracemalloc.start()
         stack.callback(tracemalloc.stop)
-        job.send(_frame(Kind.OFFER, size=2**47, tag=5))
+        job.send(_frame(FrameType.OFFER, size=2**47, tag=5))
         job.send(_frame(payload=b"x", size=1, tag=6, message=2))
         job.groups[0].recv(bytearray(1), _HOSTILE, tag=6)  # so the offer has come
         with pytest.raises(fd.SizeMismatchError, match=str(2**47)):
@@ -321,10 +324,12 @@ def test_who_floods_is_named_whoever_comes_last(monkeypatch: pytest.MonkeyPatch)
 _REASON = msgspec.msgpack.encode(("GroupAbortedError", "why not", ()))
 
 
-@pytest.mark.parametrize(("kind", "payload"), [(Kind.LEFT, b""), (Kind.ABORT, _REASON)], ids=["LEFT", "ABORT"])
+@pytest.mark.parametrize(
+    ("kind", "payload"), [(FrameType.LEFT, b""), (FrameType.ABORT, _REASON)], ids=["LEFT", "ABORT"]
+)
 @pytest.mark.parametrize("destination", [0, 2])
 def test_ends_of_unknown_groups_are_bounded(
-    kind: Kind, payload: bytes, destination: int, monkeypatch: pytest.MonkeyPatch
+    kind: FrameType, payload: bytes, destination: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank may tell of the end of groups that another has not made yet, but not of ever more of them."""
     monkeypatch.setattr(mailbox_backend, "MAX_AHEAD", 100)
@@ -346,7 +351,7 @@ def test_offers_in_a_failed_group_are_not_kept() -> None:
         hub = job.groups[0]
         group = SubBackend(hub, [0, _HOSTILE])
         numbers = range(1, 201)
-        offers = [_frame(Kind.OFFER, size=_LARGE, message=number, group=group.group_id)[0] for number in numbers]
+        offers = [_frame(FrameType.OFFER, size=_LARGE, message=number, group=group.group_id)[0] for number in numbers]
         job.send(offers[:100] + _frame(payload=b"x", size=1, message=1000))
         hub.recv(bytearray(1), _HOSTILE, tag=5)
         assert len(hub._incoming) == 100
@@ -361,7 +366,11 @@ def test_strangers_have_no_part_in_a_group() -> None:
     """Messages and notices in a group that their sender is no member of change nothing."""
     with check_leaks(), _job() as job:
         hub, other = SubBackend(job.groups[0], [0, 2]), SubBackend(job.groups[2], [0, 2])
-        for kind, payload, size in ((Kind.EAGER, b"x", 1), (Kind.ABORT, _REASON, 0), (Kind.LEFT, b"", 0)):
+        for kind, payload, size in (
+            (FrameType.EAGER, b"x", 1),
+            (FrameType.ABORT, _REASON, 0),
+            (FrameType.LEFT, b"", 0),
+        ):
             job.send(_frame(kind, payload, size=size, group=hub.group_id, tag=5))
         job.send(_frame(payload=b"x", size=1, message=2, tag=6))
         job.groups[0].recv(bytearray(1), _HOSTILE, tag=6)
@@ -375,7 +384,7 @@ def test_data_that_was_not_asked_for_is_refused() -> None:
     """DATA before its GRANT ends the group: the receive that comes later must not return what was never written."""
     with _job() as job:
         with suppress(OSError):  # rank 0 ends the connection at the first of it
-            job.send(_OFFER + _frame(Kind.DATA, b"x" * _LARGE, size=_LARGE))
+            job.send(_OFFER + _frame(FrameType.DATA, b"x" * _LARGE, size=_LARGE))
             job.send(_frame(payload=b"x", size=1, tag=6, message=2))
         buffer = bytearray(b"\xee" * _LARGE)
         error = _error_of_all(
@@ -393,7 +402,7 @@ def test_grants_of_strangers_start_nothing() -> None:
         send = job.groups[0].isend(data, 2, tag=3)
         with suppress(OSError):  # rank 0 ends the connection at the first of them
             for number in range(1, 20):
-                job.send(_frame(Kind.GRANT, message=number))
+                job.send(_frame(FrameType.GRANT, message=number))
             job.send(_frame(payload=b"x", size=1, tag=6))
         buffer = bytearray(len(data))
         error = _error_of_all(
@@ -441,7 +450,7 @@ def test_a_hostile_hub_is_named(violation: str, ready: bool) -> None:
             sock = Connection.take_over(server.accept()[0])
             greet(sock, secret=_SECRET, admit=lambda hello: None, deadline=Deadline(5))
             if ready:
-                _send(sock, _frame(Kind.READY, source=0, destination=1))
+                _send(sock, _frame(FrameType.READY, source=0, destination=1))
             _send(sock, _VIOLATIONS[violation])
             with suppress(OSError):
                 sock.recv(1)

@@ -16,7 +16,7 @@ import pytest
 import ferrodist as fd
 from ferrodist.backends.native import bootstrap, is_native_available
 from ferrodist.backends.native.binding import load
-from ferrodist.backends.native.p2p import _News
+from ferrodist.backends.native.p2p import _PeerEvent
 from ferrodist.errors import PeerLostError, ProtocolError
 from ferrodist.testing import run_ranks
 
@@ -54,7 +54,7 @@ def _messenger() -> Iterator[tuple[object, socket.socket, list[tuple[int, ...]]]
     told: list[tuple[int, ...]] = []
     own, peer = socket.socketpair()
     memory = load().create_rings(1)
-    messenger = load().Messenger(
+    messenger = load().FrameTransport(
         rank=0,
         eager_bytes=_EAGER_BYTES,
         max_unasked_bytes=_MAX_UNASKED_BYTES,
@@ -109,10 +109,10 @@ def test_a_frame_that_none_sends_is_refused(sent):
     """A wrong kind, size, offset or order is told, with the rank, once, and no byte after it is taken in."""
     with _messenger() as (messenger, peer, told):
         peer.sendall(sent + _frame(_EAGER, b"after", message=9, tag=7))
-        assert _await(told) == (_News.BROKEN, 1)
+        assert _await(told) == (_PeerEvent.BROKEN, 1)
         request = messenger.start_recv(bytearray(5), 1, 0, 7)
         assert not request.wait(0.02)
-        assert [news[0] for news in told].count(_News.BROKEN) == 1
+        assert [news[0] for news in told].count(_PeerEvent.BROKEN) == 1
 
 
 def test_half_a_message_is_none():
@@ -122,7 +122,7 @@ def test_half_a_message_is_none():
         peer.sendall(_frame(_EAGER, bytes(1000))[:500])
         peer.close()
         assert not request.wait(0.05)
-        assert _await(told) == (_News.GONE, 1)
+        assert _await(told) == (_PeerEvent.GONE, 1)
         assert messenger.end_unmatched(request, 0)
 
 

@@ -20,7 +20,7 @@ import torch
 import ferrodist as fd
 from ferrodist.backends.process_group import use_group
 from ferrodist.backends.tcp import TcpBackend
-from ferrodist.backends.tcp.wire import Kind
+from ferrodist.backends.tcp.wire import FrameType
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError
 
@@ -202,9 +202,9 @@ def strike_in_data(group: TcpBackend, fork: ForkedGroup, number: int, *, after: 
     lock = threading.Lock()
     seen = 0
 
-    def count(kind: Kind) -> None:
+    def count(kind: FrameType) -> None:
         nonlocal seen
-        if kind is Kind.DATA:
+        if kind is FrameType.DATA:
             with lock:
                 seen += 1
                 if seen == after:

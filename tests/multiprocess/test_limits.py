@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.tcp.io_loop import LinkLoop
+from ferrodist.backends.tcp.io_loop import IoLoop
 from ferrodist.resource_limits import limit_text
 from ferrodist.rpc import RpcContext
 
@@ -97,14 +97,14 @@ def _check_that_all_are_told(join: Callable[[int, int], object], spare: int) -> 
 
 def test_a_rank_that_can_start_no_thread_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """It raises which limit that is, and rank 0, which it has reached, hears of it."""
-    start = LinkLoop.start
+    start = IoLoop.start
 
-    def start_or_not(loop: LinkLoop) -> None:
+    def start_or_not(loop: IoLoop) -> None:
         if loop._thread.name.endswith("-1"):
             raise RuntimeError("can't start new thread")
         start(loop)
 
-    monkeypatch.setattr(LinkLoop, "start", start_or_not)
+    monkeypatch.setattr(IoLoop, "start", start_or_not)
     listener = socket.create_server(("127.0.0.1", 0))
     address = "{}:{}".format(*listener.getsockname())
     errors: list[BaseException] = []

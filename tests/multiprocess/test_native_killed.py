@@ -17,7 +17,7 @@ from forked_group import ForkedGroup, Report, attempt, open_descriptors
 import ferrodist as fd
 from ferrodist.backends.native import NativeBackend, is_native_available
 from ferrodist.backends.tags import Channel, channel_tag
-from ferrodist.collectives.tensor_protocol import TensorHead
+from ferrodist.collectives.tensor_protocol import TensorHeader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -222,7 +222,7 @@ def test_an_interruption_ends_a_tensor(wait: str) -> None:
     def program(group: NativeBackend, fork: ForkedGroup) -> tuple[str, float]:
         if group.rank == 1:
             if wait == "elements":
-                head = TensorHead(number, torch.float32, (2,)).pack()
+                head = TensorHeader(number, torch.float32, (2,)).pack()
                 group.send(head, 0, tag=channel_tag(Channel.TENSOR_HEAD, 0))
             group.recv(bytearray(1), 0, tag=1)
             if wait == "elements":

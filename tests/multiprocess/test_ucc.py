@@ -171,14 +171,14 @@ def test_a_rank_that_leaves_after_its_part(control: str) -> None:
     def program(group: Any, fork: ForkedGroup) -> Report:
         report = Report(group.rank)
         if group.rank == 0:
-            watch = collectives._Watch.look
+            watch = collectives._DepartureWatch.look
 
             def look(self: Any) -> None:
                 watch(self)
                 if 1 in self._farewells:
                     fork.release.set()
 
-            collectives._Watch.look = look  # type: ignore[method-assign]
+            collectives._DepartureWatch.look = look  # type: ignore[method-assign]
         if group.rank == 2:  # begins its part when rank 0 knows that rank 1 has left
             start = group.mover.gather
 

@@ -18,20 +18,20 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
-from ferrodist.backends.lifecycle import held_now
+from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.request import (
-    Late,
-    Listener,
-    LockSignal,
-    PostedListener,
+    LockWaitEvent,
+    PersistentRecv,
+    PostedPersistentRecv,
     Request,
-    Signal,
+    Stragglers,
     ThreadedRequest,
+    WaitEvent,
     answer_seconds,
 )
-from ferrodist.backends.signature import Call
+from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.tags import ANY_SOURCE
-from ferrodist.backends.verification import Agreement
+from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.deadline import Deadline, check_timeout, default_timeout, resolve_timeout
 from ferrodist.errors import (
     DistributedError,
@@ -70,7 +70,7 @@ class Backend(ABC):
     attachments: dict[str, Any]
     """What layers above keep with the group, by name."""
 
-    agreement: Agreement
+    agreement: CollectiveVerifier
 
     _close_callbacks: list[Callable[[], None]]
     _synchronizers: list[Callable[[float], None]]
@@ -93,7 +93,7 @@ class Backend(ABC):
     """The backend's own `Collectives` for tensors on GPUs, or None."""
 
     device_messages: Any = None
-    """The backend's own `DeviceMessages`, or None."""
+    """The backend's own `DeviceP2P`, or None."""
 
     quick: Any = None
     """The engine's short way for plain calls, or None: see `collectives/fast_path.py`."""
@@ -118,7 +118,7 @@ class Backend(ABC):
         self._threaded_lock = threading.Lock()
         self.subgroups = WeakSet()
         self.attachments = {}
-        self.agreement = Agreement(self)
+        self.agreement = CollectiveVerifier(self)
         return self
 
     def __init__(self, rank: int, world_size: int, *, timeout: float | None = None, name: str = "world") -> None:
@@ -263,7 +263,7 @@ class Backend(ABC):
         limit = self.timeout if timeout is None else check_timeout(timeout)
         engine = self.collectives
         if engine is None:
-            self.agreement.reach(Call(operation="barrier"), limit)
+            self.agreement.reach(CollectiveSignature(operation="barrier"), limit)
         else:
             engine.barrier(timeout=limit, sequence=engine.reserve())
 
@@ -328,7 +328,7 @@ class Backend(ABC):
         except DistributedTimeoutError as error:
             if self.failure is not None:
                 raise
-            late = self.find_late(error.ranks, answer_seconds(timeout))
+            late = self.find_stragglers(error.ranks, answer_seconds(timeout))
             if not request.cancel():
                 return request.wait(math.inf)  # it ended between the two, or ends at once: see Request.cancel
             raise DistributedTimeoutError(
@@ -340,7 +340,7 @@ class Backend(ABC):
             request.cancel()
             raise
 
-    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
+    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
         """Find out whom a wait for ``peers`` that ran out of time is put down to.
 
         This form answers with the peers. A backend whose messages pass through other ranks can tell more.
@@ -350,7 +350,7 @@ class Backend(ABC):
             within: Seconds this may take.
         """
         del within
-        return Late(ranks=peers)
+        return Stragglers(ranks=peers)
 
     def abort_subgroup(self, group_id: int, members: tuple[int, ...], error: DistributedError) -> None:
         """End one sub-group on all its members (ranks of this group).
@@ -365,7 +365,7 @@ class Backend(ABC):
         del group_id, members
         return self.failure
 
-    def end_with(self, group_id: int, leader_id: int) -> None:  # noqa: B027 - may stay as it is
+    def fail_with(self, group_id: int, leader_id: int) -> None:  # noqa: B027 - may stay as it is
         """Be told that a sub-group fails when another group of this backend does, which has the same ranks.
 
         This form does nothing, which is right for a backend that can't tell the messages of groups apart.
@@ -398,7 +398,7 @@ class Backend(ABC):
         ended: Callable[[DistributedError], None],
         *,
         tag: int = 0,
-    ) -> Listener:
+    ) -> PersistentRecv:
         """Receive whatever comes from a rank with a tag, for as long as the group lasts.
 
         Args:
@@ -410,18 +410,18 @@ class Backend(ABC):
             ended: Takes why no more come.
             tag: As in `recv`.
         """
-        return PostedListener(self, (src, tag), size_bytes, heard, ended)
+        return PostedPersistentRecv(self, (src, tag), size_bytes, heard, ended)
 
-    def signal(self) -> Signal:
+    def signal(self) -> WaitEvent:
         """Something for a thread to wait for, which then moves messages where that is the waiting threads' work."""
-        return LockSignal()
+        return LockWaitEvent()
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Have ``callback()`` run once this rank has closed the group and nothing waits in it; last in, first out."""
         self._close_callbacks.append(callback)
 
     def _run_close_callbacks(self) -> None:
-        for subgroup in held_now(lambda: self.subgroups):
+        for subgroup in snapshot_weak(lambda: self.subgroups):
             subgroup.close()
         while self._close_callbacks:
             self._close_callbacks.pop()()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from ferrodist.backends.request import Late, Listener, Request, Signal
+    from ferrodist.backends.request import PersistentRecv, Request, Stragglers, WaitEvent
     from ferrodist.deadline import Deadline
     from ferrodist.errors import DistributedError
     from ferrodist.rendezvous import Membership
@@ -48,7 +48,7 @@ def _warn_of_slow_way() -> None:
     )
 
 
-class ControlledBackend(NonBlockingBackend):
+class ControlPlaneBackend(NonBlockingBackend):
     """A group over a control group, which it closes with itself.
 
     Args:
@@ -108,17 +108,17 @@ class ControlledBackend(NonBlockingBackend):
         ended: Callable[[DistributedError], None],
         *,
         tag: int = 0,
-    ) -> Listener:
+    ) -> PersistentRecv:
         """See `Backend.listen`."""
         return self._control.listen(src, size_bytes, heard, ended, tag=tag)
 
-    def signal(self) -> Signal:
+    def signal(self) -> WaitEvent:
         """See `Backend.signal`."""
         return self._control.signal()
 
-    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
-        """See `Backend.find_late`."""
-        return self._control.find_late(peers, within)
+    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
+        """See `Backend.find_stragglers`."""
+        return self._control.find_stragglers(peers, within)
 
     # Sub-groups.
 
@@ -130,9 +130,9 @@ class ControlledBackend(NonBlockingBackend):
         """Why a sub-group can't be used any more, or None."""
         return self._control.subgroup_failure(group_id, members)
 
-    def end_with(self, group_id: int, leader_id: int) -> None:
-        """See `Backend.end_with`."""
-        self._control.end_with(group_id, leader_id)
+    def fail_with(self, group_id: int, leader_id: int) -> None:
+        """See `Backend.fail_with`."""
+        self._control.fail_with(group_id, leader_id)
 
     def open_subgroup(self, group_id: int, members: tuple[int, ...], name: str) -> None:
         """See `Backend.open_subgroup`."""

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _Held = TypeVar("_Held")
 
 
-def held_now(collection: Callable[[], Iterable[_Held]]) -> list[_Held]:
-    """What a weak collection holds: ``held_now(lambda: weak_set)``, ``held_now(weak_dictionary.items)``.
+def snapshot_weak(collection: Callable[[], Iterable[_Held]]) -> list[_Held]:
+    """What a weak collection holds: ``snapshot_weak(lambda: weak_set)``, ``snapshot_weak(weak_dictionary.items)``.
 
     ``list(weak_set)`` runs Python code for each element, so another thread may add one meanwhile, for which Python
     raises. The look is taken again then. What is added after it was taken is not in it: who adds must see to that.
@@ -69,7 +69,7 @@ def _close_all() -> None:
     Before Python 3.14 a daemon thread that comes back from there while the interpreter ends is ended where it stands,
     which terminates the process.
     """
-    groups = held_now(lambda: _live)
+    groups = snapshot_weak(lambda: _live)
     for group in groups:
         with contextlib.suppress(Exception):  # one that can't be closed any more keeps none of the others open
             group.close()

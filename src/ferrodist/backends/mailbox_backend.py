@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from ferrodist.backends.request import Late, Request
+    from ferrodist.backends.request import Request, Stragglers
 
 _WORLD = 0
 _TAG_BITS = 128
@@ -51,7 +51,7 @@ _SILENT_KEPT = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Departure:
+class PeerExit:
     """Why a rank is gone, to be told to each of its groups in that group's own terms.
 
     Args:
@@ -65,7 +65,7 @@ class Departure:
     relay: int | None = None
 
 
-CLOSED = Departure(what="has left: it closed the group while others still needed it")
+CLOSED = PeerExit(what="has left: it closed the group while others still needed it")
 
 
 class Send(BaseRequest):
@@ -83,9 +83,9 @@ class Send(BaseRequest):
         """Take the message back; see `Request.cancel`."""
         return self._backend._cancel_send(self)  # noqa: SLF001 - the two are one mechanism
 
-    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
-        """Ask the group; see `Backend.find_late`."""
-        return self._backend.find_late(peers, within)
+    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
+        """Ask the group; see `Backend.find_stragglers`."""
+        return self._backend.find_stragglers(peers, within)
 
 
 class GroupReceive(Receive):
@@ -97,9 +97,9 @@ class GroupReceive(Receive):
         super().__init__(mailbox, buffer, source, tag)
         self._backend = backend
 
-    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
-        """Ask the group; see `Backend.find_late`."""
-        return self._backend.find_late(peers, within)
+    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
+        """Ask the group; see `Backend.find_stragglers`."""
+        return self._backend.find_stragglers(peers, within)
 
 
 class _Subgroups(WeakSet[Backend]):
@@ -129,8 +129,8 @@ class MailboxBackend(NonBlockingBackend):
         self._names: dict[int, str] = {_WORLD: name}
         self._followers: dict[int, set[int]] = {}  # groups that fail with a group
         self._failures: dict[int, DistributedError] = {}  # by group
-        self._left: dict[tuple[int, int], Departure] = {}  # by group and rank
-        self._died: dict[int, Departure] = {}  # by rank
+        self._left: dict[tuple[int, int], PeerExit] = {}  # by group and rank
+        self._died: dict[int, PeerExit] = {}  # by rank
         self._ended: DistributedError | None = None  # why nothing works here any more: closed, or a forked child
         self._closed: dict[int, set[int]] = {}  # sub-groups this rank has closed, and who may still send in them
         self._silent: deque[int] = deque()  # those of them in which nobody may, the first such one first
@@ -236,7 +236,7 @@ class MailboxBackend(NonBlockingBackend):
         number = members.index(rank)
         return number, f"rank {number} of group {self._names.get(group_id)!r} ({in_world})"
 
-    def _told(self, group_id: int, rank: int, departure: Departure) -> DistributedError:
+    def _told(self, group_id: int, rank: int, departure: PeerExit) -> DistributedError:
         number, who = self._describe(group_id, rank)
         if departure.relay is None:
             return departure.kind(f"{who} {departure.what}", ranks=(number,))
@@ -307,7 +307,7 @@ class MailboxBackend(NonBlockingBackend):
         if self._fail_group(group_id, error):
             self._notify_abort(group_id, members, error)
 
-    def end_with(self, group_id: int, leader_id: int) -> None:
+    def fail_with(self, group_id: int, leader_id: int) -> None:
         """Have a sub-group fail on this rank when another group does here."""
         with self._state_lock:
             self._followers.setdefault(leader_id, set()).add(group_id)
@@ -453,7 +453,7 @@ class MailboxBackend(NonBlockingBackend):
                 ahead.add(group_id)
             return group_id in ahead
 
-    def _peer_left(self, group_id: int, rank: int, departure: Departure = CLOSED) -> None:
+    def _peer_left(self, group_id: int, rank: int, departure: PeerExit = CLOSED) -> None:
         with self._state_lock:
             if group_id in self._closed:
                 self._note_silence((group_id,), rank)
@@ -467,7 +467,7 @@ class MailboxBackend(NonBlockingBackend):
             )
         )
 
-    def _peer_died(self, rank: int, departure: Departure) -> None:
+    def _peer_died(self, rank: int, departure: PeerExit) -> None:
         with self._state_lock:
             if rank in self._died:
                 return

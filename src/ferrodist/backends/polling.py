@@ -26,7 +26,7 @@ _GROWTH = 1.1
 _give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
-class Pace:
+class Backoff:
     """How long to rest between looks; see [Note: looking for what comes].
 
     Args:
@@ -59,7 +59,7 @@ def wait_until(done: Callable[[], bool], deadline: Deadline, is_over: Callable[[
     """Look until ``done()``; False when the deadline has passed before, or ``is_over()``."""
     if done():
         return True
-    pace = Pace()
+    pace = Backoff()
     while not done():
         if pace.rest(deadline.remaining()) and is_over():
             return done()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:
     Factory = Callable[[Membership, float, Deadline], Backend]
-    Opener = Callable[["_Asked", Deadline], tuple[Backend, Membership | None]]
+    Opener = Callable[["_InitOptions", Deadline], tuple[Backend, Membership | None]]
 
 
 _local_group: ContextVar[Backend | None] = ContextVar("ferrodist_group", default=None)
@@ -59,7 +59,7 @@ _process = _Process()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _InitOptions:
     """The arguments of `init_process_group`."""
 
     rank: int | None
@@ -115,7 +115,7 @@ def init_process_group(
     opener = _OPENERS.get(backend or "") or partial(_meet_and_open, _factory(backend))
     limit = resolve_timeout(timeout)
     deadline = Deadline(limit)
-    asked = _Asked(rank=rank, world_size=world_size, init_method=init_method, timeout=limit, secret=secret)
+    asked = _InitOptions(rank=rank, world_size=world_size, init_method=init_method, timeout=limit, secret=secret)
     if torch_default:
         from ferrodist.backends import torch_default_group as torchs  # noqa: PLC0415 - loads torch.distributed
 
@@ -138,7 +138,7 @@ def init_process_group(
     return group
 
 
-def _meet_and_open(factory: Factory, asked: _Asked, deadline: Deadline) -> tuple[Backend, Membership]:
+def _meet_and_open(factory: Factory, asked: _InitOptions, deadline: Deadline) -> tuple[Backend, Membership]:
     membership = rendezvous(
         asked.init_method,
         rank=asked.rank,
@@ -153,7 +153,7 @@ def _meet_and_open(factory: Factory, asked: _Asked, deadline: Deadline) -> tuple
         raise
 
 
-def _open_mpi(asked: _Asked, deadline: Deadline) -> tuple[Backend, None]:
+def _open_mpi(asked: _InitOptions, deadline: Deadline) -> tuple[Backend, None]:
     """The group of an MPI job, whose ranks MPI has brought together."""
     if asked.init_method is not None:
         raise ValueError(f"the mpi backend's ranks have met through MPI: leave init_method={asked.init_method!r} out")
@@ -205,11 +205,11 @@ def _forget_torch_default(group: Backend) -> None:
 def _leave_at_exit() -> None:
     """Close the default group; the others learn of the exception that ended this program before of its goodbye."""
     if _process.own is not None:
-        tell_of_the_end(_process.own)
+        abort_on_unhandled_exception(_process.own)
     destroy_process_group()
 
 
-def tell_of_the_end(group: Backend) -> None:
+def abort_on_unhandled_exception(group: Backend) -> None:
     """Abort a group where an exception that nobody caught is why the interpreter exits."""
     error = _unhandled_exception()
     if error is not None:

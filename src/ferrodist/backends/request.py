@@ -32,7 +32,7 @@ def answer_seconds(timeout: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Late:
+class Stragglers:
     """Whom a wait that ran out of time is put down to.
 
     Args:
@@ -77,11 +77,11 @@ class Request(Protocol):
 
 
 @runtime_checkable
-class LateFinder(Protocol):
+class StragglerFinder(Protocol):
     """What may know whom a wait in vain is put down to: a group, or a request of one."""
 
-    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
-        """See `Backend.find_late`."""
+    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
+        """See `Backend.find_stragglers`."""
 
 
 def wait_all(
@@ -95,8 +95,8 @@ def wait_all(
         warn: Called once where it takes long, with the requests that are not done; see [Note: long waits].
 
     Raises:
-        DistributedTimeoutError: The deadline passed; ``ranks`` are those that `Backend.find_late` puts it down to,
-            given the peers of all requests that were not done.
+        DistributedTimeoutError: The deadline passed; ``ranks`` are those that `Backend.find_stragglers` puts it down
+            to, given the peers of all requests that were not done.
     """
     pending = list(requests)
     patience = long_wait().timeout
@@ -142,8 +142,12 @@ def _give_up(pending: list[Request], deadline: Deadline, error: DistributedTimeo
     if not waiting:
         return
     peers = _peers_of(waiting)
-    finder = next((request for request in waiting if isinstance(request, LateFinder)), None)
-    late = finder.find_late(peers, answer_seconds(deadline.timeout)) if finder is not None else Late(ranks=peers)
+    finder = next((request for request in waiting if isinstance(request, StragglerFinder)), None)
+    late = (
+        finder.find_stragglers(peers, answer_seconds(deadline.timeout))
+        if finder is not None
+        else Stragglers(ranks=peers)
+    )
     cancelled = [request.cancel() for request in pending]
     if any(cancelled):
         found = DistributedTimeoutError(error.message + late.detail, ranks=late.ranks)
@@ -192,10 +196,10 @@ class BaseRequest:
                 return  # end took it
             callback()
 
-    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
-        """Put a wait in vain down to the ranks that were waited for; see `Backend.find_late`."""
+    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
+        """Put a wait in vain down to the ranks that were waited for; see `Backend.find_stragglers`."""
         del within
-        return Late(ranks=peers)
+        return Stragglers(ranks=peers)
 
     def done(self) -> bool:
         """Whether the transfer has ended, well or not."""
@@ -299,14 +303,14 @@ _INTERRUPTION_SECONDS = 0.2
 """How long a signal of the system may go unseen that came just before a thread fell asleep."""
 
 
-class Listener(Protocol):
+class PersistentRecv(Protocol):
     """Receives that are asked for ahead."""
 
     def close(self) -> None:
         """Hear nothing more."""
 
 
-class Signal(Protocol):
+class WaitEvent(Protocol):
     """What one thread waits for, and any other may give."""
 
     def set(self) -> None:
@@ -317,14 +321,14 @@ class Signal(Protocol):
 
 
 class Receiving(Protocol):
-    """What a `PostedListener` needs of a backend."""
+    """What a `PostedPersistentRecv` needs of a backend."""
 
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request:
         """Start to receive a message."""
 
 
-class LockSignal:
-    """A `Signal` for backends whose messages are moved by threads of their own."""
+class LockWaitEvent:
+    """A `WaitEvent` for backends whose messages are moved by threads of their own."""
 
     __slots__ = ("_lock",)
 
@@ -333,13 +337,13 @@ class LockSignal:
         self._lock.acquire()
 
     def set(self) -> None:
-        """See `Signal`."""
+        """See `WaitEvent`."""
         if self._lock.locked():
             with contextlib.suppress(RuntimeError):  # another thread has set it just now
                 self._lock.release()
 
     def wait(self, timeout: float) -> bool:
-        """See `Signal`."""
+        """See `WaitEvent`."""
         deadline = Deadline(timeout)
         while not self._lock.acquire(timeout=min(deadline.remaining(), _INTERRUPTION_SECONDS)):
             if deadline.expired:
@@ -347,8 +351,8 @@ class LockSignal:
         return True
 
 
-class PostedListener:
-    """A `Listener` of any backend: one receive at a time; see `Backend.listen`."""
+class PostedPersistentRecv:
+    """A `PersistentRecv` of any backend: one receive at a time; see `Backend.listen`."""
 
     def __init__(
         self,
@@ -371,7 +375,7 @@ class PostedListener:
         self._request.add_done_callback(self._act)
 
     def close(self) -> None:
-        """See `Listener`."""
+        """See `PersistentRecv`."""
         self._is_closed = True
         self._request.cancel()
 

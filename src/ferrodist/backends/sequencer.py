@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.05
 
 
-class CallOrder:
+class TicketQueue:
     """Who of a group's collectives may use its engine: one at a time, in the order of their positions.
 
     Args:
@@ -75,7 +75,7 @@ class CallOrder:
                 self._changed.notify_all()
 
 
-class Turns:
+class InterruptibleTicketQueue:
     """The places that were reserved and have not been used up.
 
     Args:
@@ -135,7 +135,7 @@ class Turns:
 _LOOK_SECONDS = 0.05
 
 
-class Places:
+class WatchedTicketQueue:
     """Numbers that ranks give their operations in the same order, and whose turn it is.
 
     Args:

@@ -28,7 +28,7 @@ def _text(value: str, size: int) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class CollectiveSignature:
     """One rank's collective call.
 
     All fields but ``payload`` must be equal on all ranks.
@@ -68,10 +68,10 @@ class Call:
         return (head + _PAYLOAD_LENGTH.pack(len(self.payload)) + self.payload).ljust(CALL_SIZE, b"\0")
 
     @staticmethod
-    def decode(record: bytes | memoryview) -> Call:
+    def decode(record: bytes | memoryview) -> CollectiveSignature:
         """Read what `encode` wrote; text that is not ASCII is shown with replacement characters."""
         operation, dtype, reduce_op, root, dim, count, sequence = _HEAD.unpack_from(record)
-        return Call(
+        return CollectiveSignature(
             operation=operation.rstrip(b"\0").decode("ascii", "replace"),
             dtype=dtype.rstrip(b"\0").decode("ascii", "replace"),
             reduce_op=reduce_op.rstrip(b"\0").decode("ascii", "replace"),
@@ -82,11 +82,11 @@ class Call:
             payload=payload_of(record),
         )
 
-    def at(self, sequence: int) -> Call:
+    def at(self, sequence: int) -> CollectiveSignature:
         """The same call at another position."""
         return replace(self, sequence=sequence)
 
-    def with_payload(self, payload: bytes) -> Call:
+    def with_payload(self, payload: bytes) -> CollectiveSignature:
         """The same call with other bytes of this rank."""
         return replace(self, payload=payload)
 

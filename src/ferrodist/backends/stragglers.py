@@ -18,7 +18,7 @@ from ferrodist.errors import ranks_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ferrodist.backends.signature import Call
+    from ferrodist.backends.signature import CollectiveSignature
     from ferrodist.deadline import Elapsed
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,9 @@ def is_speaker(rank: int, late: Sequence[int]) -> bool:
     return all(other in late for other in range(rank))
 
 
-def warn_of_late_ranks(call: Call, late: Sequence[int], *, group: str, rank: int, elapsed: Elapsed) -> None:
+def warn_about_stragglers(
+    call: CollectiveSignature, late: Sequence[int], *, group: str, rank: int, elapsed: Elapsed
+) -> None:
     """Say that a call waits for ranks that have not made it.
 
     Args:
@@ -46,7 +48,7 @@ def warn_of_late_ranks(call: Call, late: Sequence[int], *, group: str, rank: int
     )
 
 
-def warn_of_late_peers(
+def warn_about_late_peers(
     what: str, late: Sequence[int], *, is_sent: bool, group: str, rank: int, elapsed: Elapsed
 ) -> None:
     """Say that messages wait for ranks that have not made the matching calls; nothing where these are not known.

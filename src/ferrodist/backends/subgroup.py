@@ -10,9 +10,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ferrodist.backends.base import Backend, NonBlockingBackend, as_abort_error, check_peer, check_rank
-from ferrodist.backends.request import Late
+from ferrodist.backends.request import Stragglers
 from ferrodist.backends.tags import ANY_SOURCE, check_tag, group_tag
-from ferrodist.backends.verification import Agreement
+from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError, InvalidRankError, ranks_text
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from ferrodist.backends.request import Listener, Request, Signal
+    from ferrodist.backends.request import PersistentRecv, Request, WaitEvent
 
 _TAG_BITS = 64
 
@@ -81,7 +81,7 @@ class SubBackend(NonBlockingBackend):
             timeout=parent.timeout if timeout is None else timeout,
             name=name or f"{parent.name}{list(members)}",
         )
-        self.agreement = Agreement(self, doubt=_DOUBT)
+        self.agreement = CollectiveVerifier(self, doubt=_DOUBT)
         self._parent = parent
         self._members = members
         self._root, self._root_ranks = _outermost(parent, members)
@@ -92,7 +92,7 @@ class SubBackend(NonBlockingBackend):
         self._root.open_subgroup(self.group_id, self._root_ranks, self.name)
         self._root.subgroups.add(self)
         if ends_with_parent:
-            self._root.end_with(self.group_id, parent.group_id)
+            self._root.fail_with(self.group_id, parent.group_id)
         self.collectives = self._root.subgroup_collectives(self)
         self.device_collectives = self._root.subgroup_device_collectives(self)
         self.device_messages = self._root.subgroup_device_messages(self)
@@ -163,7 +163,7 @@ class SubBackend(NonBlockingBackend):
         ended: Callable[[DistributedError], None],
         *,
         tag: int = 0,
-    ) -> Listener:
+    ) -> PersistentRecv:
         """Receive whatever comes from a rank; see `Backend.listen`."""
         peer = self._root_ranks[check_peer(self, src)]
         self._check_open()
@@ -177,17 +177,17 @@ class SubBackend(NonBlockingBackend):
 
         return self._root.listen(peer, size_bytes, heard, tell, tag=self._tag(tag))
 
-    def signal(self) -> Signal:
+    def signal(self) -> WaitEvent:
         """See `Backend.signal`."""
         return self._root.signal()
 
-    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
-        """Ask the outermost group, whose ranks may be in between; see `Backend.find_late`."""
-        late = self._root.find_late(tuple(self._root_ranks[peer] for peer in peers), within)
+    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
+        """Ask the outermost group, whose ranks may be in between; see `Backend.find_stragglers`."""
+        late = self._root.find_stragglers(tuple(self._root_ranks[peer] for peer in peers), within)
         members = tuple(self._index[rank] for rank in late.ranks if rank in self._index)
         if not members:  # who does not answer stands in between, and is none
-            return Late(ranks=peers, detail=late.detail)
-        return Late(ranks=members, detail=late.detail, is_relay=late.is_relay)
+            return Stragglers(ranks=peers, detail=late.detail)
+        return Stragglers(ranks=members, detail=late.detail, is_relay=late.is_relay)
 
     def abort(self, reason: str | DistributedError) -> None:
         """End this group on all its members; see `Backend.abort`."""
@@ -249,8 +249,8 @@ class _SubRequest:
         except DistributedError as error:
             raise self._group.told_here(error) from None
 
-    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
-        return self._group.find_late(peers, within)
+    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
+        return self._group.find_stragglers(peers, within)
 
     def done(self) -> bool:
         return self._request.done()

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.backends import stragglers
 from ferrodist.backends.request import answer_seconds, wait_all
-from ferrodist.backends.signature import CALL_SIZE, Call, fingerprint_of, payload_of
+from ferrodist.backends.signature import CALL_SIZE, CollectiveSignature, fingerprint_of, payload_of
 from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag
 from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import (
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from ferrodist.backends.request import Late, Request
+    from ferrodist.backends.request import Request, Stragglers
 
 _TAG_BYTES = 16
 _ABOUT = struct.Struct("<QQQi")  # group, in two halves; position of the call; the rank whose call it is, or all's
@@ -58,7 +58,7 @@ _ALL = -1
 _LOW_64 = (1 << 64) - 1
 
 
-class AgreementTags:
+class VerificationTags:
     """The tags of one agreement: of each rank's call, and of the list of all.
 
     Args:
@@ -148,7 +148,7 @@ class _Group(Protocol):
     def agreement_key(self) -> bytes: ...
     def isend(self, data: Buffer, dst: int, *, tag: int = 0) -> Request: ...
     def irecv(self, buffer: Buffer, src: int, *, tag: int = 0) -> Request: ...
-    def find_late(self, peers: tuple[int, ...], within: float) -> Late: ...
+    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers: ...
     def abort(self, reason: str | DistributedError) -> None: ...
 
 
@@ -166,7 +166,7 @@ def _has_ended(request: Request, seconds: float, deadline: Deadline) -> bool:
     return True
 
 
-class Agreement:
+class CollectiveVerifier:
     """The collectives of one group, counted and compared.
 
     Args:
@@ -183,7 +183,7 @@ class Agreement:
         """Take the next position among the group's collectives. Ranks must reserve in the same order."""
         return next(self._counter)
 
-    def reach(self, call: Call, timeout: float, sequence: int | None = None) -> list[bytes]:
+    def reach(self, call: CollectiveSignature, timeout: float, sequence: int | None = None) -> list[bytes]:
         """Block until every rank has made the same call.
 
         Args:
@@ -213,13 +213,15 @@ class Agreement:
             for request in pending:
                 request.cancel()
 
-    def _reach(self, call: Call, deadline: Deadline, sequence: int | None, pending: list[Request]) -> list[bytes]:
+    def _reach(
+        self, call: CollectiveSignature, deadline: Deadline, sequence: int | None, pending: list[Request]
+    ) -> list[bytes]:
         call = call.at(self.reserve() if sequence is None else sequence)
         if self._group.failure is not None:
             raise self._group.failure.fresh()
         if self._group.world_size == 1:
             return [call.payload]
-        tags = AgreementTags(self._group.agreement_key, self._group.group_id, call.sequence)
+        tags = VerificationTags(self._group.agreement_key, self._group.group_id, call.sequence)
         table = memoryview(bytearray(tags.table_size(self._group.world_size)))
         if self._group.rank == _COORDINATOR:
             self._collect(call, table, deadline, pending, tags)
@@ -231,7 +233,12 @@ class Agreement:
         return [payload_of(record) for record in records]
 
     def _collect(
-        self, call: Call, table: memoryview, deadline: Deadline, pending: list[Request], tags: AgreementTags
+        self,
+        call: CollectiveSignature,
+        table: memoryview,
+        deadline: Deadline,
+        pending: list[Request],
+        tags: VerificationTags,
     ) -> None:
         """Rank 0: take every rank's call, then send all of them to everyone."""
         group = self._group
@@ -258,7 +265,9 @@ class Agreement:
                 ranks=error.ranks,
             ) from None
 
-    def _await_calls(self, call: Call, missing: dict[int, Request], pending: list[Request], deadline: Deadline) -> None:
+    def _await_calls(
+        self, call: CollectiveSignature, missing: dict[int, Request], pending: list[Request], deadline: Deadline
+    ) -> None:
         """Empty ``missing`` as calls come; raise when one fails, or when a deadline passes: ours or a reporter's."""
         changed = threading.Semaphore(0)
         said = bytearray(1)
@@ -286,7 +295,9 @@ class Agreement:
                 self._warn(call, tuple(missing), deadline)
                 warning = Deadline(math.inf)
 
-    def _listen(self, call: Call, said: bytearray, pending: list[Request], changed: threading.Semaphore) -> Request:
+    def _listen(
+        self, call: CollectiveSignature, said: bytearray, pending: list[Request], changed: threading.Semaphore
+    ) -> Request:
         """Receive what another rank says about its wait."""
         late = self._group.irecv(said, ANY_SOURCE, tag=channel_tag(Channel.LATE, call.sequence))
         pending.append(late)
@@ -294,7 +305,12 @@ class Agreement:
         return late
 
     def _report(
-        self, call: Call, table: memoryview, deadline: Deadline, pending: list[Request], tags: AgreementTags
+        self,
+        call: CollectiveSignature,
+        table: memoryview,
+        deadline: Deadline,
+        pending: list[Request],
+        tags: VerificationTags,
     ) -> None:
         """Every other rank: send the call to rank 0 and take its answer."""
         group = self._group
@@ -313,7 +329,7 @@ class Agreement:
                 self._give_up(call, answer, deadline)
         tags.check_table(table)
 
-    def _give_up(self, call: Call, answer: Request, deadline: Deadline) -> None:
+    def _give_up(self, call: CollectiveSignature, answer: Request, deadline: Deadline) -> None:
         """Tell rank 0 that the deadline has passed, and give it a moment to say who is late."""
         group = self._group
         group.isend(_GIVES_UP, _COORDINATOR, tag=channel_tag(Channel.LATE, call.sequence))
@@ -322,7 +338,9 @@ class Agreement:
         except DistributedTimeoutError:
             raise (group.failure or self.late_error(call, (_COORDINATOR,), Elapsed.of(deadline))) from None
 
-    def _await_answer(self, call: Call, answer: Request, deadline: Deadline, pending: list[Request]) -> None:
+    def _await_answer(
+        self, call: CollectiveSignature, answer: Request, deadline: Deadline, pending: list[Request]
+    ) -> None:
         """Wait for rank 0's answer, with a warning on the way where rank 0 is late itself."""
         if _has_ended(answer, long_wait().timeout, deadline):
             return
@@ -335,16 +353,16 @@ class Agreement:
             self._warn(call, (_COORDINATOR,), deadline)
         answer.wait(deadline.remaining())
 
-    def _warn(self, call: Call, ranks: tuple[int, ...], deadline: Deadline) -> None:
+    def _warn(self, call: CollectiveSignature, ranks: tuple[int, ...], deadline: Deadline) -> None:
         group = self._group
-        stragglers.warn_of_late_ranks(call, ranks, group=group.name, rank=group.rank, elapsed=Elapsed.of(deadline))
+        stragglers.warn_about_stragglers(call, ranks, group=group.name, rank=group.rank, elapsed=Elapsed.of(deadline))
 
     def late_error(
-        self, call: Call, ranks: tuple[int, ...], elapsed: Elapsed, detail: str = ""
+        self, call: CollectiveSignature, ranks: tuple[int, ...], elapsed: Elapsed, detail: str = ""
     ) -> DistributedTimeoutError:
         """The error of a deadline that passed before ``ranks`` had made their call."""
         group = self._group
-        late = group.find_late(ranks, answer_seconds(elapsed.timeout))
+        late = group.find_stragglers(ranks, answer_seconds(elapsed.timeout))
         who, doubt = f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} not called it", self._doubt
         if late.is_relay:  # calls may have been made, and not come through
             ranks = late.ranks
@@ -360,13 +378,13 @@ class Agreement:
         """Raise, the same on every rank, when the calls in ``records`` are not all the same."""
         if len({fingerprint_of(record) for record in records}) == 1:
             return
-        error = self.mismatch_error([Call.decode(record) for record in records])
+        error = self.mismatch_error([CollectiveSignature.decode(record) for record in records])
         self._group.abort(error)
         raise error
 
-    def mismatch_error(self, calls: Sequence[Call]) -> CollectiveMismatchError:
+    def mismatch_error(self, calls: Sequence[CollectiveSignature]) -> CollectiveMismatchError:
         """The error of ranks whose calls, by rank, are not all the same."""
-        callers: dict[Call, list[int]] = {}
+        callers: dict[CollectiveSignature, list[int]] = {}
         for rank, call in enumerate(calls):
             callers.setdefault(call.with_payload(b""), []).append(rank)
         said = "; ".join(f"{ranks_text(ranks)} called {call}" for call, ranks in callers.items())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.bench.plan import Plan, stages_of
 from ferrodist.installation import how_to_install
-from ferrodist.launch.output import complain
+from ferrodist.launch.output import print_warning
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +29,7 @@ def run_bench(options: BenchOptions) -> int:
     """
     missing = [package for module, package in _REQUIRED.items() if importlib.util.find_spec(module) is None]
     if missing:
-        complain(
+        print_warning(
             f"ferrodist: bench needs {', '.join(missing)}, which is not installed here: {how_to_install('bench')}\n"
         )
         return 1
@@ -61,7 +61,7 @@ def run_bench(options: BenchOptions) -> int:
     if report.cases or not missing_peer:
         _conclude(options.output, report)
     if missing_peer:
-        complain(f"ferrodist: {missing_peer}\n")
+        print_warning(f"ferrodist: {missing_peer}\n")
         return 1
     return 130 if interrupted else _exit_code(report)
 
@@ -92,6 +92,6 @@ def _write_docs(path: Path, reports: tuple[Path, ...]) -> int:
     try:
         write_document(path, [read_report(report) for report in reports])
     except ValueError as error:
-        complain(f"ferrodist: {error}\n")
+        print_warning(f"ferrodist: {error}\n")
         return 1
     return 0

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.process_group import is_initialized, resolve_group
 from ferrodist.backends.simulated import SimulatedBackend
-from ferrodist.checkpoint.consensus import on_all_ranks
+from ferrodist.checkpoint.consensus import call_on_all
 from ferrodist.checkpoint.load import load
 from ferrodist.checkpoint.retention import remove_old
 from ferrodist.checkpoint.save import DEFAULT_FILE_BYTES, Save
@@ -70,7 +70,7 @@ def save_distributed(
             parent_path(storage.url)
         return storage
 
-    storage = on_all_ranks(open_checked, "open a checkpoint", str(path), ranks, deadline)
+    storage = call_on_all(open_checked, "open a checkpoint", str(path), ranks, deadline)
     save = Save(
         state,
         storage,
@@ -128,7 +128,7 @@ def load_distributed(
         TypeError, ValueError: An argument is wrong.
     """
     ranks, deadline = resolve_ranks(group), Deadline(resolve_timeout(timeout))
-    storage = on_all_ranks(lambda: open_storage(path, storage_options), "open a checkpoint", str(path), ranks, deadline)
+    storage = call_on_all(lambda: open_storage(path, storage_options), "open a checkpoint", str(path), ranks, deadline)
     return load(
         storage,
         into,

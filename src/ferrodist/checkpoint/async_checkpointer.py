@@ -22,7 +22,7 @@ import torch
 
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.checkpoint.api import check_keep_last, resolve_ranks
-from ferrodist.checkpoint.consensus import agree_on, on_all_ranks, run_on_first
+from ferrodist.checkpoint.consensus import all_or_none, call_on_all, run_on_rank0
 from ferrodist.checkpoint.retention import remove_old, remove_unfinished
 from ferrodist.checkpoint.save import DEFAULT_FILE_BYTES, Save
 from ferrodist.checkpoint.storage import join_path, open_storage
@@ -182,7 +182,7 @@ class AsyncCheckpointer:
         self._group = resolve_ranks(group)
         self._timeout = resolve_timeout(timeout)
         deadline = Deadline(self._timeout)
-        self.dir = on_all_ranks(
+        self.dir = call_on_all(
             lambda: open_storage(dir, storage_options).url,
             "open a folder of checkpoints",
             str(dir),
@@ -191,7 +191,7 @@ class AsyncCheckpointer:
         )
         """The folder of checkpoints."""
 
-        run_on_first(
+        run_on_rank0(
             lambda: _remove_unfinished(self.dir, storage_options),
             "look through a folder of checkpoints",
             self.dir,
@@ -252,13 +252,13 @@ class AsyncCheckpointer:
             self._wait_for_room(path)
             return open_storage(path, self._storage_options)
 
-        storage = on_all_ranks(open_when_there_is_room, "begin a checkpoint", path, self._group, deadline)
+        storage = call_on_all(open_when_there_is_room, "begin a checkpoint", path, self._group, deadline)
         deadline = Deadline(self._timeout)
         save = Save(state, storage, self._group, **self._options, deadline=deadline)
         with self._lock:
             buffer = self._free.pop() if self._free else StagingBuffer()
         try:
-            with agree_on("copy a state to be saved", path, self._group, deadline, about_arguments=False):
+            with all_or_none("copy a state to be saved", path, self._group, deadline, about_arguments=False):
                 find = buffer.fill(save.own_views())
         except BaseException as error:
             with self._lock:

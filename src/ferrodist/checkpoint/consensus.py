@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, TypeVar
 
 from ferrodist.collectives.objects import all_gather_object, broadcast_object
-from ferrodist.errors import DistCheckpointError, DistributedError, describe_error, explain_errors
+from ferrodist.errors import DistCheckpointError, DistributedError, add_error_context, describe_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ _Result = TypeVar("_Result")
 
 
 @contextlib.contextmanager
-def agree_on(
+def all_or_none(
     what: str, where: str, group: Backend, deadline: Deadline, *, about_arguments: bool = True
 ) -> Iterator[None]:
     """At the end of the block all ranks learn whether it ended well everywhere; every rank of the group enters it.
@@ -45,7 +45,7 @@ def agree_on(
         own = error
     except Exception as error:  # noqa: BLE001 - told to all ranks, and raised below
         own = error
-    with explain_errors(lambda: f"Rank {group.rank} was to {what} at {where}.", "Every rank must call it."):
+    with add_error_context(lambda: f"Rank {group.rank} was to {what} at {where}.", "Every rank must call it."):
         answers = all_gather_object(
             (_plain(where), None if own is None else _text(own)), group=group, timeout=deadline.remaining()
         )
@@ -63,15 +63,15 @@ def agree_on(
             )
 
 
-def on_all_ranks(function: Callable[[], _Result], what: str, where: str, group: Backend, deadline: Deadline) -> _Result:
-    """What a function gives, when it has ended well on all ranks; see `agree_on`."""
+def call_on_all(function: Callable[[], _Result], what: str, where: str, group: Backend, deadline: Deadline) -> _Result:
+    """What a function gives, when it has ended well on all ranks; see `all_or_none`."""
     results = []
-    with agree_on(what, where, group, deadline):
+    with all_or_none(what, where, group, deadline):
         results.append(function())
     return results[0]
 
 
-def run_on_first(
+def run_on_rank0(
     function: Callable[[], _Result], what: str, where: str, group: Backend, deadline: Deadline
 ) -> _Result | None:
     """Have rank 0 do something for all; every rank calls this, and it returns when rank 0 is done.
@@ -89,7 +89,7 @@ def run_on_first(
             result = function()
         except Exception as error:  # noqa: BLE001 - told to all ranks, and raised below
             own = error
-    with explain_errors(lambda: f"Rank {group.rank} was to {what} at {where}.", "Every rank must call it."):
+    with add_error_context(lambda: f"Rank {group.rank} was to {what} at {where}.", "Every rank must call it."):
         answer = broadcast_object(None if own is None else _text(own), group=group, timeout=deadline.remaining())
     if own is not None:
         raise _typed(own, what, where, 0)

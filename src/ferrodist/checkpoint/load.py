@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from ferrodist.checkpoint.consensus import agree_on, run_on_first
+from ferrodist.checkpoint.consensus import all_or_none, run_on_rank0
 from ferrodist.checkpoint.format.dtypes import dtype_from_name
 from ferrodist.checkpoint.format.manifest import MANIFEST_NAME, Manifest, decode_manifest, encode_manifest
-from ferrodist.checkpoint.load_plan import Matching
+from ferrodist.checkpoint.load_plan import LoadPlanner
 from ferrodist.checkpoint.reader import CheckpointReader, put_elements
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.shard_metadata import ShardMetadata
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.checkpoint.storage.base import Storage
     from ferrodist.deadline import Deadline
-    from ferrodist.tensor.local_shards import LocalPart
+    from ferrodist.tensor.local_shards import LocalShard
 
 _CHUNK_BYTES = 32 << 20
 
 
-class Need(msgspec.Struct, frozen=True, array_like=True):
+class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
     """A box of a saved tensor that a rank wants."""
 
     key: str
@@ -72,12 +72,12 @@ def read_for_all(
             rank 0, or doesn't fit.
         DistributedError: A rank was lost, or is late.
     """
-    own: dict[Need, list[torch.Tensor]] = {}
+    own: dict[ReadRequest, list[torch.Tensor]] = {}
     for key, box, view in wanted:
         if box.numel:
-            own.setdefault(Need(key, box.offsets, box.shape), []).append(view)
+            own.setdefault(ReadRequest(key, box.offsets, box.shape), []).append(view)
     gathered = gather_object(msgspec.msgpack.encode(list(own)), group=group, timeout=deadline.remaining())
-    with agree_on("make room to read a checkpoint", where, group, deadline):
+    with all_or_none("make room to read a checkpoint", where, group, deadline):
         receivers = _receivers(own, gathered or [])
         room = torch.empty(_most_bytes(receivers, manifest), dtype=torch.uint8, device="cpu")
     if group.rank == 0:
@@ -88,17 +88,17 @@ def read_for_all(
         raise failure
 
 
-def _receivers(own: Iterable[Need], gathered: Sequence[bytes]) -> dict[Need, list[int]]:
+def _receivers(own: Iterable[ReadRequest], gathered: Sequence[bytes]) -> dict[ReadRequest, list[int]]:
     """Which other ranks want what rank 0 reads; elsewhere what this rank wants, and nobody."""
-    receivers: dict[Need, list[int]] = {need: [] for need in own}
+    receivers: dict[ReadRequest, list[int]] = {need: [] for need in own}
     for rank, encoded in enumerate(gathered):
-        for need in msgspec.msgpack.decode(encoded, type=list[Need]) if rank else ():
+        for need in msgspec.msgpack.decode(encoded, type=list[ReadRequest]) if rank else ():
             receivers.setdefault(need, []).append(rank)
     return receivers
 
 
 def _receive(
-    own: Mapping[Need, Sequence[torch.Tensor]],
+    own: Mapping[ReadRequest, Sequence[torch.Tensor]],
     manifest: Manifest,
     room: torch.Tensor,
     *,
@@ -117,8 +117,8 @@ def _receive(
 def _read_and_send(
     reader: CheckpointReader,
     manifest: Manifest,
-    own: Mapping[Need, Sequence[torch.Tensor]],
-    receivers: Mapping[Need, Sequence[int]],
+    own: Mapping[ReadRequest, Sequence[torch.Tensor]],
+    receivers: Mapping[ReadRequest, Sequence[int]],
     room: torch.Tensor,
     *,
     group: Backend,
@@ -144,33 +144,33 @@ def _try_to(act: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _most_bytes(needs: Iterable[Need], manifest: Manifest) -> int:
+def _most_bytes(needs: Iterable[ReadRequest], manifest: Manifest) -> int:
     """Of one message: some rows, and where they are long one row, of the tensor with the longest ones."""
     sizes = [chunk.numel * _dtype(need, manifest).itemsize for need, chunk, _ in _chunks(needs, manifest)]
     return max(sizes, default=0)
 
 
-def _dtype(need: Need, manifest: Manifest) -> torch.dtype:
+def _dtype(need: ReadRequest, manifest: Manifest) -> torch.dtype:
     return dtype_from_name(manifest.tensors[need.key].dtype)
 
 
-def _in(room: torch.Tensor, need: Need, box: Box, manifest: Manifest) -> torch.Tensor:
+def _in(room: torch.Tensor, need: ReadRequest, box: Box, manifest: Manifest) -> torch.Tensor:
     """A tensor for the elements of a box, at the beginning of the room."""
     dtype = _dtype(need, manifest)
     return room[: box.numel * dtype.itemsize].view(dtype).view(box.shape)
 
 
-def _keep(need: Need, data: torch.Tensor, inner: Box, views: Iterable[torch.Tensor]) -> None:
+def _keep(need: ReadRequest, data: torch.Tensor, inner: Box, views: Iterable[torch.Tensor]) -> None:
     for view in views:
         put_elements(inner.take(view), data, need.key)
 
 
-def _in_order(needs: Iterable[Need], manifest: Manifest) -> list[Need]:
+def _in_order(needs: Iterable[ReadRequest], manifest: Manifest) -> list[ReadRequest]:
     """As they lie in the files, and the same on all ranks."""
     return sorted(needs, key=lambda need: (*manifest.place(need.key), need.key, need.offsets, need.shape))
 
 
-def _chunks(needs: Iterable[Need], manifest: Manifest) -> Iterator[tuple[Need, Box, Box]]:
+def _chunks(needs: Iterable[ReadRequest], manifest: Manifest) -> Iterator[tuple[ReadRequest, Box, Box]]:
     """All needs in parts of some rows: as boxes of the saved tensor, and of what is wanted."""
     for need in _in_order(needs, manifest):
         whole = Box(need.offsets, need.shape)
@@ -186,7 +186,7 @@ def _chunks(needs: Iterable[Need], manifest: Manifest) -> Iterator[tuple[Need, B
 
 
 if TYPE_CHECKING:
-    _Target = tuple[str, torch.Tensor, LocalPart]
+    _Target = tuple[str, torch.Tensor, LocalShard]
 
 
 @torch.no_grad()
@@ -203,13 +203,13 @@ def load(
 ) -> Any:
     """See `load_distributed`."""
     manifest = _share_manifest(storage, group, deadline)
-    with agree_on("load a checkpoint", storage.url, group, deadline):
+    with all_or_none("load a checkpoint", storage.url, group, deadline):
         shards = shards or ShardMetadata(num_ranks=group.world_size)
         shards.check(group.world_size)
-        matching = Matching(manifest, group.rank, group.world_size, shards)
+        matching = LoadPlanner(manifest, group.rank, group.world_size, shards)
         build = matching.match(manifest.tree, into)
     _check_complete(matching if strict else None, storage.url, group, deadline)
-    with agree_on("load a checkpoint", storage.url, group, deadline, about_arguments=False):
+    with all_or_none("load a checkpoint", storage.url, group, deadline, about_arguments=False):
         reader = CheckpointReader(storage, manifest, verify=verify)
         try:
             targets = sorted(matching.targets, key=lambda target: manifest.place(target[0]))
@@ -225,19 +225,19 @@ def load(
         finally:
             storage.close()
     taken = []
-    with agree_on("take what a checkpoint has", storage.url, group, deadline, about_arguments=False):
+    with all_or_none("take what a checkpoint has", storage.url, group, deadline, about_arguments=False):
         taken.append(build())
     return taken[0]
 
 
 def _share_manifest(storage: Storage, group: Backend, deadline: Deadline) -> Manifest:
     """Rank 0's, on all ranks: the folder may change while they read it."""
-    own = run_on_first(lambda: read_manifest(storage), "read a checkpoint", storage.url, group, deadline)
+    own = run_on_rank0(lambda: read_manifest(storage), "read a checkpoint", storage.url, group, deadline)
     data = broadcast_object(None if own is None else encode_manifest(own), group=group, timeout=deadline.remaining())
     return own if own is not None else decode_manifest(data, f"{storage.url}/{MANIFEST_NAME}")
 
 
-def _check_complete(matching: Matching | None, where: str, group: Backend, deadline: Deadline) -> None:
+def _check_complete(matching: LoadPlanner | None, where: str, group: Backend, deadline: Deadline) -> None:
     """Raise, on all ranks, if a rank wants what is not there, or if a module has no place for what is there.
 
     Args:

@@ -31,8 +31,8 @@ from ferrodist.checkpoint.state import (
 )
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.dtensor import DTensor
-from ferrodist.tensor.local_shards import find_piece
-from ferrodist.tensor.spec import Layout, check_placements
+from ferrodist.tensor.local_shards import flat_shard_of
+from ferrodist.tensor.spec import DTensorSpec, check_placements
 from ferrodist.wording import counted, with_article
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ferrodist.checkpoint.format.manifest import Manifest
     from ferrodist.checkpoint.shard_metadata import ShardMetadata
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.tensor.local_shards import LocalPart
+    from ferrodist.tensor.local_shards import LocalShard
     from ferrodist.tensor.placement import Placement
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _make_on_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 @dataclass
-class Matching:
+class LoadPlanner:
     """Goes through a saved tree and what it is loaded into.
 
     Args:
@@ -87,7 +87,7 @@ class Matching:
     world_size: int
     shards: ShardMetadata
     make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] = _make_on_cpu
-    targets: list[tuple[str, torch.Tensor, LocalPart]] = field(default_factory=list)
+    targets: list[tuple[str, torch.Tensor, LocalShard]] = field(default_factory=list)
     """Keys of saved tensors, what they fill, and what this rank has of it."""
     used: set[str] = field(default_factory=set)
     """Keys of the saved tensors that have a place here."""
@@ -160,7 +160,7 @@ class Matching:
             self._add(key, made, part)
         return self._made[key]
 
-    def _add(self, key: str, tensor: torch.Tensor, part: LocalPart) -> None:
+    def _add(self, key: str, tensor: torch.Tensor, part: LocalShard) -> None:
         self.used.add(key)
         self.targets.append((key, tensor, part))
 
@@ -178,7 +178,7 @@ class Matching:
         key: str = node.get("tensor") or node["array"]
         return key
 
-    def _check_fits(self, key: str, into: LocalPart, path: tuple[object, ...]) -> None:
+    def _check_fits(self, key: str, into: LocalShard, path: tuple[object, ...]) -> None:
         saved = self.manifest.tensors[key]
         if into.shape != saved.shape:
             raise DistCheckpointError(
@@ -196,7 +196,7 @@ class Matching:
         saved = self.manifest.tensors[key]
         dtype = into.dtype or dtype_from_name(saved.dtype)
         placements = check_placements(into.mesh, into.placements, saved.shape)
-        layout = Layout.of(into.mesh, placements, saved.shape, dtype)
+        layout = DTensorSpec.of(into.mesh, placements, saved.shape, dtype)
         made = DTensor._wrap(torch.empty(layout.local_shape, dtype=dtype, device="cpu"), layout)
         return self._fill(node, made, path)
 
@@ -314,7 +314,7 @@ class Matching:
             members = node["dict"].items()
             builders = {key: self._match_loosely(each, own.get(key), (*path, key)) for key, each in members}
             return lambda: {key: build() for key, build in builders.items()}
-        if isinstance(own, torch.Tensor) and (isinstance(own, DTensor) or find_piece(own) is not None):
+        if isinstance(own, torch.Tensor) and (isinstance(own, DTensor) or flat_shard_of(own) is not None):
             return self._fill(node, empty_like(own, own.dtype), path)
         return self.decode(node, path)
 

@@ -104,7 +104,7 @@ def _why_none(storage: Storage) -> str:
     return text
 
 
-def check_is_ours(storage: Storage) -> None:
+def check_owned(storage: Storage) -> None:
     """See that a save to the folder takes nothing from others.
 
     Raises:
@@ -120,7 +120,7 @@ def check_is_ours(storage: Storage) -> None:
         )
 
 
-def find_stale(storage: Storage) -> set[str]:
+def stale_files(storage: Storage) -> set[str]:
     """The files of older saves to the folder."""
     names = set(storage.list_names())
     living = {None} | storage.living_saves()
@@ -159,7 +159,7 @@ def remove_unfinished(storage: Storage) -> None:
     with storage.exclusive(Deadline(0.0)):
         if MANIFEST_NAME in storage.list_names():
             return
-        storage.remove(find_stale(storage))
+        storage.remove(stale_files(storage))
         storage.remove_leftovers()
     storage.remove_folder()
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ferrodist.checkpoint.consensus import agree_on, run_on_first
+from ferrodist.checkpoint.consensus import all_or_none, run_on_rank0
 from ferrodist.checkpoint.format.dtypes import dtype_from_name, dtype_name
 from ferrodist.checkpoint.format.manifest import (
     INDEX_NAME,
@@ -33,7 +33,7 @@ from ferrodist.checkpoint.format.manifest import (
     hash_bytes,
 )
 from ferrodist.checkpoint.format.tree import Encoder
-from ferrodist.checkpoint.retention import check_is_ours, find_stale, next_time_ns, read_manifest, remove_dead
+from ferrodist.checkpoint.retention import check_owned, next_time_ns, read_manifest, remove_dead, stale_files
 from ferrodist.checkpoint.save_plan import BoxReport, FilePlan, SavePlan, Span, StateReport, TensorReport, plan_save
 from ferrodist.checkpoint.shard_metadata import ShardMetadata
 from ferrodist.checkpoint.state import collect_state, fold_sums
@@ -113,7 +113,7 @@ def _publish(storage: Storage, manifest: Manifest, names: Sequence[str], index: 
         found = storage.size_bytes(file.name)
         if found != file.size_bytes:
             raise OSError(f"{file.name} has {found} bytes where {file.size_bytes} were written")
-    stale = find_stale(storage) - set(names)
+    stale = stale_files(storage) - set(names)
     manifest.created_ns = next_time_ns(storage)
     data = encode_manifest(manifest)
     if len(data) > MAX_SMALL_FILE_BYTES:
@@ -288,9 +288,9 @@ class Save:
         self._plan: SavePlan | None = None
         """Of all ranks; on rank 0 only."""
         self.files: list[FilePlan] = []
-        with agree_on("prepare a checkpoint", storage.url, group, deadline):
+        with all_or_none("prepare a checkpoint", storage.url, group, deadline):
             collected = collect_state(state)
-        with agree_on("prepare a checkpoint", storage.url, group, deadline):
+        with all_or_none("prepare a checkpoint", storage.url, group, deadline):
             if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
                 raise ValueError(f"max_file_bytes is a number of bytes, not {max_file_bytes!r}")
             encoder = Encoder(group.rank)
@@ -310,14 +310,14 @@ class Save:
             assert encoded is not None, "rank 0 has gathered"
             reports = [msgspec.msgpack.decode(each, type=StateReport) for each in encoded]
             save_id = uuid.uuid4().hex[:12]
-            check_is_ours(self._storage)
+            check_owned(self._storage)
             self._plan = plan_save(reports, prefix=f"model-{save_id}", max_file_bytes=max_file_bytes)
             self.save_id = save_id  # from here on there is something to discard
             self._storage.begin(save_id)
             return [msgspec.msgpack.encode((self.save_id, files)) for files in self._plan.files]
 
         try:
-            plans = run_on_first(plan, "plan a checkpoint", self._storage.url, group, self._deadline)
+            plans = run_on_rank0(plan, "plan a checkpoint", self._storage.url, group, self._deadline)
             own = scatter_object(plans, group=group, timeout=self._deadline.remaining())
         except BaseException as error:
             self.discard(error)
@@ -376,11 +376,11 @@ class Save:
         is_handed_over = False
         try:
             reports: list[FileReport] = []
-            with agree_on("write a checkpoint", self._storage.url, group, self._deadline):
+            with all_or_none("write a checkpoint", self._storage.url, group, self._deadline):
                 reports = self.write(find)
             is_handed_over = group.rank != 0
             gathered = gather_object(msgspec.msgpack.encode(reports), group=group, timeout=self._deadline.remaining())
-            run_on_first(
+            run_on_rank0(
                 lambda: self._commit(gathered or []), "commit a checkpoint", self._storage.url, group, self._deadline
             )
         except BaseException as error:

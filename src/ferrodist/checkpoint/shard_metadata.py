@@ -11,7 +11,7 @@ from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.storage import open_storage
 from ferrodist.collectives.arguments import compute_shard_sizes, offsets_of
 from ferrodist.tensor.dtensor import DTensor
-from ferrodist.tensor.local_shards import Box, LocalPart, find_piece, local_part
+from ferrodist.tensor.local_shards import Box, LocalShard, flat_shard_of, local_shard
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class TensorShardSpec:
         shape[self.shard_dim] = self.shard_sizes[rank]
         return tuple(shape)
 
-    def part(self, tensor: torch.Tensor, rank: int) -> LocalPart:
+    def part(self, tensor: torch.Tensor, rank: int) -> LocalShard:
         """What a rank has of the tensor, which is ``tensor``; a flat shard may have any shape.
 
         Raises:
@@ -77,7 +77,7 @@ class TensorShardSpec:
         offsets = [0] * len(shape)
         offsets[self.shard_dim] = offsets_of(self.shard_sizes)[rank]
         box = Box(tuple(offsets), shape)
-        return LocalPart(
+        return LocalShard(
             shape=tuple(self.full_shape),
             dtype=tensor.dtype,
             pieces=[(box, tensor.detach())] if box.numel else [],
@@ -134,7 +134,7 @@ class ShardMetadata:
         if self.num_ranks != world_size:
             raise ValueError(f"shards is for {counted(self.num_ranks, 'rank')}, and the group has {world_size}")
 
-    def part(self, key: str, tensor: torch.Tensor, rank: int) -> LocalPart:
+    def part(self, key: str, tensor: torch.Tensor, rank: int) -> LocalShard:
         """What a rank has of a tensor.
 
         Raises:
@@ -142,8 +142,8 @@ class ShardMetadata:
         """
         spec = self.tensor_specs.get(key)
         if spec is None:
-            return local_part(tensor)
-        if isinstance(tensor, DTensor) or find_piece(tensor) is not None:
+            return local_shard(tensor)
+        if isinstance(tensor, DTensor) or flat_shard_of(tensor) is not None:
             raise ValueError(f"tensor {key!r} is in shards, and says itself how it is divided: leave it out")
         try:
             return spec.part(tensor, rank)

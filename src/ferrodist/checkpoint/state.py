@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from ferrodist.checkpoint.format.tree import PerRank, Unsaved, check_depth, path_text
+from ferrodist.checkpoint.format.tree import PerRank, SavedElsewhere, check_depth, path_text
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.dtensor import DTensor
-from ferrodist.tensor.local_shards import find_piece, mark_piece
+from ferrodist.tensor.local_shards import annotate_flat_shard, flat_shard_of
 from ferrodist.tensor.placement import Partial
 from ferrodist.tensor.redistribute import redistribute_local
 from ferrodist.torch_private.modules import compiled_module
@@ -258,7 +258,7 @@ def _saved_state(module: torch.nn.Module) -> dict[str, Any]:
         return state
     buffers = set(inner_module(module).buffers())
     return {
-        key: Unsaved(value) if isinstance(value, torch.Tensor) and value in buffers else value
+        key: SavedElsewhere(value) if isinstance(value, torch.Tensor) and value in buffers else value
         for key, value in state.items()
     }
 
@@ -289,7 +289,7 @@ def _with_dtypes(taken: Any, saved: Any) -> Any:
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """The shape of the whole tensor of which this rank has a part."""
-    piece = find_piece(parameter)
+    piece = flat_shard_of(parameter)
     if piece is None:
         return tuple(parameter.shape)
     return piece.shape if piece.layout is None else piece.layout.shape
@@ -304,9 +304,9 @@ def empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _mark_like(value: Any, parameter: torch.Tensor) -> None:
     """Have a tensor of an optimizer, if it is divided as its parameter is, known as a piece too."""
-    piece = find_piece(parameter)
+    piece = flat_shard_of(parameter)
     if piece is not None and isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
-        mark_piece(value, piece)
+        annotate_flat_shard(value, piece)
 
 
 class RandomState:

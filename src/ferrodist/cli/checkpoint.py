@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ferrodist.installation import how_to_install
-from ferrodist.launch.output import complain
+from ferrodist.launch.output import print_warning
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def run_ckpt(arguments: argparse.Namespace) -> int:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     if not arguments.json and not _has_rich():
-        complain(
+        print_warning(
             f"ferrodist: the table needs rich, which is not installed here: {how_to_install('ckpt')}; or give --json\n"
         )
         return 1

@@ -18,7 +18,7 @@ from ferrodist.cli.doctor import add_doctor_arguments, run_doctor
 from ferrodist.demo import add_demo_arguments, demo_options, run_demo
 from ferrodist.errors import DistributedError
 from ferrodist.launch.launcher import add_run_arguments, launch, spec_from_arguments
-from ferrodist.launch.output import complain, discard, say
+from ferrodist.launch.output import discard, print_warning, say
 from ferrodist.rendezvous.secret import make_secret
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
     """Answers wrong usage in one line instead of a page, and fails where its output can't be written."""
 
     def error(self, message: str) -> NoReturn:
-        complain(f"{self.prog}: {message} (see '{self.prog} --help')\n")
+        print_warning(f"{self.prog}: {message} (see '{self.prog} --help')\n")
         raise SystemExit(2)
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         discard(sys.stdout)
-        complain(f"ferrodist: {error}\n")
+        print_warning(f"ferrodist: {error}\n")
         return 1
     except KeyboardInterrupt:
         return 130
@@ -80,7 +80,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
     except UsageError as error:
         arguments.parser.error(str(error))
     except DistributedError as error:
-        complain(f"ferrodist: {error}\n")
+        print_warning(f"ferrodist: {error}\n")
         return 1
     return code
 

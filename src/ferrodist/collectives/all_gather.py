@@ -19,7 +19,7 @@ from ferrodist.collectives.arguments import (
     prepare_out,
     records_history,
 )
-from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.facts import check_sizes, read_facts
 from ferrodist.collectives.fast_path import (
@@ -140,7 +140,7 @@ def share_sizes(operation: str, tensor: torch.Tensor, dim: int, group: Backend, 
     """Learn every rank's size along a dim, which must be the same dim of as many on all ranks."""
     refuse_in_coalesce(operation)
     engine_of(group, tensor.device)  # or an error, before the others count on this rank
-    engine = collectives_of(group)
+    engine = host_engine_of(group)
     payload = _SIZE.pack(tensor.shape[dim], dim, tensor.dim(), tensor.is_cuda)
     payloads = engine.share(operation, payload, timeout=timeout, sequence=engine.reserve())
     heads = read_facts(_SIZE, payloads, group, operation)
@@ -177,7 +177,7 @@ def _all_gather(  # noqa: PLR0917 - the public signature, by position
     prepare = prepare_out if sizes is None else prepare_late_out
     sizes = [tensor.shape[dim]] * chosen.world_size if sizes is None else sizes
     source = flatten(tensor.detach().movedim(dim, 0))
-    join = Join(tensor, dim, sizes)
+    join = ConcatSpec(tensor, dim, sizes)
     target = prepare(out, join.shape, tensor.dtype, tensor, dim=dim)
     recorded = records_history(tensor) and out is None
 
@@ -188,14 +188,14 @@ def _all_gather(  # noqa: PLR0917 - the public signature, by position
         result = target.finish()
         if not recorded:
             return result
-        return attach(tensor, result, partial(reduce_scatter_by_sizes, sizes=sizes, dim=dim, group=chosen))
+        return attach(tensor, result, partial(reduce_scatter_with_sizes, sizes=sizes, dim=dim, group=chosen))
 
     return Operation(
         name="all_gather", group=chosen, engine=engine, device=tensor.device, timeout=limit, run=run, finish=finish
     )
 
 
-class Join:
+class ConcatSpec:
     """What parts become that join along a dim: the whole's ``shape``, and ``counts``, the elements of each part."""
 
     def __init__(self, part: torch.Tensor, dim: int, sizes: Sequence[int]) -> None:
@@ -267,14 +267,14 @@ def reduce_scatter_tensor(
     return reduce_scatter(tensor, op, group=group, out=out, timeout=timeout)
 
 
-def all_gather_by_sizes(
+def all_gather_with_sizes(
     tensor: torch.Tensor, sizes: Sequence[int], *, dim: int, group: Backend, timeout: float | None = None
 ) -> torch.Tensor:
     """`all_gather_uneven` of tensors of which rank r's has ``sizes[r]`` of ``dim``, as all ranks know."""
     return run_now(_all_gather(tensor, dim, group, None, timeout, sizes))
 
 
-def reduce_scatter_by_sizes(
+def reduce_scatter_with_sizes(
     tensor: torch.Tensor, sizes: Sequence[int], op: Op = ReduceOp.SUM, *, dim: int, group: Backend
 ) -> torch.Tensor:
     """`reduce_scatter` that gives rank r ``sizes[r]`` of ``dim``: with SUM the gradient of a gathering."""
@@ -321,7 +321,7 @@ def _reduce_scatter_backward(
 ) -> torch.Tensor:
     if not is_linear(op):
         raise RuntimeError(f"reduce_scatter with {op} has no gradient: use allreduce and narrow()")
-    return scale_gradient(all_gather_by_sizes(grad, sizes, dim=dim, group=group), op, group)
+    return scale_gradient(all_gather_with_sizes(grad, sizes, dim=dim, group=group), op, group)
 
 
 def scale_gradient(grad: torch.Tensor, op: Op, group: Backend) -> torch.Tensor:

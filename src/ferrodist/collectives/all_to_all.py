@@ -20,8 +20,8 @@ from ferrodist.collectives.arguments import (
     records_history,
     writing_to,
 )
-from ferrodist.collectives.cuda import keep_until_now
-from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.cuda import record_use_on_streams
+from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import quick_all_to_all, quick_barrier, start_all_to_all
 from ferrodist.collectives.profiling import is_recorded, profiled, record
@@ -55,7 +55,7 @@ def barrier(group: Backend | None = None, *, timeout: float | None = None) -> No
         return
     chosen, limit = group_and_timeout(group, timeout)
 
-    engine = collectives_of(chosen)
+    engine = host_engine_of(chosen)
 
     def run(sequence: int) -> None:
         engine.barrier(timeout=limit, sequence=sequence)
@@ -187,7 +187,7 @@ def _all_to_all(
 
     def finish(joined: torch.Tensor) -> list[torch.Tensor]:
         results = take(joined)
-        keep_until_now(joined)
+        record_use_on_streams(joined)
         return results
 
     def take(joined: torch.Tensor) -> list[torch.Tensor]:

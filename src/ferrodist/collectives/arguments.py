@@ -37,7 +37,7 @@ from torch.autograd.function import once_differentiable
 
 from ferrodist.backends.base import check_rank
 from ferrodist.backends.process_group import resolve_group
-from ferrodist.collectives.cuda import keep_until_now
+from ferrodist.collectives.cuda import record_use_on_streams
 from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.deadline import check_timeout
 from ferrodist.errors import UnsupportedOpError
@@ -298,7 +298,7 @@ def writing_to(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class OutputBuffer:
     """Where a result goes.
 
     Args:
@@ -320,7 +320,7 @@ class Target:
         if self.view is not None:
             with writing_to(self.view):
                 self.view.copy_(self.flat.view(self.view.shape))
-            keep_until_now(self.flat)
+            record_use_on_streams(self.flat)
         elif not self.result.is_inference():
             # The engine wrote raw memory: autograd must learn that what it may have saved has changed.
             torch.autograd.graph.increment_version(self.result)
@@ -362,7 +362,7 @@ def prepare_out(
     device: torch.device | None = None,
     dim: int = 0,
     in_place: bool = False,
-) -> Target:
+) -> OutputBuffer:
     """Make or check the tensor a result goes to.
 
     Args:
@@ -387,8 +387,8 @@ def prepare_out(
     view = result.movedim(dim, 0) if dim else result
     plain = view.is_contiguous() and not view.is_conj() and not view.is_neg()
     if plain and (source is None or (in_place and _same(result, source)) or not shares_memory(result, source)):
-        return Target(flat=view.detach().view(-1), result=result)
-    return Target(flat=torch.empty(result.numel(), dtype=dtype, device=result.device), result=result, view=view)
+        return OutputBuffer(flat=view.detach().view(-1), result=result)
+    return OutputBuffer(flat=torch.empty(result.numel(), dtype=dtype, device=result.device), result=result, view=view)
 
 
 def prepare_late_out(
@@ -399,7 +399,7 @@ def prepare_late_out(
     *,
     device: torch.device | None = None,
     dim: int = 0,
-) -> Target:
+) -> OutputBuffer:
     """`prepare_out` for a result whose shape was learned from other ranks, which are in the call already.
 
     They count on this rank, so it takes part with a tensor of its own, and raises what is wrong with ``out`` when it

@@ -13,8 +13,8 @@ from ferrodist.backends.process_group import resolve_group
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.arguments import shares_memory, writing_to
-from ferrodist.collectives.cuda import keep_until_now
-from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.cuda import record_use_on_streams
+from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.work import Operation, PendingCollective, QueuedCollective, collector, run_later
 from ferrodist.errors import CollectiveMismatchError, DistributedError
 
@@ -146,7 +146,7 @@ def _comparison(runs: list[list[_Collected]], group: Backend) -> Operation[None]
     payload = digest + text.encode()[: MAX_PAYLOAD - len(digest)]
 
     def run(sequence: int) -> None:
-        engine = collectives_of(group)
+        engine = host_engine_of(group)
         payloads = engine.share("coalesce", payload, timeout=timeout, sequence=sequence)
         differing = [rank for rank, other in enumerate(payloads) if other[:16] != payloads[0][:16]]
         if differing:
@@ -164,7 +164,7 @@ def _comparison(runs: list[list[_Collected]], group: Backend) -> Operation[None]
     return Operation(
         name="coalesce",
         group=group,
-        engine=collectives_of(group),
+        engine=host_engine_of(group),
         device=None,
         timeout=timeout,
         run=run,
@@ -208,8 +208,8 @@ def _fused(members: list[_Collected]) -> Operation[None]:
         for part, piece in zip(parts, pieces, strict=False):  # there are none of a run of one
             with writing_to(part.out):
                 part.out.copy_(piece)
-            keep_until_now(part.out)
-            keep_until_now(piece)
+            record_use_on_streams(part.out)
+            record_use_on_streams(piece)
 
     pieces: list[torch.Tensor] = []
     enqueues = getattr(first.engine, "enqueue", False)

@@ -68,7 +68,7 @@ class Segment:
     is_far: bool
 
 
-class _Slot:
+class _PinnedSlot:
     """Pinned memory for one segment, and what was last copied to it and from it."""
 
     def __init__(self, streams: Streams, size_bytes: int) -> None:
@@ -98,7 +98,7 @@ class _Slot:
         return memory[:size_bytes].view(dtype)
 
 
-class Lane:
+class CopyPipeline:
     """The streams and slots of one device, for one operation at a time; see [Note: staging].
 
     Args:
@@ -110,7 +110,7 @@ class Lane:
         self._streams = streams
         self._down = streams.make()
         self._up = streams.make()
-        self._slots = [_Slot(streams, size_bytes) for _ in range(_NUM_SLOTS)]
+        self._slots = [_PinnedSlot(streams, size_bytes) for _ in range(_NUM_SLOTS)]
         self._last: list[Any] = []  # events, behind all that was put into the streams
 
     @property
@@ -192,7 +192,7 @@ class Lane:
             start += part.numel()
         slot.filled = self._streams.record(self._down)  # without copies, too: the last ones up are before it
 
-    def _bring(self, slot: _Slot, segment: Segment) -> None:
+    def _bring(self, slot: _PinnedSlot, segment: Segment) -> None:
         buffer = slot.far if segment.is_far else slot.near
         start = 0
         for part in segment.up:
@@ -353,7 +353,7 @@ def streams_of(device: torch.device) -> Streams:
     return found if found is not None else _known.setdefault(device, CudaStreams(device))
 
 
-def keep_until_now(tensor: torch.Tensor) -> None:
+def record_use_on_streams(tensor: torch.Tensor) -> None:
     """Let a tensor's memory not be reused before what is in the current stream now is done, if it is on a GPU.
 
     For one that was made in another stream, and ends here.
@@ -373,7 +373,7 @@ class _OwnStreams(threading.local):
 _own = _OwnStreams()
 
 
-class Handover:
+class StreamHandoff:
     """Work on a device that one thread starts, another runs, and any waits for, in the order of their streams.
 
     Args:

@@ -28,7 +28,7 @@ from ferrodist.backends.native.binding import is_native_available, load
 from ferrodist.backends.process_group import find_group
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives.reduce_op import DTYPES
-from ferrodist.collectives.tensor_protocol import MAX_DIMS, body_numbers, give_up_body, kept_heads
+from ferrodist.collectives.tensor_protocol import MAX_DIMS, body_numbers, cancel_payload, unclaimed_headers
 from ferrodist.collectives.work import PendingCollective, collector
 from ferrodist.deadline import before_warning, check_timeout
 
@@ -45,7 +45,7 @@ def start_allreduce(tensor: torch.Tensor, op: Any, group: Backend | None, out: t
     if way is None or target is None:
         return None
     started = way.communicator.start_allreduce(tensor, target, getattr(op, "number", -1), way.timeout)
-    return started and _Started("allreduce", way.engine, started, tensor, target, op=op)
+    return started and _NativeWork("allreduce", way.engine, started, tensor, target, op=op)
 
 
 def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -54,7 +54,7 @@ def start_broadcast(tensor: torch.Tensor, root: int, group: Backend | None, out:
     if way is None or out is not tensor or type(root) is not int:
         return None
     started = way.communicator.start_broadcast(tensor, tensor, root, way.timeout)
-    return started and _Started("broadcast", way.engine, started, tensor, tensor, root=root)
+    return started and _NativeWork("broadcast", way.engine, started, tensor, tensor, root=root)
 
 
 def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -66,7 +66,7 @@ def start_all_gather(tensor: torch.Tensor, dim: int, group: Backend | None, out:
     if target is None:
         return None
     started = way.communicator.start_all_gather(tensor, target, way.timeout)
-    return started and _Started("all_gather", way.engine, started, tensor, target, dim=0)
+    return started and _NativeWork("all_gather", way.engine, started, tensor, target, dim=0)
 
 
 def start_reduce_scatter(
@@ -80,7 +80,7 @@ def start_reduce_scatter(
     if target is None:
         return None
     started = way.communicator.start_reduce_scatter(tensor, target, getattr(op, "number", -1), way.timeout)
-    return started and _Started("reduce_scatter", way.engine, started, tensor, target, op=op, dim=0)
+    return started and _NativeWork("reduce_scatter", way.engine, started, tensor, target, op=op, dim=0)
 
 
 def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Tensor | None) -> Any:
@@ -90,7 +90,7 @@ def start_all_to_all(tensor: torch.Tensor, group: Backend | None, out: torch.Ten
     if way is None or target is None:
         return None
     started = way.communicator.start_all_to_all(tensor, target, way.timeout)
-    return started and _Started("all_to_all", way.engine, started, tensor, target)
+    return started and _NativeWork("all_to_all", way.engine, started, tensor, target)
 
 
 def _way_of(group: Backend | None) -> Any:
@@ -121,7 +121,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return is_dense and tensor.is_cpu and not tensor.requires_grad
 
 
-class _Started(PendingCollective[torch.Tensor]):
+class _NativeWork(PendingCollective[torch.Tensor]):
     """A collective that the engine runs, in its own thread or in one that waits for it.
 
     ``started`` keeps the tensors, whose addresses the engine has, until it has ended.
@@ -224,7 +224,7 @@ def quick_send(
         return None
     if rest.interruption is not None:
         if rest.number is not None:
-            give_up_body(chosen, dst, rest.number)
+            cancel_payload(chosen, dst, rest.number)
         raise rest.interruption
     return Progress(rest.seconds, rest.number)
 
@@ -234,7 +234,7 @@ def quick_recv_into(
 ) -> int | Progress:
     """`recv_into`; the rank that sent it when it is done."""
     chosen, messages = _message_path_of(group)
-    if messages is None or kept_heads(chosen).may_have(tag):
+    if messages is None or unclaimed_headers(chosen).may_have(tag):
         return NOT_BEGUN
     result = messages.receive_into(tensor, src, tag, before_warning(chosen.timeout if timeout is None else timeout))
     return result if type(result) is int else _left_behind(chosen, tag, result)
@@ -251,7 +251,7 @@ def quick_recv(
 ) -> tuple[torch.Tensor, int] | Progress:
     """`recv`; the tensor and the rank that sent it when it is done."""
     chosen, messages = _message_path_of(group)
-    if messages is None or not _is_plain_description(shape, dtype) or kept_heads(chosen).may_have(tag):
+    if messages is None or not _is_plain_description(shape, dtype) or unclaimed_headers(chosen).may_have(tag):
         return NOT_BEGUN
 
     def make(place: int, sizes: tuple[int, ...]) -> torch.Tensor | None:
@@ -300,7 +300,7 @@ def _message_path_of(group: Backend | None) -> tuple[Any, Any]:
 def _left_behind(group: Backend, tag: int, rest: Any) -> Progress:
     """Keep the head of a tensor whose elements were not taken, for the long way to take them."""
     if rest.head is not None:
-        kept_heads(group).keep(channel_tag(Channel.TENSOR_HEAD, tag), rest.source, rest.head)
+        unclaimed_headers(group).keep(channel_tag(Channel.TENSOR_HEAD, tag), rest.source, rest.head)
     if rest.interruption is not None:
         raise rest.interruption
     return Progress(rest.seconds)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ferrodist.collectives.all_gather import Join, share_sizes
+from ferrodist.collectives.all_gather import ConcatSpec, share_sizes
 from ferrodist.collectives.arguments import (
-    Target,
+    OutputBuffer,
     attach,
     check_dim,
     check_integer,
@@ -25,7 +25,7 @@ from ferrodist.collectives.arguments import (
     prepare_out,
     records_history,
 )
-from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.facts import check_sizes, dtype_at, protocol_error, read_facts
 from ferrodist.collectives.profiling import profiled
@@ -87,10 +87,10 @@ def gather(
     check_out(out, part, dtype=part.dtype)
     deadline = Deadline(limit)
     sizes = share_sizes("gather", part, dim, chosen, limit)
-    return gather_by_sizes(part, sizes, dst, dim=dim, group=chosen, out=out, timeout=deadline.remaining())
+    return gather_with_sizes(part, sizes, dst, dim=dim, group=chosen, out=out, timeout=deadline.remaining())
 
 
-def gather_by_sizes(
+def gather_with_sizes(
     part: torch.Tensor,
     sizes: Sequence[int],
     dst: int,
@@ -103,7 +103,7 @@ def gather_by_sizes(
     """`gather` of parts of which rank r's has ``sizes[r]`` of ``dim``, as all ranks know."""
     is_root = group.rank == dst
     engine = engine_of(group, part.device)
-    join = Join(part, dim, sizes)
+    join = ConcatSpec(part, dim, sizes)
     source = flatten(part.detach().movedim(dim, 0))
     if is_root:
         target = prepare_late_out(out, join.shape, part.dtype, part, dim=dim)
@@ -118,7 +118,7 @@ def gather_by_sizes(
     def backward(grad: torch.Tensor) -> torch.Tensor:
         fresh = prepare_out(None, part.shape, part.dtype, device=part.device, dim=dim)
         whole = grad if is_root else None
-        return scatter_by_sizes(whole, fresh, sizes, dst, dim=dim, group=group, timeout=group.timeout)
+        return scatter_with_sizes(whole, fresh, sizes, dst, dim=dim, group=group, timeout=group.timeout)
 
     def finish() -> torch.Tensor:
         result = target.finish()
@@ -199,7 +199,7 @@ def scatter(
             raise ValueError(f"rank {src} scatters: pass None on rank {chosen.rank}, or a tensor without elements")
     deadline = Deadline(limit)
     refuse_in_coalesce("scatter")
-    engine = collectives_of(chosen)
+    engine = host_engine_of(chosen)
     heads = engine.share("scatter", head, timeout=limit, sequence=engine.reserve())
     _compare_scatters(heads, chosen)
     dim, _, place, recorded, is_cuda, num_dims, *shape = _SCATTER_HEAD.unpack(heads[src])
@@ -215,7 +215,7 @@ def scatter(
         target = prepare_late_out(out, _part_shape(shape[:num_dims], dim, chosen), dtype, whole, dim=dim)
         if is_elsewhere:
             target = replace(target, refusal=ValueError(f"rank {src}'s tensor is on a {device.type}: pass one there"))
-        return scatter_by_sizes(whole, target, sizes, src, dim=dim, group=chosen, timeout=deadline.remaining())
+        return scatter_with_sizes(whole, target, sizes, src, dim=dim, group=chosen, timeout=deadline.remaining())
 
 
 def _device_of_part(is_cuda: bool, *given: torch.Tensor | None) -> torch.device:  # noqa: FBT001 - read from a head
@@ -252,9 +252,9 @@ def _compare_scatters(heads: Sequence[bytes], group: Backend) -> None:
     raise error
 
 
-def scatter_by_sizes(
+def scatter_with_sizes(
     tensor: torch.Tensor | None,
-    target: Target,
+    target: OutputBuffer,
     sizes: Sequence[int],
     src: int,
     *,
@@ -268,13 +268,13 @@ def scatter_by_sizes(
     whole = tensor if tensor is not None else part.new_empty(0)
     engine = engine_of(group, part.device)
     source = flatten(whole.detach().movedim(dim, 0)) if is_root else None
-    counts = Join(part, dim, sizes).counts
+    counts = ConcatSpec(part, dim, sizes).counts
 
     def run(sequence: int) -> None:
         engine.scatter(target.flat, source, counts, src, timeout=timeout, sequence=sequence)
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
-        joined = gather_by_sizes(grad, sizes, src, dim=dim, group=group, timeout=group.timeout)
+        joined = gather_with_sizes(grad, sizes, src, dim=dim, group=group, timeout=group.timeout)
         return joined if is_root else torch.zeros_like(whole)
 
     def finish() -> torch.Tensor:

@@ -31,11 +31,11 @@ import numpy as np
 import torch
 
 from ferrodist.backends.signature import MAX_PAYLOAD
-from ferrodist.collectives.all_gather import all_gather_by_sizes, share_sizes
+from ferrodist.collectives.all_gather import all_gather_with_sizes, share_sizes
 from ferrodist.collectives.arguments import check_root, check_tensor, group_and_timeout, prepare_out, python_value
-from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.facts import check_sizes, protocol_error, read_facts
-from ferrodist.collectives.gather import gather_by_sizes, scatter_by_sizes
+from ferrodist.collectives.gather import gather_with_sizes, scatter_with_sizes
 from ferrodist.collectives.p2p import recv, send
 from ferrodist.collectives.profiling import profiled
 from ferrodist.collectives.reduce import broadcast
@@ -134,7 +134,7 @@ def all_gather_object(
     encoded = _encode(value, allow_pickle)
     deadline = Deadline(limit)
     sizes = share_sizes("all_gather_object", encoded, 0, chosen, limit)
-    joined = all_gather_by_sizes(encoded, sizes, dim=0, group=chosen, timeout=deadline.remaining())
+    joined = all_gather_with_sizes(encoded, sizes, dim=0, group=chosen, timeout=deadline.remaining())
     return _decode_all(dict(enumerate(torch.split(joined, sizes))), allow_pickle, chosen)
 
 
@@ -182,7 +182,7 @@ def gather_object(
     encoded = _encode(value, allow_pickle)
     deadline = Deadline(limit)
     sizes = share_sizes("gather_object", encoded, 0, chosen, limit)
-    joined = gather_by_sizes(encoded, sizes, dst, dim=0, group=chosen, timeout=deadline.remaining())
+    joined = gather_with_sizes(encoded, sizes, dst, dim=0, group=chosen, timeout=deadline.remaining())
     if chosen.rank != dst:
         return None
     return _decode_all(dict(enumerate(torch.split(joined, sizes))), allow_pickle, chosen)
@@ -217,7 +217,7 @@ def scatter_object(
     counts = _sizes_of_root("scatter_object", sizes, src, chosen, deadline, root_name="src")
     whole = torch.cat(parts) if chosen.rank == src else None
     mine = prepare_out(None, (counts[chosen.rank],), torch.uint8)
-    part = scatter_by_sizes(whole, mine, counts, src, dim=0, group=chosen, timeout=deadline.remaining())
+    part = scatter_with_sizes(whole, mine, counts, src, dim=0, group=chosen, timeout=deadline.remaining())
     return _decode_all({src: part}, allow_pickle, chosen)[0]
 
 
@@ -303,7 +303,7 @@ def _sizes_of_root(
     payload = _ROOT.pack(root)
     if fits and group.rank == root:
         payload += numbers.pack(*sizes)
-    engine = collectives_of(group)
+    engine = host_engine_of(group)
     heads = engine.share(operation, payload, timeout=deadline.remaining(), sequence=engine.reserve())
     roots = [root for (root,) in read_facts(_ROOT, heads, group, operation)]
     if len(set(roots)) > 1:

@@ -24,11 +24,11 @@ from ferrodist.collectives.tensor_protocol import (
     Send,
     TensorReceive,
     batch_on_host,
+    peer_name,
     receive_into,
-    start_body,
+    start_payload,
     start_send,
     wait_for,
-    whom,
 )
 from ferrodist.deadline import Deadline
 from ferrodist.torch_private.profiling import is_profiling
@@ -82,7 +82,7 @@ def send(
         messages.exchange([Send(tensor, dst, tag)], timeout=limit)
         return
     requests = _continue_send(chosen, Send(tensor, dst, tag), begun)
-    wait_for(requests, Deadline(limit, elapsed=begun.seconds), chosen, f"send to {whom(dst)}")
+    wait_for(requests, Deadline(limit, elapsed=begun.seconds), chosen, f"send to {peer_name(dst)}")
 
 
 @overload
@@ -165,7 +165,7 @@ def recv(
         (peer,) = messages.exchange([incoming], timeout=limit)
         return (incoming.tensor, peer) if return_source else incoming.tensor
     receive = TensorReceive(chosen, src, tag, shape=shape, dtype=dtype)
-    wait_for([receive], Deadline(limit, elapsed=begun.seconds), chosen, f"recv from {whom(src)}")
+    wait_for([receive], Deadline(limit, elapsed=begun.seconds), chosen, f"recv from {peer_name(src)}")
     return (receive.finish(), receive.peer) if return_source else receive.finish()
 
 
@@ -194,7 +194,7 @@ def recv_into(
     if messages is not None:
         return messages.exchange([incoming], timeout=limit)[0]
     receive = receive_into(chosen, incoming)
-    wait_for([receive], Deadline(limit, elapsed=result.seconds), chosen, f"recv_into from {whom(src)}")
+    wait_for([receive], Deadline(limit, elapsed=result.seconds), chosen, f"recv_into from {peer_name(src)}")
     receive.finish()
     return receive.peer
 
@@ -276,7 +276,7 @@ def sendrecv(
         receive.cancel()
         raise
     deadline = Deadline(limit, elapsed=result.seconds)
-    wait_for(requests, deadline, chosen, f"sendrecv with {whom(dst)} and {whom(src)}")
+    wait_for(requests, deadline, chosen, f"sendrecv with {peer_name(dst)} and {peer_name(src)}")
     return (receive.finish(), receive.peer) if return_source else receive.finish()
 
 
@@ -367,5 +367,5 @@ def _continue_send(group: Backend, operation: Send, begun: Progress) -> list[Req
     if begun.is_sent:
         return []
     if begun.number is not None:
-        return start_body(group, operation.tensor, operation.dst, begun.number)
+        return start_payload(group, operation.tensor, operation.dst, begun.number)
     return start_send(group, operation.tensor, operation.dst, operation.tag)

@@ -4,7 +4,7 @@ in the value                                     in the plan
 tensor                                           its number; one that is there twice has one
 tuple, list, dict                                the same, of plans
 None, bool, int, float, str, bytes               itself
-what an `Extension` knows                        the plan of what it makes of that
+what an `LeafCodec` knows                        the plan of what it makes of that
 
 What is of a subclass of these arrives as these: a named tuple as a tuple. A numpy scalar arrives as the bool, int,
 float, str or bytes that is equal to it. An int has 64 bits, with or without sign. Nothing is nested deeper than
@@ -36,7 +36,7 @@ _LEAST_INT, _MOST_INT = -(1 << 63), (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extension:
+class LeafCodec:
     """One more kind of values.
 
     Args:
@@ -63,7 +63,7 @@ class _MisfitError(TypeError):
 class _Flattening:
     """One value on its way into a plan."""
 
-    def __init__(self, extensions: Sequence[Extension], check: Callable[[torch.Tensor], None] | None) -> None:
+    def __init__(self, extensions: Sequence[LeafCodec], check: Callable[[torch.Tensor], None] | None) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
         self.marks: set[str] = set()
         self._numbers: dict[int, int] = {}
@@ -125,7 +125,7 @@ class _Flattening:
 def flatten(
     value: Any,
     what: str,
-    extensions: Sequence[Extension] = (),
+    extensions: Sequence[LeafCodec] = (),
     check: Callable[[torch.Tensor], None] | None = None,
     marks: set[str] | None = None,
 ) -> tuple[Plan, list[torch.Tensor]]:
@@ -135,7 +135,7 @@ def flatten(
         value: Nested as the table above says.
         what: What it is, for errors.
         extensions: What else may be in it.
-        check: Called with each tensor; raises TypeError as `Extension.take_apart` does.
+        check: Called with each tensor; raises TypeError as `LeafCodec.take_apart` does.
         marks: Those of what else is in it are added to these.
 
     Raises:
@@ -217,7 +217,7 @@ def check_plan(plan: Any, num_tensors: int, marks: Sequence[str] = (), *, levels
         raise ValueError(f"a plan has the mark {mark!r}, or what does not belong to it")
 
 
-def unflatten(plan: Plan, tensors: Sequence[Any], extensions: Sequence[Extension] = ()) -> Any:
+def unflatten(plan: Plan, tensors: Sequence[Any], extensions: Sequence[LeafCodec] = ()) -> Any:
     """Put a value together again, with something in the place of each tensor.
 
     Each part that is an extension's is put together once, also where another one raises: it may be counted.
@@ -242,7 +242,7 @@ def unflatten(plan: Plan, tensors: Sequence[Any], extensions: Sequence[Extension
     return extension.put_together(unflatten(content, tensors, extensions))
 
 
-def _unflatten_all(plans: Sequence[Plan], tensors: Sequence[Any], extensions: Sequence[Extension]) -> list[Any]:
+def _unflatten_all(plans: Sequence[Plan], tensors: Sequence[Any], extensions: Sequence[LeafCodec]) -> list[Any]:
     found: list[Any] = []
     try:
         for plan in plans:

@@ -25,7 +25,7 @@ from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.fast_path import quick_allreduce, quick_broadcast, start_allreduce, start_broadcast
 from ferrodist.collectives.profiling import is_recorded, profiled, record
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction, is_linear, widen
-from ferrodist.collectives.work import Fusible, Operation, run_later, run_now
+from ferrodist.collectives.work import FusionSpec, Operation, run_later, run_now
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.torch_private.profiling import is_profiling
 
@@ -105,7 +105,7 @@ def _allreduce(
 
     recorded = records_history(tensor)
     # Ranks whose factors happen to be equal would join premultiplied sums that other ranks can't.
-    fusible = Fusible(key=("allreduce", tensor.dtype, tensor.device, op), source=source, out=target.flat, run=on)
+    fusible = FusionSpec(key=("allreduce", tensor.dtype, tensor.device, op), source=source, out=target.flat, run=on)
     return Operation(
         name="allreduce",
         group=chosen,
@@ -304,7 +304,9 @@ def _broadcast(
         timeout=limit,
         run=partial(on, target.flat, source, limit),
         finish=finish,
-        fusible=Fusible(key=("broadcast", tensor.dtype, tensor.device, root), source=source, out=target.flat, run=on),
+        fusible=FusionSpec(
+            key=("broadcast", tensor.dtype, tensor.device, root), source=source, out=target.flat, run=on
+        ),
     )
 
 

@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from ferrodist.collectives.arguments import bytes_of, check_tensor
-from ferrodist.collectives.pytree import Extension, Plan, check_plan, flatten, unflatten
+from ferrodist.collectives.pytree import LeafCodec, Plan, check_plan, flatten, unflatten
 from ferrodist.collectives.reduce_op import DTYPES
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class PackedValue:
     """A value, taken apart.
 
     Args:
@@ -65,21 +65,21 @@ class Parcel:
         cls,
         value: Any,
         what: str,
-        extensions: Sequence[Extension] = (),
+        extensions: Sequence[LeafCodec] = (),
         check: Callable[[torch.Tensor], None] | None = None,
-    ) -> Parcel:
+    ) -> PackedValue:
         """Take a value apart; see `flatten`."""
         marks: set[str] = set()
         plan, tensors = flatten(value, what, extensions, check, marks)
         wants_gradient, is_on_gpu = [each.requires_grad for each in tensors], [each.is_cuda for each in tensors]
         return cls(plan, tensors, wants_gradient, is_on_gpu, frozenset(marks))
 
-    def copy(self) -> Parcel:
+    def copy(self) -> PackedValue:
         """The same with tensors of its own."""
         tensors = [tensor.detach().clone() for tensor in self.tensors]
-        return Parcel(self.plan, tensors, self.wants_gradient, self.is_on_gpu)
+        return PackedValue(self.plan, tensors, self.wants_gradient, self.is_on_gpu)
 
-    def open(self, extensions: Sequence[Extension] = ()) -> Any:
+    def open(self, extensions: Sequence[LeafCodec] = ()) -> Any:
         """The value, with the parcel's tensors."""
         return unflatten(self.plan, self.tensors, extensions)
 
@@ -90,8 +90,8 @@ class _Piece(msgspec.Struct, frozen=True, array_like=True):
     Args:
         dtype: Its place among those that travel.
         shape: Of it.
-        wants_gradient: As in `Parcel`.
-        is_on_gpu: As in `Parcel`.
+        wants_gradient: As in `PackedValue`.
+        is_on_gpu: As in `PackedValue`.
         start: Where it begins, in bytes from the first of the small tensors; or that it comes by itself.
     """
 
@@ -111,7 +111,7 @@ _HEADS = msgspec.msgpack.Decoder(_Head)
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class OutOfBandTensor:
     """A tensor that comes by itself.
 
     Args:
@@ -151,12 +151,14 @@ class UnreadableError(ValueError):
         apart: What comes after it, or None where that can't be said.
     """
 
-    def __init__(self, wrong: str, apart: list[Apart] | None) -> None:
+    def __init__(self, wrong: str, apart: list[OutOfBandTensor] | None) -> None:
         super().__init__(wrong)
         self.apart = apart
 
 
-def write_letter(parcel: Parcel, what: str, room: int = _MOST_INSIDE_BYTES) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def encode_value(
+    parcel: PackedValue, what: str, room: int = _MOST_INSIDE_BYTES
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Write a value down.
 
     Args:
@@ -170,14 +172,14 @@ def write_letter(parcel: Parcel, what: str, room: int = _MOST_INSIDE_BYTES) -> t
     Raises:
         TypeError: A tensor can't travel.
     """
-    memory, apart = write_letter_bytes(parcel, what, room)
+    memory, apart = encode_value_bytes(parcel, what, room)
     return torch.frombuffer(memory, dtype=torch.uint8), apart
 
 
-def write_letter_bytes(
-    parcel: Parcel, what: str, room: int = _MOST_INSIDE_BYTES
+def encode_value_bytes(
+    parcel: PackedValue, what: str, room: int = _MOST_INSIDE_BYTES
 ) -> tuple[bytearray, list[torch.Tensor]]:
-    """`write_letter`, for who sends bytes."""
+    """`encode_value`, for who sends bytes."""
     pieces, inside, apart = [], [], []
     end = 0  # of the small tensors, from where these begin
     for given, wants, is_on_gpu in zip(parcel.tensors, parcel.wants_gradient, parcel.is_on_gpu, strict=True):
@@ -207,7 +209,7 @@ def write_letter_bytes(
     return memory, apart
 
 
-def read_letter(letter: torch.Tensor, marks: Sequence[str] = ()) -> tuple[Parcel, list[Apart]]:
+def decode_value(letter: torch.Tensor, marks: Sequence[str] = ()) -> tuple[PackedValue, list[OutOfBandTensor]]:
     """Take a letter apart; nothing in it is believed.
 
     Args:
@@ -221,11 +223,11 @@ def read_letter(letter: torch.Tensor, marks: Sequence[str] = ()) -> tuple[Parcel
     Raises:
         UnreadableError: It is no letter, or what it holds is no value, or has other marks.
     """
-    return read_letter_bytes(bytes_of(letter), marks)
+    return decode_value_bytes(bytes_of(letter), marks)
 
 
-def read_letter_bytes(memory: memoryview, marks: Sequence[str] = ()) -> tuple[Parcel, list[Apart]]:
-    """`read_letter`, for who receives bytes; these are writable."""
+def decode_value_bytes(memory: memoryview, marks: Sequence[str] = ()) -> tuple[PackedValue, list[OutOfBandTensor]]:
+    """`decode_value`, for who receives bytes; these are writable."""
     try:
         (length,) = _LENGTH.unpack_from(memory)
         head = _HEADS.decode(memory[_LENGTH.size : _LENGTH.size + length])
@@ -233,7 +235,7 @@ def read_letter_bytes(memory: memoryview, marks: Sequence[str] = ()) -> tuple[Pa
     except Exception as error:
         raise UnreadableError(str(error), None) from error
     apart = [
-        Apart(number, dtype, piece.shape)
+        OutOfBandTensor(number, dtype, piece.shape)
         for number, (piece, dtype) in enumerate(zip(head.pieces, dtypes, strict=True))
         if piece.start == _APART
     ]
@@ -247,7 +249,7 @@ def read_letter_bytes(memory: memoryview, marks: Sequence[str] = ()) -> tuple[Pa
     except Exception as error:
         raise UnreadableError(str(error), apart) from error
     wants, is_on_gpu = [piece.wants_gradient for piece in head.pieces], [piece.is_on_gpu for piece in head.pieces]
-    return Parcel(head.plan, tensors, wants, is_on_gpu), apart
+    return PackedValue(head.plan, tensors, wants, is_on_gpu), apart
 
 
 def _aligned(size_bytes: int) -> int:

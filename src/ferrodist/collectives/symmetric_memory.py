@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ferrodist.backends.signature import Call
+from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.collectives.arguments import group_and_timeout
 from ferrodist.collectives.reduce_op import check_dtype
 from ferrodist.wording import counted
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.native.symmetric_memory import JoinedView
+    from ferrodist.backends.native.symmetric_memory import ContiguousSharedView
 
 # Of all ranks together, which each of them maps: what 48 bits address.
 _MAX_BYTES = 1 << 48
@@ -65,14 +65,14 @@ def empty_symmetric(
             f" group {chosen.name!r} together may have {_MAX_BYTES}: pass a smaller shape"
         )
     name = str(dtype).removeprefix("torch.")
-    call = Call(operation="empty_symmetric", dtype=name, count=count)
+    call = CollectiveSignature(operation="empty_symmetric", dtype=name, count=count)
     memory, _ = _make(chosen, call, size_bytes, (), limit)
     return memory.view(dtype).view(sizes)
 
 
 def empty_joined(
     size_bytes: int, joined: Sequence[tuple[int, int]], *, group: Backend
-) -> tuple[torch.Tensor, list[JoinedView]]:
+) -> tuple[torch.Tensor, list[ContiguousSharedView]]:
     """Make symmetric memory, with parts that every rank sees joined; every rank calls this, with the same arguments.
 
     Args:
@@ -87,14 +87,16 @@ def empty_joined(
     Raises:
         DistributedError: As for `empty_symmetric`.
     """
-    call = Call(operation="empty_joined", dtype="uint8", count=size_bytes)
+    call = CollectiveSignature(operation="empty_joined", dtype="uint8", count=size_bytes)
     return _make(group, call, size_bytes, joined, group.timeout)
 
 
 def _make(
-    group: Backend, call: Call, size_bytes: int, joined: Sequence[tuple[int, int]], timeout: float
-) -> tuple[torch.Tensor, list[JoinedView]]:
+    group: Backend, call: CollectiveSignature, size_bytes: int, joined: Sequence[tuple[int, int]], timeout: float
+) -> tuple[torch.Tensor, list[ContiguousSharedView]]:
     if group.collectives is None or not hasattr(group.collectives, "empty_symmetric"):
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu"), []
-    made: tuple[torch.Tensor, list[JoinedView]] = group.collectives.empty_symmetric(call, size_bytes, timeout, joined)
+    made: tuple[torch.Tensor, list[ContiguousSharedView]] = group.collectives.empty_symmetric(
+        call, size_bytes, timeout, joined
+    )
     return made

@@ -26,9 +26,9 @@ import torch
 
 from ferrodist.backends.base import check_peer
 from ferrodist.backends.request import BaseRequest, wait_all
-from ferrodist.backends.stragglers import warn_of_late_peers
+from ferrodist.backends.stragglers import warn_about_late_peers
 from ferrodist.backends.tags import ANY_SOURCE, Channel, channel_tag, check_user_tag
-from ferrodist.collectives.arguments import Target, bytes_of, flatten, prepare_out
+from ferrodist.collectives.arguments import OutputBuffer, bytes_of, flatten, prepare_out
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.deadline import Deadline, Elapsed
 from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError, SizeMismatchError
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import Late, Request
+    from ferrodist.backends.request import Request, Stragglers
 
 MAX_DIMS = 12
 """Dims that a head has room for."""
@@ -58,7 +58,7 @@ _NUMBERS = "collectives.messages"
 _HEADS = "collectives.heads"
 
 
-class TensorHead(NamedTuple):
+class TensorHeader(NamedTuple):
     """What a tensor is that travels."""
 
     number: int
@@ -88,7 +88,7 @@ def body_numbers(group: Backend) -> Iterator[int]:
     return group.attachments.setdefault(_NUMBERS, itertools.count()) if numbers is None else numbers
 
 
-class KeptHeads:
+class UnclaimedHeaders:
     """Heads of tensors whose receives were given up, by tag, in the order they came.
 
     See [Note: given up] in `tensor_protocol.py`.
@@ -120,26 +120,31 @@ class KeptHeads:
             return found
 
 
-def kept_heads(group: Backend) -> KeptHeads:
+def unclaimed_headers(group: Backend) -> UnclaimedHeaders:
     """The heads that are kept in a group."""
-    heads = group.attachments.get(_HEADS) or group.attachments.setdefault(_HEADS, KeptHeads())
-    assert isinstance(heads, KeptHeads)
+    heads = group.attachments.get(_HEADS) or group.attachments.setdefault(_HEADS, UnclaimedHeaders())
+    assert isinstance(heads, UnclaimedHeaders)
     return heads
 
 
 def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int) -> list[Request]:
     """Start to send a tensor that can travel; returns its messages."""
     number = next(body_numbers(group))
-    head = TensorHead(number, tensor.dtype, tuple(tensor.shape)).pack()
-    return [group.isend(head, dst, tag=channel_tag(Channel.TENSOR_HEAD, tag)), *start_body(group, tensor, dst, number)]
+    head = TensorHeader(number, tensor.dtype, tuple(tensor.shape)).pack()
+    return [
+        group.isend(head, dst, tag=channel_tag(Channel.TENSOR_HEAD, tag)),
+        *start_payload(group, tensor, dst, number),
+    ]
 
 
-def start_body(group: Backend, tensor: torch.Tensor, dst: int, number: int) -> list[Request]:
+def start_payload(group: Backend, tensor: torch.Tensor, dst: int, number: int) -> list[Request]:
     """Start to send the elements of a tensor, if it has any, whose head has gone with ``number``."""
-    return [_BodySend(group, flatten(tensor), dst, channel_tag(Channel.TENSOR_BODY, number))] if tensor.numel() else []
+    return (
+        [_PayloadSend(group, flatten(tensor), dst, channel_tag(Channel.TENSOR_BODY, number))] if tensor.numel() else []
+    )
 
 
-def give_up_body(group: Backend, dst: int, number: int) -> None:
+def cancel_payload(group: Backend, dst: int, number: int) -> None:
     """Send no elements of a tensor whose head has gone with ``number``; see [Note: given up]."""
     _leave_empty(group, dst, channel_tag(Channel.TENSOR_BODY, number))
 
@@ -149,7 +154,7 @@ def _leave_empty(group: Backend, dst: int, tag: int) -> None:
         group.isend(b"", dst, tag=tag)
 
 
-class _BodySend:
+class _PayloadSend:
     """The send of a tensor's elements. Given up, it leaves an empty message in their place; see [Note: given up]."""
 
     __slots__ = ("_group", "_request", "_tag", "peer")
@@ -163,8 +168,8 @@ class _BodySend:
     def wait(self, timeout: float) -> int:
         return self._request.wait(timeout)
 
-    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
-        return self._group.find_late(peers, within)
+    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
+        return self._group.find_stragglers(peers, within)
 
     def done(self) -> bool:
         return self._request.done()
@@ -209,7 +214,7 @@ class TensorReceive(BaseRequest):
         *,
         shape: Sequence[int] | None,
         dtype: torch.dtype | None,
-        target: Target | None = None,
+        target: OutputBuffer | None = None,
     ) -> None:
         super().__init__(src)
         self._group = group
@@ -237,9 +242,9 @@ class TensorReceive(BaseRequest):
         assert self._target is not None
         return self._target.finish()
 
-    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
-        """Ask the group, whose ranks may be in between; see `Backend.find_late`."""
-        return self._group.find_late(peers, within)
+    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
+        """Ask the group, whose ranks may be in between; see `Backend.find_stragglers`."""
+        return self._group.find_stragglers(peers, within)
 
     def ended_within(self, timeout: float) -> bool:
         """Wait at most ``timeout`` seconds for the end; False when it has not come.
@@ -265,14 +270,14 @@ class TensorReceive(BaseRequest):
         if body is not None:
             if not body.cancel():
                 return False
-            kept_heads(self._group).keep(self._tag, self.peer, bytes(self._head))
+            unclaimed_headers(self._group).keep(self._tag, self.peer, bytes(self._head))
             return True
         # Not done though the head can't be given up any more: `_take_head` sees the mark.
         return head is None or head.cancel() or not self._done
 
     def _begin(self) -> None:
         """Take a head that was kept, or wait for one."""
-        kept = kept_heads(self._group).take(self._tag, self._source)
+        kept = unclaimed_headers(self._group).take(self._tag, self._source)
         if kept is not None:
             self.peer, self._head[:] = kept
             self._use_head()
@@ -318,8 +323,8 @@ class TensorReceive(BaseRequest):
         except Exception as error:  # noqa: BLE001 - it is raised again in wait()
             self._fail(error)
 
-    def _read_head(self) -> TensorHead:
-        head = TensorHead.unpack(self._head)
+    def _read_head(self) -> TensorHeader:
+        head = TensorHeader.unpack(self._head)
         if head is None:
             raise ProtocolError(
                 f"rank {self.peer} of group {self._group.name!r} sent the head of a tensor that can't be",
@@ -330,7 +335,7 @@ class TensorReceive(BaseRequest):
     def _start_body(self, buffer: Buffer, tag: int, then: Callable[[Request], None]) -> None:
         with self._starting:
             if self._cancelled:
-                kept_heads(self._group).keep(self._tag, self.peer, bytes(self._head))
+                unclaimed_headers(self._group).keep(self._tag, self.peer, bytes(self._head))
                 raise DistributedTimeoutError("the receive was cancelled")
             body = self._body = self._group.irecv(buffer, self.peer, tag=tag)
         body.add_done_callback(lambda: self._go_on(then, body))
@@ -442,7 +447,8 @@ def batch_on_host(operations: Sequence[Send | Recv], group: Backend, timeout: fl
             request.cancel()
         raise
     what = ", ".join(
-        f"send to {whom(op.dst)}" if isinstance(op, Send) else f"recv from {whom(op.src)}" for op in operations
+        f"send to {peer_name(op.dst)}" if isinstance(op, Send) else f"recv from {peer_name(op.src)}"
+        for op in operations
     )
     wait_for(requests, Deadline(timeout), group, what)
     for receive in receives.values():
@@ -465,7 +471,7 @@ def wait_for(requests: list[Request], deadline: Deadline, group: Backend, what: 
         receives = [request for request in waiting if isinstance(request, TensorReceive)]
         sends = {request.peer for request in waiting if not isinstance(request, TensorReceive)}
         late = sends | {request.peer for request in receives if not request.is_coming}
-        warn_of_late_peers(
+        warn_about_late_peers(
             what,
             sorted(late - {ANY_SOURCE}),
             is_sent=len(receives) < len(waiting),
@@ -487,6 +493,6 @@ def wait_for(requests: list[Request], deadline: Deadline, group: Backend, what: 
         ) from None
 
 
-def whom(rank: int) -> str:
+def peer_name(rank: int) -> str:
     """What messages call a peer."""
     return "any rank" if rank == ANY_SOURCE else f"rank {rank}"

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import torch
 
-from ferrodist.backends.lifecycle import held_now
+from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.verification import left_reason
-from ferrodist.collectives.cuda import Handover, streams_of
-from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.cuda import StreamHandoff, streams_of
+from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
 from ferrodist.resource_limits import naming_limits
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engines.base import Collectives, Enqueued, EnqueuingCollectives, TensorCollectives
+    from ferrodist.collectives.engines.base import CollectiveEngine, HostEngine, StreamEngine, StreamWork
 
 _JOIN_SECONDS = 1.0
 """How long closing a queue waits for its thread, which only an operation that ignores its group's end can hold up."""
@@ -190,7 +190,7 @@ class EnqueuedCollective(PendingCollective[T_co]):
     def __init__(self, op_name: str, group_name: str) -> None:
         super().__init__(op_name, group_name)
         self._lock = threading.Lock()
-        self._work: Enqueued | None = None
+        self._work: StreamWork | None = None
         self._finish: Callable[[], T_co] | None = None
         self._result: T_co | None = None
         self._has_result = False
@@ -227,7 +227,7 @@ class EnqueuedCollective(PendingCollective[T_co]):
                 self._finish = None
         return self._result  # type: ignore[return-value]
 
-    def succeed(self, work: Enqueued, finish: Callable[[], T_co]) -> None:
+    def succeed(self, work: StreamWork, finish: Callable[[], T_co]) -> None:
         """Say that it is on a stream; the first `wait` calls ``finish()`` for the result."""
         self._work = work
         self._finish = finish
@@ -315,7 +315,7 @@ _open_queues: weakref.WeakSet[OperationQueue] = weakref.WeakSet()
 
 @atexit.register
 def _stop_queues() -> None:
-    for operations in held_now(lambda: _open_queues):
+    for operations in snapshot_weak(lambda: _open_queues):
         operations.close()
 
 
@@ -323,7 +323,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fusible:
+class FusionSpec:
     """What operations of one kind need to travel as one: same ``key``, inputs and outputs laid end to end.
 
     Args:
@@ -356,15 +356,15 @@ class Operation(Generic[T]):
 
     name: str
     group: Backend
-    engine: TensorCollectives
+    engine: CollectiveEngine
     device: torch.device | None
     timeout: float
     run: Callable[[int], None]
     finish: Callable[[], T]
-    fusible: Fusible | None = None
+    fusible: FusionSpec | None = None
 
 
-class Collector(Protocol):
+class CoalescingContext(Protocol):
     """Takes operations in place of the queue."""
 
     def collect(self, operation: Operation[object]) -> PendingCollective[object]:
@@ -374,7 +374,7 @@ class Collector(Protocol):
         """Raise RuntimeError when ``name`` is called in a copy of the context of a block that has ended."""
 
 
-collector: ContextVar[Collector | None] = ContextVar("ferrodist_collector", default=None)
+collector: ContextVar[CoalescingContext | None] = ContextVar("ferrodist_collector", default=None)
 """Set inside a `coalesce` block."""
 
 
@@ -419,13 +419,13 @@ def run_later(operation: Operation[T]) -> PendingCollective[T]:
         return block.collect(operation)  # type: ignore[arg-type, return-value]
     engine = operation.engine
     if getattr(engine, "enqueue", False):
-        return _enqueue(operation, cast("EnqueuingCollectives", engine))
+        return _enqueue(operation, cast("StreamEngine", engine))
     pending: QueuedCollective[T] = QueuedCollective(operation.name, operation.group.name)
     if operation.group.failure is not None:
         _run_job(operation, pending, None, engine.reserve())  # it fails, and with it all that were joined into it
         return pending
     on_host = operation.device is None or operation.device.type == "cpu"
-    handover = None if on_host or operation.device is None else Handover(streams_of(operation.device))
+    handover = None if on_host or operation.device is None else StreamHandoff(streams_of(operation.device))
     OperationQueue.of(operation.group).submit(engine.reserve, partial(_run_job, operation, pending, handover))
     return pending
 
@@ -435,15 +435,17 @@ def wait_for_started(group: Backend) -> None:
     operations = OperationQueue.find(group)
     if operations is not None:
         operations.close(timeout=None)
-    engine = collectives_of(group)
+    engine = host_engine_of(group)
     engine.await_turn(engine.reserve())
 
 
-def _run_job(operation: Operation[T], pending: QueuedCollective[T], handover: Handover | None, sequence: int) -> None:
+def _run_job(
+    operation: Operation[T], pending: QueuedCollective[T], handover: StreamHandoff | None, sequence: int
+) -> None:
     """Run an operation for who waits for ``pending``; it does not raise."""
     try:
         with contextlib.nullcontext() if handover is None else handover.running():
-            cast("Collectives", operation.engine).await_turn(sequence)
+            cast("HostEngine", operation.engine).await_turn(sequence)
             _run(operation, sequence)
     except BaseException as error:  # noqa: BLE001 - it is raised in wait()
         pending.fail(error)
@@ -451,7 +453,7 @@ def _run_job(operation: Operation[T], pending: QueuedCollective[T], handover: Ha
         pending.succeed(operation.finish, order=None if handover is None else handover.take)
 
 
-def _enqueue(operation: Operation[T], engine: EnqueuingCollectives) -> PendingCollective[T]:
+def _enqueue(operation: Operation[T], engine: StreamEngine) -> PendingCollective[T]:
     """Put it on a stream, in the calling thread: no other one is needed, for that waits for nobody."""
     pending: EnqueuedCollective[T] = EnqueuedCollective(operation.name, operation.group.name)
     engine.begin_async()

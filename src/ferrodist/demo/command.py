@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.installation import how_to_install
 from ferrodist.launch import LaunchSpec, ProgramKind, launch
-from ferrodist.launch.output import complain
+from ferrodist.launch.output import print_warning
 from ferrodist.launch.spec import check_rank_count
 from ferrodist.wording import counted
 
@@ -96,7 +96,7 @@ def run_demo(options: DemoOptions) -> int:
     """
     missing = [package for module, package in _REQUIRED.items() if importlib.util.find_spec(module) is None]
     if missing:
-        complain(
+        print_warning(
             f"ferrodist: the demo needs {', '.join(missing)}, which is not installed here: {how_to_install('demo')}\n"
         )
         return 1

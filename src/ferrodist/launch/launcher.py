@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ferrodist.launch.failure_report import failure_report, stop_report
 from ferrodist.launch.mpi import PmiServer, run_mpiexec
-from ferrodist.launch.output import complain
+from ferrodist.launch.output import print_warning
 from ferrodist.launch.process_watch import SignalInbox
 from ferrodist.launch.spec import (
     DEFAULT_TIMEOUT_BEFORE_KILL,
@@ -77,7 +77,7 @@ def launch(spec: LaunchSpec) -> int:
             if not restarts:
                 break
     if outcome.output_error is not None:
-        complain(f"ferrodist: the output of the ranks is not whole: {outcome.output_error}\n")
+        print_warning(f"ferrodist: the output of the ranks is not whole: {outcome.output_error}\n")
         return outcome.exit_code or 1
     return outcome.exit_code
 
@@ -136,7 +136,7 @@ def _report(outcome: GroupOutcome, attempt: int, max_attempts: int) -> None:
         text = stop_report(outcome)
     else:
         return
-    complain(text)
+    print_warning(text)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

@@ -31,7 +31,7 @@ def say(text: str, file: SupportsWrite[str] | None = None) -> None:
     file.write(text)
 
 
-def complain(text: str) -> None:
+def print_warning(text: str) -> None:
     """Write whole lines to standard error, if they can be written: never a reason to fail."""
     if sys.stderr is None:  # started with standard error closed
         return

@@ -15,8 +15,14 @@ from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.collectives.symmetric_memory import empty_symmetric
 from ferrodist.deadline import Deadline
-from ferrodist.errors import BackendUnavailable, CollectiveMismatchError, UnsupportedOpError, explain_errors
-from ferrodist.parallel.ddp.bucket import MARK_SIZE, check_marks, make_mark, number_model, plan_buckets
+from ferrodist.errors import BackendUnavailable, CollectiveMismatchError, UnsupportedOpError, add_error_context
+from ferrodist.parallel.ddp.bucket import (
+    FINGERPRINT_SIZE,
+    bucket_fingerprint,
+    number_model,
+    plan_buckets,
+    verify_fingerprints,
+)
 from ferrodist.parallel.ddp.model_sync import broadcast_tensors, check_same_form
 from ferrodist.parallel.module_guard import Members
 from ferrodist.wording import with_article
@@ -30,7 +36,7 @@ MAX_BYTES = 25 << 20
 """Of a message."""
 
 
-class Means:
+class FlatAverager:
     """Flat memory for the mean of some parameters over the ranks, made once; see [Note: marks] in `ddp/bucket.py`."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], group: Backend, number: int) -> None:
@@ -42,7 +48,7 @@ class Means:
         places: dict[int, torch.Tensor] = {}
         for bucket in plan_buckets(owners, MAX_BYTES):
             sizes = [owners[place].numel() for place in bucket.members]
-            flat = _make(sum(sizes) + group.world_size * MARK_SIZE, bucket.dtype, bucket.device, group)
+            flat = _make(sum(sizes) + group.world_size * FINGERPRINT_SIZE, bucket.dtype, bucket.device, group)
             self._flats.append(flat)
             parts = torch.split(flat[: sum(sizes)], sizes)
             places.update(zip(bucket.members, parts, strict=True))
@@ -55,11 +61,11 @@ class Means:
         for name, parameter in self.parameters.items():
             self.tensors[name].copy_(parameter)
         for index, flat in enumerate(self._flats):
-            marks = flat[-self._group.world_size * MARK_SIZE :]
-            own = marks.zero_()[self._group.rank * MARK_SIZE :][:MARK_SIZE]
-            own.copy_(torch.tensor(make_mark(self._number, index), device=flat.device))
+            marks = flat[-self._group.world_size * FINGERPRINT_SIZE :]
+            own = marks.zero_()[self._group.rank * FINGERPRINT_SIZE :][:FINGERPRINT_SIZE]
+            own.copy_(torch.tensor(bucket_fingerprint(self._number, index), device=flat.device))
             allreduce(flat, ReduceOp.MEAN, group=self._group, out=flat)
-            check_marks(marks.tolist(), self._group)
+            verify_fingerprints(marks.tolist(), self._group)
 
 
 def _make(count: int, dtype: torch.dtype, device: torch.device, group: Backend) -> torch.Tensor:
@@ -127,7 +133,7 @@ class LocalSGD:
         self._number = number_model(self._group, f"{type(self).__name__} of {type(module).__name__}")
         self._members = Members(module)
         self._parameters = dict(module.named_parameters())
-        self._means: Means | None = None
+        self._means: FlatAverager | None = None
         self.reset()
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
@@ -157,7 +163,7 @@ class LocalSGD:
         if num_local <= 0 or num_local % self.period:
             return False
         self._check_parameters()
-        with explain_errors(
+        with add_error_context(
             lambda: f"In step {self.num_steps} {type(self).__name__} averages parameters.",
             "Every rank must call step() as often as the others, and those of several models in the same order.",
         ):
@@ -192,7 +198,7 @@ class LocalSGD:
 
     def _compare_settings(self) -> None:
         mine = f"{type(self).__name__}(period={self.period}, start_step={self.start_step}) in step {self.num_steps}"
-        with explain_errors(
+        with add_error_context(
             lambda: f"Rank {self._group.rank} was making or loading {with_article(type(self).__name__)}.",
             "Every rank of the group must do so, at the same place of its program.",
         ):
@@ -231,7 +237,7 @@ class LocalSGD:
         both = {*before, *self._trained}
         if self._means is None or self._means.parameters.keys() != both:
             chosen = {name: parameter for name, parameter in self._parameters.items() if name in both}
-            self._means = Means(chosen, self._group, self._number)
+            self._means = FlatAverager(chosen, self._group, self._number)
         self._means.take()
         return self._means.tensors, frozenset(before).intersection(self._trained)
 

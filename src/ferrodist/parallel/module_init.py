@@ -13,7 +13,7 @@ import torch
 
 from ferrodist.collectives.arguments import elements_overlap
 from ferrodist.collectives.objects import all_gather_object, broadcast_object
-from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError, explain_errors
+from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError, add_error_context
 from ferrodist.torch_private.modules import own_buffers, own_parameters
 from ferrodist.wording import with_article
 
@@ -44,7 +44,7 @@ def compare_forms(
         CollectiveMismatchError: On every rank, naming the first difference. The group stays good.
         UnsupportedOpError: On every rank, with the first rank's refusal. The group stays good.
     """
-    with explain_errors(
+    with add_error_context(
         lambda: f"Rank {group.rank} was giving {with_article(module)} to {maker}.",
         "Every rank of the group must make it, at the same place of its program.",
     ):

@@ -22,7 +22,7 @@ from ferrodist.backends.non_member import check_group
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.all_gather import all_gather
 from ferrodist.collectives.reduce import allreduce
-from ferrodist.errors import explain_errors
+from ferrodist.errors import add_error_context
 from ferrodist.torch_private.modules import BatchNormBase, check_input_dim, has_hooks, is_lazy_norm, own_modules
 from ferrodist.wording import counted
 
@@ -140,7 +140,7 @@ class _SyncBatchNorm(BatchNormBase):
             own[: self.num_features] = mean
             own[self.num_features : -1] = variance
         own[-1] = num_values
-        with explain_errors(lambda: f"A {type(self).__name__} was sharing a batch's statistics.", _ADVICE):
+        with add_error_context(lambda: f"A {type(self).__name__} was sharing a batch's statistics.", _ADVICE):
             parts = all_gather(own[None], group=group)
         counts = parts[:, -1:]
         total = counts.sum()
@@ -348,7 +348,7 @@ class _Normalise(torch.autograd.Function):
         for_bias, for_weight = sums.to(weight.dtype if weight is not None else accumulated).clone()
         for_batch = None
         if ctx.needs_input_grad[0]:
-            with explain_errors(lambda: "The backward of a synchronised batch norm was adding its sums.", _ADVICE):
+            with add_error_context(lambda: "The backward of a synchronised batch norm was adding its sums.", _ADVICE):
                 sums = allreduce(sums, group=ctx.group)
             means = (sums / ctx.count).to(accumulated)
             for_batch = gradients - means[0].view(shape) - normalised * means[1].view(shape)

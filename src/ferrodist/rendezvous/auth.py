@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-class Verdict(msgspec.Struct, frozen=True, array_like=True):
+class JoinReply(msgspec.Struct, frozen=True, array_like=True):
     """What was decided.
 
     Args:
@@ -85,10 +85,10 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
             raise error_from_wire(*self.error)
 
 
-_DECODER = msgspec.msgpack.Decoder(Verdict)
+_DECODER = msgspec.msgpack.Decoder(JoinReply)
 
 
-def read_verdict(data: bytes) -> Verdict:
+def read_verdict(data: bytes) -> JoinReply:
     """Decode a verdict; msgspec.MsgspecError if it is none."""
     return _DECODER.decode(data)
 
@@ -284,10 +284,10 @@ def greet(
     except (DistributedError, ValueError) as error:
         refusal = error if isinstance(error, DistributedError) else ProtocolError(f"malformed hello: {error}")
         name, message, ranks = error_to_wire(refusal)
-        _send_sealed(sock, key, b"verdict", Verdict((name, message[:8192], ranks[:1024])), deadline)
+        _send_sealed(sock, key, b"verdict", JoinReply((name, message[:8192], ranks[:1024])), deadline)
         raise refusal from None
     try:
-        _send_sealed(sock, key, b"verdict", Verdict(), deadline)
+        _send_sealed(sock, key, b"verdict", JoinReply(), deadline)
         sock.session = Session(key, is_server=True)
         sock.settimeout(None)
     except BaseException:

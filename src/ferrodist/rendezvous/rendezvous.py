@@ -23,7 +23,7 @@ from ferrodist.rendezvous.auth import Hello, check_hello
 from ferrodist.rendezvous.environment import Environment, read_environment
 from ferrodist.rendezvous.file_store import FileStore
 from ferrodist.rendezvous.listener import parse_address
-from ferrodist.rendezvous.roll_call import Joining, await_all, call_off, claim_rank, leave, note_rejection
+from ferrodist.rendezvous.roll_call import JoinRequest, await_all, cancel_claim, claim_rank, leave, note_rejection
 from ferrodist.rendezvous.secret import resolve_secret
 from ferrodist.rendezvous.shared_store import LINGER, meet
 from ferrodist.rendezvous.sockets import format_address
@@ -189,7 +189,7 @@ def enter_job(
         raise _unanswered(joining, f"tcp://{where}", error, "" if joining.secret else _LOOPBACK_HINT) from error
 
 
-def _unanswered(joining: Joining, where: str, error: DistributedError, hint: str) -> RendezvousError:
+def _unanswered(joining: JoinRequest, where: str, error: DistributedError, hint: str) -> RendezvousError:
     text = f"job {joining.job!r} at {where}: rank 0 did not answer rank {joining.rank}: {error.message}{hint}"
     return RendezvousError(text, ranks=(0,))
 
@@ -202,7 +202,7 @@ def _joining(
     world_size: int | None,
     job: str | None,
     secret: str | bytes | None,
-) -> Joining:
+) -> JoinRequest:
     number = environment.rank if rank is None else _whole("rank", rank)
     size = environment.world_size if world_size is None else _whole("world_size", world_size)
     if job is not None and not isinstance(job, str):
@@ -224,7 +224,7 @@ def _joining(
         name = f"{environment.run_id}.{environment.restart_count}"
     # Here, so that rank 0 and the ranks of a file rendezvous learn it as early as the others.
     check_hello(Hello(purpose="store", job=name or "default", rank=number, world_size=size, group=""))
-    return Joining(
+    return JoinRequest(
         rank=number,
         world_size=size,
         local_rank=environment.local_rank if environment.rank == number else None,
@@ -280,7 +280,7 @@ def _address_from_environment(environment: Environment) -> str:
     return format_address(host, port)
 
 
-def _join_tcp(address: str, joining: Joining, *, shared_port: bool) -> Membership:
+def _join_tcp(address: str, joining: JoinRequest, *, shared_port: bool) -> Membership:
     where = f"job {joining.job!r} at tcp://{address}"
     if joining.rank == 0:
         return _serve(address, joining, where, shared_port=shared_port)
@@ -298,7 +298,7 @@ def _leave(name: bytes, close: Callable[[], None]) -> None:
     close()
 
 
-def _dial_this_round(address: str, joining: Joining, where: str) -> tuple[TcpStore, bytes]:
+def _dial_this_round(address: str, joining: JoinRequest, where: str) -> tuple[TcpStore, bytes]:
     """Connect to a store that this process has not left, and learn its name; see [Note: rounds] in `rounds.py`."""
     while True:
         client = _dial(address, joining)
@@ -319,7 +319,7 @@ def _dial_this_round(address: str, joining: Joining, where: str) -> tuple[TcpSto
         rounds.pause(f"{where}: the store of rank 0", joining.deadline)
 
 
-def _dial(address: str, joining: Joining) -> TcpStore:
+def _dial(address: str, joining: JoinRequest) -> TcpStore:
     return TcpStore(
         address,
         secret=joining.secret,
@@ -330,7 +330,7 @@ def _dial(address: str, joining: Joining) -> TcpStore:
     )
 
 
-def _serve(address: str, joining: Joining, where: str, *, shared_port: bool) -> Membership:
+def _serve(address: str, joining: JoinRequest, where: str, *, shared_port: bool) -> Membership:
     server = _open_server(address, joining, where, shared_port=shared_port)
 
     def end() -> None:
@@ -351,7 +351,7 @@ def _serve(address: str, joining: Joining, where: str, *, shared_port: bool) -> 
 
 
 def _open_server(
-    address: str, joining: Joining, where: str, *, shared_port: bool, sock: socket.socket | None = None
+    address: str, joining: JoinRequest, where: str, *, shared_port: bool, sock: socket.socket | None = None
 ) -> TcpStoreServer:
     host, port = parse_address(address)
     if port == 0 and joining.world_size > 1 and sock is None:
@@ -369,7 +369,7 @@ def _open_server(
                     sock=sock,
                     max_connections=max(4096, 8 * joining.world_size),
                     on_rejection=note_rejection,
-                    on_shortage=call_off,
+                    on_shortage=cancel_claim,
                     deadline=joining.deadline,
                 )
             except RendezvousError as error:  # noqa: PERF203 - what ends an attempt, of a few
@@ -390,13 +390,13 @@ def _is_taken(error: RendezvousError) -> bool:
     return isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE
 
 
-def _attend(store: Store, joining: Joining, where: str) -> None:
+def _attend(store: Store, joining: JoinRequest, where: str) -> None:
     advice = "start each rank once, and give each process a rank number of its own"
     claim_rank(store, rank=joining.rank, where=where, advice=advice, deadline=joining.deadline)
     await_all(store, rank=joining.rank, world_size=joining.world_size, where=where, deadline=joining.deadline)
 
 
-def _join_file(path: str, joining: Joining) -> Membership:
+def _join_file(path: str, joining: JoinRequest) -> Membership:
     advice = f"start each rank once; if {path} is left over from an earlier run, remove it"
     store = FileStore(path, timeout=joining.deadline.timeout)
 

@@ -23,7 +23,7 @@ import msgspec
 
 from ferrodist.deadline import Elapsed, long_wait
 from ferrodist.errors import DistributedTimeoutError, RendezvousError, error_to_wire, ranks_text
-from ferrodist.rendezvous.auth import Verdict, read_verdict
+from ferrodist.rendezvous.auth import JoinReply, read_verdict
 from ferrodist.rendezvous.store import PrefixStore, Store
 from ferrodist.wording import counted
 
@@ -123,7 +123,7 @@ def await_all(
     """
     desk = PrefixStore(store, _FOLDER + stage)
     if desk.add("present", 1, timeout=deadline.remaining()) >= world_size:
-        _publish(desk, Verdict(), deadline.remaining())
+        _publish(desk, JoinReply(), deadline.remaining())
     try:
         verdict = _await_verdict(store, desk, rank=rank, world_size=world_size, where=where, deadline=deadline)
     except DistributedTimeoutError as error:
@@ -143,7 +143,7 @@ def _await_verdict(store: Store, desk: Store, *, rank: int, world_size: int, whe
         except DistributedTimeoutError as error:
             if error.ranks:  # the store's server itself is silent
                 raise
-        claimed = roll(store, world_size)
+        claimed = list_claims(store, world_size)
         missing = [other for other in range(world_size) if other not in claimed]
         if missing and rank == min(claimed, default=rank):
             have_not = "has not" if len(missing) == 1 else "have not"
@@ -156,12 +156,12 @@ def _await_verdict(store: Store, desk: Store, *, rank: int, world_size: int, whe
     return desk.get("verdict", timeout=deadline.remaining() + grace)
 
 
-def call_off(store: Store, error: DistributedError, *, stage: str = _CLAIMED) -> None:
+def cancel_claim(store: Store, error: DistributedError, *, stage: str = _CLAIMED) -> None:
     """Have every rank's `await_all` of a stage raise ``error``; for a rank that will not come to it."""
-    _publish(PrefixStore(store, _FOLDER + stage), Verdict(error_to_wire(error)), _PUBLISH_TIMEOUT)
+    _publish(PrefixStore(store, _FOLDER + stage), JoinReply(error_to_wire(error)), _PUBLISH_TIMEOUT)
 
 
-def roll(store: Store, world_size: int) -> dict[int, Claim]:
+def list_claims(store: Store, world_size: int) -> dict[int, Claim]:
     """Return the claims there are now, by rank."""
     desk = PrefixStore(store, _FOLDER)
     claims = {}
@@ -174,7 +174,7 @@ def roll(store: Store, world_size: int) -> dict[int, Claim]:
 
 def leave(store: Store, world_size: int, *, timeout: float) -> bool:
     """Say that a member is done with the store; returns whether it was the last one."""
-    num_members = len(roll(store, world_size))  # before the last one may remove the store
+    num_members = len(list_claims(store, world_size))  # before the last one may remove the store
     return PrefixStore(store, _FOLDER).add("left", 1, timeout=timeout) >= num_members
 
 
@@ -195,11 +195,11 @@ def _turned_away(store: Store) -> str:
     return "; ".join(sorted(set(filter(None, rejections))))
 
 
-def _conclude(store: Store, world_size: int, where: str, deadline: Deadline, stage: str) -> Verdict:
+def _conclude(store: Store, world_size: int, where: str, deadline: Deadline, stage: str) -> JoinReply:
     num_present = int(_peek(PrefixStore(store, _FOLDER + stage), "present") or b"0")
     if num_present >= world_size:
-        return Verdict()
-    claimed = roll(store, world_size)
+        return JoinReply()
+    claimed = list_claims(store, world_size)
     missing = tuple(rank for rank in range(world_size) if rank not in claimed)
     turned_away = _turned_away(store)
     if missing:
@@ -212,10 +212,10 @@ def _conclude(store: Store, world_size: int, where: str, deadline: Deadline, sta
         + (f"Turned away: {turned_away}. " if turned_away else "No process was turned away. ")
         + "Check that each of them was started, and with the same address, world size, job and secret."
     )
-    return Verdict(error_to_wire(RendezvousError(message, ranks=missing)))
+    return JoinReply(error_to_wire(RendezvousError(message, ranks=missing)))
 
 
-def _publish(desk: Store, verdict: Verdict, timeout: float) -> bytes:
+def _publish(desk: Store, verdict: JoinReply, timeout: float) -> bytes:
     """Write the verdict if there is none yet; returns the one that counts."""
     return desk.compare_set("verdict", b"", msgspec.msgpack.encode(verdict), timeout=timeout)
 
@@ -272,7 +272,7 @@ class Membership:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Joining:
+class JoinRequest:
     """Which rank asks to join which job."""
 
     rank: int

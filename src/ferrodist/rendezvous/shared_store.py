@@ -20,7 +20,7 @@ from ferrodist.errors import (
 )
 from ferrodist.rendezvous import rounds
 from ferrodist.rendezvous.environment import read_environment
-from ferrodist.rendezvous.roll_call import await_all, call_off, claim_rank, network_id, note_rejection, roll
+from ferrodist.rendezvous.roll_call import await_all, cancel_claim, claim_rank, list_claims, network_id, note_rejection
 from ferrodist.rendezvous.secret import make_secret, secret_or_users
 from ferrodist.rendezvous.sockets import resolve
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.deadline import Deadline
-    from ferrodist.rendezvous.roll_call import Joining, Membership
+    from ferrodist.rendezvous.roll_call import JoinRequest, Membership
     from ferrodist.rendezvous.store import Store
 
 LINGER = 2.0
@@ -40,7 +40,7 @@ _INTERFACES = "/interfaces"  # the second stage of ranks of several hosts
 _CHARTER_KEY = "ferrodist/charter"
 
 
-class _Charter(msgspec.Struct, frozen=True, kw_only=True):
+class _JobInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 writes into a store before all else."""
 
     job: str
@@ -55,7 +55,7 @@ class _Charter(msgspec.Struct, frozen=True, kw_only=True):
 
 def meet(
     store: Store,
-    joining: Joining,
+    joining: JoinRequest,
     where: str,
     advice: str,
     *,
@@ -95,12 +95,12 @@ def meet(
     return joining.member(store, host, lambda: leave(LINGER), secret)
 
 
-def _found(store: Store, joining: Joining, where: str, advice: str, *, is_private: bool) -> tuple[bytes, bytes]:
+def _found(store: Store, joining: JoinRequest, where: str, advice: str, *, is_private: bool) -> tuple[bytes, bytes]:
     """Write the charter as rank 0, and return the job secret and the store's name."""
     made = make_secret().encode() if is_private and not joining.secret else b""
     secret, nonce = joining.secret or made, os.urandom(32)
     charter = msgspec.msgpack.encode(
-        _Charter(
+        _JobInfo(
             job=joining.job,
             world_size=joining.world_size,
             made_secret=made,
@@ -120,7 +120,7 @@ def _found(store: Store, joining: Joining, where: str, advice: str, *, is_privat
         raise RendezvousError(message, ranks=(0,))
 
 
-def _check(store: Store, joining: Joining, where: str, advice: str, *, is_private: bool) -> tuple[bytes, bytes]:
+def _check(store: Store, joining: JoinRequest, where: str, advice: str, *, is_private: bool) -> tuple[bytes, bytes]:
     """Compare this rank with the charter, and return the job secret and the store's name."""
     while True:
         charter = _read_charter(store.get(_CHARTER_KEY, timeout=joining.deadline.remaining()))
@@ -150,24 +150,24 @@ def _check(store: Store, joining: Joining, where: str, advice: str, *, is_privat
     return secret, charter.nonce
 
 
-def _read_charter(data: bytes) -> _Charter:
-    return msgspec.msgpack.decode(data, type=_Charter)
+def _read_charter(data: bytes) -> _JobInfo:
+    return msgspec.msgpack.decode(data, type=_JobInfo)
 
 
 def _file_proof(secret: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, b"ferrodist charter\0" + nonce, "sha256")
 
 
-def _agree_on_interfaces(store: Store, joining: Joining, where: str, server: str | None) -> str:
+def _agree_on_interfaces(store: Store, joining: JoinRequest, where: str, server: str | None) -> str:
     """Return this rank's `_interface` when every rank has found one; raise on all ranks when some rank has not."""
-    if len({claim.network for claim in roll(store, joining.world_size).values()}) == 1:
+    if len({claim.network for claim in list_claims(store, joining.world_size).values()}) == 1:
         return _LOOPBACK  # all ranks see the same claims, so none of them waits below
     try:
         host = _interface(store, joining.world_size, joining.deadline, server)
     except RendezvousError as error:
         told = RendezvousError(f"{where}: rank {joining.rank}: {error.message}", ranks=(joining.rank,))
         with contextlib.suppress(DistributedTimeoutError):
-            call_off(store, told, stage=_INTERFACES)
+            cancel_claim(store, told, stage=_INTERFACES)
         raise told from error
     await_all(
         store,
@@ -183,7 +183,7 @@ def _agree_on_interfaces(store: Store, joining: Joining, where: str, server: str
 def _interface(store: Store, world_size: int, deadline: Deadline, server: str | None = None) -> str:
     """Return the address on which the other ranks' hosts can reach this one; loopback if all are this one."""
     own = network_id()
-    others = sorted({claim.host for claim in roll(store, world_size).values() if claim.network != own})
+    others = sorted({claim.host for claim in list_claims(store, world_size).values() if claim.network != own})
     if not others:
         return _LOOPBACK
     for known in (read_environment().master_addr, server):  # to all hosts, more surely than each other's names

@@ -21,8 +21,8 @@ from ferrodist.rpc.transport import lost_error
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ferrodist.backends.request import Signal
-    from ferrodist.collectives.pytree import Extension
+    from ferrodist.backends.request import WaitEvent
+    from ferrodist.collectives.pytree import LeafCodec
     from ferrodist.errors import PeerLostError
     from ferrodist.rpc.executor import Workers
     from ferrodist.rpc.messages import Content
@@ -86,7 +86,7 @@ class Waiting:
     )
 
     def __init__(
-        self, peer: int, name: str, seconds: float, *, future: Future | None = None, signal: Signal | None = None
+        self, peer: int, name: str, seconds: float, *, future: Future | None = None, signal: WaitEvent | None = None
     ) -> None:
         self.peer = peer
         self.name = name
@@ -315,7 +315,7 @@ class Outgoing:
         workers: Workers,
         counters: Counters,
         caller: Callable[[int, float], Caller],
-        extensions: Mapping[int, Sequence[Extension]],
+        extensions: Mapping[int, Sequence[LeafCodec]],
         name: str,
     ) -> None:
         self._workers = workers
@@ -466,7 +466,7 @@ class Outgoing:
             raise
         return number
 
-    def _await(self, number: int, waiting: Waiting, signal: Signal) -> None:
+    def _await(self, number: int, waiting: Waiting, signal: WaitEvent) -> None:
         """Wait for a result. The signal may be set for what this thread has waited for before, too."""
         try:
             while not waiting.has_ended and (left := waiting.left) > 0:

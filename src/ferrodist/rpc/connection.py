@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Protocol
 
 from ferrodist.collectives.arguments import bytes_of
-from ferrodist.collectives.serialization import UnreadableError, read_letter_bytes, write_letter_bytes
+from ferrodist.collectives.serialization import UnreadableError, decode_value_bytes, encode_value_bytes
 from ferrodist.errors import (
     DistributedError,
     GroupClosedError,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import Listener, Request
+    from ferrodist.backends.request import PersistentRecv, Request
     from ferrodist.rpc.framing import Frame
     from ferrodist.rpc.large_messages import Buffers
     from ferrodist.rpc.messages import Content
@@ -93,7 +93,7 @@ class Link:
         self._limit = limit
         self._lock = threading.Lock()
         self._over: DistributedError | None = None  # why it has ended
-        self._listener: Listener | None = None
+        self._listener: PersistentRecv | None = None
         self._under_way: set[Request] = set()  # what is larger than a frame, both ways
         self._turns = Turns(peer, self._take, pair.abort)
         self._intake = Intake(
@@ -126,7 +126,7 @@ class Link:
                 raise UnsupportedOpError(
                     "what is sent has a tensor on a GPU: calls carry those on the CPU, pass tensor.cpu()"
                 )
-            letter, apart = write_letter_bytes(content, "what is sent")
+            letter, apart = encode_value_bytes(content, "what is sent")
             form, memory = Form.LETTER, memoryview(letter)
             has_references = REFERENCE_MARK in content.marks
         size = memory.nbytes
@@ -197,7 +197,7 @@ class Link:
         if frame.size <= ROOM and frame.form == Form.LETTER:
             text = memoryview(bytearray(frame.content()))
             with contextlib.suppress(UnreadableError):
-                parcel, apart = read_letter_bytes(text, self._intake.marks)
+                parcel, apart = decode_value_bytes(text, self._intake.marks)
                 if not apart:
                     self._give(frame, parcel)
                     return True

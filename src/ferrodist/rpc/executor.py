@@ -32,7 +32,7 @@ from ferrodist.rpc.server import Served, failure_of, serve, serving
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ferrodist.backends.request import Signal
+    from ferrodist.backends.request import WaitEvent
     from ferrodist.rpc.server import Functions
 
 _log = logging.getLogger(__name__)
@@ -123,19 +123,19 @@ AGES = 1e6
 
 
 class Waits:
-    """What the threads of an agent wait with, one `Signal` each.
+    """What the threads of an agent wait with, one `WaitEvent` each.
 
     Args:
         make: Makes one.
     """
 
-    def __init__(self, make: Callable[[], Signal]) -> None:
+    def __init__(self, make: Callable[[], WaitEvent]) -> None:
         self._make = make
         self._local = threading.local()
         self._lock = threading.Lock()
         self.num_waiting = 0  # for calls that they have made; they move messages
 
-    def signal(self) -> Signal:
+    def signal(self) -> WaitEvent:
         """This thread's. It waits for one thing at a time, so there is one."""
         try:
             return self._local.signal  # type: ignore[no-any-return]
@@ -143,8 +143,8 @@ class Waits:
             found = self._local.signal = self._make()
             return found
 
-    def wait(self, signal: Signal, seconds: float) -> bool:
-        """Wait for what a call brings; see `Signal.wait`."""
+    def wait(self, signal: WaitEvent, seconds: float) -> bool:
+        """Wait for what a call brings; see `WaitEvent.wait`."""
         with self._lock:
             self.num_waiting += 1
         try:

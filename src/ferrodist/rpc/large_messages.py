@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.collectives.arguments import bytes_of
-from ferrodist.collectives.serialization import Apart, Parcel, UnreadableError, read_letter_bytes
+from ferrodist.collectives.serialization import OutOfBandTensor, PackedValue, UnreadableError, decode_value_bytes
 from ferrodist.errors import ProtocolError
 from ferrodist.rpc.framing import ROOM, Form, outside_of_modes, tag_of
 
@@ -84,8 +84,8 @@ class Arrival:
         self._is_busy = self._is_due = self._has_ended = False
         self._request: Request | None = None
         self._text: memoryview | None = None  # all that is no tensor
-        self._parcel: Parcel | None = None
-        self._apart: list[Apart] | None = None  # known once the text is there
+        self._parcel: PackedValue | None = None
+        self._apart: list[OutOfBandTensor] | None = None  # known once the text is there
         self._num_begun = 0  # of those
         self._error: ProtocolError | None = None
 
@@ -152,13 +152,13 @@ class Arrival:
                 return bytes_of(tensor)
         return self._memory(each.size_bytes)
 
-    def _open(self, text: memoryview) -> list[Apart]:
+    def _open(self, text: memoryview) -> list[OutOfBandTensor]:
         """Look for what follows."""
         if self._frame.form == Form.PLAIN:
             return []
         peer = self._intake.peer
         try:
-            self._parcel, apart = read_letter_bytes(text, self._intake.marks)
+            self._parcel, apart = decode_value_bytes(text, self._intake.marks)
         except UnreadableError as error:
             self._error = ProtocolError(f"rank {peer} sent what is no value: {error}", ranks=(peer,))
             if error.apart is None:

@@ -18,15 +18,15 @@ import numpy as np
 import torch
 
 from ferrodist.collectives.arguments import check_tensor
-from ferrodist.collectives.pytree import Extension
+from ferrodist.collectives.pytree import LeafCodec
 from ferrodist.collectives.reduce_op import check_dtype
-from ferrodist.collectives.serialization import Parcel
+from ferrodist.collectives.serialization import PackedValue
 from ferrodist.errors import DistributedTimeoutError, PeerLostError, ProtocolError, RpcError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-Content = bytes | Parcel
+Content = bytes | PackedValue
 """What a message holds beside its kind and number: see [Note: forms]."""
 
 
@@ -146,7 +146,7 @@ def _put_array(value: Any) -> Any:
     raise ValueError("an array that is no tensor")
 
 
-ARRAYS = Extension(mark="array", take_apart=_take_array, put_together=_put_array)
+ARRAYS = LeafCodec(mark="array", take_apart=_take_array, put_together=_put_array)
 """Numpy arrays as tensors."""
 
 EXTENSIONS = (ARRAYS,)
@@ -168,7 +168,7 @@ def _take_object(value: Any) -> bytes | None:
         raise TypeError(f"can't be pickled: {error}") from error
 
 
-PICKLED = Extension(mark="pickle", take_apart=_take_object, put_together=pickle.loads)
+PICKLED = LeafCodec(mark="pickle", take_apart=_take_object, put_together=pickle.loads)
 """Whatever else Python knows; the last to be asked, and only where whoever calls is trusted with everything."""
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
@@ -206,7 +206,7 @@ def _place_in(call: Call, text: str) -> str:
     return text.lstrip()
 
 
-def pack_call(call: Call, extensions: Sequence[Extension]) -> Content:
+def pack_call(call: Call, extensions: Sequence[LeafCodec]) -> Content:
     """Write a call down.
 
     Raises:
@@ -219,13 +219,13 @@ def pack_call(call: Call, extensions: Sequence[Extension]) -> Content:
             pass  # an integer of more than 64 bits, or half of a surrogate pair, which is named below
     value = [call.name, tuple(call.arguments), call.keywords]
     try:
-        return Parcel.of(value, "", extensions, _check_tensor)
+        return PackedValue.of(value, "", extensions, _check_tensor)
     except TypeError as error:
         title = call.name.removeprefix(OWN_NAMES)
         raise TypeError(f"the call of {title!r}: {_place_in(call, str(error))}") from None
 
 
-def unpack_call(content: Content, src: int, extensions: Sequence[Extension]) -> Call:
+def unpack_call(content: Content, src: int, extensions: Sequence[LeafCodec]) -> Call:
     """Read a call.
 
     Raises:
@@ -248,7 +248,7 @@ def unpack_call(content: Content, src: int, extensions: Sequence[Extension]) -> 
     raise _no("call", src)
 
 
-def pack_result(value: Any, extensions: Sequence[Extension]) -> Content:
+def pack_result(value: Any, extensions: Sequence[LeafCodec]) -> Content:
     """Write down what a function has returned.
 
     Raises:
@@ -259,10 +259,10 @@ def pack_result(value: Any, extensions: Sequence[Extension]) -> Content:
             return _ENCODE(value)
         except (OverflowError, UnicodeEncodeError):
             pass  # as above
-    return Parcel.of(value, "the result", extensions, _check_tensor)
+    return PackedValue.of(value, "the result", extensions, _check_tensor)
 
 
-def unpack_result(content: Content, src: int, extensions: Sequence[Extension]) -> Any:
+def unpack_result(content: Content, src: int, extensions: Sequence[LeafCodec]) -> Any:
     """Read a result.
 
     Raises:

@@ -15,8 +15,8 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ferrodist.collectives.pytree import Extension
-from ferrodist.collectives.serialization import Parcel
+from ferrodist.collectives.pytree import LeafCodec
+from ferrodist.collectives.serialization import PackedValue
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedTimeoutError, GroupClosedError, RpcError, describe_error
 from ferrodist.rpc.executor import Errands
@@ -140,16 +140,16 @@ class RemoteObjects:
         self._packing = threading.local()
         self._is_closed = False
 
-    def extension_for(self, peer: int) -> Extension:
+    def extension_for(self, peer: int) -> LeafCodec:
         """How references travel to a rank, within `pack`, and from it."""
-        return Extension(
+        return LeafCodec(
             mark=REFERENCE_MARK,
             take_apart=functools.partial(self._take_apart, peer),
             put_together=functools.partial(self._put_together, peer),
         )
 
     def pack(
-        self, peer: int, write: Callable[[Any, Sequence[Extension]], Content], value: Any
+        self, peer: int, write: Callable[[Any, Sequence[LeafCodec]], Content], value: Any
     ) -> tuple[Content, Passing | None]:
         """Write something to a rank down; references in it are for what is returned beside it to send.
 
@@ -368,7 +368,7 @@ class ObjectCalls:
             if peer == self._objects.rank and not isinstance(found, Failure):
                 # What has no way to go is to be a copy all the same.
                 content, _ = self._objects.pack(peer, pack_result, found)
-                content = content.copy() if isinstance(content, Parcel) else content
+                content = content.copy() if isinstance(content, PackedValue) else content
                 found = unpack_result(content, peer, self._objects.extensions[peer])
             answer(found)
         except Exception as error:  # noqa: BLE001 - it may change meanwhile; whoever waits is to know

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ferrodist.backends.mailbox_backend import Departure
+from ferrodist.backends.mailbox_backend import PeerExit
 from ferrodist.backends.tcp.backend import TcpBackend
 from ferrodist.deadline import Deadline, check_timeout, resolve_timeout
 from ferrodist.errors import DistributedError, InvalidRankError, PeerLostError, ProtocolError, RendezvousError
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ferrodist.rendezvous.session import Connection
     from ferrodist.rpc.transport import Peers
 
-_LEFT = Departure(what="has left: its agent was closed")
+_LEFT = PeerExit(what="has left: its agent was closed")
 
 
 class Meeting(msgspec.Struct, frozen=True, array_like=True):
@@ -110,7 +110,7 @@ class Pair(TcpBackend):
         del group_id
         return self._agents[rank], f"rank {self._agents[rank]}"
 
-    def _peer_left(self, group_id: int, rank: int, departure: Departure = _LEFT) -> None:
+    def _peer_left(self, group_id: int, rank: int, departure: PeerExit = _LEFT) -> None:
         self.peer_has_left |= departure is _LEFT
         super()._peer_left(group_id, rank, departure)
 

@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
-from ferrodist.backends.request import LockSignal
+from ferrodist.backends.request import LockWaitEvent
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.deadline import Deadline
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import Signal
+    from ferrodist.backends.request import WaitEvent
     from ferrodist.errors import DistributedError
 
 
@@ -73,9 +73,9 @@ class RpcBackend(ABC):
     def refuse(self) -> None:  # noqa: B027 - may stay as it is
         """Be told that an agent was not made: close, unless another agent has this. This form does nothing."""
 
-    def signal(self) -> Signal:
+    def signal(self) -> WaitEvent:
         """Something for a thread to wait for until messages of the groups bring it; see `Backend.signal`."""
-        return LockSignal()
+        return LockWaitEvent()
 
     def close(self) -> None:  # noqa: B027 - may stay as it is
         """Tell of no more ranks, and be reached by none; groups that were told of go on. This form does nothing."""
@@ -110,7 +110,7 @@ class GroupRpcBackend(RpcBackend):
             f"rank {peer} of group {self._group.name!r} was there, and whom a group has lost does not come back to it"
         )
 
-    def signal(self) -> Signal:
+    def signal(self) -> WaitEvent:
         """See `RpcBackend`."""
         return self._group.signal()
 

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ferrodist.backends.request import Signal
+    from ferrodist.backends.request import WaitEvent
     from ferrodist.rpc.executor import Waits
 
 _LOOK_SECONDS = 0.002
@@ -29,7 +29,7 @@ class Window:
         self._enough = max(1, size // 4)
         self._waits = waits
         self._lock = threading.Lock()
-        self._waiting: list[Signal] = []
+        self._waiting: list[WaitEvent] = []
         self._are_woken = False
 
     def enter(self, seconds: float) -> bool:

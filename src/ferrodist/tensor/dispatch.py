@@ -1,6 +1,6 @@
 """From an operator's call to what this rank does: prepared once for each kind of call, then looked up.
 
-What is prepared is a `Recipe`. Its key is the operator, the layouts of the distributed tensors, and the other
+What is prepared is a `CachedDispatch`. Its key is the operator, the layouts of the distributed tensors, and the other
 arguments; of floating-point numbers only that they are there, unless the rule asks for their values. `DTensor` looks
 recipes up itself and runs the common ones, for that takes less time than a call would.
 """
@@ -16,11 +16,11 @@ import torch
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.copied_views import COPIES, ViewKind, after_write, check_writable, find_kind
 from ferrodist.tensor.fallback import compute_picks, copy_to_itself, find_substitute, is_copy_to_itself
-from ferrodist.tensor.op_strategy import Call, bind_arguments, choose, map_tensors, split_arguments
+from ferrodist.tensor.op_strategy import OpCall, bind_arguments, map_tensors, select_strategy, split_arguments
 from ferrodist.tensor.ops.table import RULES
 from ferrodist.tensor.plain_tensors import TAKE_NO_NUMBERS, adopt_plain, find_plain, note_numbers
 from ferrodist.tensor.redistribute import redistribute_local
-from ferrodist.tensor.spec import Layout
+from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.autograd import current_graph_task
 from ferrodist.torch_private.operators import plain_call, private_aten, schema_of
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.tensor.op_strategy import Rule
+    from ferrodist.tensor.op_strategy import OpRule
 
 _BY_VALUE: Any = object()
 """In the place of a recipe: it is found under a key with the values of numbers, and torch's default dtype, too."""
@@ -40,7 +40,7 @@ _MAX_RECIPES = 1 << 14
 """How many a group keeps; programs with new shapes in each step would fill the memory."""
 
 
-class Lane(Enum):
+class DispatchKind(Enum):
     """What there is to do around the local computation."""
 
     RESULT = "one tensor comes out of the local tensors as they are"
@@ -51,7 +51,7 @@ class Lane(Enum):
     ANY = "anything"
 
 
-class Recipe:
+class CachedDispatch:
     """How a kind of call is computed.
 
     Args:
@@ -81,8 +81,8 @@ class Recipe:
     def __init__(
         self,
         local: Callable[..., Any],
-        layouts: Sequence[Layout],
-        outputs: Sequence[Layout],
+        layouts: Sequence[DTensorSpec],
+        outputs: Sequence[DTensorSpec],
         replaced: Mapping[str, Any],
         written: Sequence[str],
     ) -> None:
@@ -91,19 +91,19 @@ class Recipe:
         self.outputs = outputs
         self.replaced = replaced
         self.written = written
-        self.lane = Lane.ANY
-        self.output: Layout | None = None
-        """The layout of the result, in `Lane.RESULT`."""
+        self.lane = DispatchKind.ANY
+        self.output: DTensorSpec | None = None
+        """The layout of the result, in `DispatchKind.RESULT`."""
         self.places: Sequence[tuple[int, Any]] = ()
-        """``replaced`` by position, in the quick lanes; in `Lane.LISTS` the positions of what is written."""
+        """``replaced`` by position, in the quick lanes; in `DispatchKind.LISTS` the positions of what is written."""
         self.offsets: Sequence[int] | None = None
         """Of views, where in the memory of the whole tensor they start; None where the results are no views."""
         self.offset = 0
-        """The only one of ``offsets``, in `Lane.VIEW`."""
+        """The only one of ``offsets``, in `DispatchKind.VIEW`."""
         self.view_kind = ViewKind.COPIED
         """Of views whose parts have memory of their own."""
         self.may_copy = True
-        """In `Lane.VIEW`, whether parts may be copies: views by the operator itself never are."""
+        """In `DispatchKind.VIEW`, whether parts may be copies: views by the operator itself never are."""
 
 
 def part_of_key(value: Any, cls: Any) -> Any:
@@ -150,7 +150,7 @@ def dispatch(
         rule = RULES.get(func)
         is_by_value = rule is not None and rule.by_value
         recipe = _BY_VALUE if is_by_value else _prepare(func, args, kwargs, cls)
-        if isinstance(recipe, Recipe) and _makes_floats(recipe, [*args, *kwargs.values()]):
+        if isinstance(recipe, CachedDispatch) and _makes_floats(recipe, [*args, *kwargs.values()]):
             recipe = _BY_VALUE
         recipes[tuple(key)] = recipe
     if recipe is _BY_VALUE:
@@ -158,15 +158,15 @@ def dispatch(
         recipe = recipes.get(exact)
         if recipe is None:
             recipe = recipes[exact] = _prepare(func, args, kwargs, cls)
-    if not isinstance(recipe, Recipe):
+    if not isinstance(recipe, CachedDispatch):
         return recipe(*args, **kwargs)
     return _run(recipe, func, args, kwargs, cls)
 
 
 def dispatch_lists(
-    recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any
+    recipe: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any
 ) -> None:
-    """Compute a call of `Lane.LISTS`."""
+    """Compute a call of `DispatchKind.LISTS`."""
     for place, _ in recipe.places:
         if True in [type(one) is cls and one._copied is not None for one in args[place]]:
             _check_writable(func, args, kwargs)
@@ -182,14 +182,14 @@ def _after_writes(written: Sequence[Any], cls: Any) -> None:
     map_tensors(after_write, written, cls)
 
 
-def _makes_floats(recipe: Recipe, arguments: Sequence[Any]) -> bool:
+def _makes_floats(recipe: CachedDispatch, arguments: Sequence[Any]) -> bool:
     """Whether floats come out of whole numbers, whose dtype is torch's default one unless an argument says it."""
     if any(isinstance(value, torch.dtype) for value in arguments):
         return False
     return any(_is_float(layout) for layout in recipe.outputs) and not any(map(_is_float, recipe.layouts))
 
 
-def _is_float(layout: Layout) -> bool:
+def _is_float(layout: DTensorSpec) -> bool:
     return layout.dtype.is_floating_point or layout.dtype.is_complex
 
 
@@ -211,7 +211,9 @@ def _values(arguments: Sequence[Any]) -> list[float]:
     return found
 
 
-def _run(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any) -> Any:
+def _run(
+    recipe: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: Any
+) -> Any:
     layouts = iter(recipe.layouts)
 
     def localize(tensor: Any) -> torch.Tensor:
@@ -254,7 +256,7 @@ def _written_arguments(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
 
 def _prepare(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: type
-) -> Recipe | Callable[..., Any]:
+) -> CachedDispatch | Callable[..., Any]:
     """Find out how a call is computed: as a recipe, or by another function of the same arguments."""
     arguments = bind_arguments(func, args, kwargs)
     rule = RULES.get(func)
@@ -268,10 +270,10 @@ def _prepare(
         recipe = _prepare_each(func, layouts, rule, mesh)
         _find_lists_lane(recipe, func, args, kwargs, cls)
         return recipe
-    call = Call(func, layouts, mesh)
+    call = OpCall(func, layouts, mesh)
     try:
         recipe = _decide(call, rule)
-    except _NoWayError as error:
+    except _NoStrategyError as error:
         return functools.partial(_fold_first, func, cls, str(error))
     if (func.is_view or func is _UNSAFE_VIEW) and not recipe.written:
         recipe.offsets = [int(meta.storage_offset()) for meta in call.results]
@@ -282,7 +284,7 @@ def _prepare(
 
 
 def _find_other(
-    func: torch._ops.OpOverload, rule: Rule, layouts: Mapping[str, Any], mesh: DeviceMesh, cls: type
+    func: torch._ops.OpOverload, rule: OpRule, layouts: Mapping[str, Any], mesh: DeviceMesh, cls: type
 ) -> Callable[..., Any] | None:
     """What computes a call of an operator with a rule that is none for the rule."""
     if find_plain(list(layouts.values()), takes_numbers=func not in TAKE_NO_NUMBERS):
@@ -292,7 +294,7 @@ def _find_other(
     return copy_to_itself if is_copy_to_itself(func, layouts) else None
 
 
-class _NoWayError(UnsupportedOpError):
+class _NoStrategyError(UnsupportedOpError):
     """An operator can't be computed in a way that leaves what it writes where it lies."""
 
 
@@ -312,7 +314,7 @@ def _written_names(func: torch._ops.OpOverload) -> list[str]:
     return [name for _, name in _written_arguments(func)]
 
 
-def _kind_of_view(func: torch._ops.OpOverload, rule: Rule, before: Layout, after: Layout) -> ViewKind:
+def _kind_of_view(func: torch._ops.OpOverload, rule: OpRule, before: DTensorSpec, after: DTensorSpec) -> ViewKind:
     """What a view of a tensor is if its part has memory of its own; the same on all ranks."""
     is_moved = any(
         size > 1 and one != other
@@ -325,8 +327,8 @@ def _kind_of_view(func: torch._ops.OpOverload, rule: Rule, before: Layout, after
 
 def _check(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> DeviceMesh:
     """The mesh of all distributed tensors of a call."""
-    found: list[Layout] = []
-    map_tensors(found.append, list(arguments.values()), Layout)
+    found: list[DTensorSpec] = []
+    map_tensors(found.append, list(arguments.values()), DTensorSpec)
     mesh = found[0].mesh
     for layout in found:
         if layout.mesh.identity != mesh.identity:
@@ -341,7 +343,7 @@ def _check(func: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> DeviceM
     return mesh
 
 
-def _decide(call: Call, rule: Rule) -> Recipe:
+def _decide(call: OpCall, rule: OpRule) -> CachedDispatch:
     """The recipe of a call, by the choices of its rule."""
     func = call.operator
     written = [
@@ -351,8 +353,8 @@ def _decide(call: Call, rule: Rule) -> Recipe:
         if argument.is_write and (argument.name != "grads" or call.arguments.get("grad_scale") is not None)
     ]
     fixed = _inputs_of(call, written)
-    if not choose(call, rule, fixed):
-        raise _NoWayError(
+    if not select_strategy(call, rule, fixed):
+        raise _NoStrategyError(
             f"{func} can't write to a tensor that lies as {call.inputs[fixed[0]] if fixed else call.inputs}:"
             " redistribute() it first, or use the form that makes a new tensor"
         )
@@ -362,23 +364,23 @@ def _decide(call: Call, rule: Rule) -> Recipe:
     outputs = [call.inputs[place] for place in fixed]
     if not written:
         outputs = [
-            Layout.of(
+            DTensorSpec.of(
                 call.mesh, [choice.outputs[place] for choice in call.chosen], meta.shape, meta.dtype, meta.stride()
             )
             for place, meta in enumerate(call.results)
         ]
     local = None if rule.local is None else rule.local(call, layouts, outputs)
     replaced = {} if rule.arguments is None else rule.arguments(call, layouts, outputs)
-    return Recipe(local or plain_call(func), layouts, outputs, replaced, written)
+    return CachedDispatch(local or plain_call(func), layouts, outputs, replaced, written)
 
 
-def _inputs_of(call: Call, names: Sequence[str]) -> list[int]:
+def _inputs_of(call: OpCall, names: Sequence[str]) -> list[int]:
     """The numbers of the inputs that some arguments have."""
     found: list[int] = []
     place = 0
     for name, value in call.arguments.items():
-        here: list[Layout] = []
-        map_tensors(here.append, value, Layout)
+        here: list[DTensorSpec] = []
+        map_tensors(here.append, value, DTensorSpec)
         if name in names:
             found += range(place, place + len(here))
         place += len(here)
@@ -392,9 +394,9 @@ def _have_numbers(args: Sequence[Any], kwargs: Mapping[str, Any], cls: type) -> 
     return not all(isinstance(one, cls) for one in tensors)
 
 
-def _find_lane(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], cls: type) -> None:
+def _find_lane(recipe: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], cls: type) -> None:
     """Find whether calls of this kind can take a quick lane: their form is in the key."""
-    now: list[Layout] = []
+    now: list[DTensorSpec] = []
     map_tensors(lambda one: now.append(one._layout), list(args), cls)
     names = [argument.name for argument in schema_of(func).arguments]
     direct = [value for value in args if isinstance(value, cls)]
@@ -408,25 +410,25 @@ def _find_lane(recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any],
     returns = schema_of(func).returns
     if recipe.written:
         if recipe.written == names[:1] and isinstance(args[0], cls):
-            recipe.lane = Lane.IN_PLACE
+            recipe.lane = DispatchKind.IN_PLACE
     elif len(returns) == 1 and isinstance(returns[0].type, torch.TensorType):
-        recipe.lane = Lane.RESULT if recipe.offsets is None else Lane.VIEW
+        recipe.lane = DispatchKind.RESULT if recipe.offsets is None else DispatchKind.VIEW
         recipe.may_copy = recipe.local is not plain_call(func)
         (recipe.output,) = recipe.outputs
         recipe.offset = recipe.offsets[0] if recipe.offsets else 0
     elif recipe.offsets is None and all(isinstance(one.type, torch.TensorType) for one in returns):
-        recipe.lane = Lane.SEVERAL
+        recipe.lane = DispatchKind.SEVERAL
 
 
 def _find_lists_lane(
-    recipe: Recipe, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: type
+    recipe: CachedDispatch, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], cls: type
 ) -> None:
     if any(isinstance(value, torch.Tensor) for value in args):
         return  # `DTensor` takes calls with distributed ones for those of the other lanes, and numbers are looked at
-    now: list[Layout] = []
+    now: list[DTensorSpec] = []
     map_tensors(lambda one: now.append(one._layout), [*args, *kwargs.values()], cls)
     if not schema_of(func).returns and now == recipe.layouts and not any(map(_is_list, kwargs.values())):
-        recipe.lane = Lane.LISTS
+        recipe.lane = DispatchKind.LISTS
         recipe.places = [(place, None) for place, _ in _written_arguments(func) if place < len(args)]
         # torch's own function reads lists more quickly than the operator does.
         recipe.local = getattr(torch, func.overloadpacket.__name__, recipe.local)
@@ -436,23 +438,25 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
-def _prepare_each(func: torch._ops.OpOverload, arguments: Mapping[str, Any], rule: Rule, mesh: DeviceMesh) -> Recipe:
+def _prepare_each(
+    func: torch._ops.OpOverload, arguments: Mapping[str, Any], rule: OpRule, mesh: DeviceMesh
+) -> CachedDispatch:
     """The recipe of an operator on lists of tensors: for each place in the lists a call with lists of one."""
     lists = {name: value for name, value in arguments.items() if isinstance(value, list | tuple)}
     count = max(map(len, lists.values()))
     recipes = []
     for place in range(count):
         one = {name: [value[place]] if name in lists and value else value for name, value in arguments.items()}
-        recipes.append(_decide(Call(func, one, mesh), rule))
+        recipes.append(_decide(OpCall(func, one, mesh), rule))
     # The inputs of all, in the order in which they are found among the arguments.
     numbers = iter(range(count * len(arguments)))
     order = {}
     for name, value in arguments.items():
         for place in range(len(value) if name in lists else 1):
             one = value[place] if name in lists else value
-            if isinstance(one, Layout):
+            if isinstance(one, DTensorSpec):
                 order[name, place] = next(numbers)
-    layouts: list[Layout] = [None] * len(order)  # type: ignore[list-item] # filled below
+    layouts: list[DTensorSpec] = [None] * len(order)  # type: ignore[list-item] # filled below
     for place, recipe in enumerate(recipes):
         mine = iter(recipe.layouts)
         for name in arguments:
@@ -460,4 +464,4 @@ def _prepare_each(func: torch._ops.OpOverload, arguments: Mapping[str, Any], rul
             if at in order:
                 layouts[order[at]] = next(mine)
     outputs = [layout for recipe in recipes for layout in recipe.outputs]
-    return Recipe(plain_call(func), layouts, outputs, {}, recipes[0].written)
+    return CachedDispatch(plain_call(func), layouts, outputs, {}, recipes[0].written)

@@ -19,17 +19,17 @@ import torch
 
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.collectives.arguments import check_layout
-from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.facts import dtype_text, read_facts
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, check_dtype
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
 from ferrodist.tensor.copied_views import COPIES, CopiedPart, ViewKind, after_write, describe_stale, find_kind, watch
-from ferrodist.tensor.dispatch import Lane, Recipe, dispatch, dispatch_lists, part_of_key
+from ferrodist.tensor.dispatch import CachedDispatch, DispatchKind, dispatch, dispatch_lists, part_of_key
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.tensor.plain_tensors import check_plain
 from ferrodist.tensor.redistribute import redistribute_local
-from ferrodist.tensor.redistribute_plan import Plan, make_plan
-from ferrodist.tensor.spec import Layout, check_placements, local_sizes
+from ferrodist.tensor.redistribute_plan import RedistributePlan, make_plan
+from ferrodist.tensor.spec import DTensorSpec, check_placements, local_sizes
 from ferrodist.torch_private.autograd import backward_hooks, current_graph_task
 from ferrodist.torch_private.tensors import base_data, call_plain, is_held_once, make_wrapper
 from ferrodist.wording import with_article
@@ -48,7 +48,13 @@ def own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # A member of an enum takes longer to look up than a name.
-_ANY, _IN_PLACE, _LISTS, _RESULT, _VIEW = Lane.ANY, Lane.IN_PLACE, Lane.LISTS, Lane.RESULT, Lane.VIEW
+_ANY, _IN_PLACE, _LISTS, _RESULT, _VIEW = (
+    DispatchKind.ANY,
+    DispatchKind.IN_PLACE,
+    DispatchKind.LISTS,
+    DispatchKind.RESULT,
+    DispatchKind.VIEW,
+)
 _SHARED = ViewKind.SHARED
 
 
@@ -64,7 +70,7 @@ class DTensor(torch.Tensor):
 
     __slots__ = ("_layout", "_local")
 
-    _layout: Layout
+    _layout: DTensorSpec
     _local: torch.Tensor
     _copied: CopiedPart | None = None
     """Of a view whose part has memory of its own: see `copied_views`."""
@@ -72,14 +78,14 @@ class DTensor(torch.Tensor):
     __torch_function__ = call_plain
 
     @staticmethod
-    def _wrap(local: torch.Tensor, layout: Layout) -> DTensor:
+    def _wrap(local: torch.Tensor, layout: DTensorSpec) -> DTensor:
         made: DTensor = make_wrapper(DTensor, *layout.wrapper_arguments)
         made._local, made._layout = local, layout
         return made
 
     @staticmethod
     def _wrap_view(
-        local: torch.Tensor, layout: Layout, base: DTensor, offset: int, kind: ViewKind = ViewKind.SHARED
+        local: torch.Tensor, layout: DTensorSpec, base: DTensor, offset: int, kind: ViewKind = ViewKind.SHARED
     ) -> DTensor:
         """A view of another, that starts ``offset`` elements further in the memory of the whole tensor."""
         if torch.is_inference_mode_enabled() and not base.is_inference():
@@ -98,8 +104,10 @@ class DTensor(torch.Tensor):
         return made
 
     @staticmethod
-    def _wrap_results(recipe: Recipe, result: Any, base: DTensor) -> Any:
-        """What a recipe of `Lane.VIEW` or `Lane.SEVERAL` gives, from what its local computation does."""
+    def _wrap_results(recipe: CachedDispatch, result: Any, base: DTensor) -> Any:
+        """What a recipe of `DispatchKind.VIEW` or `DispatchKind.SEVERAL` gives, from what its local computation
+        does.
+        """
         if recipe.lane is _VIEW:
             is_view = not recipe.may_copy or (recipe.local is torch.reshape and base._local.is_contiguous())
             kind = _SHARED if is_view else find_kind(recipe.view_kind, result, base._local)
@@ -138,7 +146,7 @@ class DTensor(torch.Tensor):
         if layout is not None:
             recipe = layout.recipes.get(tuple(key))
             if (
-                type(recipe) is Recipe
+                type(recipe) is CachedDispatch
                 and (lane := recipe.lane) is not _ANY
                 and not (lane is _IN_PLACE and args[0]._copied is not None)
             ):
@@ -202,7 +210,7 @@ class DTensor(torch.Tensor):
             whole = tuple(shape)
             checked = check_placements(mesh, placements, whole)
         checked = check_placements(mesh, checked, whole)
-        layout = Layout.of(mesh, checked, whole, local.dtype)
+        layout = DTensorSpec.of(mesh, checked, whole, local.dtype)
         if tuple(local.shape) != layout.local_shape:
             raise ValueError(
                 f"this rank's part of a tensor of shape {whole}, placed as {list(checked)}, has shape"
@@ -259,7 +267,7 @@ class DTensor(torch.Tensor):
         made: DTensor = _Redistribute.apply(self, target)  # type: ignore[no-untyped-call]
         return made
 
-    def plan(self, placements: Placement | Sequence[Placement]) -> Plan:
+    def plan(self, placements: Placement | Sequence[Placement]) -> RedistributePlan:
         """What `redistribute` would do; print it to see the collectives and their bytes."""
         return make_plan(self._layout, self._layout.placed(check_placements(self.mesh, placements, self.shape)))
 
@@ -394,7 +402,7 @@ def _agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
     if local.dim() > _MAX_DIMS:
         raise ValueError(f"from_local takes tensors of at most {_MAX_DIMS} dims without shape=, not {local.dim()}")
     group = mesh.group
-    engine = collectives_of(group)
+    engine = host_engine_of(group)
     shape = [*local.shape, *[0] * (_MAX_DIMS - local.dim())]
     # The text is for messages, as far as there is room for it.
     text = repr(list(placements)).encode()
@@ -436,18 +444,18 @@ def _agree_on_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
     return tuple(whole)
 
 
-def _gradient_placements(layout: Layout, given: Placement | Sequence[Placement] | None) -> tuple[Placement, ...]:
+def _gradient_placements(layout: DTensorSpec, given: Placement | Sequence[Placement] | None) -> tuple[Placement, ...]:
     if given is None:
         return _of_gradient(layout)
     return check_placements(layout.mesh, given, layout.shape)
 
 
-def _of_gradient(layout: Layout) -> tuple[Placement, ...]:
+def _of_gradient(layout: DTensorSpec) -> tuple[Placement, ...]:
     """How the gradient of a tensor lies: as the tensor, but whole where that is partial."""
     return tuple(Replicate() if isinstance(one, Partial) else one for one in layout.placements)
 
 
-def _redistribute(tensor: DTensor, target: Layout) -> DTensor:
+def _redistribute(tensor: DTensor, target: DTensorSpec) -> DTensor:
     local = redistribute_local(tensor._local, tensor._layout, target)
     if local is tensor._local:
         # A view for autograd too, which then knows of what is written to either.
@@ -471,7 +479,7 @@ class _Redistribute(torch.autograd.Function):
     """`DTensor.redistribute`, which leaves the values as they are: so does its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, target: Layout) -> DTensor:
+    def forward(ctx: Any, tensor: DTensor, target: DTensorSpec) -> DTensor:
         ctx.placements, ctx.mesh = _of_gradient(tensor._layout), tensor._layout.mesh
         return _redistribute(tensor, target)
 
@@ -490,7 +498,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[DTensor, None]:
-        layout: Layout = ctx.layout
+        layout: DTensorSpec = ctx.layout
         return DTensor.from_local(own(grads[0]), layout.mesh, ctx.grad_placements, shape=layout.shape), None
 
 
@@ -498,13 +506,13 @@ class _FromLocal(torch.autograd.Function):
     """`DTensor.from_local`."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, layout: Layout) -> DTensor:
+    def forward(ctx: Any, local: torch.Tensor, layout: DTensorSpec) -> DTensor:
         ctx.layout = layout
         return DTensor._wrap(local.view_as(local), layout)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:
-        layout: Layout = ctx.layout
+        layout: DTensorSpec = ctx.layout
         local = _placed(grads[0], _of_gradient(layout), layout.mesh).to_local()
         for placement, num_ranks in zip(layout.placements, layout.mesh.shape, strict=True):
             if isinstance(placement, Partial):

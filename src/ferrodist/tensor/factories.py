@@ -11,7 +11,7 @@ import torch
 
 from ferrodist.backends.base import check_rank
 from ferrodist.collectives.arguments import check_layout, compute_shard_sizes, prepare_out
-from ferrodist.collectives.gather import scatter_by_sizes
+from ferrodist.collectives.gather import scatter_with_sizes
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.reduce import broadcast
 from ferrodist.collectives.reduce_op import check_dtype
@@ -20,7 +20,7 @@ from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.ops.random import check_generators, part_of_whole
 from ferrodist.tensor.placement import Shard
 from ferrodist.tensor.redistribute import redistribute_local
-from ferrodist.tensor.spec import Layout, check_placements, take_part
+from ferrodist.tensor.spec import DTensorSpec, check_placements, take_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +75,7 @@ def distribute(
     group = mesh.group
     whole = tensor.detach().resolve_conj().resolve_neg()
     # Parts of a sum are made of whole tensors, without anything sent.
-    target = Layout.of(mesh, checked, tensor.shape, tensor.dtype)
+    target = DTensorSpec.of(mesh, checked, tensor.shape, tensor.dtype)
     layout = target.folded
     if src is None:
         local = redistribute_local(whole, layout.whole, layout)
@@ -100,7 +100,7 @@ def _agree(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
             )
 
 
-def _send(tensor: torch.Tensor, layout: Layout, root: Sequence[int]) -> torch.Tensor:
+def _send(tensor: torch.Tensor, layout: DTensorSpec, root: Sequence[int]) -> torch.Tensor:
     """This rank's part, from the rank at ``root``: along each axis in turn, from those that have theirs already."""
     mesh = layout.mesh
     here = layout.coordinate
@@ -130,7 +130,7 @@ def _scatter(tensor: torch.Tensor, dim: int, root: int, group: Backend) -> torch
     shape = [*tensor.shape[:dim], sizes[group.rank], *tensor.shape[dim + 1 :]]
     target = prepare_out(None, shape, tensor.dtype, device=tensor.device, dim=dim)
     whole = tensor if group.rank == root else None
-    return scatter_by_sizes(whole, target, sizes, root, dim=dim, group=group, timeout=group.timeout)
+    return scatter_with_sizes(whole, target, sizes, root, dim=dim, group=group, timeout=group.timeout)
 
 
 if TYPE_CHECKING:
@@ -270,16 +270,16 @@ def arange(
     return _part(whole, target, requires_grad=requires_grad)
 
 
-def _layout(shape: Sequence[int], mesh: DeviceMesh, placements: Placements, dtype: torch.dtype | None) -> Layout:
+def _layout(shape: Sequence[int], mesh: DeviceMesh, placements: Placements, dtype: torch.dtype | None) -> DTensorSpec:
     kind = torch.get_default_dtype() if dtype is None else dtype
-    return Layout.of(mesh, check_placements(mesh, placements, shape), shape, kind)
+    return DTensorSpec.of(mesh, check_placements(mesh, placements, shape), shape, kind)
 
 
-def _part(whole: torch.Tensor, target: Layout, *, requires_grad: bool) -> DTensor:
+def _part(whole: torch.Tensor, target: DTensorSpec, *, requires_grad: bool) -> DTensor:
     return _leaf(part_of_whole(whole, target), target, requires_grad=requires_grad)
 
 
-def _leaf(local: torch.Tensor, layout: Layout, *, requires_grad: bool) -> DTensor:
+def _leaf(local: torch.Tensor, layout: DTensorSpec, *, requires_grad: bool) -> DTensor:
     made = DTensor._wrap(local, layout)
     made.requires_grad_(requires_grad)
     return made

@@ -22,7 +22,7 @@ from ferrodist.tensor.placement import Replicate, Shard
 from ferrodist.tensor.plain_tensors import INSIDE, adopt, find_plain, returned_arguments
 from ferrodist.tensor.redistribute import redistribute_local
 from ferrodist.tensor.replica_check import describe_module
-from ferrodist.tensor.spec import Layout
+from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.autograd import current_graph_task
 from ferrodist.torch_private.operators import can_decompose, private_aten, schema_of
 from ferrodist.torch_private.tensors import no_torch_dispatch
@@ -155,7 +155,7 @@ def compute_picks(func: torch._ops.OpOverload, cls: Any, /, *args: Any, **kwargs
     return compute_whole(func, cls, args, kwargs)
 
 
-def _is_divided(layout: Layout) -> bool:
+def _is_divided(layout: DTensorSpec) -> bool:
     return any(
         size > 1 and isinstance(one, Shard) for one, size in zip(layout.placements, layout.mesh.shape, strict=True)
     )
@@ -216,7 +216,7 @@ def _wrap(result: Any, cls: Any, mesh: DeviceMesh, viewed: Any) -> Any:
 
     def wrap(one: torch.Tensor) -> Any:
         plain = one.resolve_conj().resolve_neg()
-        layout = Layout.of(mesh, [Replicate()] * mesh.ndim, plain.shape, plain.dtype, plain.stride())
+        layout = DTensorSpec.of(mesh, [Replicate()] * mesh.ndim, plain.shape, plain.dtype, plain.stride())
         if not isinstance(viewed, cls):
             return cls._wrap(plain, layout)
         return cls._wrap_view(plain, layout, viewed, 0, ViewKind.MOVED)

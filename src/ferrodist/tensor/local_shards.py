@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ferrodist.tensor.spec import Layout
+    from ferrodist.tensor.spec import DTensorSpec
 
 if TYPE_CHECKING:
     Run = tuple[int, int]
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 _pieces = WeakTensorKeyDictionary()
-"""What `mark_piece` was told."""
+"""What `annotate_flat_shard` was told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlatPiece:
+class FlatShard:
     """What a tensor is that has a part of another one's elements, in row-major order or that of some dims.
 
     Args:
@@ -86,14 +86,14 @@ class FlatPiece:
 
     shape: tuple[int, ...]
     start: int
-    layout: Layout | None
+    layout: DTensorSpec | None
     num_shards: int
     num_copies: int
     order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalPart:
+class LocalShard:
     """What a rank has of a tensor.
 
     Args:
@@ -111,19 +111,20 @@ class LocalPart:
     is_copied: bool
 
 
-def mark_piece(tensor: torch.Tensor, piece: FlatPiece) -> None:
-    """Have `local_part` know that a plain tensor is a part of another one."""
+def annotate_flat_shard(tensor: torch.Tensor, piece: FlatShard) -> None:
+    """Have `local_shard` know that a plain tensor is a part of another one."""
     _pieces[tensor] = piece
 
 
-def find_piece(tensor: torch.Tensor) -> FlatPiece | None:
-    """What `mark_piece` was told of a tensor."""
-    found: FlatPiece | None = _pieces.get(tensor)  # type: ignore[no-untyped-call]
+def flat_shard_of(tensor: torch.Tensor) -> FlatShard | None:
+    """What `annotate_flat_shard` was told of a tensor."""
+    found: FlatShard | None = _pieces.get(tensor)  # type: ignore[no-untyped-call]
     return found
 
 
-def local_part(tensor: torch.Tensor) -> LocalPart:
-    """What this rank has of a tensor: a distributed one, a piece that `mark_piece` was told of, or a plain one.
+def local_shard(tensor: torch.Tensor) -> LocalShard:
+    """What this rank has of a tensor: a distributed one, a piece that `annotate_flat_shard` was told of, or a plain
+    one.
 
     Raises:
         ValueError: It is partial: no rank has any of its elements.
@@ -138,14 +139,14 @@ def local_part(tensor: torch.Tensor) -> LocalPart:
         )
         whole = Box((0,) * local.ndim, tuple(local.shape))
         pieces = [(box, view) for box, view in _spread(whole, local.detach(), layout) if box.numel]
-        return LocalPart(
+        return LocalShard(
             shape=layout.shape, dtype=layout.dtype, pieces=pieces, placement=_describe(layout), is_copied=copies
         )
-    if (piece := find_piece(tensor)) is not None:
+    if (piece := flat_shard_of(tensor)) is not None:
         return _part_of_piece(tensor.detach(), piece)
     shape = tuple(tensor.shape)
     pieces = [(Box((0,) * len(shape), shape), tensor.detach())]
-    return LocalPart(shape=shape, dtype=tensor.dtype, pieces=pieces, placement="whole", is_copied=True)
+    return LocalShard(shape=shape, dtype=tensor.dtype, pieces=pieces, placement="whole", is_copied=True)
 
 
 def invert(order: Sequence[int]) -> list[int]:
@@ -153,13 +154,13 @@ def invert(order: Sequence[int]) -> list[int]:
     return [order.index(dim) for dim in range(len(order))]
 
 
-def _part_of_piece(tensor: torch.Tensor, piece: FlatPiece) -> LocalPart:
+def _part_of_piece(tensor: torch.Tensor, piece: FlatShard) -> LocalShard:
     layout = piece.layout
     pieces: list[tuple[Box, torch.Tensor]] = []
     for box, view in _boxes_of_piece(tensor, piece):
         pieces.extend([(box, view)] if layout is None else _spread(box, view, layout))
     placement = f"flat over {counted(piece.num_shards, 'rank')}"
-    return LocalPart(
+    return LocalShard(
         shape=piece.shape if layout is None else layout.shape,
         dtype=tensor.dtype,
         pieces=pieces,
@@ -168,7 +169,7 @@ def _part_of_piece(tensor: torch.Tensor, piece: FlatPiece) -> LocalPart:
     )
 
 
-def _boxes_of_piece(tensor: torch.Tensor, piece: FlatPiece) -> Iterator[tuple[Box, torch.Tensor]]:
+def _boxes_of_piece(tensor: torch.Tensor, piece: FlatShard) -> Iterator[tuple[Box, torch.Tensor]]:
     """The piece as boxes of the tensor of which it is one, each with its view."""
     if piece.num_shards == 1 and tensor.shape == piece.shape:  # the whole tensor, in whatever order its memory has
         if tensor.numel():
@@ -210,7 +211,7 @@ def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
         yield Box((row, *box.offsets), (1, *box.shape))
 
 
-def _spread(box: Box, view: torch.Tensor, layout: Layout) -> Iterator[tuple[Box, torch.Tensor]]:
+def _spread(box: Box, view: torch.Tensor, layout: DTensorSpec) -> Iterator[tuple[Box, torch.Tensor]]:
     """A box of this rank's part as boxes of the whole tensor, each with its view."""
     dims = [
         list(_cut_runs(_runs(layout, dim), offset, offset + size))
@@ -221,7 +222,7 @@ def _spread(box: Box, view: torch.Tensor, layout: Layout) -> Iterator[tuple[Box,
         yield Box(tuple(start for _, start, _ in choice), inner.shape), inner.take(view)
 
 
-def _runs(layout: Layout, dim: int) -> list[Run]:
+def _runs(layout: DTensorSpec, dim: int) -> list[Run]:
     """The elements of a dim that this rank has."""
     runs = [(0, layout.shape[dim])]
     for placement, num_ranks, at in zip(layout.placements, layout.mesh.shape, layout.coordinate, strict=True):
@@ -257,7 +258,7 @@ def _cut_runs(runs: Sequence[Run], start: int, stop: int) -> Iterator[tuple[int,
         at += size
 
 
-def _describe(layout: Layout) -> str:
+def _describe(layout: DTensorSpec) -> str:
     mesh = layout.mesh
     along = zip(mesh.axis_names, mesh.shape, layout.placements, strict=True)
     return ", ".join(f"{placement} along {name!r} of {size}" for name, size, placement in along)

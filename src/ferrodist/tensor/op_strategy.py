@@ -24,7 +24,7 @@ import torch
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard, fold_alike
-from ferrodist.tensor.spec import Layout, sizes_before
+from ferrodist.tensor.spec import DTensorSpec, sizes_before
 from ferrodist.torch_private.operators import schema_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OpStrategy:
     """One way of computing an operator along one axis: how the inputs must lie there, and how the outputs then do."""
 
     inputs: tuple[Placement, ...]
@@ -42,7 +42,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class OpRule:
     """What an operator does with tensors that are divided.
 
     Args:
@@ -59,15 +59,15 @@ class Rule:
             computed on whole tensors, and only if all are, as `replication.compute_picks` does.
     """
 
-    choices: Callable[[Call, int], Sequence[Choice]]
-    local: Callable[[Call, Sequence[Layout], Sequence[Layout]], Callable[..., Any] | None] | None = None
-    arguments: Callable[[Call, Sequence[Layout], Sequence[Layout]], Mapping[str, Any]] | None = None
+    choices: Callable[[OpCall, int], Sequence[OpStrategy]]
+    local: Callable[[OpCall, Sequence[DTensorSpec], Sequence[DTensorSpec]], Callable[..., Any] | None] | None = None
+    arguments: Callable[[OpCall, Sequence[DTensorSpec], Sequence[DTensorSpec]], Mapping[str, Any]] | None = None
     by_value: bool = False
     copies: bool = False
     picks: Callable[[Mapping[str, Any]], bool] | None = None
 
 
-class Call:
+class OpCall:
     """One call of an operator.
 
     Args:
@@ -80,10 +80,10 @@ class Call:
         self.operator = operator
         self.arguments = arguments
         self.mesh = mesh
-        self.inputs: list[Layout] = []
+        self.inputs: list[DTensorSpec] = []
         """The layouts among the arguments, in order; those in lists too."""
-        map_tensors(self.inputs.append, list(arguments.values()), Layout)
-        self.chosen: list[Choice] = []
+        map_tensors(self.inputs.append, list(arguments.values()), DTensorSpec)
+        self.chosen: list[OpStrategy] = []
         """What has been decided for the first axes."""
 
     def __getitem__(self, name: str) -> Any:
@@ -94,7 +94,7 @@ class Call:
     def results(self) -> list[torch.Tensor]:
         """What the operator returns for whole tensors, without their elements: of device meta."""
         arguments = {
-            name: map_tensors(_as_meta, value, (Layout, torch.Tensor)) for name, value in self.arguments.items()
+            name: map_tensors(_as_meta, value, (DTensorSpec, torch.Tensor)) for name, value in self.arguments.items()
         }
         if (device := arguments.get("device")) is not None:
             if torch.device(device).type != "cpu":
@@ -108,9 +108,9 @@ class Call:
         return found
 
 
-def _as_meta(value: Layout | torch.Tensor) -> torch.Tensor:
+def _as_meta(value: DTensorSpec | torch.Tensor) -> torch.Tensor:
     """Without elements; of plain numbers, too, which some operators take on the device of the others only."""
-    stride = value.stride if isinstance(value, Layout) else value.stride()
+    stride = value.stride if isinstance(value, DTensorSpec) else value.stride()
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device="meta")
 
 
@@ -151,7 +151,7 @@ _LITTLE = 1e-9
 """What a byte that is only copied costs, beside one that travels: it decides between ways that send nothing."""
 
 
-def choose(call: Call, rule: Rule, fixed: Sequence[int]) -> bool:
+def select_strategy(call: OpCall, rule: OpRule, fixed: Sequence[int]) -> bool:
     """Decide every axis: ``call.chosen``.
 
     The axes are decided one after the other, each for the fewest bytes given how the inputs lie now.
@@ -180,7 +180,7 @@ def choose(call: Call, rule: Rule, fixed: Sequence[int]) -> bool:
     return True
 
 
-def _is_layout(call: Call, choice: Choice, axis: int, *, writes: bool) -> bool:
+def _is_layout(call: OpCall, choice: OpStrategy, axis: int, *, writes: bool) -> bool:
     """Whether a choice, with those of the axes before, is a way in which tensors can lie."""
     has_blocks = any(isinstance(then, Shard) and then.blocks > 1 for then in choice.outputs)
     shapes = [layout.shape for layout in call.inputs]
@@ -197,7 +197,7 @@ def _is_layout(call: Call, choice: Choice, axis: int, *, writes: bool) -> bool:
     )
 
 
-def _fits(before: Sequence[Placement], then: Placement, shape: tuple[int, ...] | None, call: Call, axis: int) -> bool:
+def _fits(before: Sequence[Placement], then: Placement, shape: tuple[int, ...] | None, call: OpCall, axis: int) -> bool:
     """Whether axes before leave as many equal blocks of a dim as there shall be, and are folded as this one."""
     if isinstance(then, Partial):
         return all(fold_alike(one, then) for one in before if isinstance(one, Partial))
@@ -206,7 +206,7 @@ def _fits(before: Sequence[Placement], then: Placement, shape: tuple[int, ...] |
     return True
 
 
-def _cost(inputs: Sequence[Layout], wanted: Sequence[Placement], axis: int) -> float:
+def _cost(inputs: Sequence[DTensorSpec], wanted: Sequence[Placement], axis: int) -> float:
     pairs = list(zip(inputs, wanted, strict=True))
     asked = {
         (layout.shape[then.dim], then.blocks)
@@ -216,7 +216,7 @@ def _cost(inputs: Sequence[Layout], wanted: Sequence[Placement], axis: int) -> f
     return sum(_cost_of_one(layout, then, axis, asked) for layout, then in pairs)
 
 
-def _cost_of_one(layout: Layout, then: Placement, axis: int, asked: set[tuple[int, int]]) -> float:
+def _cost_of_one(layout: DTensorSpec, then: Placement, axis: int, asked: set[tuple[int, int]]) -> float:
     """Bytes that a rank sends to bring one input there, or infinity where it would be cut as nobody asked for.
 
     ``asked`` are the sizes, and the blocks, of what other inputs have divided already as they shall be.
@@ -248,7 +248,7 @@ Letters = Sequence[Hashable]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pattern:
+class EinsumPattern:
     """Which dims are the same.
 
     Args:
@@ -271,10 +271,10 @@ class Pattern:
     keeps: Sequence[ReduceOp] = ()
 
 
-def choices_of(pattern: Pattern, call: Call, axis: int) -> list[Choice]:
+def strategies_of(pattern: EinsumPattern, call: OpCall, axis: int) -> list[OpStrategy]:
     """The ways of computing an operator of this pattern along an axis."""
     num_inputs, num_outputs = len(pattern.inputs), len(pattern.outputs)
-    choices = [Choice((Replicate(),) * num_inputs, (Replicate(),) * num_outputs)]
+    choices = [OpStrategy((Replicate(),) * num_inputs, (Replicate(),) * num_outputs)]
     letters = dict.fromkeys(letter for dims in pattern.inputs for letter in dims if letter is not None)
     for letter in letters:
         folded = letter in pattern.folds or letter in pattern.settled
@@ -285,7 +285,7 @@ def choices_of(pattern: Pattern, call: Call, axis: int) -> list[Choice]:
             outputs = tuple(
                 Shard(dims.index(letter), blocks) if letter in dims else lacking for dims in pattern.outputs
             )
-            choices.append(Choice(_inputs(pattern, letter, blocks), outputs))
+            choices.append(OpStrategy(_inputs(pattern, letter, blocks), outputs))
     ops = [ReduceOp.SUM]
     if any(layout.placements[axis] == Partial(ReduceOp.MEAN) for layout in call.inputs):
         ops.append(ReduceOp.MEAN)
@@ -293,12 +293,12 @@ def choices_of(pattern: Pattern, call: Call, axis: int) -> list[Choice]:
         if _counts_bools(call, group):
             continue
         inputs = tuple(Partial(op) if place in group else Replicate() for place in range(num_inputs))
-        choices.append(Choice(inputs, (Partial(op),) * num_outputs))
-    choices += [Choice((Partial(op),) * num_inputs, (Partial(op),) * num_outputs) for op in pattern.keeps]
+        choices.append(OpStrategy(inputs, (Partial(op),) * num_outputs))
+    choices += [OpStrategy((Partial(op),) * num_inputs, (Partial(op),) * num_outputs) for op in pattern.keeps]
     return choices
 
 
-def _counts_bools(call: Call, group: Sequence[int]) -> bool:
+def _counts_bools(call: OpCall, group: Sequence[int]) -> bool:
     """Whether numbers are made of bools: the sum of these is whether any is true, and that of the numbers how many."""
     are_bool = {call.inputs[place].dtype is torch.bool for place in group}
     if are_bool == {True} and not schema_of(call.operator).is_mutable:
@@ -306,7 +306,7 @@ def _counts_bools(call: Call, group: Sequence[int]) -> bool:
     return len(are_bool) > 1
 
 
-def _inputs(pattern: Pattern, letter: Hashable, blocks: int) -> tuple[Placement, ...]:
+def _inputs(pattern: EinsumPattern, letter: Hashable, blocks: int) -> tuple[Placement, ...]:
     folded = letter in pattern.folds
     return tuple(
         Shard(dims.index(letter), blocks)
@@ -318,7 +318,7 @@ def _inputs(pattern: Pattern, letter: Hashable, blocks: int) -> tuple[Placement,
     )
 
 
-def _blocks(pattern: Pattern, call: Call, axis: int, letter: Hashable) -> list[int]:
+def _blocks(pattern: EinsumPattern, call: OpCall, axis: int, letter: Hashable) -> list[int]:
     """In how many blocks inputs are divided along the letter now; one is always among them."""
     found = {1}
     for dims, layout in zip(pattern.inputs, call.inputs, strict=True):

@@ -27,7 +27,7 @@ from ferrodist.tensor.ops import indexing, matmul
 from ferrodist.tensor.placement import Replicate
 from ferrodist.tensor.redistribute import redistribute_local
 from ferrodist.tensor.replica_check import compare_tensors, describe_module
-from ferrodist.tensor.spec import Layout
+from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.autograd import base_of, current_graph_task
 from ferrodist.torch_private.operators import schema_of
 from ferrodist.wording import with_article
@@ -72,7 +72,7 @@ def find_plain(arguments: Sequence[Any], *, takes_numbers: bool = True) -> list[
 
 
 def _is_distributed(value: Any) -> bool:
-    return hasattr(value, "_layout") or isinstance(value, Layout)
+    return hasattr(value, "_layout") or isinstance(value, DTensorSpec)
 
 
 def is_each(func: torch._ops.OpOverload) -> bool:
@@ -139,7 +139,7 @@ def adopt(
             check_plain(func, tensor, mesh, is_torchs=id(tensor) in ours, is_overwritten=id(tensor) in overwritten)
         plain = tensor.resolve_conj().resolve_neg()
         whole = [Replicate()] * mesh.ndim
-        return cls._wrap(plain, Layout.of(mesh, whole, plain.shape, plain.dtype, plain.stride()))
+        return cls._wrap(plain, DTensorSpec.of(mesh, whole, plain.shape, plain.dtype, plain.stride()))
 
     takes_numbers = func not in TAKE_NO_NUMBERS
 

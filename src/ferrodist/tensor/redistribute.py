@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ferrodist.collectives.all_gather import all_gather_by_sizes, reduce_scatter_by_sizes
+from ferrodist.collectives.all_gather import all_gather_with_sizes, reduce_scatter_with_sizes
 from ferrodist.collectives.all_to_all import all_to_all_single_uneven
 from ferrodist.collectives.arguments import compute_shard_sizes
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.tensor.placement import Partial, Replicate, Shard
-from ferrodist.tensor.redistribute_plan import Move, exchange, make_plan, placing_size
-from ferrodist.tensor.spec import Layout, in_blocks, take_part
+from ferrodist.tensor.redistribute_plan import RedistributeKind, exchange, make_plan, placing_size
+from ferrodist.tensor.spec import DTensorSpec, in_blocks, take_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ferrodist.mesh import DeviceMesh
     from ferrodist.tensor.placement import Placement
-    from ferrodist.tensor.redistribute_plan import Step
+    from ferrodist.tensor.redistribute_plan import RedistributeStep
 
-_records: ContextVar[tuple[list[Step], ...]] = ContextVar("records", default=())
+_records: ContextVar[tuple[list[RedistributeStep], ...]] = ContextVar("records", default=())
 
 
 @contextlib.contextmanager
-def record_redistributions() -> Iterator[list[Step]]:
+def record_redistributions() -> Iterator[list[RedistributeStep]]:
     """Collect the steps of all redistributions inside the block on this rank, also of those that operators ask for.
 
     What operators send themselves is among them: a softmax along a divided dim folds two numbers of each row, a chunked
@@ -49,7 +49,7 @@ def record_redistributions() -> Iterator[list[Step]]:
         A list that grows: of each step the ``move`` (as an allreduce), the ``axes`` of the mesh, the layouts ``before``
         and ``after``, and ``size_bytes``.
     """
-    steps: list[Step] = []
+    steps: list[RedistributeStep] = []
     token = _records.set((*_records.get(), steps))
     try:
         yield steps
@@ -57,7 +57,7 @@ def record_redistributions() -> Iterator[list[Step]]:
         _records.reset(token)
 
 
-def note_step(step: Step) -> None:
+def note_step(step: RedistributeStep) -> None:
     """Tell those who record of a step that is being taken."""
     for record in _records.get():
         record += [step]
@@ -77,12 +77,12 @@ def note_move(part: torch.Tensor, mesh: DeviceMesh, before: Placement, after: Pl
     shape = list(part.shape)
     if isinstance(before, Shard):
         shape[before.dim] *= mesh.size
-    source = Layout.of(mesh, [before] * mesh.ndim, shape, part.dtype)
+    source = DTensorSpec.of(mesh, [before] * mesh.ndim, shape, part.dtype)
     for step in make_plan(source, source.placed([after] * mesh.ndim)).steps:
         note_step(step)
 
 
-def redistribute_local(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
+def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
     """This rank's part under ``target``; all ranks of the mesh that share data with it call this.
 
     Args:
@@ -98,7 +98,7 @@ def redistribute_local(local: torch.Tensor, source: Layout, target: Layout) -> t
     return local
 
 
-def _innermost(layout: Layout, axis: int) -> Shard:
+def _innermost(layout: DTensorSpec, axis: int) -> Shard:
     """How an axis divides what a rank without it would have; see [Note: the innermost axis]."""
     placement = layout.placements[axis]
     assert isinstance(placement, Shard), "such a step is of a divided axis"
@@ -107,18 +107,18 @@ def _innermost(layout: Layout, axis: int) -> Shard:
     return Shard(placement.dim, blocks)
 
 
-def _at(layout: Layout, axis: int) -> tuple[int, int]:
+def _at(layout: DTensorSpec, axis: int) -> tuple[int, int]:
     """The ranks of an axis, and this one's place among them."""
     return layout.mesh.shape[axis], layout.coordinate[axis]
 
 
-def _slice(local: torch.Tensor, step: Step) -> torch.Tensor:
+def _slice(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
     (axis,) = step.axes
     part = take_part(local, _innermost(step.after, axis), *_at(step.after, axis))
     return part.clone(memory_format=torch.contiguous_format)
 
 
-def _make_partial(local: torch.Tensor, step: Step) -> torch.Tensor:
+def _make_partial(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
     (axis,) = step.axes
     placement = step.after.placements[axis]
     assert isinstance(placement, Partial), "it is what the step makes"
@@ -161,51 +161,51 @@ def _range(dtype: torch.dtype) -> tuple[float, float]:
     return torch.iinfo(dtype).min, torch.iinfo(dtype).max
 
 
-def _all_gather(local: torch.Tensor, step: Step) -> torch.Tensor:
+def _all_gather(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
     group = step.group
     if len(step.axes) > 1:
         first = step.before.placements[step.axes[0]]
         assert isinstance(first, Shard), "such a step is of a divided axis"
         sizes = step.before.sizes_along(step.axes, first.dim)
-        return all_gather_by_sizes(local, sizes, dim=first.dim, group=group)
+        return all_gather_with_sizes(local, sizes, dim=first.dim, group=group)
     (axis,) = step.axes
     placement = _innermost(step.before, axis)
     dim, blocks = placement.dim, placement.blocks
     sizes = compute_shard_sizes(step.after.local_shape[dim] // blocks, group.world_size)
     if blocks == 1:
-        return all_gather_by_sizes(local, sizes, dim=dim, group=group)
+        return all_gather_with_sizes(local, sizes, dim=dim, group=group)
     parted = in_blocks(local, dim, blocks)
-    return all_gather_by_sizes(parted, sizes, dim=dim + 1, group=group).flatten(dim, dim + 1)
+    return all_gather_with_sizes(parted, sizes, dim=dim + 1, group=group).flatten(dim, dim + 1)
 
 
-def _allreduce(local: torch.Tensor, step: Step) -> torch.Tensor:
+def _allreduce(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
     return allreduce(local, _op(step), group=step.group)
 
 
-def _op(step: Step) -> ReduceOp:
+def _op(step: RedistributeStep) -> ReduceOp:
     placement = step.before.placements[step.axes[0]]
     assert isinstance(placement, Partial), "such a step is of a partial axis"
     return placement.op
 
 
-def _reduce_scatter(local: torch.Tensor, step: Step) -> torch.Tensor:
+def _reduce_scatter(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
     group, op = step.group, _op(step)
     if len(step.axes) > 1:
         first = step.after.placements[step.axes[0]]
         assert isinstance(first, Shard), "it is what the step makes"
         sizes = step.after.sizes_along(step.axes, first.dim)
-        return reduce_scatter_by_sizes(local, sizes, op, dim=first.dim, group=group)
+        return reduce_scatter_with_sizes(local, sizes, op, dim=first.dim, group=group)
     placement = _innermost(step.after, step.axes[0])
     dim, blocks = placement.dim, placement.blocks
     block = local.shape[dim] // blocks
     sizes = compute_shard_sizes(block, group.world_size)
     if blocks == 1:
-        return reduce_scatter_by_sizes(local, sizes, op, dim=dim, group=group)
+        return reduce_scatter_with_sizes(local, sizes, op, dim=dim, group=group)
     parted = in_blocks(local, dim, blocks)
-    return reduce_scatter_by_sizes(parted, sizes, op, dim=dim + 1, group=group).flatten(dim, dim + 1)
+    return reduce_scatter_with_sizes(parted, sizes, op, dim=dim + 1, group=group).flatten(dim, dim + 1)
 
 
-def _all_to_all(local: torch.Tensor, step: Step) -> torch.Tensor:
+def _all_to_all(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
     """Cut this rank's part along the new dim, send a piece to each rank, and join what comes along the old dim."""
     group = step.group
     (axis,) = step.axes
@@ -227,16 +227,16 @@ def _all_to_all(local: torch.Tensor, step: Step) -> torch.Tensor:
     return torch.cat(joined, dim=old.dim + 1).flatten(old.dim, old.dim + 1)
 
 
-def _exchange(local: torch.Tensor, step: Step) -> torch.Tensor:
+def _exchange(local: torch.Tensor, step: RedistributeStep) -> torch.Tensor:
     return exchange(local, step.before, step.after, step.group)
 
 
-_DO: dict[Move, Callable[[torch.Tensor, Step], torch.Tensor]] = {
-    Move.SLICE: _slice,
-    Move.MAKE_PARTIAL: _make_partial,
-    Move.ALL_GATHER: _all_gather,
-    Move.ALLREDUCE: _allreduce,
-    Move.REDUCE_SCATTER: _reduce_scatter,
-    Move.ALL_TO_ALL: _all_to_all,
-    Move.EXCHANGE: _exchange,
+_DO: dict[RedistributeKind, Callable[[torch.Tensor, RedistributeStep], torch.Tensor]] = {
+    RedistributeKind.SLICE: _slice,
+    RedistributeKind.MAKE_PARTIAL: _make_partial,
+    RedistributeKind.ALL_GATHER: _all_gather,
+    RedistributeKind.ALLREDUCE: _allreduce,
+    RedistributeKind.REDUCE_SCATTER: _reduce_scatter,
+    RedistributeKind.ALL_TO_ALL: _all_to_all,
+    RedistributeKind.EXCHANGE: _exchange,
 }

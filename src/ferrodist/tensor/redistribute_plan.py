@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.tensor.placement import Placement
-    from ferrodist.tensor.spec import Layout
+    from ferrodist.tensor.spec import DTensorSpec
 
 _Box = list[tuple[int, int]]
 """Of each dim, where it begins and ends."""
 
 
-class Exchange:
+class GeneralAllToAll:
     """What goes from where to where.
 
     Args:
@@ -113,17 +113,17 @@ def _meet(one: _Box, other: _Box) -> _Box:
     return [(max(a, c), max(min(b, d), a, c)) for (a, b), (c, d) in zip(one, other, strict=True)]
 
 
-def exchange(local: torch.Tensor, before: Layout, after: Layout, group: Backend) -> torch.Tensor:
+def exchange(local: torch.Tensor, before: DTensorSpec, after: DTensorSpec, group: Backend) -> torch.Tensor:
     """Do it: this rank's part becomes the one that it shall have.
 
     Args:
         local: This rank's part.
         before: How the tensor lies.
         after: How it shall lie.
-        group: The ranks along `Exchange.axes`.
+        group: The ranks along `GeneralAllToAll.axes`.
     """
     here = before.coordinate
-    way = Exchange(before.shape, before.placements, after.placements, before.mesh.shape)
+    way = GeneralAllToAll(before.shape, before.placements, after.placements, before.mesh.shape)
     ranks = way.coordinates(here)
     mine = way.box(here, before.placements)
     sent = [_cut(local, mine, way.piece(here, rank)).reshape(-1) for rank in ranks]
@@ -159,7 +159,7 @@ _MAX_EXCHANGE_RANKS = 64
 """Between more ranks what an exchange sends is not worked out, which takes time with the square of them."""
 
 
-class Move(Enum):
+class RedistributeKind(Enum):
     """What a step does."""
 
     SLICE = "slice"
@@ -172,13 +172,13 @@ class Move(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class RedistributeStep:
     """One step: ``before`` and ``after`` are the layouts around it, which differ along ``axes`` only."""
 
-    move: Move
+    move: RedistributeKind
     axes: tuple[int, ...]
-    before: Layout
-    after: Layout
+    before: DTensorSpec
+    after: DTensorSpec
     group: Backend
     """The ranks along the axes."""
     size_bytes: float
@@ -196,17 +196,17 @@ class Step:
 class _Edge:
     """A step of the search."""
 
-    move: Move
+    move: RedistributeKind
     axes: tuple[int, ...]
     before: Placements
     after: Placements
     size_bytes: float
 
 
-class Plan:
+class RedistributePlan:
     """The steps from one layout to another; ``print(plan)`` shows them with their bytes."""
 
-    def __init__(self, source: Layout, target: Layout, steps: Sequence[Step]) -> None:
+    def __init__(self, source: DTensorSpec, target: DTensorSpec, steps: Sequence[RedistributeStep]) -> None:
         self.source = source
         self.target = target
         self.steps = tuple(steps)
@@ -227,19 +227,19 @@ def _listed(placements: Sequence[Placement]) -> str:
     return f"[{', '.join(map(repr, placements))}]"
 
 
-def make_plan(source: Layout, target: Layout) -> Plan:
+def make_plan(source: DTensorSpec, target: DTensorSpec) -> RedistributePlan:
     """The plan with the fewest bytes; both layouts are of one tensor on one mesh."""
-    plan: Plan | None = source.plans.get(target)
+    plan: RedistributePlan | None = source.plans.get(target)
     if plan is None:
         assert source.mesh == target.mesh, "a tensor stays on its mesh"
         assert source.shape == target.shape, "placements don't change a tensor's shape"
         steps = [_as_step(source, edge) for edge in _Search(source, target.placements).run()]
-        plan = source.plans[target] = Plan(source, target, steps)
+        plan = source.plans[target] = RedistributePlan(source, target, steps)
     return plan
 
 
-def _as_step(source: Layout, edge: _Edge) -> Step:
-    return Step(
+def _as_step(source: DTensorSpec, edge: _Edge) -> RedistributeStep:
+    return RedistributeStep(
         move=edge.move,
         axes=edge.axes,
         before=source.placed(edge.before),
@@ -252,7 +252,7 @@ def _as_step(source: Layout, edge: _Edge) -> Step:
 class _Search:
     """Dijkstra's search over the placements."""
 
-    def __init__(self, source: Layout, target: Placements) -> None:
+    def __init__(self, source: DTensorSpec, target: Placements) -> None:
         self._start, self._target = source.placements, target
         self._sizes = source.mesh.shape
         self._bytes = math.prod(source.shape) * source.dtype.itemsize
@@ -280,7 +280,7 @@ class _Search:
             if (size_bytes, num_steps) > best[here]:
                 continue
             for edge in self._steps_from(here):
-                steps = _STEPS_OF_EXCHANGE if edge.move is Move.EXCHANGE else 1
+                steps = _STEPS_OF_EXCHANGE if edge.move is RedistributeKind.EXCHANGE else 1
                 cost = (round(size_bytes + edge.size_bytes, 3), num_steps + steps)
                 if edge.after not in best or cost < best[edge.after]:
                     best[edge.after] = cost
@@ -313,12 +313,12 @@ class _Search:
             if any(here[axis] != first for axis in axes_[1:]) or isinstance(first, Replicate):
                 continue
             if isinstance(first, Partial):
-                yield self._edge(Move.ALLREDUCE, axes_, here, dict.fromkeys(axes_, Replicate()))
+                yield self._edge(RedistributeKind.ALLREDUCE, axes_, here, dict.fromkeys(axes_, Replicate()))
                 for then in self._wanted[axes_[0]]:
                     if isinstance(then, Shard) and then.blocks == 1 and not _dividers(here, then.dim):
-                        yield self._edge(Move.REDUCE_SCATTER, axes_, here, dict.fromkeys(axes_, then))
+                        yield self._edge(RedistributeKind.REDUCE_SCATTER, axes_, here, dict.fromkeys(axes_, then))
             elif first.blocks == 1 and tuple(_dividers(here, first.dim)) == axes_:
-                yield self._edge(Move.ALL_GATHER, axes_, here, dict.fromkeys(axes_, Replicate()))
+                yield self._edge(RedistributeKind.ALL_GATHER, axes_, here, dict.fromkeys(axes_, Replicate()))
 
     def _exchange(self, here: Placements) -> Iterator[_Edge]:
         """The step that divides the tensor as in the end, once nothing is partial any more.
@@ -332,28 +332,30 @@ class _Search:
             return
         if any(isinstance(one, Shard) and one.blocks > 1 for one in (*here, *then)):
             return
-        way = Exchange(self._shape, here, then, self._sizes)
+        way = GeneralAllToAll(self._shape, here, then, self._sizes)
         if math.prod(self._sizes[axis] for axis in way.axes) <= _MAX_EXCHANGE_RANKS:
             size_bytes = way.count_sent() * self._bytes / max(math.prod(self._shape), 1)
-            yield _Edge(move=Move.EXCHANGE, axes=way.axes, before=here, after=then, size_bytes=size_bytes)
+            yield _Edge(move=RedistributeKind.EXCHANGE, axes=way.axes, before=here, after=then, size_bytes=size_bytes)
 
-    def _edge(self, move: Move, axes: tuple[int, ...], here: Placements, changes: dict[int, Placement]) -> _Edge:
+    def _edge(
+        self, move: RedistributeKind, axes: tuple[int, ...], here: Placements, changes: dict[int, Placement]
+    ) -> _Edge:
         after = tuple(changes.get(axis, placement) for axis, placement in enumerate(here))
         num_ranks = math.prod(self._sizes[axis] for axis in axes)
         others = [axis for axis, one in enumerate(here) if isinstance(one, Shard) and axis not in axes]
         whole = self._bytes / math.prod(self._sizes[axis] for axis in others)
         share = whole * (num_ranks - 1) / num_ranks
         size_bytes = {
-            Move.SLICE: 0.0,
-            Move.MAKE_PARTIAL: 0.0,
-            Move.ALL_GATHER: share,
-            Move.ALLREDUCE: 2 * share,
-            Move.REDUCE_SCATTER: share,
-            Move.ALL_TO_ALL: share / num_ranks,
+            RedistributeKind.SLICE: 0.0,
+            RedistributeKind.MAKE_PARTIAL: 0.0,
+            RedistributeKind.ALL_GATHER: share,
+            RedistributeKind.ALLREDUCE: 2 * share,
+            RedistributeKind.REDUCE_SCATTER: share,
+            RedistributeKind.ALL_TO_ALL: share / num_ranks,
         }[move]
         return _Edge(move=move, axes=axes, before=here, after=after, size_bytes=size_bytes)
 
-    def _move(self, here: Placements, axis: int, then: Placement) -> Move | None:
+    def _move(self, here: Placements, axis: int, then: Placement) -> RedistributeKind | None:
         """What brings one axis there, or None where that takes several steps or is never of use."""
         now = here[axis]
         leaves = not isinstance(now, Shard) or placing_size(here, axis, now, self._sizes) is not None
@@ -363,15 +365,15 @@ class _Search:
             return None
         if isinstance(then, Shard):
             if isinstance(now, Shard):
-                return Move.ALL_TO_ALL if now.dim != then.dim else None
-            return Move.REDUCE_SCATTER if isinstance(now, Partial) else Move.SLICE
+                return RedistributeKind.ALL_TO_ALL if now.dim != then.dim else None
+            return RedistributeKind.REDUCE_SCATTER if isinstance(now, Partial) else RedistributeKind.SLICE
         if isinstance(then, Partial):
             # The parts of a mean, times the number of ranks, would not come back the same.
             in_parts = isinstance(now, Shard) and then.op is ReduceOp.MEAN
             # What loses against every other value does not when other axes add it up first.
             mixed = any(isinstance(one, Partial) and not fold_alike(one, then) for one in others)
-            return None if in_parts or mixed or isinstance(now, Partial) else Move.MAKE_PARTIAL
-        return Move.ALLREDUCE if isinstance(now, Partial) else Move.ALL_GATHER
+            return None if in_parts or mixed or isinstance(now, Partial) else RedistributeKind.MAKE_PARTIAL
+        return RedistributeKind.ALLREDUCE if isinstance(now, Partial) else RedistributeKind.ALL_GATHER
 
     def _divides(self, others: Placements, axis: int, then: Placement) -> bool:
         """Whether the blocks of a placement are equal, given what axes before divide."""

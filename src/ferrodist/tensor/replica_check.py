@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
-from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.objects import all_gather_object
-from ferrodist.errors import CollectiveMismatchError, explain_errors
+from ferrodist.errors import CollectiveMismatchError, add_error_context
 from ferrodist.torch_private.autograd import current_graph_task, queue_callback, version_of
 from ferrodist.wording import with_article
 
@@ -125,9 +125,9 @@ def _describe(path: str | None, operator: object, tensor: torch.Tensor, *, is_ba
 def _compare(entries: Sequence[_Entry], mesh: DeviceMesh, due: _Entry) -> None:
     """Compare what the ranks noted; ``due`` is why, for the error of ranks that have nothing to compare."""
     group = mesh.group
-    engine = collectives_of(group)
+    engine = host_engine_of(group)
     digest = xxhash.xxh3_128_digest(repr(entries).encode())
-    with explain_errors(
+    with add_error_context(
         lambda: (
             f"Rank {group.rank} compared the plain tensors that it has beside distributed ones, the first for"
             f" {due[1]}{due[0]}."

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from ferrodist.tensor.placement import Placement
 
 _RECIPES = "tensor.recipes"
-"""What a group keeps under this name: `Layout.recipes` of the layouts on its meshes."""
+"""What a group keeps under this name: `DTensorSpec.recipes` of the layouts on its meshes."""
 
-_layouts: WeakValueDictionary[tuple[object, ...], Layout] = WeakValueDictionary()
+_layouts: WeakValueDictionary[tuple[object, ...], DTensorSpec] = WeakValueDictionary()
 _lock = threading.Lock()
 
 
-class Layout:
+class DTensorSpec:
     """A mesh, a placement for each of its axes, and what a tensor is beside its elements: shape, stride and dtype.
 
-    There is one object for each layout, so that layouts are compared and hashed by identity; `Layout.of` finds it.
+    There is one object for each layout, so that layouts are compared and hashed by identity; `DTensorSpec.of` finds it.
     """
 
     __slots__ = (
@@ -55,7 +55,7 @@ class Layout:
     """Of this rank's part."""
     wrapper_arguments: tuple[Any, ...]
     """What makes a tensor of this shape, stride and dtype without memory."""
-    plans: dict[Layout, Any]
+    plans: dict[DTensorSpec, Any]
     """The plans from here to other layouts, as `plan.make_plan` has found them."""
     recipes: dict[Any, Any]
     """What operators do with tensors of the group that the mesh is from, as `dispatch` has prepared it."""
@@ -67,7 +67,7 @@ class Layout:
         shape: Sequence[int],
         dtype: torch.dtype,
         stride: Sequence[int] | None = None,
-    ) -> Layout:
+    ) -> DTensorSpec:
         """The layout of these; ``placements`` are as `check_placements` returns them, ``stride`` None is contiguous."""
         sizes = tuple(shape)
         steps = contiguous_stride(sizes) if stride is None else tuple(stride)
@@ -78,17 +78,17 @@ class Layout:
                 found = _layouts[key] = _make(mesh, tuple(placements), sizes, steps, dtype)
         return found
 
-    def placed(self, placements: Sequence[Placement]) -> Layout:
+    def placed(self, placements: Sequence[Placement]) -> DTensorSpec:
         """The same tensor placed otherwise."""
-        return Layout.of(self.mesh, placements, self.shape, self.dtype, self.stride)
+        return DTensorSpec.of(self.mesh, placements, self.shape, self.dtype, self.stride)
 
     @property
-    def whole(self) -> Layout:
+    def whole(self) -> DTensorSpec:
         """The same tensor, all of it on every rank."""
         return self.placed([Replicate()] * self.mesh.ndim)
 
     @property
-    def folded(self) -> Layout:
+    def folded(self) -> DTensorSpec:
         """The same tensor, whole along the axes along which it is partial."""
         return self.placed([Replicate() if isinstance(one, Partial) else one for one in self.placements])
 
@@ -133,8 +133,8 @@ def _make(
     shape: tuple[int, ...],
     stride: tuple[int, ...],
     dtype: torch.dtype,
-) -> Layout:
-    made = Layout()
+) -> DTensorSpec:
+    made = DTensorSpec()
     made.mesh, made.placements, made.shape, made.stride, made.dtype = mesh, placements, shape, stride, dtype
     made.local_shape = tuple(local_sizes(shape, placements, mesh.shape, made.coordinate))
     made.plans = {}
@@ -164,7 +164,7 @@ def local_sizes(
     return sizes
 
 
-def compute_range(layout: Layout, dim: int) -> tuple[int, int]:
+def compute_range(layout: DTensorSpec, dim: int) -> tuple[int, int]:
     """Where this rank's part of a dim starts and ends; the dim is divided in no blocks."""
     start, size = 0, layout.shape[dim]
     for placement, num_ranks, at in zip(layout.placements, layout.mesh.shape, layout.coordinate, strict=True):

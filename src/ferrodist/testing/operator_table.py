@@ -20,7 +20,7 @@ from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
 from ferrodist.tensor import dispatch
 from ferrodist.tensor.fallback import PICKS
-from ferrodist.tensor.op_strategy import Call
+from ferrodist.tensor.op_strategy import OpCall
 from ferrodist.tensor.ops.table import DECOMPOSITIONS, FAMILIES, RULES
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.testing.operator_samples import SAMPLES, Maker, bind_sample
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from types import ModuleType
 
-    from ferrodist.tensor.op_strategy import Choice, Rule
+    from ferrodist.tensor.op_strategy import OpRule, OpStrategy
     from ferrodist.tensor.placement import Placement
 
 Operator = torch._ops.OpOverload  # noqa: SLF001 - operators have no public class
@@ -121,9 +121,9 @@ def _collected(ways: Ways) -> Iterator[None]:
     decide = dispatch._decide  # noqa: SLF001 - where all calls that rules decide come by
     of_gradients: set[Operator] = set()
 
-    def note(call: Call, rule: Rule) -> Any:
+    def note(call: OpCall, rule: OpRule) -> Any:
         recipe = decide(call, rule)
-        fresh = Call(call.operator, call.arguments, call.mesh)
+        fresh = OpCall(call.operator, call.arguments, call.mesh)
         shapes = " ".join(str(layout.shape).replace(" ", "").replace(",)", ")") for layout in fresh.inputs)
         # Calls of gradients are shown of operators that have no other.
         if torch._C._current_graph_task_id() == -1:  # noqa: SLF001 - there is no public way to ask
@@ -162,7 +162,7 @@ def _call_by_schema(operator: Operator, new: Maker, dtype: torch.dtype) -> None:
             operator(*positional, **named)
 
 
-def _describe(choice: Choice) -> str:
+def _describe(choice: OpStrategy) -> str:
     inputs, outputs = (", ".join(map(_shorten, placements)) for placements in (choice.inputs, choice.outputs))
     return f"{inputs} -> {outputs}"
 

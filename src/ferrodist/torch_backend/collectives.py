@@ -18,17 +18,17 @@ from ferrodist.collectives.arguments import check_tensor
 from ferrodist.collectives.facts import read_facts
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, ReduceOp, check_reduction
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
-from ferrodist.torch_backend.layouts import Source, Target, moved, row_size, scale_of
+from ferrodist.torch_backend.layouts import Source, Target, as_bytes, elements_per_item, row_size
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engines.base import Collectives, TensorCollectives
+    from ferrodist.collectives.engines.base import CollectiveEngine, HostEngine
 
 if TYPE_CHECKING:
-    Run = Callable[[TensorCollectives, float, int], None]
+    Run = Callable[[CollectiveEngine, float, int], None]
     """Called with the engine, the seconds it may take, and its place among the group's collectives."""
 
 
@@ -43,7 +43,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class CheckedCall:
     """A checked call.
 
     Args:
@@ -61,7 +61,7 @@ class Collective:
     finish: Callable[[], None] = _nothing
 
 
-class Comparison:
+class SplitSizeCheck:
     """What ranks must agree on before a call that counts on it, and for which engines don't look.
 
     Args:
@@ -80,24 +80,24 @@ class Comparison:
         self._payload = (_HEAD.pack(count, digest) + said.encode())[:MAX_PAYLOAD]
         self._heads: list[tuple[int, bytes]] = []
         self._texts: list[str] = []
-        self.call = Collective(name, None, [], self._share)
+        self.call = CheckedCall(name, None, [], self._share)
 
     @property
     def counts(self) -> list[int]:
         """Each rank's ``count``, once `call` has run."""
         return [count for count, _ in self._heads]
 
-    def guard(self, call: Collective) -> Collective:
+    def guard(self, call: CheckedCall) -> CheckedCall:
         """A call that comes after `call`, and raises instead where ranks disagree.
 
         Raises:
             CollectiveMismatchError: They do: on all ranks. The group goes on.
         """
 
-        def run(engine: TensorCollectives, timeout: float, place: int) -> None:
+        def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
             if len({digest for _, digest in self._heads}) != 1:
                 # The place was taken, on all ranks. Where nothing was compared the group has failed: this raises why.
-                cast("Collectives", engine).barrier(timeout=timeout, sequence=place)
+                cast("HostEngine", engine).barrier(timeout=timeout, sequence=place)
                 raise CollectiveMismatchError(
                     f"the ranks of group {self._group.name!r} disagree about the {self._what} of {self._name}: "
                     + "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(self._texts))
@@ -106,10 +106,10 @@ class Comparison:
 
         return replace(call, run=run)
 
-    def _share(self, engine: TensorCollectives, timeout: float, place: int) -> None:
+    def _share(self, engine: CollectiveEngine, timeout: float, place: int) -> None:
         # By a name that no other call has: ranks that make one are told of it, and take none of this for their data.
         name = f"{self._name}'s sizes"
-        payloads = cast("Collectives", engine).share(name, self._payload, timeout=timeout, sequence=place)
+        payloads = cast("HostEngine", engine).share(name, self._payload, timeout=timeout, sequence=place)
         self._heads = read_facts(_HEAD, payloads, self._group, name)
         for payload in payloads:
             text = payload[_HEAD.size :].decode("ascii", "replace")
@@ -158,56 +158,56 @@ def only(tensors: Sequence[Any], what: str) -> Any:
     return tensors[0]
 
 
-def barrier() -> Collective:
+def barrier() -> CheckedCall:
     """Of nothing."""
 
-    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
-        cast("Collectives", engine).barrier(timeout=timeout, sequence=place)
+    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
+        cast("HostEngine", engine).barrier(timeout=timeout, sequence=place)
 
-    return Collective("barrier", None, [], run)
+    return CheckedCall("barrier", None, [], run)
 
 
-def allreduce(tensor: torch.Tensor, op: Op) -> Collective:
+def allreduce(tensor: torch.Tensor, op: Op) -> CheckedCall:
     """Of a dense tensor, in place."""
     _check(tensor, op)
     target, source = Target(tensor), Source(tensor)
 
-    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
+    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
         engine.allreduce(target.flat, source.read(), op, timeout=timeout, sequence=place)
         target.finish()
 
-    return Collective("allreduce", tensor.device, [tensor], run)
+    return CheckedCall("allreduce", tensor.device, [tensor], run)
 
 
-def reduce(group: Backend, tensor: torch.Tensor, root: int, op: Op) -> Collective:
+def reduce(group: Backend, tensor: torch.Tensor, root: int, op: Op) -> CheckedCall:
     """Into the root's tensor."""
     _check(tensor, op)
     target, source = (Target(tensor) if group.rank == root else None), Source(tensor)
 
-    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
+    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
         out = None if target is None else target.flat
         engine.reduce(out, source.read(), op, root, timeout=timeout, sequence=place)
         if target is not None:
             target.finish()
 
-    return Collective("reduce", tensor.device, [tensor], run)
+    return CheckedCall("reduce", tensor.device, [tensor], run)
 
 
-def broadcast(group: Backend, tensor: torch.Tensor, root: int) -> Collective:
+def broadcast(group: Backend, tensor: torch.Tensor, root: int) -> CheckedCall:
     """Of the root's tensor."""
     _check(tensor)
     target, source = (None if group.rank == root else Target(tensor)), Source(tensor)
 
-    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
-        flat = moved(source.read() if target is None else target.flat)
+    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
+        flat = as_bytes(source.read() if target is None else target.flat)
         engine.broadcast(flat, root, timeout=timeout, sequence=place)
         if target is not None:
             target.finish()
 
-    return Collective("broadcast", tensor.device, [tensor], run)
+    return CheckedCall("broadcast", tensor.device, [tensor], run)
 
 
-def all_gather(group: Backend, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> list[Collective]:
+def all_gather(group: Backend, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> list[CheckedCall]:
     """Into a tensor for each rank, whose sizes may differ."""
     _check_list(group, outputs, tensor, "outputs")
     target = Target(*outputs)
@@ -219,26 +219,26 @@ def all_gather(group: Backend, outputs: Sequence[torch.Tensor], tensor: torch.Te
     return _compared(group, "all_gather", target.counts, _gather_into(target, [list(outputs)], tensor, target.counts))
 
 
-def all_gather_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor) -> Collective:
+def all_gather_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor) -> CheckedCall:
     """Into one tensor, in which the ranks' lie one after the other."""
     _check_whole(group, output, tensor)
     target = Target(output, beside=None if _is_own_part(group, output, tensor) else tensor)
     return _gather_into(target, [output], tensor, [tensor.numel()] * group.world_size)
 
 
-def _gather_into(target: Target, results: list[Any], tensor: torch.Tensor, counts: Sequence[int]) -> Collective:
+def _gather_into(target: Target, results: list[Any], tensor: torch.Tensor, counts: Sequence[int]) -> CheckedCall:
     _check(tensor)
-    source, scale = Source(tensor), scale_of(tensor)
+    source, scale = Source(tensor), elements_per_item(tensor)
     sizes = [count * scale for count in counts]
 
-    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
-        engine.all_gather(moved(target.flat), moved(source.read()), sizes, dim=0, timeout=timeout, sequence=place)
+    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
+        engine.all_gather(as_bytes(target.flat), as_bytes(source.read()), sizes, dim=0, timeout=timeout, sequence=place)
         target.finish()
 
-    return Collective("all_gather", tensor.device, results, run)
+    return CheckedCall("all_gather", tensor.device, results, run)
 
 
-def gather(group: Backend, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> Collective:
+def gather(group: Backend, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> CheckedCall:
     """Into the root's tensors, one for each rank, all of one size; None elsewhere."""
     target = None
     if outputs is not None:
@@ -248,7 +248,7 @@ def gather(group: Backend, outputs: Sequence[torch.Tensor] | None, tensor: torch
     return _gather_at_root(group, target, list(outputs or ()), tensor, root)
 
 
-def gather_single(group: Backend, output: torch.Tensor | None, tensor: torch.Tensor, root: int) -> Collective:
+def gather_single(group: Backend, output: torch.Tensor | None, tensor: torch.Tensor, root: int) -> CheckedCall:
     """Into one tensor of the root's, in which the ranks' lie one after the other; None elsewhere."""
     if output is None:
         return _gather_at_root(group, None, [], tensor, root)
@@ -259,21 +259,21 @@ def gather_single(group: Backend, output: torch.Tensor | None, tensor: torch.Ten
 
 def _gather_at_root(
     group: Backend, target: Target | None, results: list[Any], tensor: torch.Tensor, root: int
-) -> Collective:
+) -> CheckedCall:
     _check(tensor)
     source = Source(tensor)
-    counts = [tensor.numel() * scale_of(tensor)] * group.world_size
+    counts = [tensor.numel() * elements_per_item(tensor)] * group.world_size
 
-    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
-        flat = None if target is None else moved(target.flat)
-        engine.gather(flat, moved(source.read()), counts, root, timeout=timeout, sequence=place)
+    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
+        flat = None if target is None else as_bytes(target.flat)
+        engine.gather(flat, as_bytes(source.read()), counts, root, timeout=timeout, sequence=place)
         if target is not None:
             target.finish()
 
-    return Collective("gather", tensor.device, results, run)
+    return CheckedCall("gather", tensor.device, results, run)
 
 
-def scatter(group: Backend, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> Collective:
+def scatter(group: Backend, tensor: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> CheckedCall:
     """Of the root's tensors, one for each rank, all of one size; None elsewhere."""
     _check(tensor)
     source = None
@@ -284,7 +284,7 @@ def scatter(group: Backend, tensor: torch.Tensor, inputs: Sequence[torch.Tensor]
     return _scatter_from_root(group, Target(tensor), source, tensor, root)
 
 
-def scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor | None, root: int) -> Collective:
+def scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor | None, root: int) -> CheckedCall:
     """Scatter one tensor of the root's, in which the ranks' parts lie one after the other; None elsewhere."""
     _check(output)
     if tensor is None:
@@ -298,18 +298,18 @@ def scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor | 
 
 def _scatter_from_root(
     group: Backend, target: Target, source: Source | None, tensor: torch.Tensor, root: int
-) -> Collective:
-    counts = [tensor.numel() * scale_of(tensor)] * group.world_size
+) -> CheckedCall:
+    counts = [tensor.numel() * elements_per_item(tensor)] * group.world_size
 
-    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
-        parts = None if source is None else moved(source.read())
-        engine.scatter(moved(target.flat), parts, counts, root, timeout=timeout, sequence=place)
+    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
+        parts = None if source is None else as_bytes(source.read())
+        engine.scatter(as_bytes(target.flat), parts, counts, root, timeout=timeout, sequence=place)
         target.finish()
 
-    return Collective("scatter", tensor.device, [tensor], run)
+    return CheckedCall("scatter", tensor.device, [tensor], run)
 
 
-def reduce_scatter(group: Backend, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op) -> list[Collective]:
+def reduce_scatter(group: Backend, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op) -> list[CheckedCall]:
     """Of a tensor for each rank, whose sizes may differ."""
     _check_list(group, inputs, output, "inputs")
     source = Source(*inputs)
@@ -322,7 +322,7 @@ def reduce_scatter(group: Backend, output: torch.Tensor, inputs: Sequence[torch.
     return _compared(group, "reduce_scatter", source.counts, call)
 
 
-def reduce_scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor, op: Op) -> Collective:
+def reduce_scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Tensor, op: Op) -> CheckedCall:
     """Of one tensor, in which the ranks' parts lie one after the other."""
     _check(tensor)
     _check_like(tensor, output)
@@ -331,14 +331,14 @@ def reduce_scatter_single(group: Backend, output: torch.Tensor, tensor: torch.Te
     return _reduce_parts(target, output, Source(tensor), [output.numel()] * group.world_size, op)
 
 
-def _reduce_parts(target: Target, output: torch.Tensor, source: Source, counts: Sequence[int], op: Op) -> Collective:
+def _reduce_parts(target: Target, output: torch.Tensor, source: Source, counts: Sequence[int], op: Op) -> CheckedCall:
     _check(output, op)
 
-    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
+    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
         engine.reduce_scatter(target.flat, source.read(), counts, op, dim=0, timeout=timeout, sequence=place)
         target.finish()
 
-    return Collective("reduce_scatter", output.device, [output], run)
+    return CheckedCall("reduce_scatter", output.device, [output], run)
 
 
 def all_to_all_single(
@@ -347,7 +347,7 @@ def all_to_all_single(
     tensor: torch.Tensor,
     output_splits: Sequence[int],
     input_splits: Sequence[int],
-) -> Collective:
+) -> CheckedCall:
     """Of rows of one tensor; without splits each rank has as many."""
     _check(output)
     _check(tensor)
@@ -377,7 +377,7 @@ def _split(group: Backend, tensor: torch.Tensor, splits: Sequence[int], what: st
     return [count * row_size(tensor) for count in splits]
 
 
-def all_to_all(group: Backend, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Collective:
+def all_to_all(group: Backend, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> CheckedCall:
     """Of a tensor to each rank, whose sizes may differ."""
     _check_list(group, outputs, inputs[0] if inputs else outputs[0], "outputs")
     _check_list(group, inputs, outputs[0], "inputs")
@@ -392,24 +392,24 @@ def _exchange(  # noqa: PLR0917 - each side's
     like: torch.Tensor,
     send_counts: Sequence[int],
     receive_counts: Sequence[int],
-) -> Collective:
-    scale = scale_of(like)
+) -> CheckedCall:
+    scale = elements_per_item(like)
     sizes = [[count * scale for count in counts] for counts in (send_counts, receive_counts)]
 
-    def run(engine: TensorCollectives, timeout: float, place: int) -> None:
+    def run(engine: CollectiveEngine, timeout: float, place: int) -> None:
         # Ranks may call the same elements rows of other sizes.
-        out, parts = moved(target.flat), moved(source.read())
+        out, parts = as_bytes(target.flat), as_bytes(source.read())
         engine.all_to_all(out, parts, *sizes, unit=scale, timeout=timeout, sequence=place)
         target.finish()
 
-    return Collective("all_to_all", like.device, results, run)
+    return CheckedCall("all_to_all", like.device, results, run)
 
 
-def _compared(group: Backend, name: str, counts: Sequence[int], call: Collective) -> list[Collective]:
+def _compared(group: Backend, name: str, counts: Sequence[int], call: CheckedCall) -> list[CheckedCall]:
     """The call, after a comparison of the lists' sizes; of even ones the engine compares the sum, which is enough."""
     if len(set(counts)) == 1:
         return [call]
-    comparison = Comparison(group, name, "sizes of the lists", str(list(counts)))
+    comparison = SplitSizeCheck(group, name, "sizes of the lists", str(list(counts)))
     return [comparison.call, comparison.guard(call)]
 
 

@@ -7,7 +7,7 @@ and their collectives are in a group of their own, beside those that the thread 
 in a callback have a deeper one. No thread of an engine runs any, nor does the thread that adds them.
 
 A future of torch's can't be told of an error from Python: what `Future.set_exception` sets makes torch's reducer crash.
-So a `Failure` is its result, which raises whenever somebody looks into it.
+So a `RaisingResult` is its result, which raises whenever somebody looks into it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from ferrodist.backends.lifecycle import held_now
+from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ torch's code aborts the process."""
 _log = logging.getLogger(__name__)
 
 
-class Threads:
+class ThreadPool:
     """Threads for what may block; as many as are blocked at a time.
 
     Args:
@@ -107,19 +107,19 @@ class Threads:
         return self._jobs.get()
 
 
-_all_threads: weakref.WeakSet[Threads] = weakref.WeakSet()
+_all_threads: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_threads() -> None:
     """Groups are closed by now, so what waits in them has ended."""
     deadline = Deadline(_EXIT_SECONDS)
-    for threads in held_now(lambda: _all_threads):
+    for threads in snapshot_weak(lambda: _all_threads):
         threads.close()
         threads.join(deadline)
 
 
-class Line:
+class SerialQueue:
     """What runs one after the other, in a thread while there is something.
 
     Args:
@@ -131,9 +131,9 @@ class Line:
         self._lock = threading.Lock()
         self._jobs: deque[Callable[[], None]] = deque()
         self._is_running = False
-        self._deeper: Line | None = None
+        self._deeper: SerialQueue | None = None
 
-    def run(self, job: Callable[[], None], threads: Threads) -> None:
+    def run(self, job: Callable[[], None], threads: ThreadPool) -> None:
         """Run something after all that was given before; it must not raise."""
         with self._lock:
             self._jobs.append(job)
@@ -142,10 +142,10 @@ class Line:
             self._is_running = True
         threads.run(self._work)
 
-    def deeper(self) -> Line:
+    def deeper(self) -> SerialQueue:
         """For callbacks that are added in this one's; only its own thread asks."""
         if self._deeper is None:
-            self._deeper = Line(self.depth + 1)
+            self._deeper = SerialQueue(self.depth + 1)
         return self._deeper
 
     def _work(self) -> None:
@@ -163,28 +163,28 @@ class Line:
         here.line = _OUTSIDE
 
 
-_OUTSIDE = Line()
+_OUTSIDE = SerialQueue()
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """What a thread is doing."""
 
-    line: Line = _OUTSIDE
-    callbacks: Line | None = None
+    line: SerialQueue = _OUTSIDE
+    callbacks: SerialQueue | None = None
 
-    def line_of_callbacks(self) -> Line:
+    def line_of_callbacks(self) -> SerialQueue:
         """Runs what this thread adds to futures."""
         if self.line.depth:
             return self.line.deeper()
         if self.callbacks is None:
-            self.callbacks = Line(1)
+            self.callbacks = SerialQueue(1)
         return self.callbacks
 
 
-here = _Here()
+here = _ThreadState()
 
 
-class Failure:
+class RaisingResult:
     """The result of what has failed: what torch does with results raises.
 
     Args:
@@ -210,7 +210,7 @@ class ResultFuture(torch.futures.Future[Any]):
         devices: Where its tensors are, but for the host.
     """
 
-    def __init__(self, threads: Threads, devices: list[int | str | torch.device]) -> None:
+    def __init__(self, threads: ThreadPool, devices: list[int | str | torch.device]) -> None:
         super().__init__(devices=devices)
         self._threads = threads
         self._devices = devices
@@ -222,7 +222,7 @@ class ResultFuture(torch.futures.Future[Any]):
             result = outcome()
         except BaseException as error:  # noqa: BLE001 - it is for those who ask
             self._error = error
-            result = Failure(error)
+            result = RaisingResult(error)
         self.set_result(result)
 
     def wait(self) -> Any:

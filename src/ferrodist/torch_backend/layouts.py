@@ -7,7 +7,7 @@ import math
 import torch
 
 from ferrodist.collectives.arguments import elements_overlap, shares_memory
-from ferrodist.collectives.cuda import keep_until_now
+from ferrodist.collectives.cuda import record_use_on_streams
 from ferrodist.collectives.reduce_op import DTYPES
 
 
@@ -17,15 +17,15 @@ def source_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.data.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def moved(flat: torch.Tensor) -> torch.Tensor:
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
     """A flat tensor for collectives that compute nothing: of a dtype that engines don't know, its bytes."""
     if flat.dtype in DTYPES:
         return flat
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
 
 
-def scale_of(tensor: torch.Tensor) -> int:
-    """How many elements `moved` makes of one."""
+def elements_per_item(tensor: torch.Tensor) -> int:
+    """How many elements `as_bytes` makes of one."""
     return 1 if tensor.dtype in DTYPES else tensor.element_size()
 
 
@@ -99,7 +99,7 @@ class Target:
         if not self._is_direct:
             for tensor, part in zip(self._tensors, torch.split(self.flat, self.counts), strict=True):
                 tensor.copy_(part.view(tensor.shape))
-                keep_until_now(tensor)
+                record_use_on_streams(tensor)
 
 
 def row_size(tensor: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore  # type: ignore[attr-defined] # its stub leaves it out
 
-from ferrodist.backends.process_group import tell_of_the_end
+from ferrodist.backends.process_group import abort_on_unhandled_exception
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.collectives.arguments import check_root
 from ferrodist.collectives.fast_path import (
@@ -37,17 +37,17 @@ from ferrodist.collectives.fast_path import (
 from ferrodist.errors import InvalidRankError, UnsupportedOpError
 from ferrodist.torch_backend import collectives
 from ferrodist.torch_backend.collectives import only, plain_reduction, reduction
-from ferrodist.torch_backend.futures import Threads
-from ferrodist.torch_backend.signatures import both_forms, recorded
+from ferrodist.torch_backend.futures import ThreadPool
+from ferrodist.torch_backend.signatures import accept_options, recorded
 from ferrodist.torch_backend.sparse import sparse_allreduce
 from ferrodist.torch_backend.work import (
+    CallbackStreams,
     DoneWork,
     FerrodistWork,
     JoinedWork,
-    Lanes,
-    Sends,
-    finish_started,
-    may_finish,
+    PendingSends,
+    can_drain,
+    drain_pending,
     seconds_of,
     start_receive,
     start_send,
@@ -60,12 +60,12 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from ferrodist.backends.base import Backend
-    from ferrodist.torch_backend.collectives import Collective
+    from ferrodist.torch_backend.collectives import CheckedCall
 
 _GRAIN_BYTES = 2 << 20  # a large page
 
 
-class Memory:
+class BufferPool:
     """What a group has lent to tensors, and gets back with them, on the host."""
 
     def __init__(self) -> None:
@@ -130,12 +130,12 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         self.group = group
         self._store = store
         self._names = (group.name, "undefined")
-        self._threads = Threads(f"ferrodist-futures-{group.name}")
+        self._threads = ThreadPool(f"ferrodist-futures-{group.name}")
         self._done = DoneWork([], self._threads)
-        self._lanes = Lanes(group, self._threads)
+        self._lanes = CallbackStreams(group, self._threads)
         self._kept: deque[FerrodistWork] = deque(maxlen=_NUM_KEPT)
-        self._sends = Sends()
-        self._memory = Memory()
+        self._sends = PendingSends()
+        self._memory = BufferPool()
         self._local = threading.local()
         self.num_calls = 0
         atexit.register(self._leave_at_exit)
@@ -222,23 +222,23 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         self.group.abort(f"torch aborted it on rank {self.group.rank}")
 
     def shutdown(self) -> None:
-        """Leave the group: when what was started has ended, but for receives, if `may_finish` says so."""
+        """Leave the group: when what was started has ended, but for receives, if `can_drain` says so."""
         atexit.unregister(self._leave_at_exit)
         try:
-            if may_finish():
-                finish_started(self._lanes.groups, self._sends)
+            if can_drain():
+                drain_pending(self._lanes.groups, self._sends)
         finally:  # also when somebody interrupts that
             for group in reversed(self._lanes.groups):
                 group.close()
             self._threads.close()
 
     def _leave_at_exit(self) -> None:
-        tell_of_the_end(self.group)
+        abort_on_unhandled_exception(self.group)
         self.shutdown()
 
     # Collectives. Those that most programs call all the time have a short way first.
 
-    @both_forms(dist.AllreduceOptions, 1, "op", in_lists=True)
+    @accept_options(dist.AllreduceOptions, 1, "op", in_lists=True)
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks, in place."""
         tensor = only(tensors, "allreduce")
@@ -256,12 +256,12 @@ class FerrodistProcessGroup(dist.ProcessGroup):
             return self._run(collectives.allreduce(tensor, reduction(opts.reduceOp)), opts)
         return self._run_all(sparse_allreduce(self.group, tensor, reduction(opts.reduceOp)), opts)
 
-    @both_forms(dist.AllreduceCoalescedOptions, 1)
+    @accept_options(dist.AllreduceCoalescedOptions, 1)
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
         """Fold each of several tensors."""
         return self._join([self.allreduce([tensor], opts) for tensor in tensors])
 
-    @both_forms(dist.BroadcastOptions, 1, "root", in_lists=True)
+    @accept_options(dist.BroadcastOptions, 1, "root", in_lists=True)
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
         """Give every rank the root's tensor."""
         tensor = only(tensors, "broadcast")
@@ -276,14 +276,14 @@ class FerrodistProcessGroup(dist.ProcessGroup):
                 return self._done
         return self._run(collectives.broadcast(self.group, tensor, opts.rootRank), opts)
 
-    @both_forms(dist.ReduceOptions, 1, "root", "op", in_lists=True)
+    @accept_options(dist.ReduceOptions, 1, "root", "op", in_lists=True)
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks, in the root's place."""
         tensor = only(tensors, "reduce")
         check_root(self.group, opts.rootRank, "root")
         return self._run(collectives.reduce(self.group, tensor, opts.rootRank, reduction(opts.reduceOp)), opts)
 
-    @both_forms(AllgatherOptions, 2, in_lists=True)
+    @accept_options(AllgatherOptions, 2, in_lists=True)
     def allgather(
         self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any
     ) -> FerrodistWork:
@@ -291,7 +291,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         outputs, tensor = only(output_tensors, "allgather"), only(input_tensors, "allgather")
         return self._run_all(collectives.all_gather(self.group, outputs, tensor), opts)
 
-    @both_forms(AllgatherOptions, 2)
+    @accept_options(AllgatherOptions, 2)
     def allgather_coalesced(
         self, output_lists: list[list[torch.Tensor]], input_list: list[torch.Tensor], opts: Any
     ) -> FerrodistWork:
@@ -302,7 +302,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
             [self.allgather([outputs], [tensor], opts) for outputs, tensor in zip(by_tensor, input_list, strict=True)]
         )
 
-    @both_forms(AllgatherOptions, 2)
+    @accept_options(AllgatherOptions, 2)
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Give every rank the tensors of all, one after the other in one."""
         if opts.timeout.days < 0 and output.is_contiguous() and tensor.is_contiguous():
@@ -315,14 +315,14 @@ class FerrodistProcessGroup(dist.ProcessGroup):
                 return self._done
         return self._run(collectives.all_gather_single(self.group, output, tensor), opts)
 
-    @both_forms(AllgatherOptions, 2)
+    @accept_options(AllgatherOptions, 2)
     def all_gather_single_coalesced(
         self, output_lists: list[torch.Tensor], input_list: list[torch.Tensor], opts: Any
     ) -> FerrodistWork:
         """`all_gather_single` of several tensors."""
         return self._join([self.all_gather_single(*pair, opts) for pair in zip(output_lists, input_list, strict=True)])
 
-    @both_forms(dist.GatherOptions, 2, "root", in_lists=True)
+    @accept_options(dist.GatherOptions, 2, "root", in_lists=True)
     def gather(
         self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any
     ) -> FerrodistWork:
@@ -332,21 +332,21 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         tensor = only(input_tensors, "gather")
         return self._run(collectives.gather(self.group, outputs, tensor, opts.rootRank), opts)
 
-    @both_forms(dist.GatherOptions, 2, "root")
+    @accept_options(dist.GatherOptions, 2, "root")
     def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Give the root the tensors of all, one after the other in one; of other ranks ``output`` is left alone."""
         check_root(self.group, opts.rootRank, "root")
         at_root = output if self.group.rank == opts.rootRank else None
         return self._run(collectives.gather_single(self.group, at_root, tensor, opts.rootRank), opts)
 
-    @both_forms(dist.ScatterOptions, 2, "root")
+    @accept_options(dist.ScatterOptions, 2, "root")
     def scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Give every rank its part of the root's tensor; of other ranks ``tensor`` is left alone."""
         check_root(self.group, opts.rootRank, "root")
         at_root = tensor if self.group.rank == opts.rootRank else None
         return self._run(collectives.scatter_single(self.group, output, at_root, opts.rootRank), opts)
 
-    @both_forms(dist.ScatterOptions, 2, "root", in_lists=True)
+    @accept_options(dist.ScatterOptions, 2, "root", in_lists=True)
     def scatter(
         self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
     ) -> FerrodistWork:
@@ -356,7 +356,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         tensor = only(output_tensors, "scatter")
         return self._run(collectives.scatter(self.group, tensor, inputs, opts.rootRank), opts)
 
-    @both_forms(dist.ReduceScatterOptions, 2, "op", in_lists=True)
+    @accept_options(dist.ReduceScatterOptions, 2, "op", in_lists=True)
     def reduce_scatter(
         self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
     ) -> FerrodistWork:
@@ -364,7 +364,7 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         output, inputs = only(output_tensors, "reduce_scatter"), only(input_tensors, "reduce_scatter")
         return self._run_all(collectives.reduce_scatter(self.group, output, inputs, reduction(opts.reduceOp)), opts)
 
-    @both_forms(dist.ReduceScatterOptions, 2)
+    @accept_options(dist.ReduceScatterOptions, 2)
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> FerrodistWork:
         """Fold a tensor over the ranks, and give rank r its r-th part."""
         op = plain_reduction(opts.reduceOp)
@@ -379,14 +379,14 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         call = collectives.reduce_scatter_single(self.group, output, tensor, reduction(opts.reduceOp))
         return self._run(call, opts)
 
-    @both_forms(dist.ReduceScatterOptions, 2)
+    @accept_options(dist.ReduceScatterOptions, 2)
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
     ) -> FerrodistWork:
         """`reduce_scatter_single` of several tensors."""
         return self._join([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
-    @both_forms(dist.AllToAllOptions, 4)
+    @accept_options(dist.AllToAllOptions, 4)
     def all_to_all_single(
         self,
         output_tensor: torch.Tensor,
@@ -401,14 +401,14 @@ class FerrodistProcessGroup(dist.ProcessGroup):
         )
         return self._run(call, opts)
 
-    @both_forms(dist.AllToAllOptions, 2)
+    @accept_options(dist.AllToAllOptions, 2)
     def alltoall(
         self, output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], opts: Any
     ) -> FerrodistWork:
         """Give every rank one of this one's tensors."""
         return self._run(collectives.all_to_all(self.group, output_tensors, input_tensors), opts)
 
-    @both_forms(dist.BarrierOptions, 0)
+    @accept_options(dist.BarrierOptions, 0)
     def barrier(self, opts: Any) -> FerrodistWork:
         """Wait for all ranks."""
         if not opts.asyncOp and opts.timeout.days < 0 and quick_barrier(self._lanes.here().group):
@@ -488,10 +488,10 @@ class FerrodistProcessGroup(dist.ProcessGroup):
 
     # How all of them go.
 
-    def _run(self, call: Collective, opts: Any) -> FerrodistWork:
+    def _run(self, call: CheckedCall, opts: Any) -> FerrodistWork:
         return self._give(self._lanes.here().run(call, opts))
 
-    def _run_all(self, calls: list[Collective], opts: Any) -> FerrodistWork:
+    def _run_all(self, calls: list[CheckedCall], opts: Any) -> FerrodistWork:
         return self._give(self._lanes.here().run_all(calls, opts))
 
     def _join(self, works: list[FerrodistWork]) -> FerrodistWork:

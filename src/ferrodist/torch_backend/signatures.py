@@ -40,7 +40,7 @@ def recorded(name: str) -> AbstractContextManager[object]:
     return record_function(f"ferrodist:{name}") if is_profiling() else _NOT_RECORDED
 
 
-def both_forms(
+def accept_options(
     options: type, num_tensors: int, *fields: str, in_lists: bool = False
 ) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
     """A method that takes tensors and ``opts`` is to be called without ``opts``, too, and with what they would say.
@@ -53,7 +53,7 @@ def both_forms(
     """
 
     def decorate(method: Callable[..., _Result]) -> Callable[..., _Result]:
-        first = _First(method, options, num_tensors, (*fields, "timeout"), in_lists=in_lists)
+        first = _ArgumentParser(method, options, num_tensors, (*fields, "timeout"), in_lists=in_lists)
 
         def run(group: Any, arguments: Sequence[Any]) -> _Result:
             found: _Result | None = None if _router is None else _router(group, method, arguments)
@@ -83,8 +83,8 @@ def both_forms(
     return decorate
 
 
-class _First:
-    """The first form of a method's arguments; see `both_forms`."""
+class _ArgumentParser:
+    """The first form of a method's arguments; see `accept_options`."""
 
     def __init__(
         self, method: Callable[..., Any], options: type, num_tensors: int, fields: tuple[str, ...], *, in_lists: bool

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ferrodist.collectives.cuda import keep_until_now
+from ferrodist.collectives.cuda import record_use_on_streams
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.torch_backend.collectives import Collective, Comparison
+from ferrodist.torch_backend.collectives import CheckedCall, SplitSizeCheck
 from ferrodist.torch_backend.layouts import row_size
 from ferrodist.torch_private.tensors import parts_of_sparse
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engines.base import TensorCollectives
+    from ferrodist.collectives.engines.base import CollectiveEngine
     from ferrodist.collectives.reduce_op import Op
 
 
-def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[Collective]:
+def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[CheckedCall]:
     """Sum the ranks' sparse tensors in rank order, in place: one collective after the other.
 
     Raises:
@@ -36,7 +36,7 @@ def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[Colle
     indices, values = own.indices().t().contiguous(), own.values().contiguous()
     found: list[torch.Tensor] = []
     said = f"{own.sparse_dim()} sparse dims of {list(own.shape)}, {own.dtype}"
-    comparison = Comparison(group, "allreduce", "sparse tensors", said, count=indices.shape[0])
+    comparison = SplitSizeCheck(group, "allreduce", "sparse tensors", said, count=indices.shape[0])
 
     @contextlib.contextmanager
     def like_tensor() -> Iterator[None]:
@@ -44,17 +44,17 @@ def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[Colle
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             yield
 
-    def gather(rows: torch.Tensor, engine: TensorCollectives, timeout: float, place: int) -> None:
+    def gather(rows: torch.Tensor, engine: CollectiveEngine, timeout: float, place: int) -> None:
         counts = [count * row_size(rows) for count in comparison.counts]
         with like_tensor():
             out = rows.new_empty(sum(comparison.counts), *rows.shape[1:])
         engine.all_gather(out.view(-1), rows.view(-1), counts, dim=0, timeout=timeout, sequence=place)
         found.append(out)
 
-    def gather_indices(engine: TensorCollectives, timeout: float, place: int) -> None:
+    def gather_indices(engine: CollectiveEngine, timeout: float, place: int) -> None:
         gather(indices, engine, timeout, place)
 
-    def gather_values(engine: TensorCollectives, timeout: float, place: int) -> None:
+    def gather_values(engine: CollectiveEngine, timeout: float, place: int) -> None:
         gather(values, engine, timeout, place)
         with like_tensor():
             add_up()
@@ -69,7 +69,7 @@ def sparse_allreduce(group: Backend, tensor: torch.Tensor, op: Op) -> list[Colle
 
     def keep() -> None:  # what was made in another stream than the one that uses it
         for part in parts_of_sparse(tensor):
-            keep_until_now(part)
+            record_use_on_streams(part)
 
-    steps = [Collective("allreduce", tensor.device, [tensor], step, keep) for step in (gather_indices, gather_values)]
+    steps = [CheckedCall("allreduce", tensor.device, [tensor], step, keep) for step in (gather_indices, gather_values)]
     return [comparison.call, *(comparison.guard(step) for step in steps)]

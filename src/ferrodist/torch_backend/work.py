@@ -24,14 +24,14 @@ import torch.distributed as dist
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import ANY_SOURCE
 from ferrodist.collectives.arguments import bytes_of
-from ferrodist.collectives.cuda import Handover, keep_until_now, streams_of
-from ferrodist.collectives.engines.gpu_staged import StagedMessages
-from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.cuda import StreamHandoff, record_use_on_streams, streams_of
+from ferrodist.collectives.engines.gpu_staged import HostStagedP2P
+from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.work import Operation, run_later, run_now, wait_for_started
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, describe_error
-from ferrodist.torch_backend.futures import Line, ResultFuture, Threads, here
+from ferrodist.torch_backend.futures import ResultFuture, SerialQueue, ThreadPool, here
 from ferrodist.torch_backend.layouts import Target, source_of
 from ferrodist.torch_private.compilers import not_compiled
 
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.request import Request
-    from ferrodist.collectives.engines.base import TensorCollectives
+    from ferrodist.collectives.engines.base import CollectiveEngine
     from ferrodist.collectives.work import PendingCollective
-    from ferrodist.torch_backend.collectives import Collective
+    from ferrodist.torch_backend.collectives import CheckedCall
 
 _NO_TIMEOUT = timedelta(0)
 
@@ -72,7 +72,7 @@ class FerrodistWork(dist.Work):
         threads: Of its group.
     """
 
-    def __init__(self, results: list[Any], threads: Threads) -> None:
+    def __init__(self, results: list[Any], threads: ThreadPool) -> None:
         super().__init__()
         self.results = results
         self.threads = threads
@@ -173,7 +173,9 @@ class CollectiveWork(FerrodistWork):
         line: Of those that end in the order in which they were started.
     """
 
-    def __init__(self, pending: PendingCollective[Any], results: list[Any], threads: Threads, line: Line) -> None:
+    def __init__(
+        self, pending: PendingCollective[Any], results: list[Any], threads: ThreadPool, line: SerialQueue
+    ) -> None:
         super().__init__(results, threads)
         self._pending = pending
         self._line = line
@@ -200,7 +202,7 @@ class JoinedWork(FerrodistWork):
         threads: Of their group.
     """
 
-    def __init__(self, works: Sequence[FerrodistWork], threads: Threads) -> None:
+    def __init__(self, works: Sequence[FerrodistWork], threads: ThreadPool) -> None:
         super().__init__([result for work in works for result in work.results], threads)
         self._works = works
 
@@ -233,7 +235,7 @@ def _error_of(work: FerrodistWork, deadline: Deadline | None) -> BaseException |
     return None
 
 
-class Lane:
+class CallbackStream:
     """Collectives that have an order among each other.
 
     Args:
@@ -243,16 +245,16 @@ class Lane:
 
     __slots__ = ("_line", "_threads", "group")
 
-    def __init__(self, group: Backend, threads: Threads) -> None:
+    def __init__(self, group: Backend, threads: ThreadPool) -> None:
         self.group = group
         self._threads = threads
-        self._line = Line()  # of their ends
+        self._line = SerialQueue()  # of their ends
 
     def work_of(self, started: PendingCollective[Any], results: list[Any]) -> CollectiveWork:
         """What torch waits for, of a collective that was started here."""
         return CollectiveWork(started, results, self._threads, self._line)
 
-    def run_all(self, calls: list[Collective], opts: Any) -> CollectiveWork | None:
+    def run_all(self, calls: list[CheckedCall], opts: Any) -> CollectiveWork | None:
         """Do calls that are one for the user, whose error and results are the last one's; see `run`."""
         for call in calls:
             if call.device is not None:
@@ -265,17 +267,17 @@ class Lane:
             raise errors[0]
         return None
 
-    def _error_of(self, call: Collective, opts: Any) -> DistributedError | None:
+    def _error_of(self, call: CheckedCall, opts: Any) -> DistributedError | None:
         try:
             self.run(call, opts)
         except DistributedError as error:
             return error
         return None
 
-    def run(self, call: Collective, opts: Any) -> CollectiveWork | None:
+    def run(self, call: CheckedCall, opts: Any) -> CollectiveWork | None:
         """Do what was checked: now, which gives None, or by a thread, as the options of torch's say."""
         group = self.group
-        engine = collectives_of(group) if call.device is None else engine_of(group, call.device)
+        engine = host_engine_of(group) if call.device is None else engine_of(group, call.device)
         limit = seconds_of(opts.timeout)
         seconds = group.timeout if limit is None else limit
         operation: Operation[None] = Operation(
@@ -292,7 +294,7 @@ class Lane:
         run_now(operation)
         return None
 
-    def _run_at(self, call: Collective, engine: TensorCollectives, seconds: float, place: int) -> None:
+    def _run_at(self, call: CheckedCall, engine: CollectiveEngine, seconds: float, place: int) -> None:
         try:
             call.run(engine, seconds, place)
         except DistributedError:
@@ -303,7 +305,7 @@ class Lane:
             raise
 
 
-class Lanes:
+class CallbackStreams:
     """Those of a group, by the depth of the callbacks that call in them: [Note: callbacks] in `completion`.
 
     Args:
@@ -311,13 +313,13 @@ class Lanes:
         threads: Its.
     """
 
-    def __init__(self, group: Backend, threads: Threads) -> None:
+    def __init__(self, group: Backend, threads: ThreadPool) -> None:
         self._group = group
         self._threads = threads
-        self._lanes = [Lane(group, threads)]
+        self._lanes = [CallbackStream(group, threads)]
         self._lock = threading.Lock()
 
-    def here(self) -> Lane:
+    def here(self) -> CallbackStream:
         """Where this thread's collectives go."""
         depth = here.line.depth
         return self._lanes[depth] if depth < len(self._lanes) else self._made(depth)
@@ -327,14 +329,14 @@ class Lanes:
         """What they are called in, the group itself first."""
         return [lane.group for lane in self._lanes]
 
-    def _made(self, depth: int) -> Lane:
+    def _made(self, depth: int) -> CallbackStream:
         with self._lock:
             for missing in range(len(self._lanes), depth + 1):
                 label = f"callbacks of depth {missing}"
                 name = f"{self._group.name}, {label}"
                 ranks = range(self._group.world_size)
                 beside = SubBackend(self._group, ranks, name=name, label=label, ends_with_parent=True)
-                self._lanes.append(Lane(beside, self._threads))
+                self._lanes.append(CallbackStream(beside, self._threads))
         return self._lanes[depth]
 
 
@@ -347,7 +349,7 @@ _CALLING = ("ferrodist.backends.", "ferrodist.collectives.", "ferrodist.torch_ba
 _CALLED_BACK = "ferrodist.torch_backend.futures"
 
 
-def may_finish() -> bool:
+def can_drain() -> bool:
     """Whether the caller's caller may wait for what was started: not where an exception is why it leaves.
 
     Nor in the middle of a call: handlers of signals run there, and what waits for it to go on would do so for ever.
@@ -365,7 +367,7 @@ def may_finish() -> bool:
     return True
 
 
-class Sends:
+class PendingSends:
     """Messages of a group that may not have been received yet."""
 
     def __init__(self) -> None:
@@ -394,7 +396,7 @@ class Sends:
                 work.wait_for(deadline.remaining())
 
 
-def finish_started(groups: Iterable[Backend], sends: Sends) -> None:
+def drain_pending(groups: Iterable[Backend], sends: PendingSends) -> None:
     """Return when collectives and sends that were started have ended, well or not."""
     for group in groups:
         if group.failure is None:
@@ -423,9 +425,9 @@ class MessageWork(FerrodistWork):
         *,
         seconds: float,
         what: str,
-        threads: Threads,
+        threads: ThreadPool,
         finish: Callable[[], None] | None = None,
-        handover: Handover | None = None,
+        handover: StreamHandoff | None = None,
     ) -> None:
         super().__init__([tensor], threads)
         self._request = request
@@ -471,24 +473,24 @@ class MessageWork(FerrodistWork):
         self.threads.run(settle)  # it waits no longer than a wait does, also for what never comes
 
 
-def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int, threads: Threads) -> MessageWork:
+def start_send(group: Backend, tensor: torch.Tensor, dst: int, tag: int, threads: ThreadPool) -> MessageWork:
     """Begin to send a tensor."""
     engine_of(group, tensor.device)  # says whether that may be
     if tensor.device.type == "cpu":
         flat = source_of(tensor)
     else:
-        flat = StagedMessages(group).on_host(tensor.data, timeout=group.timeout)
+        flat = HostStagedP2P(group).on_host(tensor.data, timeout=group.timeout)
     request = group.isend(bytes_of(flat), dst, tag=tag)
     return MessageWork(request, tensor, seconds=group.timeout, what=f"rank {dst} did not receive it", threads=threads)
 
 
-def start_receive(group: Backend, tensor: torch.Tensor, src: int | None, tag: int, threads: Threads) -> MessageWork:
+def start_receive(group: Backend, tensor: torch.Tensor, src: int | None, tag: int, threads: ThreadPool) -> MessageWork:
     """Begin to receive a tensor, from a rank or from any."""
     engine_of(group, tensor.device)
     target = Target(tensor)
     handover, landing, finish = None, target.flat, target.finish
     if tensor.device.type != "cpu":
-        handover = Handover(streams_of(tensor.device))
+        handover = StreamHandoff(streams_of(tensor.device))
         landing = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
         finish = partial(_bring, handover, target, landing)
     request = group.irecv(bytes_of(landing), ANY_SOURCE if src is None else src, tag=tag)
@@ -498,8 +500,8 @@ def start_receive(group: Backend, tensor: torch.Tensor, src: int | None, tag: in
     )
 
 
-def _bring(handover: Handover, target: Target, landing: torch.Tensor) -> None:
+def _bring(handover: StreamHandoff, target: Target, landing: torch.Tensor) -> None:
     with handover.running():
         target.flat.copy_(landing)
         target.finish()
-        keep_until_now(target.flat)
+        record_use_on_streams(target.flat)

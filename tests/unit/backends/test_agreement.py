@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.control_plane import ControlledBackend
+from ferrodist.backends.control_plane import ControlPlaneBackend
 from ferrodist.backends.request import BaseRequest
-from ferrodist.backends.signature import Call
+from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.tags import Channel, channel_of_tag
-from ferrodist.backends.verification import AgreementTags
+from ferrodist.backends.verification import VerificationTags
 from ferrodist.testing import run_ranks
 
 
@@ -142,7 +142,7 @@ def test_what_is_agreed_is_what_was_said(monkeypatch, source, target, what, plac
 
     def on_rank(group):
         with pytest.raises(fd.DistributedError) as caught:  # noqa: PT012 - it fails in one of the two
-            group.agreement.reach(Call(operation="sizes", payload=bytes([group.rank])), 20)
+            group.agreement.reach(CollectiveSignature(operation="sizes", payload=bytes([group.rank])), 20)
             group.barrier(timeout=20)  # who has got the list as it was said learns of it here
         return caught.value
 
@@ -151,7 +151,7 @@ def test_what_is_agreed_is_what_was_said(monkeypatch, source, target, what, plac
     assert all(what in error.message and "altered" in error.message for error in errors)
 
 
-class _Controlled(ControlledBackend):
+class _Controlled(ControlPlaneBackend):
     def close(self, timeout=None):
         self.control.close(timeout)
 
@@ -164,17 +164,21 @@ def test_groups_over_a_control_group_are_protected_as_it_is(monkeypatch, in_subg
     def on_rank(control):
         group = _Controlled(control)
         with pytest.raises(fd.AuthenticationError, match="the call of rank 1 was altered"):
-            (fd.new_group(group=group) if in_subgroup else group).agreement.reach(Call(operation="sizes"), 20)
+            (fd.new_group(group=group) if in_subgroup else group).agreement.reach(
+                CollectiveSignature(operation="sizes"), 20
+            )
 
     run_ranks(on_rank, 2, backend=_Tapped.create_group)
 
 
 def test_agreements_of_groups_and_positions_are_told_apart():
     """The tag of a call in one group, or at one position, is none in another: nothing can be said again."""
-    call = Call(operation="barrier").encode()
+    call = CollectiveSignature(operation="barrier").encode()
     places = itertools.product((0, 1 << 64, 7), (0, 1), (0, 1))
-    assert len({AgreementTags(b"k", group, position).seal_call(call, rank) for group, position, rank in places}) == 12
-    assert AgreementTags(b"", 0, 0).seal_call(call, 0) == call
+    assert (
+        len({VerificationTags(b"k", group, position).seal_call(call, rank) for group, position, rank in places}) == 12
+    )
+    assert VerificationTags(b"", 0, 0).seal_call(call, 0) == call
 
 
 def test_a_group_with_a_key_agrees():
@@ -182,9 +186,12 @@ def test_a_group_with_a_key_agrees():
 
     def on_rank(group):
         sub = fd.SubBackend(group, [0, 2]) if group.rank != 1 else None
-        said = [group.agreement.reach(Call(operation="sizes", payload=bytes([group.rank])), 20) for _ in range(3)]
+        said = [
+            group.agreement.reach(CollectiveSignature(operation="sizes", payload=bytes([group.rank])), 20)
+            for _ in range(3)
+        ]
         if sub is not None:
-            assert sub.agreement.reach(Call(operation="sizes", payload=b"x"), 20) == [b"x", b"x"]
+            assert sub.agreement.reach(CollectiveSignature(operation="sizes", payload=b"x"), 20) == [b"x", b"x"]
         return said
 
     assert run_ranks(on_rank, 3, backend=_Tapped.create_group) == [[[b"\0", b"\1", b"\2"]] * 3] * 3

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from ferrodist.backends.request import LockSignal
+from ferrodist.backends.request import LockWaitEvent
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.errors import DistributedError, GroupAbortedError, GroupClosedError, PeerLostError
@@ -209,7 +209,7 @@ def test_a_signal_ends_one_wait(backend):
 
 def test_a_signal_that_many_give():
     """All at once, again and again: none of it raises, and the wait ends."""
-    signal, done = LockSignal(), threading.Event()
+    signal, done = LockWaitEvent(), threading.Event()
 
     def give():
         while not done.is_set():

@@ -12,7 +12,7 @@ from ferrodist import deadline
 from ferrodist.backends.request import wait_all
 from ferrodist.backends.stragglers import is_speaker
 from ferrodist.backends.tags import Channel, channel_tag
-from ferrodist.collectives.tensor_protocol import TensorHead, body_numbers, receive_into, start_body, wait_for
+from ferrodist.collectives.tensor_protocol import TensorHeader, body_numbers, receive_into, start_payload, wait_for
 from ferrodist.deadline import Deadline
 from ferrodist.rendezvous import MemoryStore
 from ferrodist.rendezvous.roll_call import await_all, claim_rank, note_rejection
@@ -147,10 +147,10 @@ def test_who_has_begun_to_send_is_not_late(warned):
     def program(group):
         if group.rank == 1:
             number = next(body_numbers(group))
-            head = TensorHead(number, LARGE.dtype, tuple(LARGE.shape)).pack()
+            head = TensorHeader(number, LARGE.dtype, tuple(LARGE.shape)).pack()
             group.send(head, 0, tag=channel_tag(Channel.TENSOR_HEAD, 0))
             fd.recv(None, None, 0, tag=1)
-            wait_all(start_body(group, LARGE, 0, number), Deadline(_PATIENCE))
+            wait_all(start_payload(group, LARGE, 0, number), Deadline(_PATIENCE))
             return True
         receive = receive_into(group, fd.Recv(torch.empty_like(LARGE), 1))
         deadline = Deadline(_PATIENCE)

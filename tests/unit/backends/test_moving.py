@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 
 from ferrodist.backends.polling import wait_until
-from ferrodist.backends.sequencer import CallOrder
+from ferrodist.backends.sequencer import TicketQueue
 from ferrodist.deadline import Deadline
 
 
 def test_turns_are_taken_in_order():
     """Whoever comes first waits for those whose position is before, and one is at it at a time."""
-    turns = CallOrder(lambda: False)
+    turns = TicketQueue(lambda: False)
     order = []
 
     def take(position):
@@ -32,9 +32,9 @@ def test_turns_are_taken_in_order():
 
 def test_a_turn_that_does_not_come():
     """Waiting for a turn ends with the deadline, and with the group."""
-    with CallOrder(lambda: False).hold(1, 0.01) as has_turn:
+    with TicketQueue(lambda: False).hold(1, 0.01) as has_turn:
         assert not has_turn
-    with CallOrder(lambda: True).hold(1, 1e9) as has_turn:
+    with TicketQueue(lambda: True).hold(1, 1e9) as has_turn:
         assert not has_turn
 
 

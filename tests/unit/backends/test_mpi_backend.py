@@ -13,14 +13,22 @@ import torch
 
 import ferrodist as fd
 from ferrodist.backends.mpi import runtime
-from ferrodist.backends.mpi.collectives import MpiAgreement, MpiMover, num_kept
-from ferrodist.backends.mpi.liveness import Attendance
+from ferrodist.backends.mpi.collectives import MpiDataPlane, MpiVerifier, num_leaked
+from ferrodist.backends.mpi.liveness import MpiLivenessProbe
 from ferrodist.backends.mpi.runtime import check_job
-from ferrodist.backends.mpi.transport import HEADER_SIZE, MAX_PAYLOAD, Frame, Kind, MessagesIn, Messenger, Outgoing
-from ferrodist.backends.sequencer import CallOrder
-from ferrodist.backends.signature import Call
+from ferrodist.backends.mpi.transport import (
+    HEADER_SIZE,
+    MAX_PAYLOAD,
+    Frame,
+    FrameTransport,
+    FrameType,
+    IncomingMessages,
+    QueuedFrame,
+)
+from ferrodist.backends.sequencer import TicketQueue
+from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.collectives.engines import data_plane
-from ferrodist.collectives.engines.data_plane import MovedCollectives
+from ferrodist.collectives.engines.data_plane import DataPlaneEngine
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, ProtocolError
 from ferrodist.installation import how_to_install
@@ -101,7 +109,7 @@ def test_nobody_waits_for_mpi_longer_than_they_want(monkeypatch):
     mpi = SimpleNamespace(
         __file__="", THREAD_MULTIPLE=3, ERRORS_RETURN=0, COMM_WORLD=communicator, COMM_SELF=communicator
     )
-    one = runtime.Life(mpi)
+    one = runtime.MpiRuntime(mpi)
     assert not one.begin(Deadline(0.01))
     one.end(None)  # what has not begun is not waited for
     slow.come.set()
@@ -138,7 +146,7 @@ def test_how_long_a_process_waits_for_the_end(monkeypatch, has_failed, kept, pat
     monkeypatch.setattr(runtime, "_module", SimpleNamespace(Is_finalized=lambda: False))
     monkeypatch.setattr(runtime, "_open", set())
     monkeypatch.setattr(runtime, "_has_lost", False)
-    monkeypatch.setattr(runtime, "num_kept", lambda: kept)
+    monkeypatch.setattr(runtime, "num_leaked", lambda: kept)
     runtime.forget(_Open(has_parted=True), has_failed=has_failed)
     ended = []
     runtime._end(SimpleNamespace(end=ended.append))
@@ -153,7 +161,7 @@ def test_how_long_a_process_waits_for_the_end(monkeypatch, has_failed, kept, pat
 def test_an_mpi_that_can_not_start(monkeypatch):
     """What MPI's start returns is an error, and there is nothing to end."""
     monkeypatch.setattr(runtime.ctypes, "CDLL", lambda _path: SimpleNamespace(MPI_Init_thread=lambda *_: 15))
-    one = runtime.Life(SimpleNamespace(__file__="", THREAD_MULTIPLE=3))
+    one = runtime.MpiRuntime(SimpleNamespace(__file__="", THREAD_MULTIPLE=3))
     with pytest.raises(RuntimeError, match="MPI_Init_thread returned 15"):
         one.begin(Deadline(60))
     one.end(None)
@@ -233,8 +241,8 @@ def test_importing_ferrodist_does_not_load_mpi():
 
 def test_frames_survive_the_way():
     """What is packed is unpacked, for every kind."""
-    for kind in Kind:
-        size = {Kind.EAGER: 5, Kind.DATA: 5}.get(kind, 0)
+    for kind in FrameType:
+        size = {FrameType.EAGER: 5, FrameType.DATA: 5}.get(kind, 0)
         frame = Frame(kind, 2**40, 2**63 + 1, 2**64 - 1, size, 0)
         assert Frame.unpack(memoryview(frame.pack() + b"x" * size)) == frame
 
@@ -245,11 +253,11 @@ def test_frames_survive_the_way():
         (b"short", "a message of 5 bytes"),
         (b"\0" * HEADER_SIZE, "not a frame"),
         (b"fm\x63" + b"\0" * (HEADER_SIZE - 3), "not a frame"),
-        (Frame(Kind.EAGER, size_bytes=3).pack() + b"xx", "EAGER frame with 2 bytes of a message of 3"),
-        (Frame(Kind.EAGER, size_bytes=1 << 19).pack() + bytes(1 << 19), "EAGER frame"),
-        (Frame(Kind.DATA, size_bytes=9, offset=8).pack() + b"xx", "DATA frame with 2 bytes from 8 on"),
-        (Frame(Kind.DATA, size_bytes=9).pack(), "DATA frame with 0 bytes"),
-        (Frame(Kind.DATA, size_bytes=1 << 30).pack() + bytes(MAX_PAYLOAD + 1), "DATA frame"),
+        (Frame(FrameType.EAGER, size_bytes=3).pack() + b"xx", "EAGER frame with 2 bytes of a message of 3"),
+        (Frame(FrameType.EAGER, size_bytes=1 << 19).pack() + bytes(1 << 19), "EAGER frame"),
+        (Frame(FrameType.DATA, size_bytes=9, offset=8).pack() + b"xx", "DATA frame with 2 bytes from 8 on"),
+        (Frame(FrameType.DATA, size_bytes=9).pack(), "DATA frame with 0 bytes"),
+        (Frame(FrameType.DATA, size_bytes=1 << 30).pack() + bytes(MAX_PAYLOAD + 1), "DATA frame"),
     ],
 )
 def test_what_is_no_frame(data, words):
@@ -262,7 +270,7 @@ class _Mover:
     """MPI's collectives end at once."""
 
     def __init__(self):
-        self.turns = CallOrder(lambda: False)
+        self.turns = TicketQueue(lambda: False)
 
     def agree(self, own, table):
         table.reshape(2, -1)[:] = own
@@ -281,12 +289,12 @@ def test_a_late_rank_hears_that_others_gave_up(gave_up):
         if gave_up:
             group.failure = fd.DistributedTimeoutError("rank 1 was late", ranks=(1,))
 
-    agreement = MpiAgreement(group, _Mover(), lambda _sequence: (), look)
+    agreement = MpiVerifier(group, _Mover(), lambda _sequence: (), look)
     if gave_up:
         with pytest.raises(fd.DistributedTimeoutError, match="rank 1 was late"):
-            agreement.reach(Call(operation="barrier"), 30)
+            agreement.reach(CollectiveSignature(operation="barrier"), 30)
     else:
-        assert agreement.reach(Call(operation="barrier", payload=b"x"), 30) == [b"x", b"x"]
+        assert agreement.reach(CollectiveSignature(operation="barrier", payload=b"x"), 30) == [b"x", b"x"]
 
 
 @pytest.mark.parametrize(("rank", "late", "speaks"), [(0, (1,), True), (1, (0,), True), (1, (2,), False)])
@@ -294,7 +302,9 @@ def test_a_long_wait_names_who_is_late(rank, late, speaks, monkeypatch, caplog):
     """The first rank that waits says who has not called; another one leaves it to that."""
     monkeypatch.setattr("ferrodist.deadline.LONG_WAIT_SECONDS", 0.0)
     group = SimpleNamespace(rank=rank, world_size=2, name="world", failure=None)
-    MpiAgreement(group, _Mover(), lambda _sequence: late, lambda: None).reach(Call(operation="barrier"), 30)
+    MpiVerifier(group, _Mover(), lambda _sequence: late, lambda: None).reach(
+        CollectiveSignature(operation="barrier"), 30
+    )
     expected = f"barrier() on group 'world', operation 0: rank {late[0]} has not called it yet, and rank {rank} waits"
     assert [record.getMessage().startswith(expected) for record in caplog.records] == [True] * speaks
 
@@ -311,9 +321,9 @@ def test_an_interrupted_agreement_ends_the_group():
     """A rank that leaves the comparison of calls by Ctrl-C is out of step: the others are told."""
     aborts, mover = [], _Mover()
     mover.wait_for = _interrupt
-    agreement = MpiAgreement(_group_of_two(aborts), mover, lambda _sequence: (), lambda: None)
+    agreement = MpiVerifier(_group_of_two(aborts), mover, lambda _sequence: (), lambda: None)
     with pytest.raises(KeyboardInterrupt):
-        agreement.reach(Call(operation="barrier"), 30)
+        agreement.reach(CollectiveSignature(operation="barrier"), 30)
     assert aborts == ["rank 0 left barrier() by KeyboardInterrupt"]
 
 
@@ -321,10 +331,10 @@ def test_an_interrupted_collective_ends_the_group():
     """So does one that leaves in the middle of the data."""
     aborts, mover = [], _Mover()
     group = _group_of_two(aborts)
-    group.mover, group.agreement = mover, MpiAgreement(group, mover, lambda _sequence: (), lambda: None)
+    group.mover, group.agreement = mover, MpiVerifier(group, mover, lambda _sequence: (), lambda: None)
     mover.broadcast = _interrupt
     with pytest.raises(KeyboardInterrupt):
-        MovedCollectives(group).broadcast(torch.ones(100), 0, timeout=30, sequence=0)
+        DataPlaneEngine(group).broadcast(torch.ones(100), 0, timeout=30, sequence=0)
     assert len(aborts) == 1
     assert "rank 0 left broadcast(float32[100], root=0), operation 0, by KeyboardInterrupt" in aborts[0]
 
@@ -351,12 +361,12 @@ def test_what_mpi_is_not_given_can_be_taken_back():
     """MPI gets a few MiB for a rank at a time, and more when it has sent those; what is urgent does not wait for it."""
     communicator = _NoMessages()
     communicator.has_room = False
-    messenger = Messenger(SimpleNamespace(Status=object, BYTE=0, ANY_SOURCE=-1), communicator, lambda *_: None)
+    messenger = FrameTransport(SimpleNamespace(Status=object, BYTE=0, ANY_SOURCE=-1), communicator, lambda *_: None)
     for owner in range(9):
         data = memoryview(bytearray(MAX_PAYLOAD))
-        messenger.push(1, Outgoing(Frame(Kind.DATA, size_bytes=MAX_PAYLOAD), data, owner))
+        messenger.push(1, QueuedFrame(Frame(FrameType.DATA, size_bytes=MAX_PAYLOAD), data, owner))
     assert len(communicator.sent) == 4
-    messenger.push(1, Outgoing(Frame(Kind.PING)))
+    messenger.push(1, QueuedFrame(Frame(FrameType.PING)))
     assert len(communicator.sent) == 5
     assert messenger.drop(1, 0) == 0
     assert messenger.drop(1, 8) == 1
@@ -370,13 +380,13 @@ def test_what_mpi_is_not_given_can_be_taken_back():
 def test_a_messenger_that_has_ended_leaves_its_communicator_alone():
     """After its end nothing is sent or looked for, whoever still asks: the communicator may be gone."""
     communicator = _NoMessages()
-    messenger = Messenger(SimpleNamespace(Status=object, BYTE=0, ANY_SOURCE=-1), communicator, lambda *_: None)
-    messenger.push(1, Outgoing(Frame(Kind.PING)))
+    messenger = FrameTransport(SimpleNamespace(Status=object, BYTE=0, ANY_SOURCE=-1), communicator, lambda *_: None)
+    messenger.push(1, QueuedFrame(Frame(FrameType.PING)))
     assert communicator.sent == [1]
     assert messenger.look()
     messenger.end()
     communicator.Isend = communicator.Improbe = lambda *_: pytest.fail("the communicator was used")
-    messenger.push(1, Outgoing(Frame(Kind.PING)))
+    messenger.push(1, QueuedFrame(Frame(FrameType.PING)))
     assert not messenger.look()
 
 
@@ -384,7 +394,7 @@ def test_a_collective_that_is_left_keeps_what_is_under_way(monkeypatch):
     """When a reduction ends in the middle, MPI keeps the buffers of the segment that was on its way ahead of it."""
     aborts, mover, abandoned, started = [], _Mover(), [], []
     group = _group_of_two(aborts)
-    group.mover, group.agreement = mover, MpiAgreement(group, mover, lambda _sequence: (), lambda: None)
+    group.mover, group.agreement = mover, MpiVerifier(group, mover, lambda _sequence: (), lambda: None)
 
     def start(*_arguments):
         started.append(len(started))
@@ -396,7 +406,7 @@ def test_a_collective_that_is_left_keeps_what_is_under_way(monkeypatch):
     mover.all_to_all, mover.abandon = start, abandoned.extend
     monkeypatch.setattr(data_plane, "fold", run_out_of_memory)
     with pytest.raises(MemoryError):
-        MovedCollectives(group).reduce_scatter(
+        DataPlaneEngine(group).reduce_scatter(
             torch.empty(1 << 20), torch.ones(1 << 21), [1 << 20] * 2, fd.ReduceOp.SUM, dim=0, timeout=30, sequence=0
         )
     assert started == [0, 1]
@@ -407,14 +417,14 @@ def test_a_collective_that_is_left_keeps_what_is_under_way(monkeypatch):
 def test_a_piece_out_of_its_order_is_refused():
     """A piece of a message that was not granted, or not the next one, is no rank's of this version."""
     mailbox = SimpleNamespace(write=lambda *_: pytest.fail("it was written"))
-    messages = MessagesIn(mailbox, lambda _message: True, lambda *_: None)
-    messages.on_offer(1, Frame(Kind.OFFER, 7, size_bytes=1 << 20), memoryview(b""))
-    piece = Frame(Kind.DATA, 7, size_bytes=1 << 20)
+    messages = IncomingMessages(mailbox, lambda _message: True, lambda *_: None)
+    messages.on_offer(1, Frame(FrameType.OFFER, 7, size_bytes=1 << 20), memoryview(b""))
+    piece = Frame(FrameType.DATA, 7, size_bytes=1 << 20)
     with pytest.raises(ProtocolError, match="a piece of message 7 of rank 1 out of its order"):
         messages.on_data(1, piece, memoryview(b"x"))
     assert len(messages.forget(lambda _message: True)) == 1
     messages.on_data(1, piece, memoryview(b"x"))  # of one that is forgotten it goes nowhere
-    messages.on_offer(1, Frame(Kind.OFFER, 7, size_bytes=1 << 20), memoryview(b""))
+    messages.on_offer(1, Frame(FrameType.OFFER, 7, size_bytes=1 << 20), memoryview(b""))
     (message,) = messages._offered.values()
     message.granted = True
     with pytest.raises(ProtocolError, match="out of its order"):
@@ -440,17 +450,17 @@ class _RefusingMpi:
 
 
 def _mover(mpi, explained, *, in_vain=True):
-    return MpiMover(mpi, mpi, lambda: in_vain, explained.append, lambda: 0.0)
+    return MpiDataPlane(mpi, mpi, lambda: in_vain, explained.append, lambda: 0.0)
 
 
 def test_what_mpi_refuses_ends_the_group():
     """A collective that MPI does not start raises nothing of MPI's own: the group fails, and waits are vain."""
     explained = []
     mover = _mover(_RefusingMpi(), explained)
-    before = num_kept()
+    before = num_leaked()
     assert not mover.wait_for([mover.agree(b"", b"")], Deadline(60))
     assert [str(error) for error in explained] == ["invalid communicator"]
-    assert num_kept() == before, "MPI has nothing that this process must not end with"
+    assert num_leaked() == before, "MPI has nothing that this process must not end with"
 
 
 def test_a_communicator_that_is_freed_is_given_no_collective():
@@ -478,13 +488,15 @@ def test_a_communicator_with_something_under_way_is_not_freed():
 def test_an_answer_that_comes_late_takes_nothing_back():
     """A rank that has said goodbye after its fifth collective has entered it, whatever it had said before."""
     sent = []
-    attendance = Attendance(lambda rank, outgoing: sent.append((rank, outgoing.frame)), lambda: 7, lambda *_: None)
+    attendance = MpiLivenessProbe(
+        lambda rank, outgoing: sent.append((rank, outgoing.frame)), lambda: 7, lambda *_: None
+    )
     attendance.note(1, 5)
-    attendance.on_pong(1, Frame(Kind.PONG, 3), memoryview(b""))
+    attendance.on_pong(1, Frame(FrameType.PONG, 3), memoryview(b""))
     assert attendance.has_entered(1, 4)
     assert not attendance.has_entered(1, 5)
-    attendance.on_ping(1, Frame(Kind.PING), memoryview(b""))
-    assert sent == [(1, Frame(Kind.PONG, 7))]
+    attendance.on_ping(1, Frame(FrameType.PING), memoryview(b""))
+    assert sent == [(1, Frame(FrameType.PONG, 7))]
 
 
 def test_who_is_behind():
@@ -492,11 +504,11 @@ def test_who_is_behind():
     answers = {1: 4, 2: 3}
 
     def push(rank, outgoing):
-        assert outgoing.frame.kind is Kind.PING
+        assert outgoing.frame.kind is FrameType.PING
         if rank in answers:
-            attendance.on_pong(rank, Frame(Kind.PONG, answers[rank]), memoryview(b""))
+            attendance.on_pong(rank, Frame(FrameType.PONG, answers[rank]), memoryview(b""))
 
-    attendance = Attendance(push, lambda: 0, lambda done, _seconds: done())
+    attendance = MpiLivenessProbe(push, lambda: 0, lambda done, _seconds: done())
     assert attendance.find_silent([1, 2, 3], 1) == (3,)
     assert attendance.find_behind([1, 2, 3], 3, 1) == (2, 3)
     assert attendance.find_behind([1, 2], 2, 1) == (1, 2)
@@ -528,17 +540,17 @@ def _raise():
 
 def test_half_a_frame_of_a_rank_that_died_holds_up_nobody():
     """What a rank was sending when it died is dropped, and no frame; other ranks' frames come through."""
-    frame = Frame(Kind.PING).pack()
+    frame = Frame(FrameType.PING).pack()
     half_come, raises, whole = (0, lambda: False, frame), (0, _raise, frame), (1, lambda: True, frame)
     mpi = SimpleNamespace(Status=SimpleNamespace, BYTE=0, ANY_SOURCE=-1, Exception=_RefusingMpi.Exception)
     taken = []
-    messenger = Messenger(mpi, _Coming(raises, half_come, whole), lambda source, *_: taken.append(source))
+    messenger = FrameTransport(mpi, _Coming(raises, half_come, whole), lambda source, *_: taken.append(source))
     with pytest.raises(mpi.Exception):
         messenger.look()
     assert messenger.look()
     assert taken == [1]
     assert messenger.num_coming == 0
-    messenger = Messenger(mpi, _Coming(half_come, whole), lambda source, *_: taken.append(source))
+    messenger = FrameTransport(mpi, _Coming(half_come, whole), lambda source, *_: taken.append(source))
     messenger.lose(0)
     assert messenger.look()
     assert taken == [1, 1]

@@ -32,7 +32,7 @@ def _hand_out(listener, ranks, *, users=None, timeout=20.0, group=_GROUP):
     users = {os.geteuid()} if users is None else users
     reader, writer = os.pipe()
     try:
-        fd_passing.hand_out(group, listener, _NONCE, reader, ranks=ranks, users=users, deadline=Deadline(timeout))
+        fd_passing.send_fd(group, listener, _NONCE, reader, ranks=ranks, users=users, deadline=Deadline(timeout))
     finally:
         os.close(reader)
         os.close(writer)
@@ -43,7 +43,9 @@ def _fetch_in_thread(name, rank, found):
         group = SimpleNamespace(failure=None, rank=rank, name="g")
         with fd_passing.make_socket() as sock:
             try:
-                found[rank] = fd_passing.fetch(group, sock, 0, name, _NONCE, user=os.geteuid(), deadline=Deadline(20.0))
+                found[rank] = fd_passing.recv_fd(
+                    group, sock, 0, name, _NONCE, user=os.geteuid(), deadline=Deadline(20.0)
+                )
             except OSError as error:
                 found[rank] = error
 
@@ -101,7 +103,7 @@ def test_nothing_is_taken_from_another_user(monkeypatch):
     monkeypatch.setattr(fd_passing, "_ROOT", -1)
     with _meeting() as (name, listener), fd_passing.make_socket() as sock:
         with pytest.raises(ConnectionError, match="rank 0 did not hand out the memory"):
-            fd_passing.fetch(_GROUP, sock, 0, name, _NONCE, user=os.geteuid() + 1, deadline=Deadline(20.0))
+            fd_passing.recv_fd(_GROUP, sock, 0, name, _NONCE, user=os.geteuid() + 1, deadline=Deadline(20.0))
         sock.close()
         with listener.accept()[0] as visitor:
             assert visitor.recv(100) == b""
@@ -130,7 +132,7 @@ def test_the_end_of_the_group_ends_the_wait():
         with pytest.raises(GroupAbortedError, match="over"):
             _hand_out(listener, [1], group=failed)
         with pytest.raises(GroupAbortedError, match="over"):
-            fd_passing.fetch(failed, sock, 0, name, _NONCE, user=os.geteuid(), deadline=Deadline(20.0))
+            fd_passing.recv_fd(failed, sock, 0, name, _NONCE, user=os.geteuid(), deadline=Deadline(20.0))
     found = {}
     _fetch_in_thread(name, 1, found).join()
     assert isinstance(found[1], ConnectionError)
@@ -144,4 +146,4 @@ def test_a_descriptor_that_does_not_fit_is_no_fault_of_the_other_side(monkeypatc
 
     monkeypatch.setattr(socket, "recv_fds", receive)
     with _meeting() as (name, _), fd_passing.make_socket() as sock, pytest.raises(OSError, match="MSG_CTRUNC"):
-        fd_passing.fetch(_GROUP, sock, 0, name, _NONCE, user=os.geteuid(), deadline=Deadline(20.0))
+        fd_passing.recv_fd(_GROUP, sock, 0, name, _NONCE, user=os.geteuid(), deadline=Deadline(20.0))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ferrodist.backends.native.symmetric_memory import JoinedView
+from ferrodist.backends.native.symmetric_memory import ContiguousSharedView
 from ferrodist.collectives.symmetric_memory import empty_joined
 from ferrodist.testing import run_ranks
 
@@ -66,7 +66,7 @@ def test_a_view_lives_as_long_as_a_tensor_in_it():
 def test_what_the_system_refuses():
     """It raises what the system said."""
     with pytest.raises(OSError, match="mmap"):
-        JoinedView(-2, [0], PAGE)
+        ContiguousSharedView(-2, [0], PAGE)
 
 
 def test_backends_without_shared_memory_give_no_views():

@@ -6,13 +6,13 @@ import os
 
 import pytest
 
-from ferrodist.backends.native.topology import Processors, is_crowded
+from ferrodist.backends.native.topology import CpuSet, is_oversubscribed
 
 A, B = b"a" * 6, b"b" * 6
 
 
-def rank(machine: bytes, usable: int, quota: int = 0xFFFF) -> Processors:
-    return Processors(machine, usable, quota)
+def rank(machine: bytes, usable: int, quota: int = 0xFFFF) -> CpuSet:
+    return CpuSet(machine, usable, quota)
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ def rank(machine: bytes, usable: int, quota: int = 0xFFFF) -> Processors:
 )
 def test_is_crowded(ranks, hosts, crowded):
     """Processors are shared by machine, quotas by host; both must do."""
-    assert is_crowded(ranks, hosts) is crowded
+    assert is_oversubscribed(ranks, hosts) is crowded
 
 
 def test_what_a_process_says_of_itself():
     """Another rank reads what this one has packed, and that is what the system says."""
-    own = Processors.of_this_process()
-    assert len(own.pack()) == Processors.size()
-    assert Processors.unpack(own.pack()) == own
+    own = CpuSet.of_this_process()
+    assert len(own.pack()) == CpuSet.size()
+    assert CpuSet.unpack(own.pack()) == own
     assert own.usable.bit_count() == len(os.sched_getaffinity(0))
     assert own.quota >= 1

@@ -12,7 +12,7 @@ import torch
 from nccl_fakes import FakeNccl, fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist as fd
-from ferrodist.backends.mailbox_backend import Departure
+from ferrodist.backends.mailbox_backend import PeerExit
 from ferrodist.testing import run_ranks
 
 
@@ -56,7 +56,7 @@ def error_of(group: fd.Backend, kind: type[fd.DistributedError], call: object) -
     return caught.value
 
 
-_DEATH = Departure(what="died: it was killed")
+_DEATH = PeerExit(what="died: it was killed")
 
 _DIFFERENCES = {
     "operation": (lambda g: fd.allreduce(torch.ones(4), group=g), lambda g: fd.broadcast(torch.ones(4), 0, group=g)),

@@ -15,9 +15,9 @@ from nccl_fakes import FakeEvent, FakeNccl, FakeStream, FakeStreams, FakeWork, f
 
 import ferrodist as fd
 from ferrodist.backends.nccl import communicator as connection
-from ferrodist.backends.nccl.streams import Launched, Launching
-from ferrodist.backends.nccl.watchdog import Watch, _open_watches
-from ferrodist.backends.signature import Call
+from ferrodist.backends.nccl.streams import InFlightOp, OpInfo
+from ferrodist.backends.nccl.watchdog import Watchdog, _open_watches
+from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.collectives.engines import select
 from ferrodist.deadline import Deadline
 from ferrodist.testing import run_ranks
@@ -214,7 +214,7 @@ def test_a_rank_has_one_gpu_in_a_group() -> None:
     group = alone()
     fd.allreduce(torch.ones(1), group=group)
     other = SimpleNamespace(device=torch.device("cuda", 1))
-    call = Call(operation="allreduce", sequence=1)
+    call = CollectiveSignature(operation="allreduce", sequence=1)
     with pytest.raises(fd.UnsupportedOpError, match=r"uses cpu .* a tensor on cuda:1.*set_device"):
         group._launcher.launch(call, [other], lambda lane: None, timeout=1.0)
     group.close()
@@ -313,9 +313,9 @@ def test_a_group_that_a_child_drops_is_left_alone() -> None:
     for process, is_aborted in ((os.getpid() + 1, False), (os.getpid(), True)):
         (control,) = fd.SimulatedBackend.create_group(1)
         nccl = FakeNccl()
-        made = connection.Connection(control, lambda nccl=nccl: nccl)
+        made = connection.CommunicatorHandle(control, lambda nccl=nccl: nccl)
         made._process = process
-        made.begin(torch.device("cpu"), Call(operation="x"), Deadline(5.0))
+        made.begin(torch.device("cpu"), CollectiveSignature(operation="x"), Deadline(5.0))
         del made
         gc.collect()
         assert nccl.opened[0].is_aborted is is_aborted
@@ -325,8 +325,8 @@ def test_a_group_that_a_child_drops_is_left_alone() -> None:
 def test_a_communicator_that_was_aborted_is_never_ready() -> None:
     """A thread that still waits for one finds that it is not there, and does not ask it."""
     (control,) = fd.SimulatedBackend.create_group(1)
-    made = connection.Connection(control, FakeNccl)
-    made.begin(torch.device("cpu"), Call(operation="x"), Deadline(5.0))
+    made = connection.CommunicatorHandle(control, FakeNccl)
+    made.begin(torch.device("cpu"), CollectiveSignature(operation="x"), Deadline(5.0))
     assert made.is_ready()
     made.abort()
     assert not made.is_ready()
@@ -337,8 +337,8 @@ def test_a_communicator_that_was_aborted_is_never_ready() -> None:
 def test_time_counts_from_when_the_gpu_has_come_to_it() -> None:
     """A deadline begins when the stream has come to the operation, however long it was queued."""
     before, work = FakeWork("x", (), (), 1.0), FakeWork("x", (), (), 1.0)
-    operation = Launching(what="x", timeout=2.0)
-    launched = Launched(operation, start=FakeEvent([before]), end=FakeEvent([work]), kept=(), caller=0)
+    operation = OpInfo(what="x", timeout=2.0)
+    launched = InFlightOp(operation, start=FakeEvent([before]), end=FakeEvent([work]), kept=(), caller=0)
     assert not launched.is_late(0.0)
     assert not launched.is_late(100.0)
     before.is_done = True
@@ -377,7 +377,7 @@ def test_a_gpu_that_is_lost_ends_the_group() -> None:
 
 def test_the_watch_sleeps_without_work_and_ends() -> None:
     """A watch starts no thread before there is work, and its thread ends when it is closed."""
-    watch = Watch("watch of a test")
+    watch = Watchdog("watch of a test")
     assert watch._thread is None
     watch.close()
     group = alone()
@@ -405,7 +405,7 @@ def test_the_watch_sees_what_comes_while_it_looks() -> None:
                 seen.set()
             return False
 
-    watch = Watch("watch of a test")
+    watch = Watchdog("watch of a test")
     watch.look_after(Busy())
     assert seen.wait(20)
     watch.close()

@@ -7,7 +7,7 @@ import torch
 from nccl_fakes import fake_groups, send_cpu_tensors_to_nccl
 
 import ferrodist as fd
-from ferrodist.backends.nccl.reductions import NCCL_DTYPES, Form, recipe_of
+from ferrodist.backends.nccl.reductions import NCCL_DTYPES, Encoding, recipe_of
 from ferrodist.collectives.reduce_op import DTYPES, check_reduction
 from ferrodist.testing import run_ranks
 from ferrodist.testing.conformance.collectives.oracle import elements, expected_fold
@@ -69,7 +69,7 @@ def test_every_recipe_is_something_nccl_can_do(dtype: torch.dtype, op: object) -
     """What goes to NCCL has one of its dtypes and operations."""
     for world_size in (1, 2, 3):
         recipe = recipe_of(dtype, op, world_size)
-        if recipe.form is Form.GATHERED:
+        if recipe.form is Encoding.GATHERED:
             assert recipe.fold is not None
         else:
             assert recipe.carrier in NCCL_DTYPES

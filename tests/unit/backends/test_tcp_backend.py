@@ -12,9 +12,9 @@ import torch
 
 import ferrodist as fd
 from ferrodist.backends.subgroup import SubBackend
-from ferrodist.backends.tcp.connection import Link, Outgoing
+from ferrodist.backends.tcp.connection import FramedConnection, QueuedFrame
 from ferrodist.backends.tcp.io_loop import BLOCK_BYTES
-from ferrodist.backends.tcp.wire import HEADER_SIZE, MAX_PAYLOAD, Frame, Kind
+from ferrodist.backends.tcp.wire import HEADER_SIZE, MAX_PAYLOAD, Frame, FrameType
 from ferrodist.errors import ProtocolError
 from ferrodist.rendezvous import auth
 from ferrodist.rendezvous.listener import Listener
@@ -322,10 +322,10 @@ def test_a_send_given_up_while_it_is_granted_breaks_nothing():
                     dropped.set()
 
             def push_and_cancel(outgoing, *args):
-                number = next(num_pieces) if outgoing.frame.kind is Kind.DATA else 0
+                number = next(num_pieces) if outgoing.frame.kind is FrameType.DATA else 0
                 if number == 1:
                     link._write = list  # the socket takes nothing
-                if outgoing.frame.kind is Kind.WITHDRAW:
+                if outgoing.frame.kind is FrameType.WITHDRAW:
                     assert went_on.wait(10)
                 push(outgoing, *args)
                 if number == 4:
@@ -437,11 +437,11 @@ def test_subgroups_own_timeout_is_not_renumbered():
 def test_relay_is_blocked_by_what_waits_in_it(size):
     """Frames that wait for a rank which takes none count, empty ones too, until they are gone."""
     near, far = socket.socketpair()
-    link = Link(near, 1, Session(bytes(32), is_server=True))
-    frame = Frame(kind=Kind.EAGER, source=2, destination=1, length=size, size_bytes=size)
+    link = FramedConnection(near, 1, Session(bytes(32), is_server=True))
+    frame = Frame(kind=FrameType.EAGER, source=2, destination=1, length=size, size_bytes=size)
     count = 0
     while link.relayed_bytes <= BLOCK_BYTES:
-        link.push(Outgoing(frame, bytes(size), relayed=True))
+        link.push(QueuedFrame(frame, bytes(size), relayed=True))
         count += 1
         assert count < 100_000, "the queue grows and nobody counts"
     far.setblocking(False)
@@ -492,14 +492,22 @@ def test_sends_racing_an_abort_all_end():
 
 def header(**changes):
     """The bytes of a valid header, with some fields changed after packing was checked."""
-    fields = {"kind": Kind.EAGER, "source": 1, "destination": 0, "length": 4, "size_bytes": 4, "message": 7, **changes}
+    fields = {
+        "kind": FrameType.EAGER,
+        "source": 1,
+        "destination": 0,
+        "length": 4,
+        "size_bytes": 4,
+        "message": 7,
+        **changes,
+    }
     return memoryview(Frame(**fields).pack())
 
 
 def test_frames_survive_packing():
     """Every field of a header comes back."""
     frame = Frame(
-        kind=Kind.DATA,
+        kind=FrameType.DATA,
         source=2,
         destination=1,
         length=100,
@@ -523,10 +531,10 @@ def test_frames_survive_packing():
         {"kind": 0},
         {"length": MAX_PAYLOAD + 1},
         {"length": 5},
-        {"size_bytes": 2**50, "kind": Kind.OFFER, "length": 0},
-        {"kind": Kind.DATA, "offset": 1},
-        {"kind": Kind.DATA, "length": 0},
-        {"kind": Kind.GRANT, "length": 1},
+        {"size_bytes": 2**50, "kind": FrameType.OFFER, "length": 0},
+        {"kind": FrameType.DATA, "offset": 1},
+        {"kind": FrameType.DATA, "length": 0},
+        {"kind": FrameType.GRANT, "length": 1},
         {"length": 300_000, "size_bytes": 300_000},
     ],
     ids=str,

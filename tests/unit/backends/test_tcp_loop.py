@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ferrodist.backends.tcp.connection import Link
-from ferrodist.backends.tcp.io_loop import LinkLoop
-from ferrodist.backends.tcp.wire import Frame, Kind
+from ferrodist.backends.tcp.connection import FramedConnection
+from ferrodist.backends.tcp.io_loop import IoLoop
+from ferrodist.backends.tcp.wire import Frame, FrameType
 from ferrodist.rendezvous.session import Session
 from ferrodist.testing import check_leaks
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _LIMIT = 20.0
 _KEY = bytes(32)
-_FRAME = Frame(kind=Kind.PING, source=1, destination=0)
+_FRAME = Frame(kind=FrameType.PING, source=1, destination=0)
 
 
 def _sealed(session: Session, frame: Frame = _FRAME, payload: bytes = b"") -> bytes:
@@ -38,26 +38,28 @@ class _Recorder:
         self.ended: list[int] = []
         self.violations = 0
         self.broke: Exception | None = None
-        self.blocks: dict[Link, Link] = {}  # by the link whose next frame waits in front of the other
+        self.blocks: dict[
+            FramedConnection, FramedConnection
+        ] = {}  # by the link whose next frame waits in front of the other
         self._changed = threading.Condition()
 
     def wait_for(self, condition: Callable[[], bool]) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: condition() or self.broke is not None, _LIMIT) and self.broke is None
 
-    def frame_begins(self, link: Link, frame: Frame) -> Callable[..., int]:
+    def frame_begins(self, link: FramedConnection, frame: Frame) -> Callable[..., int]:
         del link, frame
         return lambda fill, start, stop: fill(memoryview(bytearray(stop - start)))
 
-    def frame_ends(self, link: Link, frame: Frame, sink: object) -> None:
+    def frame_ends(self, link: FramedConnection, frame: Frame, sink: object) -> None:
         del frame, sink
         link.blocked_by = self.blocks.pop(link, None)
         self._tell(num_frames=self.num_frames + 1)
 
-    def link_blocked(self, link: Link) -> None:
+    def link_blocked(self, link: FramedConnection) -> None:
         pass
 
-    def link_ended(self, link: Link, reason: str, *, by_violation: bool) -> None:
+    def link_ended(self, link: FramedConnection, reason: str, *, by_violation: bool) -> None:
         del reason
         self.violations += by_violation
         self._tell(ended=[*self.ended, link.peer])
@@ -73,13 +75,13 @@ class _Recorder:
 
 
 @contextlib.contextmanager
-def _connected(*peers: int) -> Iterator[tuple[dict[int, Link], dict[int, socket.socket]]]:
+def _connected(*peers: int) -> Iterator[tuple[dict[int, FramedConnection], dict[int, socket.socket]]]:
     """A link to each peer, and the peers' sockets."""
     links, far = {}, {}
     with socket.create_server(("127.0.0.1", 0)) as server:
         for peer in peers:
             far[peer] = socket.create_connection(server.getsockname())
-            links[peer] = Link(server.accept()[0], peer, Session(_KEY, is_server=True))
+            links[peer] = FramedConnection(server.accept()[0], peer, Session(_KEY, is_server=True))
     try:
         yield links, far
     finally:
@@ -92,7 +94,7 @@ def test_blocked_links_that_end_together() -> None:
     """The end of a link that blocks another reads that one too, and its end comes in the same moment."""
     handler = _Recorder()
     with check_leaks(), _connected(1, 2, 3) as (links, far):
-        loop = LinkLoop(handler, 4, "loop")
+        loop = IoLoop(handler, 4, "loop")
         links[2].blocked_by = links[3]
         links[1].blocked_by = links[2]
         for link in links.values():
@@ -110,7 +112,7 @@ def test_without_epoll_links_are_read_on(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delattr(select, "epoll", raising=False)
     handler = _Recorder()
     with check_leaks(), _connected(1, 2) as (links, far):
-        loop = LinkLoop(handler, 3, "loop")
+        loop = IoLoop(handler, 3, "loop")
         handler.blocks = {links[1]: links[2]}
         for link in links.values():
             loop.touch(link)
@@ -128,9 +130,9 @@ def test_a_link_of_a_loop_that_is_stopped_at_once(is_started: bool) -> None:
     """It is closed, whether or not the thread has come to watch it."""
     with check_leaks():
         for _ in range(20):
-            loop = LinkLoop(_Recorder(), 2, "ferrodist-test")
+            loop = IoLoop(_Recorder(), 2, "ferrodist-test")
             ours, theirs = socket.socketpair()
-            link = Link(ours, 1, Session(_KEY, is_server=True))
+            link = FramedConnection(ours, 1, Session(_KEY, is_server=True))
             if is_started:
                 loop.start()
             loop.touch(link)
@@ -145,7 +147,7 @@ def test_a_frame_that_is_not_the_peers_next(change: str) -> None:
     handler = _Recorder()
     with check_leaks(), _connected(1) as (links, far):
         session = Session(_KEY, is_server=False)
-        frame = Frame(kind=Kind.EAGER, source=1, destination=0, length=3, size_bytes=3)
+        frame = Frame(kind=FrameType.EAGER, source=1, destination=0, length=3, size_bytes=3)
         data = bytearray(_sealed(session, frame, b"abc"))
         place = {"header": 20, "payload": -1, "tag": 60}.get(change)
         if place is not None:
@@ -154,7 +156,7 @@ def test_a_frame_that_is_not_the_peers_next(change: str) -> None:
             data *= 2
         else:
             data = bytearray(_sealed(session, frame, b"abc"))
-        loop = LinkLoop(handler, 2, "loop")
+        loop = IoLoop(handler, 2, "loop")
         loop.touch(links[1])
         loop.start()
         far[1].sendall(data)

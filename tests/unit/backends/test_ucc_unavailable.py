@@ -13,9 +13,9 @@ import ferrodist as fd
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.backends.ucc import backend, bindings
 from ferrodist.backends.ucc import bindings as library
-from ferrodist.backends.ucc.backend import ControlExchange
+from ferrodist.backends.ucc.backend import OobAllgather
 from ferrodist.backends.ucc.bindings import UccError
-from ferrodist.backends.ucc.collectives import _FAREWELL, _FAREWELL_TAG, UccMover
+from ferrodist.backends.ucc.collectives import _FAREWELL, _FAREWELL_TAG, UccDataPlane
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, GroupAbortedError, GroupClosedError, RendezvousError
 from ferrodist.testing import run_ranks
@@ -268,7 +268,7 @@ def test_a_collective_that_ucc_fails_in(monkeypatch):
     """An error of UCC's that no rank's end explains ends the group, with its text; nothing is released."""
     monkeypatch.setattr("ferrodist.backends.ucc.collectives._REASON_SECONDS", 0.05)
     (control, other) = SimulatedBackend.create_group(2)
-    mover = UccMover(_Broken(), control, 0)
+    mover = UccDataPlane(_Broken(), control, 0)
     assert not mover.wait_for(mover.broadcast(memoryview(b""), 0), Deadline(10))
     assert "UCC 1.8.0 failed in a collective: No memory (-4)" in control.failure.message
     with pytest.raises(fd.DistributedError, match="No memory"):
@@ -304,7 +304,7 @@ def test_progress_while_nobody_waits():
     """UCC is asked for it until the mover is told to stop."""
     control, other = SimulatedBackend.create_group(2)
     team = _Working()
-    mover = UccMover(team, control, 0)
+    mover = UccDataPlane(team, control, 0)
     assert team.made_progress.wait(10)
     mover.stop()
     mover._thread.join(10)
@@ -316,7 +316,7 @@ def test_progress_while_nobody_waits():
 def test_a_farewell_after_a_long_wait():
     """A wait that has looked for farewells leaves those that come later to the next one."""
     control, other = SimulatedBackend.create_group(2)
-    mover = UccMover(_Working(), control, 0)
+    mover = UccDataPlane(_Working(), control, 0)
     assert mover.wait_for(mover.broadcast(memoryview(b""), 0), Deadline(10))
     other.send(_FAREWELL.pack(1), 0, tag=_FAREWELL_TAG)
     other.close()
@@ -329,7 +329,7 @@ def test_a_farewell_after_a_long_wait():
 def test_ranks_that_exchange_nothing():
     """They are named at the deadline."""
     control, other = SimulatedBackend.create_group(2)
-    exchange = ControlExchange(control, Deadline(0.0))
+    exchange = OobAllgather(control, Deadline(0.0))
     under_way = exchange.begin(b"address")
     with pytest.raises(RendezvousError, match="rank 1 did not exchange UCC's addresses within 0 s") as raised:
         exchange.is_done(under_way)
@@ -352,7 +352,7 @@ def test_a_team_that_does_not_end():
             pass
 
     control, other = SimulatedBackend.create_group(2)
-    mover = UccMover(Lasting(), control, 0)
+    mover = UccDataPlane(Lasting(), control, 0)
     mover.leave(0.05)
     assert mover._thread.is_alive()
     with pytest.raises(GroupClosedError):

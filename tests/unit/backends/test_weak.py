@@ -7,7 +7,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import pytest
 
-from ferrodist.backends.lifecycle import held_now
+from ferrodist.backends.lifecycle import snapshot_weak
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -48,5 +48,5 @@ def test_a_look_while_others_add(
     with pytest.raises(RuntimeError, match="changed size"):
         list(disturbed())
     assert len(late) == 2
-    assert {id(thing) for thing in held_now(disturbed)} == {id(thing) for thing in kept}
+    assert {id(thing) for thing in snapshot_weak(disturbed)} == {id(thing) for thing in kept}
     assert not late

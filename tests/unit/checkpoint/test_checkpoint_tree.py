@@ -18,7 +18,7 @@ from ferrodist import DeviceMesh, DTensor, Shard
 from ferrodist.checkpoint import PerRank, ShardMetadata, load_distributed, save_distributed
 from ferrodist.checkpoint.format.manifest import Manifest
 from ferrodist.checkpoint.format.tree import MAX_DEPTH, Encoder, check_tree, referenced_keys
-from ferrodist.checkpoint.load_plan import Matching
+from ferrodist.checkpoint.load_plan import LoadPlanner
 from ferrodist.checkpoint.save_plan import merge_trees
 from ferrodist.checkpoint.state import collect_state
 from ferrodist.errors import DistCheckpointError
@@ -72,7 +72,7 @@ def decode(tree):
     manifest = Manifest(
         save_id="", created_ns=0, producer="", world_size=1, block_bytes=1, files=[], tensors={}, tree=data
     )
-    return Matching(manifest, 0, 1, ShardMetadata(num_ranks=1)).decode(data)()
+    return LoadPlanner(manifest, 0, 1, ShardMetadata(num_ranks=1)).decode(data)()
 
 
 def bits(value):

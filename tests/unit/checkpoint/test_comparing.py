@@ -12,7 +12,7 @@ from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.storage import LocalStorage
 from ferrodist.checkpoint.tools.diff import DifferenceKind, compare
-from ferrodist.checkpoint.tools.reshard import cut_bands
+from ferrodist.checkpoint.tools.reshard import row_blocks
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
 
@@ -147,7 +147,7 @@ def test_damage(tmp_path):
 def test_bands(shape, limit):
     """They are the tensor, in order, and none has more elements than it may."""
     tensor = torch.arange(math.prod(shape)).reshape(shape)
-    bands = list(cut_bands(shape, limit))
+    bands = list(row_blocks(shape, limit))
     assert all(band.numel <= limit for band in bands)
     assert torch.cat([band.take(tensor).reshape(-1) for band in bands]).equal(tensor.reshape(-1))
 

@@ -175,10 +175,10 @@ def test_two_commits_to_a_store_at_once(monkeypatch: pytest.MonkeyPatch) -> None
             save_distributed({"a": torch.ones(2)}, url)
 
     seen: list[set[str]] = []
-    find_stale = commit.find_stale
+    stale_files = commit.stale_files
     # The first save sees the files of the other one before that is committed.
     monkeypatch.setattr(RemoteStorage, "put", put_and_let_another_save)
-    monkeypatch.setattr(commit, "find_stale", lambda storage: seen.append(find_stale(storage)) or seen[-1])
+    monkeypatch.setattr(commit, "stale_files", lambda storage: seen.append(stale_files(storage)) or seen[-1])
     save_distributed({"a": torch.zeros(2)}, url)
     assert len(seen) == 2
     assert load_distributed(url)["a"].tolist() == [1.0, 1.0]

@@ -22,7 +22,7 @@ from ferrodist.checkpoint import (
 from ferrodist.checkpoint.convert import import_dcp, import_hugging_face, import_torch_file
 from ferrodist.checkpoint.format import dtypes
 from ferrodist.errors import DistCheckpointError
-from ferrodist.tensor.local_shards import FlatPiece, mark_piece
+from ferrodist.tensor.local_shards import FlatShard, annotate_flat_shard
 from ferrodist.testing import run_ranks
 
 
@@ -463,8 +463,8 @@ def test_optimizers_of_flat_pieces(tmp_path):
         model = nn.Module()
         begin, end = cuts[group.rank], cuts[group.rank + 1]
         model.weight = nn.Parameter(whole.reshape(-1)[begin:end].clone())
-        mark_piece(
-            model.weight, FlatPiece(shape=(5, 3), start=begin, layout=None, num_shards=len(cuts) - 1, num_copies=1)
+        annotate_flat_shard(
+            model.weight, FlatShard(shape=(5, 3), start=begin, layout=None, num_shards=len(cuts) - 1, num_copies=1)
         )
         return model, torch.optim.Adam(model.parameters())
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ferrodist import DeviceMesh, DTensor, Partial, Replicate, Shard
 from ferrodist.backends.simulated import SimulatedBackend
-from ferrodist.tensor.local_shards import Box, FlatPiece, find_piece, local_part, mark_piece
+from ferrodist.tensor.local_shards import Box, FlatShard, annotate_flat_shard, flat_shard_of, local_shard
 from ferrodist.tensor.spec import sizes_before
 
 
@@ -72,7 +72,7 @@ def test_boxes_of_ranks_are_the_whole(case):
     shape, mesh_shape, placements = case
     whole = torch.arange(prod(shape)).reshape(shape)
     tensors = distributed(whole, mesh_shape, placements)
-    parts = [local_part(tensor) for tensor in tensors]
+    parts = [local_shard(tensor) for tensor in tensors]
     for part, tensor in zip(parts, tensors, strict=True):
         assert_views(part, whole, tensor._local)
         assert sum(box.numel for box, _ in part.pieces) == tensor._local.numel()
@@ -93,12 +93,12 @@ def test_flat_pieces_are_what_they_are_of(case, data):
         cuts = sorted(data.draw(st.lists(st.integers(0, local.numel()), max_size=4)))
         for start, stop in itertools.pairwise([0, *cuts, local.numel()]):
             flat = local.reshape(-1)[start:stop].clone()
-            piece = FlatPiece(
+            piece = FlatShard(
                 shape=tuple(local.shape), start=start, layout=tensor._layout, num_shards=len(cuts) + 1, num_copies=1
             )
-            mark_piece(flat, piece)
-            assert find_piece(flat) == piece
-            parts.append(local_part(flat))
+            annotate_flat_shard(flat, piece)
+            assert flat_shard_of(flat) == piece
+            parts.append(local_shard(flat))
             assert_views(parts[-1], whole, flat)
             assert sum(box.numel for box, _ in parts[-1].pieces) == stop - start
             assert all(box.numel for box, _ in parts[-1].pieces)
@@ -113,8 +113,8 @@ def test_flat_pieces_of_plain_tensors(sizes, data):
     start = data.draw(st.integers(0, whole.numel()))
     stop = data.draw(st.integers(start, whole.numel()))
     flat = whole.reshape(-1)[start:stop].clone()
-    mark_piece(flat, FlatPiece(shape=tuple(sizes), start=start, layout=None, num_shards=2, num_copies=1))
-    part = local_part(flat)
+    annotate_flat_shard(flat, FlatShard(shape=tuple(sizes), start=start, layout=None, num_shards=2, num_copies=1))
+    part = local_shard(flat)
     assert_views(part, whole, flat)
     assert [int(each) for _, view in part.pieces for each in view.reshape(-1)] == list(range(start, stop))
     assert len(part.pieces) <= 2 * max(0, len(sizes) - 1) + 1
@@ -144,7 +144,7 @@ def test_a_plain_tensor_is_one_box():
     """Of any shape, also without dims or elements, and its gradient's graph is left out."""
     for shape in [(), (0,), (3, 0, 2), (2, 3)]:
         tensor = torch.ones(shape, requires_grad=True)
-        part = local_part(tensor)
+        part = local_shard(tensor)
         assert [box for box, _ in part.pieces] == [Box((0,) * len(shape), shape)]
         assert not part.pieces[0][1].requires_grad
         assert part.is_copied
@@ -155,4 +155,4 @@ def test_a_partial_tensor_is_refused():
     group = SimulatedBackend.create_group(1)[0]
     tensor = DTensor.from_local(torch.ones(2), DeviceMesh(group, (1,)), [Partial()])
     with pytest.raises(ValueError, match="redistribute"):
-        local_part(tensor)
+        local_shard(tensor)

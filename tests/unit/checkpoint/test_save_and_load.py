@@ -18,7 +18,7 @@ from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.storage.local import LocalStorage
 from ferrodist.checkpoint.writer import BLOCK_BYTES
 from ferrodist.errors import DistCheckpointError, DistributedTimeoutError
-from ferrodist.tensor.local_shards import FlatPiece, local_part, mark_piece
+from ferrodist.tensor.local_shards import FlatShard, annotate_flat_shard, local_shard
 from ferrodist.testing import run_ranks
 
 SHAPES = [(), (0,), (1,), (5,), (7, 3), (4, 6), (0, 4), (3, 0, 2), (6, 2, 5)]
@@ -96,7 +96,9 @@ def test_flat_pieces(tmp_path):
     def piece_of(group, cuts):
         begin, end = cuts[group.rank], cuts[group.rank + 1]
         flat = whole.reshape(-1)[begin:end].clone()
-        mark_piece(flat, FlatPiece(shape=(6, 5, 3), start=begin, layout=None, num_shards=len(cuts) - 1, num_copies=1))
+        annotate_flat_shard(
+            flat, FlatShard(shape=(6, 5, 3), start=begin, layout=None, num_shards=len(cuts) - 1, num_copies=1)
+        )
         return flat
 
     def saving(group):
@@ -105,7 +107,9 @@ def test_flat_pieces(tmp_path):
     def loading(group, cuts):
         expected = piece_of(group, cuts)
         target = torch.zeros_like(expected)
-        mark_piece(target, FlatPiece(shape=(6, 5, 3), start=cuts[group.rank], layout=None, num_shards=4, num_copies=1))
+        annotate_flat_shard(
+            target, FlatShard(shape=(6, 5, 3), start=cuts[group.rank], layout=None, num_shards=4, num_copies=1)
+        )
         load_distributed(tmp_path, {"x": target})
         assert bits_of(target) == bits_of(expected)
 
@@ -421,7 +425,9 @@ def test_only_the_bytes_that_are_needed(tmp_path, reads):
     for verify, size in ((False, 4096), (True, BLOCK_BYTES + header)):
         reads.clear()
         piece = torch.zeros(1024, dtype=torch.int32)
-        mark_piece(piece, FlatPiece(shape=(rows, 1024), start=2000 * 1024, layout=None, num_shards=1, num_copies=1))
+        annotate_flat_shard(
+            piece, FlatShard(shape=(rows, 1024), start=2000 * 1024, layout=None, num_shards=1, num_copies=1)
+        )
         load_distributed(tmp_path, {"large": piece}, verify=verify)
         assert torch.equal(piece, whole[2000])
         assert sum(each for _, _, each in reads) == size
@@ -524,7 +530,7 @@ def test_parts_of_ranks_are_found_as_they_were_made(tmp_path):
 
     def program(group):
         tensor = divide(torch.ones(4, 4), DeviceMesh(group, (2, 2), ("a", "b")), [Shard(1), Replicate()])
-        assert local_part(tensor).is_copied
+        assert local_shard(tensor).is_copied
         save_distributed({"x": tensor, "y": torch.ones(1)}, tmp_path)
 
     run_ranks(program, 4)

@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations
 
 from ferrodist.checkpoint import load_distributed, save_distributed, verify
-from ferrodist.checkpoint.retention import find_stale, remove_unfinished
+from ferrodist.checkpoint.retention import remove_unfinished, stale_files
 from ferrodist.checkpoint.storage import LocalStorage, RemoteStorage, local_writer, open_storage, remote
 from ferrodist.checkpoint.storage.base import describe_process
 from ferrodist.checkpoint.storage.local_writer import LocalWriter
@@ -301,7 +301,7 @@ def test_urls_that_cannot_be_opened_say_why(monkeypatch, url, kind, text):
 
 
 def test_wrong_options_and_hosts_that_do_not_answer_are_told():
-    """Some file systems connect when they are made; others complain about options only later."""
+    """Some file systems connect when they are made; others print_warning about options only later."""
 
     class Connecting(fsspec.get_filesystem_class("memory")):
         protocol = "connecting"
@@ -527,7 +527,7 @@ def test_a_living_save_keeps_its_files(reopen):
     other.begin(OTHER)
     assert other.has_leftovers(SAVE)
     other.remove_leftovers()
-    assert not find_stale(other) & {name_of(SAVE)}
+    assert not stale_files(other) & {name_of(SAVE)}
     remove_unfinished(other)
     living.publish(SAVE, [name_of(SAVE)])
     assert living.get(name_of(SAVE)) == b"elements"
@@ -563,7 +563,7 @@ def test_saves_of_other_processes_in_a_store(mark, is_alive):
     storage._fs.pipe_file(f"{storage._folder}/.saving-{SAVE}", mark())
     remote._own_saves.pop(SAVE)
     other = open_storage("memory://other-processes")
-    assert (name_of(SAVE) in find_stale(other)) != is_alive
+    assert (name_of(SAVE) in stale_files(other)) != is_alive
     other.remove_leftovers()
     assert other.has_leftovers() == is_alive
     storage._fs.rm(storage._folder, recursive=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ferrodist as fd
-from ferrodist.backends.signature import CALL_SIZE, MAX_PAYLOAD, Call
+from ferrodist.backends.signature import CALL_SIZE, MAX_PAYLOAD, CollectiveSignature
 from ferrodist.collectives.reduce_op import DTYPES, PremultipliedSum, ReduceOp
 from ferrodist.testing import run_ranks
 
@@ -55,7 +55,7 @@ def test_agreements_a_call_takes(name: str) -> None:
 def test_calls_come_out_as_they_went_in(op: ReduceOp | PremultipliedSum) -> None:
     """Every operation, dtype, root and dim, the longest names and the largest payload come out whole."""
     for dtype in DTYPES:
-        call = Call(
+        call = CollectiveSignature(
             operation="all_to_all_single_uneven",
             dtype=str(dtype).removeprefix("torch."),
             reduce_op=str(op),
@@ -66,20 +66,24 @@ def test_calls_come_out_as_they_went_in(op: ReduceOp | PremultipliedSum) -> None
             payload=bytes(range(MAX_PAYLOAD)),
         )
         assert len(call.encode()) == CALL_SIZE
-        assert Call.decode(call.encode()) == call
-    assert Call.decode(Call(operation="barrier").encode()) == Call(operation="barrier")
+        assert CollectiveSignature.decode(call.encode()) == call
+    assert CollectiveSignature.decode(CollectiveSignature(operation="barrier").encode()) == CollectiveSignature(
+        operation="barrier"
+    )
 
 
 @pytest.mark.parametrize("field", ["operation", "dtype", "reduce_op"])
 def test_names_are_not_cut(field: str) -> None:
     """A name that does not fit is our mistake, not another call that looks the same."""
     with pytest.raises(AssertionError, match="would be cut"):
-        Call(**{"operation": "allreduce", field: "x" * 25}).encode()
+        CollectiveSignature(**{"operation": "allreduce", field: "x" * 25}).encode()
 
 
 def test_the_text_of_a_call_says_what_is_set() -> None:
     """Root and dim are shown where a call has one."""
-    assert str(Call(operation="barrier")) == "barrier()"
-    assert str(Call(operation="all_gather", dtype="int8", count=6, dim=0)) == "all_gather(int8[6], dim=0)"
-    call = Call(operation="reduce", dtype="float32", count=4, reduce_op="premultiplied_sum", root=1)
+    assert str(CollectiveSignature(operation="barrier")) == "barrier()"
+    assert (
+        str(CollectiveSignature(operation="all_gather", dtype="int8", count=6, dim=0)) == "all_gather(int8[6], dim=0)"
+    )
+    call = CollectiveSignature(operation="reduce", dtype="float32", count=4, reduce_op="premultiplied_sum", root=1)
     assert str(call) == "reduce(premultiplied_sum, float32[4], root=1)"

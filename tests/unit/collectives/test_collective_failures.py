@@ -13,10 +13,10 @@ import torch
 
 import ferrodist as fd
 from ferrodist.backends.native import is_native_available
-from ferrodist.backends.signature import Call
+from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives import coalescing, objects
-from ferrodist.collectives.tensor_protocol import HEAD_BYTES, TensorHead
+from ferrodist.collectives.tensor_protocol import HEAD_BYTES, TensorHeader
 from ferrodist.testing import check_leaks, run_ranks
 
 if TYPE_CHECKING:
@@ -135,8 +135,10 @@ def test_heads_of_tensors_that_cannot_be(head: bytes) -> None:
     run_ranks(on_rank, 2)
 
 
-_FACTOR_CALL = Call(operation="reduce_scatter", dtype="float32", reduce_op="premultiplied_sum", dim=0, count=2)
-_TINY_CALL = Call(operation="allreduce", dtype="float32", reduce_op="sum", count=2)
+_FACTOR_CALL = CollectiveSignature(
+    operation="reduce_scatter", dtype="float32", reduce_op="premultiplied_sum", dim=0, count=2
+)
+_TINY_CALL = CollectiveSignature(operation="allreduce", dtype="float32", reduce_op="sum", count=2)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ _TINY_CALL = Call(operation="allreduce", dtype="float32", reduce_op="sum", count
     ],
     ids=["none", "few", "many", "factor"],
 )
-def test_elements_that_do_not_fit_a_call(call: Call, mine: Callable[[], object]) -> None:
+def test_elements_that_do_not_fit_a_call(call: CollectiveSignature, mine: Callable[[], object]) -> None:
     """Elements that travel with a call are as many as it says, or all ranks name the one whose are not."""
 
     def on_rank(group: Backend) -> None:
@@ -229,7 +231,7 @@ def test_heads_of_tensors_that_no_machine_has_room_for(shape: tuple[int, ...], r
 
     def on_rank(group: Backend) -> None:
         if group.rank == 0:
-            head = TensorHead(7, torch.float32, shape).pack()
+            head = TensorHeader(7, torch.float32, shape).pack()
             group.send(head, 1, tag=channel_tag(Channel.TENSOR_HEAD, 0))
             group.send(bytes(8), 1, tag=channel_tag(Channel.TENSOR_BODY, 7))
             return
@@ -250,7 +252,7 @@ def test_elements_that_are_not_those_of_their_head() -> None:
 
     def on_rank(group: Backend) -> None:
         if group.rank == 0:
-            group.send(TensorHead(7, torch.float32, (3,)).pack(), 1, tag=channel_tag(Channel.TENSOR_HEAD, 0))
+            group.send(TensorHeader(7, torch.float32, (3,)).pack(), 1, tag=channel_tag(Channel.TENSOR_HEAD, 0))
             group.send(bytes(5), 1, tag=channel_tag(Channel.TENSOR_BODY, 7))
             return
         with pytest.raises(fd.ProtocolError, match="elements that are not those of its") as caught:
@@ -276,7 +278,7 @@ def test_a_cancelled_receive_leaves_the_tensor_alone() -> None:
                 assert not into.any()
             else:
                 number = 10_000 + count
-                head = TensorHead(number, torch.float32, (count,)).pack()
+                head = TensorHeader(number, torch.float32, (count,)).pack()
                 group.send(head, 1, tag=channel_tag(Channel.TENSOR_HEAD, tag))
                 group.send(b"x", 1, tag=2)
                 group.recv(bytearray(1), 1, tag=3)

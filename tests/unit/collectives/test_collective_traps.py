@@ -10,7 +10,7 @@ import torch
 import ferrodist as fd
 from ferrodist.backends.mailbox import EAGER_LIMIT
 from ferrodist.backends.native import is_native_available
-from ferrodist.collectives.engines.reference import ReferenceCollectives
+from ferrodist.collectives.engines.reference import ReferenceEngine
 from ferrodist.testing import run_ranks
 
 _NATIVE = pytest.mark.skipif(not is_native_available(), reason="this installation was built without the native engine")
@@ -97,7 +97,7 @@ def test_the_timeout_of_a_coalesced_operation_holds_for_its_block():
     run_ranks(program, 2)
 
 
-class _TimedCollectives(ReferenceCollectives):
+class _TimedCollectives(ReferenceEngine):
     """Keeps the timeouts of its allreduces."""
 
     def __init__(self, group):

@@ -18,9 +18,9 @@ import ferrodist as fd
 from ferrodist.collectives import all_gather, work
 from ferrodist.collectives.arguments import check_out, prepare_late_out, prepare_out
 from ferrodist.collectives.coalescing import coalesce
-from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.engines.select import engine_of, messages_of
-from ferrodist.collectives.work import Fusible, Operation, run_later, run_now
+from ferrodist.collectives.work import FusionSpec, Operation, run_later, run_now
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _operation(group: Backend, engine: Any, tensor: torch.Tensor, *, fails: bool
         timeout=1.0,
         run=partial(on, tensor, tensor, 1.0),
         finish=lambda: tensor,
-        fusible=Fusible(key=("allreduce",), source=tensor, out=tensor, run=on),
+        fusible=FusionSpec(key=("allreduce",), source=tensor, out=tensor, run=on),
     )
 
 
@@ -99,7 +99,7 @@ def group() -> Backend:
 
 def test_cpu_tensors_go_by_the_groups_engine(group: Backend) -> None:
     """The engine of a tensor on the CPU is the group's."""
-    assert engine_of(group, torch.device("cpu")) is collectives_of(group)
+    assert engine_of(group, torch.device("cpu")) is host_engine_of(group)
     assert messages_of(group, torch.device("cpu")) is None
 
 
@@ -115,7 +115,7 @@ def test_gpu_tensors_go_by_the_backends_own(group: Backend) -> None:
     group.device_collectives, group.device_messages = FakeEngine(), object()
     assert engine_of(group, _CUDA) is group.device_collectives
     assert messages_of(group, _CUDA) is group.device_messages
-    assert engine_of(group, torch.device("cpu")) is collectives_of(group)
+    assert engine_of(group, torch.device("cpu")) is host_engine_of(group)
 
 
 def test_subgroups_ask_the_outermost_group() -> None:
@@ -211,7 +211,7 @@ def test_started_operations_of_a_blocking_engine(
         Operation(
             name="add",
             group=group,
-            engine=collectives_of(group),
+            engine=host_engine_of(group),
             device=_CUDA,
             timeout=1.0,
             run=run,

@@ -10,7 +10,7 @@ from fake_streams import FakeStreams
 
 import ferrodist as fd
 from ferrodist.collectives.engines import select
-from ferrodist.collectives.engines.gpu_staged import StagedCollectives
+from ferrodist.collectives.engines.gpu_staged import HostStagedEngine
 from ferrodist.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -55,11 +55,11 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param != "staged":
         return str(request.param)
 
-    def staged_of(group: Backend) -> StagedCollectives:
+    def staged_of(group: Backend) -> HostStagedEngine:
         streams = FakeStreams("early")
-        return group.attachments.setdefault("staged", StagedCollectives(group, lambda _: streams, 16))
+        return group.attachments.setdefault("staged", HostStagedEngine(group, lambda _: streams, 16))
 
-    monkeypatch.setattr(select, "collectives_of", staged_of)
+    monkeypatch.setattr(select, "host_engine_of", staged_of)
     return "simulated"
 
 

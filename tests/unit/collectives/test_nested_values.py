@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ferrodist.collectives.pytree import MAX_LEVELS, Extension, check_plan, flatten, unflatten
-from ferrodist.collectives.serialization import Parcel, read_letter, write_letter
+from ferrodist.collectives.pytree import MAX_LEVELS, LeafCodec, check_plan, flatten, unflatten
+from ferrodist.collectives.serialization import PackedValue, decode_value, encode_value
 
 
 def nest(levels, value=None):
@@ -17,14 +17,14 @@ def nest(levels, value=None):
 def test_depth():
     """As deep as may be, values come back; deeper ones, and those that hold themselves, are refused."""
     value = nest(MAX_LEVELS, 3)
-    letter, apart = write_letter(Parcel.of(value, "it"), "it")
+    letter, apart = encode_value(PackedValue.of(value, "it"), "it")
     assert apart == []
-    assert read_letter(letter)[0].open() == value
+    assert decode_value(letter)[0].open() == value
     endless = []
     endless.append(endless)
     for wrong in (nest(MAX_LEVELS + 1, 3), endless):
         with pytest.raises(TypeError, match=rf"^it\[.*\] is nested more than {MAX_LEVELS} levels deep, or in itself"):
-            Parcel.of(wrong, "it")
+            PackedValue.of(wrong, "it")
 
 
 def test_a_plan_that_is_too_deep():
@@ -45,20 +45,20 @@ def test_places_are_named():
 
 def test_extensions():
     """One knows one more kind, by what stands for it; a mark that nobody knows is refused."""
-    ranges = Extension(
+    ranges = LeafCodec(
         mark="range",
         take_apart=lambda value: [value.start, value.stop] if isinstance(value, range) else None,
         put_together=lambda ends: range(*ends),
     )
     value = {"here": range(3, 5), "tensor": torch.ones(2)}
-    letter, _ = write_letter(Parcel.of(value, "it", [ranges]), "it")
-    found = read_letter(letter, ["range"])[0].open([ranges])
+    letter, _ = encode_value(PackedValue.of(value, "it", [ranges]), "it")
+    found = decode_value(letter, ["range"])[0].open([ranges])
     assert found["here"] == range(3, 5)
     assert torch.equal(found["tensor"], torch.ones(2))
     with pytest.raises(ValueError, match="the mark 'range'"):
-        read_letter(letter)
+        decode_value(letter)
     with pytest.raises(TypeError, match=r"it\['here'\] is of type range"):
-        Parcel.of(value, "it")
+        PackedValue.of(value, "it")
 
 
 def test_all_is_put_together_though_something_fails():
@@ -74,7 +74,7 @@ def test_all_is_put_together_though_something_fails():
     def take_apart(value):
         return int(value.real) if isinstance(value, complex) else None
 
-    made = Extension(mark="own", take_apart=take_apart, put_together=put_together)
+    made = LeafCodec(mark="own", take_apart=take_apart, put_together=put_together)
     plan, _ = flatten([1 + 0j, (2 + 0j, {"a": 3 + 0j}, [4 + 0j]), 5 + 0j], "it", [made])
     with pytest.raises(ValueError, match="2 is wrong"):
         unflatten(plan, [], [made])

@@ -17,7 +17,7 @@ from ferrodist.backends.native import is_native_available
 from ferrodist.backends.native.binding import _DTYPES
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives.reduce_op import DTYPES
-from ferrodist.collectives.tensor_protocol import TensorHead, kept_heads
+from ferrodist.collectives.tensor_protocol import TensorHeader, unclaimed_headers
 from ferrodist.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -285,7 +285,7 @@ def test_a_head_that_was_taken_is_kept(way):
 
     def program(group):
         if group.rank == 0:
-            head = TensorHead(number, torch.float32, (3,)).pack()
+            head = TensorHeader(number, torch.float32, (3,)).pack()
             group.send(head, 1, tag=channel_tag(Channel.TENSOR_HEAD, 5))
             fd.barrier()
             group.send(torch.ones(3).numpy().tobytes(), 1, tag=channel_tag(Channel.TENSOR_BODY, number))
@@ -294,15 +294,15 @@ def test_a_head_that_was_taken_is_kept(way):
             into = torch.zeros(3)
             with pytest.raises(fd.DistributedTimeoutError):
                 fd.recv_into(into, 0, tag=5, timeout=0.05)
-            assert kept_heads(group).may_have(5)
-            assert not kept_heads(group).may_have(6)
+            assert unclaimed_headers(group).may_have(5)
+            assert not unclaimed_headers(group).may_have(6)
             fd.barrier()
             if way == "short":
                 assert fd.recv_into(into, 0, tag=5) == 0
             else:
                 fd.batch([fd.Recv(into, 0, tag=5)])
             assert into.all()
-            assert not kept_heads(group).may_have(5)
+            assert not unclaimed_headers(group).may_have(5)
             with _way(group, "short"):
                 fd.recv_into(into, 0, tag=5)
             assert not into.any()

@@ -13,13 +13,13 @@ import torch
 from fake_streams import SCHEDULES, FakeStreams
 
 import ferrodist as fd
-from ferrodist.backends.sequencer import Turns
+from ferrodist.backends.sequencer import InterruptibleTicketQueue
 from ferrodist.collectives import cuda as device_streams
-from ferrodist.collectives.arguments import Target, compute_shard_sizes
-from ferrodist.collectives.cuda import CudaStreams, Handover, Lane, NotReachedError, Segment
+from ferrodist.collectives.arguments import OutputBuffer, compute_shard_sizes
+from ferrodist.collectives.cuda import CopyPipeline, CudaStreams, NotReachedError, Segment, StreamHandoff
 from ferrodist.collectives.engines import gpu_staged, select
-from ferrodist.collectives.engines.gpu_staged import StagedCollectives, StagedMessages
-from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.engines.gpu_staged import HostStagedEngine, HostStagedP2P
+from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.reduce_op import DTYPES, ReduceOp, check_reduction, premultiplied_sum
 from ferrodist.collectives.tensor_protocol import Recv, Send
 from ferrodist.collectives.work import Operation, run_later
@@ -44,7 +44,7 @@ class Gpu:
     def __init__(self, group: Backend, schedule: str = "late", segment_bytes: int = _SEGMENT) -> None:
         self.group = group
         self.streams = FakeStreams(schedule, seed=group.rank)
-        self.staged = StagedCollectives(group, lambda _: self.streams, segment_bytes)
+        self.staged = HostStagedEngine(group, lambda _: self.streams, segment_bytes)
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
         """A tensor that has these values when the caller's stream has come to this point."""
@@ -68,7 +68,7 @@ class Gpu:
 def _every_collective(group: Backend, gpu: Gpu, dtype: torch.dtype, count: int, op: Any) -> None:
     """Compare each collective of some elements with the host's engine's."""
     size, rank, root = group.world_size, group.rank, (count + 1) % group.world_size
-    host = collectives_of(group)
+    host = host_engine_of(group)
     counts = [count + 3 * other for other in range(size)]
     own = elements(dtype, counts[rank], rank)
     every = elements(dtype, sum(counts), rank, seed=1)
@@ -147,17 +147,17 @@ def test_every_dtype_and_reduction(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("check", [*REDUCTION_CHECKS, *MOVEMENT_CHECKS, *FORM_CHECKS], ids=lambda check: check.__name__)
 def test_conformance(check: Callable[[Backend], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of collectives pass through the staged ones, in segments that cut everything to pieces."""
-    made: dict[int, StagedCollectives] = {}
+    made: dict[int, HostStagedEngine] = {}
     making = threading.Lock()
 
-    def staged_of(group: Backend) -> StagedCollectives:
+    def staged_of(group: Backend) -> HostStagedEngine:
         with making:
             if id(group) not in made:
                 streams = FakeStreams("early")
-                made[id(group)] = StagedCollectives(group, lambda _: streams, 1 << 16)
+                made[id(group)] = HostStagedEngine(group, lambda _: streams, 1 << 16)
             return made[id(group)]
 
-    monkeypatch.setattr(select, "collectives_of", staged_of)
+    monkeypatch.setattr(select, "host_engine_of", staged_of)
     run_ranks(check, 3, timeout=100.0)
 
 
@@ -180,7 +180,7 @@ def test_in_place(schedule: str) -> None:
 def test_copies_and_work_overlap() -> None:
     """When the host works on a segment the next one is on its way down, and not the one after the next but one."""
     streams = FakeStreams("late")
-    lane = Lane(streams, 8)
+    lane = CopyPipeline(streams, 8)
     source, out = torch.arange(6.0), torch.zeros(6)
     seen: list[tuple[int, int]] = []
 
@@ -351,7 +351,7 @@ def test_an_abort_reaches_who_waits_for_the_device(count: int) -> None:
             group.abort("enough")
             return
         gpu.streams.is_stuck = True
-        messages = StagedMessages(group, lambda _: gpu.streams)
+        messages = HostStagedP2P(group, lambda _: gpu.streams)
         group.barrier()
         for call in (
             lambda: gpu.call("broadcast", tensor, 1, timeout=3600.0),
@@ -421,7 +421,7 @@ def test_handover(schedule: str) -> None:
     streams = FakeStreams(schedule)
     tensor, seen = torch.zeros(3), torch.zeros(3)
     streams.put(streams.current(), lambda: tensor.fill_(2), "fill")
-    handover = Handover(streams)
+    handover = StreamHandoff(streams)
 
     def work() -> None:
         with handover.running():
@@ -453,7 +453,7 @@ def test_started_operations_take_turns(backend: str) -> None:
                 handover.take()
                 return tensor
 
-            handover = Handover(gpu.streams)
+            handover = StreamHandoff(gpu.streams)
             return Operation(
                 name="allreduce",
                 group=group,
@@ -501,7 +501,7 @@ def test_messages() -> None:
 
     def on_rank(group: Backend) -> None:
         gpu = Gpu(group)
-        messages = StagedMessages(group, lambda _: gpu.streams)
+        messages = HostStagedP2P(group, lambda _: gpu.streams)
         other = 1 - group.rank
         source = gpu.put(torch.arange(6.0).view(2, 3) + group.rank)
         out, nothing = gpu.put(torch.zeros(3, 2)).t(), torch.empty(0)
@@ -523,7 +523,7 @@ def test_messages_from_a_busy_device() -> None:
         gpu.streams.is_stuck = True
         tensor = gpu.put(torch.ones(2))
         with pytest.raises(fd.DistributedTimeoutError, match="The group is still good"):
-            StagedMessages(group, lambda _: gpu.streams).exchange([Send(tensor, 1 - group.rank)], timeout=0.01)
+            HostStagedP2P(group, lambda _: gpu.streams).exchange([Send(tensor, 1 - group.rank)], timeout=0.01)
         assert fd.allreduce(torch.ones(1)).item() == 2
 
     run_ranks(on_rank, 2)
@@ -539,7 +539,7 @@ def test_messages_to_a_busy_device() -> None:
             fd.send(torch.full((2,), 7.0), 1)
             return
         gpu.streams.is_stuck = True
-        StagedMessages(group, lambda _: gpu.streams).exchange([Recv(tensor, 0)], timeout=30.0)
+        HostStagedP2P(group, lambda _: gpu.streams).exchange([Recv(tensor, 0)], timeout=30.0)
         gpu.streams.is_stuck = False
         assert gpu.get(tensor).tolist() == [7, 7]
 
@@ -556,7 +556,7 @@ def test_messages_into_inference_tensors() -> None:
         if group.rank == 0:
             fd.send(torch.full((2,), 7.0), 1)
             return
-        StagedMessages(group, lambda _: gpu.streams).exchange([Recv(tensor, 0)], timeout=30.0)
+        HostStagedP2P(group, lambda _: gpu.streams).exchange([Recv(tensor, 0)], timeout=30.0)
         assert gpu.get(tensor).tolist() == [7, 7]
 
     run_ranks(on_rank, 2)
@@ -565,7 +565,7 @@ def test_messages_into_inference_tensors() -> None:
 def test_lanes_give_up_in_order() -> None:
     """When the work of a segment fails, what was copied until then is still in the order of the caller's stream."""
     streams = FakeStreams("late")
-    lane = Lane(streams, 8)
+    lane = CopyPipeline(streams, 8)
 
     def work(near: torch.Tensor, far: torch.Tensor) -> None:
         raise KeyError
@@ -598,7 +598,7 @@ def test_the_variable_allows_the_fallback(call: Any, monkeypatch: pytest.MonkeyP
             find(group, cuda)
     monkeypatch.setenv(select.FALLBACK_VARIABLE, "1")
     found = find(group, cuda)
-    assert isinstance(found, StagedCollectives if call is fd.allreduce else StagedMessages)
+    assert isinstance(found, HostStagedEngine if call is fd.allreduce else HostStagedP2P)
     if call is fd.allreduce:
         assert find(group, cuda) is found
     monkeypatch.setattr(select, "is_capturing", lambda: True)
@@ -632,14 +632,14 @@ def test_memory_of_a_result_that_is_copied_on_is_kept(monkeypatch: pytest.Monkey
     flat = torch.arange(6.0).as_subclass(_OnGpu)
     out = torch.zeros(3, 2).t()
     with streams.using(streams.make("waiting")):
-        Target(flat=flat, result=out, view=out).finish()
+        OutputBuffer(flat=flat, result=out, view=out).finish()
     assert out.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert streams.kept == [(flat.data_ptr(), "waiting")]
 
 
 def test_a_turn_that_ends_before_its_time() -> None:
     """It leaves those before it their places."""
-    turns, numbers = Turns(lambda: None), iter((1, 2))
+    turns, numbers = InterruptibleTicketQueue(lambda: None), iter((1, 2))
     first, second = (turns.reserve(lambda: next(numbers)) for _ in range(2))
     with turns.using(second):
         pass
@@ -651,7 +651,7 @@ def test_a_turn_that_ends_before_its_time() -> None:
 
 def test_places_are_taken_one_at_a_time() -> None:
     """Between a place among the group's collectives and the turn for it comes nobody else."""
-    turns = Turns(lambda: None)
+    turns = InterruptibleTicketQueue(lambda: None)
     other = threading.Thread(target=turns.reserve, args=(lambda: 2,))
 
     def reserve() -> int:

@@ -5,7 +5,7 @@ import threading
 import torch
 
 from ferrodist import SimulatedBackend
-from ferrodist.collectives.engines.reference import ReferenceCollectives
+from ferrodist.collectives.engines.reference import ReferenceEngine
 
 
 def mlp():
@@ -67,7 +67,7 @@ class CountingBackend(SimulatedBackend):
         self.collectives = CountingCollectives(self)
 
 
-class CountingCollectives(ReferenceCollectives):
+class CountingCollectives(ReferenceEngine):
     def __init__(self, group):
         super().__init__(group)
         self.sizes = []

@@ -11,7 +11,7 @@ from test_fsdp_odd_uses import INPUTS, assert_same, expected_gradients, layers, 
 from ferrodist import FSDP, ShardingStrategy
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.fsdp import flat_layout
-from ferrodist.parallel.fsdp.backward_plan import Run, Trace, plan_backward
+from ferrodist.parallel.fsdp.backward_plan import BackwardRun, ForwardTrace, plan_backward
 from ferrodist.testing import run_ranks
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
@@ -424,11 +424,11 @@ def test_a_dropped_fsdp_is_collected(monkeypatch, step):
 
 def test_many_calls_of_a_unit_cost_no_more_each():
     """A recurrent cell as a unit: the record of a forward grows by the same for each call."""
-    trace = Trace()
+    trace = ForwardTrace()
     for number in range(3000):
         assert trace.begin_call(1) == number
         trace.end_call(1, number)
-    run = Run(trace, plan_backward(trace.events, 1, [1]))
+    run = BackwardRun(trace, plan_backward(trace.events, 1, [1]))
     while run.next_step is not None:
         call = run.take_step().call
         assert call == -1 or run.is_past(call)

@@ -9,7 +9,7 @@ from torch import nn
 
 import ferrodist as fd
 from ferrodist import DeviceMesh, DTensor, ParallelAttention, Replicate, Shard
-from ferrodist.tensor.redistribute_plan import Move
+from ferrodist.tensor.redistribute_plan import RedistributeKind
 from ferrodist.testing import run_ranks
 
 WIDTH, BATCH, LENGTH = 24, 2, 6
@@ -91,7 +91,13 @@ def inputs():
 
 
 def count(steps):
-    moves = {Move.ALLREDUCE, Move.ALL_GATHER, Move.REDUCE_SCATTER, Move.ALL_TO_ALL, Move.EXCHANGE}
+    moves = {
+        RedistributeKind.ALLREDUCE,
+        RedistributeKind.ALL_GATHER,
+        RedistributeKind.REDUCE_SCATTER,
+        RedistributeKind.ALL_TO_ALL,
+        RedistributeKind.EXCHANGE,
+    }
     return dict(Counter(step.move for step in steps if step.move in moves))
 
 
@@ -177,16 +183,16 @@ def test_distributed_inputs(placement):
 @pytest.mark.parametrize(
     ("heads", "sequence_dim", "forward", "backward"),
     [
-        ("as many", None, {Move.ALLREDUCE: 1}, {Move.ALLREDUCE: 1}),
-        ("grouped", None, {Move.ALLREDUCE: 1}, {Move.ALLREDUCE: 1}),
+        ("as many", None, {RedistributeKind.ALLREDUCE: 1}, {RedistributeKind.ALLREDUCE: 1}),
+        ("grouped", None, {RedistributeKind.ALLREDUCE: 1}, {RedistributeKind.ALLREDUCE: 1}),
         (
             "grouped",
             1,
-            {Move.ALL_GATHER: 1, Move.REDUCE_SCATTER: 1},
-            {Move.ALL_GATHER: 1, Move.REDUCE_SCATTER: 1},
+            {RedistributeKind.ALL_GATHER: 1, RedistributeKind.REDUCE_SCATTER: 1},
+            {RedistributeKind.ALL_GATHER: 1, RedistributeKind.REDUCE_SCATTER: 1},
         ),
         # The gradients of keys and values, which all ranks compute, and of their biases, are sums over the ranks.
-        ("not divided by ranks", None, {Move.ALLREDUCE: 1}, {Move.ALLREDUCE: 5}),
+        ("not divided by ranks", None, {RedistributeKind.ALLREDUCE: 1}, {RedistributeKind.ALLREDUCE: 5}),
     ],
 )
 def test_collectives(heads, sequence_dim, forward, backward):

@@ -15,10 +15,16 @@ from torch.nn import functional
 import ferrodist as fd
 from ferrodist import ColumnParallel, DeviceMesh, DTensor, Replicate, RowParallel, SequenceParallel, Shard, Style
 from ferrodist.parallel.tensor_parallel import async_linear
-from ferrodist.tensor.redistribute_plan import Move
+from ferrodist.tensor.redistribute_plan import RedistributeKind
 from ferrodist.testing import run_ranks
 
-COLLECTIVES = {Move.ALLREDUCE, Move.ALL_GATHER, Move.REDUCE_SCATTER, Move.ALL_TO_ALL, Move.EXCHANGE}
+COLLECTIVES = {
+    RedistributeKind.ALLREDUCE,
+    RedistributeKind.ALL_GATHER,
+    RedistributeKind.REDUCE_SCATTER,
+    RedistributeKind.ALL_TO_ALL,
+    RedistributeKind.EXCHANGE,
+}
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
@@ -127,18 +133,18 @@ BLOCK_PLANS = {
 @pytest.mark.parametrize(
     ("plan", "forward", "backward"),
     [
-        ("whole", {Move.ALLREDUCE: 2}, {Move.ALLREDUCE: 2}),
+        ("whole", {RedistributeKind.ALLREDUCE: 2}, {RedistributeKind.ALLREDUCE: 2}),
         # The weights and biases of two norms, and the two biases that are added to parts of the sequence.
         (
             "sequence",
-            {Move.ALL_GATHER: 2, Move.REDUCE_SCATTER: 2},
-            {Move.ALL_GATHER: 2, Move.REDUCE_SCATTER: 2, Move.ALLREDUCE: 4},
+            {RedistributeKind.ALL_GATHER: 2, RedistributeKind.REDUCE_SCATTER: 2},
+            {RedistributeKind.ALL_GATHER: 2, RedistributeKind.REDUCE_SCATTER: 2, RedistributeKind.ALLREDUCE: 4},
         ),
         # Pieces of what is gathered, and the input once more in backward.
         (
             "overlapped",
-            {Move.ALL_GATHER: 4, Move.REDUCE_SCATTER: 2},
-            {Move.ALL_GATHER: 6, Move.REDUCE_SCATTER: 4, Move.ALLREDUCE: 4},
+            {RedistributeKind.ALL_GATHER: 4, RedistributeKind.REDUCE_SCATTER: 2},
+            {RedistributeKind.ALL_GATHER: 6, RedistributeKind.REDUCE_SCATTER: 4, RedistributeKind.ALLREDUCE: 4},
         ),
     ],
 )
@@ -182,7 +188,7 @@ def test_scores_stay_divided_until_the_loss():
             loss.backward()
         found = []
         for told in (steps, others):
-            assert count(told) == {Move.ALLREDUCE: len([step for step in told if step.move in COLLECTIVES])}
+            assert count(told) == {RedistributeKind.ALLREDUCE: len([step for step in told if step.move in COLLECTIVES])}
             found.append(Counter(step.before.shape for step in told if step.move in COLLECTIVES))
         return found
 

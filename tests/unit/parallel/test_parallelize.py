@@ -28,10 +28,16 @@ from ferrodist import (
     VocabularyParallel,
 )
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
-from ferrodist.tensor.redistribute_plan import Move
+from ferrodist.tensor.redistribute_plan import RedistributeKind
 from ferrodist.testing import run_ranks
 
-COLLECTIVES = {Move.ALLREDUCE, Move.ALL_GATHER, Move.REDUCE_SCATTER, Move.ALL_TO_ALL, Move.EXCHANGE}
+COLLECTIVES = {
+    RedistributeKind.ALLREDUCE,
+    RedistributeKind.ALL_GATHER,
+    RedistributeKind.REDUCE_SCATTER,
+    RedistributeKind.ALL_TO_ALL,
+    RedistributeKind.EXCHANGE,
+}
 
 
 class Network(nn.Module):
@@ -127,14 +133,14 @@ def test_parts_are_what_the_plan_says():
 @pytest.mark.parametrize(
     ("plan", "forward", "backward"),
     [
-        ("whole", {Move.ALLREDUCE: 1}, {Move.ALLREDUCE: 1}),
+        ("whole", {RedistributeKind.ALLREDUCE: 1}, {RedistributeKind.ALLREDUCE: 1}),
         # The sequence is gathered at the end, for what comes out is whole.
         (
             "sequence",
-            {Move.ALL_GATHER: 2, Move.REDUCE_SCATTER: 1},
+            {RedistributeKind.ALL_GATHER: 2, RedistributeKind.REDUCE_SCATTER: 1},
             # Gathered are the gradient of what rows give, and that of the input, once for each use; the gradients of
             # the first layer's weight and bias are folded.
-            {Move.ALL_GATHER: 3, Move.REDUCE_SCATTER: 1, Move.ALLREDUCE: 2},
+            {RedistributeKind.ALL_GATHER: 3, RedistributeKind.REDUCE_SCATTER: 1, RedistributeKind.ALLREDUCE: 2},
         ),
     ],
 )

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from ferrodist.parallel.pipeline.schedule.build import PipelineSchedule, build_schedule
-from ferrodist.parallel.pipeline.schedule.ir import ActionKind, Schedule, Turn, actions_of_turns, phase
+from ferrodist.parallel.pipeline.schedule.ir import ActionKind, Schedule, Slot, actions_of_turns, repeat
 from ferrodist.parallel.pipeline.schedule.lowering import add_communication
 from ferrodist.parallel.pipeline.schedule.timeline import Costs, count_activations, predict
 from ferrodist.parallel.pipeline.schedule.validate import check_schedule
@@ -264,8 +264,8 @@ def test_which_is_faster(ranks):
 
 def test_turns_are_counted_by_stage_and_kind():
     """A whole backward counts as both halves, and microbatches that are not there are left out."""
-    turns = phase("F1 F0", 2) + phase("B1", 1) + phase("I1", 1) + phase("W1", 1)
-    assert turns[0] == Turn(ActionKind.FORWARD, 1)
+    turns = repeat("F1 F0", 2) + repeat("B1", 1) + repeat("I1", 1) + repeat("W1", 1)
+    assert turns[0] == Slot(ActionKind.FORWARD, 1)
     all_of_them = " ".join(map(str, actions_of_turns(turns, (2, 7), 2)))
     assert all_of_them == "F7.0 F2.0 F7.1 F2.1 B7.0 I7.1 W7.1"
     first = " ".join(map(str, actions_of_turns(turns, (2, 7), 1)))

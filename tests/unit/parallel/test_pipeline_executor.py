@@ -6,7 +6,7 @@ from torch import nn
 
 from ferrodist.errors import DistributedTimeoutError
 from ferrodist.parallel.pipeline import runtime
-from ferrodist.parallel.pipeline.runtime import Executor, Feed
+from ferrodist.parallel.pipeline.runtime import Executor, StepInputs
 from ferrodist.parallel.pipeline.schedule.ir import Action
 from ferrodist.parallel.pipeline.stage import Stage, find_edges
 from ferrodist.testing import run_ranks
@@ -29,7 +29,7 @@ def run(own, text, group, inputs=(), timeout=5):
         taken[microbatch] = value
         return []
 
-    own.run(map(Action.from_text, text.split()), Feed(inputs, take, {}), group, timeout)
+    own.run(map(Action.from_text, text.split()), StepInputs(inputs, take, {}), group, timeout)
     return taken
 
 
@@ -67,12 +67,12 @@ def test_what_is_received_ahead(monkeypatch):
     """Large values are, where the last one was large; small ones come by themselves."""
     begun = []
 
-    class Noted(runtime.Receipt):
+    class Noted(runtime.PendingRecv):
         def __init__(self, *args, is_ahead, **more):
             begun.append(is_ahead)
             super().__init__(*args, is_ahead=is_ahead, **more)
 
-    monkeypatch.setattr(runtime, "Receipt", Noted)
+    monkeypatch.setattr(runtime, "PendingRecv", Noted)
 
     def program(group):
         sent = [SMALL, LARGE, LARGE, SMALL, SMALL]

@@ -10,7 +10,7 @@ import torch
 
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.collectives.p2p import begin_send, recv, send
-from ferrodist.collectives.serialization import Parcel, write_letter
+from ferrodist.collectives.serialization import PackedValue, encode_value
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
     DistributedError,
@@ -20,7 +20,7 @@ from ferrodist.errors import (
     ProtocolError,
 )
 from ferrodist.parallel.pipeline import runtime
-from ferrodist.parallel.pipeline.runtime import Receipt, send_parcel
+from ferrodist.parallel.pipeline.runtime import PendingRecv, send_parcel
 from ferrodist.testing import run_ranks
 
 BACKENDS = ["simulated", "native"]
@@ -63,10 +63,10 @@ def test_there_they_are(backend):
     def program(group):
         for tag, (value, is_apart) in enumerate(VALUES.values()):
             if group.rank == 0:
-                for request in send_parcel(Parcel.of(value, "it"), 1, tag, group):
+                for request in send_parcel(PackedValue.of(value, "it"), 1, tag, group):
                     request.wait(10)
                 continue
-            receipt = Receipt(0, tag, group, is_ahead=bool(tag % 2))
+            receipt = PendingRecv(0, tag, group, is_ahead=bool(tag % 2))
             parcel = receipt.wait(Deadline(10))
             assert same(parcel.open(), value)
             assert receipt.has_bodies == is_apart
@@ -82,10 +82,10 @@ def test_who_wants_gradients():
         one, other = torch.ones(2, requires_grad=True), torch.ones(300 * KIB)
         value = [one, other, {"again": one}, other.clone().requires_grad_()]
         if group.rank == 0:
-            for request in send_parcel(Parcel.of(value, "it"), 1, 0, group):
+            for request in send_parcel(PackedValue.of(value, "it"), 1, 0, group):
                 request.wait(10)
             return
-        parcel = Receipt(0, 0, group, is_ahead=True).wait(Deadline(10))
+        parcel = PendingRecv(0, 0, group, is_ahead=True).wait(Deadline(10))
         assert parcel.wants_gradient == [True, False, True]
         found = parcel.open()
         assert found[0] is found[2]["again"]
@@ -117,11 +117,11 @@ def test_subclasses_arrive_as_plain_values():
     }
 
     def program(group):
-        parcel = Parcel.of(value, "it")
+        parcel = PackedValue.of(value, "it")
         if group.rank == 0:
             send_parcel(parcel, 1, 0, group)
         else:
-            parcel = Receipt(0, 0, group, is_ahead=False).wait(Deadline(10))
+            parcel = PendingRecv(0, 0, group, is_ahead=False).wait(Deadline(10))
         return parcel.open()
 
     expected = {"key": (1.5, 2, "text", b"12", True, None), 2: -(2**63)}
@@ -134,7 +134,7 @@ def test_subclasses_arrive_as_plain_values():
 def test_values_that_have_no_place(value):
     """They are refused where they are made."""
     with pytest.raises(TypeError, match="from rank to rank"):
-        Parcel.of(value, "it")
+        PackedValue.of(value, "it")
 
 
 def letter_of(head, rest=b""):
@@ -183,7 +183,7 @@ def test_what_is_no_letter(is_ahead):
             with pytest.raises(
                 ProtocolError, match=r"rank 0 of group .* sent what is no value of a pipeline"
             ) as failure:
-                Receipt(0, tag, group, is_ahead=is_ahead).wait(Deadline(10))
+                PendingRecv(0, tag, group, is_ahead=is_ahead).wait(Deadline(10))
             assert failure.value.ranks == (0,)
 
     run_ranks(program, 2)
@@ -195,14 +195,14 @@ def test_a_body_that_does_not_come(is_ahead):
 
     def program(group):
         if group.rank == 0:
-            parcel = Parcel.of(torch.ones(300 * KIB), "it")
-            letter = write_letter(parcel, "it")[0]
+            parcel = PackedValue.of(torch.ones(300 * KIB), "it")
+            letter = encode_value(parcel, "it")[0]
             for request in begin_send(letter, 1, tag=0, group=group):
                 request.wait(10)
             group.barrier()
             return
         with pytest.raises(DistributedTimeoutError):
-            Receipt(0, 0, group, is_ahead=is_ahead).wait(Deadline(0.2))
+            PendingRecv(0, 0, group, is_ahead=is_ahead).wait(Deadline(0.2))
         group.barrier()
 
     run_ranks(program, 2)
@@ -213,13 +213,13 @@ def test_given_up():
 
     def program(group):
         if group.rank == 1:
-            Receipt(0, 0, group, is_ahead=True).cancel()
-            Receipt(0, 0, group, is_ahead=False).cancel()
+            PendingRecv(0, 0, group, is_ahead=True).cancel()
+            PendingRecv(0, 0, group, is_ahead=False).cancel()
         group.barrier()
         if group.rank == 0:
-            send_parcel(Parcel.of([torch.ones(2)], "it"), 1, 0, group)
+            send_parcel(PackedValue.of([torch.ones(2)], "it"), 1, 0, group)
         else:
-            assert torch.equal(Receipt(0, 0, group, is_ahead=True).wait(Deadline(10)).open()[0], torch.ones(2))
+            assert torch.equal(PendingRecv(0, 0, group, is_ahead=True).wait(Deadline(10)).open()[0], torch.ones(2))
 
     run_ranks(program, 2)
 
@@ -230,13 +230,13 @@ def test_bodies_that_are_given_up():
     def program(group):
         tensor = torch.ones(300 * KIB)
         if group.rank == 0:
-            parcel = Parcel.of(tensor, "it")
-            begin_send(write_letter(parcel, "it")[0], 1, tag=0, group=group)
+            parcel = PackedValue.of(tensor, "it")
+            begin_send(encode_value(parcel, "it")[0], 1, tag=0, group=group)
             group.barrier()
             group.barrier()
             send(tensor, 1, tag=0, group=group)
             return
-        receipt = Receipt(0, 0, group, is_ahead=True)
+        receipt = PendingRecv(0, 0, group, is_ahead=True)
         group.barrier()
         assert receipt.has_bodies
         receipt.cancel()
@@ -251,7 +251,7 @@ def test_a_group_that_ends_before_the_letter():
 
     def program(group):
         own = SubBackend(group, [0, 1])
-        receipt = Receipt(1 - own.rank, 0, own, is_ahead=True)
+        receipt = PendingRecv(1 - own.rank, 0, own, is_ahead=True)
         group.barrier()
         if group.rank == 0:
             own.abort("on purpose")
@@ -275,11 +275,11 @@ def test_a_letter_that_comes_as_it_is_given_up(monkeypatch, ends):
     def program(group):
         own = SubBackend(group, [0, 1])
         if group.rank == 0:
-            parcel = Parcel.of(torch.ones(300 * KIB), "it")
-            begin_send(write_letter(parcel, "it")[0], 1, tag=0, group=own)
+            parcel = PackedValue.of(torch.ones(300 * KIB), "it")
+            begin_send(encode_value(parcel, "it")[0], 1, tag=0, group=own)
             group.barrier()
             return
-        receipt = Receipt(0, 0, own, is_ahead=True)
+        receipt = PendingRecv(0, 0, own, is_ahead=True)
         group.barrier()
         if ends:
             own.close()
@@ -311,9 +311,9 @@ def test_a_group_that_fails_while_a_letter_is_read(monkeypatch, is_ahead):
         group = SubBackend(group, [0, 1])
         if group.rank == 0:
             with contextlib.suppress(PipelineError):
-                send_parcel(Parcel.of(torch.ones(300 * KIB), "it"), 1, 0, group)
+                send_parcel(PackedValue.of(torch.ones(300 * KIB), "it"), 1, 0, group)
         else:
             with pytest.raises(PipelineError, match="stage 3 has failed"):
-                Receipt(0, 0, group, is_ahead=is_ahead).wait(Deadline(10))
+                PendingRecv(0, 0, group, is_ahead=is_ahead).wait(Deadline(10))
 
     run_ranks(program, 2)

@@ -13,10 +13,10 @@ from torch import nn
 
 from ferrodist import DDP, FSDP, DeviceMesh
 from ferrodist.checkpoint import load_distributed, save_distributed
-from ferrodist.collectives.serialization import Parcel
+from ferrodist.collectives.serialization import PackedValue
 from ferrodist.errors import PipelineError, UnsupportedOpError
 from ferrodist.parallel.pipeline import Microbatches, Pipeline, PipelineOutput, PipelineSchedule, Schedule
-from ferrodist.parallel.pipeline.runtime import Receipt
+from ferrodist.parallel.pipeline.runtime import PendingRecv
 from ferrodist.parallel.pipeline.split import Stages
 from ferrodist.testing import run_ranks
 
@@ -107,7 +107,7 @@ def test_what_a_failure_leaves_aside():
     """Gradients that wait on their own rank, and receives that have begun, are gone though the pipeline stays."""
 
     def under_way():
-        return {type(each) for each in gc.get_objects() if isinstance(each, (Parcel, Receipt))}
+        return {type(each) for each in gc.get_objects() if isinstance(each, (PackedValue, PendingRecv))}
 
     class Third(nn.Linear):
         num_calls, found = 0, None
@@ -128,7 +128,7 @@ def test_what_a_failure_leaves_aside():
             pipeline.step(*Mlp.batch(6))
         return stages[1].found, under_way()
 
-    assert run_ranks(program, 2, backend="native") == [(None, set()), ({Parcel, Receipt}, set())]
+    assert run_ranks(program, 2, backend="native") == [(None, set()), ({PackedValue, PendingRecv}, set())]
 
 
 def test_a_pipeline_that_is_let_go():

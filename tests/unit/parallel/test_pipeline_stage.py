@@ -7,7 +7,7 @@ import torch
 from pipeline_models import fill
 from torch import nn
 
-from ferrodist.collectives.serialization import Parcel
+from ferrodist.collectives.serialization import PackedValue
 from ferrodist.parallel.pipeline.stage import MAIN, Stage
 
 
@@ -35,7 +35,7 @@ class Averaging(nn.Linear):
 
 def begin(stage, microbatch):
     """A forward of a microbatch that came from another stage and goes on to one."""
-    came = Parcel.of(torch.ones(2, 3, requires_grad=True), "it")
+    came = PackedValue.of(torch.ones(2, 3, requires_grad=True), "it")
     output = stage.forward(microbatch, {MAIN: came}, None)
     stage.hold(microbatch, MAIN, [output.value] if output.value.requires_grad else [])
     return output.value

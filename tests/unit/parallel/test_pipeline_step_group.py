@@ -8,9 +8,9 @@ from torch import nn
 from ferrodist.collectives.all_to_all import barrier
 from ferrodist.deadline import Deadline
 from ferrodist.errors import CollectiveMismatchError, DistributedTimeoutError, PipelineError
-from ferrodist.parallel.pipeline.pipeline import StepGroup
+from ferrodist.parallel.pipeline.pipeline import StepScope
 from ferrodist.parallel.pipeline.schedule.ir import Action
-from ferrodist.parallel.pipeline.tied_weights import SharedParameters
+from ferrodist.parallel.pipeline.tied_weights import TiedParameters
 from ferrodist.testing import run_ranks
 
 
@@ -19,11 +19,11 @@ def fail_on_rank_0(error, doing, *, waits_for_shared):
 
     def program(group):
         events = []
-        shared = SharedParameters([[(0, "weight"), (1, "weight")]], {group.rank: nn.Linear(2, 2)}, [0, 1])
+        shared = TiedParameters([[(0, "weight"), (1, "weight")]], {group.rank: nn.Linear(2, 2)}, [0, 1])
         groups, raised = [], []
         forget = lambda: events.append(groups[-1].failure is not None)  # noqa: E731
         running = SimpleNamespace(doing=None, forget=forget, drop_unsynced=lambda: None)
-        own = StepGroup(group, running, shared)
+        own = StepScope(group, running, shared)
 
         def step():
             with own.together(5) as (inner, limit):

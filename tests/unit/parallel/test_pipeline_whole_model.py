@@ -4,7 +4,7 @@ import torch
 from pipeline_models import Wrapped
 from torch import nn
 
-from ferrodist.parallel.pipeline.state_dict import WholeModel
+from ferrodist.parallel.pipeline.state_dict import StateDictMapper
 
 
 class Own(nn.Module):
@@ -24,7 +24,7 @@ def test_stages_at_one_place():
     """The place has what both have, and saves of it what they do."""
     stages = {0: Own("one"), 1: Own("other")}
     for prefix in ("", "deep.", "deep.er."):
-        whole = WholeModel(stages, [prefix, prefix]).make()
+        whole = StateDictMapper(stages, [prefix, prefix]).make()
         found = whole.state_dict(keep_vars=True)
         expected = {
             f"{prefix}{name}": each
@@ -39,7 +39,7 @@ def test_stages_at_one_place():
 def test_states_get_the_names_of_stages():
     """They get what lies where they are, whatever they know of it; what belongs to others is left to them."""
     stage = nn.Linear(2, 2)
-    whole = WholeModel({1: stage}, ["a.", "b.", "c."])
+    whole = StateDictMapper({1: stage}, ["a.", "b.", "c."])
     weight = torch.ones(2, 2)
     state = {"in.b.weight": weight, "in.b.old": weight, "in.a.weight": torch.zeros(1), "out.b.bias": torch.zeros(1)}
     assert whole.rename(state, "in.") == {"in.stages.1.": "in.b."}
@@ -51,7 +51,7 @@ def test_versions_get_the_names_of_stages():
     """Those of this rank's modules have both names then."""
     model = nn.ModuleDict({"a": Own("one"), "b": nn.Sequential(nn.BatchNorm1d(2))})
     state = model.state_dict()
-    whole = WholeModel({0: model["a"], 1: Wrapped(model["b"])}, ["a.", "b."])
+    whole = StateDictMapper({0: model["a"], 1: Wrapped(model["b"])}, ["a.", "b."])
     expected = {
         **state._metadata,
         "stages.0": {"version": 3},

@@ -9,7 +9,7 @@ import torch
 
 import ferrodist as fd
 from ferrodist import SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, convert_sync_batchnorm
-from ferrodist.collectives.engines.reference import ReferenceCollectives
+from ferrodist.collectives.engines.reference import ReferenceEngine
 from ferrodist.errors import DistributedTimeoutError, RankFailedError
 from ferrodist.testing import run_ranks
 
@@ -176,7 +176,7 @@ def test_one_rank_and_evaluation_send_nothing():
     torch.testing.assert_close(layer.eval()(batch), plain(batch))  # without any group
 
 
-class CountingCollectives(ReferenceCollectives):
+class CountingCollectives(ReferenceEngine):
     """Takes down what was called."""
 
     def __init__(self, group):

@@ -81,10 +81,10 @@ def test_no_repr_shows_a_secret():
         ):
             found.add(kind.__name__)
             assert "__repr__" in vars(kind), f"{kind.__qualname__} needs a repr without the secret"
-    assert found >= {"Place", "Attempt", "Joining", "Membership", "_Asked", "_Charter", "LaunchSpec"}
+    assert found >= {"Place", "Attempt", "Joining", "Membership", "_InitOptions", "_Charter", "LaunchSpec"}
 
 
 def test_what_holds_the_secret_does_not_print_it():
     """The repr of rank 0's charter, which is written by hand, has none of its secret."""
-    charter = shared_store._Charter(job="j", world_size=2, made_secret=b"do-not-show", nonce=b"", proof=b"")
+    charter = shared_store._JobInfo(job="j", world_size=2, made_secret=b"do-not-show", nonce=b"", proof=b"")
     assert "do-not-show" not in repr(charter)

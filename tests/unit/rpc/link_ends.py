@@ -4,7 +4,7 @@ from collections import deque
 
 import torch
 
-from ferrodist.collectives.serialization import Parcel
+from ferrodist.collectives.serialization import PackedValue
 from ferrodist.rpc.connection import Link
 from ferrodist.rpc.framing import FRAME_BYTES, Form, pack_frame
 from ferrodist.rpc.large_messages import Buffers
@@ -16,7 +16,7 @@ LIMIT = 1 << 22
 
 def large_parcel(num_tensors=1):
     """A message with tensors that come by themselves."""
-    return Parcel.of([torch.full((100_000,), float(number)) for number in range(num_tensors)], "it")
+    return PackedValue.of([torch.full((100_000,), float(number)) for number in range(num_tensors)], "it")
 
 
 class Transfer:

@@ -9,7 +9,7 @@ import torch
 from link_ends import LARGE, LIMIT, Ends, large_parcel
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ferrodist.collectives.serialization import Parcel
+from ferrodist.collectives.serialization import PackedValue
 from ferrodist.errors import ProtocolError
 from ferrodist.rpc.framing import FRAME_BYTES
 from ferrodist.rpc.messages import MessageKind
@@ -87,7 +87,7 @@ def test_what_follows_a_garbled_letter_is_dropped():
     """All of it is received, so that its sender keeps nothing; nobody waits for it then."""
     ends = Ends()
     parcel = large_parcel(3)
-    ends.send(MessageKind.CALL, 1, Parcel(["unknown", parcel.plan], parcel.tensors, [False] * 3, [False] * 3))
+    ends.send(MessageKind.CALL, 1, PackedValue(["unknown", parcel.plan], parcel.tensors, [False] * 3, [False] * 3))
     assert ends.heard.num_moving == 1
     ends.bring_all()
     assert not any(ends.here.sent.values())
@@ -150,7 +150,7 @@ def test_any_number_of_tensors():
     ends.there.is_quick = True
     frames, hear = ends.collect()
     ends.send(
-        MessageKind.CALL, 1, Parcel.of([torch.zeros(70_000 if not number else 2) for number in range(6000)], "it")
+        MessageKind.CALL, 1, PackedValue.of([torch.zeros(70_000 if not number else 2) for number in range(6000)], "it")
     )
     hear(frames)
     assert ends.heard.numbers == [1]
@@ -161,7 +161,7 @@ def test_modes_of_who_moves_messages(mode):
     """They are the thread's own: what comes is for others."""
     ends = Ends()
     ends.send(MessageKind.CALL, 1, large_parcel())
-    small = Parcel.of([torch.ones(3)], "it")
+    small = PackedValue.of([torch.ones(3)], "it")
     with mode():
         ends.bring_all()
     frames, hear = ends.collect()

@@ -3,11 +3,11 @@
 import pytest
 from link_ends import LARGE, Ends, large_parcel
 
-from ferrodist.collectives.serialization import Parcel
+from ferrodist.collectives.serialization import PackedValue
 from ferrodist.errors import ProtocolError
 from ferrodist.rpc.messages import REFERENCE_MARK, MessageKind
 
-REFERENCES = Parcel(["plain", 1], [], [], [], frozenset({REFERENCE_MARK}))
+REFERENCES = PackedValue(["plain", 1], [], [], [], frozenset({REFERENCE_MARK}))
 
 
 def test_what_waits_is_waited_for_in_turn():
@@ -68,7 +68,7 @@ def test_what_is_behind_a_garbled_message():
     """It waits until that has come whole, and no longer."""
     ends = Ends()
     parcel = large_parcel()
-    ends.send(MessageKind.INTERNAL_CALL, 1, Parcel(["unknown", parcel.plan], parcel.tensors, [False], [False]))
+    ends.send(MessageKind.INTERNAL_CALL, 1, PackedValue(["unknown", parcel.plan], parcel.tensors, [False], [False]))
     ends.send(MessageKind.INTERNAL_CALL, 2)
     assert ends.heard.numbers == []
     ends.bring()

@@ -6,7 +6,7 @@ from operator_checks import make, spread
 
 import ferrodist as fd
 from ferrodist import DeviceMesh, Partial, Replicate, Shard
-from ferrodist.tensor.redistribute_plan import Move
+from ferrodist.tensor.redistribute_plan import RedistributeKind
 from ferrodist.testing import run_ranks
 
 
@@ -14,20 +14,20 @@ from ferrodist.testing import run_ranks
     ("function", "shapes", "placements", "result", "moves"),
     [
         # Parts of a sum are scattered where the operator can go on with parts: half of what a whole would take.
-        (torch.relu, [(4, 6)], [Partial()], Shard(0), [Move.REDUCE_SCATTER]),
+        (torch.relu, [(4, 6)], [Partial()], Shard(0), [RedistributeKind.REDUCE_SCATTER]),
         # But not unevenly, which nobody asked for.
-        (torch.relu, [(3, 6)], [Partial()], Shard(1), [Move.REDUCE_SCATTER]),
-        (torch.relu, [(3, 5)], [Partial()], Replicate(), [Move.ALLREDUCE]),
+        (torch.relu, [(3, 6)], [Partial()], Shard(1), [RedistributeKind.REDUCE_SCATTER]),
+        (torch.relu, [(3, 5)], [Partial()], Replicate(), [RedistributeKind.ALLREDUCE]),
         # Another input that lies so asks for it: it is not gathered.
-        (torch.mul, [(3, 5), (3, 5)], [Shard(0), Replicate()], Shard(0), [Move.SLICE]),
+        (torch.mul, [(3, 5), (3, 5)], [Shard(0), Replicate()], Shard(0), [RedistributeKind.SLICE]),
         # The smaller one moves, and to another dim in less than to all ranks.
-        (torch.mm, [(64, 8), (8, 2)], [Shard(0), Shard(0)], Shard(0), [Move.ALL_GATHER]),
-        (torch.mm, [(2, 8), (8, 64)], [Shard(0), Shard(1)], Shard(1), [Move.ALL_GATHER]),
+        (torch.mm, [(64, 8), (8, 2)], [Shard(0), Shard(0)], Shard(0), [RedistributeKind.ALL_GATHER]),
+        (torch.mm, [(2, 8), (8, 64)], [Shard(0), Shard(1)], Shard(1), [RedistributeKind.ALL_GATHER]),
         (torch.mm, [(64, 8), (8, 64)], [Shard(1), Shard(0)], Partial(), []),
-        (torch.add, [(4, 6), (4, 6)], [Shard(0), Shard(1)], Shard(0), [Move.ALL_TO_ALL]),
+        (torch.add, [(4, 6), (4, 6)], [Shard(0), Shard(1)], Shard(0), [RedistributeKind.ALL_TO_ALL]),
         # Whole is the first of several that send nothing.
         (torch.add, [(4, 6), (4, 6)], [Replicate(), Replicate()], Replicate(), []),
-        (torch.add, [(4, 6), (4, 6)], [Partial(), Replicate()], Partial(), [Move.MAKE_PARTIAL]),
+        (torch.add, [(4, 6), (4, 6)], [Partial(), Replicate()], Partial(), [RedistributeKind.MAKE_PARTIAL]),
     ],
 )
 def test_the_fewest_bytes(function, shapes, placements, result, moves):

@@ -11,8 +11,8 @@ from operator_checks import NUM_RANKS, make, placements_of, spread
 
 import ferrodist as fd
 from ferrodist import DeviceMesh, DTensor, Partial, ReduceOp, Replicate, Shard
-from ferrodist.tensor.redistribute_plan import Exchange, Move, make_plan
-from ferrodist.tensor.spec import Layout, check_placements
+from ferrodist.tensor.redistribute_plan import GeneralAllToAll, RedistributeKind, make_plan
+from ferrodist.tensor.spec import DTensorSpec, check_placements
 from ferrodist.testing import run_ranks
 
 R, P = Replicate(), Partial()
@@ -81,7 +81,7 @@ def test_pairs_on_other_backends(backend):
 
 def plan(shape, before, after, sizes=(8, 16), dtype=torch.float32):
     mesh = DeviceMesh(fd.SimulatedBackend.create_group(NUM_RANKS[shape])[0], shape)
-    layout = Layout.of(mesh, check_placements(mesh, before, sizes), sizes, dtype)
+    layout = DTensorSpec.of(mesh, check_placements(mesh, before, sizes), sizes, dtype)
     return make_plan(layout, layout.placed(after))
 
 
@@ -95,13 +95,13 @@ WHOLE = 8 * 16 * 4
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        ([R], [Shard(0)], [(Move.SLICE, 0)]),
-        ([R], [P], [(Move.MAKE_PARTIAL, 0)]),
-        ([Shard(0)], [P], [(Move.MAKE_PARTIAL, 0)]),
-        ([Shard(1)], [R], [(Move.ALL_GATHER, 3 / 4)]),
-        ([Shard(0)], [Shard(1)], [(Move.ALL_TO_ALL, 3 / 16)]),
-        ([P], [Shard(1)], [(Move.REDUCE_SCATTER, 3 / 4)]),
-        ([P], [R], [(Move.ALLREDUCE, 6 / 4)]),
+        ([R], [Shard(0)], [(RedistributeKind.SLICE, 0)]),
+        ([R], [P], [(RedistributeKind.MAKE_PARTIAL, 0)]),
+        ([Shard(0)], [P], [(RedistributeKind.MAKE_PARTIAL, 0)]),
+        ([Shard(1)], [R], [(RedistributeKind.ALL_GATHER, 3 / 4)]),
+        ([Shard(0)], [Shard(1)], [(RedistributeKind.ALL_TO_ALL, 3 / 16)]),
+        ([P], [Shard(1)], [(RedistributeKind.REDUCE_SCATTER, 3 / 4)]),
+        ([P], [R], [(RedistributeKind.ALLREDUCE, 6 / 4)]),
     ],
 )
 def test_one_axis_takes_one_collective(before, after, expected):
@@ -111,33 +111,33 @@ def test_one_axis_takes_one_collective(before, after, expected):
 
 def test_one_collective_over_several_axes():
     """Each byte goes once where one collective over all axes does what one after the other would do dearer."""
-    assert moves((2, 2), [P, P], (R, R)) == [(Move.ALLREDUCE, (0, 1), 6 / 4 * WHOLE)]
-    assert moves((2, 2), [Shard(0), Shard(0)], (R, R)) == [(Move.ALL_GATHER, (0, 1), 3 / 4 * WHOLE)]
-    assert moves((2, 2), [P, P], (Shard(1), Shard(1))) == [(Move.REDUCE_SCATTER, (0, 1), 3 / 4 * WHOLE)]
+    assert moves((2, 2), [P, P], (R, R)) == [(RedistributeKind.ALLREDUCE, (0, 1), 6 / 4 * WHOLE)]
+    assert moves((2, 2), [Shard(0), Shard(0)], (R, R)) == [(RedistributeKind.ALL_GATHER, (0, 1), 3 / 4 * WHOLE)]
+    assert moves((2, 2), [P, P], (Shard(1), Shard(1))) == [(RedistributeKind.REDUCE_SCATTER, (0, 1), 3 / 4 * WHOLE)]
 
 
 def test_slices_come_before_what_travels():
     """A dim that another axis will divide is cut first, so that less is gathered."""
     steps = moves((2, 2), [Shard(0), R], (R, Shard(1)))
-    assert [move for move, _, _ in steps] == [Move.SLICE, Move.ALL_GATHER]
+    assert [move for move, _, _ in steps] == [RedistributeKind.SLICE, RedistributeKind.ALL_GATHER]
     assert sum(size for _, _, size in steps) == WHOLE / 4
 
 
 def test_an_outer_axis_goes_without_gathering_all():
     """The first of two axes that divide a dim leaves: two ranks lack one quarter of the tensor, two lack two."""
-    assert moves((2, 2), [Shard(0), Shard(0)], (R, Shard(0))) == [(Move.EXCHANGE, (0, 1), 6 / 16 * WHOLE)]
+    assert moves((2, 2), [Shard(0), Shard(0)], (R, Shard(0))) == [(RedistributeKind.EXCHANGE, (0, 1), 6 / 16 * WHOLE)]
 
 
 def test_an_axis_that_divided_last_goes_by_itself():
     """The first one in blocks that the second divides: each pair of ranks joins its parts."""
     inner = Shard(0, blocks=2)
-    assert moves((2, 2), [inner, Shard(0)], (R, Shard(0))) == [(Move.ALL_GATHER, (0,), WHOLE / 4)]
-    assert moves((2, 2), [R, Shard(0)], (inner, Shard(0))) == [(Move.SLICE, (0,), 0)]
+    assert moves((2, 2), [inner, Shard(0)], (R, Shard(0))) == [(RedistributeKind.ALL_GATHER, (0,), WHOLE / 4)]
+    assert moves((2, 2), [R, Shard(0)], (inner, Shard(0))) == [(RedistributeKind.SLICE, (0,), 0)]
 
 
 def test_an_exchange_sends_each_element_once():
     """Of ranks that have the same part one sends it: two of four lack half of 32 elements."""
-    way = Exchange((8, 4), [R, Shard(0)], [Shard(0), R], (2, 2))
+    way = GeneralAllToAll((8, 4), [R, Shard(0)], [Shard(0), R], (2, 2))
     assert way.count_sent() == 8
     pieces = [way.piece(sender, receiver) for sender, receiver in itertools.permutations(GRID, 2)]
     assert sum(math.prod(stop - start for start, stop in piece) for piece in pieces) == 4 * 8

@@ -16,7 +16,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, GroupAbortedError, GroupClosedError
 from ferrodist.testing import run_ranks
 from ferrodist.torch_backend import futures
-from ferrodist.torch_backend.futures import Line, ResultFuture, Threads
+from ferrodist.torch_backend.futures import ResultFuture, SerialQueue, ThreadPool
 from ferrodist.torch_backend.process_group import FerrodistProcessGroup
 
 NAME = "ferrodist-test"
@@ -26,7 +26,7 @@ BACKENDS = ["simulated", "native-threads"]
 @pytest.fixture
 def threads():
     """Closed afterwards."""
-    made = Threads(NAME)
+    made = ThreadPool(NAME)
     yield made
     made.close()
     made.join(Deadline(10.0))
@@ -67,7 +67,7 @@ def test_no_job_is_lost_when_threads_end(threads, monkeypatch):
 @pytest.mark.usefixtures("without_rest")
 def test_threads_end_with_their_jobs():
     """When they are to, whether they have something to do or not, and are waited for that long."""
-    threads = Threads(NAME)
+    threads = ThreadPool(NAME)
     begun, ended = threading.Event(), []
 
     def job():
@@ -103,7 +103,7 @@ def test_what_is_done_is_let_go(threads):
 
 def test_a_line_goes_on_after_what_raises(threads):
     """Whatever that is; the next future's callbacks run."""
-    line, ran = Line(1), threading.Event()
+    line, ran = SerialQueue(1), threading.Event()
 
     def fail():
         raise SystemExit

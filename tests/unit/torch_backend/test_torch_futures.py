@@ -24,9 +24,9 @@ from ferrodist.errors import (
     PeerLostError,
 )
 from ferrodist.testing import run_ranks
-from ferrodist.torch_backend.futures import Threads
+from ferrodist.torch_backend.futures import ThreadPool
 from ferrodist.torch_backend.process_group import FerrodistProcessGroup
-from ferrodist.torch_backend.work import DoneWork, JoinedWork, Sends
+from ferrodist.torch_backend.work import DoneWork, JoinedWork, PendingSends
 
 BACKENDS = ["simulated", "native-threads"]
 
@@ -194,7 +194,7 @@ def test_sends_of_several_threads_are_all_waited_for():
             self.was_awaited = True
             raise PeerLostError("it is gone")
 
-    sends = Sends()
+    sends = PendingSends()
     started = [[Send(ends=False) for _ in range(200)] for _ in range(8)]
     switching = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -208,7 +208,7 @@ def test_sends_of_several_threads_are_all_waited_for():
         sys.setswitchinterval(switching)
     sends.finish()
     assert all(each.was_awaited for own in started for each in own)
-    kept = Sends()
+    kept = PendingSends()
     kept.add(started[0][0])
     over = [Send(ends=False) for _ in range(100)]
     references = [weakref.ref(each) for each in over]
@@ -335,7 +335,7 @@ def test_what_several_fail_with():
         def wait_for(self, seconds):
             raise DistributedTimeoutError("not yet")
 
-    threads = Threads("test")
+    threads = ThreadPool("test")
     ended = [Ended([error], threads) for error in (DistributedTimeoutError("first"), GroupClosedError("second"))]
     for works, message in ((ended, "first"), (ended[::-1], "second"), ([*ended, Late([], threads)], "not yet")):
         with pytest.raises(DistributedError, match=message):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ferrodist.backends.simulated import SimulatedBackend
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.torch_backend.collectives import Collective
+from ferrodist.torch_backend.collectives import CheckedCall
 from ferrodist.torch_backend.process_group import FerrodistProcessGroup
 from ferrodist.torch_backend.work import start_receive, start_send
 
@@ -42,7 +42,7 @@ def test_collectives_are_refused(made, is_async):
     options = dist.AllreduceOptions()
     options.asyncOp = is_async
     with pytest.raises(UnsupportedOpError, match=r"tensors on cuda:0.*FERRODIST_ENABLE_GPU_FALLBACK=1"):
-        made._run(Collective("allreduce", GPU, [], never), options)
+        made._run(CheckedCall("allreduce", GPU, [], never), options)
     tensor = torch.ones(3)
     made.allreduce(tensor).wait()
     assert tensor.tolist() == [1, 1, 1]

@@ -9,12 +9,12 @@ import torch
 
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.testing import run_ranks
-from ferrodist.torch_backend.process_group import FerrodistProcessGroup, Memory
+from ferrodist.torch_backend.process_group import BufferPool, FerrodistProcessGroup
 
 
 def test_memory_is_lent_again():
     """When no tensor is in it any more, also none that was made of the one that was lent."""
-    memory = Memory()
+    memory = BufferPool()
     first = memory.lend(1000, torch.float32)
     place = first.data_ptr()
     part = first.view(10, 100)[3].fill_(7.0)
@@ -33,12 +33,12 @@ def test_memory_is_lent_again():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn])
 def test_memory_of_any_type(dtype):
     """It is a plain tensor, on a large page's border."""
-    lent = Memory().lend(5, dtype)
+    lent = BufferPool().lend(5, dtype)
     assert (lent.dtype, lent.shape, lent.device) == (dtype, (5,), torch.device("cpu"))
     assert lent.data_ptr() % 4096 == 0
     lent.copy_(torch.ones(5).to(dtype))
     assert torch.equal(lent.to(torch.complex64), torch.ones(5, dtype=torch.complex64))
-    assert Memory().lend(0, dtype).shape == (0,)
+    assert BufferPool().lend(0, dtype).shape == (0,)
 
 
 def test_a_group_lends_memory_of_the_host():

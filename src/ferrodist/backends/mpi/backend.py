@@ -11,13 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from ferrodist.backends.abort_reason import pack_reason, unpack_reason
 from ferrodist.backends.lifecycle import track
-from ferrodist.backends.mailbox_backend import MAX_AHEAD, Departure, GroupReceive, MailboxBackend, Send
+from ferrodist.backends.mailbox_backend import MAX_AHEAD, GroupReceive, MailboxBackend, PeerExit, Send
 from ferrodist.backends.mpi import runtime
-from ferrodist.backends.mpi.collectives import MpiAgreement, MpiMover
-from ferrodist.backends.mpi.liveness import Attendance
+from ferrodist.backends.mpi.collectives import MpiDataPlane, MpiVerifier
+from ferrodist.backends.mpi.liveness import MpiLivenessProbe
 from ferrodist.backends.mpi.runtime import check_job, library_version
-from ferrodist.backends.mpi.transport import Frame, Kind, MessagesIn, MessagesOut, Messenger, Outgoing, Progress
-from ferrodist.backends.request import Late, answer_seconds
+from ferrodist.backends.mpi.transport import (
+    Frame,
+    FrameTransport,
+    FrameType,
+    IncomingMessages,
+    OutgoingMessages,
+    ProgressThread,
+    QueuedFrame,
+)
+from ferrodist.backends.request import Stragglers, answer_seconds
 from ferrodist.deadline import Deadline, check_timeout, resolve_timeout
 from ferrodist.errors import (
     BackendUnavailable,
@@ -46,11 +54,11 @@ _PARKING_SECONDS = 0.5
 _LOOK_SECONDS = 0.05
 """How long a rank that comes late waits for a look of another thread's, which may find that others have given up."""
 
-_DIED = Departure(what="died: MPI reports its process as failed")
+_DIED = PeerExit(what="died: MPI reports its process as failed")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Parked:
+class _DeferredAbort:
     """The end of a group that another rank tells of, before the rank that is its reason has.
 
     Args:
@@ -120,31 +128,31 @@ class MpiBackend(MailboxBackend):
         super().__init__(parent.Get_rank(), parent.Get_size(), timeout=timeout, name=name)
         self._communicators = runtime.duplicate(mpi, parent, name, deadline)
         self._messages, collective = self._communicators
-        self._messenger = Messenger(mpi, self._messages, self._on_frame)
-        self._out = MessagesOut(self._messenger, self._push, self._finish_send)
-        self._in = MessagesIn(self._mailbox, self._accept, self._push)
-        self._attendance = Attendance(self._push, lambda: self.agreement.num_entered, self._move_while_alive)
-        self._parked: list[_Parked] = []
+        self._messenger = FrameTransport(mpi, self._messages, self._on_frame)
+        self._out = OutgoingMessages(self._messenger, self._push, self._finish_send)
+        self._in = IncomingMessages(self._mailbox, self._accept, self._push)
+        self._attendance = MpiLivenessProbe(self._push, lambda: self.agreement.num_entered, self._move_while_alive)
+        self._parked: list[_DeferredAbort] = []
         self._parted: set[int] = set()  # ranks that have left the world, or died
         self._has_said_goodbye = False
         self._watches_deaths = runtime.call_safely(mpi, self._messages.Get_failed) is not None
-        self._actions: dict[Kind, Callable[[int, Frame, memoryview], None]] = {
-            Kind.EAGER: self._in.on_eager,
-            Kind.OFFER: self._in.on_offer,
-            Kind.GRANT: self._out.on_grant,
-            Kind.DATA: self._in.on_data,
-            Kind.WITHDRAW: self._in.on_withdraw,
-            Kind.ABORT: self._on_abort,
-            Kind.LEFT: self._on_left,
-            Kind.PING: self._attendance.on_ping,
-            Kind.PONG: self._attendance.on_pong,
+        self._actions: dict[FrameType, Callable[[int, Frame, memoryview], None]] = {
+            FrameType.EAGER: self._in.on_eager,
+            FrameType.OFFER: self._in.on_offer,
+            FrameType.GRANT: self._out.on_grant,
+            FrameType.DATA: self._in.on_data,
+            FrameType.WITHDRAW: self._in.on_withdraw,
+            FrameType.ABORT: self._on_abort,
+            FrameType.LEFT: self._on_left,
+            FrameType.PING: self._attendance.on_ping,
+            FrameType.PONG: self._attendance.on_pong,
         }
-        self.mover = MpiMover(mpi, collective, self._is_in_vain, self._explain, self._grace)
-        self.agreement: MpiAgreement = MpiAgreement(
+        self.mover = MpiDataPlane(mpi, collective, self._is_in_vain, self._explain, self._grace)
+        self.agreement: MpiVerifier = MpiVerifier(
             self, self.mover, self._find_behind, partial(self._look, _LOOK_SECONDS)
         )
         self._process = os.getpid()
-        self._progress = Progress(
+        self._progress = ProgressThread(
             look=self._look,
             patrol=self._patrol,
             is_awaited=lambda: self._out.is_any_left or self._mailbox.is_awaited,
@@ -181,7 +189,7 @@ class MpiBackend(MailboxBackend):
     def _take_back(self, send: Send) -> bool:
         return self._out.take_back(send)
 
-    def _push(self, rank: int, outgoing: Outgoing) -> None:
+    def _push(self, rank: int, outgoing: QueuedFrame) -> None:
         try:
             self._messenger.push(rank, outgoing)
         except self._mpi.Exception as error:
@@ -223,7 +231,7 @@ class MpiBackend(MailboxBackend):
         if not self._is_told(source, frame):
             return
         if self._unheard_leavers(frame.group, reason):
-            self._parked.append(_Parked(frame.group, reason, Deadline(_PARKING_SECONDS)))
+            self._parked.append(_DeferredAbort(frame.group, reason, Deadline(_PARKING_SECONDS)))
         else:
             self._fail_group(frame.group, reason)
 
@@ -270,15 +278,17 @@ class MpiBackend(MailboxBackend):
 
     # Who is there, and who is late.
 
-    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
-        """Put a wait in vain down to those of the peers that do not answer, or else to all; see `Backend.find_late`."""
+    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
+        """Put a wait in vain down to those of the peers that do not answer, or else to all; see
+        `Backend.find_stragglers`.
+        """
         if within == 0 or self.failure is not None:
-            return Late(ranks=peers)
+            return Stragglers(ranks=peers)
         silent = self._attendance.find_silent(peers, within)
         if not silent:
-            return Late(ranks=peers)
+            return Stragglers(ranks=peers)
         who = f"{ranks_text(silent)} of group {self.name!r}"
-        return Late(ranks=silent, detail=f" ({who} {'does' if len(silent) == 1 else 'do'} not answer)")
+        return Stragglers(ranks=silent, detail=f" ({who} {'does' if len(silent) == 1 else 'do'} not answer)")
 
     def _find_behind(self, sequence: int) -> tuple[int, ...]:
         """The ranks to which it is put down that not all have entered a collective."""
@@ -340,12 +350,12 @@ class MpiBackend(MailboxBackend):
         payload = pack_reason(error)
         for rank in members:
             if rank != self.rank:
-                self._push(rank, Outgoing(Frame(Kind.ABORT, group=group_id), payload))
+                self._push(rank, QueuedFrame(Frame(FrameType.ABORT, group=group_id), payload))
 
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
         for rank in members:
             if rank != self.rank:
-                self._push(rank, Outgoing(Frame(Kind.LEFT, self.agreement.num_entered, group_id)))
+                self._push(rank, QueuedFrame(Frame(FrameType.LEFT, self.agreement.num_entered, group_id)))
 
     def close(self, timeout: float | None = None) -> None:
         """Leave the group; see `Backend.close`.

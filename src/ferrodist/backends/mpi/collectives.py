@@ -25,9 +25,9 @@ import numpy as np
 
 from ferrodist.backends import stragglers
 from ferrodist.backends.polling import wait_until
-from ferrodist.backends.sequencer import CallOrder
-from ferrodist.backends.signature import CALL_SIZE, Call, payload_of
-from ferrodist.backends.verification import Agreement, left_reason
+from ferrodist.backends.sequencer import TicketQueue
+from ferrodist.backends.signature import CALL_SIZE, CollectiveSignature, payload_of
+from ferrodist.backends.verification import CollectiveVerifier, left_reason
 from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import DistributedError, DistributedTimeoutError
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     class Mover(Protocol):
         """What starts MPI's collectives, and waits for them."""
 
-        turns: CallOrder
+        turns: TicketQueue
 
         def agree(self, own: Any, table: Any) -> Any:
             """Start the comparison of all ranks' calls; the request to wait for."""
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
             """Wait for requests; whether all are done in time."""
 
 
-class MpiAgreement(Agreement):
+class MpiVerifier(CollectiveVerifier):
     """The collectives of an MPI group, counted, ordered and compared.
 
     Args:
@@ -75,8 +75,8 @@ class MpiAgreement(Agreement):
         self.num_entered = 0
         """How many collectives this rank has entered."""
 
-    def reach(self, call: Call, timeout: float, sequence: int | None = None) -> list[bytes]:
-        """Block until every rank has made the same call; see `Agreement.reach`."""
+    def reach(self, call: CollectiveSignature, timeout: float, sequence: int | None = None) -> list[bytes]:
+        """Block until every rank has made the same call; see `CollectiveVerifier.reach`."""
         group = self._backend
         sequence = self.reserve() if sequence is None else sequence
         call = call.at(sequence)
@@ -98,7 +98,7 @@ class MpiAgreement(Agreement):
         self._compare(records)
         return [payload_of(record) for record in records]
 
-    def _collect_calls(self, call: Call, sequence: int, deadline: Deadline) -> list[memoryview]:
+    def _collect_calls(self, call: CollectiveSignature, sequence: int, deadline: Deadline) -> list[memoryview]:
         """Every rank's call, encoded."""
         group = self._backend
         table = np.empty(CALL_SIZE * group.world_size, np.uint8)
@@ -113,7 +113,7 @@ class MpiAgreement(Agreement):
         data = table.data
         return [data[i : i + CALL_SIZE] for i in range(0, len(data), CALL_SIZE)]
 
-    def _warner(self, call: Call, deadline: Deadline) -> Callable[[], None]:
+    def _warner(self, call: CollectiveSignature, deadline: Deadline) -> Callable[[], None]:
         """What names those that have not called, once, when it is called after a long wait."""
         due = long_wait()
 
@@ -124,7 +124,7 @@ class MpiAgreement(Agreement):
             due = Deadline(math.inf)
             group, late = self._backend, self._find_behind(call.sequence)
             if group.failure is None and stragglers.is_speaker(group.rank, late):
-                stragglers.warn_of_late_ranks(
+                stragglers.warn_about_stragglers(
                     call, late, group=group.name, rank=group.rank, elapsed=Elapsed.of(deadline)
                 )
 
@@ -140,7 +140,7 @@ class MpiAgreement(Agreement):
         self._backend.abort(error)
         return (self._backend.failure or error).fresh()
 
-    def _queued_error(self, call: Call, deadline: Deadline) -> DistributedTimeoutError:
+    def _queued_error(self, call: CollectiveSignature, deadline: Deadline) -> DistributedTimeoutError:
         return DistributedTimeoutError(
             f"{call} on group {self._backend.name!r}, operation {call.sequence}: the operations before it on rank"
             f" {self._backend.rank} had not ended after {Elapsed.of(deadline)}. Collectives of a group run one after"
@@ -152,12 +152,12 @@ class MpiAgreement(Agreement):
 _kept: list[Any] = []
 
 
-def keep_for_ever(request: Any) -> None:
+def leak_request(request: Any) -> None:
     """Keep a request, with its buffers: MPI may read and write them at any time."""
     _kept.append(request)
 
 
-def num_kept() -> int:
+def num_leaked() -> int:
     """How many requests may still be under way."""
     return len(_kept)
 
@@ -172,7 +172,7 @@ MOST_BYTES = (1 << 31) - 1
 PIECE_BYTES = 1 << 30
 
 
-class MpiMover:
+class MpiDataPlane:
     """MPI's collectives on one communicator, which all ranks start in the same order.
 
     Each method starts one and returns what to `wait_for`. Buffers are flat and of bytes, sizes are in bytes, by rank.
@@ -201,7 +201,7 @@ class MpiMover:
         self._starting = threading.Lock()  # held while MPI is given something
         self._has_ended = False
         self._num_under_way = 0
-        self.turns = CallOrder(is_in_vain)
+        self.turns = TicketQueue(is_in_vain)
         self.rank: int = communicator.Get_rank()
         self.world_size: int = communicator.Get_size()
 
@@ -260,7 +260,7 @@ class MpiMover:
         """Keep for good what nobody will wait for."""
         for request in requests:
             if not isinstance(request, _Refused):
-                keep_for_ever(request)
+                leak_request(request)
 
     def agree(self, own: Any, table: Any) -> Any:
         """Every rank's call to every rank."""

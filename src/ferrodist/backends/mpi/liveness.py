@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.mpi.transport import Frame, Kind, Outgoing
+from ferrodist.backends.mpi.transport import Frame, FrameType, QueuedFrame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-class Attendance:
+class MpiLivenessProbe:
     """What this rank knows of the others' progress.
 
     Args:
@@ -22,7 +22,7 @@ class Attendance:
 
     def __init__(
         self,
-        push: Callable[[int, Outgoing], None],
+        push: Callable[[int, QueuedFrame], None],
         num_entered: Callable[[], int],
         wait: Callable[[Callable[[], bool], float], object],
     ) -> None:
@@ -34,7 +34,7 @@ class Attendance:
 
     def on_ping(self, source: int, _frame: Frame, _payload: memoryview) -> None:
         """A rank asks whether this one is there."""
-        self._push(source, Outgoing(Frame(Kind.PONG, self._num_entered())))
+        self._push(source, QueuedFrame(Frame(FrameType.PONG, self._num_entered())))
 
     def on_pong(self, source: int, frame: Frame, _payload: memoryview) -> None:
         """A rank is there."""
@@ -59,7 +59,7 @@ class Attendance:
         """Those that don't answer within so many seconds."""
         before = {rank: self._answers[rank] for rank in ranks}
         for rank in before:
-            self._push(rank, Outgoing(Frame(Kind.PING)))
+            self._push(rank, QueuedFrame(Frame(FrameType.PING)))
 
         def silent() -> tuple[int, ...]:
             return tuple(sorted(rank for rank, count in before.items() if self._answers[rank] == count))

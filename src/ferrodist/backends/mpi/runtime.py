@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ferrodist.backends.mpi.collectives import keep_for_ever, num_kept
+from ferrodist.backends.mpi.collectives import leak_request, num_leaked
 from ferrodist.backends.polling import wait_until
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -147,7 +147,7 @@ def _launched(variables: Mapping[str, str]) -> tuple[int | None, str]:
     return None, ""
 
 
-class Life:
+class MpiRuntime:
     """MPI in this process, from its start to its end.
 
     Args:
@@ -221,7 +221,7 @@ _PARTING_SECONDS = 5.0
 
 _open: set[Open] = set()
 _starting = threading.Lock()
-_life: Life | None = None
+_life: MpiRuntime | None = None
 _process: int | None = None
 """The process that has asked for MPI."""
 _has_lost = False
@@ -248,7 +248,7 @@ def start(deadline: Deadline) -> Any:
         if mpi.Is_finalized():
             raise BackendUnavailable("MPI has ended in this process, and can't be started again: end it last")
         if _life is None and not mpi.Is_initialized():
-            _life = Life(mpi)
+            _life = MpiRuntime(mpi)
             atexit.register(_end, _life)
     if _life is not None:
         _begin(_life, deadline)
@@ -261,7 +261,7 @@ def start(deadline: Deadline) -> Any:
     return mpi
 
 
-def _begin(life: Life, deadline: Deadline) -> None:
+def _begin(life: MpiRuntime, deadline: Deadline) -> None:
     try:
         has_begun = life.begin(deadline)
     except RuntimeError as error:
@@ -285,7 +285,7 @@ def forget(group: Open, *, has_failed: bool) -> None:
     _open.discard(group)
 
 
-def _end(life: Life) -> None:
+def _end(life: MpiRuntime) -> None:
     """End MPI once every rank has left every group: its end waits for all ranks.
 
     While no group has failed this waits as MPI does, without limit: for mpiexec ends the job when a process has ended
@@ -297,7 +297,7 @@ def _end(life: Life) -> None:
     if load().Is_finalized() or not all(group.has_parted(_PARTING_SECONDS) for group in groups):
         return
     # What failed groups have left under way keeps neither MPICH nor Open MPI from ending; the death of a rank may.
-    life.end(_PARTING_SECONDS if _has_lost or num_kept() else None)
+    life.end(_PARTING_SECONDS if _has_lost or num_leaked() else None)
 
 
 def translate(mpi: Any, error: Exception) -> DistributedError:
@@ -324,7 +324,7 @@ def duplicate(mpi: Any, parent: Any, name: str, deadline: Deadline) -> tuple[Any
         for _ in range(2):
             copy, request = parent.Idup()
             if not wait_until(request.Test, deadline):
-                keep_for_ever(request)
+                leak_request(request)
                 raise RendezvousError(
                     f"group {name!r}: all ranks are there, but {library_version()} made no communicator within"
                     f" {deadline.timeout:.3g} s"
@@ -351,7 +351,7 @@ def _meet(mpi: Any, parent: Any, name: str, deadline: Deadline) -> None:
         _finish(answers, Deadline(_ANSWER_GRACE_SECONDS))
         for peer, request in here.items():
             if missing[peer]:
-                keep_for_ever(request)
+                leak_request(request)
     else:
         hello = parent.Isend([np.ones(1, np.uint8), 1, mpi.BYTE], 0, _MEETING_TAG)
         answer = parent.Irecv([missing, size, mpi.BYTE], 0, _MEETING_TAG)
@@ -372,7 +372,7 @@ def _meet(mpi: Any, parent: Any, name: str, deadline: Deadline) -> None:
 def _finish(requests: list[Any], deadline: Deadline) -> None:
     for request in requests:
         if not wait_until(request.Test, deadline):
-            keep_for_ever(request)
+            leak_request(request)
 
 
 def call_safely(mpi: Any, action: Callable[[], Any]) -> Any:

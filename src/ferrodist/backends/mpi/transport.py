@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ferrodist.backends.mailbox import EAGER_LIMIT, Mailbox, Message, copy_bytes
-from ferrodist.backends.mpi.collectives import keep_for_ever
-from ferrodist.backends.polling import Pace
+from ferrodist.backends.mpi.collectives import leak_request
+from ferrodist.backends.polling import Backoff
 from ferrodist.backends.tags import group_of_tag, group_tag
 from ferrodist.deadline import Deadline
 from ferrodist.errors import ProtocolError
@@ -50,7 +50,7 @@ HEADER_SIZE = _HEADER.size
 MAX_FRAME = HEADER_SIZE + MAX_PAYLOAD
 
 
-class Kind(IntEnum):
+class FrameType(IntEnum):
     """What a frame says."""
 
     EAGER = 1  # a whole message
@@ -64,7 +64,7 @@ class Kind(IntEnum):
     PONG = 9  # the source is there, and has entered `message` collectives
 
 
-_KINDS = {kind.value: kind for kind in Kind}
+_KINDS = {kind.value: kind for kind in FrameType}
 
 
 class Frame(NamedTuple):
@@ -79,7 +79,7 @@ class Frame(NamedTuple):
         offset: Where in the message the payload starts.
     """
 
-    kind: Kind
+    kind: FrameType
     message: int = 0
     group: int = 0
     tag: int = 0
@@ -104,9 +104,9 @@ class Frame(NamedTuple):
         if magic != _MAGIC or kind is None:
             raise ProtocolError("bytes that are not a frame of this version")
         length = len(data) - HEADER_SIZE
-        if kind is Kind.EAGER and not length == size_bytes <= EAGER_LIMIT:
+        if kind is FrameType.EAGER and not length == size_bytes <= EAGER_LIMIT:
             raise ProtocolError(f"an EAGER frame with {length} bytes of a message of {size_bytes}")
-        if kind is Kind.DATA and not 0 < length <= min(MAX_PAYLOAD, size_bytes - offset):
+        if kind is FrameType.DATA and not 0 < length <= min(MAX_PAYLOAD, size_bytes - offset):
             raise ProtocolError(f"a DATA frame with {length} bytes from {offset} on of a message of {size_bytes}")
         return Frame(kind, message, group, tag, size_bytes, offset)
 
@@ -115,12 +115,12 @@ _WINDOW_BYTES = 4 << 20
 _TAG = 0
 _MOST_AT_ONCE = 64
 
-_URGENT = frozenset({Kind.GRANT, Kind.ABORT, Kind.PING, Kind.PONG})
+_URGENT = frozenset({FrameType.GRANT, FrameType.ABORT, FrameType.PING, FrameType.PONG})
 """Frames that may overtake others on their way."""
 
 
 @dataclass(slots=True, eq=False)
-class Outgoing:
+class QueuedFrame:
     """A frame on its way out.
 
     Args:
@@ -137,17 +137,17 @@ class Outgoing:
 
 
 @dataclass(slots=True)
-class _Way:
+class _PeerQueue:
     """To and from one rank."""
 
-    waiting: deque[Outgoing] = field(default_factory=deque)
+    waiting: deque[QueuedFrame] = field(default_factory=deque)
     taken: deque[tuple[Any, int]] = field(default_factory=deque)  # requests of MPI's, and their bytes
     taken_bytes: int = 0
     coming: deque[tuple[Any, Any]] = field(default_factory=deque)  # requests of MPI's, and their buffers
     is_lost: bool = False
 
 
-class Messenger:
+class FrameTransport:
     """One rank's frames to and from the others of a communicator.
 
     Args:
@@ -160,17 +160,17 @@ class Messenger:
         self._mpi = mpi
         self._communicator = communicator
         self._take = take
-        self._ways = [_Way() for _ in range(communicator.Get_size())]
+        self._ways = [_PeerQueue() for _ in range(communicator.Get_size())]
         self._sending = threading.Lock()  # not held while anyone is told of anything
         self._receiving = threading.Lock()
         self._status = mpi.Status()
         self._has_ended = False
         self.num_coming = 0
 
-    def push(self, destination: int, outgoing: Outgoing) -> None:
+    def push(self, destination: int, outgoing: QueuedFrame) -> None:
         """Send a frame as soon as MPI may have it; to a rank that is lost, nowhere."""
         way = self._ways[destination]
-        taken: list[Outgoing] = []
+        taken: list[QueuedFrame] = []
         with self._sending:
             if way.is_lost or self._has_ended:
                 return
@@ -201,7 +201,7 @@ class Messenger:
             way.is_lost = True
             way.waiting.clear()
             for request, _ in way.taken:
-                keep_for_ever(request)
+                leak_request(request)
             way.taken.clear()
 
     def is_idle(self) -> bool:
@@ -230,7 +230,7 @@ class Messenger:
 
     def _look_out(self) -> bool:
         moved = False
-        taken: list[Outgoing] = []
+        taken: list[QueuedFrame] = []
         with self._sending:
             for destination, way in enumerate(self._ways):
                 while way.taken and way.taken[0][0].Test():
@@ -241,11 +241,11 @@ class Messenger:
         _tell(taken)
         return moved or bool(taken)
 
-    def _give_more(self, way: _Way, destination: int, taken: list[Outgoing]) -> None:
+    def _give_more(self, way: _PeerQueue, destination: int, taken: list[QueuedFrame]) -> None:
         while way.waiting and way.taken_bytes <= _WINDOW_BYTES:
             self._give(way, destination, way.waiting.popleft(), taken)
 
-    def _give(self, way: _Way, destination: int, outgoing: Outgoing, taken: list[Outgoing]) -> None:
+    def _give(self, way: _PeerQueue, destination: int, outgoing: QueuedFrame, taken: list[QueuedFrame]) -> None:
         size = HEADER_SIZE + len(outgoing.payload)
         data = np.empty(size, np.uint8)
         data[:HEADER_SIZE] = np.frombuffer(outgoing.frame.pack(), np.uint8)
@@ -286,7 +286,7 @@ class Messenger:
         except ProtocolError as error:
             raise ProtocolError(f"rank {source} broke the protocol: {error.message}", ranks=(source,)) from None
 
-    def _has_come(self, way: _Way) -> bool:
+    def _has_come(self, way: _PeerQueue) -> bool:
         """Whether a rank's next frame is here.
 
         What has begun to come from one that is gone may never be: MPI raises, once, and then calls it done.
@@ -302,14 +302,14 @@ class Messenger:
             self._forget_coming(way)
         return has_come
 
-    def _forget_coming(self, way: _Way) -> None:
+    def _forget_coming(self, way: _PeerQueue) -> None:
         self.num_coming -= len(way.coming)
         for request, _ in way.coming:
-            keep_for_ever(request)
+            leak_request(request)
         way.coming.clear()
 
 
-def _tell(taken: list[Outgoing]) -> None:
+def _tell(taken: list[QueuedFrame]) -> None:
     for outgoing in taken:
         if outgoing.on_taken is not None:
             outgoing.on_taken()
@@ -318,7 +318,7 @@ def _tell(taken: list[Outgoing]) -> None:
 _LOW_64 = (1 << 64) - 1
 
 
-class MessagesOut:
+class OutgoingMessages:
     """One rank's messages to others.
 
     Args:
@@ -328,7 +328,7 @@ class MessagesOut:
     """
 
     def __init__(
-        self, messenger: Messenger, push: Callable[[int, Outgoing], None], finish: Callable[[Send], object]
+        self, messenger: FrameTransport, push: Callable[[int, QueuedFrame], None], finish: Callable[[Send], object]
     ) -> None:
         self._messenger = messenger
         self._push = push
@@ -348,11 +348,11 @@ class MessagesOut:
         number = next(self._numbers)
         self._sent[send] = number
         if len(send.data) <= EAGER_LIMIT:
-            frame = _frame_of(Kind.EAGER, send, number)
-            self._push(send.peer, Outgoing(frame, send.data, send, partial(self._given, send)))
+            frame = _frame_of(FrameType.EAGER, send, number)
+            self._push(send.peer, QueuedFrame(frame, send.data, send, partial(self._given, send)))
         else:
             self._offers[number] = send
-            self._push(send.peer, Outgoing(_frame_of(Kind.OFFER, send, number), owner=send))
+            self._push(send.peer, QueuedFrame(_frame_of(FrameType.OFFER, send, number), owner=send))
 
     def take_back(self, send: Send) -> bool:
         """Undo `start`; False when it is too late for that, and the send has ended."""
@@ -368,7 +368,7 @@ class MessagesOut:
             self._finish(send)  # MPI has taken the last frame just now
             return False
         if len(send.data) > EAGER_LIMIT:
-            self._push(send.peer, Outgoing(_frame_of(Kind.WITHDRAW, send, number)))
+            self._push(send.peer, QueuedFrame(_frame_of(FrameType.WITHDRAW, send, number)))
         return True
 
     def on_grant(self, source: int, frame: Frame, _payload: memoryview) -> None:
@@ -384,8 +384,8 @@ class MessagesOut:
         for start in range(0, size, MAX_PAYLOAD):
             stop = min(start + MAX_PAYLOAD, size)
             on_taken = partial(self._given, send) if stop == size else None
-            frame = _frame_of(Kind.DATA, send, number, offset=start)
-            self._push(send.peer, Outgoing(frame, send.data[start:stop], send, on_taken))
+            frame = _frame_of(FrameType.DATA, send, number, offset=start)
+            self._push(send.peer, QueuedFrame(frame, send.data[start:stop], send, on_taken))
 
     def _given(self, send: Send) -> None:
         """MPI has a message's last bytes."""
@@ -393,7 +393,7 @@ class MessagesOut:
             self._finish(send)
 
 
-class MessagesIn:
+class IncomingMessages:
     """One rank's messages from others.
 
     Args:
@@ -403,7 +403,7 @@ class MessagesIn:
     """
 
     def __init__(
-        self, mailbox: Mailbox, accept: Callable[[Message], bool], push: Callable[[int, Outgoing], None]
+        self, mailbox: Mailbox, accept: Callable[[Message], bool], push: Callable[[int, QueuedFrame], None]
     ) -> None:
         self._mailbox = mailbox
         self._accept = accept
@@ -426,7 +426,7 @@ class MessagesIn:
 
     def _grant(self, message: Message, number: int) -> None:
         message.granted = True
-        self._push(message.source, Outgoing(Frame(Kind.GRANT, number)))
+        self._push(message.source, QueuedFrame(Frame(FrameType.GRANT, number)))
 
     def on_data(self, source: int, frame: Frame, payload: memoryview) -> None:
         """A piece of it has come."""
@@ -456,7 +456,7 @@ class MessagesIn:
         return [message for _, message in forgotten]
 
 
-def _frame_of(kind: Kind, send: Send, number: int, *, offset: int = 0) -> Frame:
+def _frame_of(kind: FrameType, send: Send, number: int, *, offset: int = 0) -> Frame:
     return Frame(kind, number, group_of_tag(send.tag), send.tag & _LOW_64, len(send.data), offset)
 
 
@@ -480,7 +480,7 @@ _PATROL_SECONDS = 0.05
 """How often it is looked whether a rank has died."""
 
 
-class Progress:
+class ProgressThread:
     """Looks after a group's frames until told to stop.
 
     Args:
@@ -525,7 +525,7 @@ class Progress:
         if done():
             return True
         deadline = Deadline(timeout)
-        pace = Pace()
+        pace = Backoff()
         self._num_lookers += 1
         try:
             while not done():

@@ -9,14 +9,14 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.backends.lifecycle import held_now
-from ferrodist.backends.mailbox_backend import CLOSED, Departure
+from ferrodist.backends.lifecycle import snapshot_weak
+from ferrodist.backends.mailbox_backend import CLOSED, PeerExit
 from ferrodist.backends.native.binding import load
 from ferrodist.backends.native.bootstrap import open_messages
-from ferrodist.backends.native.collectives import NativeCollectives
+from ferrodist.backends.native.collectives import NativeEngine
 from ferrodist.backends.native.p2p import MessagesBackend
-from ferrodist.backends.native.topology import Place, address_of_interface, host_id
-from ferrodist.backends.signature import Call
+from ferrodist.backends.native.topology import HostTopology, address_of_interface, host_id
+from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.deadline import Deadline, resolve_timeout
 from ferrodist.errors import GroupAbortedError
@@ -64,7 +64,7 @@ class NativeBackend(MessagesBackend):
     ) -> None:
         load()
         deadline = Deadline(resolve_timeout(timeout if connect_timeout is None else connect_timeout))
-        self._engines: weakref.WeakValueDictionary[int, NativeCollectives] = weakref.WeakValueDictionary()  # by group
+        self._engines: weakref.WeakValueDictionary[int, NativeEngine] = weakref.WeakValueDictionary()  # by group
         self._hosts: tuple[bytes, ...] = ()
         super().__init__(
             rank,
@@ -81,30 +81,34 @@ class NativeBackend(MessagesBackend):
         try:
             own_host = host_id() if shares_memory else rank.to_bytes(8, "little")
             nonce = secrets.token_bytes(_NONCE_BYTES)
-            said = self.agreement.reach(Call(operation="hosts", payload=nonce + own_host), deadline.remaining())
+            said = self.agreement.reach(
+                CollectiveSignature(operation="hosts", payload=nonce + own_host), deadline.remaining()
+            )
             self._hosts = tuple(payload[_NONCE_BYTES:] for payload in said)
-            self._place = Place(hosts=self._hosts, address=self._own_address(), secret=resolve_secret(secret), job=job)
-            call = Call(operation="open messages")
+            self._place = HostTopology(
+                hosts=self._hosts, address=self._own_address(), secret=resolve_secret(secret), job=job
+            )
+            call = CollectiveSignature(operation="open messages")
             self.use_messenger(open_messages(self, self._place, self.weak_blame(), call, deadline.remaining()))
             if self._place.num_hosts > 1:  # messages between them go over connections that nothing protects
                 known = secret_or_users(self._place.secret)
                 self.agreement_key = hmac.digest(known, b"agreement\0" + b"".join(said), "sha256")
             self.collectives = self._make_engine(self, tuple(range(world_size)))
-            self.collectives.open(Call(operation="open"), deadline.remaining())
+            self.collectives.open(CollectiveSignature(operation="open"), deadline.remaining())
         except GroupAbortedError:
             pass  # by a rank that had all it needed and went ahead: the next call says so
         except BaseException:
             self.close()
             raise
 
-    def subgroup_collectives(self, subgroup: Backend) -> NativeCollectives:
+    def subgroup_collectives(self, subgroup: Backend) -> NativeEngine:
         """The engine of a sub-group."""
         assert isinstance(subgroup, SubBackend)
         return self._make_engine(subgroup, subgroup.root_ranks)
 
-    def _make_engine(self, group: Backend, members: tuple[int, ...]) -> NativeCollectives:
+    def _make_engine(self, group: Backend, members: tuple[int, ...]) -> NativeEngine:
         place = replace(self._place, hosts=tuple(self._hosts[rank] for rank in members))
-        engine = self._engines[group.group_id] = NativeCollectives(group, place)
+        engine = self._engines[group.group_id] = NativeEngine(group, place)
         return engine
 
     def _own_address(self) -> str:
@@ -125,11 +129,13 @@ class NativeBackend(MessagesBackend):
             engine.abort(error)
         return is_first
 
-    def _peer_left(self, group_id: int, rank: int, departure: Departure = CLOSED) -> None:
+    def _peer_left(self, group_id: int, rank: int, departure: PeerExit = CLOSED) -> None:
         super()._peer_left(group_id, rank, departure)
         if departure.relay is None:
             return
-        for opening, engine in held_now(self._engines.items):  # their ranks wait in memory for who may have given up
+        for opening, engine in snapshot_weak(
+            self._engines.items
+        ):  # their ranks wait in memory for who may have given up
             if engine.is_opening and rank != self.rank and rank in self._members.get(opening, ()):
                 self._fail_group(opening, self._told(opening, rank, departure))
 
@@ -143,13 +149,13 @@ class NativeBackend(MessagesBackend):
     def _close_groups(self) -> bool:
         is_first = super()._close_groups()
         if is_first:
-            for engine in held_now(self._engines.values):
+            for engine in snapshot_weak(self._engines.values):
                 engine.leave()
         return is_first
 
     def _forget_in_child(self) -> None:
         super()._forget_in_child()
-        for engine in held_now(self._engines.values):
+        for engine in snapshot_weak(self._engines.values):
             engine.stop()
 
 

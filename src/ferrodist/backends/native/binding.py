@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.backends.signature import Call
+from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ _OPERATIONS = (
 )
 _FOLDING = ("allreduce", "reduce", "reduce_scatter")
 
-_LINE = struct.Struct("<BBBbiQ")  # `Call` of native/transport/shm/segment.h; its payload follows
+_LINE = struct.Struct("<BBBbiQ")  # `CollectiveSignature` of native/transport/shm/segment.h; its payload follows
 
 SHARE_NAME_BYTES = 24
 """Bytes at the front of a share's payload that hold its name."""
@@ -92,14 +92,14 @@ def _name_of(number: int, names: Sequence[str], what: str) -> str:
     return names[number] if number < len(names) else f"{what} {number}"
 
 
-def call_of_line(line: bytes, sequence: int) -> Call:
+def call_of_line(line: bytes, sequence: int) -> CollectiveSignature:
     """One rank's call and payload, as the engine keeps them, in words."""
     number, dtype, reduction, dim, root, count = _LINE.unpack_from(line)
     operation = _name_of(number, _OPERATIONS, "operation")
     if operation == "share":
         name = line[_LINE.size : _LINE.size + SHARE_NAME_BYTES].rstrip(b"\0").decode("ascii", "replace")
-        return Call(operation=name, sequence=sequence)
+        return CollectiveSignature(operation=name, sequence=sequence)
     facts: dict[str, Any] = {} if operation == "barrier" else {"dtype": _name_of(dtype, _DTYPE_NAMES, "dtype")}
     if operation in _FOLDING:
         facts["reduce_op"] = _name_of(reduction, _REDUCTIONS, "reduction")
-    return Call(operation=operation, root=root, dim=dim, count=count, sequence=sequence, **facts)
+    return CollectiveSignature(operation=operation, root=root, dim=dim, count=count, sequence=sequence, **facts)

@@ -17,8 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ferrodist.backends import mailbox
 from ferrodist.backends.native import fd_passing
 from ferrodist.backends.native.binding import load
-from ferrodist.backends.native.symmetric_memory import JoinedView
-from ferrodist.backends.native.topology import Place, Processors, agree_on, check_problems, connect_hosts, is_crowded
+from ferrodist.backends.native.symmetric_memory import ContiguousSharedView
+from ferrodist.backends.native.topology import (
+    CpuSet,
+    HostTopology,
+    agree_on_topology,
+    check_problems,
+    connect_hosts,
+    is_oversubscribed,
+)
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, DistributedError, describe_error
 
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.signature import Call
+    from ferrodist.backends.signature import CollectiveSignature
 
 _NAME_BYTES = 16
 _NO_NAME = bytes(_NAME_BYTES)
@@ -42,7 +49,7 @@ _SPIN_MICROS_BETWEEN_HOSTS = 3000
 """See [Note: spinning on connections] in native/transport/fabric.cpp."""
 
 
-def open_communicator(group: Backend, place: Place, call: Call, timeout: float) -> Any:
+def open_communicator(group: Backend, place: HostTopology, call: CollectiveSignature, timeout: float) -> Any:
     """Make the engine's part for this rank; called on all ranks of a group.
 
     Args:
@@ -59,8 +66,8 @@ def open_communicator(group: Backend, place: Place, call: Call, timeout: float) 
     def create(processors: Sequence[bytes]) -> int:
         return int(load().create_segment(*_layout(place, group.rank, processors)))
 
-    with _Opening(group, place, call, timeout) as opening:
-        memory = opening.share_memory(Processors.of_this_process().pack(), create)
+    with _SharedMemorySetup(group, place, call, timeout) as opening:
+        memory = opening.share_memory(CpuSet.of_this_process().pack(), create)
         links = connect_hosts(group, place, "collectives", opening.deadline)
         layout = _layout(place, group.rank, memory.introductions)
         engine = opening.attempt(
@@ -70,7 +77,9 @@ def open_communicator(group: Backend, place: Place, call: Call, timeout: float) 
         return engine
 
 
-def open_messages(group: Backend, place: Place, tell: Callable[..., None], call: Call, timeout: float) -> Any:
+def open_messages(
+    group: Backend, place: HostTopology, tell: Callable[..., None], call: CollectiveSignature, timeout: float
+) -> Any:
     """Make the engine's messenger for this rank; called on all ranks of a group.
 
     Args:
@@ -88,11 +97,11 @@ def open_messages(group: Backend, place: Place, tell: Callable[..., None], call:
     def create(_: Sequence[bytes]) -> int:
         return int(load().create_rings(len(local_ranks)))
 
-    with _Opening(group, place, call, timeout) as opening:
-        memory = opening.share_memory(Processors.of_this_process().pack(), create)
+    with _SharedMemorySetup(group, place, call, timeout) as opening:
+        memory = opening.share_memory(CpuSet.of_this_process().pack(), create)
         sockets = connect_hosts(group, place, "messages", opening.deadline)
         messenger = opening.attempt(
-            lambda: load().Messenger(
+            lambda: load().FrameTransport(
                 rank=group.rank,
                 eager_bytes=mailbox.EAGER_LIMIT,
                 max_unasked_bytes=mailbox.MAX_UNASKED_BYTES,
@@ -111,14 +120,14 @@ def open_messages(group: Backend, place: Place, tell: Callable[..., None], call:
 
 def open_symmetric(
     group: Backend,
-    place: Place,
+    place: HostTopology,
     communicator: Any,
-    call: Call,
+    call: CollectiveSignature,
     *,
     size_bytes: int,
     joined: Sequence[tuple[int, int]],
     timeout: float,
-) -> tuple[Any, list[JoinedView]]:
+) -> tuple[Any, list[ContiguousSharedView]]:
     """Make symmetric memory of ``size_bytes`` a rank, in a group on one host.
 
     Returns:
@@ -133,13 +142,14 @@ def open_symmetric(
     def create(_: Sequence[bytes]) -> int:
         return int(load().create_arena(stride, group.world_size))
 
-    with _Opening(group, place, call, timeout) as opening:
+    with _SharedMemorySetup(group, place, call, timeout) as opening:
         memory = opening.share_memory(b"", create)
         tensor = opening.attempt(lambda: communicator.map_arena(memory.descriptor, memory.number, stride, size_bytes))
         ends = stride * group.world_size
         views = opening.attempt(
             lambda: [
-                JoinedView(memory.descriptor, range(start, ends, stride), part_bytes) for start, part_bytes in joined
+                ContiguousSharedView(memory.descriptor, range(start, ends, stride), part_bytes)
+                for start, part_bytes in joined
             ]
         )
         opening.agree()
@@ -147,14 +157,14 @@ def open_symmetric(
 
 
 class _Memory(NamedTuple):
-    """What `_Opening.share_memory` gives."""
+    """What `_SharedMemorySetup.share_memory` gives."""
 
     descriptor: int | None  # the opening's; None on a rank that could not have it
     number: int  # not 0, the same on all ranks of the host, and no other memory's
     introductions: list[bytes]  # every rank's
 
 
-class _Opening:
+class _SharedMemorySetup:
     """What the ranks of a group make together: all get it, or all the same error. A context.
 
     What the system refuses this rank is told to all when they next agree. Whatever else ends its part, as an
@@ -167,7 +177,7 @@ class _Opening:
         timeout: Seconds for all of it.
     """
 
-    def __init__(self, group: Backend, place: Place, call: Call, timeout: float) -> None:
+    def __init__(self, group: Backend, place: HostTopology, call: CollectiveSignature, timeout: float) -> None:
         self.deadline = Deadline(timeout)
         self._group = group
         self._place = place
@@ -210,7 +220,7 @@ class _Opening:
             BackendUnavailable: On all ranks, when some can't.
         """
         try:
-            agree_on(self._group, self._problem, "share memory", self.deadline)
+            agree_on_topology(self._group, self._problem, "share memory", self.deadline)
         except BackendUnavailable:
             self._is_known = True
             raise
@@ -237,14 +247,14 @@ class _Opening:
             descriptor = self.attempt(lambda: create(introductions))
         else:
             descriptor = self.attempt(
-                lambda: fd_passing.fetch(group, sock, leader, name, nonce, user=user, deadline=self.deadline)
+                lambda: fd_passing.recv_fd(group, sock, leader, name, nonce, user=user, deadline=self.deadline)
             )
         if descriptor is not None:
             self._stack.callback(os.close, descriptor)
             if group.rank == leader and sock is not None:
                 users = {cards[rank][2] for rank in local_ranks}
                 self.attempt(
-                    lambda: fd_passing.hand_out(
+                    lambda: fd_passing.send_fd(
                         group, sock, nonce, descriptor, ranks=local_ranks[1:], users=users, deadline=self.deadline
                     )
                 )
@@ -257,7 +267,7 @@ class _Opening:
     def _introduce(self, own: bytes) -> tuple[list[tuple[bytes, bytes, int]], list[bytes]]:
         """Every rank's card and the rest of what it says; BackendUnavailable on all ranks when one has a problem."""
         if self._problem:
-            own = _NO_NAME + self._problem.encode()[: _CARD.size + Processors.size() - _NAME_BYTES]
+            own = _NO_NAME + self._problem.encode()[: _CARD.size + CpuSet.size() - _NAME_BYTES]
         said = self._group.agreement.reach(self._call.with_payload(own), self.deadline.remaining())
         try:
             check_problems(
@@ -279,12 +289,12 @@ class _Layout(NamedTuple):
     spin_micros: int
 
 
-def _layout(place: Place, rank: int, introductions: Sequence[bytes]) -> _Layout:
+def _layout(place: HostTopology, rank: int, introductions: Sequence[bytes]) -> _Layout:
     """How the memory of the host of ``rank`` is laid out, from what each rank says of its processors.
 
     But for the number of ranks it is the same on all hosts: algorithms depend on it.
     """
-    crowded = is_crowded([Processors.unpack(text) for text in introductions], place.host_numbers())
+    crowded = is_oversubscribed([CpuSet.unpack(text) for text in introductions], place.host_numbers())
     num_hosts = place.num_hosts
     return _Layout(
         num_ranks=len(place.neighbours(rank)),

@@ -13,7 +13,7 @@ from ferrodist.backends import stragglers
 from ferrodist.backends.native.binding import SHARE_NAME_BYTES, call_of_line, dtype_name, dtype_number, load
 from ferrodist.backends.native.bootstrap import open_communicator, open_symmetric
 from ferrodist.backends.native.errors import abort_record, public_error, queued_error
-from ferrodist.backends.signature import Call
+from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.verification import left_reason
 from ferrodist.deadline import Deadline, Elapsed, long_wait
 from ferrodist.errors import DistributedError
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.native.symmetric_memory import JoinedView
-    from ferrodist.backends.native.topology import Place
+    from ferrodist.backends.native.symmetric_memory import ContiguousSharedView
+    from ferrodist.backends.native.topology import HostTopology
 
 _POLL_SECONDS = 0.05
 
 
-class ShortWay(NamedTuple):
+class FastPath(NamedTuple):
     """What native/bindings/short_ways.cpp takes a group's plain calls by."""
 
     communicator: Any
     timeout: float
-    engine: NativeCollectives
+    engine: NativeEngine
 
 
-class NativeCollectives:
+class NativeEngine:
     """`Collectives` of a group whose ranks share memory on each host, and are connected between hosts.
 
     Memory and connections are made when the first collective runs, so that making a group takes no message.
@@ -47,7 +47,7 @@ class NativeCollectives:
         place: Where its ranks are.
     """
 
-    def __init__(self, group: Backend, place: Place) -> None:
+    def __init__(self, group: Backend, place: HostTopology) -> None:
         # First, for it goes first: its end waits for its thread, which may use what is kept below.
         self.compiled: Any = None
         """The engine's compiled part, once its ranks have met."""
@@ -76,7 +76,7 @@ class NativeCollectives:
             self._num_reserved += 1
             return self._num_reserved - 1
 
-    def open(self, call: Call, timeout: float) -> None:
+    def open(self, call: CollectiveSignature, timeout: float) -> None:
         """Make the shared memory, for the first collective of the group."""
         deadline = Deadline(timeout)
         self._has_begun = True
@@ -98,7 +98,7 @@ class NativeCollectives:
             self.compiled = communicator
         self._opened.set()
         load().load_tensor_interface(torch.Tensor, torch.nn.Parameter, increment_version)
-        self._group.quick = ShortWay(communicator, self.timeout, self)
+        self._group.quick = FastPath(communicator, self.timeout, self)
 
     @property
     def is_opening(self) -> bool:
@@ -138,7 +138,7 @@ class NativeCollectives:
 
     def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
         """Give every rank the bytes of each, in rank order."""
-        call = Call(operation=operation)
+        call = CollectiveSignature(operation=operation)
         shared: list[bytes] = self._run(
             "share", call, timeout, sequence, operation.encode().ljust(SHARE_NAME_BYTES, b"\0"), payload
         )
@@ -146,7 +146,7 @@ class NativeCollectives:
 
     def barrier(self, *, timeout: float, sequence: int) -> None:
         """Return when all ranks have called."""
-        self._run("barrier", Call(operation="barrier"), timeout, sequence)
+        self._run("barrier", CollectiveSignature(operation="barrier"), timeout, sequence)
 
     def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Any, *, timeout: float, sequence: int) -> None:
         """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
@@ -252,7 +252,9 @@ class NativeCollectives:
         counts = (send_counts, receive_counts, unit)
         self._run("all_to_all", call, timeout, sequence, *addresses, *counts, dtype_number(source))
 
-    def _run(self, collective: str, call: Call, timeout: float, sequence: int, *arguments: object) -> Any:
+    def _run(
+        self, collective: str, call: CollectiveSignature, timeout: float, sequence: int, *arguments: object
+    ) -> Any:
         if self._group.failure is not None:
             raise self._group.failure.fresh()
         deadline = Deadline(timeout)
@@ -264,8 +266,8 @@ class NativeCollectives:
             raise self._ended_by(failure, call, timeout) from None
 
     def empty_symmetric(
-        self, call: Call, size_bytes: int, timeout: float, joined: Sequence[tuple[int, int]] = ()
-    ) -> tuple[torch.Tensor, list[JoinedView]]:
+        self, call: CollectiveSignature, size_bytes: int, timeout: float, joined: Sequence[tuple[int, int]] = ()
+    ) -> tuple[torch.Tensor, list[ContiguousSharedView]]:
         """Make symmetric memory, of ``size_bytes`` on each rank: a tensor of bytes, which keeps it.
 
         And views of the parts ``joined`` of all ranks' memory: see `open_symmetric`. Ordinary memory, and no views,
@@ -297,7 +299,7 @@ class NativeCollectives:
     ) -> BaseException:
         """End the group for what ended a call of ``compiled``, and return what to raise; a barrier has no tensors."""
         if tensor is None or out is None:
-            return self._ended_by(failure, Call(operation=operation), self.timeout)
+            return self._ended_by(failure, CollectiveSignature(operation=operation), self.timeout)
         count = out.numel() if operation == "all_gather" else tensor.numel()
         if operation == "all_to_all":  # of each rank's part
             count //= self.num_ranks
@@ -307,7 +309,7 @@ class NativeCollectives:
         """Whether what ended a wait has also ended this rank's part in the group."""
         return isinstance(failure, self.failure_type) or self.compiled.is_broken
 
-    def _ended_by(self, failure: BaseException, call: Call, timeout: float) -> BaseException:
+    def _ended_by(self, failure: BaseException, call: CollectiveSignature, timeout: float) -> BaseException:
         """End the group for what ended a call in the engine, and return what it is called in public."""
         if not isinstance(failure, self.failure_type):  # an interruption: this rank is out of step with the others
             self._group.abort(left_reason(self._group.rank, call, failure))
@@ -316,7 +318,7 @@ class NativeCollectives:
         self._group.abort(error)
         return (self._group.failure or error).fresh()
 
-    def _open_at(self, sequence: int, call: Call, deadline: Deadline) -> None:
+    def _open_at(self, sequence: int, call: CollectiveSignature, deadline: Deadline) -> None:
         """Open for the first collective of the group; the others wait for it."""
         if sequence == 0:
             try:
@@ -342,12 +344,14 @@ def _warn_of_late_ranks(
     """Name whom the call at a place waits for, if no other rank does; the engine calls it in whatever thread waits."""
     if stragglers.is_speaker(rank, late):
         call = call_of_line(line, place)
-        stragglers.warn_of_late_ranks(call, late, group=group, rank=rank, elapsed=Elapsed(elapsed, timeout))
+        stragglers.warn_about_stragglers(call, late, group=group, rank=rank, elapsed=Elapsed(elapsed, timeout))
 
 
-def _call(operation: str, tensor: torch.Tensor, count: int, *, op: Any = "", root: int = -1, dim: int = -1) -> Call:
+def _call(
+    operation: str, tensor: torch.Tensor, count: int, *, op: Any = "", root: int = -1, dim: int = -1
+) -> CollectiveSignature:
     name = dtype_name(tensor.dtype)
-    return Call(operation=operation, dtype=name, reduce_op=str(op), root=root, dim=dim, count=count)
+    return CollectiveSignature(operation=operation, dtype=name, reduce_op=str(op), root=root, dim=dim, count=count)
 
 
 def _reduction(tensor: torch.Tensor, op: Any) -> tuple[int, int, float]:

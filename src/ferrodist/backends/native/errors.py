@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.signature import Call
+    from ferrodist.backends.signature import CollectiveSignature
 
 _NEWS_SECONDS = 0.1
 _LONGEST_NEWS_SECONDS = 1.0
@@ -62,7 +62,7 @@ class _Failed:
     """A failure with all that is known of it."""
 
     group: Backend
-    call: Call
+    call: CollectiveSignature
     ranks: tuple[int, ...]
     record: bytes
     elapsed: Elapsed
@@ -72,7 +72,7 @@ class _Failed:
         return f"{self.call} on group {self.group.name!r}, operation {self.call.sequence}"
 
 
-def public_error(group: Backend, failure: Exception, call: Call, timeout: float) -> DistributedError:
+def public_error(group: Backend, failure: Exception, call: CollectiveSignature, timeout: float) -> DistributedError:
     """What a failure of ``call`` in the engine is called in public."""
     kind, ranks, record, place, elapsed = failure.args
     failed = _Failed(group=group, call=call.at(place), ranks=ranks, record=record, elapsed=Elapsed(elapsed, timeout))
@@ -84,7 +84,7 @@ def abort_record(error: DistributedError) -> bytes:
     return pack_reason(error, letters=_MAX_REASON, ranks=_MAX_RANKS)
 
 
-def queued_error(group: Backend, call: Call, elapsed: Elapsed) -> DistributedTimeoutError:
+def queued_error(group: Backend, call: CollectiveSignature, elapsed: Elapsed) -> DistributedTimeoutError:
     """The error of a call that was not reached, for one before it has not ended."""
     return DistributedTimeoutError(
         f"{call} on group {group.name!r}, operation {call.sequence}: a collective that rank {group.rank} started before"

@@ -53,7 +53,7 @@ def listen(name: bytes) -> socket.socket:
     return listener
 
 
-def hand_out(
+def send_fd(
     group: Backend,
     listener: socket.socket,
     nonce: bytes,
@@ -130,7 +130,7 @@ def _serve(visitor: socket.socket, nonce: bytes, descriptor: int, missing: Colle
     return int(rank)
 
 
-def fetch(
+def recv_fd(
     group: Backend, sock: socket.socket, leader: int, name: bytes, nonce: bytes, *, user: int, deadline: Deadline
 ) -> int:
     """Every other rank: get the memory's descriptor, which is the caller's.

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from ferrodist.backends import mailbox
 from ferrodist.backends.base import check_peer
-from ferrodist.backends.lifecycle import held_now
-from ferrodist.backends.mailbox_backend import Departure
+from ferrodist.backends.lifecycle import snapshot_weak
+from ferrodist.backends.mailbox_backend import PeerExit
 from ferrodist.backends.native.binding import load
 from ferrodist.backends.request import answer_seconds
 from ferrodist.backends.subgroup import SubBackend
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import Late, Listener, Request, Signal
+    from ferrodist.backends.request import PersistentRecv, Request, Stragglers, WaitEvent
     from ferrodist.deadline import Deadline
     from ferrodist.errors import DistributedError
 
@@ -66,7 +66,7 @@ class _Outcome(IntEnum):
     ENDED = 4
 
 
-class _News(IntEnum):
+class _PeerEvent(IntEnum):
     """`News::Kind` of native/engine/reception.h."""
 
     FULL = 0
@@ -127,9 +127,9 @@ class _NativeRequest:
         """Call ``callback()`` once when done, at once if it is; it must not block or raise."""
         self._request.add_done_callback(callback)
 
-    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
-        """Ask the group; see `Backend.find_late`."""
-        return self._backend.find_late(peers, within)
+    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
+        """Ask the group; see `Backend.find_stragglers`."""
+        return self._backend.find_stragglers(peers, within)
 
 
 class MessagesBackend(TcpBackend):
@@ -212,7 +212,7 @@ class MessagesBackend(TcpBackend):
         ended: Callable[[DistributedError], None],
         *,
         tag: int = 0,
-    ) -> Listener:
+    ) -> PersistentRecv:
         """Receive whatever comes from a rank; see `Backend.listen`."""
         if self._messenger is None:
             return super().listen(src, size_bytes, heard, ended, tag=tag)
@@ -229,11 +229,11 @@ class MessagesBackend(TcpBackend):
         error = self._refusal(tag, source)
         if error is not None:
             listener.end(self._number_of(error))
-        return cast("Listener", listener)
+        return cast("PersistentRecv", listener)
 
-    def signal(self) -> Signal:
+    def signal(self) -> WaitEvent:
         """Something to wait for; who does moves messages. See `Backend.signal`."""
-        return super().signal() if self._messenger is None else cast("Signal", load().Signal(self._messenger))
+        return super().signal() if self._messenger is None else cast("WaitEvent", load().Signal(self._messenger))
 
     def _raise_ending(self, ending: _Ending, what: str, peer: int, limit: float, room: int) -> NoReturn:
         """Raise what a transfer of the short ways has ended with."""
@@ -243,7 +243,7 @@ class MessagesBackend(TcpBackend):
             raise error.fresh()
         if self.failure is not None:
             raise self.failure.fresh()
-        late = self.find_late(() if peer == ANY_SOURCE else (peer,), answer_seconds(limit))
+        late = self.find_stragglers(() if peer == ANY_SOURCE else (peer,), answer_seconds(limit))
         raise DistributedTimeoutError(
             f"{what} within {limit:g} s (group {self.name!r}, rank {self.rank}){late.detail}. The group is still good:"
             " the call may be made again.",
@@ -290,16 +290,16 @@ class MessagesBackend(TcpBackend):
         """Act on what a rank did, or on the end of its connection; the engine calls it.
 
         Args:
-            kind: A `_News`.
+            kind: A `_PeerEvent`.
             rank: The rank.
             group_id: Of a message that there is no room for: its group.
             size_bytes: And what of it would be kept.
         """
-        if kind == _News.FULL:
+        if kind == _PeerEvent.FULL:
             self._run_out_of_room(group_id, self._messenger.fullest_source(rank, size_bytes))
-        elif kind == _News.GONE:
+        elif kind == _PeerEvent.GONE:
             what = f"can't be reached: its connection to rank {self.rank} has ended"
-            self._peer_left(_WORLD, rank, Departure(what=what))
+            self._peer_left(_WORLD, rank, PeerExit(what=what))
         else:
             what = "what it wrote for other ranks is no message"
             self.abort(ProtocolError(f"rank {rank} of group {self.name!r} broke the protocol: {what}", ranks=(rank,)))
@@ -349,7 +349,7 @@ class MessagesBackend(TcpBackend):
         """Close those of sub-groups that have ended or that a rank has left; of the world the messenger knows."""
         with self._state_lock:
             left = {group_id for group_id, _ in self._left}
-        for group_id, messages in held_now(self._short_ways.items):
+        for group_id, messages in snapshot_weak(self._short_ways.items):
             if group_id != _WORLD and (group_id in left or self._failure_of(group_id) is not None):
                 messages.close()
 

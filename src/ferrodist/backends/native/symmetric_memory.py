@@ -21,7 +21,7 @@ _IN_USE, _OF_FILE = np.uint64(0b11 << 62), np.uint64(1 << 61)
 _FAILED = ctypes.c_void_p(-1).value
 
 
-class JoinedView:
+class ContiguousSharedView:
     """Parts of a memory file, joined where they are read: what is written there stays in this view.
 
     Pages are shared with whoever else has mapped the file until one is written to, which makes a copy of it (see

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ferrodist.backends.signature import Call
+from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.tcp.connection import tune
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, DistributedError, DistributedTimeoutError, RendezvousError, ranks_text
@@ -57,7 +57,7 @@ def host_id() -> bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class HostTopology:
     """Where a rank of a group is, and what it needs to meet the others.
 
     Args:
@@ -86,9 +86,11 @@ class Place:
         return [other for other, host in enumerate(self.hosts) if host == self.hosts[rank]]
 
 
-def agree_on(group: Backend, problem: str, what: str, deadline: Deadline) -> None:
+def agree_on_topology(group: Backend, problem: str, what: str, deadline: Deadline) -> None:
     """Raise BackendUnavailable on all ranks when any has a problem; called on all."""
-    said = group.agreement.reach(Call(operation=what, payload=problem.encode()[:_MAX_TEXT]), deadline.remaining())
+    said = group.agreement.reach(
+        CollectiveSignature(operation=what, payload=problem.encode()[:_MAX_TEXT]), deadline.remaining()
+    )
     check_problems(group, said, what)
 
 
@@ -102,7 +104,7 @@ def check_problems(group: Backend, said: Iterable[bytes], what: str) -> None:
         )
 
 
-def connect_hosts(group: Backend, place: Place, purpose: str, deadline: Deadline) -> list[int]:
+def connect_hosts(group: Backend, place: HostTopology, purpose: str, deadline: Deadline) -> list[int]:
     """Connect to every rank of other hosts; called on all ranks, which agree afterwards on whether all could.
 
     Args:
@@ -130,7 +132,7 @@ def connect_hosts(group: Backend, place: Place, purpose: str, deadline: Deadline
             said = server.address
         except (DistributedError, OSError, RuntimeError) as error:  # the last of a thread that can't be started
             said = f"{_PROBLEM}rank {group.rank}: {error}"
-        call = Call(operation="connect hosts", payload=said.encode()[:_MAX_TEXT])
+        call = CollectiveSignature(operation="connect hosts", payload=said.encode()[:_MAX_TEXT])
         addresses = [address.decode(errors="replace") for address in group.agreement.reach(call, deadline.remaining())]
         problems = [address[1:].encode() for address in addresses if address.startswith(_PROBLEM)]
         check_problems(group, problems, "connect hosts")
@@ -147,7 +149,7 @@ def connect_hosts(group: Backend, place: Place, purpose: str, deadline: Deadline
 class _Meeting:
     """The connections of one rank as they come about: it dials lower ranks, and higher ones dial it."""
 
-    def __init__(self, group: Backend, place: Place, purpose: str) -> None:
+    def __init__(self, group: Backend, place: HostTopology, purpose: str) -> None:
         self._group = group
         self._place = place
         self._purpose = purpose
@@ -268,7 +270,7 @@ _PACKED = struct.Struct(f"<{_MACHINE_BYTES}s{_MASK_BYTES}sH")
 _NO_QUOTA = 0xFFFF
 
 
-class Processors(NamedTuple):
+class CpuSet(NamedTuple):
     """The processors of a rank."""
 
     machine: bytes
@@ -288,13 +290,13 @@ class Processors(NamedTuple):
         return _PACKED.pack(self.machine, self.usable.to_bytes(_MASK_BYTES, "little"), self.quota)
 
     @classmethod
-    def unpack(cls, text: bytes) -> Processors:
+    def unpack(cls, text: bytes) -> CpuSet:
         """What `pack` has made."""
         machine, usable, quota = _PACKED.unpack(text)
         return cls(machine, int.from_bytes(usable, "little"), quota)
 
     @classmethod
-    def of_this_process(cls) -> Processors:
+    def of_this_process(cls) -> CpuSet:
         """What the system says."""
         try:
             machine = hashlib.blake2b(
@@ -312,7 +314,7 @@ class Processors(NamedTuple):
         return cls(machine, usable, quota)
 
 
-def is_crowded(ranks: Sequence[Processors], hosts: Sequence[int]) -> bool:
+def is_oversubscribed(ranks: Sequence[CpuSet], hosts: Sequence[int]) -> bool:
     """Whether ranks outnumber the processors of a machine, or what the containers of a host may use of them."""
     usable: dict[bytes, list[int]] = {}
     quotas: dict[int, list[int]] = {}

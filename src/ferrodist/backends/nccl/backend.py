@@ -13,15 +13,15 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.control_plane import ControlledBackend, control_of
-from ferrodist.backends.lifecycle import held_now
-from ferrodist.backends.nccl.collectives import NcclCollectives
+from ferrodist.backends.control_plane import ControlPlaneBackend, control_of
+from ferrodist.backends.lifecycle import snapshot_weak
+from ferrodist.backends.nccl.collectives import NcclEngine
 from ferrodist.backends.nccl.communicator import load_nccl, why_no_nccl
-from ferrodist.backends.nccl.p2p import NcclMessages
-from ferrodist.backends.nccl.stream_executor import Launcher
+from ferrodist.backends.nccl.p2p import NcclP2P
+from ferrodist.backends.nccl.stream_executor import StreamExecutor
 from ferrodist.backends.nccl.streams import CudaStreams
-from ferrodist.backends.nccl.watchdog import Watch
-from ferrodist.backends.signature import MAX_PAYLOAD, Call
+from ferrodist.backends.nccl.watchdog import Watchdog
+from ferrodist.backends.signature import MAX_PAYLOAD, CollectiveSignature
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.tags import Channel, channel_of_tag
 from ferrodist.errors import BackendUnavailable, InvalidRankError, PeerLostError, UnsupportedOpError, ranks_text
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 def reasons_without_nccl(control: Backend, deadline: Deadline) -> dict[int, str]:
     """Why ranks have no NCCL, by rank; all ranks call it."""
     own = (why_no_nccl() or "").encode()[:MAX_PAYLOAD]
-    said = control.agreement.reach(Call(operation="is there NCCL", payload=own), deadline.remaining())
+    said = control.agreement.reach(CollectiveSignature(operation="is there NCCL", payload=own), deadline.remaining())
     return {rank: reason.decode(errors="replace") for rank, reason in enumerate(said) if reason}
 
 
-class NcclGroup(ControlledBackend):
+class NcclGroup(ControlPlaneBackend):
     """A group with NCCL for tensors on GPUs, over a control group, which it closes with itself.
 
     Args:
@@ -86,11 +86,11 @@ class NcclGroup(ControlledBackend):
         self.collectives = control.collectives
         self.quick = control.quick
         self.tensor_messages = control.tensor_messages
-        self._watch = Watch(f"ferrodist-nccl-{control.name}-{control.rank}", self._streams.begin_watching)
-        self._launchers: weakref.WeakValueDictionary[int, Launcher] = weakref.WeakValueDictionary()  # by group
+        self._watch = Watchdog(f"ferrodist-nccl-{control.name}-{control.rank}", self._streams.begin_watching)
+        self._launchers: weakref.WeakValueDictionary[int, StreamExecutor] = weakref.WeakValueDictionary()  # by group
         self._launcher = self._launcher_of(self)
-        self.device_collectives = NcclCollectives(self, self._launcher)
-        self.device_messages = NcclMessages(self, self._launcher)
+        self.device_collectives = NcclEngine(self, self._launcher)
+        self.device_messages = NcclP2P(self, self._launcher)
         self.on_synchronize(self._launcher.synchronize)
 
     @classmethod
@@ -119,11 +119,11 @@ class NcclGroup(ControlledBackend):
                 ranks=tuple(reasons),
             )
 
-    def _launcher_of(self, group: Backend) -> Launcher:
+    def _launcher_of(self, group: Backend) -> StreamExecutor:
         """The launcher of this group or of a sub-group, made when first asked for."""
         found = self._launchers.get(group.group_id)
         if found is None:
-            found = Launcher(group, self._library, self._streams, self._watch, self._stream)
+            found = StreamExecutor(group, self._library, self._streams, self._watch, self._stream)
             self._launchers[group.group_id] = found
         return found
 
@@ -158,7 +158,7 @@ class NcclGroup(ControlledBackend):
             return
         self._is_closed = True
         self.quick = self.tensor_messages = None  # as the control group does with its own
-        for launcher in held_now(self._launchers.values):
+        for launcher in snapshot_weak(self._launchers.values):
             launcher.release(self.failure or launcher.failure)
         self._watch.close()
         self._control.close(timeout)
@@ -177,15 +177,15 @@ class NcclGroup(ControlledBackend):
             launcher.release(self._control.subgroup_failure(group_id, members))
         super().close_subgroup(group_id, members)
 
-    def subgroup_device_collectives(self, subgroup: Backend) -> NcclCollectives:
+    def subgroup_device_collectives(self, subgroup: Backend) -> NcclEngine:
         """See `Backend.subgroup_device_collectives`."""
         launcher = self._launcher_of(subgroup)
         subgroup.on_synchronize(launcher.synchronize)
-        return NcclCollectives(subgroup, launcher)
+        return NcclEngine(subgroup, launcher)
 
-    def subgroup_device_messages(self, subgroup: Backend) -> NcclMessages:
+    def subgroup_device_messages(self, subgroup: Backend) -> NcclP2P:
         """See `Backend.subgroup_device_messages`."""
-        return NcclMessages(subgroup, self._launcher_of(subgroup))
+        return NcclP2P(subgroup, self._launcher_of(subgroup))
 
 
 class NcclBackend(NcclGroup):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.backends.nccl.reductions import NCCL_DTYPES, Form, Recipe, fold_gathered, recipe_of
-from ferrodist.backends.nccl.verification import CountComparison
-from ferrodist.backends.signature import Call
+from ferrodist.backends.nccl.reductions import NCCL_DTYPES, Encoding, ReductionRecipe, fold_gathered, recipe_of
+from ferrodist.backends.nccl.verification import SplitSizeVerifier
+from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.nccl.communicator import Communicator
-    from ferrodist.backends.nccl.stream_executor import Lane, Launcher
-    from ferrodist.backends.nccl.streams import Enqueued
+    from ferrodist.backends.nccl.stream_executor import StreamContext, StreamExecutor
+    from ferrodist.backends.nccl.streams import EnqueuedOp
 
 
-class NcclCollectives:
-    """`EnqueuingCollectives` of a group, by NCCL.
+class NcclEngine:
+    """`StreamEngine` of a group, by NCCL.
 
     Args:
         group: The group.
@@ -35,11 +35,11 @@ class NcclCollectives:
 
     enqueue = True
 
-    def __init__(self, group: Backend, launcher: Launcher) -> None:
+    def __init__(self, group: Backend, launcher: StreamExecutor) -> None:
         self._group = group
         self._rank, self._world_size = group.rank, group.world_size
         self._launcher = launcher
-        self._counts = CountComparison(group, launcher.reporter())
+        self._counts = SplitSizeVerifier(group, launcher.reporter())
 
     def reserve(self) -> int:
         """Take the next position among the group's collectives on GPUs."""
@@ -49,20 +49,20 @@ class NcclCollectives:
         """Let the current stream not wait for what this thread calls, until `end_async`."""
         self._launcher.begin_async()
 
-    def end_async(self) -> Enqueued:
+    def end_async(self) -> EnqueuedOp:
         """What was called since `begin_async`."""
         return self._launcher.end_async()
 
-    # The collectives: see `TensorCollectives`.
+    # The collectives: see `CollectiveEngine`.
 
     def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Any, *, timeout: float, sequence: int) -> None:
         """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
         recipe = recipe_of(source.dtype, op, self._world_size)
 
-        def work(lane: Lane) -> None:
+        def work(lane: StreamContext) -> None:
             if not source.numel():
                 return
-            if recipe.form is Form.GATHERED:
+            if recipe.form is Encoding.GATHERED:
                 fold_gathered(recipe, self._gather_all(lane, source), out)
                 return
             packed = recipe.pack(source)
@@ -91,10 +91,10 @@ class NcclCollectives:
         """Fold ``source`` over the ranks into the root's ``out``, which may be its ``source``; None elsewhere."""
         recipe = recipe_of(source.dtype, op, self._world_size)
 
-        def work(lane: Lane) -> None:
+        def work(lane: StreamContext) -> None:
             if not source.numel():
                 return
-            if recipe.form is Form.GATHERED:
+            if recipe.form is Encoding.GATHERED:
                 parts = self._gather_to(lane, source, root)
                 if out is not None:
                     fold_gathered(recipe, parts, out)
@@ -116,7 +116,7 @@ class NcclCollectives:
     def broadcast(self, tensor: torch.Tensor, root: int, *, timeout: float, sequence: int) -> None:
         """Copy the root's ``tensor`` into every rank's."""
 
-        def work(lane: Lane) -> None:
+        def work(lane: StreamContext) -> None:
             if tensor.numel():
                 lane.grouped(lambda nccl, stream: nccl.broadcast(tensor, root=root, stream=stream))
 
@@ -135,7 +135,7 @@ class NcclCollectives:
     ) -> None:
         """Copy every rank's ``source`` into every ``out``, one after the other."""
 
-        def work(lane: Lane) -> None:
+        def work(lane: StreamContext) -> None:
             if not out.numel():
                 return
             if len(set(counts)) == 1:
@@ -166,7 +166,7 @@ class NcclCollectives:
     ) -> None:
         """Copy every rank's ``source`` into the root's ``out``; None elsewhere."""
 
-        def work(lane: Lane) -> None:
+        def work(lane: StreamContext) -> None:
             parts = None if out is None else _parts(out, counts)
             self._move_to(lane, source, parts, root)
 
@@ -185,7 +185,7 @@ class NcclCollectives:
     ) -> None:
         """Copy part r of the root's ``source``, of ``counts[r]`` elements, into rank r's ``out``."""
 
-        def work(lane: Lane) -> None:
+        def work(lane: StreamContext) -> None:
             if source is None:
                 if out.numel():
                     lane.grouped(lambda nccl, stream: nccl.recv(out, root, stream=stream))
@@ -213,10 +213,10 @@ class NcclCollectives:
         """Fold part r of every rank's ``source`` into rank r's ``out``."""
         recipe = recipe_of(source.dtype, op, self._world_size)
 
-        def work(lane: Lane) -> None:
+        def work(lane: StreamContext) -> None:
             if not source.numel():
                 return
-            if recipe.form is Form.GATHERED:
+            if recipe.form is Encoding.GATHERED:
                 self._fold_parts(lane, recipe, source, counts, out)
                 return
             packed = recipe.pack(source)
@@ -248,7 +248,7 @@ class NcclCollectives:
         call = _call("all_to_all", source, unit, sequence=sequence)
         is_even = set(send_counts) | set(receive_counts) == {unit}
 
-        def work(lane: Lane) -> None:
+        def work(lane: StreamContext) -> None:
             rows = [[count // unit if unit else 0 for count in counts] for counts in (send_counts, receive_counts)]
             self._counts.tell(self._group, sequence, *rows)
             if not is_even:
@@ -271,8 +271,8 @@ class NcclCollectives:
 
     def _reduce_by(
         self,
-        lane: Lane,
-        recipe: Recipe,
+        lane: StreamContext,
+        recipe: ReductionRecipe,
         packed: torch.Tensor,
         call: Callable[[Communicator, int, int], None],
     ) -> None:
@@ -288,7 +288,7 @@ class NcclCollectives:
         lane.communicator.release_operation(made)
 
     def _scatter_reduced(
-        self, recipe: Recipe, result: torch.Tensor, packed: torch.Tensor, sizes: Sequence[int]
+        self, recipe: ReductionRecipe, result: torch.Tensor, packed: torch.Tensor, sizes: Sequence[int]
     ) -> Callable[[Communicator, int, int], None]:
         number = _number(recipe)
 
@@ -302,7 +302,7 @@ class NcclCollectives:
 
         return call
 
-    def _gather_all(self, lane: Lane, source: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _gather_all(self, lane: StreamContext, source: torch.Tensor) -> tuple[torch.Tensor, ...]:
         everyone = source.new_empty(source.numel() * self._world_size)
         lane.grouped(lambda nccl, stream: nccl.all_gather(everyone, source, stream=stream))
         return _parts(everyone, [source.numel()] * self._world_size)
@@ -311,13 +311,15 @@ class NcclCollectives:
         """Room for ``count`` elements of each rank."""
         return _parts(source.new_empty(count * self._world_size), [count] * self._world_size)
 
-    def _gather_to(self, lane: Lane, source: torch.Tensor, root: int) -> tuple[torch.Tensor, ...]:
+    def _gather_to(self, lane: StreamContext, source: torch.Tensor, root: int) -> tuple[torch.Tensor, ...]:
         """All ranks' elements on the root; on the others nothing."""
         parts = self._gather_room(source, source.numel()) if self._rank == root else ()
         self._move_to(lane, source, parts or None, root)
         return parts
 
-    def _move_to(self, lane: Lane, source: torch.Tensor, parts: Sequence[torch.Tensor] | None, root: int) -> None:
+    def _move_to(
+        self, lane: StreamContext, source: torch.Tensor, parts: Sequence[torch.Tensor] | None, root: int
+    ) -> None:
         """Copy every rank's ``source`` into the root's ``parts``."""
         if parts is None:
             if source.numel():
@@ -329,7 +331,12 @@ class NcclCollectives:
         parts[root].copy_(source)
 
     def _fold_parts(
-        self, lane: Lane, recipe: Recipe, source: torch.Tensor, counts: Sequence[int], out: torch.Tensor
+        self,
+        lane: StreamContext,
+        recipe: ReductionRecipe,
+        source: torch.Tensor,
+        counts: Sequence[int],
+        out: torch.Tensor,
     ) -> None:
         """Bring what is to be folded here to this rank, and fold it."""
         outgoing = _parts(source, counts)
@@ -357,12 +364,14 @@ def _call(
     op: Any = "",
     root: int = -1,
     dim: int = -1,
-) -> Call:
+) -> CollectiveSignature:
     name = str(tensor.dtype).removeprefix("torch.")
-    return Call(operation=operation, dtype=name, reduce_op=str(op), root=root, dim=dim, count=count, sequence=sequence)
+    return CollectiveSignature(
+        operation=operation, dtype=name, reduce_op=str(op), root=root, dim=dim, count=count, sequence=sequence
+    )
 
 
-def _number(recipe: Recipe) -> int:
+def _number(recipe: ReductionRecipe) -> int:
     return NCCL_DTYPES[recipe.carrier]
 
 

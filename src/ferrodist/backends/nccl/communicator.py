@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ferrodist.backends.signature import MAX_PAYLOAD, Call
+from ferrodist.backends.signature import MAX_PAYLOAD, CollectiveSignature
 from ferrodist.deadline import Deadline
 from ferrodist.errors import BackendUnavailable, DistributedError, describe_error
 from ferrodist.installation import how_to_install
@@ -321,7 +321,7 @@ _FINALIZE_SECONDS = 5.0
 """How long closing a group waits for other ranks to take what this one sends; then it lets go all the same."""
 
 
-class Connection:
+class CommunicatorHandle:
     """What NCCL knows of a group. Who asks it for anything holds ``lock``: it bears one thread at a time.
 
     Making a group takes no memory of a GPU: the communicator is made by the first work, on the GPU that it is for.
@@ -350,7 +350,7 @@ class Connection:
         """Whether this is a forked child, where neither NCCL nor CUDA works."""
         return self._process != os.getpid()
 
-    def begin(self, device: torch.device, call: Call, deadline: Deadline) -> None:
+    def begin(self, device: torch.device, call: CollectiveSignature, deadline: Deadline) -> None:
         """Begin to make it, with the other ranks, whose ``call`` is compared with this one's first.
 
         Raises:
@@ -385,7 +385,9 @@ class Connection:
         """As `Collectives.share`, by what compares the calls of the group's host."""
         engine = self._group.collectives
         if engine is None:
-            return self._group.agreement.reach(Call(operation=operation, reduce_op=what, payload=payload), timeout)
+            return self._group.agreement.reach(
+                CollectiveSignature(operation=operation, reduce_op=what, payload=payload), timeout
+            )
         name = f"{operation} {what}" if what else operation
         shared: list[bytes] = engine.share(name, payload, timeout=timeout, sequence=engine.reserve())
         return shared
@@ -452,7 +454,7 @@ def _finalize(communicator: Communicator) -> bool:
     deadline = Deadline(_FINALIZE_SECONDS)
     try:
         communicator.finalize()
-        for pause in pauses():
+        for pause in backoff():
             if communicator.is_ready():
                 return True
             if deadline.expired:
@@ -463,7 +465,7 @@ def _finalize(communicator: Communicator) -> bool:
     return False
 
 
-def pauses() -> Iterator[float]:
+def backoff() -> Iterator[float]:
     """Seconds between looks at what no thread can wait for: none at first, then more and more."""
     pause = _FIRST_PAUSE_SECONDS
     for _ in range(_NUM_QUICK_LOOKS):

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.nccl.communicator import Communicator
-    from ferrodist.backends.nccl.stream_executor import Lane, Launcher
-    from ferrodist.backends.nccl.streams import Launched
-    from ferrodist.backends.request import Listener
+    from ferrodist.backends.nccl.stream_executor import StreamContext, StreamExecutor
+    from ferrodist.backends.nccl.streams import InFlightOp
+    from ferrodist.backends.request import PersistentRecv
 
 _MAX_DIMS = 12
 _HEAD = struct.Struct(f"<Q16sB{_MAX_DIMS}q")  # tag, dtype, dims, shape
@@ -82,15 +82,15 @@ class _Found(NamedTuple):
     kept: torch.Tensor | None
 
 
-class NcclMessages:
-    """`DeviceMessages` of a group, by NCCL; see [Note: messages of GPUs].
+class NcclP2P:
+    """`DeviceP2P` of a group, by NCCL; see [Note: messages of GPUs].
 
     Args:
         group: The group.
         launcher: Puts its work on a stream.
     """
 
-    def __init__(self, group: Backend, launcher: Launcher) -> None:
+    def __init__(self, group: Backend, launcher: StreamExecutor) -> None:
         self._group = group
         self.launcher = launcher
         self._sending = threading.Lock()  # held from the heads of an exchange to the launch of its sends
@@ -100,7 +100,7 @@ class NcclMessages:
         self._pairing = threading.Lock()
 
     def exchange(self, operations: Sequence[Any], *, timeout: float) -> list[int]:
-        """Do all of these at the same time; see `DeviceMessages`."""
+        """Do all of these at the same time; see `DeviceP2P`."""
         deadline = Deadline(timeout)
         sends = [operation for operation in operations if hasattr(operation, "dst")]
         receives = [operation for operation in operations if not hasattr(operation, "dst")]
@@ -203,14 +203,14 @@ class NcclMessages:
     def _launch(
         self, what: str, sends: Sequence[Any], incoming: Sequence[tuple[int, torch.Tensor]], deadline: Deadline
     ) -> None:
-        moves: dict[int, _Moves] = {}
+        moves: dict[int, _P2PTransfer] = {}
         for send in sends:
             if send.tensor.numel():
-                moves.setdefault(send.dst, _Moves([], [])).sent.append(_flat(send.tensor))
+                moves.setdefault(send.dst, _P2PTransfer([], [])).sent.append(_flat(send.tensor))
         for source, tensor in incoming:
             if tensor.numel():
-                moves.setdefault(source, _Moves([], [])).received.append(tensor.view(-1))
-        launched: list[tuple[Launcher, Launched, torch.device]] = []
+                moves.setdefault(source, _P2PTransfer([], [])).received.append(tensor.view(-1))
+        launched: list[tuple[StreamExecutor, InFlightOp, torch.device]] = []
         try:
             # Ranks that connect pair by pair, each in an order of its own, could wait for each other in a ring.
             for peer in sorted(moves, key=lambda peer: sorted((peer, self._group.rank))):
@@ -223,7 +223,7 @@ class NcclMessages:
             for launcher, message, device in launched:
                 launcher.order_after(message, device)
 
-    def _launcher_to(self, peer: int) -> tuple[Launcher, int]:
+    def _launcher_to(self, peer: int) -> tuple[StreamExecutor, int]:
         """What launches messages with a rank, and that rank's number there."""
         with self._pairing:  # of two pairs made of the same ranks, the others would count one
             pair = self._pairs.get(peer)
@@ -236,18 +236,18 @@ class NcclMessages:
         return _messages_of(pair).launcher, 1 - pair.rank
 
 
-def _messages_of(pair: Backend) -> NcclMessages:
-    messages: NcclMessages = pair.device_messages
+def _messages_of(pair: Backend) -> NcclP2P:
+    messages: NcclP2P = pair.device_messages
     return messages
 
 
-class _Moves(NamedTuple):
+class _P2PTransfer(NamedTuple):
     """Elements that one rank sends another, and receives from it."""
 
     sent: list[torch.Tensor]
     received: list[torch.Tensor]
 
-    def put(self, peer: int, lane: Lane) -> None:
+    def put(self, peer: int, lane: StreamContext) -> None:
         """Put them on a stream as one."""
 
         def move(nccl: Communicator, stream: int) -> None:
@@ -267,7 +267,7 @@ class _Inbox:
         self.heads: list[deque[bytes]] = [deque() for _ in range(world_size)]
         self.kept: list[_Found] = []
         self._errors: dict[int, DistributedError] = {}
-        self._listeners: list[Listener] | None = None
+        self._listeners: list[PersistentRecv] | None = None
 
     def open(self, group: Backend) -> None:
         """Begin to listen to all others."""

@@ -71,7 +71,7 @@ def reduce_op_to_nccl(op: Any) -> int:
     raise TypeError(f"op must be a ReduceOp, not {op!r}")
 
 
-class Form(Enum):
+class Encoding(Enum):
     """How elements lie in what NCCL is given."""
 
     AS_THEY_ARE = "as they are"
@@ -81,11 +81,11 @@ class Form(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class ReductionRecipe:
     """How a reduction is done.
 
     Args:
-        form: See `Form`.
+        form: See `Encoding`.
         carrier: The dtype that NCCL gets.
         op: NCCL's number; None for a premultiplied sum that is made with ``factor``, and for what is gathered.
         factor: What this rank's elements are multiplied by, or None.
@@ -94,7 +94,7 @@ class Recipe:
         keeps_lowest_bit: Whether the result is its lowest bit.
     """
 
-    form: Form
+    form: Encoding
     carrier: torch.dtype
     op: int | None = None
     factor: float | None = None
@@ -104,11 +104,11 @@ class Recipe:
 
     def pack(self, source: torch.Tensor) -> torch.Tensor:
         """What NCCL gets for ``source``: its own memory, or a fresh tensor."""
-        if self.form is Form.AS_THEY_ARE:
+        if self.form is Encoding.AS_THEY_ARE:
             return source
         if source.dtype.is_complex:
             source = torch.view_as_real(source).view(-1)
-        if self.form is Form.ORDERED:
+        if self.form is Encoding.ORDERED:
             return self._ordered(source)
         return source.to(self.carrier)
 
@@ -117,7 +117,7 @@ class Recipe:
         if packed is out:
             return
         target = torch.view_as_real(out).view(-1) if out.dtype.is_complex else out
-        if self.form is Form.ORDERED:
+        if self.form is Encoding.ORDERED:
             packed = self._unordered(packed)
         elif self.keeps_lowest_bit:
             packed = packed & 1
@@ -140,7 +140,7 @@ class Recipe:
 
 
 @lru_cache(maxsize=256)
-def recipe_of(dtype: torch.dtype, op: Any, world_size: int) -> Recipe:
+def recipe_of(dtype: torch.dtype, op: Any, world_size: int) -> ReductionRecipe:
     """How NCCL does a reduction that is defined for ``dtype``; see [Note: recipes].
 
     Args:
@@ -153,24 +153,26 @@ def recipe_of(dtype: torch.dtype, op: Any, world_size: int) -> Recipe:
         return _of_bools(name)
     fold = _complex_product if name == "product" and dtype.is_complex else _BITWISE.get(name)
     if fold is not None:
-        return Recipe(form=Form.GATHERED, carrier=dtype, fold=fold)
+        return ReductionRecipe(form=Encoding.GATHERED, carrier=dtype, fold=fold)
     if name in ("min", "max") and dtype.is_floating_point:
         integers = torch.int64 if dtype is torch.float64 else torch.int32
-        return Recipe(form=Form.ORDERED, carrier=integers, op=_OPERATIONS[name], nan_wins_low=name == "min")
+        return ReductionRecipe(
+            form=Encoding.ORDERED, carrier=integers, op=_OPERATIONS[name], nan_wins_low=name == "min"
+        )
     scale = 1 / world_size if name == "mean" else factor
     carrier = _WIDER.get(dtype, dtype)
     if dtype in _HALVES and scale is not None and not _holds(dtype, scale):
         carrier = torch.float32
-    form = Form.AS_THEY_ARE if carrier is dtype else Form.CONVERTED
-    return Recipe(form=form, carrier=carrier, op=_OPERATIONS.get(name), factor=factor)
+    form = Encoding.AS_THEY_ARE if carrier is dtype else Encoding.CONVERTED
+    return ReductionRecipe(form=form, carrier=carrier, op=_OPERATIONS.get(name), factor=factor)
 
 
-def _of_bools(name: str) -> Recipe:
+def _of_bools(name: str) -> ReductionRecipe:
     if name == "bxor":
         op, carrier = _OPERATIONS["sum"], torch.uint8  # which wraps around: the lowest bit is right all the same
     else:
         op, carrier = _OPERATIONS["max" if name in ("sum", "max", "bor") else "min"], torch.uint8
-    return Recipe(form=Form.CONVERTED, carrier=carrier, op=op, keeps_lowest_bit=name == "bxor")
+    return ReductionRecipe(form=Encoding.CONVERTED, carrier=carrier, op=op, keeps_lowest_bit=name == "bxor")
 
 
 def _holds(dtype: torch.dtype, number: float) -> bool:
@@ -192,7 +194,7 @@ _BITWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def fold_gathered(recipe: Recipe, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def fold_gathered(recipe: ReductionRecipe, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Fold what was gathered, in rank order, into ``out``, which is none of ``parts``."""
     assert recipe.fold is not None
     result = parts[0]

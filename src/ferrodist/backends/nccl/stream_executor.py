@@ -1,11 +1,11 @@
 """One group's work on its GPUs: where it is put on a stream, kept track of, and ended.
 
 [Note: launching]
-`Launcher.launch` puts work on the group's stream and returns: no rank waits for another there. Whatever thread comes,
-work goes out in the order of the places that `Places` gave, the same on all ranks, for NCCL matches by order alone.
-A *launched* operation is kept until the GPU has come past its end. Before its own work, the stream waits for what the
-caller's stream has been given; after it, the caller's stream waits for it, unless the operation was begun with
-`begin_async`: then `Enqueued.wait_on_stream` does that.
+`StreamExecutor.launch` puts work on the group's stream and returns: no rank waits for another there. Whatever thread
+comes, work goes out in the order of the places that `WatchedTicketQueue` gave, the same on all ranks, for NCCL
+matches by order alone. A *launched* operation is kept until the GPU has come past its end. Before its own work, the
+stream waits for what the caller's stream has been given; after it, the caller's stream waits for it, unless the
+operation was begun with `begin_async`: then `EnqueuedOp.wait_on_stream` does that.
 
 [Note: lifetimes]
 torch's allocator gives memory that was let go of to what comes next on the stream on which it was made. After
@@ -24,12 +24,12 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.nccl.communicator import Connection, NcclError, pauses
-from ferrodist.backends.nccl.streams import Enqueued, Launched, Launching
-from ferrodist.backends.nccl.verification import CallRing
-from ferrodist.backends.nccl.watchdog import Progress
-from ferrodist.backends.sequencer import Places
-from ferrodist.backends.signature import Call
+from ferrodist.backends.nccl.communicator import CommunicatorHandle, NcclError, backoff
+from ferrodist.backends.nccl.streams import EnqueuedOp, InFlightOp, OpInfo
+from ferrodist.backends.nccl.verification import RingVerifier
+from ferrodist.backends.nccl.watchdog import NcclLivenessProbe
+from ferrodist.backends.sequencer import WatchedTicketQueue
+from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.verification import left_reason
 from ferrodist.deadline import Deadline
 from ferrodist.errors import (
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
     from ferrodist.backends.nccl.communicator import Communicator, Library
     from ferrodist.backends.nccl.streams import Stream, Streams
-    from ferrodist.backends.nccl.watchdog import Watch
+    from ferrodist.backends.nccl.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    Work = Callable[["Lane"], None]
+    Work = Callable[["StreamContext"], None]
 
 
-class Lane:
+class StreamContext:
     """What work is given: the communicator, and the stream to put it on.
 
     ``grouped`` calls to NCCL go to the GPU as one. When it returns they are on the stream: torch may put more there.
@@ -77,7 +77,7 @@ class Lane:
         self._await_ready()
 
 
-class Launcher:
+class StreamExecutor:
     """Puts a group's work on its stream; see [Note: launching].
 
     Args:
@@ -93,22 +93,22 @@ class Launcher:
         group: Backend,
         library: Callable[[], Library],
         streams: Streams,
-        watch: Watch,
+        watch: Watchdog,
         stream: Stream | None = None,
     ) -> None:
         self._group = group
         self._streams = streams
         self._watch = watch
         self._stream = stream
-        self.places = Places(group)
+        self.places = WatchedTicketQueue(group)
         self.num_called = 0
-        self._connection = Connection(group, library)
-        self._outstanding: deque[Launched] = deque()
+        self._connection = CommunicatorHandle(group, library)
+        self._outstanding: deque[InFlightOp] = deque()
         self._looking = threading.Lock()
         self._local = threading.local()
         # The group's listeners keep these for as long as it lasts: they must not keep a group that was dropped.
-        self._calls = CallRing(group, self.reporter())
-        self._progress = Progress(group, partial(_num_called_by, weakref.ref(self)))
+        self._calls = RingVerifier(group, self.reporter())
+        self._progress = NcclLivenessProbe(group, partial(_num_called_by, weakref.ref(self)))
         self._found: DistributedError | None = None  # what comparisons have found, and the watch not yet told
 
     def reporter(self) -> Callable[[DistributedError], None]:
@@ -117,7 +117,7 @@ class Launcher:
 
     # Work.
 
-    def launch(self, call: Call, tensors: Sequence[torch.Tensor], work: Work, *, timeout: float) -> None:
+    def launch(self, call: CollectiveSignature, tensors: Sequence[torch.Tensor], work: Work, *, timeout: float) -> None:
         """Put a collective's work on the stream.
 
         Args:
@@ -127,7 +127,7 @@ class Launcher:
             timeout: Seconds from when the GPU has come to it.
         """
         deadline = Deadline(timeout)
-        operation = Launching(what=call, sequence=call.sequence, timeout=timeout)
+        operation = OpInfo(what=call, sequence=call.sequence, timeout=timeout)
         with self._ended_by(call):
             self.places.await_turn(call.sequence, deadline)
             try:
@@ -136,7 +136,7 @@ class Launcher:
                     self._open(tensors[0].device, call, operation, deadline)
                     self.num_called = call.sequence + 1
                     self._calls.tell(self._group, call)
-                    started: list[Launched] | None = getattr(self._local, "started", None)
+                    started: list[InFlightOp] | None = getattr(self._local, "started", None)
                     launched = self._put(operation, tensors, work, deadline, holds_caller=started is None)
                     if started is not None:
                         started.append(launched)
@@ -145,19 +145,19 @@ class Launcher:
 
     def launch_message(
         self, what: str, tensors: Sequence[torch.Tensor], work: Work, *, timeout: float, peers: Sequence[int]
-    ) -> Launched:
+    ) -> InFlightOp:
         """Put messages on the stream, which have no place among the collectives; ``peers`` are the other sides.
 
         The caller's stream goes on until `order_after`, so that messages with several ranks are under way at once.
         """
         deadline = Deadline(timeout)
-        operation = Launching(what=what, timeout=timeout, peers=tuple(peers))
+        operation = OpInfo(what=what, timeout=timeout, peers=tuple(peers))
         with self._ended_by(what), self._connection.lock:
             self._check()
-            self._open(tensors[0].device, Call(operation="messages"), operation, deadline)
+            self._open(tensors[0].device, CollectiveSignature(operation="messages"), operation, deadline)
             return self._put(operation, tensors, work, deadline, holds_caller=False)
 
-    def order_after(self, launched: Launched, device: torch.device) -> None:
+    def order_after(self, launched: InFlightOp, device: torch.device) -> None:
         """Put the caller's stream behind what has been launched."""
         stream, caller = self._stream_on(device), self._streams.current(device)
         if stream.cuda_stream != caller.cuda_stream:
@@ -175,11 +175,11 @@ class Launcher:
         assert getattr(self._local, "started", None) is None
         self._local.started = []
 
-    def end_async(self) -> Enqueued:
+    def end_async(self) -> EnqueuedOp:
         """What has been launched since `begin_async`."""
-        started: list[Launched] = self._local.started
+        started: list[InFlightOp] = self._local.started
         self._local.started = None
-        return Enqueued(
+        return EnqueuedOp(
             started, self._streams, failure=lambda: self.failure or self._found, is_compared=self._calls.is_compared
         )
 
@@ -200,18 +200,18 @@ class Launcher:
 
     def _put(
         self,
-        operation: Launching,
+        operation: OpInfo,
         tensors: Sequence[torch.Tensor],
         work: Work,
         deadline: Deadline,
         *,
         holds_caller: bool,
-    ) -> Launched:
+    ) -> InFlightOp:
         """Put work on the stream, after what the caller's stream has been given, and that behind it if asked to."""
         device = tensors[0].device
         stream, caller = self._stream_on(device), self._streams.current(device)
         is_elsewhere = stream.cuda_stream != caller.cuda_stream
-        lane = Lane(self._connection.communicator, stream, partial(self._await_ready, operation, deadline))
+        lane = StreamContext(self._connection.communicator, stream, partial(self._await_ready, operation, deadline))
         with self._streams.on(stream):
             if is_elsewhere:
                 stream.wait_event(self._streams.record(caller))
@@ -225,7 +225,7 @@ class Launcher:
         if is_elsewhere and holds_caller:
             caller.wait_event(end)
         kept = () if holds_caller else tuple(tensors)
-        launched = Launched(operation, start=start, end=end, kept=kept, caller=caller.cuda_stream)
+        launched = InFlightOp(operation, start=start, end=end, kept=kept, caller=caller.cuda_stream)
         self._outstanding.append(launched)
         self._watch.look_after(self)
         return launched
@@ -245,7 +245,7 @@ class Launcher:
 
     # The communicator.
 
-    def _open(self, device: torch.device, call: Call, operation: Launching, deadline: Deadline) -> None:
+    def _open(self, device: torch.device, call: CollectiveSignature, operation: OpInfo, deadline: Deadline) -> None:
         """Have the communicator, which is made with the other ranks when this is the first work of the group."""
         if self._connection.device is None:
             if self._stream is not None:
@@ -256,7 +256,9 @@ class Launcher:
             self._await_ready(operation, deadline)
         self._check_device(self._connection.device, device, call, "uses")
 
-    def _check_device(self, used: torch.device | None, given: torch.device, call: Call, has: str) -> None:
+    def _check_device(
+        self, used: torch.device | None, given: torch.device, call: CollectiveSignature, has: str
+    ) -> None:
         if used != given:
             raise UnsupportedOpError(
                 f"{call} on group {self._group.name!r}: rank {self._group.rank} {has} {used} in this group, and was"
@@ -264,11 +266,11 @@ class Launcher:
                 " first, and make tensors there."
             )
 
-    def _await_ready(self, operation: Launching, deadline: Deadline) -> None:
+    def _await_ready(self, operation: OpInfo, deadline: Deadline) -> None:
         """Return when what was begun is there; in a failed group, or when another rank is late, it never is."""
         if self._connection.is_ready():
             return
-        for pause in pauses():
+        for pause in backoff():
             self._check()
             if deadline.expired:
                 raise self._progress.late_error(self._group, operation)
@@ -281,7 +283,7 @@ class Launcher:
     def synchronize(self, timeout: float | None = None) -> None:
         """Block until all that was launched has ended, and been compared."""
         deadline = Deadline(self._group.timeout if timeout is None else timeout)
-        for pause in pauses():
+        for pause in backoff():
             self._check()
             self._look()
             if not self._outstanding and not self._calls.num_uncompared:
@@ -359,7 +361,7 @@ class Launcher:
         )
 
     @contextlib.contextmanager
-    def _ended_by(self, call: Call | str) -> Iterator[None]:
+    def _ended_by(self, call: CollectiveSignature | str) -> Iterator[None]:
         """End the group for what ends a launch on this rank: the others count on it, and the GPU may wait for them."""
         try:
             yield
@@ -376,12 +378,12 @@ class Launcher:
             raise
 
 
-def _report(launcher: Callable[[], Launcher | None], error: DistributedError) -> None:
+def _report(launcher: Callable[[], StreamExecutor | None], error: DistributedError) -> None:
     found = launcher()
     if found is not None:
         found.note(error)
 
 
-def _num_called_by(launcher: Callable[[], Launcher | None]) -> int:
+def _num_called_by(launcher: Callable[[], StreamExecutor | None]) -> int:
     found = launcher()
     return 0 if found is None else found.num_called

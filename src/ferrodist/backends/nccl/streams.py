@@ -22,7 +22,7 @@ NO_PLACE = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launching:
+class OpInfo:
     """An operation, for messages of errors.
 
     Args:
@@ -38,7 +38,7 @@ class Launching:
     peers: tuple[int, ...] = ()
 
 
-class Launched:
+class InFlightOp:
     """One operation on a stream, until the GPU has come past its end.
 
     Args:
@@ -52,7 +52,7 @@ class Launched:
     __slots__ = ("_came_at", "_start", "caller", "end", "kept", "operation")
 
     def __init__(
-        self, operation: Launching, *, start: Event, end: Event, kept: tuple[torch.Tensor, ...], caller: int
+        self, operation: OpInfo, *, start: Event, end: Event, kept: tuple[torch.Tensor, ...], caller: int
     ) -> None:
         self.operation = operation
         self._start = start
@@ -70,8 +70,8 @@ class Launched:
         return now - self._came_at > self.operation.timeout
 
 
-class Enqueued:
-    """What a thread has launched asynchronously; see `Enqueued` of collectives/engine.py.
+class EnqueuedOp:
+    """What a thread has launched asynchronously; see `EnqueuedOp` of collectives/engine.py.
 
     Args:
         launched: In order; of one stream and device.
@@ -84,7 +84,7 @@ class Enqueued:
 
     def __init__(
         self,
-        launched: Sequence[Launched],
+        launched: Sequence[InFlightOp],
         streams: Streams,
         *,
         failure: Callable[[], DistributedError | None],

@@ -16,7 +16,7 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.signature import CALL_SIZE, Call, fingerprint_of
+from ferrodist.backends.signature import CALL_SIZE, CollectiveSignature, fingerprint_of
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.errors import (
     CollectiveMismatchError,
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.request import Listener, Request
+    from ferrodist.backends.request import PersistentRecv, Request
     from ferrodist.deadline import Deadline
 
 _CALL_TAG = channel_tag(Channel.DEVICE_CALL, 0)
 
 
-class CallRing:
+class RingVerifier:
     """This rank's place in the comparison of a group's calls; see [Note: call ring].
 
     Args:
@@ -52,14 +52,14 @@ class CallRing:
         self._own: dict[int, bytes] = {}
         self._theirs: dict[int, bytes] = {}
         self._unsent: list[Request] = []
-        self._listener: Listener | None = None
+        self._listener: PersistentRecv | None = None
 
     def open(self, group: Backend) -> None:
         """Begin to listen."""
         if self._world_size > 1:
             self._listener = group.listen(self._previous, CALL_SIZE, self._hear, _on_end_of_call, tag=_CALL_TAG)
 
-    def tell(self, group: Backend, call: Call) -> None:
+    def tell(self, group: Backend, call: CollectiveSignature) -> None:
         """Send this rank's call to the next rank, and compare it with the previous rank's if that has come."""
         if self._world_size == 1:
             return
@@ -93,7 +93,7 @@ class CallRing:
 
     def _hear(self, messages: list[bytes]) -> None:
         for message in messages:
-            place = Call.decode(message).sequence
+            place = CollectiveSignature.decode(message).sequence
             with self._lock:
                 own = self._own.pop(place, None)
                 if own is None:
@@ -104,7 +104,7 @@ class CallRing:
     def _compare(self, own: bytes, theirs: bytes) -> None:
         if fingerprint_of(own) == fingerprint_of(theirs):
             return
-        mine, other = Call.decode(own), Call.decode(theirs)
+        mine, other = CollectiveSignature.decode(own), CollectiveSignature.decode(theirs)
         self._found(
             CollectiveMismatchError(
                 f"the ranks of group {self._group_name!r} disagree about operation {mine.sequence} on GPU tensors: rank"
@@ -125,7 +125,7 @@ _COUNT_TAG = channel_tag(Channel.DEVICE_COUNT, 0)
 _LOOK_SECONDS = 0.05
 
 
-class CountComparison:
+class SplitSizeVerifier:
     """Compares, pair by pair, what one rank sends with what the other expects.
 
     A rank can't see whether another's counts are uneven, so every rank tells every other. Whose own are all equal need
@@ -141,7 +141,7 @@ class CountComparison:
         self._others = [rank for rank in range(group.world_size) if rank != group.rank]
         self._found = found
         self._changed = threading.Condition()
-        self._listeners: list[Listener] | None = None
+        self._listeners: list[PersistentRecv] | None = None
         self._own: dict[int, dict[int, tuple[int, int]]] = {}  # by sequence, of the ranks that have not told theirs
         self._theirs: dict[tuple[int, int], tuple[int, int]] = {}  # by sequence and rank
         self._error: DistributedError | None = None

@@ -15,7 +15,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from ferrodist.backends.lifecycle import held_now
+from ferrodist.backends.lifecycle import snapshot_weak
 from ferrodist.backends.nccl.streams import NO_PLACE
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.deadline import Deadline
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.nccl.streams import Launching
-    from ferrodist.backends.request import Listener
+    from ferrodist.backends.nccl.streams import OpInfo
+    from ferrodist.backends.request import PersistentRecv
 
 _MESSAGE = struct.Struct("<BQQ")  # kind, number of the question, operations called
 _QUESTION, _ANSWER = 0, 1
@@ -36,7 +36,7 @@ _ANSWER_SECONDS = 1.0
 """How long ranks have to answer. They do at once, but for those that have been stopped, or get no processor."""
 
 
-class Progress:
+class NcclLivenessProbe:
     """Asks the ranks of a group how many operations they have called, and answers that.
 
     Args:
@@ -47,7 +47,7 @@ class Progress:
     def __init__(self, group: Backend, num_called: Callable[[], int]) -> None:
         self._num_called = num_called
         self._rank = group.rank
-        self._listeners: list[Listener] = []
+        self._listeners: list[PersistentRecv] = []
         self._changed = threading.Condition()
         self._num_questions = 0
         self._answers: dict[int, int] = {}
@@ -65,7 +65,7 @@ class Progress:
         for listener in self._listeners:
             listener.close()
 
-    def late_error(self, group: Backend, launched: Launching) -> DistributedTimeoutError:
+    def late_error(self, group: Backend, launched: OpInfo) -> DistributedTimeoutError:
         """The error of an operation whose time has passed."""
         where = f"{launched.what} on group {group.name!r}"
         after = f"within {launched.timeout:g} s"
@@ -137,7 +137,7 @@ _PERIOD_SECONDS = 0.01
 _JOIN_SECONDS = 3.0
 
 
-class Watched(Protocol):
+class WatchedGroup(Protocol):
     """A group's work on GPUs, as the watch sees it."""
 
     @property
@@ -151,7 +151,7 @@ class Watched(Protocol):
         """End the group."""
 
 
-class Watch:
+class Watchdog:
     """Looks at the outstanding work of a backend's groups every 10 ms, and sleeps while there is none.
 
     The thread starts with the first work.
@@ -169,12 +169,12 @@ class Watch:
         self._begin = begin
         self._clock = clock
         self._changed = threading.Condition()
-        self._busy: set[Watched] = set()
-        self._reports: deque[tuple[Watched, DistributedError]] = deque()
+        self._busy: set[WatchedGroup] = set()
+        self._reports: deque[tuple[WatchedGroup, DistributedError]] = deque()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def look_after(self, launcher: Watched) -> None:
+    def look_after(self, launcher: WatchedGroup) -> None:
         """Look at a group's work from now on, until there is none."""
         if launcher in self._busy:
             return
@@ -182,7 +182,7 @@ class Watch:
             self._busy.add(launcher)
             self._wake()
 
-    def report(self, launcher: Watched, error: DistributedError) -> None:
+    def report(self, launcher: WatchedGroup, error: DistributedError) -> None:
         """Have the group ended in the watch's thread: who reports must not block."""
         with self._changed:
             self._reports.append((launcher, error))
@@ -225,7 +225,7 @@ class Watch:
             launcher = None  # type: ignore[assignment] # or its group would live until the next work
 
     @staticmethod
-    def _look(launcher: Watched, now: float) -> bool:
+    def _look(launcher: WatchedGroup, now: float) -> bool:
         try:
             return launcher.look(now)
         except Exception as error:  # noqa: BLE001 - CUDA tells by any class that a device is lost
@@ -242,10 +242,10 @@ class Watch:
             return not self._is_closed
 
 
-_open_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_open_watches: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 
 @atexit.register
 def _stop_watches() -> None:
-    for watch in held_now(lambda: _open_watches):
+    for watch in snapshot_weak(lambda: _open_watches):
         watch.close()

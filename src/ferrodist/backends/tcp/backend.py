@@ -1,6 +1,6 @@
 """The TCP star as a backend.
 
-One thread of each rank (`LinkLoop`) reads and writes all of its connections and never blocks on one, so whatever the
+One thread of each rank (`IoLoop`) reads and writes all of its connections and never blocks on one, so whatever the
 sizes of socket buffers and whoever waits for whom in the program, frames keep moving: a rank that computes still passes
 on, takes in and grants. Senders write straight from their own thread while the socket takes it.
 """
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from ferrodist.backends.abort_reason import pack_reason, unpack_reason
 from ferrodist.backends.lifecycle import track
 from ferrodist.backends.mailbox import EAGER_LIMIT, Message
-from ferrodist.backends.mailbox_backend import MAX_AHEAD, Departure, MailboxBackend, Send
-from ferrodist.backends.request import Late
+from ferrodist.backends.mailbox_backend import MAX_AHEAD, MailboxBackend, PeerExit, Send
+from ferrodist.backends.request import Stragglers
 from ferrodist.backends.tags import group_of_tag, group_tag
 from ferrodist.backends.tcp.connection import (
-    Link,
-    Outgoing,
+    FramedConnection,
+    QueuedFrame,
     Sink,
     dial_hub,
     gather_links,
@@ -30,9 +30,9 @@ from ferrodist.backends.tcp.connection import (
     refusal_of,
     tune,
 )
-from ferrodist.backends.tcp.io_loop import BLOCK_BYTES, LinkLoop
-from ferrodist.backends.tcp.liveness import LifeSigns
-from ferrodist.backends.tcp.wire import MAX_PAYLOAD, Frame, Kind
+from ferrodist.backends.tcp.io_loop import BLOCK_BYTES, IoLoop
+from ferrodist.backends.tcp.liveness import TcpLivenessProbe
+from ferrodist.backends.tcp.wire import MAX_PAYLOAD, Frame, FrameType
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, ProtocolError, RendezvousError, ranks_text
 from ferrodist.rendezvous.secret import resolve_secret
@@ -117,34 +117,34 @@ class TcpBackend(MailboxBackend):
         if not isinstance(address, str):
             raise TypeError(f"address must be 'host:port', not {address!r}")
         super().__init__(rank, world_size, timeout=timeout, name=name)
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, FramedConnection] = {}
         self._buffer_bytes = socket_buffer_bytes
         self._message_numbers = itertools.count(1)
         self._numbers: dict[Send, int] = {}  # of sends that can still be taken back
-        self._last: dict[Send, Outgoing] = {}  # the frame that completes each of them, once pushed
+        self._last: dict[Send, QueuedFrame] = {}  # the frame that completes each of them, once pushed
         self._offers: dict[int, Send] = {}  # by message number: waiting for a GRANT
         # A message's pieces are queued as one, or it could be taken back between two of them and lose the first ones.
         self._streaming = threading.RLock()
         self._incoming: dict[tuple[int, int], Message] = {}  # by source and number: offered to this rank, not whole
         self._changed = threading.Condition()
         self._ready = False
-        self._actions: dict[Kind, Callable[[Link, Frame, memoryview | bytes], None]] = {
-            Kind.OFFER: self._on_offer,
-            Kind.GRANT: self._on_grant,
-            Kind.DATA: self._on_data,
-            Kind.WITHDRAW: self._on_withdraw,
-            Kind.ABORT: self._on_abort,
-            Kind.LEFT: self._on_left,
-            Kind.DIED: self._on_died,
-            Kind.READY: self._on_ready,
-            Kind.PING: self._on_ping,
-            Kind.PONG: self._on_pong,
+        self._actions: dict[FrameType, Callable[[FramedConnection, Frame, memoryview | bytes], None]] = {
+            FrameType.OFFER: self._on_offer,
+            FrameType.GRANT: self._on_grant,
+            FrameType.DATA: self._on_data,
+            FrameType.WITHDRAW: self._on_withdraw,
+            FrameType.ABORT: self._on_abort,
+            FrameType.LEFT: self._on_left,
+            FrameType.DIED: self._on_died,
+            FrameType.READY: self._on_ready,
+            FrameType.PING: self._on_ping,
+            FrameType.PONG: self._on_pong,
         }
-        self._life_signs = LifeSigns(rank, self._links, self._push, self._changed)
+        self._life_signs = TcpLivenessProbe(rank, self._links, self._push, self._changed)
         self._process = os.getpid()
         track(self)
         with naming_limits(f"rank {rank} of group {name!r} can't be made", (rank,)):
-            self._loop = LinkLoop(self, world_size, name=f"ferrodist-tcp-{name}-{rank}")
+            self._loop = IoLoop(self, world_size, name=f"ferrodist-tcp-{name}-{rank}")
         try:
             with naming_limits(f"rank {rank} of group {name!r} can't connect", (rank,)):
                 if world_size > 1:
@@ -230,12 +230,12 @@ class TcpBackend(MailboxBackend):
             self.close()
             raise error
         for peer in list(self._links):
-            self._push(Outgoing(Frame(kind=Kind.READY, source=self.rank, destination=peer)))
+            self._push(QueuedFrame(Frame(kind=FrameType.READY, source=self.rank, destination=peer)))
 
     def _begin(self, connections: dict[int, Connection]) -> None:
         for peer, sock in sorted(connections.items()):
             tune(sock, self.timeout, self._buffer_bytes)
-            self._links[peer] = Link(sock, peer, sock.session)
+            self._links[peer] = FramedConnection(sock, peer, sock.session)
         for link in list(self._links.values()):
             self._loop.touch(link)
         self._loop.start()
@@ -261,24 +261,24 @@ class TcpBackend(MailboxBackend):
         size = len(send.data)
         self._numbers[send] = number
         if size <= EAGER_LIMIT:
-            self._push_last(send, self._message_frame(Kind.EAGER, send, number, length=size), send.data)
+            self._push_last(send, self._message_frame(FrameType.EAGER, send, number, length=size), send.data)
         else:
             self._offers[number] = send
-            self._push(Outgoing(self._message_frame(Kind.OFFER, send, number), owner=send))
+            self._push(QueuedFrame(self._message_frame(FrameType.OFFER, send, number), owner=send))
 
     def _stream(self, send: Send, number: int) -> None:
         """Queue a whole message that was granted, in pieces."""
         size = len(send.data)
         for start in range(0, size, MAX_PAYLOAD):
             stop = min(start + MAX_PAYLOAD, size)
-            frame = self._message_frame(Kind.DATA, send, number, length=stop - start, offset=start)
+            frame = self._message_frame(FrameType.DATA, send, number, length=stop - start, offset=start)
             if stop < size:
-                self._push(Outgoing(frame, send.data[start:stop], owner=send))
+                self._push(QueuedFrame(frame, send.data[start:stop], owner=send))
             else:
                 self._push_last(send, frame, send.data[start:stop])
 
     def _push_last(self, send: Send, frame: Frame, payload: memoryview) -> None:
-        outgoing = Outgoing(frame, payload, owner=send, on_written=partial(self._written, send))
+        outgoing = QueuedFrame(frame, payload, owner=send, on_written=partial(self._written, send))
         self._last[send] = outgoing
         self._push(outgoing)
 
@@ -302,10 +302,10 @@ class TcpBackend(MailboxBackend):
             self._finish_send(send)  # it arrives, from a copy of what is not written yet
             return False
         if len(send.data) > EAGER_LIMIT:
-            self._push(Outgoing(self._message_frame(Kind.WITHDRAW, send, number)))
+            self._push(QueuedFrame(self._message_frame(FrameType.WITHDRAW, send, number)))
         return True
 
-    def _message_frame(self, kind: Kind, send: Send, number: int, *, length: int = 0, offset: int = 0) -> Frame:
+    def _message_frame(self, kind: FrameType, send: Send, number: int, *, length: int = 0, offset: int = 0) -> Frame:
         return Frame(
             kind=kind,
             source=self.rank,
@@ -318,10 +318,10 @@ class TcpBackend(MailboxBackend):
             offset=offset,
         )
 
-    def _link_to(self, rank: int) -> Link | None:
+    def _link_to(self, rank: int) -> FramedConnection | None:
         return self._links.get(rank if self.rank == _HUB else _HUB)
 
-    def _push(self, outgoing: Outgoing, source_link: Link | None = None) -> None:
+    def _push(self, outgoing: QueuedFrame, source_link: FramedConnection | None = None) -> None:
         """Write or queue a frame on the way to its destination; without a way it is dropped."""
         link = self._link_to(outgoing.frame.destination)
         if link is not None and link.push(outgoing):
@@ -329,23 +329,25 @@ class TcpBackend(MailboxBackend):
                 source_link.blocked_by = link
             self._loop.touch(link)
 
-    def find_late(self, peers: tuple[int, ...], within: float) -> Late:
+    def find_stragglers(self, peers: tuple[int, ...], within: float) -> Stragglers:
         """Put a wait in vain down to rank 0 when it passes on nothing, else to the peers that are not there.
 
         See [Note: life signs] in `liveness.py`.
         """
         if within == 0 or peers == (_HUB,) or self.failure is not None:
-            return Late(ranks=peers)
+            return Stragglers(ranks=peers)
         silent = self._life_signs.find_silent({*peers, _HUB} - {self.rank}, within)
         if _HUB in silent and not self._is_relayed(peers):  # which the others' answers are, so nothing is known of them
-            return Late(ranks=(_HUB,) if _HUB in peers else peers)
+            return Stragglers(ranks=(_HUB,) if _HUB in peers else peers)
         if _HUB in silent:
             role = f"rank 0 of group {self.name!r}, which passes on what others send each other,"
-            return Late(ranks=(_HUB,), detail=f" ({role} does not answer)", is_relay=True)
+            return Stragglers(ranks=(_HUB,), detail=f" ({role} does not answer)", is_relay=True)
         if not silent:
-            return Late(ranks=peers)
+            return Stragglers(ranks=peers)
         who = f"{ranks_text(sorted(silent))} of group {self.name!r}"
-        return Late(ranks=tuple(sorted(silent)), detail=f" ({who} {'does' if len(silent) == 1 else 'do'} not answer)")
+        return Stragglers(
+            ranks=tuple(sorted(silent)), detail=f" ({who} {'does' if len(silent) == 1 else 'do'} not answer)"
+        )
 
     def _is_relayed(self, peers: tuple[int, ...]) -> bool:
         """Whether messages of some of these ranks, or of any when there are none, pass through rank 0."""
@@ -354,10 +356,10 @@ class TcpBackend(MailboxBackend):
 
     # What comes in: called by the loop's thread.
 
-    def frame_begins(self, link: Link, frame: Frame) -> Sink:
+    def frame_begins(self, link: FramedConnection, frame: Frame) -> Sink:
         """Check a frame against this rank's place in the star, and say where its payload goes."""
         if self.rank == _HUB:
-            legal = frame.source == link.peer and frame.kind not in (Kind.READY, Kind.DIED)
+            legal = frame.source == link.peer and frame.kind not in (FrameType.READY, FrameType.DIED)
         else:
             legal = frame.destination == self.rank
         if not legal:
@@ -367,11 +369,11 @@ class TcpBackend(MailboxBackend):
             )
         if frame.destination != self.rank:
             return _Bytes(frame.length)
-        if frame.kind is Kind.EAGER:
+        if frame.kind is FrameType.EAGER:
             message = _new_message(frame)
             self._accept(message)
             return self._message_sink(message)
-        if frame.kind is Kind.DATA:
+        if frame.kind is FrameType.DATA:
             offered = self._incoming.get((frame.source, frame.message))
             if offered is None:
                 return _Bytes(frame.length)  # withdrawn, or its group has failed
@@ -382,11 +384,11 @@ class TcpBackend(MailboxBackend):
             return self._message_sink(offered, frame.offset)
         return _Bytes(frame.length)
 
-    def frame_ends(self, link: Link, frame: Frame, sink: Sink) -> None:
+    def frame_ends(self, link: FramedConnection, frame: Frame, sink: Sink) -> None:
         """Act on a frame."""
         payload = sink.data if isinstance(sink, _Bytes) else b""
         if frame.destination != self.rank:
-            self._push(Outgoing(frame, payload, relayed=True), link)
+            self._push(QueuedFrame(frame, payload, relayed=True), link)
             return
         action = self._actions.get(frame.kind)
         if action is not None:
@@ -394,7 +396,7 @@ class TcpBackend(MailboxBackend):
             with self._changed:
                 self._changed.notify_all()
 
-    def _refuse(self, link: Link, frame: Frame, what: str) -> None:
+    def _refuse(self, link: FramedConnection, frame: Frame, what: str) -> None:
         """A frame breaks the protocol: its rank's connection ends, or, where rank 0 only passed it on, the group."""
         if frame.source == link.peer:
             raise ProtocolError(what)
@@ -404,7 +406,7 @@ class TcpBackend(MailboxBackend):
             )
         )
 
-    def _on_offer(self, link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
+    def _on_offer(self, link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
         if (frame.source, frame.message) in self._incoming:
             self._refuse(link, frame, f"a second offer of message {frame.message}")
             return
@@ -416,7 +418,7 @@ class TcpBackend(MailboxBackend):
         if not self._accept(message):
             self._incoming.pop((frame.source, frame.message), None)
 
-    def _on_grant(self, link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
+    def _on_grant(self, link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
         send = self._offers.get(frame.message)
         if send is None:
             return  # taken back meanwhile
@@ -427,16 +429,16 @@ class TcpBackend(MailboxBackend):
             if self._offers.pop(frame.message, None) is not None:
                 self._stream(send, frame.message)
 
-    def _on_data(self, _link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
+    def _on_data(self, _link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
         if frame.offset + frame.length == frame.size_bytes:
             self._incoming.pop((frame.source, frame.message), None)
 
-    def _on_withdraw(self, _link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
+    def _on_withdraw(self, _link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
         message = self._incoming.pop((frame.source, frame.message), None)
         if message is not None:
             self._mailbox.withdraw(message)
 
-    def _on_abort(self, link: Link, frame: Frame, payload: memoryview | bytes) -> None:
+    def _on_abort(self, link: FramedConnection, frame: Frame, payload: memoryview | bytes) -> None:
         try:
             reason = unpack_reason(payload, self.world_size)
         except ValueError as error:
@@ -445,36 +447,36 @@ class TcpBackend(MailboxBackend):
         if self._is_told(link, frame):
             self._fail_group(frame.group, reason)
 
-    def _on_left(self, link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
+    def _on_left(self, link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
         link.has_left |= frame.group == _WORLD and frame.source == link.peer
         if self._is_told(link, frame):
             self._await_sent(frame.source, frame.message)
             self._peer_left(frame.group, frame.source)
 
-    def _is_told(self, link: Link, frame: Frame) -> bool:
+    def _is_told(self, link: FramedConnection, frame: Frame) -> bool:
         """Whether to act on a notice of a group's end: not on one of a group that its sender is no member of."""
         if not self._may_be_ahead(frame.group, frame.source):
             self._refuse(link, frame, f"the ends of more than {MAX_AHEAD} groups that rank {self.rank} has not made")
             return False
         return self._is_member(frame.group, frame.source)
 
-    def _on_died(self, _link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
+    def _on_died(self, _link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
         self._peer_died(frame.source, _death(f"its connection to rank 0 of group {self.name!r} ended"))
 
-    def _on_ready(self, _link: Link, _frame: Frame, _payload: memoryview | bytes) -> None:
+    def _on_ready(self, _link: FramedConnection, _frame: Frame, _payload: memoryview | bytes) -> None:
         self._ready = True
 
-    def _on_ping(self, _link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
+    def _on_ping(self, _link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
         self._life_signs.answer(frame.source)
 
-    def _on_pong(self, _link: Link, frame: Frame, _payload: memoryview | bytes) -> None:
+    def _on_pong(self, _link: FramedConnection, frame: Frame, _payload: memoryview | bytes) -> None:
         self._life_signs.note(frame.source)
 
-    def link_blocked(self, link: Link) -> None:
+    def link_blocked(self, link: FramedConnection) -> None:
         """A rank whose frames are not read now can't ask whether this one is there: tell it."""
         self._life_signs.answer(link.peer)
 
-    def link_ended(self, link: Link, reason: str, *, by_violation: bool) -> None:
+    def link_ended(self, link: FramedConnection, reason: str, *, by_violation: bool) -> None:
         """A connection is gone: its rank has left or died, and at the hub's end so has every way to others."""
         self._links.pop(link.peer, None)
         for key, message in self._incoming.copy().items():  # other threads take from it
@@ -482,13 +484,13 @@ class TcpBackend(MailboxBackend):
                 self._incoming.pop(key, None)
                 self._mailbox.withdraw(message)
         if not link.has_left:
-            violation = Departure(kind=ProtocolError, what=f"broke the protocol: {reason}")
+            violation = PeerExit(kind=ProtocolError, what=f"broke the protocol: {reason}")
             self._peer_died(link.peer, violation if by_violation else _death(reason))
         if self.rank == _HUB:
             for other in () if link.has_left else tuple(self._links):
-                self._push(Outgoing(Frame(kind=Kind.DIED, source=link.peer, destination=other)))
+                self._push(QueuedFrame(Frame(kind=FrameType.DIED, source=link.peer, destination=other)))
         else:
-            unreachable = Departure(what="can't be reached", relay=_HUB)
+            unreachable = PeerExit(what="can't be reached", relay=_HUB)
             for other in range(1, self.world_size):
                 self._peer_left(_WORLD, other, unreachable)
         with self._changed:
@@ -511,7 +513,9 @@ class TcpBackend(MailboxBackend):
 
     def _grant(self, message: Message, number: int) -> None:
         message.granted = True
-        self._push(Outgoing(Frame(kind=Kind.GRANT, source=self.rank, destination=message.source, message=number)))
+        self._push(
+            QueuedFrame(Frame(kind=FrameType.GRANT, source=self.rank, destination=message.source, message=number))
+        )
 
     def _message_sink(self, message: Message, base: int = 0) -> Sink:
         return lambda fill, start, stop: self._mailbox.write(message, fill, base + start, base + stop)
@@ -522,15 +526,17 @@ class TcpBackend(MailboxBackend):
         payload = pack_reason(error)
         for rank in members:
             if rank != self.rank:
-                frame = Frame(kind=Kind.ABORT, source=self.rank, destination=rank, group=group_id, length=len(payload))
-                self._push(Outgoing(frame, payload))
+                frame = Frame(
+                    kind=FrameType.ABORT, source=self.rank, destination=rank, group=group_id, length=len(payload)
+                )
+                self._push(QueuedFrame(frame, payload))
 
     def _notify_left(self, group_id: int, members: tuple[int, ...]) -> None:
         for rank in members:
             if rank != self.rank:
                 count = self._num_sent(rank)
-                frame = Frame(kind=Kind.LEFT, source=self.rank, destination=rank, group=group_id, message=count)
-                self._push(Outgoing(frame))
+                frame = Frame(kind=FrameType.LEFT, source=self.rank, destination=rank, group=group_id, message=count)
+                self._push(QueuedFrame(frame))
 
     def _num_sent(self, rank: int) -> int:
         """How much has been sent to a rank by a way that the news of this rank's leaving may overtake."""
@@ -595,5 +601,5 @@ def _new_message(frame: Frame) -> Message:
     return Message(frame.source, group_tag(frame.group, frame.tag), frame.size_bytes)
 
 
-def _death(reason: str) -> Departure:
-    return Departure(what=f"died: {reason} without a goodbye")
+def _death(reason: str) -> PeerExit:
+    return PeerExit(what=f"died: {reason} without a goodbye")

@@ -46,13 +46,13 @@ class Sink(Protocol):
         """Let ``fill`` write payload bytes ``start`` to ``stop``; returns how many it wrote."""
 
 
-class Outgoing:
+class QueuedFrame:
     """A frame to be written.
 
     Args:
         frame: Its header.
         payload: ``frame.length`` bytes that stay unchanged until it is written.
-        owner: Whom the payload belongs to, for `Link.drop`.
+        owner: Whom the payload belongs to, for `FramedConnection.drop`.
         on_written: Called once the last byte has been given to the kernel.
         relayed: Whether it passes through this rank only.
     """
@@ -78,7 +78,7 @@ class Outgoing:
         self.views: list[memoryview] = []
 
 
-class Link:
+class FramedConnection:
     """A connection to a peer. Any thread may `push`; one thread reads and calls `flush`.
 
     Args:
@@ -94,7 +94,7 @@ class Link:
         self.has_left = False  # LEFT for the whole group has come from the peer
         self.num_reads = 0  # how often something has come
         self.relayed_bytes = 0  # waiting to be written, on behalf of others
-        self.blocked_by: Link | None = None  # not read from while that link has too much relayed_bytes
+        self.blocked_by: FramedConnection | None = None  # not read from while that link has too much relayed_bytes
         self.frame: Frame | None = None  # whose payload is being read
         self.covered: memoryview | None = None  # its payload, where its tag has to be looked at first
         self.sink: Sink | None = None  # where its payload goes
@@ -104,13 +104,13 @@ class Link:
         self._ahead = memoryview(bytearray(_READ_AHEAD))
         self._ahead_start = self._ahead_stop = 0
         self._lock = threading.Lock()
-        self._urgent: deque[Outgoing] = deque()
-        self._queue: deque[Outgoing] = deque()
-        self._current: Outgoing | None = None
+        self._urgent: deque[QueuedFrame] = deque()
+        self._queue: deque[QueuedFrame] = deque()
+        self._current: QueuedFrame | None = None
         self._closed = False
         sock.setblocking(False)
 
-    def push(self, outgoing: Outgoing) -> bool:
+    def push(self, outgoing: QueuedFrame) -> bool:
         """Write a frame, or queue it. True when something waits to be written: see to it that `flush` is called."""
         with self._lock:
             if self._closed:
@@ -150,7 +150,7 @@ class Link:
         """Whether `close` has been called."""
         return self._closed
 
-    def drop(self, owner: object, last: Outgoing | None) -> bool:
+    def drop(self, owner: object, last: QueuedFrame | None) -> bool:
         """Take a message back: forget its frames that are not begun; of one that is, the rest goes out from a copy.
 
         Args:

@@ -15,7 +15,7 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from ferrodist.backends.tcp.connection import Link, Sink
+    from ferrodist.backends.tcp.connection import FramedConnection, Sink
 
 _READ_BUDGET = 4 << 20
 """Bytes read from one link before the others get their turn."""
@@ -30,29 +30,29 @@ _BLOCKED_SECONDS = 0.05
 """How often it is told that a link is not read from: more than once in the time a rank has to answer a PING."""
 
 
-class LinkHandler(Protocol):
+class ConnectionHandler(Protocol):
     """What is told of everything that comes in. All calls come from the loop's thread."""
 
-    def frame_begins(self, link: Link, frame: Frame) -> Sink:
+    def frame_begins(self, link: FramedConnection, frame: Frame) -> Sink:
         """A header has come; raises ProtocolError when the frame may not be."""
 
-    def frame_ends(self, link: Link, frame: Frame, sink: Sink) -> None:
+    def frame_ends(self, link: FramedConnection, frame: Frame, sink: Sink) -> None:
         """A whole frame has come."""
 
-    def link_blocked(self, link: Link) -> None:
+    def link_blocked(self, link: FramedConnection) -> None:
         """The link is not read from; told again and again."""
 
-    def link_ended(self, link: Link, reason: str, *, by_violation: bool) -> None:
+    def link_ended(self, link: FramedConnection, reason: str, *, by_violation: bool) -> None:
         """The connection is gone, and closed on this side; ``by_violation`` when this side ended it for what came."""
 
     def loop_broke(self, error: Exception) -> None:
         """The loop's thread ends because of a defect."""
 
 
-class LinkLoop:
+class IoLoop:
     """Reads frames from links and writes what is queued on them, until `stop`."""
 
-    def __init__(self, handler: LinkHandler, world_size: int, name: str) -> None:
+    def __init__(self, handler: ConnectionHandler, world_size: int, name: str) -> None:
         self._handler = handler
         self._world_size = world_size
         self._selector = selectors.DefaultSelector()
@@ -64,11 +64,11 @@ class LinkLoop:
         self._ends = select.epoll() if hasattr(select, "epoll") else None
         if self._ends is not None:
             self._selector.register(self._ends, selectors.EVENT_READ, self._ends)
-        self._blocked: dict[int, Link] = {}  # by descriptor
+        self._blocked: dict[int, FramedConnection] = {}  # by descriptor
         self._next_report = Deadline(0.0)  # of what is blocked
         self._lock = threading.Lock()
-        self._touched: set[Link] = set()
-        self._links: dict[Link, int] = {}  # and what the selector watches them for
+        self._touched: set[FramedConnection] = set()
+        self._links: dict[FramedConnection, int] = {}  # and what the selector watches them for
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -76,7 +76,7 @@ class LinkLoop:
         """Start the thread."""
         self._thread.start()
 
-    def touch(self, link: Link) -> None:
+    def touch(self, link: FramedConnection) -> None:
         """Have a new link watched, or one with something to write written to. Any thread may call."""
         with self._lock:
             self._touched.add(link)
@@ -133,7 +133,7 @@ class LinkLoop:
                 self._links[link] = 0
             self._watch(link)
 
-    def _watch(self, link: Link) -> None:
+    def _watch(self, link: FramedConnection) -> None:
         """Tell the selector what to watch a link for."""
         before = self._links.get(link)
         if before is None:
@@ -152,7 +152,7 @@ class LinkLoop:
             self._selector.modify(link.sock, wanted, link)
         self._links[link] = wanted
 
-    def _watch_end(self, link: Link) -> None:
+    def _watch_end(self, link: FramedConnection) -> None:
         """Watch a link's end while it is blocked, and only then."""
         if self._ends is None:
             link.blocked_by = None
@@ -184,7 +184,7 @@ class LinkLoop:
                     break
             self._watch(link)
 
-    def _serve(self, link: Link, events: int) -> None:
+    def _serve(self, link: FramedConnection, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             link.flush()
             if link.relayed_bytes <= _UNBLOCK_BYTES:
@@ -193,13 +193,13 @@ class LinkLoop:
             self._read(link)
         self._watch(link)
 
-    def _unblock(self, full: Link) -> None:
+    def _unblock(self, full: FramedConnection) -> None:
         for link in [link for link in self._links if link.blocked_by is full]:
             link.blocked_by = None
             self._read(link)  # what was read ahead of the block is not announced again
             self._watch(link)
 
-    def _read(self, link: Link) -> bool:
+    def _read(self, link: FramedConnection) -> bool:
         """Read what is there, frame by frame, up to the budget; False when nothing more is there now."""
         budget = _READ_BUDGET
         try:
@@ -231,11 +231,11 @@ class LinkLoop:
             self.end(link, f"its connection broke ({error.strerror or error})")
         return link in self._links
 
-    def _may_read(self, link: Link) -> bool:
+    def _may_read(self, link: FramedConnection) -> bool:
         """Whether nothing blocks a link. Without epoll nothing ever does: its end could not be seen meanwhile."""
         return link.blocked_by is None or self._ends is None
 
-    def _begin(self, link: Link) -> None:
+    def _begin(self, link: FramedConnection) -> None:
         link.num_header = link.num_read = 0
         frame = Frame.unpack(link.header[:HEADER_SIZE], self._world_size)
         if frame.length and frame.is_covered:
@@ -246,7 +246,7 @@ class LinkLoop:
         link.frame = frame
         self._end_if_whole(link)
 
-    def _begin_covered(self, link: Link, frame: Frame, payload: memoryview) -> None:
+    def _begin_covered(self, link: FramedConnection, frame: Frame, payload: memoryview) -> None:
         """Look at a payload before anybody else does, then hand it over."""
         link.check(payload)
         link.covered = None
@@ -262,13 +262,13 @@ class LinkLoop:
             link.num_read += link.sink(fill, link.num_read, frame.length)
         self._end_if_whole(link)
 
-    def _end_if_whole(self, link: Link) -> None:
+    def _end_if_whole(self, link: FramedConnection) -> None:
         frame, sink = link.frame, link.sink
         if frame is not None and sink is not None and link.num_read == frame.length:
             link.frame = link.sink = None
             self._handler.frame_ends(link, frame, sink)
 
-    def end(self, link: Link, reason: str, *, by_violation: bool = False) -> None:
+    def end(self, link: FramedConnection, reason: str, *, by_violation: bool = False) -> None:
         """Close a link from the loop's thread and report it."""
         if self._links.pop(link, 0):
             self._selector.unregister(link.sock)

@@ -16,17 +16,17 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.tcp.connection import Outgoing
-from ferrodist.backends.tcp.wire import Frame, Kind
+from ferrodist.backends.tcp.connection import QueuedFrame
+from ferrodist.backends.tcp.wire import Frame, FrameType
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Iterable
 
-    from ferrodist.backends.tcp.connection import Link
+    from ferrodist.backends.tcp.connection import FramedConnection
 
 
-class LifeSigns:
+class TcpLivenessProbe:
     """What one rank knows of who is there; see [Note: life signs].
 
     Args:
@@ -37,7 +37,11 @@ class LifeSigns:
     """
 
     def __init__(
-        self, rank: int, links: dict[int, Link], push: Callable[[Outgoing], None], changed: threading.Condition
+        self,
+        rank: int,
+        links: dict[int, FramedConnection],
+        push: Callable[[QueuedFrame], None],
+        changed: threading.Condition,
     ) -> None:
         self._rank = rank
         self._links = links
@@ -50,8 +54,8 @@ class LifeSigns:
         """Tell a rank that this one is there; once for however many times it asked meanwhile."""
         if rank not in self._unwritten:
             self._unwritten.add(rank)
-            frame = Frame(kind=Kind.PONG, source=self._rank, destination=rank)
-            self._push(Outgoing(frame, on_written=partial(self._unwritten.discard, rank)))
+            frame = Frame(kind=FrameType.PONG, source=self._rank, destination=rank)
+            self._push(QueuedFrame(frame, on_written=partial(self._unwritten.discard, rank)))
 
     def note(self, rank: int) -> None:
         """Take in that a rank has answered."""
@@ -61,7 +65,7 @@ class LifeSigns:
         """Ask ``ranks`` to answer; returns those from which nothing comes within so many seconds."""
         before = {rank: self._seen_of(rank) for rank in ranks}
         for rank in before:
-            self._push(Outgoing(Frame(kind=Kind.PING, source=self._rank, destination=rank)))
+            self._push(QueuedFrame(Frame(kind=FrameType.PING, source=self._rank, destination=rank)))
 
         def silent() -> set[int]:
             return {rank for rank, seen in before.items() if self._seen_of(rank) == seen and not self._is_held(rank)}

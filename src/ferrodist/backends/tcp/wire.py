@@ -39,7 +39,7 @@ _MAGIC = b"fd"
 HEADER_SIZE = _HEADER.size
 
 
-class Kind(IntEnum):
+class FrameType(IntEnum):
     """What a frame says."""
 
     EAGER = 1  # a whole message
@@ -55,11 +55,11 @@ class Kind(IntEnum):
     PONG = 11  # the source is there
 
 
-URGENT = frozenset({Kind.GRANT, Kind.ABORT, Kind.DIED, Kind.PING, Kind.PONG})
+URGENT = frozenset({FrameType.GRANT, FrameType.ABORT, FrameType.DIED, FrameType.PING, FrameType.PONG})
 """Frames that may overtake others on their connection."""
 
-_OF_MESSAGES = frozenset({Kind.EAGER, Kind.DATA})
-_WITH_PAYLOAD = frozenset({Kind.EAGER, Kind.DATA, Kind.ABORT})
+_OF_MESSAGES = frozenset({FrameType.EAGER, FrameType.DATA})
+_WITH_PAYLOAD = frozenset({FrameType.EAGER, FrameType.DATA, FrameType.ABORT})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Frame:
         offset: Where in the message the payload starts.
     """
 
-    kind: Kind
+    kind: FrameType
     source: int
     destination: int
     length: int = 0
@@ -128,14 +128,14 @@ class Frame:
         if source >= world_size or destination >= world_size or source == destination:
             raise ProtocolError(f"a frame from rank {source} to rank {destination} in a group of {world_size}")
         try:
-            known = Kind(kind)
+            known = FrameType(kind)
         except ValueError:
             raise ProtocolError(f"a frame of unknown kind {kind}") from None
         if length > MAX_PAYLOAD or size > MAX_MESSAGE or (length and known not in _WITH_PAYLOAD):
             raise ProtocolError(f"a frame of kind {known.name} with {length} bytes of a message of {size}: too many")
-        if known is Kind.EAGER and not (length == size <= EAGER_LIMIT):
+        if known is FrameType.EAGER and not (length == size <= EAGER_LIMIT):
             raise ProtocolError(f"an EAGER frame with {length} bytes of a message of {size}")
-        if known is Kind.DATA and not (length > 0 and offset + length <= size):
+        if known is FrameType.DATA and not (length > 0 and offset + length <= size):
             raise ProtocolError(f"a DATA frame with bytes {offset} to {offset + length} of a message of {size}")
         return Frame(
             kind=known,

@@ -11,12 +11,12 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.control_plane import ControlledBackend, control_of
+from ferrodist.backends.control_plane import ControlPlaneBackend, control_of
 from ferrodist.backends.polling import wait_until
-from ferrodist.backends.signature import MAX_PAYLOAD, Call
+from ferrodist.backends.signature import MAX_PAYLOAD, CollectiveSignature
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.backends.ucc.bindings import Team, UccError, load
-from ferrodist.backends.ucc.collectives import OrderedAgreement, UccMover
+from ferrodist.backends.ucc.collectives import UccDataPlane, UccVerifier
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import (
     BackendUnavailable,
@@ -44,7 +44,7 @@ class _UnderWay:
     pending: list[Request]
 
 
-class ControlExchange:
+class OobAllgather:
     """Exchanges over a group's messages; the ranks begin them in the same order.
 
     Args:
@@ -103,7 +103,7 @@ _CLOSE_SECONDS = 10.0
 _LIBRARY, _REASON = b"+", b"-"
 
 
-class UccBackend(ControlledBackend):
+class UccBackend(ControlPlaneBackend):
     """A rank of a group over UCC.
 
     UCC moves the bytes of the group's collectives. Which call belongs to which is agreed on before, and what is reduced
@@ -129,8 +129,8 @@ class UccBackend(ControlledBackend):
         deadline = Deadline(control.timeout if connect_timeout is None else check_timeout(connect_timeout))
         self._closing = threading.RLock()
         _check_libraries(control, deadline)
-        self.mover: UccMover = _connect(control, deadline)
-        self.agreement: OrderedAgreement = OrderedAgreement(self, self.mover.turns)
+        self.mover: UccDataPlane = _connect(control, deadline)
+        self.agreement: UccVerifier = UccVerifier(self, self.mover.turns)
         weakref.finalize(self, self.mover.stop)
 
     @classmethod
@@ -177,7 +177,9 @@ def _check_libraries(control: Backend, deadline: Deadline) -> None:
     except BackendUnavailable as error:
         unavailable = error
         own = _REASON + error.message.encode()
-    said = control.agreement.reach(Call(operation="is there UCC", payload=own[:MAX_PAYLOAD]), deadline.remaining())
+    said = control.agreement.reach(
+        CollectiveSignature(operation="is there UCC", payload=own[:MAX_PAYLOAD]), deadline.remaining()
+    )
     lacking = tuple(rank for rank, payload in enumerate(said) if not payload.startswith(_LIBRARY))
     if lacking:
         reason = unavailable.message if unavailable else said[lacking[0]][1:].decode(errors="replace") + " ..."
@@ -189,7 +191,7 @@ def _check_libraries(control: Backend, deadline: Deadline) -> None:
         raise BackendUnavailable(f"UccBackend needs the same UCC on all ranks, not {', '.join(sorted(versions))}")
 
 
-def _connect(control: Backend, deadline: Deadline) -> UccMover:
+def _connect(control: Backend, deadline: Deadline) -> UccDataPlane:
     """UCC's collectives among all ranks; where it fails the others learn of it."""
     try:
         team = _make_team(control, deadline)
@@ -207,7 +209,7 @@ def _connect(control: Backend, deadline: Deadline) -> UccMover:
 
 
 def _make_team(control: Backend, deadline: Deadline) -> Team:
-    team = Team(load(), control.rank, control.world_size, ControlExchange(control, deadline))
+    team = Team(load(), control.rank, control.world_size, OobAllgather(control, deadline))
     if wait_until(team.is_ready, deadline, lambda: control.failure is not None):
         return team
     raise control.failure or RendezvousError(
@@ -216,15 +218,15 @@ def _make_team(control: Backend, deadline: Deadline) -> Team:
     )
 
 
-def _agree_on(team: Team, control: Backend, deadline: Deadline) -> UccMover:
+def _agree_on(team: Team, control: Backend, deadline: Deadline) -> UccDataPlane:
     """The team's mover, once all ranks have one: a group is made on all of them, or on none.
 
     The mover's thread goes on meanwhile, for the ranks that UCC has not connected yet.
     """
     sequence = control.agreement.reserve()
-    mover = UccMover(team, control, first=sequence + 1)
+    mover = UccDataPlane(team, control, first=sequence + 1)
     try:
-        control.agreement.reach(Call(operation="UCC is connected"), deadline.remaining(), sequence)
+        control.agreement.reach(CollectiveSignature(operation="UCC is connected"), deadline.remaining(), sequence)
     except GroupAbortedError:
         pass  # most probably by a rank that knew of all others and went ahead: the next call says so
     except BaseException:

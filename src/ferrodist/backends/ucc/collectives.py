@@ -22,11 +22,11 @@ import threading
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from ferrodist.backends.polling import Pace, wait_until
-from ferrodist.backends.sequencer import CallOrder
+from ferrodist.backends.polling import Backoff, wait_until
+from ferrodist.backends.sequencer import TicketQueue
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.backends.ucc.bindings import UccError
-from ferrodist.backends.verification import Agreement
+from ferrodist.backends.verification import CollectiveVerifier
 from ferrodist.deadline import Deadline, Elapsed
 from ferrodist.errors import DistributedError, DistributedTimeoutError, GroupClosedError
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.backends.request import Request
-    from ferrodist.backends.signature import Call
+    from ferrodist.backends.signature import CollectiveSignature
     from ferrodist.backends.ucc.bindings import Team, Transfer
 
 
-class OrderedAgreement(Agreement):
+class UccVerifier(CollectiveVerifier):
     """The collectives of a UCC group, counted, ordered and compared.
 
     Args:
@@ -47,13 +47,13 @@ class OrderedAgreement(Agreement):
         turns: Those of its mover.
     """
 
-    def __init__(self, group: Backend, turns: CallOrder) -> None:
+    def __init__(self, group: Backend, turns: TicketQueue) -> None:
         super().__init__(group)
         self._counter = itertools.count(turns.position)
         self._turns = turns
 
-    def reach(self, call: Call, timeout: float, sequence: int | None = None) -> list[bytes]:
-        """Block until every rank has made the same call; see `Agreement.reach`."""
+    def reach(self, call: CollectiveSignature, timeout: float, sequence: int | None = None) -> list[bytes]:
+        """Block until every rank has made the same call; see `CollectiveVerifier.reach`."""
         group = self._group
         sequence = self.reserve() if sequence is None else sequence
         deadline = Deadline(timeout)
@@ -91,7 +91,7 @@ _FAREWELL = struct.Struct("<q")
 _NOTHING = memoryview(b"")
 
 
-class UccMover:
+class UccDataPlane:
     """UCC's collectives on one team, which all ranks start in the same order.
 
     Args:
@@ -109,7 +109,7 @@ class UccMover:
         self._error: UccError | None = None
         self._is_leaving = False
         self._is_called = threading.Event()
-        self.turns = CallOrder(self._is_in_vain, first)
+        self.turns = TicketQueue(self._is_in_vain, first)
         name = f"ferrodist-ucc-{control.name}-{control.rank}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -200,10 +200,10 @@ class UccMover:
             watch.end()
         return is_done
 
-    def _watch(self) -> _Watch:
-        return _Watch(self._control, self._farewells, self.turns.position)
+    def _watch(self) -> _DepartureWatch:
+        return _DepartureWatch(self._control, self._farewells, self.turns.position)
 
-    def _end_for(self, error: UccError, watch: _Watch) -> None:
+    def _end_for(self, error: UccError, watch: _DepartureWatch) -> None:
         """End the group for an error of UCC's, or for its reason: UCC may be the first to find that a rank is gone."""
 
         def look() -> bool:
@@ -260,7 +260,7 @@ class UccMover:
             self._error = error
 
     def _end(self) -> None:
-        pace = Pace()
+        pace = Backoff()
         with contextlib.suppress(UccError):  # then it stays
             while not self._team.destroy_team():
                 self._team.progress()
@@ -295,7 +295,7 @@ def _places(sizes: Sequence[int]) -> list[Block]:
     return [(end - size, size) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
-class _Watch:
+class _DepartureWatch:
     """Whether a rank has left without its part while data of all is waited for.
 
     The control group tells of that only those who wait for the rank. So farewells are waited for.

@@ -24,12 +24,12 @@ from ferrodist.checkpoint.format.coverage import covers_once
 from ferrodist.checkpoint.format.dtypes import dtype_from_name, dtype_name
 from ferrodist.checkpoint.format.manifest import MAX_DIMS, FileEntry, Manifest, ShardEntry, TensorEntry
 from ferrodist.checkpoint.format.tree import Encoder
-from ferrodist.checkpoint.load_plan import Matching
+from ferrodist.checkpoint.load_plan import LoadPlanner
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.shard_metadata import ShardMetadata
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import BAND_BYTES, Contents, Progress, cut_bands
+from ferrodist.checkpoint.tools.reshard import BAND_BYTES, Progress, RewriteSource, row_blocks
 from ferrodist.checkpoint.writer import BLOCK_BYTES
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
@@ -71,7 +71,7 @@ class LoadedPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignTensor:
+class ExternalTensor:
     """A tensor in files of another maker; stands for it in a state.
 
     Args:
@@ -91,7 +91,7 @@ class ForeignTensor:
 
 
 @contextlib.contextmanager
-def explain_foreign(where: str) -> Iterator[None]:
+def explain_external(where: str) -> Iterator[None]:
     """Say of what the block can't use that it is in a file of another maker.
 
     Raises:
@@ -111,8 +111,8 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def make_contents(state: Any, storage: Storage) -> Contents:
-    """A state, in which `ForeignTensor`s may be where tensors are, for `rewrite`.
+def make_contents(state: Any, storage: Storage) -> RewriteSource:
+    """A state, in which `ExternalTensor`s may be where tensors are, for `rewrite`.
 
     Args:
         state: Nested dicts, lists and tuples; its own tensors are taken as they are.
@@ -122,7 +122,7 @@ def make_contents(state: Any, storage: Storage) -> Contents:
         TypeError, ValueError: A part of it can't be saved.
         DistCheckpointError: A tensor's parts are not the tensor.
     """
-    foreign: dict[int, ForeignTensor] = {}
+    foreign: dict[int, ExternalTensor] = {}
     encoder = Encoder(0)
     tree = encoder.encode(_with_stands(state, foreign))
     for key, tensor in encoder.tensors.items():
@@ -133,12 +133,12 @@ def make_contents(state: Any, storage: Storage) -> Contents:
         _check_whole(key, each, storage.url)
     own = {key: tensor for key, tensor in encoder.tensors.items() if key not in known}
     shapes = {key: (tuple(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in encoder.tensors.items()}
-    return Contents(tree=tree, tensors=shapes, source=_Source(storage, known, own))
+    return RewriteSource(tree=tree, tensors=shapes, source=_Source(storage, known, own))
 
 
-def _with_stands(node: Any, foreign: dict[int, ForeignTensor]) -> Any:
+def _with_stands(node: Any, foreign: dict[int, ExternalTensor]) -> Any:
     """The state with tensors of right shapes in the places of foreign ones, of which only one element is in memory."""
-    if isinstance(node, ForeignTensor):
+    if isinstance(node, ExternalTensor):
         dtype = dtype_from_name(node.dtype)
         first = torch.empty((1,) * len(node.shape), dtype=dtype, device="cpu")
         stand = first.expand(node.shape)
@@ -151,7 +151,7 @@ def _with_stands(node: Any, foreign: dict[int, ForeignTensor]) -> Any:
     return node
 
 
-def _check_whole(key: str, tensor: ForeignTensor, where: str) -> None:
+def _check_whole(key: str, tensor: ExternalTensor, where: str) -> None:
     boxes = [part.box for part in tensor.parts if part.box.numel]
     whole = Box((0,) * len(tensor.shape), tensor.shape)
     ranks = {len(box.shape) for box in boxes} | {len(box.offsets) for box in boxes}
@@ -171,7 +171,9 @@ def _check_whole(key: str, tensor: ForeignTensor, where: str) -> None:
 class _Source:
     """A `BoxSource` of foreign tensors, and of some in memory."""
 
-    def __init__(self, storage: Storage, foreign: Mapping[str, ForeignTensor], own: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, storage: Storage, foreign: Mapping[str, ExternalTensor], own: Mapping[str, torch.Tensor]
+    ) -> None:
         raw = {key: each for key, each in foreign.items() if all(isinstance(part, RawPart) for part in each.parts)}
         self._raw = raw.keys()
         self._loaded = {key: each for key, each in foreign.items() if key not in raw}
@@ -196,12 +198,12 @@ class _Source:
         """A part; the last one is kept, for bands follow each other in it."""
         if self._last is None or self._last[0] is not part:
             self._last = None
-            with explain_foreign(f"{self._url}: {key!r}"):
+            with explain_external(f"{self._url}: {key!r}"):
                 self._last = part, part.load()
         return self._last[1]
 
 
-def _manifest_of(storage: Storage, tensors: Mapping[str, ForeignTensor]) -> Manifest:
+def _manifest_of(storage: Storage, tensors: Mapping[str, ExternalTensor]) -> Manifest:
     """Where raw tensors lie, as if we had written them; there are no hashes."""
     parts = [part for each in tensors.values() for part in each.parts if isinstance(part, RawPart)]
     names = list(dict.fromkeys(part.file for part in parts))
@@ -242,7 +244,7 @@ def _manifest_of(storage: Storage, tensors: Mapping[str, ForeignTensor]) -> Mani
 
 
 @contextlib.contextmanager
-def open_whole(
+def materialize(
     path: str | os.PathLike[str],
     beside: Path,
     *,
@@ -276,7 +278,7 @@ def open_whole(
             def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
                 return _map(Path(folder) / str(next(names)), shape, dtype)
 
-            matching = Matching(manifest, 0, 1, ShardMetadata(num_ranks=1), make=make)
+            matching = LoadPlanner(manifest, 0, 1, ShardMetadata(num_ranks=1), make=make)
             try:
                 build = matching.decode(_plain(manifest.tree))
             except OSError as error:
@@ -285,7 +287,7 @@ def open_whole(
             sizes = {key: dtype_from_name(manifest.tensors[key].dtype).itemsize for key, _, _ in matching.targets}
             meter = Progress(sum(tensor.numel() * sizes[key] for key, tensor, _ in matching.targets), progress)
             for key, tensor, _ in matching.targets:
-                for band in cut_bands(tuple(tensor.shape), BAND_BYTES // sizes[key]):
+                for band in row_blocks(tuple(tensor.shape), BAND_BYTES // sizes[key]):
                     reader.read_box(key, band, band.take(tensor))
                     meter.add(band.numel * sizes[key])
             yield build()

@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ferrodist.checkpoint.convert.common import (
-    ForeignTensor,
+    ExternalTensor,
     LoadedPart,
     RawPart,
-    explain_foreign,
+    explain_external,
     make_contents,
-    open_whole,
+    materialize,
 )
 from ferrodist.checkpoint.convert.pickle_reader import Global, Items, Made, check_written_out, read_pickle
 from ferrodist.checkpoint.convert.torch_pickle import load_checked
@@ -296,7 +296,7 @@ def import_dcp(
     """
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
     try:
-        with explain_foreign(storage.url):
+        with explain_external(storage.url):
             if METADATA_NAME not in storage.list_names():
                 what = f"{storage.url} is no folder of torch.distributed.checkpoint: {METADATA_NAME} is missing"
                 raise DistCheckpointError(f"{what}. {other}" if (other := describe_other(storage)) else what)
@@ -315,22 +315,22 @@ class _Folder:
         self._sizes: dict[str, int] = {}
 
     def state(self) -> Any:
-        """The state that was saved, with `ForeignTensor`s."""
+        """The state that was saved, with `ExternalTensor`s."""
         state: dict[Any, Any] = {}
         for name, found in self._metadata.tensors.items():
-            with explain_foreign(f"{self._storage.url}: {name!r}"):
+            with explain_external(f"{self._storage.url}: {name!r}"):
                 value = self._load(self._item(name, None)) if found is None else self._tensor(name, found)
             _put(state, self._metadata.paths.get(name, (name,)), value)
         return _with_lists(state)
 
-    def _tensor(self, name: str, found: DcpTensor) -> ForeignTensor:
+    def _tensor(self, name: str, found: DcpTensor) -> ExternalTensor:
         dtype = found.dtype
         parts = [self._part(name, box, dtype) for box in found.chunks]
         if not all(isinstance(part, RawPart) for part in parts):
             parts = [
                 LoadedPart(box=part.box, load=partial(self._load, self._item(name, part.box.offsets))) for part in parts
             ]
-        return ForeignTensor(shape=found.shape, dtype=dtype_name(dtype), parts=parts)  # type: ignore[arg-type]
+        return ExternalTensor(shape=found.shape, dtype=dtype_name(dtype), parts=parts)  # type: ignore[arg-type]
 
     def _part(self, name: str, box: Box, dtype: torch.dtype) -> RawPart | LoadedPart:
         """A chunk: where its bytes are, if they lie row-major."""
@@ -413,7 +413,7 @@ def export_dcp(
     place = Path(new_path).absolute()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise DistCheckpointError(f"{place} is there already: name a folder that is not, or is empty")
-    with open_whole(path, place.parent, storage_options=storage_options, progress=progress) as state:
+    with materialize(path, place.parent, storage_options=storage_options, progress=progress) as state:
         if not isinstance(state, dict):
             raise DistCheckpointError(
                 f"{path} has {with_article(type(state).__name__)}, and torch.distributed.checkpoint keeps dicts"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ferrodist.checkpoint.convert.common import ForeignTensor, RawPart, explain_foreign, make_contents
+from ferrodist.checkpoint.convert.common import ExternalTensor, RawPart, explain_external, make_contents
 from ferrodist.checkpoint.format.dtypes import name_of_safetensors_dtype
 from ferrodist.checkpoint.format.manifest import INDEX_NAME, LENGTH_BYTES, MANIFEST_NAME, MAX_HEADER_BYTES, SINGLE_NAME
 from ferrodist.checkpoint.format.safetensors import parse_header
@@ -14,7 +14,7 @@ from ferrodist.checkpoint.format.tree import tensor_key
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import describe_other, read_manifest
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import Contents, RewriteOptions, rewrite
+from ferrodist.checkpoint.tools.reshard import RewriteOptions, RewriteSource, rewrite
 from ferrodist.errors import DistCheckpointError
 from ferrodist.tensor.local_shards import Box
 from ferrodist.wording import counted
@@ -56,14 +56,14 @@ def import_hugging_face(
     """
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
     try:
-        with explain_foreign(storage.url):
+        with explain_external(storage.url):
             contents = make_contents(_find_tensors(storage), storage)
         rewrite(contents, new_storage, options or RewriteOptions())
     finally:
         storage.close()
 
 
-def _find_tensors(storage: Storage) -> dict[str, ForeignTensor]:
+def _find_tensors(storage: Storage) -> dict[str, ExternalTensor]:
     names = set(storage.list_names())
     if MANIFEST_NAME in names:
         raise DistCheckpointError(f"{storage.url} is a checkpoint of ferrodist already: reshard makes another of it")
@@ -83,7 +83,7 @@ def _find_tensors(storage: Storage) -> dict[str, ForeignTensor]:
     return {name: files[file][name] for name, file in places.items()}
 
 
-def _tensors_of(storage: Storage, file: str) -> dict[str, ForeignTensor]:
+def _tensors_of(storage: Storage, file: str) -> dict[str, ExternalTensor]:
     """The tensors of a file."""
     where, size = f"{storage.url}/{file}", storage.size_bytes(file)
     head = bytearray(LENGTH_BYTES)
@@ -96,7 +96,7 @@ def _tensors_of(storage: Storage, file: str) -> dict[str, ForeignTensor]:
     header = bytearray(begin)
     storage.read(file, 0, memoryview(header))
     found = {}
-    with explain_foreign(where):
+    with explain_external(where):
         entries = parse_header(bytes(header))
         _check_layout(entries, size - begin, where)
         for name, entry in entries.items():
@@ -105,7 +105,7 @@ def _tensors_of(storage: Storage, file: str) -> dict[str, ForeignTensor]:
                 raise DistCheckpointError(f"{where} is damaged or cut off: tensor {name!r} ends after its end")
             dtype = name_of_safetensors_dtype(entry.dtype)
             box = Box((0,) * len(entry.shape), entry.shape)
-            found[name] = ForeignTensor(
+            found[name] = ExternalTensor(
                 shape=entry.shape, dtype=dtype, parts=[RawPart(box=box, file=file, start=begin + start)]
             )
             if found[name].size_bytes != stop - start:
@@ -172,7 +172,7 @@ def export_hugging_face(
             raise DistCheckpointError(f"{storage.url} has no tensors{'' if part is None else f' in {part!r}'}")
         tensors = {names[key]: (tensor.shape, tensor.dtype) for key, tensor in manifest.tensors.items() if key in names}
         source = _Renamed(CheckpointReader(storage, manifest, verify=True), {name: key for key, name in names.items()})
-        contents = Contents(tree=tree, tensors=tensors, source=source, world_size=manifest.world_size)
+        contents = RewriteSource(tree=tree, tensors=tensors, source=source, world_size=manifest.world_size)
         rewrite(contents, new_storage, options, single_name=SINGLE_NAME)
     finally:
         storage.close()

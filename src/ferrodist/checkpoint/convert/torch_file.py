@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.checkpoint.convert.common import explain_foreign, make_contents, open_whole
+from ferrodist.checkpoint.convert.common import explain_external, make_contents, materialize
 from ferrodist.checkpoint.convert.torch_pickle import check_pickles
 from ferrodist.checkpoint.retention import describe_other
 from ferrodist.checkpoint.storage import LocalStorage, open_storage
@@ -50,7 +50,7 @@ def import_torch_file(
         raise DistCheckpointError(
             f"{place} is a folder, not a file of torch.save. {describe_other(LocalStorage(place))}".strip()
         )
-    with explain_foreign(str(place)):
+    with explain_external(str(place)):
         state = _load(place)
         contents = make_contents(state, LocalStorage(place.parent))
     rewrite(contents, storage, options or RewriteOptions())
@@ -100,7 +100,7 @@ def export_torch_file(
         DistCheckpointError: There is no checkpoint, it is damaged, or the file can't be written.
     """
     place = Path(file).absolute()
-    with open_whole(path, place.parent, storage_options=storage_options, progress=progress) as state:
+    with materialize(path, place.parent, storage_options=storage_options, progress=progress) as state:
         made = place.with_name(f".{place.name}.{secrets.token_hex(8)}")  # which nobody else can have made a link before
         try:
             with made.open("xb") as opened:

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from ferrodist.checkpoint.format.dtypes import dtype_from_name, dtype_name
-from ferrodist.tensor.local_shards import find_piece
+from ferrodist.tensor.local_shards import flat_shard_of
 from ferrodist.wording import with_article
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class PerRank:
         return f"PerRank({self.value!r})"
 
 
-class Unsaved:
+class SavedElsewhere:
     """Marks a tensor that this rank has too, but another one saves.
 
     Args:
@@ -130,7 +130,7 @@ class Encoder:
             ValueError: It is nested too deeply, or two tensors would have one name.
         """
         check_depth(path)
-        if isinstance(value, (torch.Tensor, Unsaved)):
+        if isinstance(value, (torch.Tensor, SavedElsewhere)):
             return {"tensor": self._add_tensor(value, path)}
         if isinstance(value, np.ndarray):
             return {"array": self._add(self._from_array(value, path), path)}
@@ -148,7 +148,7 @@ class Encoder:
     def _encode_members(self, members: Sequence[Any], path: tuple[object, ...]) -> list[Node]:
         return [self.encode(each, (*path, place)) for place, each in enumerate(members)]
 
-    def _add_tensor(self, value: torch.Tensor | Unsaved, path: tuple[object, ...]) -> str:
+    def _add_tensor(self, value: torch.Tensor | SavedElsewhere, path: tuple[object, ...]) -> str:
         if isinstance(value, torch.Tensor):
             return self._add(value, path)
         key = self._add(value.tensor, path)
@@ -210,7 +210,7 @@ def tensor_identity(tensor: torch.Tensor) -> object:
     if plain.is_nested or not plain.numel() or plain.layout is not torch.strided or plain.device.type == "meta":
         return id(tensor)
     lies = plain.data_ptr(), tuple(plain.shape), plain.stride(), plain.dtype, plain.is_conj(), plain.is_neg()
-    return (*lies, getattr(tensor, "_layout", None), find_piece(tensor))
+    return (*lies, getattr(tensor, "_layout", None), flat_shard_of(tensor))
 
 
 def check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:

@@ -15,7 +15,7 @@ from ferrodist.checkpoint.format.tree import decode_leaf, is_leaf_node, leaf_tex
 from ferrodist.checkpoint.reader import CheckpointReader
 from ferrodist.checkpoint.retention import read_manifest
 from ferrodist.checkpoint.storage import open_storage
-from ferrodist.checkpoint.tools.reshard import BAND_BYTES, Progress, cut_bands
+from ferrodist.checkpoint.tools.reshard import BAND_BYTES, Progress, row_blocks
 from ferrodist.wording import counted
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def _compare_elements(
     shape = manifests[0].tensors[keys[0]].shape
     count, largest = 0, 0.0
     # Differences are formed in 16 bytes an element at most.
-    for band in cut_bands(shape, BAND_BYTES // 16):
+    for band in row_blocks(shape, BAND_BYTES // 16):
         parts = [torch.empty(band.shape, dtype=dtype, device="cpu") for dtype in dtypes]
         for reader, key, part in zip(readers, keys, parts, strict=True):
             reader.read_box(key, band, part)

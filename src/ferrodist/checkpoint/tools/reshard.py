@@ -23,7 +23,7 @@ import torch
 
 from ferrodist.checkpoint.format.dtypes import dtype_from_name
 from ferrodist.checkpoint.reader import CheckpointReader
-from ferrodist.checkpoint.retention import check_is_ours, read_manifest
+from ferrodist.checkpoint.retention import check_owned, read_manifest
 from ferrodist.checkpoint.save import DEFAULT_FILE_BYTES, commit, make_manifest
 from ferrodist.checkpoint.save_plan import BoxReport, SavePlan, StateReport, TensorReport, plan_save
 from ferrodist.checkpoint.storage import open_storage
@@ -52,7 +52,7 @@ class BoxSource(Protocol):
         """Fill a tensor of the box's shape with a box of a tensor."""
 
 
-def cut_bands(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
+def row_blocks(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
     """Boxes that are a tensor together, and follow each other as its elements do, in row-major order.
 
     The elements of any box of the tensor come in their own row-major order, too, if it is cut by these bands.
@@ -71,7 +71,7 @@ def cut_bands(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
             yield Box((row, *[0] * len(rest)), (min(num_rows, size - row), *rest))
         return
     for row in range(size):
-        for band in cut_bands(tuple(rest), max_elements):
+        for band in row_blocks(tuple(rest), max_elements):
             yield Box((row, *band.offsets), (1, *band.shape))
 
 
@@ -114,7 +114,7 @@ _UPLOAD_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
+class RewriteSource:
     """What goes into a checkpoint.
 
     Args:
@@ -180,7 +180,9 @@ class RewriteOptions:
         return None if dim is None else dim % len(shape)
 
 
-def rewrite(contents: Contents, storage: Storage, options: RewriteOptions, *, single_name: str | None = None) -> None:
+def rewrite(
+    contents: RewriteSource, storage: Storage, options: RewriteOptions, *, single_name: str | None = None
+) -> None:
     """Write a checkpoint; what is in the folder is replaced at once at the end, as by `save_distributed`.
 
     Args:
@@ -195,7 +197,7 @@ def rewrite(contents: Contents, storage: Storage, options: RewriteOptions, *, si
     reports = _make_reports(contents, options)
     save_id = uuid.uuid4().hex[:12]
     try:
-        check_is_ours(storage)
+        check_owned(storage)
         plan = plan_save(reports, prefix=f"model-{save_id}", max_file_bytes=options.max_file_bytes)
         del reports
         storage.begin(save_id)
@@ -230,7 +232,7 @@ def _open_at_once(storage: Storage, options: RewriteOptions) -> int:
     return max(1, min(_MOST_OPEN_FILES, options.max_memory_bytes // 2 // _UPLOAD_BYTES))
 
 
-def _make_reports(contents: Contents, options: RewriteOptions) -> list[StateReport]:
+def _make_reports(contents: RewriteSource, options: RewriteOptions) -> list[StateReport]:
     """What each rank would have."""
     reports = [StateReport(contents.tree, {}) for _ in range(options.num_ranks)]
     own = _own_keys(contents.tree)
@@ -290,7 +292,7 @@ def _own_keys(tree: Any) -> dict[str, int]:
 
 
 def _write(
-    contents: Contents, plan: SavePlan, files: list[list[FileStream]], at_once: int, options: RewriteOptions
+    contents: RewriteSource, plan: SavePlan, files: list[list[FileStream]], at_once: int, options: RewriteOptions
 ) -> None:
     sizes = {key: dtype_from_name(tensor.dtype).itemsize for key, tensor in plan.tensors.items()}
     total = sum(prod(tensor.shape) * sizes[key] for key, tensor in plan.tensors.items())
@@ -305,7 +307,7 @@ def _write(
                 takers.setdefault(span.key, []).append((span, file))
         try:
             for key in sorted(takers, key=_file_order(plan, sizes)):
-                bands = cut_bands(plan.tensors[key].shape, max(1, band_bytes // sizes[key]))
+                bands = row_blocks(plan.tensors[key].shape, max(1, band_bytes // sizes[key]))
                 for band in bands:
                     progress.add(_write_band(contents.source, key, plan.tensors[key].dtype, band, takers[key]))
             for file in streams:
@@ -388,7 +390,7 @@ def reshard(
     storage, new_storage = open_storage(path, storage_options), open_storage(new_path, new_storage_options)
     try:
         manifest = read_manifest(storage)
-        contents = Contents(
+        contents = RewriteSource(
             tree=manifest.tree,
             tensors={key: (tensor.shape, tensor.dtype) for key, tensor in manifest.tensors.items()},
             source=CheckpointReader(storage, manifest, verify=verify),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ferrodist.errors import DistributedError
 
 
-class TensorCollectives(Protocol):
+class CollectiveEngine(Protocol):
     """The tensor collectives of one group, as an engine does them.
 
     All tensors are one-dimensional, contiguous, and on the device that the engine serves, of a dtype in `DTYPES`;
@@ -116,8 +116,8 @@ class TensorCollectives(Protocol):
         """
 
 
-class Collectives(TensorCollectives, Protocol):
-    """`TensorCollectives` that may run in any thread, and what else ranks say together on the host."""
+class HostEngine(CollectiveEngine, Protocol):
+    """`CollectiveEngine` that may run in any thread, and what else ranks say together on the host."""
 
     def await_turn(self, sequence: int) -> None:
         """Return when the collective at this position may begin, or the group has ended: its time counts from then."""
@@ -129,7 +129,7 @@ class Collectives(TensorCollectives, Protocol):
         """Return when all ranks have called."""
 
 
-class Enqueued(Protocol):
+class StreamWork(Protocol):
     """Work that an engine has put on a stream of its own. The engine keeps its tensors until it is done."""
 
     @property
@@ -143,7 +143,7 @@ class Enqueued(Protocol):
         """Have the current stream wait for it; the host does not."""
 
 
-class DeviceMessages(Protocol):
+class DeviceP2P(Protocol):
     """Tensors on GPUs from rank to rank, in one group."""
 
     def exchange(self, operations: Sequence[Send | Recv], *, timeout: float) -> list[int]:
@@ -154,8 +154,8 @@ class DeviceMessages(Protocol):
         """
 
 
-class EnqueuingCollectives(TensorCollectives, Protocol):
-    """`TensorCollectives` whose methods return when the work is on a stream, without a wait for other ranks.
+class StreamEngine(CollectiveEngine, Protocol):
+    """`CollectiveEngine` whose methods return when the work is on a stream, without a wait for other ranks.
 
     What a thread calls between `begin_async` and `end_async` is not ordered before what comes after in its current
     stream. No other thread is affected, but may have to wait: ranks must enqueue in the order in which they `reserve`.
@@ -167,5 +167,5 @@ class EnqueuingCollectives(TensorCollectives, Protocol):
     def begin_async(self) -> None:
         """Let the current stream not wait for what this thread calls, until `end_async`."""
 
-    def end_async(self) -> Enqueued:
+    def end_async(self) -> StreamWork:
         """What was called since `begin_async`; it is called once after each of these, also when a call has raised."""

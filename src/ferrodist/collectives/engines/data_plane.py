@@ -31,7 +31,7 @@ from ferrodist.backends.request import answer_seconds
 from ferrodist.backends.signature import MAX_PAYLOAD
 from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.arguments import bytes_of, compute_shard_sizes, offsets_of
-from ferrodist.collectives.engines.reference import ReferenceCollectives, Run, call_of, is_tiny, payload_for
+from ferrodist.collectives.engines.reference import CollectiveRun, ReferenceEngine, call_of, is_tiny, payload_for
 from ferrodist.collectives.reduce_op import fold
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.signature import Call
+    from ferrodist.backends.signature import CollectiveSignature
     from ferrodist.collectives.reduce_op import Op
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ _SEGMENT_BYTES = 1 << 20
 _COUNT = struct.Struct("<q")
 
 
-class MovedCollectives(ReferenceCollectives):
+class DataPlaneEngine(ReferenceEngine):
     """`Collectives` of a group with a `mover`.
 
     They run one after the other, in the order of their positions, whatever threads call them.
@@ -244,13 +244,15 @@ class MovedCollectives(ReferenceCollectives):
         return self._group.mover.turns
 
     @contextmanager
-    def _turn(self, call: Call, payload: bytes, timeout: float, sequence: int) -> Iterator[_MovedRun]:
+    def _turn(
+        self, call: CollectiveSignature, payload: bytes, timeout: float, sequence: int
+    ) -> Iterator[_DataPlaneRun]:
         """The group's mover to ourselves, once all ranks have made the call."""
         deadline = Deadline(timeout)
         call = call.with_payload(payload)
         with self._turns.hold(sequence, timeout):  # without a turn the agreement says so
             payloads = self._group.agreement.reach(call, deadline.remaining(), sequence)
-            run = _MovedRun(self._group, call, sequence, deadline, payloads)
+            run = _DataPlaneRun(self._group, call, sequence, deadline, payloads)
             try:
                 yield run
             except DistributedError:
@@ -261,10 +263,12 @@ class MovedCollectives(ReferenceCollectives):
                 raise
 
 
-class _MovedRun(Run):
+class _DataPlaneRun(CollectiveRun):
     """One collective that all ranks have agreed on, and that the group's mover moves."""
 
-    def __init__(self, group: Backend, call: Call, sequence: int, deadline: Deadline, payloads: list[bytes]) -> None:
+    def __init__(
+        self, group: Backend, call: CollectiveSignature, sequence: int, deadline: Deadline, payloads: list[bytes]
+    ) -> None:
         super().__init__(group, call, sequence, deadline, payloads)
         self._mover: Mover = group.mover
 
@@ -278,7 +282,7 @@ class _MovedRun(Run):
             if not self._mover.wait_for(requests, self.deadline):
                 if self._group.failure is not None:
                     raise self._group.failure.fresh()
-                late = self._group.find_late(tuple(sorted(self.peers)), answer_seconds(self.deadline.timeout))
+                late = self._group.find_stragglers(tuple(sorted(self.peers)), answer_seconds(self.deadline.timeout))
                 error = DistributedTimeoutError("the data did not come", ranks=late.ranks)
                 error.detail = late.detail
                 raise error

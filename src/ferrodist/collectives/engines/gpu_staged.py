@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.backends.sequencer import Turns
-from ferrodist.backends.signature import Call
+from ferrodist.backends.sequencer import InterruptibleTicketQueue
+from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.subgroup import SubBackend
 from ferrodist.backends.verification import left_reason
 from ferrodist.collectives.arguments import writing_to
-from ferrodist.collectives.cuda import SEGMENT_BYTES, Lane, NotReachedError, streams_of, wait_until_passed
-from ferrodist.collectives.engines.gpu_staged_plan import Parts, Plan
-from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.cuda import SEGMENT_BYTES, CopyPipeline, NotReachedError, streams_of, wait_until_passed
+from ferrodist.collectives.engines.gpu_staged_plan import Partition, StagedOp
+from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.collectives.facts import dtype_text, read_facts
 from ferrodist.collectives.reduce_op import DTYPES, Op, ReduceOp
 from ferrodist.collectives.symmetric_memory import empty_symmetric
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.collectives.cuda import Streams
-    from ferrodist.collectives.engines.base import Collectives
-    from ferrodist.collectives.engines.gpu_staged_plan import Window
+    from ferrodist.collectives.engines.base import HostEngine
+    from ferrodist.collectives.engines.gpu_staged_plan import ChunkRange
 
 _KEY = "collectives.staged"
 
@@ -56,8 +56,8 @@ _CLOSE_SECONDS = 1.0
 """How long closing a group waits for copies to a device."""
 
 
-class StagedCollectives:
-    """`Collectives` of tensors on GPUs, each of which returns when the host has done its part.
+class HostStagedEngine:
+    """`HostEngine` of tensors on GPUs, each of which returns when the host has done its part.
 
     Args:
         group: Any backend whose engine carries tensors on the CPU.
@@ -74,8 +74,8 @@ class StagedCollectives:
         self._group = group
         self._find_streams = find_streams
         self._segment_bytes = segment_bytes
-        self._turns = Turns(lambda: group.failure)
-        self._lanes: dict[torch.device, Lane] = {}
+        self._turns = InterruptibleTicketQueue(lambda: group.failure)
+        self._lanes: dict[torch.device, CopyPipeline] = {}
         self._inner: SubBackend | None = None
         self._has_shared = False
         group.on_synchronize(self._synchronize)
@@ -83,7 +83,7 @@ class StagedCollectives:
 
     def reserve(self) -> int:
         """Take the next position among the group's collectives."""
-        return self._turns.reserve(collectives_of(self._group).reserve)
+        return self._turns.reserve(host_engine_of(self._group).reserve)
 
     def await_turn(self, sequence: int) -> None:
         """Return when all before have ended, or the group has."""
@@ -91,22 +91,22 @@ class StagedCollectives:
             self._turns.wait_for(sequence, Deadline(math.inf))
         except DistributedError:
             return  # the operation raises it
-        collectives_of(self._group).await_turn(sequence)
+        host_engine_of(self._group).await_turn(sequence)
 
     def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
         """Give every rank the bytes of each, in rank order."""
         with self._turns.using(sequence):
-            return collectives_of(self._group).share(operation, payload, timeout=timeout, sequence=sequence)
+            return host_engine_of(self._group).share(operation, payload, timeout=timeout, sequence=sequence)
 
     def barrier(self, *, timeout: float, sequence: int) -> None:
         """Return when all ranks have called."""
         with self._turns.using(sequence):
-            collectives_of(self._group).barrier(timeout=timeout, sequence=sequence)
+            host_engine_of(self._group).barrier(timeout=timeout, sequence=sequence)
 
     def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int) -> None:
         """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
 
-        def work(engine: Collectives, near: torch.Tensor, *_: object, **place: Any) -> None:
+        def work(engine: HostEngine, near: torch.Tensor, *_: object, **place: Any) -> None:
             engine.allreduce(near, near, op, **place)
 
         call = _call("allreduce", source, source.numel(), op=op)
@@ -124,7 +124,7 @@ class StagedCollectives:
     ) -> None:
         """Fold ``source`` over the ranks into the root's ``out``, which may be its ``source``; None elsewhere."""
 
-        def work(engine: Collectives, near: torch.Tensor, *_: object, **place: Any) -> None:
+        def work(engine: HostEngine, near: torch.Tensor, *_: object, **place: Any) -> None:
             engine.reduce(None if out is None else near, near, op, root, **place)
 
         call = _call("reduce", source, source.numel(), op=op, root=root)
@@ -133,7 +133,7 @@ class StagedCollectives:
     def broadcast(self, tensor: torch.Tensor, root: int, *, timeout: float, sequence: int) -> None:
         """Copy the root's ``tensor`` into every rank's."""
 
-        def work(engine: Collectives, near: torch.Tensor, *_: object, **place: Any) -> None:
+        def work(engine: HostEngine, near: torch.Tensor, *_: object, **place: Any) -> None:
             engine.broadcast(near, root, **place)
 
         call = _call("broadcast", tensor, tensor.numel(), root=root)
@@ -152,11 +152,15 @@ class StagedCollectives:
     ) -> None:
         """Copy every rank's ``source`` into every ``out``, one after the other; ``counts[r]`` is rank r's size."""
 
-        def work(engine: Collectives, near: torch.Tensor, far: torch.Tensor, window: Window, **place: Any) -> None:
+        def work(engine: HostEngine, near: torch.Tensor, far: torch.Tensor, window: ChunkRange, **place: Any) -> None:
             engine.all_gather(far, near, window.sizes(counts), dim=dim, **place)
 
         call = _call("all_gather", out, out.numel(), dim=dim)
-        self._run(_by_parts(call, source, Parts(source, [source.numel()]), Parts(out, counts), work), timeout, sequence)
+        self._run(
+            _by_parts(call, source, Partition(source, [source.numel()]), Partition(out, counts), work),
+            timeout,
+            sequence,
+        )
 
     def gather(
         self,
@@ -170,11 +174,15 @@ class StagedCollectives:
     ) -> None:
         """Copy every rank's ``source`` into the root's ``out``; None elsewhere."""
 
-        def work(engine: Collectives, near: torch.Tensor, far: torch.Tensor, window: Window, **place: Any) -> None:
+        def work(engine: HostEngine, near: torch.Tensor, far: torch.Tensor, window: ChunkRange, **place: Any) -> None:
             engine.gather(None if out is None else far, near, window.sizes(counts), root, **place)
 
         call = _call("gather", source, sum(counts), root=root)
-        self._run(_by_parts(call, source, Parts(source, [source.numel()]), Parts(out, counts), work), timeout, sequence)
+        self._run(
+            _by_parts(call, source, Partition(source, [source.numel()]), Partition(out, counts), work),
+            timeout,
+            sequence,
+        )
 
     def scatter(
         self,
@@ -188,11 +196,13 @@ class StagedCollectives:
     ) -> None:
         """Copy part r of the root's ``source``, of ``counts[r]`` elements, into rank r's ``out``."""
 
-        def work(engine: Collectives, near: torch.Tensor, far: torch.Tensor, window: Window, **place: Any) -> None:
+        def work(engine: HostEngine, near: torch.Tensor, far: torch.Tensor, window: ChunkRange, **place: Any) -> None:
             engine.scatter(far, None if source is None else near, window.sizes(counts), root, **place)
 
         call = _call("scatter", out, sum(counts), root=root)
-        self._run(_by_parts(call, out, Parts(source, counts), Parts(out, [out.numel()]), work), timeout, sequence)
+        self._run(
+            _by_parts(call, out, Partition(source, counts), Partition(out, [out.numel()]), work), timeout, sequence
+        )
 
     def reduce_scatter(
         self,
@@ -207,11 +217,11 @@ class StagedCollectives:
     ) -> None:
         """Fold part r of every rank's ``source`` into rank r's ``out``."""
 
-        def work(engine: Collectives, near: torch.Tensor, far: torch.Tensor, window: Window, **place: Any) -> None:
+        def work(engine: HostEngine, near: torch.Tensor, far: torch.Tensor, window: ChunkRange, **place: Any) -> None:
             engine.reduce_scatter(far, near, window.sizes(counts), op, dim=dim, **place)
 
         call = _call("reduce_scatter", source, source.numel(), op=op, dim=dim)
-        parts = Parts(source, counts), Parts(out, [out.numel()])
+        parts = Partition(source, counts), Partition(out, [out.numel()])
         self._run(_by_parts(call, out, *parts, work, number=op.number), timeout, sequence)
 
     def all_to_all(
@@ -227,14 +237,14 @@ class StagedCollectives:
     ) -> None:
         """Send part r of ``source`` to rank r, and collect what the ranks sent here in ``out``."""
 
-        def work(engine: Collectives, near: torch.Tensor, far: torch.Tensor, window: Window, **place: Any) -> None:
+        def work(engine: HostEngine, near: torch.Tensor, far: torch.Tensor, window: ChunkRange, **place: Any) -> None:
             engine.all_to_all(far, near, window.sizes(send_counts), window.sizes(receive_counts), unit=unit, **place)
 
         call = _call("all_to_all", source, unit)
-        parts = Parts(source, send_counts), Parts(out, receive_counts)
+        parts = Partition(source, send_counts), Partition(out, receive_counts)
         self._run(_by_parts(call, out, *parts, work, differs=True), timeout, sequence)
 
-    def _run(self, plan: Plan, timeout: float, sequence: int) -> None:
+    def _run(self, plan: StagedOp, timeout: float, sequence: int) -> None:
         """Do an operation; what fails in the middle ends the group, for its ranks are out of step then."""
         group, deadline = self._group, Deadline(timeout)
         try:
@@ -253,15 +263,15 @@ class StagedCollectives:
             group.abort(left_reason(group.rank, plan.call, failure))
             raise
 
-    def _do(self, plan: Plan, deadline: Deadline, sequence: int) -> None:
+    def _do(self, plan: StagedOp, deadline: Deadline, sequence: int) -> None:
         self._check_alive()
         if not self._turns.wait_for(sequence, deadline):
             raise self._late(plan, deadline, "what this rank started before it has not ended")
         device = plan.like.device
         lane = self._lanes.get(device)
         if lane is None:
-            lane = self._lanes[device] = Lane(self._find_streams(device), self._segment_bytes)
-        engine = collectives_of(self._group)
+            lane = self._lanes[device] = CopyPipeline(self._find_streams(device), self._segment_bytes)
+        engine = host_engine_of(self._group)
         windows = plan.windows(plan.largest, self._segment_bytes)
         if len(windows) == 1 and not plan.differs:
             only = plan.segment(windows[0], engine, lambda: (deadline.remaining(), sequence))
@@ -271,7 +281,7 @@ class StagedCollectives:
         inner = self._inner_group()
         if not self._has_shared:
             self._share_memory(inner, lane, deadline)
-        engine = collectives_of(inner)
+        engine = host_engine_of(inner)
         segments = [
             plan.segment(window, engine, lambda: (deadline.remaining(), engine.reserve())) for window in windows
         ]
@@ -281,12 +291,12 @@ class StagedCollectives:
         if self._group.failure is not None:
             raise self._group.failure.fresh()
 
-    def _agree(self, plan: Plan, deadline: Deadline, sequence: int) -> int:
+    def _agree(self, plan: StagedOp, deadline: Deadline, sequence: int) -> int:
         """Compare the operation with the other ranks'; returns the elements of the largest part on any."""
         call = plan.call
         place = DTYPES.index(plan.like.dtype)
         head = _HEAD.pack(place, plan.number, call.root, call.dim, call.count, plan.largest)
-        engine = collectives_of(self._group)
+        engine = host_engine_of(self._group)
         name = f"{call.operation} on GPUs"
         payloads = engine.share(name, head, timeout=deadline.remaining(), sequence=sequence)
         heads = read_facts(_HEAD, payloads, self._group, name)
@@ -306,7 +316,7 @@ class StagedCollectives:
             group.on_close(inner.close)
         return self._inner
 
-    def _share_memory(self, inner: SubBackend, lane: Lane, deadline: Deadline) -> None:
+    def _share_memory(self, inner: SubBackend, lane: CopyPipeline, deadline: Deadline) -> None:
         """Have the first device's slots in symmetric memory, where there is any: then nothing is copied aside.
 
         All ranks come to this in the same operation. Where a rank's other devices take turns with the first, the engine
@@ -324,7 +334,7 @@ class StagedCollectives:
             # It may be collected without being closed; and at exit the driver goes by itself.
             weakref.finalize(lane, release).atexit = False
 
-    def _late(self, plan: Plan, deadline: Deadline, why: str) -> DistributedTimeoutError:
+    def _late(self, plan: StagedOp, deadline: Deadline, why: str) -> DistributedTimeoutError:
         return DistributedTimeoutError(
             f"{plan.call} on group {self._group.name!r}: {why}, after {Elapsed.of(deadline)}. Pass a larger timeout."
             f" Reported by rank {self._group.rank}.",
@@ -356,31 +366,31 @@ class StagedCollectives:
 _making = threading.Lock()
 
 
-def staged_collectives_of(group: Backend) -> StagedCollectives:
+def host_staged_engine_of(group: Backend) -> HostStagedEngine:
     """The staged collectives of a group, made when first needed."""
     found = group.attachments.get(_KEY)
     if found is None:
         with _making:
             found = group.attachments.get(_KEY)
             if found is None:
-                found = group.attachments[_KEY] = StagedCollectives(group)
-    assert isinstance(found, StagedCollectives)
+                found = group.attachments[_KEY] = HostStagedEngine(group)
+    assert isinstance(found, HostStagedEngine)
     return found
 
 
 def _by_elements(
-    call: Call, source: torch.Tensor | None, out: torch.Tensor | None, work: Any, *, number: int = -1
-) -> Plan:
+    call: CollectiveSignature, source: torch.Tensor | None, out: torch.Tensor | None, work: Any, *, number: int = -1
+) -> StagedOp:
     """An operation whose result takes the place of its input, element by element."""
     like = out if source is None else source
     assert like is not None
     counts = [like.numel()]
-    return Plan(
+    return StagedOp(
         call=call,
         number=number,
         like=like,
-        source=Parts(source, counts),
-        out=Parts(out, counts),
+        source=Partition(source, counts),
+        out=Partition(out, counts),
         in_place=True,
         share=1,
         largest=like.numel(),
@@ -389,10 +399,17 @@ def _by_elements(
 
 
 def _by_parts(
-    call: Call, like: torch.Tensor, source: Parts, out: Parts, work: Any, *, number: int = -1, differs: bool = False
-) -> Plan:
+    call: CollectiveSignature,
+    like: torch.Tensor,
+    source: Partition,
+    out: Partition,
+    work: Any,
+    *,
+    number: int = -1,
+    differs: bool = False,
+) -> StagedOp:
     """An operation on a part for each rank, on one side or both."""
-    return Plan(
+    return StagedOp(
         call=call,
         number=number,
         like=like,
@@ -408,8 +425,8 @@ def _by_parts(
 
 def _call(
     operation: str, tensor: torch.Tensor, count: int, *, op: Op | None = None, root: int = -1, dim: int = -1
-) -> Call:
-    return Call(
+) -> CollectiveSignature:
+    return CollectiveSignature(
         operation=operation,
         dtype=str(tensor.dtype).removeprefix("torch."),
         reduce_op="" if op is None else str(op),
@@ -419,11 +436,11 @@ def _call(
     )
 
 
-def _call_of(operation: str, said: tuple[int, ...], sequence: int) -> Call:
+def _call_of(operation: str, said: tuple[int, ...], sequence: int) -> CollectiveSignature:
     """What a rank said of its operation, in words."""
     place, number, root, dim, count = said
     ops = [*map(str, ReduceOp), "premultiplied_sum"]
-    return Call(
+    return CollectiveSignature(
         operation=operation,
         dtype=dtype_text(place),
         reduce_op="" if number < 0 else ops[number] if number < len(ops) else f"reduction {number}",
@@ -434,8 +451,8 @@ def _call_of(operation: str, said: tuple[int, ...], sequence: int) -> Call:
     )
 
 
-class StagedMessages:
-    """`DeviceMessages` over a group's own messages: tensors are on their way when the device has come to them.
+class HostStagedP2P:
+    """`DeviceP2P` over a group's own messages: tensors are on their way when the device has come to them.
 
     Args:
         group: Any backend whose messages carry tensors on the CPU.

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ferrodist.backends.signature import Call
-    from ferrodist.collectives.engines.base import Collectives
+    from ferrodist.backends.signature import CollectiveSignature
+    from ferrodist.collectives.engines.base import HostEngine
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ChunkRange:
     """What a segment takes of every part: the elements from ``begin`` to before ``end``."""
 
     begin: int
@@ -30,17 +30,17 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Partition:
     """A tensor whose parts, of ``counts`` elements, lie one after the other; or None, of which nothing is copied."""
 
     tensor: torch.Tensor | None
     counts: Sequence[int]
 
-    def count_within(self, window: Window) -> int:
+    def count_within(self, window: ChunkRange) -> int:
         """How many elements a window shows."""
         return sum(window.sizes(self.counts))
 
-    def within(self, window: Window) -> list[torch.Tensor]:
+    def within(self, window: ChunkRange) -> list[torch.Tensor]:
         """What a window shows of each part, which may be nothing."""
         if self.tensor is None:
             return []
@@ -52,15 +52,15 @@ class Parts:
         ]
 
 
-class Work(Protocol):
+class StagedCall(Protocol):
     """One call of an engine on the host: ``near`` holds what came down, and ``far`` takes what goes up."""
 
     def __call__(
         self,
-        engine: Collectives,
+        engine: HostEngine,
         near: torch.Tensor,
         far: torch.Tensor,
-        window: Window,
+        window: ChunkRange,
         *,
         timeout: float,
         sequence: int,
@@ -69,7 +69,7 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class StagedOp:
     """An operation.
 
     Args:
@@ -85,23 +85,23 @@ class Plan:
         work: What is done with each segment.
     """
 
-    call: Call
+    call: CollectiveSignature
     number: int
     like: torch.Tensor
-    source: Parts
-    out: Parts
+    source: Partition
+    out: Partition
     in_place: bool
     share: int
     largest: int
     differs: bool = False
-    work: Work
+    work: StagedCall
 
-    def windows(self, largest: int, segment_bytes: int) -> list[Window]:
+    def windows(self, largest: int, segment_bytes: int) -> list[ChunkRange]:
         """The windows that show all of the parts, of at most ``largest`` elements: at least one."""
         step = max(1, segment_bytes // self.like.element_size() // self.share)
-        return [Window(begin, begin + step) for begin in range(0, max(largest, 1), step)]
+        return [ChunkRange(begin, begin + step) for begin in range(0, max(largest, 1), step)]
 
-    def segment(self, window: Window, engine: Collectives, place: Callable[[], tuple[float, int]]) -> Segment:
+    def segment(self, window: ChunkRange, engine: HostEngine, place: Callable[[], tuple[float, int]]) -> Segment:
         """What a window shows. ``place()`` says in which time and at which place the engine is called."""
 
         def work(near: torch.Tensor, far: torch.Tensor) -> None:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ferrodist.collectives.engines.data_plane import MovedCollectives
-from ferrodist.collectives.engines.reference import ReferenceCollectives
+from ferrodist.collectives.engines.data_plane import DataPlaneEngine
+from ferrodist.collectives.engines.reference import ReferenceEngine
 
 if TYPE_CHECKING:
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engines.base import Collectives
+    from ferrodist.collectives.engines.base import HostEngine
 
 _KEY = "collectives.reference"
 
 
-def collectives_of(group: Backend) -> Collectives:
+def host_engine_of(group: Backend) -> HostEngine:
     """The engine of a group: its own when it offers one, else ours over its mover, or else over its messages."""
-    engine: Collectives | None = group.collectives
+    engine: HostEngine | None = group.collectives
     if engine is not None:
         return engine
     found = group.attachments.get(_KEY)
     if found is None:
-        made = ReferenceCollectives(group) if group.mover is None else MovedCollectives(group)
+        made = ReferenceEngine(group) if group.mover is None else DataPlaneEngine(group)
         found = group.attachments.setdefault(_KEY, made)
-    assert isinstance(found, ReferenceCollectives)
+    assert isinstance(found, ReferenceEngine)
     return found

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.backends.request import wait_all
-from ferrodist.backends.signature import MAX_PAYLOAD, Call
+from ferrodist.backends.signature import MAX_PAYLOAD, CollectiveSignature
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.collectives.arguments import bytes_of, compute_shard_sizes, offsets_of
 from ferrodist.collectives.reduce_op import Op, PremultipliedSum, fold
@@ -56,7 +56,7 @@ _SEGMENT_BYTES = 4 << 20
 _FACTOR = struct.Struct("<d")
 
 
-class ReferenceCollectives:
+class ReferenceEngine:
     """`Collectives` over a group's point-to-point messages.
 
     Args:
@@ -75,11 +75,11 @@ class ReferenceCollectives:
 
     def share(self, operation: str, payload: bytes, *, timeout: float, sequence: int) -> list[bytes]:
         """Give every rank the `MAX_PAYLOAD` or fewer bytes of each; the agreement is all of it."""
-        return self._group.agreement.reach(Call(operation=operation, payload=payload), timeout, sequence)
+        return self._group.agreement.reach(CollectiveSignature(operation=operation, payload=payload), timeout, sequence)
 
     def barrier(self, *, timeout: float, sequence: int) -> None:
         """Return when all ranks have called; the agreement is all of it."""
-        self._group.agreement.reach(Call(operation="barrier"), timeout, sequence)
+        self._group.agreement.reach(CollectiveSignature(operation="barrier"), timeout, sequence)
 
     def allreduce(self, out: torch.Tensor, source: torch.Tensor, op: Op, *, timeout: float, sequence: int) -> None:
         """Fold ``source`` over the ranks into every rank's ``out``, which may be ``source``."""
@@ -256,16 +256,20 @@ class ReferenceCollectives:
             [(peer, outgoing[peer]) for peer in run.peers], [(peer, incoming[peer]) for peer in run.peers], unit
         )
 
-    def _enter(self, call: Call, payload: bytes, timeout: float, sequence: int) -> Run:
+    def _enter(self, call: CollectiveSignature, payload: bytes, timeout: float, sequence: int) -> CollectiveRun:
         deadline = Deadline(timeout)
         call = call.with_payload(payload)
-        return Run(self._group, call, sequence, deadline, self._group.agreement.reach(call, timeout, sequence))
+        return CollectiveRun(
+            self._group, call, sequence, deadline, self._group.agreement.reach(call, timeout, sequence)
+        )
 
 
-class Run:
+class CollectiveRun:
     """One collective that all ranks have agreed on, under way."""
 
-    def __init__(self, group: Backend, call: Call, sequence: int, deadline: Deadline, payloads: list[bytes]) -> None:
+    def __init__(
+        self, group: Backend, call: CollectiveSignature, sequence: int, deadline: Deadline, payloads: list[bytes]
+    ) -> None:
         self.rank = group.rank
         self.world_size = group.world_size
         self.peers = _peers_of(group.rank, group.world_size)
@@ -441,9 +445,9 @@ def call_of(
     root: int = -1,
     dim: int = -1,
     count: int | None = None,
-) -> Call:
+) -> CollectiveSignature:
     """What other ranks see of a collective on a tensor."""
-    return Call(
+    return CollectiveSignature(
         operation=operation,
         dtype=str(tensor.dtype).removeprefix("torch."),
         reduce_op="" if op is None else str(op),

@@ -6,34 +6,34 @@ import os
 from typing import TYPE_CHECKING
 
 from ferrodist.collectives.cuda import is_capturing
-from ferrodist.collectives.engines.gpu_staged import StagedMessages, staged_collectives_of
-from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.engines.gpu_staged import HostStagedP2P, host_staged_engine_of
+from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.errors import UnsupportedOpError
 
 if TYPE_CHECKING:
     import torch
 
     from ferrodist.backends.base import Backend
-    from ferrodist.collectives.engines.base import DeviceMessages, TensorCollectives
+    from ferrodist.collectives.engines.base import CollectiveEngine, DeviceP2P
 
 FALLBACK_VARIABLE = "FERRODIST_ENABLE_GPU_FALLBACK"
 """1 lets tensors on GPUs go through the host's memory in groups that have no engine for them; read at each call."""
 
 
-def engine_of(group: Backend, device: torch.device) -> TensorCollectives:
+def engine_of(group: Backend, device: torch.device) -> CollectiveEngine:
     """The engine of a group for tensors on a device.
 
     Raises:
         UnsupportedOpError: The group carries no tensors there; what to do is said. Or a CUDA graph is being captured.
     """
     if device.type == "cpu":
-        return collectives_of(group)
-    engine: TensorCollectives | None = group.device_collectives
+        return host_engine_of(group)
+    engine: CollectiveEngine | None = group.device_collectives
     _check_gpu(group, device, has_engine=engine is not None)
-    return staged_collectives_of(group) if engine is None else engine
+    return host_staged_engine_of(group) if engine is None else engine
 
 
-def messages_of(group: Backend, device: torch.device) -> DeviceMessages | None:
+def messages_of(group: Backend, device: torch.device) -> DeviceP2P | None:
     """What takes a group's tensors from rank to rank on a device; None on the CPU, where the group's own messages do.
 
     Raises:
@@ -41,9 +41,9 @@ def messages_of(group: Backend, device: torch.device) -> DeviceMessages | None:
     """
     if device.type == "cpu":
         return None
-    messages: DeviceMessages | None = group.device_messages
+    messages: DeviceP2P | None = group.device_messages
     _check_gpu(group, device, has_engine=messages is not None)
-    return StagedMessages(group) if messages is None else messages
+    return HostStagedP2P(group) if messages is None else messages
 
 
 def _check_gpu(group: Backend, device: torch.device, *, has_engine: bool) -> None:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _CHECKPOINT = "CheckpointFunctionBackward"
 
 
-def find_unreached(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> frozenset[int]:
+def find_unused(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> frozenset[int]:
     """`id` of the parameters that no output depends on; none where the outputs don't tell.
 
     They don't where there are none, or behind re-entrant checkpoints, whose graphs are made during backward. Walks the
@@ -156,7 +156,7 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
         handle.remove()
 
 
-class Round:
+class BackwardRound:
     """Which gradients have come, and which buckets are complete; see [Note: round].
 
     Args:
@@ -178,7 +178,7 @@ class Round:
         self._missing: list[int] = []
         self._task = -1
         self._is_nested = False
-        self._end: weakref.ref[_End] | None = None
+        self._end: weakref.ref[_EndOfBackward] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -196,7 +196,7 @@ class Round:
         if self._end is not None:
             self._is_nested |= task != self._task
             return False
-        end = _End(on_end)
+        end = _EndOfBackward(on_end)
         queue_callback(end)
         self._end, self._task = weakref.ref(end), task
         self._missing = [0] * (max(self._homes, default=-1) + 1)
@@ -235,7 +235,7 @@ class Round:
         self._is_nested = False
         self._end = None
 
-    def learn_like(self, other: Round, places: Sequence[int]) -> None:
+    def learn_like(self, other: BackwardRound, places: Sequence[int]) -> None:
         """Take over what ``other`` has learned; its place of each place here."""
         self._num_expected = [other._num_expected[place] for place in places]
         self.has_learned = other.has_learned
@@ -244,7 +244,7 @@ class Round:
         return 0 if place in self.unreached else self._num_expected[place]
 
 
-class _End:
+class _EndOfBackward:
     """The engine's callback; it lives as long as the backward that it was given to."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:

@@ -111,7 +111,7 @@ def plan_buckets(
     return sorted(plan, key=lambda bucket: bucket.members[-1])
 
 
-MARK_SIZE = 2
+FINGERPRINT_SIZE = 2
 """Elements of one rank's mark."""
 
 _KEY = "parallel.data.models"
@@ -130,26 +130,26 @@ def model_title(group: Backend, number: int) -> str:
     return f"DDP model {number} ({group.attachments[_KEY][number]})"
 
 
-def make_mark(model: int, bucket: int) -> tuple[float, float]:
+def bucket_fingerprint(model: int, bucket: int) -> tuple[float, float]:
     """The mark of a bucket of a model, by their numbers."""
     return float(model % _HIGHEST + 1), float(bucket % _HIGHEST + 1)
 
 
-def check_marks(marks: list[complex], group: Backend) -> None:
+def verify_fingerprints(marks: list[complex], group: Backend) -> None:
     """Compare the marks of all ranks after the mean.
 
     Args:
-        marks: One after the other, ``world_size * MARK_SIZE`` numbers.
+        marks: One after the other, ``world_size * FINGERPRINT_SIZE`` numbers.
         group: The group.
 
     Raises:
         CollectiveMismatchError: On every rank, when two differ, naming both. The group has failed.
     """
-    if marks == marks[:MARK_SIZE] * group.world_size:
+    if marks == marks[:FINGERPRINT_SIZE] * group.world_size:
         return
     senders: dict[str, list[int]] = {}
     for rank in range(group.world_size):
-        mark = [part.real * group.world_size for part in marks[rank * MARK_SIZE : (rank + 1) * MARK_SIZE]]
+        mark = [part.real * group.world_size for part in marks[rank * FINGERPRINT_SIZE : (rank + 1) * FINGERPRINT_SIZE]]
         senders.setdefault(_describe(group, mark), []).append(rank)
     odd = min(senders.values(), key=len)
     if "" in senders:  # what another rank sent lies over all marks, so they don't tell who it was
@@ -224,8 +224,8 @@ class GradientBucket:
         self._lent: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._addresses = tuple(gradient.data_ptr() for gradient in self.gradients)
         self._trailer = memory[sum(sizes) :]
-        marks = [0.0] * (group.world_size * MARK_SIZE)
-        marks[group.rank * MARK_SIZE : (group.rank + 1) * MARK_SIZE] = make_mark(model, index)
+        marks = [0.0] * (group.world_size * FINGERPRINT_SIZE)
+        marks[group.rank * FINGERPRINT_SIZE : (group.rank + 1) * FINGERPRINT_SIZE] = bucket_fingerprint(model, index)
         count = len(sizes)
         self._full = torch.tensor([1.0] * count + [0.0] * count + marks, dtype=memory.dtype, device=memory.device)
         self._pending: list[PendingCollective[torch.Tensor]] = []
@@ -328,7 +328,7 @@ class GradientBucket:
         if self.group.failure is not None:  # on a GPU, where wait() may return before the work has ended
             raise self.group.failure.fresh()
         self._shares = numbers[: 2 * len(self.parameters)]
-        check_marks(numbers[2 * len(self.parameters) :], self.group)
+        verify_fingerprints(numbers[2 * len(self.parameters) :], self.group)
 
     def _keep(self, result: torch.Tensor) -> None:
         """Take what a communication hook's collective gave."""
@@ -408,7 +408,9 @@ def make_buckets(
     """
     names, owners = tuple(parameters), tuple(parameters.values())
     counts = [
-        sum(owners[place].numel() for place in bucket.members) + 2 * len(bucket.members) + group.world_size * MARK_SIZE
+        sum(owners[place].numel() for place in bucket.members)
+        + 2 * len(bucket.members)
+        + group.world_size * FINGERPRINT_SIZE
         for bucket in plan
     ]
     sizes = [

@@ -18,8 +18,8 @@ import torch
 from ferrodist.backends.process_group import resolve_group
 from ferrodist.collectives.arguments import check_root
 from ferrodist.deadline import Deadline, check_timeout
-from ferrodist.errors import DistributedError, explain_errors
-from ferrodist.parallel.ddp.autograd_hooks import find_unreached
+from ferrodist.errors import DistributedError, add_error_context
+from ferrodist.parallel.ddp.autograd_hooks import find_unused
 from ferrodist.parallel.ddp.bucket import model_title, number_model
 from ferrodist.parallel.ddp.config import Options
 from ferrodist.parallel.ddp.join import Event, Join
@@ -167,7 +167,7 @@ class DDP(InnerNames, Generic[WrappedModule]):
         """Have the outputs say when their gradients begin to flow."""
         outputs = find_outputs(result)
         looks = self._options.find_unused_parameters and not self._is_skipping and self._group.world_size > 1
-        reducer.watch_outputs(outputs, find_unreached(outputs, reducer.parameters) if looks else frozenset())
+        reducer.watch_outputs(outputs, find_unused(outputs, reducer.parameters) if looks else frozenset())
 
     @disable_dynamo
     def _prepare_forward(self) -> Reducer:
@@ -184,7 +184,7 @@ class DDP(InnerNames, Generic[WrappedModule]):
         # `.data` leaves autograd's version counters alone, so that several forwards may come before one backward: batch
         # norm's running statistics are kept for it, and not used. Nor is a buffer noticed that backward does use, and
         # that differs from rank 0's when a second forward begins.
-        with explain_errors(
+        with add_error_context(
             lambda: f"{when} {self._title()} gives all ranks the buffers of rank {root}.",
             "In training mode every rank must call forward and backward as often as the others (see join()).",
         ):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.collectives.all_gather import all_gather
-from ferrodist.errors import CollectiveMismatchError, describe_error, explain_errors, ranks_text
+from ferrodist.errors import CollectiveMismatchError, add_error_context, describe_error, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,7 +119,7 @@ class Join:
     def _meet(self, event: Event) -> Event:
         """Exchange events; returns what the ranks with a batch do."""
         mine = torch.tensor([int(event)], device="cpu")
-        with explain_errors(
+        with add_error_context(
             lambda: f"In a join() block {self._title} compares what the ranks do next.",
             "Every rank must enter the block, and leave it only when its batches are used up.",
         ):

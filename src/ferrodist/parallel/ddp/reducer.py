@@ -33,11 +33,11 @@ from ferrodist.errors import (
     DistributedError,
     GroupAbortedError,
     UnsupportedOpError,
+    add_error_context,
     describe_error,
-    explain_errors,
     ranks_text,
 )
-from ferrodist.parallel.ddp.autograd_hooks import ParameterHooks, Round
+from ferrodist.parallel.ddp.autograd_hooks import BackwardRound, ParameterHooks
 from ferrodist.parallel.ddp.bucket import make_buckets, model_title, plan_buckets
 from ferrodist.parallel.module_guard import current_backward, hook_gradients
 from ferrodist.torch_private.autograd import version_of
@@ -118,7 +118,7 @@ class Reducer:
             place: (number, spot) for number, bucket in enumerate(plan) for spot, place in enumerate(bucket.members)
         }
         self._spots = [spots[place] for place in range(len(backwards))]
-        self._round = Round([number for number, _ in self._spots], is_static=self._options.static_graph)
+        self._round = BackwardRound([number for number, _ in self._spots], is_static=self._options.static_graph)
 
     def reduce(self, timeout: float | None = None, *, one_by_one: bool = False, is_idle: bool = False) -> None:
         """Close the round, or do a whole one: on return every gradient is the mean over the ranks.
@@ -141,7 +141,7 @@ class Reducer:
             self._check_unchanged()
             for number, bucket in enumerate(self.buckets):
                 self._start_until(number + 1, timeout, is_idle=is_idle)
-                with explain_errors(lambda number=number: self._describe(number), _ADVICE):  # type: ignore[misc]
+                with add_error_context(lambda number=number: self._describe(number), _ADVICE):  # type: ignore[misc]
                     bucket.wait()
             self._check_learned()
             uneven = [] if self._options.allows_unused else self._find_uneven()
@@ -280,7 +280,7 @@ class Reducer:
         names, owners, old = self._names, self._backwards, self._round
         digest = int.from_bytes(hashlib.sha256("\n".join(sorted(names)).encode()).digest()[:8], "little", signed=True)
         rest = sorted(set(range(len(owners))) - set(arrived))
-        with explain_errors(
+        with add_error_context(
             lambda: f"After its first step {model_title(self._group, self._model)} agrees on the order of gradients.",
             _ADVICE,
         ):

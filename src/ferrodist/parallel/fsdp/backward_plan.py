@@ -106,7 +106,7 @@ def plan_backward(trace: Sequence[Event], prefetch: int, trainable: Collection[i
     return steps
 
 
-class Trace:
+class ForwardTrace:
     """A forward, as it was: the calls of units, and which values their parameters had."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Trace:
         return set(list(ended)[:count])
 
 
-class Run:
+class BackwardRun:
     """The steps of a backward's plan, and how many were done.
 
     Args:
@@ -141,7 +141,7 @@ class Run:
         steps: Its plan.
     """
 
-    def __init__(self, trace: Trace, steps: Sequence[Step]) -> None:
+    def __init__(self, trace: ForwardTrace, steps: Sequence[Step]) -> None:
         self.trace = trace
         self.steps = steps
         self.num_done = 0

@@ -9,7 +9,7 @@ import torch
 
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.errors import explain_errors
+from ferrodist.errors import add_error_context
 from ferrodist.parallel.fsdp.dtensor_params import count_copies
 from ferrodist.torch_private.modules import found_infinities
 from ferrodist.torch_private.tensors import plain_functions
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.parallel.fsdp.config import Axes
+    from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.flat_param import FlatParameters
 
 
 @torch.no_grad()
 def clip_gradients(
     flats: Sequence[FlatParameters],
-    axes: Axes,
+    axes: ShardAxes,
     max_norm: float,
     norm_type: float,
     *,
@@ -44,7 +44,7 @@ def clip_gradients(
     gradients = [piece.grad for flat in flats for piece in flat.parameters if piece.grad is not None]
     is_largest = math.isinf(norm_type)
     doing = f"Rank {axes.whole.rank} was adding up norms in clip_grad_norm_()."
-    with plain_functions(), explain_errors(lambda: doing, "Every rank must call it."):
+    with plain_functions(), add_error_context(lambda: doing, "Every rank must call it."):
         total = _add_powers(flats, axes, norm_type)
     if not is_largest:
         total = total ** (1 / norm_type)
@@ -57,7 +57,7 @@ def clip_gradients(
     return total.to(_narrow(gradients))
 
 
-def _add_powers(flats: Sequence[FlatParameters], axes: Axes, norm_type: float) -> torch.Tensor:
+def _add_powers(flats: Sequence[FlatParameters], axes: ShardAxes, norm_type: float) -> torch.Tensor:
     """The sum of the powers of all gradients' elements, or the largest, on every rank."""
     is_largest = math.isinf(norm_type)
     op = ReduceOp.MAX if is_largest else ReduceOp.SUM
@@ -90,7 +90,7 @@ def _fold(one: torch.Tensor, other: torch.Tensor, *, is_largest: bool) -> torch.
 
 @torch.no_grad()
 def unscale_gradients(
-    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, axes: Axes, device: torch.device
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, axes: ShardAxes, device: torch.device
 ) -> None:
     """Unscale this rank's gradients, and have all ranks find infinities where one does. See `FSDP.unscale_`."""
     scaler.unscale_(optimizer)
@@ -98,7 +98,7 @@ def unscale_gradients(
         return
     found = found_infinities(scaler, optimizer)
     flag = found.setdefault(device, torch.zeros(1, device=device))
-    with explain_errors(
+    with add_error_context(
         lambda: f"Rank {axes.whole.rank} was looking for infinities in unscale_().", "Every rank must call it."
     ):
         for group in (axes.whole, *axes.others):

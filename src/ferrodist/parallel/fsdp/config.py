@@ -122,7 +122,7 @@ ShardingStrategy.NO_SHARD = ShardingStrategy(name="NO_SHARD", is_sharded=False, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Axes:
+class ShardAxes:
     """The ranks of a model, as a grid: a row divides one copy, a column holds the same part of each copy.
 
     Args:
@@ -149,7 +149,7 @@ class Axes:
         return 0 if self.shard is None else self.shard.rank
 
     @staticmethod
-    def of(group: Backend | DeviceMesh | None, strategy: ShardingStrategy) -> Axes:
+    def of(group: Backend | DeviceMesh | None, strategy: ShardingStrategy) -> ShardAxes:
         """The grid that a strategy makes of a group, or that a mesh is.
 
         Args:
@@ -175,7 +175,7 @@ class Axes:
                 " one axis, or one of two (copies, and the ranks that divide each) with FULL_SHARD or SHARD_GRAD_OP"
             )
         copies, parts = (mesh[name] for name in mesh.axis_names)
-        return Axes(
+        return ShardAxes(
             whole=mesh.group,
             shard=parts.group if parts.size > 1 else None,
             replicate=copies.group if copies.size > 1 else None,

@@ -18,7 +18,7 @@ import torch
 from ferrodist.tensor.dtensor import DTensor
 from ferrodist.tensor.placement import Replicate
 from ferrodist.tensor.redistribute import redistribute_local
-from ferrodist.tensor.spec import Layout
+from ferrodist.tensor.spec import DTensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.fsdp.wrap import UnitPlan
 
 
-def layout_of(tensor: torch.Tensor) -> Layout | None:
+def layout_of(tensor: torch.Tensor) -> DTensorSpec | None:
     """How a distributed tensor lies; None for a plain one."""
     return tensor._layout if isinstance(tensor, DTensor) else None  # noqa: SLF001 - to look at one is no operator
 
@@ -43,43 +43,43 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local if isinstance(tensor, DTensor) else tensor  # noqa: SLF001 - to_local() is differentiable
 
 
-def wrap_part(part: torch.Tensor, layout: Layout) -> DTensor:
+def wrap_part(part: torch.Tensor, layout: DTensorSpec) -> DTensor:
     """The distributed tensor of which this rank has a part, in the part's dtype."""
-    lies = Layout.of(layout.mesh, layout.placements, layout.shape, part.dtype)
+    lies = DTensorSpec.of(layout.mesh, layout.placements, layout.shape, part.dtype)
     return DTensor._wrap(part, lies)  # noqa: SLF001 - from_local() is differentiable, and would keep the part's history
 
 
-def join_parts(part: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+def join_parts(part: torch.Tensor, layout: DTensorSpec | None) -> torch.Tensor:
     """The whole tensor; every rank of the layout's mesh calls this. None: the part is all of it."""
     return part if layout is None else wrap_part(part, layout).full_tensor()
 
 
-def cut_part(whole: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+def cut_part(whole: torch.Tensor, layout: DTensorSpec | None) -> torch.Tensor:
     """This rank's part of a whole tensor that all ranks have; nothing is sent."""
     if layout is None:
         return whole
     return redistribute_local(whole.detach(), layout.whole, layout)
 
 
-def describe_part(layout: Layout) -> str:
+def describe_part(layout: DTensorSpec) -> str:
     """Which part this rank has, of what, as a text that states are compared by."""
     return f"{layout} of {layout.mesh.shape} ranks, at {layout.mesh.coordinate}"
 
 
-def count_copies(layout: Layout) -> int:
+def count_copies(layout: DTensorSpec) -> int:
     """How many ranks of its mesh have each element of a tensor that is not partial."""
     places = zip(layout.placements, layout.mesh.shape, strict=True)
     return prod(num_ranks for placement, num_ranks in places if isinstance(placement, Replicate))
 
 
-def find_groups(layouts: Iterable[Layout | None]) -> tuple[Backend, ...]:
+def find_groups(layouts: Iterable[DTensorSpec | None]) -> tuple[Backend, ...]:
     """The groups over which tensors lie, each once, where these have more than one rank."""
     groups = dict.fromkeys(layout.mesh.group for layout in layouts if layout is not None)
     return tuple(group for group in groups if group.world_size > 1)
 
 
 @contextlib.contextmanager
-def as_parts(plans: Sequence[UnitPlan]) -> Iterator[dict[str, Layout]]:
+def as_parts(plans: Sequence[UnitPlan]) -> Iterator[dict[str, DTensorSpec]]:
     """Put this rank's parts in the places of distributed parameters, in plans and modules; see [Note: parts].
 
     When the block raises, modules have their distributed parameters again, unchanged.
@@ -88,7 +88,7 @@ def as_parts(plans: Sequence[UnitPlan]) -> Iterator[dict[str, Layout]]:
         How the parameters lie, by name.
     """
     before: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
-    layouts: dict[str, Layout] = {}
+    layouts: dict[str, DTensorSpec] = {}
     try:
         for plan in plans:
             for name, parameter in plan.parameters.items():

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrodist.collectives.work import PendingCollective
-    from ferrodist.parallel.fsdp.config import Axes
+    from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.flat_layout import FlatLayout
-    from ferrodist.parallel.fsdp.memory import RowBuffer
+    from ferrodist.parallel.fsdp.memory import GradientBuffer
 
 
 class FlatGradients:
@@ -45,7 +45,7 @@ class FlatGradients:
         pieces: Sequence[torch.nn.Parameter],
         layout: FlatLayout,
         *,
-        axes: Axes,
+        axes: ShardAxes,
         dtype: torch.dtype,
     ) -> None:
         self.dtype = dtype
@@ -79,7 +79,7 @@ class FlatGradients:
         self.drop()
 
     @torch.no_grad()
-    def start(self, buffer: RowBuffer) -> None:
+    def start(self, buffer: GradientBuffer) -> None:
         """Begin to average the whole parameters' gradients over the ranks; they are dropped."""
         self._check_layouts()
         axes, layout = self._axes, self._layout

@@ -35,7 +35,7 @@ from ferrodist.parallel.fsdp.flat_grad import FlatGradients
 from ferrodist.parallel.fsdp.flat_shard import as_piece, division_of
 from ferrodist.parallel.fsdp.memory import same_memory
 from ferrodist.tensor.dtensor import keep_gradients_placed
-from ferrodist.tensor.local_shards import FlatPiece, mark_piece
+from ferrodist.tensor.local_shards import FlatShard, annotate_flat_shard
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modules import own_parameters
 from ferrodist.torch_private.tensors import plain_functions
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.collectives.work import PendingCollective
-    from ferrodist.parallel.fsdp.config import Axes
+    from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.flat_layout import FlatLayout
     from ferrodist.parallel.fsdp.memory import FlatMemory
-    from ferrodist.tensor.spec import Layout
+    from ferrodist.tensor.spec import DTensorSpec
 
 
 class FlatParameters:
@@ -71,10 +71,10 @@ class FlatParameters:
         places: Sequence[Sequence[tuple[torch.nn.Module, str]]],
         *,
         layout: FlatLayout,
-        axes: Axes,
+        axes: ShardAxes,
         dtypes: tuple[torch.dtype, torch.dtype],
         memory: FlatMemory,
-        distributed: Sequence[Layout | None],
+        distributed: Sequence[DTensorSpec | None],
     ) -> None:
         self.names = tuple(names)
         self.parameters = list(parameters)
@@ -276,7 +276,7 @@ class FlatParameters:
     def _mark(self, place: int) -> None:
         """Let checkpoints know what the module's parameter is now."""
         copies = self._axes.replicate
-        piece = FlatPiece(
+        piece = FlatShard(
             shape=tuple(self.layout.shapes[place]),
             start=self.layout.piece(place, self._axes.shard_rank).start,
             layout=self.distributed[place],
@@ -284,7 +284,7 @@ class FlatParameters:
             num_copies=1 if copies is None else copies.world_size,
             order=self.layout.orders[place],
         )
-        mark_piece(self.parameters[place], piece)
+        annotate_flat_shard(self.parameters[place], piece)
         division = division_of(self._axes, self.distributed[place])
         if division is not None:
             as_piece(self.parameters[place], division)

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.errors import UnsupportedOpError, explain_errors
+from ferrodist.errors import UnsupportedOpError, add_error_context
 from ferrodist.parallel.fsdp.dtensor_params import count_copies
 from ferrodist.torch_private.tensors import accept_in_foreach, call_plain, plain_functions
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.parallel.fsdp.config import Axes
-    from ferrodist.tensor.spec import Layout
+    from ferrodist.parallel.fsdp.config import ShardAxes
+    from ferrodist.tensor.spec import DTensorSpec
 
 _gradient: Any = torch.Tensor.grad
 
@@ -63,7 +63,7 @@ class Division:
         total = own.detach()
         if op is ReduceOp.SUM:
             total = total / self.num_copies
-        with explain_errors(
+        with add_error_context(
             lambda: f"Rank {self.groups[-1].rank} asked for a norm or total of tensors that FSDP divides.",
             "Every rank must ask for it, as for what clip_grad_norm_() needs.",
         ):
@@ -76,7 +76,7 @@ class Division:
         return torch.where(own.detach() == total, own, total)
 
 
-def division_of(axes: Axes, layout: Layout | None) -> Division | None:
+def division_of(axes: ShardAxes, layout: DTensorSpec | None) -> Division | None:
     """How a parameter is divided, by FSDP and over the mesh over which it lies; None where each rank has all of it."""
     groups, num_copies = [], 1
     if layout is not None and layout.mesh.size > 1:

@@ -22,11 +22,11 @@ import torch
 from ferrodist.collectives.reduce import broadcast
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.parallel.fsdp.clip_grad import clip_gradients, unscale_gradients
-from ferrodist.parallel.fsdp.config import Axes, MixedPrecision, ShardingStrategy
+from ferrodist.parallel.fsdp.config import MixedPrecision, ShardAxes, ShardingStrategy
 from ferrodist.parallel.fsdp.dtensor_params import as_parts, find_groups, part_of
 from ferrodist.parallel.fsdp.flat_shard import enter_forward, leave_forward
 from ferrodist.parallel.fsdp.init import build_units, check_same_plan, find_device
-from ferrodist.parallel.fsdp.memory import RowBuffer
+from ferrodist.parallel.fsdp.memory import GradientBuffer
 from ferrodist.parallel.fsdp.optim_state_dict import OptimizerState
 from ferrodist.parallel.fsdp.scheduler import Schedule
 from ferrodist.parallel.fsdp.state_dict import ModelState
@@ -181,7 +181,7 @@ class FSDP(InnerNames, Generic[WrappedModule]):
         self.strategy = strategy
         """What is divided over the ranks."""
         self._precision = mixed_precision or MixedPrecision()
-        self._axes = Axes.of(group, strategy)
+        self._axes = ShardAxes.of(group, strategy)
         if any(each in _wrapped for each in module.modules()):
             raise ValueError("the module belongs to an FSDP already, and its parameters are pieces: build it anew")
         plans = plan_units(module, wrap)
@@ -198,7 +198,7 @@ class FSDP(InnerNames, Generic[WrappedModule]):
             self._schedule = Schedule(
                 self._units,
                 self._axes,
-                RowBuffer(_row_bytes(self._units), self._axes.shard or self._axes.replicate, self._device),
+                GradientBuffer(_row_bytes(self._units), self._axes.shard or self._axes.replicate, self._device),
                 prefetch=(forward_prefetch, backward_prefetch),
                 reshards_after_forward=reshards,
             )

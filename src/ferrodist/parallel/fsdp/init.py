@@ -13,11 +13,11 @@ from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.objects import all_gather_object
 from ferrodist.collectives.reduce_op import ReduceOp, check_dtype, check_reduction
 from ferrodist.deadline import Deadline
-from ferrodist.errors import UnsupportedOpError, explain_errors
+from ferrodist.errors import UnsupportedOpError, add_error_context
 from ferrodist.parallel.fsdp.dtensor_params import layout_of, part_of
 from ferrodist.parallel.fsdp.flat_layout import FlatLayout, find_gone, order_of, release_names
 from ferrodist.parallel.fsdp.flat_param import FlatParameters
-from ferrodist.parallel.fsdp.memory import allot
+from ferrodist.parallel.fsdp.memory import allocate_shards
 from ferrodist.parallel.fsdp.unit import Unit
 from ferrodist.parallel.module_guard import claim_parameters, describe_owner
 from ferrodist.parallel.module_init import (
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.parallel.fsdp.config import Axes, MixedPrecision
+    from ferrodist.parallel.fsdp.config import MixedPrecision, ShardAxes
     from ferrodist.parallel.fsdp.wrap import UnitPlan
-    from ferrodist.tensor.spec import Layout
+    from ferrodist.tensor.spec import DTensorSpec
 
 _ADVICE = "Every rank of the group must make it, at the same place of its program."
 
 
 def check_same_plan(
-    plans: Sequence[UnitPlan], root: torch.nn.Module, axes: Axes, settings: str, *, device: torch.device
+    plans: Sequence[UnitPlan], root: torch.nn.Module, axes: ShardAxes, settings: str, *, device: torch.device
 ) -> None:
     """Compare units, parameters and buffers with those of rank 0; every rank of the group calls this.
 
@@ -210,11 +210,11 @@ class _Kind:
 @torch.no_grad()
 def build_units(
     plans: Sequence[UnitPlan],
-    axes: Axes,
+    axes: ShardAxes,
     precision: MixedPrecision,
     init: Callable[[torch.nn.Module], object] | None,
     *,
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, DTensorSpec],
     device: torch.device,
 ) -> list[Unit]:
     """Divide a model's parameters over the ranks, with the values of rank 0; every rank of the group calls this.
@@ -232,7 +232,9 @@ def build_units(
     kinds = [
         kind for number, plan in enumerate(plans) for kind in _kinds(number, plan, axes, precision, distributed=layouts)
     ]
-    memories = allot([(kind.layout.shard_size, kind.dtype, kind.dtypes[0]) for kind in kinds], axes.shard, device)
+    memories = allocate_shards(
+        [(kind.layout.shard_size, kind.dtype, kind.dtypes[0]) for kind in kinds], axes.shard, device
+    )
     units = []
     for number, plan in enumerate(plans):
         _materialise(plan, init, device)
@@ -250,7 +252,7 @@ def build_units(
                 memory=memory,
                 distributed=[layouts.get(name) for name in kind.names],
             )
-            with explain_errors(lambda: f"Rank 0 was giving the values of unit {plan.name!r}.", _ADVICE):  # noqa: B023
+            with add_error_context(lambda: f"Rank 0 was giving the values of unit {plan.name!r}.", _ADVICE):  # noqa: B023
                 flat.take_values(flat.parameters)
             flat.adopt_pieces()
             claim_parameters([*flat.parameters, *flat.fulls], "an FSDP, which has divided it over the ranks")
@@ -260,7 +262,7 @@ def build_units(
 
 
 def _kinds(
-    number: int, plan: UnitPlan, axes: Axes, precision: MixedPrecision, *, distributed: Collection[str]
+    number: int, plan: UnitPlan, axes: ShardAxes, precision: MixedPrecision, *, distributed: Collection[str]
 ) -> list[_Kind]:
     names: dict[tuple[torch.dtype, bool], list[str]] = {}
     for name, parameter in plan.parameters.items():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.backends.base import Backend
-    from ferrodist.backends.native.symmetric_memory import JoinedView
+    from ferrodist.backends.native.symmetric_memory import ContiguousSharedView
 
 _ALIGNMENT = 64
 
@@ -32,10 +32,10 @@ class FlatMemory:
 
     shard: torch.Tensor
     traveller: torch.Tensor | None = None
-    joined: JoinedView | None = None
+    joined: ContiguousSharedView | None = None
 
 
-def allot(
+def allocate_shards(
     sizes: Sequence[tuple[int, torch.dtype, torch.dtype]], group: Backend | None, device: torch.device
 ) -> list[FlatMemory]:
     """Memory for shards, zeros, on the CPU in one piece of symmetric memory; every rank of the group calls this.
@@ -91,7 +91,7 @@ def same_memory(flat: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=flat.dtype)
 
 
-class RowBuffer:
+class GradientBuffer:
     """Where gradients wait to be averaged: one piece of symmetric memory, in which units take turns.
 
     Units come in the same order on all ranks, so that each finds its peers' gradients in the same place.

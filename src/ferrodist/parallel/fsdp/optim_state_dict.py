@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.collectives.all_gather import all_gather_by_sizes
+from ferrodist.collectives.all_gather import all_gather_with_sizes
 from ferrodist.collectives.objects import all_gather_object
-from ferrodist.errors import CollectiveMismatchError, explain_errors
+from ferrodist.errors import CollectiveMismatchError, add_error_context
 from ferrodist.parallel.fsdp.dtensor_params import join_parts
 from ferrodist.parallel.fsdp.state_dict import check_owner, owner_of
 from ferrodist.wording import counted
@@ -24,7 +24,7 @@ from ferrodist.wording import counted
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ferrodist.parallel.fsdp.config import Axes
+    from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.flat_param import FlatParameters
     from ferrodist.parallel.fsdp.unit import Unit
 
@@ -37,7 +37,7 @@ class OptimizerState:
         axes: Who divides it.
     """
 
-    def __init__(self, units: Sequence[Unit], axes: Axes) -> None:
+    def __init__(self, units: Sequence[Unit], axes: ShardAxes) -> None:
         self._flats = [flat for unit in units for flat in unit.flats]
         self._axes = axes
 
@@ -62,7 +62,7 @@ class OptimizerState:
         """See `FSDP.load_full_optimizer_state_dict`."""
         homes = self._homes(optimizer)
         group = self._axes.whole
-        with explain_errors(
+        with add_error_context(
             lambda: f"Rank {group.rank} was in load_full_optimizer_state_dict().", "Every rank must call it."
         ):
             problems = all_gather_object(_problem(optimizer, homes, state), group=group)
@@ -142,7 +142,7 @@ class OptimizerState:
         ]
         digest = hashlib.sha256(repr(kinds).encode()).hexdigest()
         group = self._axes.whole
-        with explain_errors(
+        with add_error_context(
             lambda: f"Rank {group.rank} was collecting full_optimizer_state_dict().", "Every rank must call it."
         ):
             digests = all_gather_object(digest, group=group)
@@ -159,7 +159,7 @@ class OptimizerState:
             whole = value.clone()
         else:
             sizes = [flat.layout.piece(place, rank).size for rank in range(flat.layout.num_shards)]
-            joined = all_gather_by_sizes(value.reshape(-1), sizes, dim=0, group=self._axes.shard)
+            joined = all_gather_with_sizes(value.reshape(-1), sizes, dim=0, group=self._axes.shard)
             whole = flat.layout.unflatten(place, joined)
         return join_parts(whole, flat.distributed[place])
 

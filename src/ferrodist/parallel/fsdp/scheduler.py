@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.all_to_all import barrier
-from ferrodist.errors import DistributedError, GroupAbortedError, UnsupportedOpError, describe_error, explain_errors
-from ferrodist.parallel.fsdp.backward_plan import Action, Run, Step, Trace, plan_backward
+from ferrodist.errors import DistributedError, GroupAbortedError, UnsupportedOpError, add_error_context, describe_error
+from ferrodist.parallel.fsdp.backward_plan import Action, BackwardRun, ForwardTrace, Step, plan_backward
 from ferrodist.parallel.fsdp.unit import ADVICE, Unit, UnitState
 from ferrodist.parallel.module_guard import current_backward, find_outputs, find_tensors, hook_gradients
 from ferrodist.torch_private.autograd import queue_callback
@@ -40,8 +40,8 @@ from ferrodist.wording import counted
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ferrodist.parallel.fsdp.config import Axes
-    from ferrodist.parallel.fsdp.memory import RowBuffer
+    from ferrodist.parallel.fsdp.config import ShardAxes
+    from ferrodist.parallel.fsdp.memory import GradientBuffer
 
 
 class Schedule:
@@ -58,8 +58,8 @@ class Schedule:
     def __init__(
         self,
         units: Sequence[Unit],
-        axes: Axes,
-        buffer: RowBuffer,
+        axes: ShardAxes,
+        buffer: GradientBuffer,
         *,
         prefetch: tuple[int, int],
         reshards_after_forward: bool,
@@ -74,9 +74,9 @@ class Schedule:
         self._reshards = reshards_after_forward
         self._order: list[int] = []  # of the units, as their calls began in the last forward
         self._last_ended: set[int] = set()
-        self._trace: Trace | None = None  # of the forward under way
+        self._trace: ForwardTrace | None = None  # of the forward under way
         self._open_calls: list[tuple[int, int]] = []
-        self._run: Run | None = None
+        self._run: BackwardRun | None = None
         self._reducing: list[Unit] = []
         self._prefetched: set[int] = set()
         self._unsynced: set[int] = set()  # units with gradients that no_sync left
@@ -122,7 +122,7 @@ class Schedule:
             if not keeps_prefetched or unit.state is UnitState.GATHERED or unit.number not in self._prefetched:
                 unit.free()
 
-    def _end_cut_run(self, run: Run) -> None:
+    def _end_cut_run(self, run: BackwardRun) -> None:
         """A backward has failed in the program, while the other ranks count on the rest of it."""
         self._run = None
         if self._group.world_size == 1:
@@ -153,7 +153,7 @@ class Schedule:
                     " call the FSDP, or use summon_full_params()"
                 )
             self.recover(keeps_prefetched=True)
-            self._trace = Trace()
+            self._trace = ForwardTrace()
             for other in self._undivided:  # a parent may use what it does not call
                 other.finish_gather()
         trace = self._trace
@@ -201,7 +201,7 @@ class Schedule:
                 return call
         return None
 
-    def _end_forward(self, trace: Trace, *, succeeded: bool, will_return: bool) -> None:
+    def _end_forward(self, trace: ForwardTrace, *, succeeded: bool, will_return: bool) -> None:
         if succeeded:
             self._order = trace.order
             self._last_ended = trace.last_ended(1 + self._num_backward)
@@ -221,13 +221,13 @@ class Schedule:
         if failure is not None:  # in the module's own collectives, after which no rank of the mesh can go on
             self._fail(failure)
 
-    def _check_unchanged(self, trace: Trace) -> None:
+    def _check_unchanged(self, trace: ForwardTrace) -> None:
         """Raise if the program has changed a shard with which other ranks may still compute."""
         for number, versions in trace.versions.items():
             with self._failing_together():
                 self.units[number].check_unchanged(versions, until="the end of a forward")
 
-    def _watch_outputs(self, output: Any, trace: Trace, call: int) -> bool:
+    def _watch_outputs(self, output: Any, trace: ForwardTrace, call: int) -> bool:
         """Have `before_backward` called when a gradient reaches an output; whether one can."""
         reference = weakref.ref(self)
 
@@ -250,12 +250,12 @@ class Schedule:
             with self._failing_together():
                 raise error
 
-    def _recomputed_call(self, unit: Unit, run: Run) -> int:
+    def _recomputed_call(self, unit: Unit, run: BackwardRun) -> int:
         return run.recomputed_call(unit.number, is_gathered=unit.state is UnitState.GATHERED)
 
     # Backward.
 
-    def before_backward(self, trace: Trace, call: int) -> None:
+    def before_backward(self, trace: ForwardTrace, call: int) -> None:
         """Have a unit gathered, for autograd has come to the end of its call."""
         if torch.is_grad_enabled():
             error = UnsupportedOpError(
@@ -318,13 +318,13 @@ class Schedule:
             for flat in unit.flats:
                 flat.gradients.drop()
 
-    def _begin_run(self, trace: Trace) -> None:
+    def _begin_run(self, trace: ForwardTrace) -> None:
         if self._run is not None:  # of another forward, within one backward: as with two losses of two forwards
             self._finish_run()
         for unit in self.units:
             unit.forget_gradients()
         trainable = [unit.number for unit in self.units if unit.is_trainable]
-        self._run = Run(trace, plan_backward(trace.events, self._num_backward, trainable))
+        self._run = BackwardRun(trace, plan_backward(trace.events, self._num_backward, trainable))
         for unit in self.units:
             unit.show(is_whole=True)  # for what checkpoints compute again
         queue_callback(self._on_backward_end)
@@ -353,13 +353,13 @@ class Schedule:
     def _await_readers(self) -> None:
         """Return when no rank computes with this rank's shards any more; see [Note: joined shards]."""
         if self._is_joined:
-            with self._failing_together(), explain_errors(self._doing, ADVICE):
+            with self._failing_together(), add_error_context(self._doing, ADVICE):
                 barrier(group=self._axes.shard)
 
     def _doing(self) -> str:
         return f"Rank {self._group.rank} was at the end of a forward or backward of an FSDP model."
 
-    def _do(self, run: Run, step: Step) -> None:
+    def _do(self, run: BackwardRun, step: Step) -> None:
         run.take_step()
         unit = self.units[step.unit]
         if step.action is Action.GATHER:

@@ -11,13 +11,13 @@ import torch
 
 from ferrodist.collectives.objects import all_gather_object, broadcast_object
 from ferrodist.collectives.reduce import broadcast
-from ferrodist.errors import explain_errors
+from ferrodist.errors import add_error_context
 from ferrodist.parallel.fsdp.dtensor_params import cut_part, describe_part, join_parts, layout_of, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ferrodist.parallel.fsdp.config import Axes
+    from ferrodist.parallel.fsdp.config import ShardAxes
     from ferrodist.parallel.fsdp.flat_param import FlatParameters
     from ferrodist.parallel.fsdp.unit import Unit
 
@@ -34,7 +34,7 @@ class ModelState:
         axes: Who divides it.
     """
 
-    def __init__(self, module: torch.nn.Module, units: Sequence[Unit], axes: Axes) -> None:
+    def __init__(self, module: torch.nn.Module, units: Sequence[Unit], axes: ShardAxes) -> None:
         self._module = module
         self._flats = [flat for unit in units for flat in unit.flats]
         self._axes = axes
@@ -54,7 +54,7 @@ class ModelState:
         """See `FSDP.full_state_dict`."""
         is_wanted = not rank0_only or self._axes.whole.rank == 0
         values: dict[torch.nn.Parameter, torch.Tensor] = {}
-        with explain_errors(
+        with add_error_context(
             lambda: f"Rank {self._axes.whole.rank} was collecting full_state_dict().", "Every rank must call it."
         ):
             for flat in self._flats:
@@ -100,7 +100,7 @@ class ModelState:
         """Compare what ranks have; False when all have the state."""
         group = self._axes.whole
         problem = None if state is None else self._problem(state)
-        with explain_errors(lambda: f"Rank {group.rank} was in load_full_state_dict().", "Every rank must call it."):
+        with add_error_context(lambda: f"Rank {group.rank} was in load_full_state_dict().", "Every rank must call it."):
             answers = all_gather_object([state is not None, problem], group=group)
         for rank, (_, found) in enumerate(answers):
             if found is not None:
@@ -191,7 +191,7 @@ class ModelState:
         return None
 
 
-def owner_of(axes: Axes, flats: Sequence[FlatParameters]) -> dict[str, Any]:
+def owner_of(axes: ShardAxes, flats: Sequence[FlatParameters]) -> dict[str, Any]:
     """What a sharded state says of the rank that saves it.
 
     With ``parts`` where parameters are parts of distributed ones, and ``orders`` where elements lie in another order of

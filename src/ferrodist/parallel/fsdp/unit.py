@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from ferrodist.errors import UnsupportedOpError, explain_errors
+from ferrodist.errors import UnsupportedOpError, add_error_context
 from ferrodist.parallel.fsdp.flat_shard import Piece
 from ferrodist.torch_private.autograd import version_of
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ferrodist.backends.base import Backend
     from ferrodist.parallel.fsdp.flat_param import FlatParameters
-    from ferrodist.parallel.fsdp.memory import RowBuffer
+    from ferrodist.parallel.fsdp.memory import GradientBuffer
 
 ADVICE = (
     "Every rank must call the same parts of the model in the same order, run as many forwards and backwards as the"
@@ -98,7 +98,7 @@ class Unit:
             return
         self._versions = self.count_changes()
         self.state = UnitState.GATHERING
-        with explain_errors(lambda: self._doing("gathering"), ADVICE):
+        with add_error_context(lambda: self._doing("gathering"), ADVICE):
             for flat in self.flats:
                 flat.start_gather()
 
@@ -121,7 +121,7 @@ class Unit:
             self._finish_gather()
 
     def _finish_gather(self) -> None:
-        with explain_errors(lambda: self._doing("gathering"), ADVICE):
+        with add_error_context(lambda: self._doing("gathering"), ADVICE):
             for flat in self.flats:
                 flat.finish_gather()
         self.state = UnitState.GATHERED
@@ -156,7 +156,7 @@ class Unit:
         """
         if self.state is UnitState.SHARDED:
             return
-        with explain_errors(lambda: self._doing("freeing"), ADVICE):
+        with add_error_context(lambda: self._doing("freeing"), ADVICE):
             changed = [name for flat in self.flats for name in flat.free()]
         self.state = UnitState.SHARDED
         self.is_shown = False
@@ -184,7 +184,7 @@ class Unit:
 
     def begin_summon(self) -> None:
         """Give the module whole parameters that may be changed."""
-        with explain_errors(lambda: self._doing("summoning"), ADVICE):
+        with add_error_context(lambda: self._doing("summoning"), ADVICE):
             for flat in self.flats:
                 flat.begin_summon()
         self._versions = self.count_changes()
@@ -215,11 +215,11 @@ class Unit:
         """Count anew: a backward begins."""
         self._num_gradients = 0
 
-    def start_reduce(self, buffer: RowBuffer) -> None:
+    def start_reduce(self, buffer: GradientBuffer) -> None:
         """Begin to average its gradients; after `finish_reduce` the pieces have them."""
         self.finish_reduce()
         self.is_reducing = True
-        with explain_errors(lambda: self._doing("averaging the gradients of"), ADVICE):
+        with add_error_context(lambda: self._doing("averaging the gradients of"), ADVICE):
             for flat in self.flats:
                 if flat.num_trainable or flat.gradients.are_there:
                     flat.gradients.start(buffer)
@@ -227,14 +227,14 @@ class Unit:
     def settle(self) -> None:
         """Take an average over ranks that divide the model on to the copies of the model, if there are any."""
         if self.is_reducing:
-            with explain_errors(lambda: self._doing("averaging the gradients of"), ADVICE):
+            with add_error_context(lambda: self._doing("averaging the gradients of"), ADVICE):
                 for flat in self.flats:
                     flat.gradients.settle()
 
     def finish_reduce(self) -> None:
         """Wait for the averages that `start_reduce` began, if any."""
         if self.is_reducing:
-            with explain_errors(lambda: self._doing("averaging the gradients of"), ADVICE):
+            with add_error_context(lambda: self._doing("averaging the gradients of"), ADVICE):
                 for flat in self.flats:
                     flat.gradients.finish()
             self.is_reducing = False

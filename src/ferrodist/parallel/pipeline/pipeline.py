@@ -26,13 +26,13 @@ from ferrodist.errors import (
 )
 from ferrodist.parallel.module_init import compare_forms
 from ferrodist.parallel.pipeline.microbatch import Losses, LossReduction, Microbatches, Outputs, split_batch
-from ferrodist.parallel.pipeline.runtime import Executor, Feed
+from ferrodist.parallel.pipeline.runtime import Executor, StepInputs
 from ferrodist.parallel.pipeline.schedule.build import PipelineSchedule, resolve_schedule
 from ferrodist.parallel.pipeline.schedule.lowering import backward_only, forward_only
 from ferrodist.parallel.pipeline.split import Stages, find_shared
 from ferrodist.parallel.pipeline.stage import Stage, find_edges
-from ferrodist.parallel.pipeline.state_dict import WholeModel
-from ferrodist.parallel.pipeline.tied_weights import SharedParameters
+from ferrodist.parallel.pipeline.state_dict import StateDictMapper
+from ferrodist.parallel.pipeline.tied_weights import TiedParameters
 from ferrodist.parallel.wrapped_names import InnerNames
 from ferrodist.torch_private.modules import own_modules
 from ferrodist.wording import counted, with_article
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ferrodist.parallel.pipeline.schedule.ir import Action, Schedule
 
 
-class StepGroup:
+class StepScope:
     """A group of the pipeline's ranks, made anew after each failure: nothing of what failed can come to the new one.
 
     Args:
@@ -53,7 +53,7 @@ class StepGroup:
         shared: The parameters that ranks share, which have groups of their own.
     """
 
-    def __init__(self, parent: Backend, executor: Executor, shared: SharedParameters) -> None:
+    def __init__(self, parent: Backend, executor: Executor, shared: TiedParameters) -> None:
         self._parent = parent
         self._executor = executor
         self._shared = shared
@@ -176,7 +176,7 @@ class Pipeline(InnerNames):
         self.stages = torch.nn.ModuleDict({str(number): module for number, module in self._own.items()})
         """This rank's stages, by their numbers."""
         prefixes = (stages if isinstance(stages, Stages) else Stages(stages)).prefixes
-        self._whole = WholeModel(self._own, prefixes)
+        self._whole = StateDictMapper(self._own, prefixes)
         names = [[f"{prefixes[stage]}{name}" for stage, name in places] for places in shared]
         self._first_names = {name: of[0] for of in names for name in of}
         self._loaded: dict[str, str] = {}
@@ -186,7 +186,7 @@ class Pipeline(InnerNames):
         orders = self._schedule.backward_orders
         running = {number: Stage(module, orders[number][-1]) for number, module in self._own.items()}
         self._executor = Executor(running, ranks, self._edges, self._schedule.num_microbatches)
-        self._step_group = StepGroup(self._parent, self._executor, self._shared)
+        self._step_group = StepScope(self._parent, self._executor, self._shared)
         with self._step_group.together(None) as (_, limit):
             self._shared.equalize(Deadline(limit))
 
@@ -264,7 +264,7 @@ class Pipeline(InnerNames):
             self._executor.forget()
             outputs = Outputs()
             microbatches = self._split(inputs, 0)
-            feed = Feed(microbatches, outputs.take, {})
+            feed = StepInputs(microbatches, outputs.take, {})
             self._executor.run(self._forward_actions, feed, group, limit)
             was_divided = torch.tensor([self._has(0) and isinstance(inputs, Microbatches)], device="cpu")
             was_divided = allreduce(was_divided, ReduceOp.MAX, group=group, timeout=limit)
@@ -288,7 +288,7 @@ class Pipeline(InnerNames):
             outputs, self._executor.outputs = self._executor.outputs, None
             if outputs is None:
                 raise RuntimeError("there is no forward to go backward from: call forward() first, without no_grad()")
-            feed = Feed([], outputs.take, outputs.split(gradients) if self._has(-1) else {})
+            feed = StepInputs([], outputs.take, outputs.split(gradients) if self._has(-1) else {})
             self._shared.begin()
             self._executor.run(self._backward_actions, feed, group, limit)
             self._shared.finish(group, Deadline(limit))
@@ -379,7 +379,7 @@ class Pipeline(InnerNames):
         self._losses.count(counts, what)
         return parts
 
-    def _feed(self, inputs: Any, targets: Any) -> Feed:
+    def _feed(self, inputs: Any, targets: Any) -> StepInputs:
         self._losses.begin()
         microbatches = self._split(inputs, 0)
         if self._loss_fn is None and targets is not None:
@@ -389,11 +389,11 @@ class Pipeline(InnerNames):
         def take(microbatch: int, value: Any) -> list[torch.Tensor]:
             return self._losses.take(microbatch, self._loss_fn(value, of[microbatch]) if self._loss_fn else value)
 
-        return Feed(microbatches, take, self._losses.gradients)
+        return StepInputs(microbatches, take, self._losses.gradients)
 
     def _compare(
         self, stages: Sequence[torch.nn.Module | None], shared: Sequence[Sequence[tuple[int, str]]]
-    ) -> SharedParameters:
+    ) -> TiedParameters:
         """See that all ranks make the same pipeline; gives the parameters that this one's stages share."""
         missing = [stage for stage in self._schedule.rank_stages[self._parent.rank] if stages[stage] is None]
         lines = [
@@ -413,9 +413,9 @@ class Pipeline(InnerNames):
             *str(self._schedule).splitlines(),
         ]
         refusal = f"its stage {missing[0]} is None" if missing else None
-        found = SharedParameters((), {}, ())
+        found = TiedParameters((), {}, ())
         try:
-            found = SharedParameters(shared, self._own, self._schedule.stage_ranks)
+            found = TiedParameters(shared, self._own, self._schedule.stage_ranks)
         except ValueError as error:
             refusal = refusal or str(error)
         deadline = Deadline(self._parent.timeout)

@@ -22,7 +22,7 @@ import torch
 from ferrodist.backends.request import wait_all
 from ferrodist.collectives.engines.select import engine_of
 from ferrodist.collectives.p2p import begin_send, recv
-from ferrodist.collectives.serialization import Parcel, read_letter, write_letter
+from ferrodist.collectives.serialization import PackedValue, decode_value, encode_value
 from ferrodist.collectives.tensor_protocol import TensorReceive, start_send
 from ferrodist.deadline import Deadline
 from ferrodist.errors import DistributedError, DistributedTimeoutError, ProtocolError
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _HOST = torch.device("cpu")
 
 
-def send_parcel(parcel: Parcel, dst: int, tag: int, group: Backend) -> list[Request]:
+def send_parcel(parcel: PackedValue, dst: int, tag: int, group: Backend) -> list[Request]:
     """Start to send a value; its tensors are not to be changed until the requests are done.
 
     Raises:
@@ -50,14 +50,14 @@ def send_parcel(parcel: Parcel, dst: int, tag: int, group: Backend) -> list[Requ
     for tensor in parcel.tensors:
         if tensor.is_cuda:
             engine_of(group, tensor.device)
-    letter, apart = write_letter(parcel, "what goes from stage to stage")
+    letter, apart = encode_value(parcel, "what goes from stage to stage")
     requests = begin_send(letter, dst, tag=tag, group=group)
     for tensor in apart:
         requests += start_send(group, tensor, dst, tag)
     return requests
 
 
-class Receipt:
+class PendingRecv:
     """A value that is on its way to this rank: the receive of its letter has begun.
 
     Args:
@@ -75,7 +75,7 @@ class Receipt:
         self._src = src
         self._tag = tag
         self._lock = threading.Lock()
-        self._parcel: Parcel | None = None
+        self._parcel: PackedValue | None = None
         self._error: Exception | None = None
         self._bodies: list[tuple[int, TensorReceive]] = []
         """Of the tensors that come by themselves, with their numbers."""
@@ -85,7 +85,7 @@ class Receipt:
             self._letter = TensorReceive(group, src, tag, shape=None, dtype=torch.uint8)
             self._letter.add_done_callback(self._read_ahead)
 
-    def wait(self, deadline: Deadline) -> Parcel:
+    def wait(self, deadline: Deadline) -> PackedValue:
         """Wait until all of it is there.
 
         Raises:
@@ -133,7 +133,7 @@ class Receipt:
     def _read(self, letter: torch.Tensor) -> None:
         """Read the letter, and begin to receive what comes apart from it."""
         try:
-            self._parcel, apart = read_letter(letter)
+            self._parcel, apart = decode_value(letter)
             for each in apart:
                 body = TensorReceive(self._group, self._src, self._tag, shape=each.shape, dtype=each.dtype)
                 self._bodies.append((each.number, body))
@@ -153,7 +153,7 @@ class _Key(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class StepInputs:
     """What the ends of the pipeline are given for each microbatch; nothing elsewhere.
 
     Args:
@@ -168,7 +168,7 @@ class Feed:
     gradients: Mapping[int, list[torch.Tensor | None]]
 
 
-_NO_FEED = Feed([], lambda *_: [], {})
+_NO_FEED = StepInputs([], lambda *_: [], {})
 
 
 class Executor:
@@ -191,9 +191,9 @@ class Executor:
         # Farthest first: in one process the gradients of what several stages take come from the last of them first.
         farthest_first = sorted(edges, key=lambda edge: -edge.target)
         self._outgoing = {stage: [edge for edge in farthest_first if edge.source == stage] for stage in stages}
-        self._aside: dict[_Key, Parcel] = {}
+        self._aside: dict[_Key, PackedValue] = {}
         """What is to be sent, or taken by another stage of this rank."""
-        self._receipts: dict[_Key, Receipt] = {}
+        self._receipts: dict[_Key, PendingRecv] = {}
         self._large: set[tuple[Edge, bool]] = set()
         """Edges and directions in which something large came last."""
         self._sends: list[Request] = []
@@ -205,7 +205,7 @@ class Executor:
         self.peak_live = 0
         """The most microbatches that were between forward and backward at a time, in all stages together."""
 
-    def run(self, actions: Iterable[Action], feed: Feed, group: Backend, timeout: float) -> None:
+    def run(self, actions: Iterable[Action], feed: StepInputs, group: Backend, timeout: float) -> None:
         """Do all of them, and return when what was sent has gone.
 
         Args:
@@ -279,7 +279,7 @@ class Executor:
         self._check_skips(number, output)
         for edge in self._outgoing[number]:
             value = output.value if edge.name == MAIN else output.skips[edge.name]
-            parcel = Parcel.of(value, f"what stage {number} returns")
+            parcel = PackedValue.of(value, f"what stage {number} returns")
             wanting = [tensor for tensor, wants in zip(parcel.tensors, parcel.wants_gradient, strict=True) if wants]
             stage.hold(microbatch, edge.name, wanting)
             if self._may_change(edge) or stage.has_buffers(parcel.tensors):
@@ -309,10 +309,10 @@ class Executor:
             gradients[MAIN] = self._feed.gradients[microbatch]
         found = (stage.backward if is_whole else stage.backward_input)(microbatch, gradients)
         for edge in self._incoming[number]:
-            parcel = Parcel.of(found[edge.name], "gradients")
+            parcel = PackedValue.of(found[edge.name], "gradients")
             self._put(_Key(edge, microbatch, is_gradient=True), parcel)
 
-    def _take(self, key: _Key) -> Parcel:
+    def _take(self, key: _Key) -> PackedValue:
         """What another stage gives; waits for it if that is on another rank."""
         if key in self._aside:
             return self._aside.pop(key)
@@ -334,7 +334,7 @@ class Executor:
         (self._large.add if receipt.has_bodies else self._large.discard)((key.edge, key.is_gradient))
         return parcel
 
-    def _put(self, key: _Key, parcel: Parcel) -> None:
+    def _put(self, key: _Key, parcel: PackedValue) -> None:
         """Keep what a stage has made until the schedule has it sent, or the other stage takes it; send skips."""
         self._aside[key] = parcel
         if key.edge.name != MAIN and self._taker(key) != self._group.rank:
@@ -347,7 +347,7 @@ class Executor:
     def _begin_receive(self, key: _Key) -> None:
         is_ahead = (key.edge, key.is_gradient) in self._large
         taker = self._stages[key.edge.source if key.is_gradient else key.edge.target]
-        self._receipts[key] = Receipt(
+        self._receipts[key] = PendingRecv(
             self._giver(key), self._tag(key), self._group, is_ahead=is_ahead, device=taker.device
         )
 

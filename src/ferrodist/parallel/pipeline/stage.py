@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
 
-    from ferrodist.collectives.serialization import Parcel
+    from ferrodist.collectives.serialization import PackedValue
     from ferrodist.parallel.pipeline.split_backward import WeightBackward
 
 MAIN = ""
@@ -103,7 +103,7 @@ class _Entry(torch.autograd.Function):
 
 
 @dataclass(slots=True)
-class _Live:
+class _InFlightMicrobatch:
     """A microbatch between its forward and its backward.
 
     Args:
@@ -128,7 +128,7 @@ class Stage:
         self._last = last
         self._averaging = module if isinstance(module, _Averaging) else None
         self._takes_one = type(unwrap(module)).forward is torch.nn.Sequential.forward
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, _InFlightMicrobatch] = {}
         self._weights: dict[int, WeightBackward | None] = {}
 
     @property
@@ -143,7 +143,7 @@ class Stage:
         """How many microbatches have gone forward and are not done with going backward."""
         return len(self._live) + len(self._weights)
 
-    def forward(self, microbatch: int, received: Mapping[str, Parcel], value: Any) -> PipelineOutput:
+    def forward(self, microbatch: int, received: Mapping[str, PackedValue], value: Any) -> PipelineOutput:
         """Call the module.
 
         Args:
@@ -164,10 +164,10 @@ class Stage:
         with self._syncing_only_at(microbatch):
             result = self.module(*(main if self._is_divided(main, received) else (main,)), **values)
         if torch.is_grad_enabled():
-            self._live[microbatch] = _Live(inputs, {})
+            self._live[microbatch] = _InFlightMicrobatch(inputs, {})
         return result if isinstance(result, PipelineOutput) else PipelineOutput(result)
 
-    def _is_divided(self, main: Any, received: Mapping[str, Parcel]) -> bool:
+    def _is_divided(self, main: Any, received: Mapping[str, PackedValue]) -> bool:
         """Whether a value is several arguments; a Sequential takes one, as its children take it from each other."""
         if not isinstance(main, tuple):
             return False
@@ -233,7 +233,7 @@ class Stage:
         return contextlib.nullcontext()
 
 
-def _reached(live: _Live, gradients: Gradients) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+def _reached(live: _InFlightMicrobatch, gradients: Gradients) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """The outputs that have a gradient, and these."""
     pairs = [
         (tensor, gradient)

@@ -23,7 +23,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
         module = inner
 
 
-class WholeModel:
+class StateDictMapper:
     """Where a pipeline's stages of one rank are in the whole model.
 
     Args:

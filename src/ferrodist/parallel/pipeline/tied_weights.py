@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ferrodist.errors import DistributedError
 
 
-class SharedParameters:
+class TiedParameters:
     """Those of this rank.
 
     They are looked up by their names each time, for ``load_state_dict(assign=True)`` and ``to_empty`` replace them.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ferrodist.mesh import DeviceMesh
 
 
-class OverlappedLinear:
+class AsyncTPLinear:
     """The forward of a column-parallel layer whose input is divided along its next to last dim, the sequence.
 
     Forward gathers piece after piece of the ranks' parts, and multiplies each as it comes; backward gathers the input

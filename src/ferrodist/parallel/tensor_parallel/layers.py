@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ferrodist.parallel.tensor_parallel.module_io import PreparedForward
+from ferrodist.parallel.tensor_parallel.module_io import ShardedForward
 from ferrodist.parallel.tensor_parallel.parallelize import apply_style, check_mesh, divide
 from ferrodist.parallel.tensor_parallel.styles import (
     ColumnParallel,
-    Preparation,
+    IOPlacements,
     RowParallel,
     Style,
     VocabularyParallel,
@@ -89,7 +89,7 @@ class ParallelAttention(nn.Module):
         for layer, style in ((self.queries, ColumnParallel()), (self.keys, shared), (self.values, shared)):
             divide(layer, mesh, {"": style})
         apply_style(self.output, mesh, RowParallel(outputs=given), Shard(-1))
-        self.forward = PreparedForward(self.forward, mesh, Preparation(wanted=Replicate()), given)  # type: ignore[method-assign]
+        self.forward = ShardedForward(self.forward, mesh, IOPlacements(wanted=Replicate()), given)  # type: ignore[method-assign]
 
     def _check(self, embed_dim: int, mesh: DeviceMesh) -> None:
         check_mesh(mesh)

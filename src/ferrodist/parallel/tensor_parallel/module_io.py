@@ -3,8 +3,8 @@
 [Note: plain tensors]
 A layer by itself gives what it gets: of distributed tensors it makes distributed ones. Plain tensors are this rank's
 parts, and then what comes out is plain too, this rank's part of it. Inside of a module that is parallel as a whole
-(`WholeForward`) all is distributed, and plain tensors are those that the module's code has made: whole on every rank,
-which the ranks compare; `plain` says how.
+(`ReplicatedForward`) all is distributed, and plain tensors are those that the module's code has made: whole on every
+rank, which the ranks compare; `plain` says how.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.parallel.tensor_parallel.styles import Preparation
+    from ferrodist.parallel.tensor_parallel.styles import IOPlacements
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -86,7 +86,7 @@ def find_arguments(forward: Callable[..., Any]) -> tuple[list[str], bool]:
     return names, len(names) < len(parameters)
 
 
-class PreparedForward:
+class ShardedForward:
     """A forward around which inputs and outputs lie as a style says; see [Note: plain tensors].
 
     Args:
@@ -97,7 +97,7 @@ class PreparedForward:
     """
 
     def __init__(
-        self, forward: Callable[..., Any], mesh: DeviceMesh, preparation: Preparation, given: Placement | None = None
+        self, forward: Callable[..., Any], mesh: DeviceMesh, preparation: IOPlacements, given: Placement | None = None
     ) -> None:
         functools.update_wrapper(self, forward)
         self._forward, self._mesh, self._preparation, self._given = forward, mesh, preparation, given
@@ -167,7 +167,7 @@ class PreparedForward:
         return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
 
 
-class WholeForward:
+class ReplicatedForward:
     """The forward of one of the modules of a model that is parallel inside and looks undivided from outside.
 
     Where it is called from outside of all others, plain tensors that come in are whole, the same on all ranks, and so

@@ -14,9 +14,9 @@ from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
 from ferrodist.parallel.module_init import compare_forms, materialise
-from ferrodist.parallel.tensor_parallel.async_linear import OverlappedLinear
-from ferrodist.parallel.tensor_parallel.module_io import PreparedForward, WholeForward, WholeMethod, WholeModel
-from ferrodist.parallel.tensor_parallel.plan import check_values, describe_plan, match_plan, place_parameters
+from ferrodist.parallel.tensor_parallel.async_linear import AsyncTPLinear
+from ferrodist.parallel.tensor_parallel.module_io import ReplicatedForward, ShardedForward, WholeMethod, WholeModel
+from ferrodist.parallel.tensor_parallel.plan import check_values, describe_plan, parameter_placements, resolve_plan
 from ferrodist.parallel.tensor_parallel.styles import ColumnParallel, Style
 from ferrodist.tensor.dtensor import DTensor, keep_gradients_placed
 from ferrodist.tensor.factories import distribute
@@ -115,7 +115,7 @@ def parallelize(
         if path in styles:
             _prepare(one, mesh, styles[path])
         if type(one).forward is not nn.Module.forward:
-            one.forward = WholeForward(one.forward, path, model)
+            one.forward = ReplicatedForward(one.forward, path, model)
         if callable(getattr(type(one), "generate", None)):
             one.generate = WholeMethod(one.generate, model)
     return module
@@ -165,8 +165,8 @@ def divide(
     styles: dict[str, Style] = {}
     placements: dict[nn.Parameter, Placement] = {}
     try:
-        styles = match_plan(module, plan)
-        placements = place_parameters(module, styles)
+        styles = resolve_plan(module, plan)
+        placements = parameter_placements(module, styles)
         check_values(module, init)
     except (TypeError, ValueError, UnsupportedOpError) as error:
         failure = error  # the others hear of it below, or they would wait for this rank
@@ -227,5 +227,5 @@ def _prepare(module: nn.Module, mesh: DeviceMesh, style: Style, given: Placement
     forward = module.forward
     if isinstance(style, ColumnParallel) and style.chunks > 1:
         assert isinstance(module, nn.Linear), "the style has checked it"
-        forward = OverlappedLinear(module, style.chunks)
-    module.forward = PreparedForward(forward, mesh, style.preparation(), given)
+        forward = AsyncTPLinear(module, style.chunks)
+    module.forward = ShardedForward(forward, mesh, style.preparation(), given)

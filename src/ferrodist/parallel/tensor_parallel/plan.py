@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def match_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
+def resolve_plan(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     """The style of each module that has one, by its first path.
 
     Raises:
@@ -77,7 +77,7 @@ def _check_arguments(name: str, module: nn.Module, wanted: Any) -> None:
         raise ValueError(f"the style says how {inputs} of module {name!r} lie: it takes {', '.join(map(repr, names))}")
 
 
-def place_parameters(module: nn.Module, styles: Mapping[str, Style]) -> dict[nn.Parameter, Placement]:
+def parameter_placements(module: nn.Module, styles: Mapping[str, Style]) -> dict[nn.Parameter, Placement]:
     """How each parameter shall lie; one that modules share lies as the style of one of them says.
 
     Raises:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preparation:
+class IOPlacements:
     """How a module's tensors lie around its forward.
 
     Args:
@@ -41,7 +41,7 @@ class Style:
 
     Args:
         parameters: How the module's own parameters lie, by name; those not named are whole on every rank.
-        wanted: How inputs shall lie in the forward; see `Preparation`.
+        wanted: How inputs shall lie in the forward; see `IOPlacements`.
         outputs: How outputs shall lie.
     """
 
@@ -69,9 +69,9 @@ class Style:
         del parameter
         return self.parameters.get(name, Replicate())
 
-    def preparation(self) -> Preparation:
+    def preparation(self) -> IOPlacements:
         """How its tensors lie."""
-        return Preparation(wanted=self.wanted, outputs=self.outputs)
+        return IOPlacements(wanted=self.wanted, outputs=self.outputs)
 
 
 def _refuse(style: Style, *names: str) -> None:
@@ -124,10 +124,10 @@ class ColumnParallel(_OfLinear):
         del name, parameter
         return Shard(0, blocks=self.blocks)
 
-    def preparation(self) -> Preparation:
+    def preparation(self) -> IOPlacements:
         """How its tensors lie."""
         outputs = Shard(-1, blocks=self.blocks) if self.outputs == Shard(-1) else self.outputs
-        return Preparation(wanted=self.wanted if self.chunks == 1 else None, outputs=outputs)
+        return IOPlacements(wanted=self.wanted if self.chunks == 1 else None, outputs=outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +151,9 @@ class RowParallel(_OfLinear):
         del parameter
         return Shard(1) if name == "weight" else Replicate()
 
-    def preparation(self) -> Preparation:
+    def preparation(self) -> IOPlacements:
         """How its tensors lie."""
-        return Preparation(wanted=Shard(-1), outputs=self.outputs)
+        return IOPlacements(wanted=Shard(-1), outputs=self.outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,9 +183,9 @@ class VocabularyParallel(Style):
         del name, parameter
         return Shard(0)
 
-    def preparation(self) -> Preparation:
+    def preparation(self) -> IOPlacements:
         """How its tensors lie."""
-        return Preparation(wanted=Replicate(), outputs=self.outputs)
+        return IOPlacements(wanted=Replicate(), outputs=self.outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +203,6 @@ class SequenceParallel(Style):
     def __post_init__(self) -> None:
         _refuse(self, "wanted", "outputs")
 
-    def preparation(self) -> Preparation:
+    def preparation(self) -> IOPlacements:
         """How its tensors lie."""
-        return Preparation(wanted=Shard(self.dim), outputs=Shard(self.dim))
+        return IOPlacements(wanted=Shard(self.dim), outputs=Shard(self.dim))

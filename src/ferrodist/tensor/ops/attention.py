@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import Letters, Pattern, Rule, choices_of
+from ferrodist.tensor.op_strategy import EinsumPattern, Letters, OpRule, strategies_of
 from ferrodist.tensor.placement import Shard
 from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ferrodist.tensor.op_strategy import Call, Choice
-    from ferrodist.tensor.spec import Layout
+    from ferrodist.tensor.op_strategy import OpCall, OpStrategy
+    from ferrodist.tensor.spec import DTensorSpec
 
 _aten = torch.ops.aten
 _BATCH, _HEAD = "b", "h"
 
 
-def _letters(call: Call, first: int) -> tuple[Letters, Letters, list[Letters]]:
+def _letters(call: OpCall, first: int) -> tuple[Letters, Letters, list[Letters]]:
     """Of the queries, whose number among the inputs is given, of the keys and values, and of the mask."""
     queries, keys = call.inputs[first], call.inputs[first + 1]
     one_for_all = keys.shape[1] == 1 != queries.shape[1]
@@ -38,10 +38,10 @@ def _letters(call: Call, first: int) -> tuple[Letters, Letters, list[Letters]]:
     return [_BATCH, _HEAD, None, None], [_BATCH, None if one_for_all else _HEAD, None, None], masks
 
 
-def _choices(call: Call, first: int, pattern: Pattern, axis: int) -> list[Choice]:
+def _choices(call: OpCall, first: int, pattern: EinsumPattern, axis: int) -> list[OpStrategy]:
     """The choices of a pattern that keep the heads of queries with theirs of keys."""
     queries, keys = call.inputs[first], call.inputs[first + 1]
-    choices = choices_of(pattern, call, axis)
+    choices = strategies_of(pattern, call, axis)
     if keys.shape[1] in (1, queries.shape[1]):
         return choices
     before = [choice.inputs[first] for choice in call.chosen]
@@ -58,15 +58,15 @@ def _choices(call: Call, first: int, pattern: Pattern, axis: int) -> list[Choice
     ]
 
 
-def _forward_choices(call: Call, axis: int) -> list[Choice]:
+def _forward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
     queries, keys, masks = _letters(call, 0)
-    pattern = Pattern(inputs=[queries, keys, keys, *masks], outputs=[queries, queries[:3]])
+    pattern = EinsumPattern(inputs=[queries, keys, keys, *masks], outputs=[queries, queries[:3]])
     return _choices(call, 0, pattern, axis)
 
 
-def _backward_choices(call: Call, axis: int) -> list[Choice]:
+def _backward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
     queries, keys, masks = _letters(call, 1)
-    pattern = Pattern(
+    pattern = EinsumPattern(
         inputs=[queries, queries, keys, keys, queries, queries[:3], *masks],
         outputs=[queries, keys, keys],
         folds={_HEAD: ReduceOp.SUM} if keys[1] is None else {},
@@ -75,7 +75,9 @@ def _backward_choices(call: Call, axis: int) -> list[Choice]:
     return _choices(call, 1, pattern, axis)
 
 
-def _of_nothing(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _of_nothing(
+    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
+) -> Callable[..., Any] | None:
     """A rank without heads or samples has empty results, and zero gradients: torch's kernel divides by their number."""
     del call
     if all(0 not in layout.local_shape for layout in inputs):
@@ -89,9 +91,11 @@ def _of_nothing(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout])
     return compute
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = {
-    private_aten.scaled_dot_product_flash_attention_for_cpu.default: Rule(choices=_forward_choices, local=_of_nothing),
-    private_aten.scaled_dot_product_flash_attention_for_cpu_backward.default: Rule(
+RULES: dict[torch._ops.OpOverload, OpRule] = {
+    private_aten.scaled_dot_product_flash_attention_for_cpu.default: OpRule(
+        choices=_forward_choices, local=_of_nothing
+    ),
+    private_aten.scaled_dot_product_flash_attention_for_cpu_backward.default: OpRule(
         choices=_backward_choices, local=_of_nothing
     ),
 }

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import Letters, Pattern, Rule, choices_of
+from ferrodist.tensor.op_strategy import EinsumPattern, Letters, OpRule, strategies_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ferrodist.tensor.op_strategy import Call, Choice
-    from ferrodist.tensor.spec import Layout
+    from ferrodist.tensor.op_strategy import OpCall, OpStrategy
+    from ferrodist.tensor.spec import DTensorSpec
 
 _aten = torch.ops.aten
 _BATCH, _IN, _OUT = "n", "i", "o"
 
 
-def _letters(call: Call, weight: Layout) -> tuple[Letters, Letters, Letters]:
+def _letters(call: OpCall, weight: DTensorSpec) -> tuple[Letters, Letters, Letters]:
     """Of the input, the weight and the output; channels of several groups are whole."""
     space = [None] * (weight.ndim - 2)
     channels = [_IN, _OUT] if call["groups"] == 1 else [None, None]
@@ -27,24 +27,24 @@ def _letters(call: Call, weight: Layout) -> tuple[Letters, Letters, Letters]:
     return [_BATCH, channels[0], *space], [*of_weight, *space], [_BATCH, channels[1], *space]
 
 
-def _forward_choices(call: Call, axis: int) -> list[Choice]:
+def _forward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
     tensor, weight, output = _letters(call, call.inputs[1])
     biases: list[Letters] = [] if call["bias"] is None else [output[1:2]]
-    pattern = Pattern(
+    pattern = EinsumPattern(
         inputs=[tensor, weight, *biases],
         outputs=[output],
         folds={_IN: ReduceOp.SUM},
         linear=((0, 2), (1, 2)) if biases else ((0,), (1,)),
         added=(2,),
     )
-    return choices_of(pattern, call, axis)
+    return strategies_of(pattern, call, axis)
 
 
-def _backward_choices(call: Call, axis: int) -> list[Choice]:
+def _backward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
     tensor, weight, output = _letters(call, call.inputs[2])
     wanted = call["output_mask"]
     outputs = [one for one, want in zip((tensor, weight, output[1:2]), wanted, strict=True) if want]
-    pattern = Pattern(
+    pattern = EinsumPattern(
         inputs=[output, tensor, weight],
         outputs=outputs,
         folds={_BATCH: ReduceOp.SUM, _OUT: ReduceOp.SUM},
@@ -52,15 +52,17 @@ def _backward_choices(call: Call, axis: int) -> list[Choice]:
         settled=(_IN,),
         linear=((0,),),
     )
-    return choices_of(pattern, call, axis)
+    return strategies_of(pattern, call, axis)
 
 
-def _bias_size(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Mapping[str, Any]:
+def _bias_size(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Mapping[str, Any]:
     del outputs
     return {} if call["bias_sizes"] is None else {"bias_sizes": [inputs[0].local_shape[1]]}
 
 
-def _of_nothing(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _of_nothing(
+    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
+) -> Callable[..., Any] | None:
     """A rank without channels or samples has results of nothing, which torch refuses to compute for some of them."""
     if all(0 not in layout.local_shape for layout in inputs):
         return None
@@ -83,7 +85,7 @@ def _of_nothing(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout])
     return backward if wanted else forward
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = {
-    _aten.convolution.default: Rule(choices=_forward_choices, local=_of_nothing),
-    _aten.convolution_backward.default: Rule(choices=_backward_choices, arguments=_bias_size, local=_of_nothing),
+RULES: dict[torch._ops.OpOverload, OpRule] = {
+    _aten.convolution.default: OpRule(choices=_forward_choices, local=_of_nothing),
+    _aten.convolution_backward.default: OpRule(choices=_backward_choices, arguments=_bias_size, local=_of_nothing),
 }

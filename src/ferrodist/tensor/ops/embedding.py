@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import Choice, Pattern, Rule, choices_of
+from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, OpStrategy, strategies_of
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.tensor.spec import compute_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from ferrodist.tensor.op_strategy import Call
-    from ferrodist.tensor.spec import Layout
+    from ferrodist.tensor.op_strategy import OpCall
+    from ferrodist.tensor.spec import DTensorSpec
 
 _aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ _aten = torch.ops.aten
 # gradient comes divided too, and is gathered where it is used.
 
 
-def _remark(call: Call, shape: tuple[int, ...], axis: int) -> tuple[object, ...]:
+def _remark(call: OpCall, shape: tuple[int, ...], axis: int) -> tuple[object, ...]:
     return ("vocabulary", call.mesh.identity, shape, axis)
 
 
@@ -41,19 +41,19 @@ def _leave_remark(recipes: dict[Any, Any], remark: tuple[object, ...]) -> None:
         recipes[remark] = True
 
 
-def _choices(call: Call, axis: int) -> list[Choice]:
+def _choices(call: OpCall, axis: int) -> list[OpStrategy]:
     weight, indices = call.inputs
     places = [("i", dim) for dim in range(indices.ndim)]
-    pattern = Pattern(inputs=[[None, "d"], places], outputs=[[*places, "d"]], linear=((0,),))
+    pattern = EinsumPattern(inputs=[[None, "d"], places], outputs=[[*places, "d"]], linear=((0,),))
     divided = weight.placements[axis] == Shard(0)
-    choices = choices_of(pattern, call, axis)
+    choices = strategies_of(pattern, call, axis)
     if divided:
         _leave_remark(weight.recipes, _remark(call, weight.shape, axis))
-        choices.append(Choice((Shard(0), Replicate()), (Partial(),)))
+        choices.append(OpStrategy((Shard(0), Replicate()), (Partial(),)))
     return choices
 
 
-def _look_up(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _look_up(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
     """Rows that this rank has, and zeros for the others."""
     del outputs
     if Shard(0) not in inputs[0].placements:
@@ -73,20 +73,20 @@ def _look_up(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) ->
     return look_up
 
 
-def _backward_choices(call: Call, axis: int) -> list[Choice]:
+def _backward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
     grad, indices = call.inputs
     places = [("i", dim) for dim in range(indices.ndim)]
     # By how often a number is there its gradient is scaled: all of them must be known.
     folds: dict[Hashable, ReduceOp] = {} if call["scale_grad_by_freq"] else dict.fromkeys(places, ReduceOp.SUM)
-    pattern = Pattern(inputs=[[*places, "d"], places], outputs=[[None, "d"]], folds=folds, linear=((0,),))
-    choices = choices_of(pattern, call, axis)
-    divided = Choice((Replicate(), Replicate()), (Shard(0),))
+    pattern = EinsumPattern(inputs=[[*places, "d"], places], outputs=[[None, "d"]], folds=folds, linear=((0,),))
+    choices = strategies_of(pattern, call, axis)
+    divided = OpStrategy((Replicate(), Replicate()), (Shard(0),))
     if _remark(call, (call["num_weights"], grad.shape[-1]), axis) in grad.recipes:
         choices.insert(0, divided)
     return choices
 
 
-def _backward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _backward(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
     """The rows that this rank has of the gradient."""
     del inputs
     if Shard(0) not in outputs[0].placements:
@@ -106,7 +106,7 @@ def _backward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -
     return backward
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = {
-    _aten.embedding.default: Rule(choices=_choices, local=_look_up),
-    _aten.embedding_dense_backward.default: Rule(choices=_backward_choices, local=_backward),
+RULES: dict[torch._ops.OpOverload, OpRule] = {
+    _aten.embedding.default: OpRule(choices=_choices, local=_look_up),
+    _aten.embedding_dense_backward.default: OpRule(choices=_backward_choices, local=_backward),
 }

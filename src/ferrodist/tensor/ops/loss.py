@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp, accumulation_dtype
-from ferrodist.tensor.op_strategy import Choice, Letters, Pattern, Rule, choices_of
-from ferrodist.tensor.ops.pointwise import broadcast_letters
+from ferrodist.tensor.op_strategy import EinsumPattern, Letters, OpRule, OpStrategy, strategies_of
+from ferrodist.tensor.ops.pointwise import broadcast_labels
 from ferrodist.tensor.ops.reduction import dividers, fold_over, positions
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.torch_private.operators import private_aten
@@ -32,8 +32,8 @@ from ferrodist.torch_private.operators import private_aten
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ferrodist.tensor.op_strategy import Call
-    from ferrodist.tensor.spec import Layout
+    from ferrodist.tensor.op_strategy import OpCall
+    from ferrodist.tensor.spec import DTensorSpec
 
 _aten = torch.ops.aten
 
@@ -46,45 +46,47 @@ class Reduction(IntEnum):
     SUM = 2
 
 
-def _folded_choices(call: Call, axis: int) -> list[Choice]:
+def _folded_choices(call: OpCall, axis: int) -> list[OpStrategy]:
     """Of a loss: the inputs are broadcast, and folded unless each element's loss is asked for."""
     shapes = [layout.shape for layout in call.inputs]
     ndim = max(map(len, shapes))
     keeps = call["reduction"] == Reduction.NONE
-    pattern = Pattern(
-        inputs=broadcast_letters(shapes, ndim),
+    pattern = EinsumPattern(
+        inputs=broadcast_labels(shapes, ndim),
         outputs=[range(ndim) if keeps else ()],
         folds={} if keeps else dict.fromkeys(range(ndim), ReduceOp.SUM),
     )
-    return choices_of(pattern, call, axis)
+    return strategies_of(pattern, call, axis)
 
 
-def _gradient_choices(call: Call, axis: int) -> list[Choice]:
+def _gradient_choices(call: OpCall, axis: int) -> list[OpStrategy]:
     """Of a loss's gradient: the first input is the result's gradient, a number unless each element has its loss."""
     shapes = [layout.shape for layout in call.inputs]
     ndim = len(call.results[0].shape)
-    pattern = Pattern(inputs=broadcast_letters(shapes, ndim), outputs=[range(ndim)], linear=((0,),))
-    return choices_of(pattern, call, axis)
+    pattern = EinsumPattern(inputs=broadcast_labels(shapes, ndim), outputs=[range(ndim)], linear=((0,),))
+    return strategies_of(pattern, call, axis)
 
 
 def _broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
-def _is_divided_mean(call: Call, layouts: Sequence[Layout]) -> bool:
+def _is_divided_mean(call: OpCall, layouts: Sequence[DTensorSpec]) -> bool:
     """Whether a mean is asked for of which this rank has a part: that is then divided by the size of the whole."""
     return call["reduction"] == Reduction.MEAN and any(
         isinstance(one, Shard) for layout in layouts for one in layout.placements
     )
 
 
-def _mean_as_sum(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Mapping[str, Any]:
+def _mean_as_sum(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Mapping[str, Any]:
     """Small floats are added up in float32, as the sum may be too large for them."""
     small = accumulation_dtype(outputs[0].dtype) != outputs[0].dtype and outputs[0].ndim == 0
     return {"reduction": int(Reduction.NONE if small else Reduction.SUM)} if _is_divided_mean(call, inputs) else {}
 
 
-def _mean_loss(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _mean_loss(
+    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
+) -> Callable[..., Any] | None:
     if not _is_divided_mean(call, inputs):
         return None
     count = math.prod(_broadcast([layout.shape for layout in inputs]))
@@ -98,7 +100,9 @@ def _mean_loss(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) 
     return mean
 
 
-def _mean_gradient(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _mean_gradient(
+    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
+) -> Callable[..., Any] | None:
     if not _is_divided_mean(call, inputs):
         return None
     count = math.prod(outputs[0].shape)
@@ -110,10 +114,10 @@ def _mean_gradient(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layou
     return gradient
 
 
-_loss_rule = Rule(choices=_folded_choices, local=_mean_loss, arguments=_mean_as_sum)
-_gradient_rule = Rule(choices=_gradient_choices, local=_mean_gradient, arguments=_mean_as_sum)
+_loss_rule = OpRule(choices=_folded_choices, local=_mean_loss, arguments=_mean_as_sum)
+_gradient_rule = OpRule(choices=_gradient_choices, local=_mean_gradient, arguments=_mean_as_sum)
 
-RULES: dict[torch._ops.OpOverload, Rule] = {
+RULES: dict[torch._ops.OpOverload, OpRule] = {
     _aten.mse_loss.default: _loss_rule,
     _aten.smooth_l1_loss.default: _loss_rule,
     _aten.huber_loss.default: _loss_rule,
@@ -128,11 +132,11 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
 }
 
 
-def _class_dim(layout: Layout) -> int:
+def _class_dim(layout: DTensorSpec) -> int:
     return min(1, layout.ndim - 1)
 
 
-def _letters(call: Call, place: int) -> tuple[Letters, Letters, list[Letters]]:
+def _letters(call: OpCall, place: int) -> tuple[Letters, Letters, list[Letters]]:
     """The letters of the input, whose number is given, of the target after it, and of the weights if there are any."""
     layout, target = call.inputs[place], call.inputs[place + 1]
     dims = range(layout.ndim)
@@ -141,9 +145,9 @@ def _letters(call: Call, place: int) -> tuple[Letters, Letters, list[Letters]]:
     return dims, batch, [] if call["weight"] is None else [[None]]
 
 
-def _forward_choices(call: Call, axis: int) -> list[Choice]:
+def _forward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
     dims, batch, weights = _letters(call, 0)
-    pattern = Pattern(
+    pattern = EinsumPattern(
         inputs=[dims, batch, *weights],
         outputs=[batch if call["reduction"] == Reduction.NONE else (), ()],
         folds=dict.fromkeys(dims, ReduceOp.SUM),
@@ -151,29 +155,29 @@ def _forward_choices(call: Call, axis: int) -> list[Choice]:
     )
     along = _class_dim(call.inputs[0])
     choices = []
-    for choice in choices_of(pattern, call, axis):
+    for choice in strategies_of(pattern, call, axis):
         first = choice.inputs[0]
         in_parts = call["reduction"] == Reduction.SUM and isinstance(first, Shard) and first.dim != along
-        choices.append(Choice(choice.inputs, (choice.outputs[0], Partial() if in_parts else Replicate())))
+        choices.append(OpStrategy(choice.inputs, (choice.outputs[0], Partial() if in_parts else Replicate())))
     return choices
 
 
-def _backward_choices(call: Call, axis: int) -> list[Choice]:
+def _backward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
     dims, batch, weights = _letters(call, 1)
     grad: Letters = batch if call["reduction"] == Reduction.NONE else ()
-    pattern = Pattern(inputs=[grad, dims, batch, *weights, ()], outputs=[dims], linear=((0,),))
-    choices = choices_of(pattern, call, axis)
+    pattern = EinsumPattern(inputs=[grad, dims, batch, *weights, ()], outputs=[dims], linear=((0,),))
+    choices = strategies_of(pattern, call, axis)
     if call["reduction"] == Reduction.MEAN:
         return choices
     # The total weight is not used, and may stay in parts.
     now = call.inputs[-1].placements[axis]
-    return [Choice((*choice.inputs[:-1], now), choice.outputs) for choice in choices]
+    return [OpStrategy((*choice.inputs[:-1], now), choice.outputs) for choice in choices]
 
 
 class _Terms:
     """Which targets are among this rank's classes."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: DTensorSpec) -> None:
         self.dim = _class_dim(layout)
         self._num_classes = layout.shape[self.dim]
         self._positions = positions(layout, self.dim) if dividers(layout, (self.dim,)) else None
@@ -204,7 +208,9 @@ def _weights(weight: torch.Tensor | None, target: torch.Tensor, counts: torch.Te
     return torch.where(counts, weight[torch.where(counts, target, 0).long()].to(like.dtype), 0.0)
 
 
-def _nll_forward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _nll_forward(
+    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
+) -> Callable[..., Any] | None:
     del call
     layout = inputs[0]
     if not any(isinstance(placement, Shard) for placement in layout.placements):
@@ -236,7 +242,9 @@ def _nll_forward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]
     return forward
 
 
-def _nll_backward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _nll_backward(
+    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
+) -> Callable[..., Any] | None:
     del call
     layout = inputs[1]
     if not dividers(layout, (_class_dim(layout),)):
@@ -261,8 +269,8 @@ def _nll_backward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout
     return backward
 
 
-_nll_forward_rule = Rule(choices=_forward_choices, local=_nll_forward)
-_nll_backward_rule = Rule(choices=_backward_choices, local=_nll_backward)
+_nll_forward_rule = OpRule(choices=_forward_choices, local=_nll_forward)
+_nll_backward_rule = OpRule(choices=_backward_choices, local=_nll_backward)
 
 RULES |= {
     _aten.nll_loss_forward.default: _nll_forward_rule,
@@ -272,19 +280,19 @@ RULES |= {
 }
 
 
-def _choices(linear: Sequence[Sequence[int]], call: Call, axis: int) -> list[Choice]:
+def _choices(linear: Sequence[Sequence[int]], call: OpCall, axis: int) -> list[OpStrategy]:
     letters = range(call.inputs[0].ndim)
-    pattern = Pattern(inputs=[letters] * len(call.inputs), outputs=[letters], linear=linear)
-    return choices_of(pattern, call, axis)
+    pattern = EinsumPattern(inputs=[letters] * len(call.inputs), outputs=[letters], linear=linear)
+    return strategies_of(pattern, call, axis)
 
 
-def _divided_dim(call: Call, layout: Layout) -> tuple[int, tuple[int, ...]]:
+def _divided_dim(call: OpCall, layout: DTensorSpec) -> tuple[int, tuple[int, ...]]:
     """The dim along which it is computed, and the axes that divide it."""
     dim = call["dim"] % max(layout.ndim, 1)
     return dim, dividers(layout, (dim,))
 
 
-def _forward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _forward(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
     layout = inputs[0]
     dim, axes = _divided_dim(call, layout)
     if not axes:
@@ -314,7 +322,7 @@ def _forward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) ->
     return forward
 
 
-def _backward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _backward(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
     layout = inputs[0]
     dim, axes = _divided_dim(call, layout)
     if not axes:
@@ -336,8 +344,8 @@ def _backward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -
     return backward
 
 
-_forward_rule = Rule(choices=partial(_choices, ()), local=_forward)
-_backward_rule = Rule(choices=partial(_choices, ((0,),)), local=_backward)
+_forward_rule = OpRule(choices=partial(_choices, ()), local=_forward)
+_backward_rule = OpRule(choices=partial(_choices, ((0,),)), local=_backward)
 
 RULES |= {
     private_aten.softmax.default: _forward_rule,

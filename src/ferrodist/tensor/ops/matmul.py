@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import Pattern, Rule, choices_of
-from ferrodist.tensor.ops.pointwise import broadcast_letters
+from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, strategies_of
+from ferrodist.tensor.ops.pointwise import broadcast_labels
 from ferrodist.tensor.ops.reduction import fold_over
 from ferrodist.tensor.redistribute import redistribute_local
 from ferrodist.torch_private.operators import private_aten
@@ -20,40 +20,40 @@ from ferrodist.torch_private.operators import private_aten
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ferrodist.tensor.op_strategy import Call, Choice
-    from ferrodist.tensor.spec import Layout
+    from ferrodist.tensor.op_strategy import OpCall, OpStrategy
+    from ferrodist.tensor.spec import DTensorSpec
 
 _aten = torch.ops.aten
 
 
-def _product(inputs: Sequence[str], output: str, call: Call, axis: int) -> list[Choice]:
-    pattern = Pattern(inputs=inputs, outputs=[output], folds={"k": ReduceOp.SUM}, linear=((0,), (1,)))
-    return choices_of(pattern, call, axis)
+def _product(inputs: Sequence[str], output: str, call: OpCall, axis: int) -> list[OpStrategy]:
+    pattern = EinsumPattern(inputs=inputs, outputs=[output], folds={"k": ReduceOp.SUM}, linear=((0,), (1,)))
+    return strategies_of(pattern, call, axis)
 
 
-def _product_and_sum(inputs: Sequence[str], output: str, call: Call, axis: int) -> list[Choice]:
+def _product_and_sum(inputs: Sequence[str], output: str, call: OpCall, axis: int) -> list[OpStrategy]:
     """The first input is added to the product, with broadcasting."""
-    letters, _ = broadcast_letters([call.inputs[0].shape, call.results[0].shape], len(output))
+    letters, _ = broadcast_labels([call.inputs[0].shape, call.results[0].shape], len(output))
     addend = [None if place is None else output[place] for place in letters]
-    pattern = Pattern(
+    pattern = EinsumPattern(
         inputs=[addend, *inputs],
         outputs=[output],
         folds={"k": ReduceOp.SUM},
         linear=((0, 1), (0, 2)),
         added=(0,),
     )
-    return choices_of(pattern, call, axis)
+    return strategies_of(pattern, call, axis)
 
 
-def _rule(inputs: str, output: str) -> Rule:
-    return Rule(choices=partial(_product, inputs.split(), output))
+def _rule(inputs: str, output: str) -> OpRule:
+    return OpRule(choices=partial(_product, inputs.split(), output))
 
 
-def _sum_rule(inputs: str, output: str) -> Rule:
-    return Rule(choices=partial(_product_and_sum, inputs.split(), output))
+def _sum_rule(inputs: str, output: str) -> OpRule:
+    return OpRule(choices=partial(_product_and_sum, inputs.split(), output))
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = {
+RULES: dict[torch._ops.OpOverload, OpRule] = {
     _aten.mm.default: _rule("mk kn", "mn"),
     _aten.bmm.default: _rule("bmk bkn", "bmn"),
     _aten.mv.default: _rule("mk k", "m"),
@@ -70,7 +70,7 @@ DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
 
 def _number(tensor: Any) -> Any:
     """The element of a tensor that has one."""
-    layout: Layout = tensor._layout
+    layout: DTensorSpec = tensor._layout
     return private_aten.local_scalar_dense(redistribute_local(tensor._local, layout, layout.whole))
 
 
@@ -82,8 +82,8 @@ def _compare(compare: Callable[..., bool], one: Any, other: Any, *tolerance: Any
                 f"a distributed tensor is compared with a plain one of shape {tuple(tensor.shape)}: distribute it too,"
                 f" as by fd.distribute(tensor, mesh, {list(beside.placements)}), or compare with full_tensor()"
             )
-    here: Layout = one._layout
-    there: Layout = other._layout
+    here: DTensorSpec = one._layout
+    there: DTensorSpec = other._layout
     if here.mesh.identity != there.mesh.identity:
         raise ValueError(f"tensors of different meshes are compared:\n{here.mesh}\nand\n{there.mesh}")
     if here.shape != there.shape:

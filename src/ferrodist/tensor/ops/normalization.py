@@ -14,40 +14,40 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import Letters, Pattern, Rule, choices_of
+from ferrodist.tensor.op_strategy import EinsumPattern, Letters, OpRule, strategies_of
 from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ferrodist.tensor.op_strategy import Call, Choice
-    from ferrodist.tensor.spec import Layout
+    from ferrodist.tensor.op_strategy import OpCall, OpStrategy
+    from ferrodist.tensor.spec import DTensorSpec
 
 _aten = torch.ops.aten
 _CHANNEL = "c"
 
 
-def _letters(layout: Layout, *, divides_batch: bool) -> Letters:
+def _letters(layout: DTensorSpec, *, divides_batch: bool) -> Letters:
     """Of a tensor (B, C, ...), or of one number for each channel (C)."""
     if layout.ndim == 1:
         return [_CHANNEL]
     return [_CHANNEL if dim == 1 else dim if divides_batch else None for dim in range(layout.ndim)]
 
 
-def _batch_forward_choices(call: Call, axis: int) -> list[Choice]:
+def _batch_forward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
     is_training = call.arguments.get("training", False)
     first = _letters(call.inputs[0], divides_batch=not is_training)
-    pattern = Pattern(
+    pattern = EinsumPattern(
         inputs=[first, *[[_CHANNEL]] * (len(call.inputs) - 1)],
         outputs=[first, *[[_CHANNEL]] * (len(call.results) - 1)],
         # Of evaluation no statistics come out that the batch takes part in.
         settled=[letter for letter in first if letter not in (_CHANNEL, None)],
     )
-    return choices_of(pattern, call, axis)
+    return strategies_of(pattern, call, axis)
 
 
-def _batch_backward_choices(call: Call, axis: int) -> list[Choice]:
-    pattern = Pattern(
+def _batch_backward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
+    pattern = EinsumPattern(
         inputs=[_letters(layout, divides_batch=False) for layout in call.inputs],
         outputs=[
             [_CHANNEL] if len(result.shape) == 1 else _letters(call.inputs[0], divides_batch=False)
@@ -55,10 +55,10 @@ def _batch_backward_choices(call: Call, axis: int) -> list[Choice]:
         ],
         linear=((0,),),
     )
-    return choices_of(pattern, call, axis)
+    return strategies_of(pattern, call, axis)
 
 
-def _forward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any]:
+def _forward(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
     """In evaluation torch's kernel returns no statistics, and says of meta tensors that it does.
 
     It takes no tensors without elements, as the part of a rank without channels is.
@@ -78,7 +78,7 @@ def _forward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) ->
     return forward
 
 
-def _backward(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _backward(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
     """Without channels the gradients are empty: torch's kernel divides by the number of elements."""
     if 0 not in inputs[0].local_shape:
         return None
@@ -103,13 +103,13 @@ def _update(tensor: Any, weight: Any, bias: Any, *given: Any) -> tuple[Any, Any,
     return results[:3]  # type: ignore[no-any-return]
 
 
-_forward_rule = Rule(choices=_batch_forward_choices, local=_forward)
+_forward_rule = OpRule(choices=_batch_forward_choices, local=_forward)
 
-RULES: dict[torch._ops.OpOverload, Rule] = {
+RULES: dict[torch._ops.OpOverload, OpRule] = {
     private_aten.native_batch_norm_legit_functional.default: _forward_rule,
     private_aten.native_batch_norm_legit_no_training.default: _forward_rule,
     private_aten.native_batch_norm_legit.no_stats: _forward_rule,
-    _aten.native_batch_norm_backward.default: Rule(choices=_batch_backward_choices, local=_backward),
+    _aten.native_batch_norm_backward.default: OpRule(choices=_batch_backward_choices, local=_backward),
 }
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
@@ -117,26 +117,26 @@ DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
 }
 
 
-def _layer_letters(call: Call) -> list[int | None]:
+def _layer_letters(call: OpCall) -> list[int | None]:
     """The dims of the input; those that are normalised have no letter."""
     layout = call.inputs[0]
     first = layout.ndim - len(call["normalized_shape"])
     return [dim if dim < first else None for dim in range(layout.ndim)]
 
 
-def _group_letters(call: Call) -> list[int | None]:
+def _group_letters(call: OpCall) -> list[int | None]:
     """The first dim only: groups of channels, and what is behind them, are normalised together."""
     return [0, *[None] * (call.inputs[0].ndim - 1)]
 
 
-def _forward_choices(letters: Callable[[Call], list[int | None]], call: Call, axis: int) -> list[Choice]:
+def _forward_choices(letters: Callable[[OpCall], list[int | None]], call: OpCall, axis: int) -> list[OpStrategy]:
     first = letters(call)
     outputs: list[Letters] = [first[: len(result.shape)] for result in call.results]
     weights: list[Letters] = [[None] * layout.ndim for layout in call.inputs[1:]]
-    return choices_of(Pattern(inputs=[first, *weights], outputs=outputs), call, axis)
+    return strategies_of(EinsumPattern(inputs=[first, *weights], outputs=outputs), call, axis)
 
 
-def _backward_choices(letters: Callable[[Call], list[int | None]], call: Call, axis: int) -> list[Choice]:
+def _backward_choices(letters: Callable[[OpCall], list[int | None]], call: OpCall, axis: int) -> list[OpStrategy]:
     first = letters(call)
     weights = [call[name] is not None for name in ("weight", "bias") if name in call.arguments]
     num_full = len(call.inputs) - sum(weights)
@@ -144,16 +144,16 @@ def _backward_choices(letters: Callable[[Call], list[int | None]], call: Call, a
     inputs += [[None] * layout.ndim for layout in call.inputs[num_full:]]
     outputs: list[Letters] = [first] if call["output_mask"][0] else []
     outputs += [[None] * len(result.shape) for result in call.results[len(outputs) :]]
-    pattern = Pattern(
+    pattern = EinsumPattern(
         inputs=inputs,
         outputs=outputs,
         folds=dict.fromkeys([letter for letter in first if letter is not None], ReduceOp.SUM),
         linear=((0,),),
     )
-    return choices_of(pattern, call, axis)
+    return strategies_of(pattern, call, axis)
 
 
-def _local_batch(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Mapping[str, Any]:
+def _local_batch(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Mapping[str, Any]:
     """Group normalisation is told the size of the batch."""
     del call, outputs
     return {"N": inputs[0].local_shape[0]}
@@ -164,7 +164,9 @@ def _local_batch(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]
 # meta tensors. They are converted to what it says, which loses nothing, and back for the gradient.
 
 
-def _wide_statistics(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _wide_statistics(
+    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
+) -> Callable[..., Any] | None:
     """See [Note: statistics of small floats]."""
     del inputs
     operator = call.operator
@@ -178,7 +180,9 @@ def _wide_statistics(call: Call, inputs: Sequence[Layout], outputs: Sequence[Lay
     return forward
 
 
-def _narrow_statistics(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _narrow_statistics(
+    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
+) -> Callable[..., Any] | None:
     """See [Note: statistics of small floats]."""
     del outputs
     operator = call.operator
@@ -193,7 +197,7 @@ def _narrow_statistics(call: Call, inputs: Sequence[Layout], outputs: Sequence[L
     return backward
 
 
-def _contiguous(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any]:
+def _contiguous(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
     """Torch's kernel of group normalisation reads memory in order: its callers see to that by the whole's stride."""
     del inputs, outputs
     operator = call.operator
@@ -205,14 +209,14 @@ def _contiguous(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout])
 
 
 RULES |= {
-    _aten.native_layer_norm.default: Rule(choices=partial(_forward_choices, _layer_letters), local=_wide_statistics),
-    _aten.native_layer_norm_backward.default: Rule(
+    _aten.native_layer_norm.default: OpRule(choices=partial(_forward_choices, _layer_letters), local=_wide_statistics),
+    _aten.native_layer_norm_backward.default: OpRule(
         choices=partial(_backward_choices, _layer_letters), local=_narrow_statistics
     ),
-    _aten.native_group_norm.default: Rule(
+    _aten.native_group_norm.default: OpRule(
         choices=partial(_forward_choices, _group_letters), arguments=_local_batch, local=_contiguous
     ),
-    _aten.native_group_norm_backward.default: Rule(
+    _aten.native_group_norm_backward.default: OpRule(
         choices=partial(_backward_choices, _group_letters), arguments=_local_batch, local=_contiguous
     ),
 }

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import Pattern, Rule, choices_of
+from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, strategies_of
 from ferrodist.tensor.placement import Partial, Shard
-from ferrodist.tensor.spec import Layout
+from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.operators import private_aten, schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ferrodist.tensor.op_strategy import Call, Choice
+    from ferrodist.tensor.op_strategy import OpCall, OpStrategy
 
 _aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ def overloads(names: Sequence[str]) -> Iterator[torch._ops.OpOverload]:
                 yield found
 
 
-def broadcast_letters(shapes: Sequence[Sequence[int]], ndim: int) -> list[list[int | None]]:
+def broadcast_labels(shapes: Sequence[Sequence[int]], ndim: int) -> list[list[int | None]]:
     """The dims of inputs as letters: those of the result, but none where one element is used for all."""
     sizes = [
         max((shape[len(shape) - place] for shape in shapes if len(shape) >= place), default=1)
@@ -63,39 +63,39 @@ def broadcast_letters(shapes: Sequence[Sequence[int]], ndim: int) -> list[list[i
 
 
 def _choices(
-    linear: Callable[[Call], Sequence[Sequence[int]]], keeps: Sequence[ReduceOp], call: Call, axis: int
-) -> list[Choice]:
+    linear: Callable[[OpCall], Sequence[Sequence[int]]], keeps: Sequence[ReduceOp], call: OpCall, axis: int
+) -> list[OpStrategy]:
     shapes = [layout.shape for layout in call.inputs]
     ndim = max(map(len, shapes))
-    letters = broadcast_letters(shapes, ndim)
+    letters = broadcast_labels(shapes, ndim)
     num_outputs = max(1, len(schema_of(call.operator).returns))
     # Divided tensors become the parts of a sum for nothing, but all of them have to be sent when it is read.
     are_divided = all(isinstance(layout.placements[axis], Shard) for layout in call.inputs)
-    pattern = Pattern(
+    pattern = EinsumPattern(
         inputs=letters,
         outputs=[range(ndim)] * num_outputs,
         linear=() if are_divided else linear(call),
         keeps=keeps if len(shapes) == 1 else (),
     )
-    return choices_of(pattern, call, axis)
+    return strategies_of(pattern, call, axis)
 
 
-def _rule(linear: Callable[[Call], Sequence[Sequence[int]]], keeps: Sequence[ReduceOp] = ()) -> Rule:
-    return Rule(choices=partial(_choices, linear, keeps))
+def _rule(linear: Callable[[OpCall], Sequence[Sequence[int]]], keeps: Sequence[ReduceOp] = ()) -> OpRule:
+    return OpRule(choices=partial(_choices, linear, keeps))
 
 
-def _in_nothing(call: Call) -> Sequence[Sequence[int]]:
+def _in_nothing(call: OpCall) -> Sequence[Sequence[int]]:
     del call
     return ()
 
 
-def _in_first(call: Call) -> Sequence[Sequence[int]]:
+def _in_first(call: OpCall) -> Sequence[Sequence[int]]:
     """Unless that is a plain number, and the first distributed tensor another argument."""
     first = next(iter(call.arguments.values()))
     return () if isinstance(first, torch.Tensor) else ((0,),)
 
 
-def _in_each(call: Call) -> Sequence[Sequence[int]]:
+def _in_each(call: OpCall) -> Sequence[Sequence[int]]:
     return tuple((place,) for place in range(len(call.inputs)))
 
 
@@ -103,38 +103,38 @@ _SUMMANDS = ("self", "other", "src", "end", "tensors1")
 _FACTORS = ("alpha", "weight", "non_blocking")
 
 
-def _in_all(call: Call) -> Sequence[Sequence[int]]:
+def _in_all(call: OpCall) -> Sequence[Sequence[int]]:
     """As sums are, of tensors: numbers beside them would be added on every rank, and a tensor of weights multiplies."""
     tensors = 0
     for name, value in call.arguments.items():
         (operand,) = value if isinstance(value, list | tuple) and value else (value,)
-        if isinstance(operand, Layout) and name in _SUMMANDS:
+        if isinstance(operand, DTensorSpec) and name in _SUMMANDS:
             tensors += 1
-        elif name not in _FACTORS or isinstance(operand, Layout | torch.Tensor):
+        elif name not in _FACTORS or isinstance(operand, DTensorSpec | torch.Tensor):
             return ()
     return (tuple(range(tensors)),)
 
 
-def _in_dividend(call: Call) -> Sequence[Sequence[int]]:
+def _in_dividend(call: OpCall) -> Sequence[Sequence[int]]:
     """Unless quotients are rounded."""
     return _in_first(call) if call.arguments.get("rounding_mode") is None else ()
 
 
-def _in_branches(call: Call) -> Sequence[Sequence[int]]:
+def _in_branches(call: OpCall) -> Sequence[Sequence[int]]:
     return ((1, 2),) if len(call.inputs) == 3 else ()
 
 
-def _in_masked(call: Call) -> Sequence[Sequence[int]]:
+def _in_masked(call: OpCall) -> Sequence[Sequence[int]]:
     """Zeros in each part are zeros in their sum."""
     return ((0,),) if call.arguments["value"] == 0 else ()
 
 
-def _in_cast(call: Call) -> Sequence[Sequence[int]]:
+def _in_cast(call: OpCall) -> Sequence[Sequence[int]]:
     """Parts are cast before they are added only where that loses nothing."""
     return ((0,),) if keeps_parts(call.inputs[0].dtype, call.results[0].dtype) else ()
 
 
-def _in_copied(call: Call) -> Sequence[Sequence[int]]:
+def _in_copied(call: OpCall) -> Sequence[Sequence[int]]:
     """Unless what is copied is cast to whole numbers, which cuts fractions off, or is such, which may overflow."""
     to, of = (layout.dtype for layout in call.inputs) if len(call.inputs) == 2 else (None, None)
     alike = to is of or all(one is not None and (one.is_floating_point or one.is_complex) for one in (to, of))
@@ -143,7 +143,7 @@ def _in_copied(call: Call) -> Sequence[Sequence[int]]:
 
 _ALL_FOLDS = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
 
-_NAMES: list[tuple[Rule, str]] = [
+_NAMES: list[tuple[OpRule, str]] = [
     (_rule(_in_first, _ALL_FOLDS), "alias clone detach lift_fresh detach_ positive"),
     (_rule(_in_cast), "_to_copy"),
     (_rule(_in_copied), "copy copy_ _foreach_copy_"),
@@ -194,13 +194,15 @@ _NAMES: list[tuple[Rule, str]] = [
 ]
 
 
-def _in_sum_or_first(call: Call) -> Sequence[Sequence[int]]:
+def _in_sum_or_first(call: OpCall) -> Sequence[Sequence[int]]:
     """Parts of a sum that a number is added to stay what they are, where they are written to."""
-    is_written = isinstance(call.arguments["self"], Layout)
+    is_written = isinstance(call.arguments["self"], DTensorSpec)
     return _in_first(call) if is_written and len(call.inputs) == 1 else _in_all(call)
 
 
-def _add_number(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _add_number(
+    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
+) -> Callable[..., Any] | None:
     """A number is added to one part of a sum only."""
     del outputs
     layout = inputs[0]
@@ -215,19 +217,19 @@ def _leave(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
     return tensor
 
 
-def _conjugate(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any]:
+def _conjugate(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
     """In memory: operators on parts, which run below where torch sees to it, would not heed a mark on the tensor."""
     del call, inputs, outputs
     return torch.conj_physical
 
 
-_add_in_place_rule = Rule(choices=partial(_choices, _in_sum_or_first, ()), local=_add_number)
-_masked_rule = Rule(choices=partial(_choices, _in_masked, ()), by_value=True)
+_add_in_place_rule = OpRule(choices=partial(_choices, _in_sum_or_first, ()), local=_add_number)
+_masked_rule = OpRule(choices=partial(_choices, _in_masked, ()), by_value=True)
 
-RULES: dict[torch._ops.OpOverload, Rule] = {
+RULES: dict[torch._ops.OpOverload, OpRule] = {
     **{overload: rule for rule, names in _NAMES for overload in overloads(names.split())},
     **dict.fromkeys((_aten.add_.Scalar, _aten.add_.Tensor, _aten.sub_.Scalar, _aten.sub_.Tensor), _add_in_place_rule),
-    private_aten.conj.default: Rule(choices=partial(_choices, _in_first, ()), local=_conjugate, copies=True),
+    private_aten.conj.default: OpRule(choices=partial(_choices, _in_first, ()), local=_conjugate, copies=True),
     _aten.masked_fill.Scalar: _masked_rule,
     _aten.masked_fill_.Scalar: _masked_rule,
 }

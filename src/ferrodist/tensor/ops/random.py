@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrodist.collectives.engines.host import collectives_of
+from ferrodist.collectives.engines.host import host_engine_of
 from ferrodist.errors import CollectiveMismatchError, UnsupportedOpError
-from ferrodist.tensor.op_strategy import Choice, Rule
+from ferrodist.tensor.op_strategy import OpRule, OpStrategy
 from ferrodist.tensor.ops.pointwise import overloads
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.tensor.redistribute import redistribute_local
-from ferrodist.tensor.spec import Layout
+from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.operators import overload_name, schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ferrodist.mesh import DeviceMesh
-    from ferrodist.tensor.op_strategy import Call
+    from ferrodist.tensor.op_strategy import OpCall
 
 
 def check_generators(mesh: DeviceMesh, generator: torch.Generator | None, name: str) -> None:
@@ -49,7 +49,7 @@ def check_generators(mesh: DeviceMesh, generator: torch.Generator | None, name: 
         return
     state = (torch.default_generator if generator is None else generator).get_state()
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
-    engine = collectives_of(group)
+    engine = host_engine_of(group)
     said = engine.share("random", digest, timeout=group.timeout, sequence=engine.reserve())
     others = [rank for rank, other in zip(mesh.ranks, said, strict=True) if other != said[0]]
     if others:
@@ -61,7 +61,7 @@ def check_generators(mesh: DeviceMesh, generator: torch.Generator | None, name: 
         )
 
 
-def part_of_whole(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
+def part_of_whole(whole: torch.Tensor, layout: DTensorSpec) -> torch.Tensor:
     """This rank's part of a tensor that every rank has all of; it may share memory with that."""
     return redistribute_local(whole, layout.whole, layout)
 
@@ -69,26 +69,26 @@ def part_of_whole(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
 _aten = torch.ops.aten
 
 
-def shape_alone(call: Call, axis: int) -> list[Choice]:
+def shape_alone(call: OpCall, axis: int) -> list[OpStrategy]:
     """As the input is divided, and whole where that is partial: nothing is moved."""
     now = call.inputs[0].placements[axis]
-    return [Choice((now,), (now if isinstance(now, Shard) else Replicate(),))]
+    return [OpStrategy((now,), (now if isinstance(now, Shard) else Replicate(),))]
 
 
-def all_whole(call: Call, axis: int) -> list[Choice]:
+def all_whole(call: OpCall, axis: int) -> list[OpStrategy]:
     """Nothing is divided: as what is drawn for an element depends on how many numbers those before it took."""
     del axis
-    return [Choice((Replicate(),) * len(call.inputs), (Replicate(),) * len(call.results))]
+    return [OpStrategy((Replicate(),) * len(call.inputs), (Replicate(),) * len(call.results))]
 
 
-def _fresh(call: Call, axis: int) -> list[Choice]:
+def _fresh(call: OpCall, axis: int) -> list[OpStrategy]:
     """Of shapes of their own: whole."""
-    return [Choice((call.inputs[0].placements[axis],), (Replicate(),))]
+    return [OpStrategy((call.inputs[0].placements[axis],), (Replicate(),))]
 
 
 def _as_strided(tensor: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
     """A view of memory: autograd takes such of whole tensors, for the gradient of what was written to a view."""
-    layout: Layout = tensor._layout
+    layout: DTensorSpec = tensor._layout
     local = tensor._local
     if any(placement != Replicate() for placement in layout.placements) or (
         local.numel() > 1 and local.stride() != layout.stride
@@ -100,13 +100,13 @@ def _as_strided(tensor: Any, size: Sequence[int], stride: Sequence[int], storage
     start = tensor.storage_offset()
     offset = 0 if storage_offset is None else storage_offset - start
     view = local.as_strided(size, stride, local.storage_offset() + offset)
-    result = Layout.of(layout.mesh, layout.placements, view.shape, layout.dtype, view.stride())
+    result = DTensorSpec.of(layout.mesh, layout.placements, view.shape, layout.dtype, view.stride())
     return type(tensor)._wrap_view(view, result, tensor, offset)
 
 
-RULES: dict[torch._ops.OpOverload, Rule] = {
+RULES: dict[torch._ops.OpOverload, OpRule] = {
     **{
-        operator: Rule(choices=shape_alone)
+        operator: OpRule(choices=shape_alone)
         for operator in (
             _aten.zeros_like.default,
             _aten.ones_like.default,
@@ -115,7 +115,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
         )
     },
     **{
-        operator: Rule(choices=_fresh)
+        operator: OpRule(choices=_fresh)
         for operator in (
             _aten.new_zeros.default,
             _aten.new_ones.default,
@@ -129,20 +129,20 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {_aten.as_strided.default: _as_strided}
 
 
-def _whole(layout: Layout) -> torch.Tensor:
+def _whole(layout: DTensorSpec) -> torch.Tensor:
     """Memory for a whole tensor, which lies as the one of one process would: that decides who gets which number."""
     return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="cpu")
 
 
-def _written(call: Call, axis: int) -> list[Choice]:
+def _written(call: OpCall, axis: int) -> list[OpStrategy]:
     """The first input stays as it is, others are whole. Parts of a sum can't be drawn."""
     now = call.inputs[0].placements[axis]
     if isinstance(now, Partial):
         return []
-    return [Choice((now, *[Replicate()] * (len(call.inputs) - 1)), (now,))]
+    return [OpStrategy((now, *[Replicate()] * (len(call.inputs) - 1)), (now,))]
 
 
-def _draw_in_place(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any]:
+def _draw_in_place(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
     del outputs
     layout, operator = inputs[0], call.operator
 
@@ -153,7 +153,7 @@ def _draw_in_place(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layou
     return draw
 
 
-def _draw_alike(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any]:
+def _draw_alike(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
     layout, (output,), operator = inputs[0], outputs, call.operator
     takes_generator = any(argument.name == "generator" for argument in schema_of(operator).arguments)
 
@@ -165,7 +165,7 @@ def _draw_alike(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout])
     return draw
 
 
-def _draw_from_whole(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any]:
+def _draw_from_whole(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
     del outputs
     layout, operator = inputs[0], call.operator
 
@@ -177,13 +177,13 @@ def _draw_from_whole(call: Call, inputs: Sequence[Layout], outputs: Sequence[Lay
     return draw
 
 
-def _dropout(call: Call, axis: int) -> list[Choice]:
-    whole = [Choice((Replicate(),), (Replicate(),) * 2)]
+def _dropout(call: OpCall, axis: int) -> list[OpStrategy]:
+    whole = [OpStrategy((Replicate(),), (Replicate(),) * 2)]
     now = call.inputs[0].placements[axis]
-    return [*whole, Choice((now,), (now,) * 2)] if isinstance(now, Shard) else whole
+    return [*whole, OpStrategy((now,), (now,) * 2)] if isinstance(now, Shard) else whole
 
 
-def _drop(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any]:
+def _drop(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
     layout, mask_layout, operator = inputs[0], outputs[1], call.operator
 
     def drop(local: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: FBT001
@@ -202,16 +202,16 @@ _IN_PLACE = "bernoulli_ uniform_ normal_ exponential_ cauchy_ log_normal_ geomet
 _ALIKE = "rand_like randn_like randint_like"
 
 RULES |= {
-    **{one: Rule(choices=_written, local=_draw_in_place) for one in overloads(_IN_PLACE.split())},
+    **{one: OpRule(choices=_written, local=_draw_in_place) for one in overloads(_IN_PLACE.split())},
     **{
-        one: Rule(choices=shape_alone, local=_draw_alike)
+        one: OpRule(choices=shape_alone, local=_draw_alike)
         for one in overloads(_ALIKE.split())
         if "Tensor" not in overload_name(one)
     },
     **{
-        one: Rule(choices=all_whole, local=_draw_from_whole)
+        one: OpRule(choices=all_whole, local=_draw_from_whole)
         for one in (_aten.bernoulli.default, _aten.poisson.default, _aten.multinomial.default)
     },
-    _aten.bernoulli.p: Rule(choices=shape_alone, local=_draw_alike),
-    _aten.native_dropout.default: Rule(choices=_dropout, local=_drop),
+    _aten.bernoulli.p: OpRule(choices=shape_alone, local=_draw_alike),
+    _aten.native_dropout.default: OpRule(choices=_dropout, local=_drop),
 }

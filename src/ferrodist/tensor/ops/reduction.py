@@ -21,7 +21,7 @@ import torch
 
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp, accumulation_dtype
-from ferrodist.tensor.op_strategy import Pattern, Rule, choices_of
+from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, strategies_of
 from ferrodist.tensor.ops.pointwise import keeps_parts
 from ferrodist.tensor.ops.random import all_whole
 from ferrodist.tensor.placement import Partial, Replicate, Shard
@@ -32,11 +32,11 @@ from ferrodist.torch_private.operators import private_aten
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from ferrodist.tensor.op_strategy import Call, Choice
-    from ferrodist.tensor.spec import Layout
+    from ferrodist.tensor.op_strategy import OpCall, OpStrategy
+    from ferrodist.tensor.spec import DTensorSpec
 
 
-def dividers(layout: Layout, dims: Collection[int]) -> tuple[int, ...]:
+def dividers(layout: DTensorSpec, dims: Collection[int]) -> tuple[int, ...]:
     """The axes that divide any of some dims."""
     return tuple(
         axis
@@ -45,7 +45,7 @@ def dividers(layout: Layout, dims: Collection[int]) -> tuple[int, ...]:
     )
 
 
-def fold_over(layout: Layout, axes: tuple[int, ...]) -> Callable[[torch.Tensor, ReduceOp], torch.Tensor]:
+def fold_over(layout: DTensorSpec, axes: tuple[int, ...]) -> Callable[[torch.Tensor, ReduceOp], torch.Tensor]:
     """What folds a tensor over the ranks along some axes of a layout's mesh, so that all of them have the result."""
     if not axes:
         return _same
@@ -64,7 +64,7 @@ def _same(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     return tensor
 
 
-def positions(layout: Layout, dim: int) -> torch.Tensor:
+def positions(layout: DTensorSpec, dim: int) -> torch.Tensor:
     """Where in the whole dim the indices of this rank's part lie, in ascending order."""
     num_ranks, coordinate = layout.mesh.shape, layout.coordinate
     axes = dividers(layout, (dim,))
@@ -89,7 +89,7 @@ _KEEP_ALL = (_aten.all.dims, _aten.any.dims)
 """To these no dims mean none, and not all."""
 
 
-def reduced_dims(call: Call) -> list[int]:
+def reduced_dims(call: OpCall) -> list[int]:
     """The dims of the first input that an operator folds: those of ``dim``, or all."""
     ndim = call.inputs[0].ndim
     dims = call.arguments.get("dim")
@@ -98,34 +98,34 @@ def reduced_dims(call: Call) -> list[int]:
     return [dim % max(ndim, 1) for dim in ([dims] if isinstance(dims, int) else dims) if ndim]
 
 
-def kept_letters(call: Call) -> list[int | None]:
+def kept_labels(call: OpCall) -> list[int | None]:
     """The letters of the result of a reduction whose input has the numbers of its dims as letters."""
     gone = reduced_dims(call)
     keepdim = call.arguments.get("keepdim", False)
     return [None if dim in gone else dim for dim in range(call.inputs[0].ndim) if keepdim or dim not in gone]
 
 
-def is_cut_off(call: Call) -> bool:
+def is_cut_off(call: OpCall) -> bool:
     """Whether elements are cast before they are folded to a dtype in which parts of them are no parts any more."""
     dtype = call.arguments.get("dtype")
     return dtype is not None and not keeps_parts(call.inputs[0].dtype, dtype)
 
 
 def _folded(
-    op: ReduceOp, linear: Sequence[Sequence[int]], keeps: Sequence[ReduceOp], call: Call, axis: int
-) -> list[Choice]:
+    op: ReduceOp, linear: Sequence[Sequence[int]], keeps: Sequence[ReduceOp], call: OpCall, axis: int
+) -> list[OpStrategy]:
     is_cut = is_cut_off(call)
-    pattern = Pattern(
+    pattern = EinsumPattern(
         inputs=[range(call.inputs[0].ndim)],
-        outputs=[kept_letters(call)],
+        outputs=[kept_labels(call)],
         folds=dict.fromkeys(reduced_dims(call), op),
         linear=() if is_cut else linear,
         keeps=() if is_cut else keeps,
     )
-    return choices_of(pattern, call, axis)
+    return strategies_of(pattern, call, axis)
 
 
-def _mean(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _mean(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
     """The sum of this rank's part, divided by the size of the whole: parts need not be of one size."""
     gone = reduced_dims(call)
     if not dividers(inputs[0], gone):
@@ -142,7 +142,7 @@ def _mean(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Ca
 
 
 def _extremum(
-    op: ReduceOp, call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]
+    op: ReduceOp, call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
 ) -> Callable[..., Any] | None:
     """Of an empty part, for which torch has none, what every element of another part wins against."""
     gone = reduced_dims(call)
@@ -157,12 +157,12 @@ def _extremum(
     return neutral
 
 
-def _rule(op: ReduceOp, *, linear: Sequence[Sequence[int]] = (), keeps: Sequence[ReduceOp] = ()) -> Rule:
-    return Rule(choices=partial(_folded, op, linear, keeps))
+def _rule(op: ReduceOp, *, linear: Sequence[Sequence[int]] = (), keeps: Sequence[ReduceOp] = ()) -> OpRule:
+    return OpRule(choices=partial(_folded, op, linear, keeps))
 
 
-def _extremum_rule(op: ReduceOp) -> Rule:
-    return Rule(choices=partial(_folded, op, (), (op,)), local=partial(_extremum, op))
+def _extremum_rule(op: ReduceOp) -> OpRule:
+    return OpRule(choices=partial(_folded, op, (), (op,)), local=partial(_extremum, op))
 
 
 def _both_extrema(tensor: Any, *, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:
@@ -171,13 +171,13 @@ def _both_extrema(tensor: Any, *, dim: int | None = None, keepdim: bool = False)
 
 
 _sum_rule = _rule(ReduceOp.SUM, linear=((0,),))
-_mean_rule = Rule(choices=partial(_folded, ReduceOp.SUM, ((0,),), ()), local=_mean)
+_mean_rule = OpRule(choices=partial(_folded, ReduceOp.SUM, ((0,),), ()), local=_mean)
 _count_rule = _rule(ReduceOp.SUM)
 _product_rule = _rule(ReduceOp.PRODUCT, keeps=(ReduceOp.PRODUCT,))
 _all_rule, _any_rule = _rule(ReduceOp.MIN), _rule(ReduceOp.MAX)
 _max_rule, _min_rule = _extremum_rule(ReduceOp.MAX), _extremum_rule(ReduceOp.MIN)
 
-RULES: dict[torch._ops.OpOverload, Rule] = {
+RULES: dict[torch._ops.OpOverload, OpRule] = {
     _aten.sum.default: _sum_rule,
     _aten.sum.dim_IntList: _sum_rule,
     _aten.nansum.default: _count_rule,
@@ -199,22 +199,22 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.any.dims: _any_rule,
     private_aten.is_all_true.default: _all_rule,
     private_aten.is_any_true.default: _any_rule,
-    _aten.histc.default: Rule(choices=all_whole),
+    _aten.histc.default: OpRule(choices=all_whole),
 }
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {_aten.aminmax.default: _both_extrema}
 
 
-def settled_choices(call: Call, axis: int) -> list[Choice]:
+def settled_choices(call: OpCall, axis: int) -> list[OpStrategy]:
     """Any dim divided; the results are whole where one is that goes."""
-    kept = kept_letters(call)
-    pattern = Pattern(
+    kept = kept_labels(call)
+    pattern = EinsumPattern(
         inputs=[range(call.inputs[0].ndim)], outputs=[kept] * len(call.results), settled=reduced_dims(call)
     )
-    return choices_of(pattern, call, axis)
+    return strategies_of(pattern, call, axis)
 
 
-def _moments(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _moments(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
     """The mean first, then the sum of the squares of what the elements differ from it."""
     layout = inputs[0]
     gone = reduced_dims(call)
@@ -242,7 +242,7 @@ def _moments(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) ->
     return moments
 
 
-def _norm(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _norm(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
     """The norm of the parts' norms."""
     gone = reduced_dims(call)
     axes = dividers(inputs[0], gone)
@@ -276,7 +276,9 @@ def _same_kind(tensor: torch.Tensor, real: torch.dtype) -> torch.dtype:
     return real.to_complex() if tensor.is_complex() else real
 
 
-def _logsumexp(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _logsumexp(
+    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
+) -> Callable[..., Any] | None:
     gone = reduced_dims(call)
     axes = dividers(inputs[0], gone)
     if not axes:
@@ -311,15 +313,15 @@ def _norm_each(tensors: Sequence[Any], ord: Any = 2, dtype: Any = None) -> list[
     return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
 
 
-_moments_rule = Rule(choices=settled_choices, local=_moments)
+_moments_rule = OpRule(choices=settled_choices, local=_moments)
 
 RULES |= {
     _aten.var.correction: _moments_rule,
     _aten.std.correction: _moments_rule,
     _aten.var_mean.correction: _moments_rule,
     _aten.std_mean.correction: _moments_rule,
-    _aten.linalg_vector_norm.default: Rule(choices=settled_choices, local=_norm),
-    _aten.logsumexp.default: Rule(choices=settled_choices, local=_logsumexp),
+    _aten.linalg_vector_norm.default: OpRule(choices=settled_choices, local=_norm),
+    _aten.logsumexp.default: OpRule(choices=settled_choices, local=_logsumexp),
 }
 
 DECOMPOSITIONS |= {
@@ -333,7 +335,9 @@ DECOMPOSITIONS |= {
 _NOWHERE = torch.iinfo(torch.int64).max
 
 
-def _find(op: ReduceOp, call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+def _find(
+    op: ReduceOp, call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
+) -> Callable[..., Any] | None:
     """Each part's extremum and its place in the whole; of equal ones the first counts, as torch has it."""
     layout = inputs[0]
     gone = reduced_dims(call)
@@ -368,29 +372,29 @@ def _find(op: ReduceOp, call: Call, inputs: Sequence[Layout], outputs: Sequence[
     return find
 
 
-def _along(linear: Sequence[Sequence[int]], call: Call, axis: int) -> list[Choice]:
+def _along(linear: Sequence[Sequence[int]], call: OpCall, axis: int) -> list[OpStrategy]:
     """The dim that it runs along must be whole; the others may be divided."""
     ndim = call.inputs[0].ndim
     dim = call["dim"] % max(ndim, 1)
     letters = [None if place == dim else place for place in range(ndim)]
-    pattern = Pattern(
+    pattern = EinsumPattern(
         inputs=[letters], outputs=[letters] * len(call.results), linear=() if is_cut_off(call) else linear
     )
-    return choices_of(pattern, call, axis)
+    return strategies_of(pattern, call, axis)
 
 
-def _picked(call: Call, axis: int) -> list[Choice]:
+def _picked(call: OpCall, axis: int) -> list[OpStrategy]:
     """Reductions that need a whole dim."""
     gone = reduced_dims(call)
     letters = [None if dim in gone else dim for dim in range(call.inputs[0].ndim)]
-    pattern = Pattern(inputs=[letters], outputs=[kept_letters(call)] * len(call.results))
-    return choices_of(pattern, call, axis)
+    pattern = EinsumPattern(inputs=[letters], outputs=[kept_labels(call)] * len(call.results))
+    return strategies_of(pattern, call, axis)
 
 
-_highest = Rule(choices=settled_choices, local=partial(_find, ReduceOp.MAX))
-_lowest = Rule(choices=settled_choices, local=partial(_find, ReduceOp.MIN))
-_cumsum_rule, _order_rule = Rule(choices=partial(_along, ((0,),))), Rule(choices=partial(_along, ()))
-_pick_rule = Rule(choices=_picked)
+_highest = OpRule(choices=settled_choices, local=partial(_find, ReduceOp.MAX))
+_lowest = OpRule(choices=settled_choices, local=partial(_find, ReduceOp.MIN))
+_cumsum_rule, _order_rule = OpRule(choices=partial(_along, ((0,),))), OpRule(choices=partial(_along, ()))
+_pick_rule = OpRule(choices=_picked)
 
 RULES |= {
     _aten.argmax.default: _highest,

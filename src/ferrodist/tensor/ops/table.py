@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ferrodist.tensor.op_strategy import Rule
+    from ferrodist.tensor.op_strategy import OpRule
 
 FAMILIES = (
     pointwise,
@@ -48,7 +48,7 @@ FAMILIES = (
 )
 """The modules of rules, in the order in which documents list them."""
 
-RULES: dict[torch._ops.OpOverload, Rule] = {}
+RULES: dict[torch._ops.OpOverload, OpRule] = {}
 """What operators do with divided tensors."""
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}

@@ -13,16 +13,16 @@ import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.tensor.op_strategy import Choice, Pattern, Rule, choices_of
+from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, OpStrategy, strategies_of
 from ferrodist.tensor.placement import PARTIAL_OPS, Partial, Replicate, Shard
 from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ferrodist.tensor.op_strategy import Call
+    from ferrodist.tensor.op_strategy import OpCall
     from ferrodist.tensor.placement import Placement
-    from ferrodist.tensor.spec import Layout
+    from ferrodist.tensor.spec import DTensorSpec
 
 _aten = torch.ops.aten
 _OTHER_FOLDS = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
@@ -31,19 +31,19 @@ Order = list[int | None]
 """For each dim of a result, the dim of the input that it is, or None where it is none or has been cut."""
 
 
-def renamed(order: Callable[[Call], Sequence[int | None]], call: Call, axis: int) -> list[Choice]:
+def renamed(order: Callable[[OpCall], Sequence[int | None]], call: OpCall, axis: int) -> list[OpStrategy]:
     """The ways of an operator that only places elements: each dim of its results is one of its input's, or none."""
     results = len(call.results)
-    pattern = Pattern(
+    pattern = EinsumPattern(
         inputs=[range(call.inputs[0].ndim)],
         outputs=[order(call)] * results,
         linear=((0,),),
         keeps=_OTHER_FOLDS,
     )
-    return without_unasked_sums(choices_of(pattern, call, axis), call, axis)
+    return without_unasked_sums(strategies_of(pattern, call, axis), call, axis)
 
 
-def without_unasked_sums(choices: Sequence[Choice], call: Call, axis: int) -> list[Choice]:
+def without_unasked_sums(choices: Sequence[OpStrategy], call: OpCall, axis: int) -> list[OpStrategy]:
     """Leave out ways that make a divided tensor the parts of a sum, if these are not much fewer bytes in the end.
 
     A divided dim that is cut may be gathered, once; or each rank may take zeros for what others have, and each result
@@ -65,49 +65,49 @@ def without_unasked_sums(choices: Sequence[Choice], call: Call, axis: int) -> li
     ]
 
 
-def _dims(call: Call, *cut: int) -> Order:
+def _dims(call: OpCall, *cut: int) -> Order:
     """All dims of the input, but None for those that are cut."""
     ndim = call.inputs[0].ndim
     gone = {dim % max(ndim, 1) for dim in cut}
     return [None if dim in gone else dim for dim in range(ndim)]
 
 
-def _takes_all(call: Call) -> bool:
+def _takes_all(call: OpCall) -> bool:
     """Whether a slice, or the gradient of one, takes every element of the dim."""
     dim = call["dim"]
     return bool(call.results[0].shape[dim] == call.inputs[0].shape[dim])
 
 
-def _sliced(call: Call) -> Order:
+def _sliced(call: OpCall) -> Order:
     return _dims(call) if _takes_all(call) else _dims(call, call["dim"])
 
 
-def _whole_slice(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Mapping[str, Any]:
+def _whole_slice(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Mapping[str, Any]:
     del inputs
     ends = {"start": 0, "end": outputs[0].local_shape[call["dim"]], "step": 1} if _takes_all(call) else {}
     sizes = {"input_sizes": list(outputs[0].local_shape)} if "input_sizes" in call.arguments else {}
     return {**ends, **sizes}
 
 
-def _selected(call: Call) -> Order:
+def _selected(call: OpCall) -> Order:
     cut = call["dim"] % call.inputs[0].ndim
     return [dim for dim in range(call.inputs[0].ndim) if dim != cut]
 
 
-def _inserted(call: Call) -> Order:
+def _inserted(call: OpCall) -> Order:
     """Of the gradient of a select."""
     order: Order = list(range(call.inputs[0].ndim))
     order.insert(call["dim"] % (len(order) + 1), None)
     return order
 
 
-def _diagonal(call: Call) -> Order:
+def _diagonal(call: OpCall) -> Order:
     ndim = call.inputs[0].ndim
     gone = (call["dim1"] % ndim, call["dim2"] % ndim)
     return [*(dim for dim in range(ndim) if dim not in gone), None]
 
 
-def _diagonal_backward(call: Call) -> Order:
+def _diagonal_backward(call: OpCall) -> Order:
     order: Order = list(range(call.inputs[0].ndim - 1))
     ndim = len(order) + 2
     for dim in sorted((call["dim1"] % ndim, call["dim2"] % ndim)):
@@ -115,11 +115,11 @@ def _diagonal_backward(call: Call) -> Order:
     return order
 
 
-def _unfolded(call: Call) -> Order:
+def _unfolded(call: OpCall) -> Order:
     return [*(_dims(call, call["dimension"]) if call.inputs[0].ndim else []), None]
 
 
-def _unfold_backward(call: Call) -> Order:
+def _unfold_backward(call: OpCall) -> Order:
     ndim = call.inputs[0].ndim - 1
     if not ndim:
         return []
@@ -127,29 +127,31 @@ def _unfold_backward(call: Call) -> Order:
     return [None if dim == cut else dim for dim in range(ndim)]
 
 
-def _local_input_sizes(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Mapping[str, Any]:
+def _local_input_sizes(
+    call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
+) -> Mapping[str, Any]:
     del inputs
     name = "input_sizes" if "input_sizes" in call.arguments else "input_size"
     return {name: list(outputs[0].local_shape)}
 
 
-def _rolled(call: Call) -> Order:
+def _rolled(call: OpCall) -> Order:
     dims = call["dims"]
     return _dims(call, *(dims or range(call.inputs[0].ndim)))
 
 
-def _repeated(call: Call) -> Order:
+def _repeated(call: OpCall) -> Order:
     repeats = call["repeats"]
     more = len(repeats) - call.inputs[0].ndim
     return [None] * more + [dim if repeats[more + dim] == 1 else None for dim in range(call.inputs[0].ndim)]
 
 
-def _padded(call: Call, axis: int) -> list[Choice]:
+def _padded(call: OpCall, axis: int) -> list[OpStrategy]:
     """Dims that get longer, or shorter, are whole; parts of a sum are padded with zeros only."""
     ndim, pad = call.inputs[0].ndim, call["pad"]
     order = _dims(call, *[ndim - 1 - place // 2 for place, size in enumerate(pad) if size])
-    pattern = Pattern(inputs=[range(ndim)], outputs=[order], linear=((0,),) if call["value"] == 0 else ())
-    return without_unasked_sums(choices_of(pattern, call, axis), call, axis)
+    pattern = EinsumPattern(inputs=[range(ndim)], outputs=[order], linear=((0,),) if call["value"] == 0 else ())
+    return without_unasked_sums(strategies_of(pattern, call, axis), call, axis)
 
 
 # [Note: pieces of a divided dim]
@@ -158,7 +160,7 @@ def _padded(call: Call, axis: int) -> list[Choice]:
 # ``Shard(dim)``, joined along the dim, are ``Shard(dim, blocks=3)`` together. Both need parts of one size.
 
 
-def _divides(call: Call, axis: int, placement: Shard, place: int = 0) -> bool:
+def _divides(call: OpCall, axis: int, placement: Shard, place: int = 0) -> bool:
     """Whether all ranks that divide the dim of an input have parts of one size."""
     num_ranks = call.mesh.shape[axis] * math.prod(
         size
@@ -168,7 +170,7 @@ def _divides(call: Call, axis: int, placement: Shard, place: int = 0) -> bool:
     return call.inputs[place].shape[placement.dim] % (placement.blocks * num_ranks) == 0
 
 
-def _split(call: Call, axis: int) -> list[Choice]:
+def _split(call: OpCall, axis: int) -> list[OpStrategy]:
     layout, dim = call.inputs[0], call["dim"] % call.inputs[0].ndim
     sizes = [result.shape[dim] for result in call.results]
     order = _dims(call) if len(sizes) == 1 else _dims(call, dim)
@@ -177,11 +179,11 @@ def _split(call: Call, axis: int) -> list[Choice]:
     if isinstance(now, Shard) and now.dim == dim and len(sizes) > 1 and len(set(sizes)) == 1 and sizes[0]:
         blocks, rest = divmod(now.blocks, len(sizes))
         if not rest and _divides(call, axis, now):
-            choices.append(Choice((now,), (Shard(dim, blocks),) * len(sizes)))
+            choices.append(OpStrategy((now,), (Shard(dim, blocks),) * len(sizes)))
     return choices
 
 
-def _local_split(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Mapping[str, Any]:
+def _local_split(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Mapping[str, Any]:
     del inputs
     dim = call["dim"]
     sizes = [layout.local_shape[dim] for layout in outputs]
@@ -191,33 +193,33 @@ def _local_split(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]
     return {"split_sizes": sizes}
 
 
-def _joined(call: Call, axis: int) -> list[Choice]:
+def _joined(call: OpCall, axis: int) -> list[OpStrategy]:
     """Of tensors one after the other along a dim; empty ones of one dim may be among them."""
     shapes = [layout.shape for layout in call.inputs]
     ndim = call.results[0].ndim
     dim = call["dim"] % max(ndim, 1)
     letters: Order = [None if place == dim else place for place in range(ndim)]
     inputs: list[Order] = [letters if len(shape) == ndim and shape != (0,) else [None] * len(shape) for shape in shapes]
-    choices = without_unasked_sums(choices_of(_all_together(call, inputs, letters), call, axis), call, axis)
+    choices = without_unasked_sums(strategies_of(_all_together(call, inputs, letters), call, axis), call, axis)
     now = call.inputs[0].placements[axis]
     if isinstance(now, Shard) and now.dim == dim:
         alike = all(layout.shape == shapes[0] and layout.placements[axis] == now for layout in call.inputs)
         if alike and all(_divides(call, axis, now, place) for place in range(len(shapes))):
-            choices.append(Choice((now,) * len(shapes), (Shard(dim, now.blocks * len(shapes)),)))
+            choices.append(OpStrategy((now,) * len(shapes), (Shard(dim, now.blocks * len(shapes)),)))
     return choices
 
 
-def _stacked(call: Call, axis: int) -> list[Choice]:
+def _stacked(call: OpCall, axis: int) -> list[OpStrategy]:
     order: Order = list(range(call.inputs[0].ndim))
     inputs = [list(order)] * len(call.inputs)
     order.insert(call["dim"] % (len(order) + 1), None)
-    return without_unasked_sums(choices_of(_all_together(call, inputs, order), call, axis), call, axis)
+    return without_unasked_sums(strategies_of(_all_together(call, inputs, order), call, axis), call, axis)
 
 
-def _all_together(call: Call, inputs: Sequence[Order], output: Order) -> Pattern:
+def _all_together(call: OpCall, inputs: Sequence[Order], output: Order) -> EinsumPattern:
     """All inputs are parts that are folded, or none; not where elements are cast, which may lose some of a sum."""
     alike = len({layout.dtype for layout in call.inputs}) == 1
-    return Pattern(
+    return EinsumPattern(
         inputs=inputs,
         outputs=[output],
         linear=(range(len(inputs)),) if alike else (),
@@ -225,35 +227,35 @@ def _all_together(call: Call, inputs: Sequence[Order], output: Order) -> Pattern
     )
 
 
-def _scattered(order: Callable[[Call], Order], call: Call, axis: int) -> list[Choice]:
+def _scattered(order: Callable[[OpCall], Order], call: OpCall, axis: int) -> list[OpStrategy]:
     """A tensor with what a slice, select or diagonal takes replaced by another."""
     taken = order(call)
     letters = [dim if dim in taken else None for dim in range(call.inputs[0].ndim)]
     if len(call.inputs) == 1:  # A plain number replaces one element.
-        return choices_of(Pattern(inputs=[letters], outputs=[letters]), call, axis)
-    pattern = Pattern(inputs=[letters, taken], outputs=[letters], linear=((0, 1),))
-    return choices_of(pattern, call, axis)
+        return strategies_of(EinsumPattern(inputs=[letters], outputs=[letters]), call, axis)
+    pattern = EinsumPattern(inputs=[letters, taken], outputs=[letters], linear=((0, 1),))
+    return strategies_of(pattern, call, axis)
 
 
-def _order_of_slice_scatter(call: Call) -> Order:
+def _order_of_slice_scatter(call: OpCall) -> Order:
     whole = call.inputs[1].shape[call["dim"]] == call.inputs[0].shape[call["dim"]]
     return _dims(call) if whole else _dims(call, call["dim"])
 
 
-def _slice_of_scatter(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Mapping[str, Any]:
+def _slice_of_scatter(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Mapping[str, Any]:
     del inputs
     if None in _order_of_slice_scatter(call):
         return {}
     return {"start": 0, "end": outputs[0].local_shape[call["dim"]], "step": 1}
 
 
-def _rule(order: Callable[[Call], Order], **more: Any) -> Rule:
-    return Rule(choices=partial(renamed, order), **more)
+def _rule(order: Callable[[OpCall], Order], **more: Any) -> OpRule:
+    return OpRule(choices=partial(renamed, order), **more)
 
 
 _triangle_rule = _rule(lambda call: _dims(call, -2, -1))
 
-RULES: dict[torch._ops.OpOverload, Rule] = {
+RULES: dict[torch._ops.OpOverload, OpRule] = {
     _aten.slice.Tensor: _rule(_sliced, arguments=_whole_slice),
     _aten.slice_backward.default: _rule(_sliced, arguments=_whole_slice),
     _aten.select.int: _rule(_selected),
@@ -263,13 +265,13 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.unfold.default: _rule(_unfolded),
     _aten.unfold_backward.default: _rule(_unfold_backward, arguments=_local_input_sizes),
     _aten.unbind.int: _rule(_selected),
-    _aten.split.Tensor: Rule(choices=_split, arguments=_local_split),
-    _aten.split_with_sizes.default: Rule(choices=_split, arguments=_local_split),
-    _aten.unsafe_split.Tensor: Rule(choices=_split, arguments=_local_split),
-    _aten.unsafe_split_with_sizes.default: Rule(choices=_split, arguments=_local_split),
-    _aten.cat.default: Rule(choices=_joined),
-    _aten.stack.default: Rule(choices=_stacked),
-    _aten.constant_pad_nd.default: Rule(choices=_padded, by_value=True),
+    _aten.split.Tensor: OpRule(choices=_split, arguments=_local_split),
+    _aten.split_with_sizes.default: OpRule(choices=_split, arguments=_local_split),
+    _aten.unsafe_split.Tensor: OpRule(choices=_split, arguments=_local_split),
+    _aten.unsafe_split_with_sizes.default: OpRule(choices=_split, arguments=_local_split),
+    _aten.cat.default: OpRule(choices=_joined),
+    _aten.stack.default: OpRule(choices=_stacked),
+    _aten.constant_pad_nd.default: OpRule(choices=_padded, by_value=True),
     _aten.flip.default: _rule(lambda call: _dims(call, *call["dims"])),
     _aten.roll.default: _rule(_rolled),
     _aten.repeat.default: _rule(_repeated),
@@ -277,15 +279,15 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.triu.default: _triangle_rule,
     _aten.tril_.default: _triangle_rule,
     _aten.triu_.default: _triangle_rule,
-    _aten.slice_scatter.default: Rule(
+    _aten.slice_scatter.default: OpRule(
         choices=partial(_scattered, _order_of_slice_scatter), arguments=_slice_of_scatter
     ),
-    _aten.select_scatter.default: Rule(choices=partial(_scattered, _selected)),
-    _aten.diagonal_scatter.default: Rule(choices=partial(_scattered, _diagonal)),
+    _aten.select_scatter.default: OpRule(choices=partial(_scattered, _selected)),
+    _aten.diagonal_scatter.default: OpRule(choices=partial(_scattered, _diagonal)),
 }
 
 
-def _transposed(call: Call) -> list[int | None]:
+def _transposed(call: OpCall) -> list[int | None]:
     ndim = call.inputs[0].ndim
     order: list[int | None] = list(range(ndim))
     one, other = (0, -1) if call.operator is _aten.t.default else (call["dim0"], call["dim1"])
@@ -294,19 +296,19 @@ def _transposed(call: Call) -> list[int | None]:
     return order
 
 
-def _permuted(call: Call) -> list[int | None]:
+def _permuted(call: OpCall) -> list[int | None]:
     ndim = call.inputs[0].ndim
     return [dim % ndim for dim in call["dims"]]
 
 
-def _unsqueezed(call: Call) -> list[int | None]:
+def _unsqueezed(call: OpCall) -> list[int | None]:
     ndim = call.inputs[0].ndim
     order: list[int | None] = list(range(ndim))
     order.insert(call["dim"] % (ndim + 1), None)
     return order
 
 
-def _squeezed(call: Call) -> list[int | None]:
+def _squeezed(call: OpCall) -> list[int | None]:
     layout = call.inputs[0]
     given = call.arguments.get("dim")
     dims = range(layout.ndim) if given is None else [given] if isinstance(given, int) else given
@@ -314,13 +316,13 @@ def _squeezed(call: Call) -> list[int | None]:
     return [dim for dim in range(layout.ndim) if dim not in gone or layout.shape[dim] != 1]
 
 
-def _expanded(call: Call) -> list[int | None]:
+def _expanded(call: OpCall) -> list[int | None]:
     shape, result = call.inputs[0].shape, call.results[0].shape
     more = len(result) - len(shape)
     return [None] * more + [dim if shape[dim] == result[more + dim] else None for dim in range(len(shape))]
 
 
-def _squeeze_choices(call: Call, axis: int) -> list[Choice]:
+def _squeeze_choices(call: OpCall, axis: int) -> list[OpStrategy]:
     """A dim that goes has one element, which is on one rank only when it is divided: it must be whole."""
     order = _squeezed(call)
     return [
@@ -330,7 +332,7 @@ def _squeeze_choices(call: Call, axis: int) -> list[Choice]:
     ]
 
 
-def _squeeze(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any]:
+def _squeeze(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
     """Squeeze the dims that go; a part may have others of one element."""
     del inputs, outputs
     order = _squeezed(call)
@@ -338,7 +340,7 @@ def _squeeze(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) ->
     return lambda local, *_: _aten.squeeze.dims(local, dims)
 
 
-def _local_size(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Mapping[str, Any]:
+def _local_size(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Mapping[str, Any]:
     del call, inputs
     return {"size": list(outputs[0].local_shape)}
 
@@ -370,19 +372,19 @@ def _groups(shape: Sequence[int], result: Sequence[int]) -> list[tuple[list[int]
     return groups
 
 
-def _reshaped(call: Call, axis: int) -> list[Choice]:
+def _reshaped(call: OpCall, axis: int) -> list[OpStrategy]:
     layout, result = call.inputs[0], call.results[0]
     whole: list[Placement] = [Replicate(), *[Partial(op) for op in PARTIAL_OPS]]
-    choices = [Choice((placement,), (placement,)) for placement in whole]
+    choices = [OpStrategy((placement,), (placement,)) for placement in whole]
     now = layout.placements[axis]
     if isinstance(now, Shard) and 0 not in layout.shape:
         then = _follow(call, axis, now, list(result.shape))
         if then is not None:
-            choices.append(Choice((now,), (then,)))
+            choices.append(OpStrategy((now,), (then,)))
     return choices
 
 
-def _follow(call: Call, axis: int, now: Shard, result: list[int]) -> Shard | None:
+def _follow(call: OpCall, axis: int, now: Shard, result: list[int]) -> Shard | None:
     """How a view is divided whose input is, or None where it is in no such way; see [Note: views of divided dims]."""
     shape = list(call.inputs[0].shape)
     found = [pair for pair in _groups(shape, result) if now.dim in pair[0]]
@@ -408,7 +410,7 @@ def _follow(call: Call, axis: int, now: Shard, result: list[int]) -> Shard | Non
     return min(ways, key=lambda way: way.blocks, default=None)
 
 
-def _reshape(call: Call, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any]:
+def _reshape(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
     """A part may lie otherwise in memory than the whole's stride says, so that its view takes a copy."""
     del call, inputs, outputs
     return torch.reshape
@@ -427,15 +429,15 @@ def _overload(name: str) -> torch._ops.OpOverload:
     return found
 
 
-_reshape_rule = Rule(choices=_reshaped, arguments=_local_size, local=_reshape)
+_reshape_rule = OpRule(choices=_reshaped, arguments=_local_size, local=_reshape)
 
 RULES |= {
-    **{_overload(name): Rule(choices=partial(renamed, order)) for names, order in _RENAMED for name in names.split()},
+    **{_overload(name): OpRule(choices=partial(renamed, order)) for names, order in _RENAMED for name in names.split()},
     **{
-        _overload(name): Rule(choices=_squeeze_choices, local=_squeeze)
+        _overload(name): OpRule(choices=_squeeze_choices, local=_squeeze)
         for name in ("squeeze.default", "squeeze.dim", "squeeze.dims")
     },
-    _aten.expand.default: Rule(choices=partial(renamed, _expanded), arguments=_local_size),
+    _aten.expand.default: OpRule(choices=partial(renamed, _expanded), arguments=_local_size),
     _aten.view.default: _reshape_rule,
     private_aten.unsafe_view.default: _reshape_rule,
 }

@@ -84,7 +84,7 @@ class Continued(PendingCollective[T]):
         return self._results[0]
 
 
-class Residuals:
+class ErrorFeedback:
     """A tensor for each parameter of one model, by the parameter's name; made of zeros when it is first asked for.
 
     Args:

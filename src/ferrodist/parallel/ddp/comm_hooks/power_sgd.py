@@ -13,7 +13,7 @@ import torch
 
 from ferrodist.collectives.reduce import async_allreduce
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.parallel.ddp.comm_hooks.compression import Continued, Residuals, allreduce
+from ferrodist.parallel.ddp.comm_hooks.compression import Continued, ErrorFeedback, allreduce
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +70,7 @@ class PowerSGD:
         self.seed = seed
         self._num_steps: dict[int, int] = {}  # of each bucket
         self._rights: dict[str, torch.Tensor] = {}
-        self._residuals = Residuals(self.describe())
+        self._residuals = ErrorFeedback(self.describe())
 
     def describe(self) -> str:
         """What ranks compare."""

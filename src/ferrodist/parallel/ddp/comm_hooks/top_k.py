@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrodist.collectives.all_gather import async_all_gather
-from ferrodist.parallel.ddp.comm_hooks.compression import Continued, Residuals, allreduce
+from ferrodist.parallel.ddp.comm_hooks.compression import Continued, ErrorFeedback, allreduce
 
 if TYPE_CHECKING:
     from ferrodist.collectives.work import PendingCollective
@@ -49,7 +49,7 @@ class TopK:
         if not 0 < ratio <= 1:
             raise ValueError(f"ratio must be above 0 and at most 1, not {ratio}")
         self.ratio = ratio
-        self._residuals = Residuals(self.describe())
+        self._residuals = ErrorFeedback(self.describe())
 
     def describe(self) -> str:
         """What ranks compare."""

@@ -19,7 +19,7 @@ from ferrodist.wording import counted
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrodist.parallel.pipeline.schedule.ir import Turn
+    from ferrodist.parallel.pipeline.schedule.ir import Slot
 
 
 class PipelineSchedule(enum.Enum):
@@ -61,7 +61,7 @@ class _Recipe:
         is_v_shaped: Whether the ranks have their second stages in reverse.
     """
 
-    turns: Callable[[PipelineSize, int], list[Turn]]
+    turns: Callable[[PipelineSize, int], list[Slot]]
     stages_per_rank: int = 1
     is_any_number: bool = False
     is_v_shaped: bool = False

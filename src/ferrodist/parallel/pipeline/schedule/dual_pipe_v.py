@@ -20,35 +20,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ferrodist.parallel.pipeline.schedule.ir import phase
+from ferrodist.parallel.pipeline.schedule.ir import repeat
 
 if TYPE_CHECKING:
-    from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Turn
+    from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot
 
 
-def dual_pipe_v(size: PipelineSize, rank: int) -> list[Turn]:
+def dual_pipe_v(size: PipelineSize, rank: int) -> list[Slot]:
     """What a rank does: going down the V is place 0, coming up place 1."""
     num_microbatches = max(size.num_microbatches, 2 * size.num_ranks)
     ranks_after = size.num_ranks - rank - 1
     return (
-        phase("F0", 2 * ranks_after)
-        + phase("F0 F1", rank + 1)
-        + phase("I1 W1 F1", ranks_after)
-        + phase("F0 B1 F1 B0", num_microbatches - size.num_ranks - ranks_after)
-        + phase("B1 F1 B0", ranks_after)
+        repeat("F0", 2 * ranks_after)
+        + repeat("F0 F1", rank + 1)
+        + repeat("I1 W1 F1", ranks_after)
+        + repeat("F0 B1 F1 B0", num_microbatches - size.num_ranks - ranks_after)
+        + repeat("B1 F1 B0", ranks_after)
         + _cooldown(rank, ranks_after)
     )
 
 
-def _cooldown(rank: int, ranks_after: int) -> list[Turn]:
+def _cooldown(rank: int, ranks_after: int) -> list[Slot]:
     """The backwards left: of rank + 1 pairs the second half is split, then those that go down to the first rank."""
     split_pairs, split_alone = divmod(rank + 1, 2)
     return (
-        phase("B1 B0", split_pairs)
-        + phase("B1 I0", split_alone)
-        + phase("I1 I0", split_pairs)
+        repeat("B1 B0", split_pairs)
+        + repeat("B1 I0", split_alone)
+        + repeat("I1 I0", split_pairs)
         # Each waits for the rank after, and a W that is due fills the time.
-        + phase("W0 I0", ranks_after)
-        + phase("W1", split_pairs)
-        + phase("W0", split_pairs + split_alone)
+        + repeat("W0 I0", ranks_after)
+        + repeat("W1", split_pairs)
+        + repeat("W0", split_pairs + split_alone)
     )

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ferrodist.parallel.pipeline.schedule.ir import phase
+from ferrodist.parallel.pipeline.schedule.ir import repeat
 
 if TYPE_CHECKING:
-    from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Turn
+    from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot
 
 
-def breadth_first(size: PipelineSize, rank: int) -> list[Turn]:
+def breadth_first(size: PipelineSize, rank: int) -> list[Slot]:
     """What a rank does: each stage's forwards, first stage first, then each one's backwards, last stage first."""
     del rank  # all do the same; the one difference is how long they wait
     places = range(size.stages_per_rank)
-    forwards = [turn for place in places for turn in phase(f"F{place}", size.num_microbatches)]
-    return forwards + [turn for place in reversed(places) for turn in phase(f"B{place}", size.num_microbatches)]
+    forwards = [turn for place in places for turn in repeat(f"F{place}", size.num_microbatches)]
+    return forwards + [turn for place in reversed(places) for turn in repeat(f"B{place}", size.num_microbatches)]

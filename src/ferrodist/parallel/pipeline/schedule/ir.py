@@ -223,7 +223,7 @@ class PipelineSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Slot:
     """An action but for its microbatch, which is the next that this kind has not had in this stage.
 
     Args:
@@ -235,7 +235,7 @@ class Turn:
     place: int
 
 
-def phase(text: str, times: int) -> list[Turn]:
+def repeat(text: str, times: int) -> list[Slot]:
     """Some turns, again and again.
 
     Args:
@@ -244,10 +244,10 @@ def phase(text: str, times: int) -> list[Turn]:
         times: How often.
     """
     assert times >= 0, f"{text} has {times} times"
-    return [Turn(ActionKind(word[0]), int(word[1:])) for word in text.split()] * times
+    return [Slot(ActionKind(word[0]), int(word[1:])) for word in text.split()] * times
 
 
-def actions_of_turns(turns: Sequence[Turn], stages: Sequence[int], num_microbatches: int) -> tuple[Action, ...]:
+def actions_of_turns(turns: Sequence[Slot], stages: Sequence[int], num_microbatches: int) -> tuple[Action, ...]:
     """Give a rank's turns their microbatches: in each stage 0, 1, 2, ... for every kind.
 
     [Note: fewer microbatches] Turns may be for more microbatches than there are; those for others are left out. What

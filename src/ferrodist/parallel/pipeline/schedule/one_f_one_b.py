@@ -30,15 +30,15 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ferrodist.parallel.pipeline.schedule.ir import phase
+from ferrodist.parallel.pipeline.schedule.ir import repeat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Turn
+    from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot
 
 
-def one_f_one_b(size: PipelineSize, rank: int) -> list[Turn]:
+def one_f_one_b(size: PipelineSize, rank: int) -> list[Slot]:
     """What a rank does: forwards until its first backward can come, then both in turn, then the backwards left."""
     groups = _groups(size)
     places = range(size.stages_per_rank)
@@ -59,5 +59,5 @@ def _groups(size: PipelineSize) -> list[int]:
     return [least + 1] * larger + [least] * (number - larger)
 
 
-def _grouped(kind: str, places: Sequence[int], groups: Sequence[int]) -> list[Turn]:
-    return [turn for group in groups for place in places for turn in phase(f"{kind}{place}", group)]
+def _grouped(kind: str, places: Sequence[int], groups: Sequence[int]) -> list[Slot]:
+    return [turn for group in groups for place in places for turn in repeat(f"{kind}{place}", group)]

@@ -22,42 +22,42 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ferrodist.parallel.pipeline.schedule.ir import phase
+from ferrodist.parallel.pipeline.schedule.ir import repeat
 
 if TYPE_CHECKING:
-    from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Turn
+    from ferrodist.parallel.pipeline.schedule.ir import PipelineSize, Slot
 
 
-def zero_bubble_h1(size: PipelineSize, rank: int) -> list[Turn]:
+def zero_bubble_h1(size: PipelineSize, rank: int) -> list[Slot]:
     """What a rank does: 1F1B, the second halves of whose backwards begin the later the later the rank is."""
     num_microbatches = max(size.num_microbatches, size.num_ranks)
     ranks_after = size.num_ranks - rank - 1
     return (
-        phase("F0", ranks_after)
+        repeat("F0", ranks_after)
         # The ranks before are as many forwards ahead, so there is memory to put as many W off.
-        + phase("F0 I0", rank)
-        + phase("F0 I0 W0", num_microbatches - ranks_after - rank)
-        + phase("I0 W0", ranks_after)
-        + phase("W0", rank)
+        + repeat("F0 I0", rank)
+        + repeat("F0 I0 W0", num_microbatches - ranks_after - rank)
+        + repeat("I0 W0", ranks_after)
+        + repeat("W0", rank)
     )
 
 
-def zero_bubble_v(size: PipelineSize, rank: int) -> list[Turn]:
+def zero_bubble_v(size: PipelineSize, rank: int) -> list[Slot]:
     """What a rank does: going down the V is place 0, coming up place 1."""
     ranks_here_on = size.num_ranks - rank
     num_microbatches = max(size.num_microbatches, 2 * size.num_ranks - 1)
     return (
         # From a rank down to the point of the V and up again are so many stages, and here a forward for each.
-        phase("F0", 2 * ranks_here_on - 1)
+        repeat("F0", 2 * ranks_here_on - 1)
         # What comes up goes on to the first rank, where the backwards begin.
-        + phase("F1 F0", rank)
-        + phase("F1 I1 W1", ranks_here_on)
-        + phase("F0 I0 W0 F1 I1 W1", num_microbatches - size.num_ranks - ranks_here_on + 1)
+        + repeat("F1 F0", rank)
+        + repeat("F1 I1 W1", ranks_here_on)
+        + repeat("F0 I0 W0 F1 I1 W1", num_microbatches - size.num_ranks - ranks_here_on + 1)
         # The last forwards down are done: as many were ahead of those up.
-        + phase("I0 W0 F1 I1 W1", ranks_here_on - 1)
+        + repeat("I0 W0 F1 I1 W1", ranks_here_on - 1)
         # The ranks before wait for these; so W, for which nobody does, comes after all.
-        + phase("I0 I1", rank)
-        + phase("I0 W0", ranks_here_on)
-        + phase("W1", rank)
-        + phase("W0", rank)
+        + repeat("I0 I1", rank)
+        + repeat("I0 W0", ranks_here_on)
+        + repeat("W1", rank)
+        + repeat("W0", rank)
     )
