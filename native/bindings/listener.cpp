@@ -30,7 +30,7 @@ namespace {
 // at a time calls Python: what others bring meanwhile it finds when it comes back.
 class Listener final : public Told {
 public:
-    Listener(std::shared_ptr<FrameTransport> messenger, std::size_t size, int source, const Tag& tag, int num_places,
+    Listener(std::shared_ptr<Messenger> messenger, std::size_t size, int source, const Tag& tag, int num_places,
              nb::object heard, nb::object ended)
         : messenger_(std::move(messenger)), size_(size), heard_(std::move(heard)), ended_(std::move(ended)) {
         for (int i = 0; i < num_places; ++i) places_.emplace_back(size, source, tag);
@@ -136,7 +136,7 @@ private:
         }
     }
 
-    std::shared_ptr<FrameTransport> messenger_;
+    std::shared_ptr<Messenger> messenger_;
     std::size_t size_;
     nb::object heard_;
     nb::object ended_;
@@ -153,7 +153,7 @@ private:
 
 // Something that a thread waits for while it moves messages.
 struct Signal {
-    std::shared_ptr<FrameTransport> messenger;
+    std::shared_ptr<Messenger> messenger;
     Transfer transfer{any_source, Tag{}};
 
     void set() { messenger->signal(transfer); }
@@ -177,7 +177,7 @@ void bind_listener(nb::module_& m) {
         .def("close", &Listener::close);
     m.def(
         "listen",
-        [](std::shared_ptr<FrameTransport> messenger, std::size_t size, int source, std::uint64_t group, std::uint64_t number,
+        [](std::shared_ptr<Messenger> messenger, std::size_t size, int source, std::uint64_t group, std::uint64_t number,
            int num_places, nb::object heard, nb::object ended) {
             auto* listener = new Listener(std::move(messenger), size, source, Tag{group, number}, num_places,
                                           std::move(heard), std::move(ended));
@@ -188,7 +188,7 @@ void bind_listener(nb::module_& m) {
         "messenger"_a, "size"_a, "source"_a, "group"_a, "number"_a, "num_places"_a, "heard"_a, "ended"_a);
 
     nb::class_<Signal>(m, "Signal", "Something that a thread waits for while it moves messages.")
-        .def(nb::new_([](std::shared_ptr<FrameTransport> messenger) {
+        .def(nb::new_([](std::shared_ptr<Messenger> messenger) {
                  return new Signal{.messenger = std::move(messenger)};
              }),
              "messenger"_a)

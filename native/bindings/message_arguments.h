@@ -50,7 +50,7 @@ inline std::optional<double> seconds_of(nanobind::handle object) {
 
 // Waits for a transfer on the stack, which has ended when this returns or throws.
 template <class Some>
-void await(FrameTransport& messenger, Some& transfer, double timeout) {
+void await(Messenger& messenger, Some& transfer, double timeout) {
     const Released released;
     try {
         if (!messenger.wait(transfer, timeout)) messenger.cancel(transfer);

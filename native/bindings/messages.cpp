@@ -45,9 +45,9 @@ private:
 
 // A transfer that Python started. It keeps itself until it has ended and its end has been told.
 struct Request final : Told {
-    explicit Request(std::shared_ptr<FrameTransport> its_messenger) : messenger(std::move(its_messenger)) {}
+    explicit Request(std::shared_ptr<Messenger> its_messenger) : messenger(std::move(its_messenger)) {}
 
-    std::shared_ptr<FrameTransport> messenger;
+    std::shared_ptr<Messenger> messenger;
     Buffer buffer;
     std::optional<Send> send;
     std::optional<Receive> receive;
@@ -78,7 +78,7 @@ void Request::act() {
 
 // Does what concerns Python of what has happened in the messenger. `tell(kind, rank, group, size)` hears of what ranks did
 // wrong, and of their ends.
-void do_work(FrameTransport& messenger, nb::handle tell) {
+void do_work(Messenger& messenger, nb::handle tell) {
     const Interruptions::Working working;
     const Work work = messenger.take_work();
     for (Transfer* ended = work.first_ended; ended != nullptr;) {
@@ -95,16 +95,16 @@ void do_work(FrameTransport& messenger, nb::handle tell) {
 }
 
 // Takes the sockets over, whatever comes of it.
-std::shared_ptr<FrameTransport> make_messenger(const FrameTransport::Settings& settings, int memory, int num_local,
+std::shared_ptr<Messenger> make_messenger(const Messenger::Settings& settings, int memory, int num_local,
                                           const std::vector<int>& local_indexes, const std::vector<int>& sockets,
                                           nb::object tell) {
-    FrameTransport::Ways ways{.rings = nullptr, .local_indexes = local_indexes, .sockets = {}};
+    Messenger::Ways ways{.rings = nullptr, .local_indexes = local_indexes, .sockets = {}};
     for (const int number : sockets) ways.sockets.emplace_back(number);
     const shm::RingLayout layout = shm::RingLayout::of(num_local);
     ways.rings = std::make_shared<const shm::Rings>(
         std::make_shared<const shm::Mapping>(memory, layout.size_bytes()), layout);
     // Freed by whoever drops the last reference, which is Python.
-    return std::make_shared<FrameTransport>(settings, std::move(ways), [tell = std::move(tell)](FrameTransport& messenger) {
+    return std::make_shared<Messenger>(settings, std::move(ways), [tell = std::move(tell)](Messenger& messenger) {
         const nb::gil_scoped_acquire held;
         do_work(messenger, tell);
     });
@@ -115,7 +115,7 @@ nb::object ending(const Transfer& transfer, std::size_t size_sent) {
     return nb::make_tuple(static_cast<int>(transfer.outcome), transfer.peer, size_sent, transfer.reason);
 }
 
-nb::object quick_send(FrameTransport& self, nb::handle data, nb::handle dst, nb::handle tag, nb::handle timeout) {
+nb::object quick_send(Messenger& self, nb::handle data, nb::handle dst, nb::handle tag, nb::handle timeout) {
     if (!self.is_open()) return nb::none();
     const auto rank = peer_in(dst, self.settings().rank, self.num_ranks(), false);
     const auto number = small_number(tag);
@@ -137,7 +137,7 @@ nb::object quick_send(FrameTransport& self, nb::handle data, nb::handle dst, nb:
     return send.outcome == Outcome::done ? nb::borrow(Py_True) : ending(send, 0);
 }
 
-nb::object quick_recv(FrameTransport& self, nb::handle into, nb::handle src, nb::handle tag, nb::handle timeout) {
+nb::object quick_recv(Messenger& self, nb::handle into, nb::handle src, nb::handle tag, nb::handle timeout) {
     if (!self.is_open()) return nb::none();
     const auto rank = peer_in(src, self.settings().rank, self.num_ranks(), true);
     const auto number = small_number(tag);
@@ -157,7 +157,7 @@ nb::object quick_recv(FrameTransport& self, nb::handle into, nb::handle src, nb:
     return ending(receive, receive.size_sent);
 }
 
-nb::object start(const std::shared_ptr<FrameTransport>& self, nb::handle data, int peer, std::uint64_t group,
+nb::object start(const std::shared_ptr<Messenger>& self, nb::handle data, int peer, std::uint64_t group,
                  std::uint64_t number, bool is_send) {
     auto* request = new Request(self);
     nb::object object = nb::cast(request, nb::rv_policy::take_ownership);
@@ -234,11 +234,11 @@ void bind_messages(nb::module_& m) {
             [](Request& self) { return ending(self.transfer(), self.receive ? self.receive->size_sent : 0); },
             "Outcome, peer, size of the message, and the number of the reason.");
 
-    nb::class_<FrameTransport>(m, "FrameTransport", "A rank's messages.")
+    nb::class_<Messenger>(m, "Messenger", "A rank's messages.")
         .def(nb::new_([](int rank, std::size_t eager_bytes, std::size_t max_unasked_bytes, bool is_crowded,
                          std::uint32_t spin_micros, int memory, int num_local, const std::vector<int>& local_indexes,
                          const std::vector<int>& sockets, nb::object tell) {
-                 const FrameTransport::Settings settings{.rank = rank,
+                 const Messenger::Settings settings{.rank = rank,
                                                     .eager_bytes = eager_bytes,
                                                     .max_unasked_bytes = max_unasked_bytes,
                                                     .is_crowded = is_crowded,
@@ -251,45 +251,45 @@ void bind_messages(nb::module_& m) {
              "True when it has been sent, None when the long way must take the call, else how it has ended.")
         .def(
             "quick_recv",
-            [](FrameTransport& self, nb::handle into, nb::handle src, nb::handle tag, nb::handle timeout) {
+            [](Messenger& self, nb::handle into, nb::handle src, nb::handle tag, nb::handle timeout) {
                 nb::object result = quick_recv(self, into, src, tag, timeout);
                 return result.is_valid() ? result : nb::object(nb::none());
             },
             "into"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout"_a.none(), "As `quick_send`; the rank that sent it.")
         .def(
             "try_send",
-            [](FrameTransport& self, const nb::bytes& data, int dst, std::uint64_t group, std::uint64_t number) {
+            [](Messenger& self, const nb::bytes& data, int dst, std::uint64_t group, std::uint64_t number) {
                 return self.is_open() &&
                        self.try_send(reinterpret_cast<const std::byte*>(data.c_str()), data.size(), dst, {group, number});
             },
             "data"_a, "dst"_a, "group"_a, "number"_a, "Whether a small message could be sent at once.")
         .def(
             "start_send",
-            [](const std::shared_ptr<FrameTransport>& self, nb::handle data, int dst, std::uint64_t group,
+            [](const std::shared_ptr<Messenger>& self, nb::handle data, int dst, std::uint64_t group,
                std::uint64_t number) { return start(self, data, dst, group, number, true); },
             "data"_a, "dst"_a, "group"_a, "number"_a)
         .def(
             "start_recv",
-            [](const std::shared_ptr<FrameTransport>& self, nb::handle into, int src, std::uint64_t group,
+            [](const std::shared_ptr<Messenger>& self, nb::handle into, int src, std::uint64_t group,
                std::uint64_t number) { return start(self, into, src, group, number, false); },
             "into"_a, "src"_a, "group"_a, "number"_a)
         .def(
             "end_unmatched",
-            [](FrameTransport& self, Request& request, std::size_t reason) {
+            [](Messenger& self, Request& request, std::size_t reason) {
                 const nb::gil_scoped_release released;
                 return self.end_unmatched(*request.receive, reason);
             },
             "request"_a, "reason"_a)
         .def(
             "end_send",
-            [](FrameTransport& self, Request& request, std::size_t reason) {
+            [](Messenger& self, Request& request, std::size_t reason) {
                 const nb::gil_scoped_release released;
                 return self.end(*request.send, reason);
             },
             "request"_a, "reason"_a)
         .def(
             "parties",
-            [](FrameTransport& self) {
+            [](Messenger& self) {
                 std::vector<std::tuple<bool, std::uint64_t, int>> found;
                 const nb::gil_scoped_release released;
                 for (const Party& party : self.parties()) found.emplace_back(party.is_send, party.group, party.peer);
@@ -298,24 +298,24 @@ void bind_messages(nb::module_& m) {
             "What is under way: whether it is a send, its group, and its peer as asked for.")
         .def(
             "fail",
-            [](FrameTransport& self, bool is_send, std::uint64_t group, int peer, std::size_t reason) {
+            [](Messenger& self, bool is_send, std::uint64_t group, int peer, std::size_t reason) {
                 self.fail({is_send, group, peer}, reason);
             },
             "is_send"_a, "group"_a, "peer"_a, "reason"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("open_group", &FrameTransport::open_group, "group"_a, "members"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("end_group", &FrameTransport::end_group, "group"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("forget_group", &FrameTransport::forget_group, "group"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("lose", &FrameTransport::lose, "rank"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("num_frames_to", &FrameTransport::num_frames_to, "rank"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("await_frames", &FrameTransport::await_frames, "rank"_a, "count"_a, "timeout"_a,
+        .def("open_group", &Messenger::open_group, "group"_a, "members"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("end_group", &Messenger::end_group, "group"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("forget_group", &Messenger::forget_group, "group"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("lose", &Messenger::lose, "rank"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("num_frames_to", &Messenger::num_frames_to, "rank"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("await_frames", &Messenger::await_frames, "rank"_a, "count"_a, "timeout"_a,
              nb::call_guard<nb::gil_scoped_release>())
-        .def("fullest_source", &FrameTransport::fullest_source, "newest"_a, "size_kept"_a,
+        .def("fullest_source", &Messenger::fullest_source, "newest"_a, "size_kept"_a,
              nb::call_guard<nb::gil_scoped_release>())
-        .def("close", &FrameTransport::close, nb::call_guard<nb::gil_scoped_release>())
-        .def("drain", &FrameTransport::drain, "timeout"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("abandon", [](const std::shared_ptr<FrameTransport>& self) {
+        .def("close", &Messenger::close, nb::call_guard<nb::gil_scoped_release>())
+        .def("drain", &Messenger::drain, "timeout"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("abandon", [](const std::shared_ptr<Messenger>& self) {
             self->abandon();
-            new std::shared_ptr<FrameTransport>(self);  // its lock and its thread are the parent's: never destroyed
+            new std::shared_ptr<Messenger>(self);  // its lock and its thread are the parent's: never destroyed
         });
 
     bind_listener(m);

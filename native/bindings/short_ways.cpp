@@ -148,7 +148,7 @@ nb::object value_of(PyObject* variable) {
     return nb::steal(value);
 }
 
-// The engine of a group whose calls may go the short way, kept by `held`: a FastPath of backends/native/collectives.py.
+// The engine of a group whose calls may go the short way, kept by `held`: a ShortWay of backends/native/collectives.py.
 struct Way {
     nb::object held;
     Communicator* communicator;

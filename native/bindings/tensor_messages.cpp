@@ -33,7 +33,7 @@ constexpr std::uint64_t body_channel = 5;
 
 constexpr std::size_t max_dims = 12;
 
-// A tensor's first message: field for field `TensorHeader` of collectives/tensor_protocol.py.
+// A tensor's first message: field for field `TensorHead` of collectives/tensor_protocol.py.
 struct [[gnu::packed]] Head {
     std::uint64_t number;
     std::uint8_t dtype;
@@ -44,11 +44,11 @@ static_assert(sizeof(Head) == 106);
 
 // The tensors that a rank sends and receives in a group.
 struct TensorMessages {
-    TensorMessages(std::shared_ptr<FrameTransport> its_messenger, std::uint64_t its_group, int its_rank,
+    TensorMessages(std::shared_ptr<Messenger> its_messenger, std::uint64_t its_group, int its_rank,
                    std::vector<int> its_ranks)
         : messenger(std::move(its_messenger)), group(its_group), rank(its_rank), ranks(std::move(its_ranks)) {}
 
-    std::shared_ptr<FrameTransport> messenger;
+    std::shared_ptr<Messenger> messenger;
     std::uint64_t group;
     int rank;
     std::vector<int> ranks;  // by rank in the group: what the messenger calls it
@@ -122,7 +122,7 @@ std::exception_ptr await_end(const TensorMessages& self, Some& transfer, const D
 // Sends a message; false when it has not gone, and will not.
 bool deliver(const TensorMessages& self, const std::byte* data, std::size_t size, int peer, const Tag& tag,
              const Deadline& deadline, std::exception_ptr& interruption) {
-    FrameTransport& messenger = *self.messenger;
+    Messenger& messenger = *self.messenger;
     if (size <= small_bytes && messenger.try_send(data, size, peer, tag)) return true;
     Send send(data, size, peer, tag);
     {
@@ -135,7 +135,7 @@ bool deliver(const TensorMessages& self, const std::byte* data, std::size_t size
 
 // Takes a message into a receive; false when none has come that fits.
 bool take(const TensorMessages& self, Receive& receive, const Deadline& deadline, std::exception_ptr& interruption) {
-    FrameTransport& messenger = *self.messenger;
+    Messenger& messenger = *self.messenger;
     if (receive.size > small_bytes || !messenger.start_if_open(receive, false)) {
         const nb::gil_scoped_release released;
         if (!messenger.start_if_open(receive, true)) return false;
@@ -285,7 +285,7 @@ void bind_tensor_messages(nb::module_& m) {
 
     nb::class_<TensorMessages>(m, "TensorMessages", "The short way of a group's tensors from rank to rank.",
                                nb::is_weak_referenceable())
-        .def(nb::init<std::shared_ptr<FrameTransport>, std::uint64_t, int, std::vector<int>>(), "messenger"_a, "group"_a,
+        .def(nb::init<std::shared_ptr<Messenger>, std::uint64_t, int, std::vector<int>>(), "messenger"_a, "group"_a,
              "rank"_a, "ranks"_a)
         .def(
             "close", [](TensorMessages& self) { self.is_open.store(false); },

@@ -14,7 +14,7 @@ constexpr int last_turns = 64;
 
 }  // namespace
 
-FrameTransport::Held::~Held() {
+Messenger::Held::~Held() {
     if (!lock_.owns_lock()) return;
     messenger_.settle();
     const std::size_t num_ended = messenger_.reception_.mailbox.num_ended;
@@ -25,7 +25,7 @@ FrameTransport::Held::~Held() {
     if (does_work_) messenger_.do_work();
 }
 
-FrameTransport::FrameTransport(const Settings& settings, Ways ways, std::function<void(FrameTransport&)> on_work)
+Messenger::Messenger(const Settings& settings, Ways ways, std::function<void(Messenger&)> on_work)
     : settings_(settings),
       on_work_(std::move(on_work)),
       reception_(static_cast<int>(ways.local_indexes.size()), settings.eager_bytes, settings.max_unasked_bytes),
@@ -44,11 +44,11 @@ FrameTransport::FrameTransport(const Settings& settings, Ways ways, std::functio
     }
 }
 
-FrameTransport::~FrameTransport() {
+Messenger::~Messenger() {
     close();
 }
 
-void FrameTransport::connect(Ways& ways) {
+void Messenger::connect(Ways& ways) {
     const auto own = static_cast<std::size_t>(settings_.rank);
     std::vector<std::pair<std::size_t, std::unique_ptr<Channel>>> channels;
     for (std::size_t rank = 0; rank < by_rank_.size(); ++rank) {
@@ -71,7 +71,7 @@ void FrameTransport::connect(Ways& ways) {
     }
 }
 
-bool FrameTransport::try_send(const std::byte* data, std::size_t size, int dst, const Tag& tag) {
+bool Messenger::try_send(const std::byte* data, std::size_t size, int dst, const Tag& tag) {
     Peer* peer = nullptr;
     {
         const std::unique_lock lock(mutex_, std::try_to_lock);
@@ -84,7 +84,7 @@ bool FrameTransport::try_send(const std::byte* data, std::size_t size, int dst, 
     return true;
 }
 
-bool FrameTransport::start_if_open(Send& send) {
+bool Messenger::start_if_open(Send& send) {
     const Held held(*this, false);
     Peer* peer = peer_of(send.peer);
     if (!is_open() || peer == nullptr || peer->is_lost()) return false;
@@ -92,7 +92,7 @@ bool FrameTransport::start_if_open(Send& send) {
     return true;
 }
 
-bool FrameTransport::start_if_open(Receive& receive, bool may_wait) {
+bool Messenger::start_if_open(Receive& receive, bool may_wait) {
     const Held held = may_wait ? Held(*this, false) : Held(*this, std::try_to_lock);
     if (!held.is_held() || !is_open()) return false;
     if (receive.source == any_source ? num_lost_ != 0 : lost_[static_cast<std::size_t>(receive.source)]) return false;
@@ -102,19 +102,19 @@ bool FrameTransport::start_if_open(Receive& receive, bool may_wait) {
     return true;
 }
 
-void FrameTransport::start(Send& send) {
+void Messenger::start(Send& send) {
     const Held held(*this, false);
     start(*peer_of(send.peer), send);
 }
 
-void FrameTransport::start(Receive& receive) {
+void Messenger::start(Receive& receive) {
     const Held held(*this, false);
     ++num_moves_;
     reception_.mailbox.post(receive);
     if (receive.outcome == Outcome::under_way) poll(&receive);
 }
 
-void FrameTransport::start_heard(Receive& receive) {
+void Messenger::start_heard(Receive& receive) {
     const Held held(*this, false);
     ++num_moves_;
     reception_.mailbox.add_listener(receive);
@@ -122,7 +122,7 @@ void FrameTransport::start_heard(Receive& receive) {
     if (receive.outcome == Outcome::under_way) poll(&receive);
 }
 
-bool FrameTransport::cancel(Send& send, Outcome outcome, std::size_t reason) {
+bool Messenger::cancel(Send& send, Outcome outcome, std::size_t reason) {
     if (is_abandoned_.load()) return false;
     const Held held(*this);
     Peer& peer = *peer_of(send.peer);
@@ -131,13 +131,13 @@ bool FrameTransport::cancel(Send& send, Outcome outcome, std::size_t reason) {
     return is_cancelled;
 }
 
-bool FrameTransport::cancel(Receive& receive) {
+bool Messenger::cancel(Receive& receive) {
     if (is_abandoned_.load()) return false;
     const Held held(*this);
     return reception_.mailbox.cancel(receive, Outcome::cancelled);
 }
 
-bool FrameTransport::end_unmatched(Receive& receive, std::size_t reason) {
+bool Messenger::end_unmatched(Receive& receive, std::size_t reason) {
     const Held held(*this);
     poll(nullptr);
     if (receive.outcome != Outcome::under_way || receive.message) return false;
@@ -146,7 +146,7 @@ bool FrameTransport::end_unmatched(Receive& receive, std::size_t reason) {
     return true;
 }
 
-void FrameTransport::listen(Transfer& transfer) {
+void Messenger::listen(Transfer& transfer) {
     if (is_abandoned_.load()) return;
     {
         const Held held(*this, false);
@@ -155,7 +155,7 @@ void FrameTransport::listen(Transfer& transfer) {
     if (num_waiters_.load() == 0) ask_keeper();
 }
 
-std::vector<Party> FrameTransport::parties() {
+std::vector<Party> Messenger::parties() {
     const Held held(*this);
     poll(nullptr);
     std::vector<Party> found;
@@ -169,7 +169,7 @@ std::vector<Party> FrameTransport::parties() {
     return found;
 }
 
-void FrameTransport::fail(const Party& party, std::size_t reason) {
+void Messenger::fail(const Party& party, std::size_t reason) {
     const Held held(*this);
     if (party.is_send) {
         Peer& peer = *peer_of(party.peer);
@@ -185,24 +185,24 @@ void FrameTransport::fail(const Party& party, std::size_t reason) {
     });
 }
 
-void FrameTransport::open_group(std::uint64_t group, const std::vector<int>& members) {
+void Messenger::open_group(std::uint64_t group, const std::vector<int>& members) {
     const Held held(*this);
     reception_.open_group(group, members);
 }
 
-void FrameTransport::end_group(std::uint64_t group) {
+void Messenger::end_group(std::uint64_t group) {
     const Held held(*this);
     if (group == 0) is_open_.store(false);
     reception_.end_group(group);
     for (const auto& peer : peers_) peer->end_group(group);
 }
 
-void FrameTransport::forget_group(std::uint64_t group) {
+void Messenger::forget_group(std::uint64_t group) {
     const Held held(*this);
     reception_.forget_group(group);
 }
 
-void FrameTransport::lose(int rank) {
+void Messenger::lose(int rank) {
     const Held held(*this);
     const auto place = static_cast<std::size_t>(rank);
     if (lost_[place]) return;
@@ -216,13 +216,13 @@ void FrameTransport::lose(int rank) {
     peer->break_off();
 }
 
-std::uint64_t FrameTransport::num_frames_to(int rank) {
+std::uint64_t Messenger::num_frames_to(int rank) {
     const Held held(*this);
     const Peer* peer = peer_of(rank);
     return peer == nullptr ? 0 : peer->channel().num_put();
 }
 
-void FrameTransport::await_frames(int rank, std::uint64_t count, double timeout) {
+void Messenger::await_frames(int rank, std::uint64_t count, double timeout) {
     const Deadline deadline(timeout);
     while (true) {
         {
@@ -238,23 +238,23 @@ void FrameTransport::await_frames(int rank, std::uint64_t count, double timeout)
     }
 }
 
-int FrameTransport::fullest_source(int newest, std::size_t size_kept) {
+int Messenger::fullest_source(int newest, std::size_t size_kept) {
     const Held held(*this);
     return reception_.mailbox.fullest_source(newest, size_kept);
 }
 
-std::size_t FrameTransport::unasked_bytes() {
+std::size_t Messenger::unasked_bytes() {
     const Held held(*this);
     return reception_.mailbox.unasked_bytes();
 }
 
-Work FrameTransport::take_work() {
+Work Messenger::take_work() {
     const Held held(*this, false);
     has_work_.store(false);
     return {.news = std::exchange(reception_.news, {}), .first_ended = reception_.mailbox.take_ended()};
 }
 
-void FrameTransport::close() {
+void Messenger::close() {
     if (is_abandoned_.load()) return;
     is_open_.store(false);
     {
@@ -280,7 +280,7 @@ void FrameTransport::close() {
     }
 }
 
-void FrameTransport::drain(double timeout) {
+void Messenger::drain(double timeout) {
     if (is_abandoned_.load() || !lookout_) return;
     const Deadline deadline(timeout);
     while (true) {
@@ -296,7 +296,7 @@ void FrameTransport::drain(double timeout) {
     }
 }
 
-void FrameTransport::abandon() noexcept {
+void Messenger::abandon() noexcept {
     is_open_.store(false);
     is_abandoned_.store(true);
     (void)keeper_.release();
@@ -307,18 +307,18 @@ void FrameTransport::abandon() noexcept {
 
 // All below run under the lock.
 
-void FrameTransport::start(Peer& peer, Send& send) {
+void Messenger::start(Peer& peer, Send& send) {
     ++num_moves_;
     peer.start(send);
     note_outgoing(peer);
 }
 
 // Has whoever spins write for a rank of this host, which does not say when it has made room.
-void FrameTransport::note_outgoing(const Peer& peer) {
+void Messenger::note_outgoing(const Peer& peer) {
     if (peer.has_outgoing()) has_outgoing_.store(true, std::memory_order_relaxed);
 }
 
-bool FrameTransport::read(Peer& peer, const Transfer* until) {
+bool Messenger::read(Peer& peer, const Transfer* until) {
     if (peer.is_lost()) return false;
     const bool has_read = peer.read(until);
     if (has_read && peer.has_outgoing()) peer.pump();  // it may have been granted something
@@ -330,7 +330,7 @@ bool FrameTransport::read(Peer& peer, const Transfer* until) {
 }
 
 // Moves what can be moved, but reads no further than to the end of `until`. Returns whether anything has.
-bool FrameTransport::poll(const Transfer* until, const tcp::Sights& sights) {
+bool Messenger::poll(const Transfer* until, const tcp::Sights& sights) {
     if (is_closed_) return false;
     bool has_moved = false;
     for (std::size_t i = 0; i < local_.size(); ++i) has_moved |= read(*peers_[i], until);
@@ -354,7 +354,7 @@ bool FrameTransport::poll(const Transfer* until, const tcp::Sights& sights) {
 }
 
 // Does what has come of the mailbox's calls.
-void FrameTransport::settle() {
+void Messenger::settle() {
     auto& mailbox = reception_.mailbox;
     for (const auto& message : mailbox.granted) {
         if (message->is_granted) continue;

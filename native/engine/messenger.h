@@ -55,7 +55,7 @@ struct Party {
     friend bool operator==(const Party&, const Party&) = default;
 };
 
-class FrameTransport {
+class Messenger {
 public:
     struct Settings {
         int rank = 0;
@@ -72,10 +72,10 @@ public:
     };
 
     // `on_work` is called, without the lock and by any thread, when `take_work` has something.
-    FrameTransport(const Settings& settings, Ways ways, std::function<void(FrameTransport&)> on_work);
-    FrameTransport(const FrameTransport&) = delete;
-    FrameTransport& operator=(const FrameTransport&) = delete;
-    ~FrameTransport();
+    Messenger(const Settings& settings, Ways ways, std::function<void(Messenger&)> on_work);
+    Messenger(const Messenger&) = delete;
+    Messenger& operator=(const Messenger&) = delete;
+    ~Messenger();
 
     [[nodiscard]] const Settings& settings() const noexcept { return settings_; }
     [[nodiscard]] int num_ranks() const noexcept { return static_cast<int>(by_rank_.size()); }
@@ -152,9 +152,9 @@ private:
     // The lock, and what follows its release: waking who waits for what has ended, and the user's work.
     class Held {
     public:
-        explicit Held(FrameTransport& messenger, bool does_work = true)
+        explicit Held(Messenger& messenger, bool does_work = true)
             : messenger_(messenger), lock_(messenger.mutex_), does_work_(does_work) {}
-        Held(FrameTransport& messenger, std::try_to_lock_t)
+        Held(Messenger& messenger, std::try_to_lock_t)
             : messenger_(messenger), lock_(messenger.mutex_, std::try_to_lock), does_work_(false) {}
         Held(const Held&) = delete;
         Held& operator=(const Held&) = delete;
@@ -165,7 +165,7 @@ private:
         void set_asleep() noexcept { is_asleep_ = true; }
 
     private:
-        FrameTransport& messenger_;
+        Messenger& messenger_;
         std::unique_lock<std::mutex> lock_;
         bool does_work_;
         bool is_asleep_ = false;
@@ -197,7 +197,7 @@ private:
     [[nodiscard]] bool has_started() const;
 
     Settings settings_;
-    std::function<void(FrameTransport&)> on_work_;
+    std::function<void(Messenger&)> on_work_;
     std::mutex mutex_;
     Reception reception_;
     std::shared_ptr<const shm::Rings> rings_;

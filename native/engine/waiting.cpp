@@ -22,9 +22,9 @@ constexpr int looks_at_rings = 8;
 
 }  // namespace
 
-class FrameTransport::Watch {
+class Messenger::Watch {
 public:
-    explicit Watch(FrameTransport& messenger) : messenger_(messenger) {
+    explicit Watch(Messenger& messenger) : messenger_(messenger) {
         messenger_.num_waiters_.fetch_add(1);
         auto& asleep = messenger_.bell_.asleep;
         if ((asleep.load(std::memory_order_relaxed) & shm::keeper) != 0) asleep.fetch_and(~shm::keeper);
@@ -37,10 +37,10 @@ public:
     }
 
 private:
-    FrameTransport& messenger_;
+    Messenger& messenger_;
 };
 
-bool FrameTransport::wait(const Transfer& transfer, double timeout) {
+bool Messenger::wait(const Transfer& transfer, double timeout) {
     if (transfer.has_ended.load()) return true;
     if (is_abandoned_.load()) return false;
     const Deadline deadline(timeout);
@@ -70,13 +70,13 @@ bool FrameTransport::wait(const Transfer& transfer, double timeout) {
     }
 }
 
-void FrameTransport::signal(Transfer& transfer) {
+void Messenger::signal(Transfer& transfer) {
     transfer.has_ended.store(true);
     // Who is about to sleep has counted itself before it looks at the transfer a last time.
     if (num_asleep_.load() != 0) bell_.wake(shm::waiter);
 }
 
-bool FrameTransport::spin(const Transfer& transfer) {
+bool Messenger::spin(const Transfer& transfer) {
     if (lookout_ && lookout_->is_armed()) {
         const Held held(*this, false);
         if (num_asleep_.load() == 0) lookout_->disarm();  // whoever falls asleep now arms it when it gets the lock
@@ -103,13 +103,13 @@ bool FrameTransport::spin(const Transfer& transfer) {
 }
 
 // Of ranks of this host.
-bool FrameTransport::has_news() const noexcept {
+bool Messenger::has_news() const noexcept {
     if (has_outgoing_.load(std::memory_order_relaxed)) return true;
     return std::ranges::any_of(local_, [](const auto* channel) { return channel->has_frames(); });
 }
 
 // Has the keeper woken by whatever comes from now on, and takes in what has come.
-void FrameTransport::ask_keeper() {
+void Messenger::ask_keeper() {
     if (peers_.empty()) return;
     if ((bell_.asleep.load() & shm::keeper) != 0) return;  // since it was asked nothing has come
     const Held held(*this);
@@ -117,18 +117,18 @@ void FrameTransport::ask_keeper() {
     poll(nullptr);
 }
 
-void FrameTransport::ask() {
+void Messenger::ask() {
     bell_.asleep.fetch_or(shm::keeper);
     if (lookout_ && !is_closed_) lookout_->arm();
 }
 
 // Has the keeper look for itself.
-void FrameTransport::call_keeper() {
+void Messenger::call_keeper() {
     bell_.asleep.fetch_and(~shm::keeper);
     bell_.wake(shm::keeper);
 }
 
-void FrameTransport::keep() {
+void Messenger::keep() {
     ::pthread_setname_np(::pthread_self(), "ferro-messages");
     std::uint64_t num_moves_seen = 0;
     while (true) {
@@ -154,7 +154,7 @@ void FrameTransport::keep() {
     }
 }
 
-void FrameTransport::look_out() {
+void Messenger::look_out() {
     ::pthread_setname_np(::pthread_self(), "ferro-watchman");
     while (lookout_->sleep()) {
         const Held held(*this);
@@ -171,7 +171,7 @@ void FrameTransport::look_out() {
 }
 
 // See [Note: lost connections].
-void FrameTransport::tell_losses() {
+void Messenger::tell_losses() {
     const auto before = Clock::now() - news_patience;
     std::erase_if(unexplained_, [&](const Loss& loss) {
         if (loss.time > before) return false;
@@ -181,7 +181,7 @@ void FrameTransport::tell_losses() {
 }
 
 // Whether transfers are under way that somebody may wait for elsewhere.
-bool FrameTransport::has_started() const {
+bool Messenger::has_started() const {
     return reception_.mailbox.has_receives() ||
            std::ranges::any_of(peers_, [](const auto& peer) { return peer->has_sends(); });
 }

@@ -51,7 +51,7 @@ Bytes content(int from, int to, std::uint64_t tag, std::uint64_t number, std::ui
     return bytes;
 }
 
-using Group = std::vector<std::unique_ptr<FrameTransport>>;
+using Group = std::vector<std::unique_ptr<Messenger>>;
 
 std::atomic<int> num_blamed{0};  // ranks that wrote what no rank would
 std::atomic<int> num_gone{0};    // connections that have ended without news
@@ -141,13 +141,13 @@ Group make_group(const Net& net, Made* made = nullptr) {
             of_host = std::make_shared<const shm::Rings>(memory, layout);
             if (made != nullptr && rank == 0) made->rings = of_host;
         }
-        const FrameTransport::Settings settings{.rank = static_cast<int>(rank),
+        const Messenger::Settings settings{.rank = static_cast<int>(rank),
                                            .eager_bytes = eager_bytes,
                                            .max_unasked_bytes = max_unasked_bytes,
                                            .is_crowded = net.is_crowded,
                                            .spin_micros = 20};
-        FrameTransport::Ways ways{.rings = of_host, .local_indexes = indexes, .sockets = std::move(sockets[rank])};
-        group.push_back(std::make_unique<FrameTransport>(settings, std::move(ways), [](FrameTransport& messenger) {
+        Messenger::Ways ways{.rings = of_host, .local_indexes = indexes, .sockets = std::move(sockets[rank])};
+        group.push_back(std::make_unique<Messenger>(settings, std::move(ways), [](Messenger& messenger) {
             const Work work = messenger.take_work();
             for (const News& news : work.news) {
                 require(news.kind != News::Kind::full, "a rank is blamed otherwise");
@@ -173,7 +173,7 @@ void run_threads(int num_threads, const Body& body) {
 // One thread of a rank that sends, and one that receives, with all other ranks and all tags mixed.
 class Program {
 public:
-    Program(FrameTransport& messenger, int rank, int num_ranks, std::uint64_t seed)
+    Program(Messenger& messenger, int rank, int num_ranks, std::uint64_t seed)
         : messenger_(messenger), rank_(rank), num_ranks_(num_ranks), seed_(seed) {}
 
     void send_all(std::uint64_t num_messages) {
@@ -264,7 +264,7 @@ private:
                 static_cast<int>(tag), static_cast<int>(number));
     }
 
-    FrameTransport& messenger_;
+    Messenger& messenger_;
     int rank_;
     int num_ranks_;
     std::uint64_t seed_;
@@ -273,7 +273,7 @@ private:
 // Closes all ranks, which must not take long.
 void leave(const Group& group) {
     run_threads(static_cast<int>(group.size()), [&](int rank) {
-        FrameTransport& own = *group[static_cast<std::size_t>(rank)];
+        Messenger& own = *group[static_cast<std::size_t>(rank)];
         const Deadline deadline(patience);
         own.close();
         own.drain(patience);
@@ -314,7 +314,7 @@ void any_source_takes_all(const Net& net, std::uint64_t num_messages) {
     const int num_ranks = static_cast<int>(net.hosts.size());
     const Group group = make_group(net);
     run_threads(num_ranks, [&](int rank) {
-        FrameTransport& own = *group[static_cast<std::size_t>(rank)];
+        Messenger& own = *group[static_cast<std::size_t>(rank)];
         std::uint64_t numbers[2]{};
         if (rank != 0) {
             for (std::uint64_t number = 0; number < num_messages; ++number) {
@@ -450,7 +450,7 @@ void a_rank_that_computes_takes_messages(const Net& net) {
 // each signal ends one wait, and each message is told of though nobody waits for it, in their order.
 void a_signal_ends_a_wait(const Net& net, std::uint64_t num_rounds) {
     const Group group = make_group(net);
-    FrameTransport& own = *group[1];
+    Messenger& own = *group[1];
     std::atomic<std::uint64_t> num_woken{0};
     std::atomic<bool> has_ended{false};
     std::atomic<std::uint64_t> num_heard{0};

@@ -101,7 +101,7 @@ def open_messages(
         memory = opening.share_memory(CpuSet.of_this_process().pack(), create)
         sockets = connect_hosts(group, place, "messages", opening.deadline)
         messenger = opening.attempt(
-            lambda: load().FrameTransport(
+            lambda: load().Messenger(
                 rank=group.rank,
                 eager_bytes=mailbox.EAGER_LIMIT,
                 max_unasked_bytes=mailbox.MAX_UNASKED_BYTES,
