@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import golden_names as names
 import torch
+import torch.distributed as dist
 from golden_support import Recording, Step, Tape, in_short, run_ranks, split, taped_group
 
 import ferrodist as fd
@@ -234,8 +235,6 @@ def _late(group: Any) -> None:
 
 def _torch_calls(group: Any) -> None:
     """What a process group of torch makes of torch's calls."""
-    import torch.distributed as dist
-
     pg = names.torch_process_group(fd.new_group(group=group))
     size, rank = group.world_size, group.rank
 

@@ -17,10 +17,24 @@ _FOLDER = Path(__file__).with_name("data")
 SUBJECTS = {
     "collectives": "golden_collectives",
     "transports": "golden_transports",
+    "parallel": "golden_parallel",
+    "checkpoints": "golden_checkpoints",
+    "rpc": "golden_rpc",
+    "rendezvous": "golden_rendezvous",
 }
 """By their names: the modules that record them."""
 
 _MOST_SHOWN = 12
+
+
+def _in_lines(value: Any, levels: int) -> str:
+    """JSON with a line for each message."""
+    if isinstance(value, dict) and value and levels:
+        parts = [f"{json.dumps(name)}: {_in_lines(each, levels - 1)}" for name, each in value.items()]
+        return "{\n" + ",\n".join(parts) + "\n}"
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(json.dumps(each) for each in value) + "\n]"
+    return json.dumps(value)
 
 
 def record(subject: str) -> Any:
@@ -37,8 +51,7 @@ def load(subject: str) -> Any:
 def save(subject: str, recording: Any) -> None:
     """Keep a recording."""
     _FOLDER.mkdir(exist_ok=True)
-    text = json.dumps(recording, indent=0, ensure_ascii=False)
-    (_FOLDER / f"{subject}.json").write_text(f"{text}\n", encoding="utf-8")
+    (_FOLDER / f"{subject}.json").write_text(f"{_in_lines(recording, 2)}\n", encoding="utf-8")
 
 
 def differences(golden: Any, found: Any, place: tuple[object, ...] = ()) -> Iterator[str]:
@@ -77,9 +90,10 @@ def _difference(golden: str, found: str) -> str:
     except ValueError:
         return f"{_around(golden, first)!r} became {_around(found, first)!r}"
     at = first // 2
+    bytes_there, place = slice(at, at + 16), slice(max(0, at - 24), at + 24)
     return (
-        f"byte {at} of {len(before)} (now {len(after)}): {before[at : at + 16].hex()} became {after[at : at + 16].hex()};"
-        f" as text {before[max(0, at - 24) : at + 24]!r} became {after[max(0, at - 24) : at + 24]!r}"
+        f"byte {at} of {len(before)} (now {len(after)}): {before[bytes_there].hex()} became {after[bytes_there].hex()};"
+        f" as text {before[place]!r} became {after[place]!r}"
     )
 
 

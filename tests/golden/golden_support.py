@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import hmac
 import importlib.metadata
-import os
 import random
 import secrets
 import socket
@@ -23,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import msgspec
+import numpy as np
+import torch
 
 import ferrodist as fd
 
@@ -36,7 +37,7 @@ Recording = dict[str, dict[str, list[Fields]]]
 """The messages of each stream of each scenario."""
 
 _LONGEST_BYTES = 1024
-_RANK_THREAD = "golden rank "
+_RANK_THREAD, _ANOTHER = "golden rank ", "another thread"
 SECRET = b"a secret of thirty-two bytes...."
 TIMEOUT = 30.0
 NOW_NS = 1_700_000_000_000_000_000
@@ -61,12 +62,18 @@ def split(data: bytes, *parts: tuple[str, int], rest: str = "payload") -> Fields
     return fields
 
 
+def error_words(payload: bytes) -> Fields:
+    """An error on its way: its class and ranks, for its text may change."""
+    name, text, ranks = msgspec.msgpack.decode(payload)
+    return {"class": name, "text": type(text).__name__, "ranks": repr(ranks)}
+
+
 # Randomness.
 
 
 def _who() -> str:
     name = threading.current_thread().name
-    return name if name.startswith(_RANK_THREAD) else "another thread"
+    return name if name.startswith(_RANK_THREAD) else _ANOTHER
 
 
 def _bytes_of(what: str, size: int) -> bytes:
@@ -82,15 +89,15 @@ def fixed_randomness() -> Iterator[None]:
 
     def make_uuid() -> uuid.UUID:
         with lock:
-            made[_who()] += 1
+            if _who() != _ANOTHER:  # a library may make some there
+                made[_who()] += 1
             return uuid.UUID(bytes=_bytes_of(f"uuid {made[_who()]}", 16), version=4)
 
     with contextlib.ExitStack() as stack:
         for module, name, function in (
             (secrets, "token_bytes", lambda size=32: _bytes_of("bytes", size)),
             (secrets, "token_hex", lambda size=32: _bytes_of("bytes", size).hex()),
-            (secrets, "randbits", lambda bits: int.from_bytes(_bytes_of("bits", 8), "little") >> (64 - bits)),
-            (os, "urandom", lambda size: _bytes_of("bytes", size)),
+            (secrets, "randbits", lambda bits: int.from_bytes(_bytes_of("bits", 64), "little") % (1 << bits)),
             (uuid, "uuid4", make_uuid),
             (time, "time_ns", lambda: NOW_NS),
             (importlib.metadata, "version", lambda of: "0.0" if of == "ferrodist" else version(of)),
@@ -101,9 +108,6 @@ def fixed_randomness() -> Iterator[None]:
 
 def seed_everything() -> None:
     """Seed what checkpoints of random state have."""
-    import numpy as np
-    import torch
-
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
@@ -187,10 +191,26 @@ class Tape:
         with self.lock:
             self.step = step
 
-    def note(self, source: int, destination: int, tag: int, data: Any) -> None:
-        """Keep a message."""
+    def note(self, source: int, destination: int, tag: int, data: Any) -> Callable[[], None]:
+        """Keep a message; gives what forgets it again."""
+        message = bytes(memoryview(data).cast("B"))
         with self.lock:
-            self.messages[self.step][source, destination, tag].append(bytes(memoryview(data).cast("B")))
+            stream = self.messages[self.step][source, destination, tag]
+            stream.append(message)
+
+        def forget() -> None:
+            with self.lock:
+                stream.reverse()
+                stream.remove(message)
+                stream.reverse()
+
+        return forget
+
+    def num_messages(self, step: str | None = None) -> int:
+        """How many there are, of one step or of all."""
+        with self.lock:
+            steps = self.messages.values() if step is None else [self.messages[step]]
+            return sum(len(found) for streams in steps for found in streams.values())
 
     def recording(self, words: Callable[[int, bytes], Fields]) -> Recording:
         """All of it, in words, by step and by source, destination and tag; of each of these in order."""
@@ -200,6 +220,7 @@ class Tape:
                     words(tag, data) for data in found
                 ]
                 for (source, destination, tag), found in sorted(streams.items())
+                if found
             }
             for step, streams in self.messages.items()
         }
@@ -214,9 +235,10 @@ def taped_group(world_size: int, tape: Tape) -> list[fd.SimulatedBackend]:
             return super().isend(data, dst, tag=tag)
 
         def try_send(self, data: bytes, dst: int, *, tag: int = 0) -> bool:
+            forget = tape.note(self.rank, dst, tag, data)  # before it can have an answer
             is_sent = super().try_send(data, dst, tag=tag)
-            if is_sent:
-                tape.note(self.rank, dst, tag, data)
+            if not is_sent:
+                forget()
             return is_sent
 
     return Taped.create_group(world_size, timeout=TIMEOUT)
@@ -306,6 +328,18 @@ class SocketTap:
         return sorted(found, key=lambda each: each.label)
 
 
+_ABORT = 6
+
+
+def _payload_words(header: bytes, payload: bytes) -> Fields:
+    return error_words(payload) if header[3] == _ABORT else {"payload": in_short(payload)}
+
+
+def _verdict_words(payload: bytes) -> Fields:
+    (error,) = msgspec.msgpack.decode(payload)
+    return {"payload": payload.hex()} if error is None else error_words(msgspec.msgpack.encode(error))
+
+
 _MAGIC = b"ferrodist"
 _INTRO_BYTES = len(_MAGIC) + 3
 _PROOF_BYTES = _NONCE_BYTES = 32
@@ -369,7 +403,7 @@ class Conversation:
             {
                 "message": "verdict",
                 "seal": self._checked(hmac.digest(self._key, b"verdict\0" + verdict[32:], "sha256"), verdict[:32]),
-                "payload": verdict[32:].hex(),
+                **_verdict_words(verdict[32:]),
             },
         ]
         self.from_client = client[rest:]
@@ -412,8 +446,9 @@ class Conversation:
                         *(("magic", 2), ("version", 1), ("kind", 1), ("padding", 4), ("length", 4), ("source", 4)),
                         *(("destination", 4), ("message", 8), ("group", 8), ("tag", 8), ("size", 8), ("offset", 8)),
                     ),
+                    **({"length": "any"} if header[3] == _ABORT else {}),
                     "seal": covered.get(shown, f"wrong: {shown.hex()}"),
-                    **({"payload": in_short(payload)} if length else {}),
+                    **(_payload_words(header, payload) if length else {}),
                 }
             )
             at += 76 + length

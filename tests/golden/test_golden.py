@@ -16,6 +16,7 @@ Random numbers, times, the version and the addresses of this machine are fixed, 
 
 from __future__ import annotations
 
+import golden_checkpoints
 import golden_recordings as recordings
 import pytest
 
@@ -25,3 +26,7 @@ def test_nothing_has_changed_on_wires_and_in_files(subject):
     differences = recordings.report(subject, recordings.record(subject))
 
     assert not differences, differences
+
+
+def test_checkpoints_of_that_time_are_loaded():
+    golden_checkpoints.load(recordings.load("checkpoints"))
