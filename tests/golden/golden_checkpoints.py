@@ -204,6 +204,3 @@ def _write(folder: Path, files: dict[str, list[Fields]]) -> None:
         header = first["header"].encode()
         data = bytes.fromhex(first["length of the header"]) + header
         (folder / name).write_bytes(data + b"".join(bytes.fromhex(each["bytes"]) for each in tensors))
-
-
-__all__ = ["load", "record", "words"]

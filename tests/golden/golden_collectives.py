@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import struct
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,62 @@ def call_words(record: bytes) -> Fields:
     if not fields.get("payload", "").strip("0"):
         fields.pop("payload", None)
     return {"size": str(len(record)), **fields}
+
+
+_HIDDEN = {  # operations, and the part of what ranks say with them that is of the machine
+    "hosts": (16, 32),
+    "open messages": (32, 108),
+    "open": (32, 108),
+    "connect hosts": (0, 108),
+}
+_LENGTH_AT, _PAYLOAD_AT = 80, 84
+_TAG_BYTES = 16
+_ABOUT = struct.Struct("<QQQi")
+_ALL = -1
+
+
+def machine_words(payload: bytes, key: bytes = b"") -> Fields:
+    """The calls of ranks that open a group, one of one rank or those of all, without what is of this machine.
+
+    Args:
+        payload: They.
+        key: With which they are tagged, if they are.
+    """
+    size = _CALL_BYTES + (_TAG_BYTES if key else 0)
+    fields: dict[str, str] = {"bytes of calls": str(len(payload))}
+    num_calls = len(payload) // size
+    for number in range(num_calls):
+        record = payload[number * size :][:_CALL_BYTES]
+        rank = number if num_calls > 1 else 1
+        fields |= {f"{number}: {name}": text for name, text in _hidden_words(record).items()}
+        if key:
+            fields[f"{number}: tag"] = _tag_words(payload[number * size :][_CALL_BYTES:size], record, key, rank)
+    if key and num_calls > 1:
+        fields["tag of all"] = _tag_words(payload[-_TAG_BYTES:], payload[:-_TAG_BYTES], key, _ALL)
+    return fields
+
+
+def _tag_words(found: bytes, covered: bytes, key: bytes, rank: int) -> str:
+    (sequence,) = struct.unpack_from("<Q", covered, 72)
+    about = _ABOUT.pack(0, 0, sequence, rank)
+    expected = hashlib.blake2b(about + covered, key=key, digest_size=_TAG_BYTES).digest()
+    return "right" if found == expected else f"wrong: {found.hex()}"
+
+
+def said_with(record: bytes) -> bytes:
+    """What a rank says with a call."""
+    length = int.from_bytes(record[_LENGTH_AT:_PAYLOAD_AT], "little")
+    return record[_PAYLOAD_AT : _PAYLOAD_AT + length]
+
+
+def _hidden_words(record: bytes) -> Fields:
+    fields = call_words(record[:_PAYLOAD_AT].ljust(_CALL_BYTES, b"\0"))
+    said = said_with(record)
+    start, stop = _HIDDEN.get(record[:24].rstrip(b"\0").decode(), (0, 0))
+    if (start, stop) == (0, 108):
+        return {**fields, "payload length": "any"}
+    hidden = b"-" * max(0, min(stop, len(said)) - start)
+    return {**fields, "what is said": (said[:start] + hidden + said[start + len(hidden) :]).hex()}
 
 
 def words(tag: int, data: bytes) -> Fields:

@@ -17,6 +17,7 @@ _FOLDER = Path(__file__).with_name("data")
 SUBJECTS = {
     "collectives": "golden_collectives",
     "transports": "golden_transports",
+    "hosts": "golden_hosts",
     "parallel": "golden_parallel",
     "checkpoints": "golden_checkpoints",
     "rpc": "golden_rpc",

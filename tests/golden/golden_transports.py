@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import golden_names as names
-from golden_collectives import call_words
+from golden_collectives import machine_words
 from golden_support import SECRET, TIMEOUT, Recording, SocketTap, Step, run_ranks, split
 
 import ferrodist as fd
@@ -210,42 +210,14 @@ def _alone_on_this_machine() -> Iterator[None]:
         yield
 
 
-_HIDDEN = {  # operations, and the part of what ranks say with them that is of the machine
-    "hosts": (16, 32),
-    "open messages": (32, 108),
-    "open": (32, 108),
-    "empty_symmetric": (32, 36),
-}
-_PAYLOAD = 80
-_CALL_BYTES = 192
 _EAGER_KIND, _CALL_CHANNEL = "01", "01"
-
-
-def _native_words(payload: bytes) -> Fields:
-    """Calls of ranks that open a native group, without what is of this machine."""
-    fields: dict[str, str] = {"size": str(len(payload))}
-    for number in range(len(payload) // _CALL_BYTES):
-        record = bytearray(payload[number * _CALL_BYTES :][:_CALL_BYTES])
-        operation = bytes(record[:24]).rstrip(b"\0").decode()
-        start, stop = _HIDDEN.get(operation, (0, 0))
-        length = int.from_bytes(record[_PAYLOAD : _PAYLOAD + 4], "little")
-        begin = _PAYLOAD + 4
-        shown = bytes(record[begin : begin + length])
-        hidden = b"-" * (min(stop, length) - start) if stop else b""
-        shown = shown[:start] + hidden + shown[start + len(hidden) :]
-        record[begin:] = b""
-        fields |= {
-            f"{number}: {name}": text for name, text in call_words(bytes(record).ljust(_CALL_BYTES, b"\0")).items()
-        }
-        fields[f"{number}: what is said"] = shown.hex()
-    return fields
 
 
 def _native_frame(frame: Fields) -> Fields:
     if frame["kind"] != _EAGER_KIND or not frame["tag"].endswith(_CALL_CHANNEL):
         return frame
     payload = bytes.fromhex(frame["payload"])
-    return {**{name: text for name, text in frame.items() if name != "payload"}, **_native_words(payload)}
+    return {**{name: text for name, text in frame.items() if name != "payload"}, **machine_words(payload)}
 
 
 def _record_native() -> Recording:
