@@ -151,6 +151,8 @@ def _nested(agent: Any) -> None:
     twice = torch.arange(3)
     agent.rpc_sync(1, "echo", [twice, {"again": twice}, torch.arange(5, dtype=torch.uint8)], by=torch.zeros(100, 100))
     agent.rpc_sync(1, "echo", torch.arange(70_000, dtype=torch.int32), torch.arange(3), by=torch.zeros(65_000))
+    for count in (240 << 10, (240 << 10) + 1):  # the most that a letter has room for, and more
+        agent.rpc_sync(1, "echo", torch.zeros(count, dtype=torch.uint8))
 
 
 def _wrong(agent: Any) -> None:
@@ -287,14 +289,20 @@ def _record_connections() -> Recording:
             listener=listener if rank == 0 else None,
         )
         agents[rank] = fd.rpc.RpcAgent(backend, _FUNCTIONS)
-        return agents[rank]
+        return rank
 
-    def call(agent: Any) -> None:
-        if agent.rank == 1:
-            agent.rpc_sync(0, "echo", 1)
+    def call(rank: int) -> None:
+        if rank == 1:
+            agents[1].rpc_sync(0, "echo", 1)
+
+    def start_again(rank: int) -> None:
+        if rank == 1:
+            agents[1].close()
+            member(1)
 
     with tap.attached():
-        run_ranks([lambda rank=rank: member(rank) for rank in range(2)], [Step("a call", call)])
+        steps = [Step("a call", call), Step("another process", start_again), Step("its call", call)]
+        run_ranks([lambda rank=rank: member(rank) for rank in range(2)], steps)
         for agent in reversed(agents):
             agent.close()
     found: Recording = {}
@@ -308,7 +316,8 @@ def _record_connections() -> Recording:
             requests |= {_request_words(payload) for _, payload in conversation.store_frames(of_client=True)}
             found["the store of agents"] = {"handshake": handshake}
         else:
-            found["agents that connect"] = {"handshake": handshake}
+            number = sum("connect" in name for name in found) + 1
+            found[f"agents that connect, process {number}"] = {"handshake": handshake}
     found["the store of agents"]["requests"] = [{"all": each} for each in sorted(requests)]
     return found
 

@@ -379,6 +379,8 @@ class Conversation:
         seal_of_hello = hmac.digest(self._key, b"hello\0" + sealed[_PROOF_BYTES:], "sha256")
         hello_fields = {
             "seal": self._checked(seal_of_hello, sealed[:_PROOF_BYTES]),
+            "payload": "has an address" if self.hello["address"] else sealed[_PROOF_BYTES:].hex(),
+            "fields in order": repr(list(self.hello)),
             **{f"hello {key}": repr(value) for key, value in self.hello.items()},
         }
         rest = begin + size
