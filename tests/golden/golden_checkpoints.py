@@ -17,7 +17,7 @@ from golden_support import Recording, Step, Tape, in_short, run_ranks, seed_ever
 from torch import nn
 
 import ferrodist as fd
-from ferrodist.checkpoint import conversion
+from ferrodist.checkpoint import convert as conversion
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrodist.backends.mpi.frame import Frame as MpiFrame
-from ferrodist.backends.mpi.frame import Kind as MpiKind
-from ferrodist.backends.native import names as native_numbers
+from ferrodist.backends.mpi.transport import Frame as MpiFrame
+from ferrodist.backends.mpi.transport import FrameType as MpiKind
+from ferrodist.backends.native import binding as native_numbers
 from ferrodist.backends.tags import Channel, channel_tag, group_tag
-from ferrodist.backends.tcp.frame import MAX_PAYLOAD as TCP_PAYLOAD
-from ferrodist.backends.tcp.frame import WIRE_VERSION
-from ferrodist.backends.tcp.frame import Kind as TcpKind
+from ferrodist.backends.tcp.wire import MAX_PAYLOAD as TCP_PAYLOAD
+from ferrodist.backends.tcp.wire import WIRE_VERSION
+from ferrodist.backends.tcp.wire import FrameType as TcpKind
 from ferrodist.collectives.reduce_op import DTYPES
 from ferrodist.deadline import Deadline
-from ferrodist.interop.process_group import FerrodistProcessGroup
 from ferrodist.rendezvous import PROTOCOL_VERSION, FileStore, TcpStore, TcpStoreServer, rendezvous
-from ferrodist.rendezvous.user_secret import _FILE as SECRET_FILE
-from ferrodist.rendezvous.user_secret import _folders as secret_folders
-from ferrodist.rpc.counting import CONFIRM, LOST, MET, REGISTER, RELEASE, SETTLE, UNREGISTER
-from ferrodist.rpc.frames import Form
+from ferrodist.rendezvous.secret import _FILE as SECRET_FILE
+from ferrodist.rendezvous.secret import _folders as secret_folders
+from ferrodist.rpc.framing import Form
 from ferrodist.rpc.messages import FailureKind, MessageKind
+from ferrodist.rpc.refcount_protocol import CONFIRM, LOST, MET, REGISTER, RELEASE, SETTLE, UNREGISTER
+from ferrodist.torch_backend.process_group import FerrodistProcessGroup
 
 if TYPE_CHECKING:
     from pathlib import Path
