@@ -31,7 +31,7 @@ def part_of(whole, mesh, placements):
 def divide(whole, mesh, placements):
     """A tensor over a mesh, this rank's part in memory of its own."""
     placed = check_placements(mesh, placements, whole.shape)
-    layout = DTensorSpec.of(mesh, placed, whole.shape, whole.dtype)
+    layout = DTensorSpec.make(mesh, placed, whole.shape, whole.dtype)
     local = part_of(whole.detach(), mesh, placed).clone()
     assert tuple(local.shape) == layout.local_shape
     return DTensor._wrap(local, layout)
