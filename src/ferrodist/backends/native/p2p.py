@@ -1,6 +1,6 @@
 """Messages through the engine.
 
-native/engine/messenger.h says how they move, `MailboxBackend` who may still be waited for.
+native/engine/p2p_engine.h says how they move, `MailboxBackend` who may still be waited for.
 
 [Note: what the engine is told]
 The state of groups and ranks is Python's. The engine takes its short ways only while it knows of no end: it is told of
@@ -67,7 +67,7 @@ class _Outcome(IntEnum):
 
 
 class _PeerEvent(IntEnum):
-    """`News::Kind` of native/engine/reception.h."""
+    """`News::Kind` of native/engine/admission.h."""
 
     FULL = 0
     BROKEN = 1
