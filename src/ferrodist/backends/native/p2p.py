@@ -341,7 +341,7 @@ class MessagesBackend(TcpBackend):
         return messages
 
     def _make_tensor_messages(self, group_id: int, rank: int, ranks: Iterable[int]) -> Any:
-        messages = load().TensorMessages(self._messenger, group_id, rank, list(ranks))
+        messages = load().TensorP2P(self._messenger, group_id, rank, list(ranks))
         self._short_ways[group_id] = messages
         return messages
 
