@@ -29,7 +29,7 @@ CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def load_example():
-    path = Path(__file__).parents[3] / "examples" / "gpt" / "train.py"
+    path = Path(__file__).parents[4] / "examples" / "gpt" / "train.py"
     spec = importlib.util.spec_from_file_location("gpt_example", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from test_fsdp_odd_uses import INPUTS, assert_same, expected_gradients, layers, whole_gradients, wrapped
+from fsdp_models import INPUTS, assert_same, expected_gradients, layers, whole_gradients, wrapped
 
 from ferrodist import FSDP, ShardingStrategy
 from ferrodist.errors import UnsupportedOpError
