@@ -16,13 +16,13 @@
 #include <cstdint>
 #include <vector>
 
-#include "base/choice.h"
+#include "base/two_way_autotuner.h"
 
 namespace ferrodist {
 
 enum class Operation : std::uint8_t;
 
-class Reading {
+class TransferMode {
 public:
     static constexpr Way in_place = Way::first;
     static constexpr Way by_slots = Way::second;
@@ -56,7 +56,7 @@ private:
     static constexpr std::size_t smallest = 16;  // bits of the size of what is worth the question
 
     std::array<Way, num_kinds> ways_{};
-    std::vector<Choice> choices_ = std::vector<Choice>(num_kinds, Choice{1.1, 32});
+    std::vector<TwoWayAutotuner> choices_ = std::vector<TwoWayAutotuner>(num_kinds, TwoWayAutotuner{1.1, 32});
 };
 
 }  // namespace ferrodist

@@ -1,4 +1,4 @@
-#include "bindings/messages.h"
+#include "bindings/p2p.h"
 
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -7,13 +7,13 @@
 
 #include <optional>
 
-#include "bindings/interruptions.h"
-#include "bindings/released.h"
+#include "bindings/signal_check.h"
+#include "bindings/gil_release.h"
 #include "bindings/listener.h"
-#include "bindings/message_arguments.h"
-#include "bindings/tensor_messages.h"
-#include "bindings/told.h"
-#include "engine/messenger.h"
+#include "bindings/p2p_arguments.h"
+#include "bindings/tensor_p2p.h"
+#include "bindings/completion_listener.h"
+#include "engine/p2p_engine.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -44,10 +44,10 @@ private:
 };
 
 // A transfer that Python started. It keeps itself until it has ended and its end has been told.
-struct Request final : Told {
-    explicit Request(std::shared_ptr<Messenger> its_messenger) : messenger(std::move(its_messenger)) {}
+struct Request final : CompletionListener {
+    explicit Request(std::shared_ptr<P2PEngine> its_messenger) : messenger(std::move(its_messenger)) {}
 
-    std::shared_ptr<Messenger> messenger;
+    std::shared_ptr<P2PEngine> messenger;
     Buffer buffer;
     std::optional<Send> send;
     std::optional<Receive> receive;
@@ -78,16 +78,16 @@ void Request::act() {
 
 // Does what concerns Python of what has happened in the messenger. `tell(kind, rank, group, size)` hears of what ranks did
 // wrong, and of their ends.
-void do_work(Messenger& messenger, nb::handle tell) {
-    const Interruptions::Working working;
+void do_work(P2PEngine& messenger, nb::handle tell) {
+    const SignalCheck::Working working;
     const Work work = messenger.take_work();
     for (Transfer* ended = work.first_ended; ended != nullptr;) {
-        Told& told = *static_cast<Told*>(ended->owner);
+        CompletionListener& told = *static_cast<CompletionListener*>(ended->owner);
         Transfer& heard = *std::exchange(ended, ended->next_ended);
         told.hear(heard);
         if (ended == nullptr || ended->owner != &told) told.act();
     }
-    for (const News& news : work.news) {
+    for (const PeerEvent& news : work.news) {
         const std::uint64_t group = news.message ? news.message->tag.group : 0;
         const std::size_t size = news.message ? news.message->size_kept() : 0;
         call(tell, nb::borrow<nb::args>(nb::make_tuple(static_cast<int>(news.kind), news.rank, group, size)));
@@ -95,16 +95,16 @@ void do_work(Messenger& messenger, nb::handle tell) {
 }
 
 // Takes the sockets over, whatever comes of it.
-std::shared_ptr<Messenger> make_messenger(const Messenger::Settings& settings, int memory, int num_local,
+std::shared_ptr<P2PEngine> make_messenger(const P2PEngine::Settings& settings, int memory, int num_local,
                                           const std::vector<int>& local_indexes, const std::vector<int>& sockets,
                                           nb::object tell) {
-    Messenger::Ways ways{.rings = nullptr, .local_indexes = local_indexes, .sockets = {}};
+    P2PEngine::Ways ways{.rings = nullptr, .local_indexes = local_indexes, .sockets = {}};
     for (const int number : sockets) ways.sockets.emplace_back(number);
     const shm::RingLayout layout = shm::RingLayout::of(num_local);
     ways.rings = std::make_shared<const shm::Rings>(
         std::make_shared<const shm::Mapping>(memory, layout.size_bytes()), layout);
     // Freed by whoever drops the last reference, which is Python.
-    return std::make_shared<Messenger>(settings, std::move(ways), [tell = std::move(tell)](Messenger& messenger) {
+    return std::make_shared<P2PEngine>(settings, std::move(ways), [tell = std::move(tell)](P2PEngine& messenger) {
         const nb::gil_scoped_acquire held;
         do_work(messenger, tell);
     });
@@ -115,7 +115,7 @@ nb::object ending(const Transfer& transfer, std::size_t size_sent) {
     return nb::make_tuple(static_cast<int>(transfer.outcome), transfer.peer, size_sent, transfer.reason);
 }
 
-nb::object quick_send(Messenger& self, nb::handle data, nb::handle dst, nb::handle tag, nb::handle timeout) {
+nb::object quick_send(P2PEngine& self, nb::handle data, nb::handle dst, nb::handle tag, nb::handle timeout) {
     if (!self.is_open()) return nb::none();
     const auto rank = peer_in(dst, self.settings().rank, self.num_ranks(), false);
     const auto number = small_number(tag);
@@ -137,7 +137,7 @@ nb::object quick_send(Messenger& self, nb::handle data, nb::handle dst, nb::hand
     return send.outcome == Outcome::done ? nb::borrow(Py_True) : ending(send, 0);
 }
 
-nb::object quick_recv(Messenger& self, nb::handle into, nb::handle src, nb::handle tag, nb::handle timeout) {
+nb::object quick_recv(P2PEngine& self, nb::handle into, nb::handle src, nb::handle tag, nb::handle timeout) {
     if (!self.is_open()) return nb::none();
     const auto rank = peer_in(src, self.settings().rank, self.num_ranks(), true);
     const auto number = small_number(tag);
@@ -157,7 +157,7 @@ nb::object quick_recv(Messenger& self, nb::handle into, nb::handle src, nb::hand
     return ending(receive, receive.size_sent);
 }
 
-nb::object start(const std::shared_ptr<Messenger>& self, nb::handle data, int peer, std::uint64_t group,
+nb::object start(const std::shared_ptr<P2PEngine>& self, nb::handle data, int peer, std::uint64_t group,
                  std::uint64_t number, bool is_send) {
     auto* request = new Request(self);
     nb::object object = nb::cast(request, nb::rv_policy::take_ownership);
@@ -168,7 +168,7 @@ nb::object start(const std::shared_ptr<Messenger>& self, nb::handle data, int pe
         request->send.emplace(request->buffer.data(), request->buffer.size(), peer, tag);
     else
         request->receive.emplace(request->buffer.data(), request->buffer.size(), peer, tag);
-    request->transfer().owner = static_cast<Told*>(request);
+    request->transfer().owner = static_cast<CompletionListener*>(request);
     request->transfer().is_watched = true;
     Py_INCREF(request->self);
     {
@@ -185,7 +185,7 @@ nb::object start(const std::shared_ptr<Messenger>& self, nb::handle data, int pe
 bool wait_for(Request& request, double timeout) {
     bool has_ended = request.has_ended();
     if (!has_ended) {
-        const Released released;
+        const GilRelease released;
         has_ended = request.messenger->wait(request.transfer(), timeout);
     }
     request.messenger->do_work();
@@ -213,7 +213,7 @@ void bind_messages(nb::module_& m) {
     m.def(
         "create_rings",
         [](int num_ranks) {
-            const Released released;
+            const GilRelease released;
             const shm::RingLayout layout = shm::RingLayout::of(num_ranks);
             Descriptor memory = shm::create_memory("ferrodist-messages", layout.size_bytes());
             shm::Rings(std::make_shared<const shm::Mapping>(memory.get(), layout.size_bytes()), layout).initialize();
@@ -234,11 +234,11 @@ void bind_messages(nb::module_& m) {
             [](Request& self) { return ending(self.transfer(), self.receive ? self.receive->size_sent : 0); },
             "Outcome, peer, size of the message, and the number of the reason.");
 
-    nb::class_<Messenger>(m, "Messenger", "A rank's messages.")
+    nb::class_<P2PEngine>(m, "P2PEngine", "A rank's messages.")
         .def(nb::new_([](int rank, std::size_t eager_bytes, std::size_t max_unasked_bytes, bool is_crowded,
                          std::uint32_t spin_micros, int memory, int num_local, const std::vector<int>& local_indexes,
                          const std::vector<int>& sockets, nb::object tell) {
-                 const Messenger::Settings settings{.rank = rank,
+                 const P2PEngine::Settings settings{.rank = rank,
                                                     .eager_bytes = eager_bytes,
                                                     .max_unasked_bytes = max_unasked_bytes,
                                                     .is_crowded = is_crowded,
@@ -251,45 +251,45 @@ void bind_messages(nb::module_& m) {
              "True when it has been sent, None when the long way must take the call, else how it has ended.")
         .def(
             "quick_recv",
-            [](Messenger& self, nb::handle into, nb::handle src, nb::handle tag, nb::handle timeout) {
+            [](P2PEngine& self, nb::handle into, nb::handle src, nb::handle tag, nb::handle timeout) {
                 nb::object result = quick_recv(self, into, src, tag, timeout);
                 return result.is_valid() ? result : nb::object(nb::none());
             },
             "into"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout"_a.none(), "As `quick_send`; the rank that sent it.")
         .def(
             "try_send",
-            [](Messenger& self, const nb::bytes& data, int dst, std::uint64_t group, std::uint64_t number) {
+            [](P2PEngine& self, const nb::bytes& data, int dst, std::uint64_t group, std::uint64_t number) {
                 return self.is_open() &&
                        self.try_send(reinterpret_cast<const std::byte*>(data.c_str()), data.size(), dst, {group, number});
             },
             "data"_a, "dst"_a, "group"_a, "number"_a, "Whether a small message could be sent at once.")
         .def(
             "start_send",
-            [](const std::shared_ptr<Messenger>& self, nb::handle data, int dst, std::uint64_t group,
+            [](const std::shared_ptr<P2PEngine>& self, nb::handle data, int dst, std::uint64_t group,
                std::uint64_t number) { return start(self, data, dst, group, number, true); },
             "data"_a, "dst"_a, "group"_a, "number"_a)
         .def(
             "start_recv",
-            [](const std::shared_ptr<Messenger>& self, nb::handle into, int src, std::uint64_t group,
+            [](const std::shared_ptr<P2PEngine>& self, nb::handle into, int src, std::uint64_t group,
                std::uint64_t number) { return start(self, into, src, group, number, false); },
             "into"_a, "src"_a, "group"_a, "number"_a)
         .def(
             "end_unmatched",
-            [](Messenger& self, Request& request, std::size_t reason) {
+            [](P2PEngine& self, Request& request, std::size_t reason) {
                 const nb::gil_scoped_release released;
                 return self.end_unmatched(*request.receive, reason);
             },
             "request"_a, "reason"_a)
         .def(
             "end_send",
-            [](Messenger& self, Request& request, std::size_t reason) {
+            [](P2PEngine& self, Request& request, std::size_t reason) {
                 const nb::gil_scoped_release released;
                 return self.end(*request.send, reason);
             },
             "request"_a, "reason"_a)
         .def(
             "parties",
-            [](Messenger& self) {
+            [](P2PEngine& self) {
                 std::vector<std::tuple<bool, std::uint64_t, int>> found;
                 const nb::gil_scoped_release released;
                 for (const Party& party : self.parties()) found.emplace_back(party.is_send, party.group, party.peer);
@@ -298,24 +298,24 @@ void bind_messages(nb::module_& m) {
             "What is under way: whether it is a send, its group, and its peer as asked for.")
         .def(
             "fail",
-            [](Messenger& self, bool is_send, std::uint64_t group, int peer, std::size_t reason) {
+            [](P2PEngine& self, bool is_send, std::uint64_t group, int peer, std::size_t reason) {
                 self.fail({is_send, group, peer}, reason);
             },
             "is_send"_a, "group"_a, "peer"_a, "reason"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("open_group", &Messenger::open_group, "group"_a, "members"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("end_group", &Messenger::end_group, "group"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("forget_group", &Messenger::forget_group, "group"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("lose", &Messenger::lose, "rank"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("num_frames_to", &Messenger::num_frames_to, "rank"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("await_frames", &Messenger::await_frames, "rank"_a, "count"_a, "timeout"_a,
+        .def("open_group", &P2PEngine::open_group, "group"_a, "members"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("end_group", &P2PEngine::end_group, "group"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("forget_group", &P2PEngine::forget_group, "group"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("lose", &P2PEngine::lose, "rank"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("num_frames_to", &P2PEngine::num_frames_to, "rank"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("await_frames", &P2PEngine::await_frames, "rank"_a, "count"_a, "timeout"_a,
              nb::call_guard<nb::gil_scoped_release>())
-        .def("fullest_source", &Messenger::fullest_source, "newest"_a, "size_kept"_a,
+        .def("fullest_source", &P2PEngine::fullest_source, "newest"_a, "size_kept"_a,
              nb::call_guard<nb::gil_scoped_release>())
-        .def("close", &Messenger::close, nb::call_guard<nb::gil_scoped_release>())
-        .def("drain", &Messenger::drain, "timeout"_a, nb::call_guard<nb::gil_scoped_release>())
-        .def("abandon", [](const std::shared_ptr<Messenger>& self) {
+        .def("close", &P2PEngine::close, nb::call_guard<nb::gil_scoped_release>())
+        .def("drain", &P2PEngine::drain, "timeout"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("abandon", [](const std::shared_ptr<P2PEngine>& self) {
             self->abandon();
-            new std::shared_ptr<Messenger>(self);  // its lock and its thread are the parent's: never destroyed
+            new std::shared_ptr<P2PEngine>(self);  // its lock and its thread are the parent's: never destroyed
         });
 
     bind_listener(m);

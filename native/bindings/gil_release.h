@@ -13,16 +13,16 @@ namespace ferrodist {
 //
 // To free it and to get it back takes 40 ns, of the 800 that a small collective takes in all. Whoever finds what it waits
 // for at the first look can do without: so it is kept until a wait begins (`when_waiting`), if nothing else takes long.
-class Released final : public Interpreter {
+class GilRelease final : public Interpreter {
 public:
     enum class When { at_once, when_waiting };
 
-    explicit Released(When when = When::at_once) : outer_(std::exchange(interpreter, this)) {
+    explicit GilRelease(When when = When::at_once) : outer_(std::exchange(interpreter, this)) {
         if (when == When::at_once) let_go();
     }
-    Released(const Released&) = delete;
-    Released& operator=(const Released&) = delete;
-    ~Released() {
+    GilRelease(const GilRelease&) = delete;
+    GilRelease& operator=(const GilRelease&) = delete;
+    ~GilRelease() {
         interpreter = outer_;  // a signal's handler may run inside of another wait
         if (state_ != nullptr) PyEval_RestoreThread(state_);
     }

@@ -6,11 +6,11 @@
 namespace ferrodist {
 
 // Called with the interpreter and without the messenger's lock.
-class Told {
+class CompletionListener {
 public:
-    Told() = default;
-    Told(const Told&) = delete;
-    Told& operator=(const Told&) = delete;
+    CompletionListener() = default;
+    CompletionListener(const CompletionListener&) = delete;
+    CompletionListener& operator=(const CompletionListener&) = delete;
 
     // A transfer of its has ended, and is its own again. Ends are told in their order by each thread; there may be several.
     virtual void hear(Transfer& ended) = 0;
@@ -18,7 +18,7 @@ public:
     virtual void act() = 0;
 
 protected:
-    virtual ~Told() = default;
+    virtual ~CompletionListener() = default;
 };
 
 }  // namespace ferrodist

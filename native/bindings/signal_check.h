@@ -10,7 +10,7 @@
 
 namespace ferrodist {
 
-class Interruptions {
+class SignalCheck {
 public:
     // In its life a thread does such work, maybe within another such life.
     class Working {

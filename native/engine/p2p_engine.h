@@ -6,7 +6,7 @@
 // rank's doorbell. When nobody waits, the `keeper` does, a thread that sleeps on the same bell. A rank that sends and
 // receives all the time is between two waits for most of it, and waking the keeper for each message would cost more than
 // the messages: so while there is traffic the keeper does not ask to be woken, but looks once a millisecond, and only
-// when it has seen nothing go on in one of these does it ask (`Bell::asleep`) and sleep until it is rung for. It asks at
+// when it has seen nothing go on in one of these does it ask (`Doorbell::asleep`) and sleep until it is rung for. It asks at
 // once where somebody listens for a transfer's end without waiting here. A rank that only computes is left alone.
 //
 // [Note: who watches connections]
@@ -34,15 +34,15 @@
 #include "base/spin.h"
 #include "base/descriptor.h"
 #include "engine/peer.h"
-#include "engine/reception.h"
+#include "engine/admission.h"
 #include "transport/shm/ring_channel.h"
-#include "transport/tcp/wire.h"
+#include "transport/tcp/tcp_channel.h"
 
 namespace ferrodist {
 
 // What a messenger's user is to do.
 struct Work {
-    std::vector<News> news;
+    std::vector<PeerEvent> news;
     Transfer* first_ended = nullptr;
 };
 
@@ -55,7 +55,7 @@ struct Party {
     friend bool operator==(const Party&, const Party&) = default;
 };
 
-class Messenger {
+class P2PEngine {
 public:
     struct Settings {
         int rank = 0;
@@ -72,10 +72,10 @@ public:
     };
 
     // `on_work` is called, without the lock and by any thread, when `take_work` has something.
-    Messenger(const Settings& settings, Ways ways, std::function<void(Messenger&)> on_work);
-    Messenger(const Messenger&) = delete;
-    Messenger& operator=(const Messenger&) = delete;
-    ~Messenger();
+    P2PEngine(const Settings& settings, Ways ways, std::function<void(P2PEngine&)> on_work);
+    P2PEngine(const P2PEngine&) = delete;
+    P2PEngine& operator=(const P2PEngine&) = delete;
+    ~P2PEngine();
 
     [[nodiscard]] const Settings& settings() const noexcept { return settings_; }
     [[nodiscard]] int num_ranks() const noexcept { return static_cast<int>(by_rank_.size()); }
@@ -152,9 +152,9 @@ private:
     // The lock, and what follows its release: waking who waits for what has ended, and the user's work.
     class Held {
     public:
-        explicit Held(Messenger& messenger, bool does_work = true)
+        explicit Held(P2PEngine& messenger, bool does_work = true)
             : messenger_(messenger), lock_(messenger.mutex_), does_work_(does_work) {}
-        Held(Messenger& messenger, std::try_to_lock_t)
+        Held(P2PEngine& messenger, std::try_to_lock_t)
             : messenger_(messenger), lock_(messenger.mutex_, std::try_to_lock), does_work_(false) {}
         Held(const Held&) = delete;
         Held& operator=(const Held&) = delete;
@@ -165,7 +165,7 @@ private:
         void set_asleep() noexcept { is_asleep_ = true; }
 
     private:
-        Messenger& messenger_;
+        P2PEngine& messenger_;
         std::unique_lock<std::mutex> lock_;
         bool does_work_;
         bool is_asleep_ = false;
@@ -176,7 +176,7 @@ private:
 
     void connect(Ways& ways);
     [[nodiscard]] bool has_news() const noexcept;
-    [[nodiscard]] tcp::Sights look() const noexcept { return lookout_ ? lookout_->look() : tcp::Sights(); }
+    [[nodiscard]] tcp::ReadySet look() const noexcept { return lookout_ ? lookout_->look() : tcp::ReadySet(); }
     bool spin(const Transfer& transfer);
     void ask_keeper();
     void keep();
@@ -189,7 +189,7 @@ private:
     void note_outgoing(const Peer& peer);
     bool read(Peer& peer, const Transfer* until);
     bool poll(const Transfer* until) { return poll(until, look()); }
-    bool poll(const Transfer* until, const tcp::Sights& sights);
+    bool poll(const Transfer* until, const tcp::ReadySet& sights);
     void settle();
     void ask();
     void call_keeper();
@@ -197,14 +197,14 @@ private:
     [[nodiscard]] bool has_started() const;
 
     Settings settings_;
-    std::function<void(Messenger&)> on_work_;
+    std::function<void(P2PEngine&)> on_work_;
     std::mutex mutex_;
-    Reception reception_;
+    Admission reception_;
     std::shared_ptr<const shm::Rings> rings_;
-    shm::Bell& bell_;
-    std::unique_ptr<tcp::Lookout> lookout_;       // of a rank with connections
+    shm::Doorbell& bell_;
+    std::unique_ptr<tcp::Poller> lookout_;       // of a rank with connections
     std::vector<const shm::RingChannel*> local_;  // of the first peers
-    std::vector<tcp::Wire*> wires_;               // of the others
+    std::vector<tcp::TcpChannel*> wires_;               // of the others
     std::vector<std::unique_ptr<Peer>> peers_;
     std::vector<Peer*> by_rank_;
     std::vector<bool> lost_;  // by rank

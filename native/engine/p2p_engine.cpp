@@ -1,4 +1,4 @@
-#include "engine/messenger.h"
+#include "engine/p2p_engine.h"
 
 #include <algorithm>
 
@@ -14,7 +14,7 @@ constexpr int last_turns = 64;
 
 }  // namespace
 
-Messenger::Held::~Held() {
+P2PEngine::Held::~Held() {
     if (!lock_.owns_lock()) return;
     messenger_.settle();
     const std::size_t num_ended = messenger_.reception_.mailbox.num_ended;
@@ -25,7 +25,7 @@ Messenger::Held::~Held() {
     if (does_work_) messenger_.do_work();
 }
 
-Messenger::Messenger(const Settings& settings, Ways ways, std::function<void(Messenger&)> on_work)
+P2PEngine::P2PEngine(const Settings& settings, Ways ways, std::function<void(P2PEngine&)> on_work)
     : settings_(settings),
       on_work_(std::move(on_work)),
       reception_(static_cast<int>(ways.local_indexes.size()), settings.eager_bytes, settings.max_unasked_bytes),
@@ -44,11 +44,11 @@ Messenger::Messenger(const Settings& settings, Ways ways, std::function<void(Mes
     }
 }
 
-Messenger::~Messenger() {
+P2PEngine::~P2PEngine() {
     close();
 }
 
-void Messenger::connect(Ways& ways) {
+void P2PEngine::connect(Ways& ways) {
     const auto own = static_cast<std::size_t>(settings_.rank);
     std::vector<std::pair<std::size_t, std::unique_ptr<Channel>>> channels;
     for (std::size_t rank = 0; rank < by_rank_.size(); ++rank) {
@@ -60,8 +60,8 @@ void Messenger::connect(Ways& ways) {
     }
     for (std::size_t rank = 0; rank < by_rank_.size(); ++rank) {
         if (ways.local_indexes[rank] >= 0) continue;
-        if (!lookout_) lookout_ = std::make_unique<tcp::Lookout>();
-        auto wire = std::make_unique<tcp::Wire>(std::move(ways.sockets[rank]), *lookout_, channels.size());
+        if (!lookout_) lookout_ = std::make_unique<tcp::Poller>();
+        auto wire = std::make_unique<tcp::TcpChannel>(std::move(ways.sockets[rank]), *lookout_, channels.size());
         wires_.push_back(wire.get());
         channels.emplace_back(rank, std::move(wire));
     }
@@ -71,7 +71,7 @@ void Messenger::connect(Ways& ways) {
     }
 }
 
-bool Messenger::try_send(const std::byte* data, std::size_t size, int dst, const Tag& tag) {
+bool P2PEngine::try_send(const std::byte* data, std::size_t size, int dst, const Tag& tag) {
     Peer* peer = nullptr;
     {
         const std::unique_lock lock(mutex_, std::try_to_lock);
@@ -84,7 +84,7 @@ bool Messenger::try_send(const std::byte* data, std::size_t size, int dst, const
     return true;
 }
 
-bool Messenger::start_if_open(Send& send) {
+bool P2PEngine::start_if_open(Send& send) {
     const Held held(*this, false);
     Peer* peer = peer_of(send.peer);
     if (!is_open() || peer == nullptr || peer->is_lost()) return false;
@@ -92,7 +92,7 @@ bool Messenger::start_if_open(Send& send) {
     return true;
 }
 
-bool Messenger::start_if_open(Receive& receive, bool may_wait) {
+bool P2PEngine::start_if_open(Receive& receive, bool may_wait) {
     const Held held = may_wait ? Held(*this, false) : Held(*this, std::try_to_lock);
     if (!held.is_held() || !is_open()) return false;
     if (receive.source == any_source ? num_lost_ != 0 : lost_[static_cast<std::size_t>(receive.source)]) return false;
@@ -102,19 +102,19 @@ bool Messenger::start_if_open(Receive& receive, bool may_wait) {
     return true;
 }
 
-void Messenger::start(Send& send) {
+void P2PEngine::start(Send& send) {
     const Held held(*this, false);
     start(*peer_of(send.peer), send);
 }
 
-void Messenger::start(Receive& receive) {
+void P2PEngine::start(Receive& receive) {
     const Held held(*this, false);
     ++num_moves_;
     reception_.mailbox.post(receive);
     if (receive.outcome == Outcome::under_way) poll(&receive);
 }
 
-void Messenger::start_heard(Receive& receive) {
+void P2PEngine::start_heard(Receive& receive) {
     const Held held(*this, false);
     ++num_moves_;
     reception_.mailbox.add_listener(receive);
@@ -122,7 +122,7 @@ void Messenger::start_heard(Receive& receive) {
     if (receive.outcome == Outcome::under_way) poll(&receive);
 }
 
-bool Messenger::cancel(Send& send, Outcome outcome, std::size_t reason) {
+bool P2PEngine::cancel(Send& send, Outcome outcome, std::size_t reason) {
     if (is_abandoned_.load()) return false;
     const Held held(*this);
     Peer& peer = *peer_of(send.peer);
@@ -131,13 +131,13 @@ bool Messenger::cancel(Send& send, Outcome outcome, std::size_t reason) {
     return is_cancelled;
 }
 
-bool Messenger::cancel(Receive& receive) {
+bool P2PEngine::cancel(Receive& receive) {
     if (is_abandoned_.load()) return false;
     const Held held(*this);
     return reception_.mailbox.cancel(receive, Outcome::cancelled);
 }
 
-bool Messenger::end_unmatched(Receive& receive, std::size_t reason) {
+bool P2PEngine::end_unmatched(Receive& receive, std::size_t reason) {
     const Held held(*this);
     poll(nullptr);
     if (receive.outcome != Outcome::under_way || receive.message) return false;
@@ -146,7 +146,7 @@ bool Messenger::end_unmatched(Receive& receive, std::size_t reason) {
     return true;
 }
 
-void Messenger::listen(Transfer& transfer) {
+void P2PEngine::listen(Transfer& transfer) {
     if (is_abandoned_.load()) return;
     {
         const Held held(*this, false);
@@ -155,7 +155,7 @@ void Messenger::listen(Transfer& transfer) {
     if (num_waiters_.load() == 0) ask_keeper();
 }
 
-std::vector<Party> Messenger::parties() {
+std::vector<Party> P2PEngine::parties() {
     const Held held(*this);
     poll(nullptr);
     std::vector<Party> found;
@@ -169,7 +169,7 @@ std::vector<Party> Messenger::parties() {
     return found;
 }
 
-void Messenger::fail(const Party& party, std::size_t reason) {
+void P2PEngine::fail(const Party& party, std::size_t reason) {
     const Held held(*this);
     if (party.is_send) {
         Peer& peer = *peer_of(party.peer);
@@ -185,24 +185,24 @@ void Messenger::fail(const Party& party, std::size_t reason) {
     });
 }
 
-void Messenger::open_group(std::uint64_t group, const std::vector<int>& members) {
+void P2PEngine::open_group(std::uint64_t group, const std::vector<int>& members) {
     const Held held(*this);
     reception_.open_group(group, members);
 }
 
-void Messenger::end_group(std::uint64_t group) {
+void P2PEngine::end_group(std::uint64_t group) {
     const Held held(*this);
     if (group == 0) is_open_.store(false);
     reception_.end_group(group);
     for (const auto& peer : peers_) peer->end_group(group);
 }
 
-void Messenger::forget_group(std::uint64_t group) {
+void P2PEngine::forget_group(std::uint64_t group) {
     const Held held(*this);
     reception_.forget_group(group);
 }
 
-void Messenger::lose(int rank) {
+void P2PEngine::lose(int rank) {
     const Held held(*this);
     const auto place = static_cast<std::size_t>(rank);
     if (lost_[place]) return;
@@ -216,13 +216,13 @@ void Messenger::lose(int rank) {
     peer->break_off();
 }
 
-std::uint64_t Messenger::num_frames_to(int rank) {
+std::uint64_t P2PEngine::num_frames_to(int rank) {
     const Held held(*this);
     const Peer* peer = peer_of(rank);
     return peer == nullptr ? 0 : peer->channel().num_put();
 }
 
-void Messenger::await_frames(int rank, std::uint64_t count, double timeout) {
+void P2PEngine::await_frames(int rank, std::uint64_t count, double timeout) {
     const Deadline deadline(timeout);
     while (true) {
         {
@@ -238,23 +238,23 @@ void Messenger::await_frames(int rank, std::uint64_t count, double timeout) {
     }
 }
 
-int Messenger::fullest_source(int newest, std::size_t size_kept) {
+int P2PEngine::fullest_source(int newest, std::size_t size_kept) {
     const Held held(*this);
     return reception_.mailbox.fullest_source(newest, size_kept);
 }
 
-std::size_t Messenger::unasked_bytes() {
+std::size_t P2PEngine::unasked_bytes() {
     const Held held(*this);
     return reception_.mailbox.unasked_bytes();
 }
 
-Work Messenger::take_work() {
+Work P2PEngine::take_work() {
     const Held held(*this, false);
     has_work_.store(false);
     return {.news = std::exchange(reception_.news, {}), .first_ended = reception_.mailbox.take_ended()};
 }
 
-void Messenger::close() {
+void P2PEngine::close() {
     if (is_abandoned_.load()) return;
     is_open_.store(false);
     {
@@ -266,7 +266,7 @@ void Messenger::close() {
         }
         is_closed_ = true;
         reception_.close();
-        for (tcp::Wire* wire : wires_) (void)wire->leave();
+        for (tcp::TcpChannel* wire : wires_) (void)wire->leave();
     }
     bell_.wake(shm::keeper | shm::waiter);
     if (lookout_) lookout_->stop();
@@ -280,15 +280,15 @@ void Messenger::close() {
     }
 }
 
-void Messenger::drain(double timeout) {
+void P2PEngine::drain(double timeout) {
     if (is_abandoned_.load() || !lookout_) return;
     const Deadline deadline(timeout);
     while (true) {
         {
             const Held held(*this, false);
-            const auto num_left = std::ranges::count_if(wires_, [](tcp::Wire* wire) { return wire->leave(); });
+            const auto num_left = std::ranges::count_if(wires_, [](tcp::TcpChannel* wire) { return wire->leave(); });
             if (static_cast<std::size_t>(num_left) == wires_.size() || deadline.expired()) {
-                for (tcp::Wire* wire : wires_) wire->close();
+                for (tcp::TcpChannel* wire : wires_) wire->close();
                 return;
             }
         }
@@ -296,29 +296,29 @@ void Messenger::drain(double timeout) {
     }
 }
 
-void Messenger::abandon() noexcept {
+void P2PEngine::abandon() noexcept {
     is_open_.store(false);
     is_abandoned_.store(true);
     (void)keeper_.release();
     (void)watchman_.release();
-    for (tcp::Wire* wire : wires_) wire->drop();
+    for (tcp::TcpChannel* wire : wires_) wire->drop();
     if (lookout_) lookout_->drop();
 }
 
 // All below run under the lock.
 
-void Messenger::start(Peer& peer, Send& send) {
+void P2PEngine::start(Peer& peer, Send& send) {
     ++num_moves_;
     peer.start(send);
     note_outgoing(peer);
 }
 
 // Has whoever spins write for a rank of this host, which does not say when it has made room.
-void Messenger::note_outgoing(const Peer& peer) {
+void P2PEngine::note_outgoing(const Peer& peer) {
     if (peer.has_outgoing()) has_outgoing_.store(true, std::memory_order_relaxed);
 }
 
-bool Messenger::read(Peer& peer, const Transfer* until) {
+bool P2PEngine::read(Peer& peer, const Transfer* until) {
     if (peer.is_lost()) return false;
     const bool has_read = peer.read(until);
     if (has_read && peer.has_outgoing()) peer.pump();  // it may have been granted something
@@ -330,7 +330,7 @@ bool Messenger::read(Peer& peer, const Transfer* until) {
 }
 
 // Moves what can be moved, but reads no further than to the end of `until`. Returns whether anything has.
-bool Messenger::poll(const Transfer* until, const tcp::Sights& sights) {
+bool P2PEngine::poll(const Transfer* until, const tcp::ReadySet& sights) {
     if (is_closed_) return false;
     bool has_moved = false;
     for (std::size_t i = 0; i < local_.size(); ++i) has_moved |= read(*peers_[i], until);
@@ -354,7 +354,7 @@ bool Messenger::poll(const Transfer* until, const tcp::Sights& sights) {
 }
 
 // Does what has come of the mailbox's calls.
-void Messenger::settle() {
+void P2PEngine::settle() {
     auto& mailbox = reception_.mailbox;
     for (const auto& message : mailbox.granted) {
         if (message->is_granted) continue;

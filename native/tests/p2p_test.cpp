@@ -1,7 +1,7 @@
 // Random messages from a seed, between ranks that are threads over one mapping, so that the thread sanitizer sees every
 // access: sizes on both sides of each limit, tags, any source, transfers that are given up, several threads a rank.
 //
-//   messages_test [number of messages a rank sends] [seed]
+//   p2p_test [number of messages a rank sends] [seed]
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
@@ -20,7 +20,7 @@
 
 #include "base/descriptor.h"
 #include "check.h"
-#include "engine/messenger.h"
+#include "engine/p2p_engine.h"
 #include "transport/shm/ring.h"
 
 using namespace ferrodist;
@@ -51,7 +51,7 @@ Bytes content(int from, int to, std::uint64_t tag, std::uint64_t number, std::ui
     return bytes;
 }
 
-using Group = std::vector<std::unique_ptr<Messenger>>;
+using Group = std::vector<std::unique_ptr<P2PEngine>>;
 
 std::atomic<int> num_blamed{0};  // ranks that wrote what no rank would
 std::atomic<int> num_gone{0};    // connections that have ended without news
@@ -141,17 +141,17 @@ Group make_group(const Net& net, Made* made = nullptr) {
             of_host = std::make_shared<const shm::Rings>(memory, layout);
             if (made != nullptr && rank == 0) made->rings = of_host;
         }
-        const Messenger::Settings settings{.rank = static_cast<int>(rank),
+        const P2PEngine::Settings settings{.rank = static_cast<int>(rank),
                                            .eager_bytes = eager_bytes,
                                            .max_unasked_bytes = max_unasked_bytes,
                                            .is_crowded = net.is_crowded,
                                            .spin_micros = 20};
-        Messenger::Ways ways{.rings = of_host, .local_indexes = indexes, .sockets = std::move(sockets[rank])};
-        group.push_back(std::make_unique<Messenger>(settings, std::move(ways), [](Messenger& messenger) {
+        P2PEngine::Ways ways{.rings = of_host, .local_indexes = indexes, .sockets = std::move(sockets[rank])};
+        group.push_back(std::make_unique<P2PEngine>(settings, std::move(ways), [](P2PEngine& messenger) {
             const Work work = messenger.take_work();
-            for (const News& news : work.news) {
-                require(news.kind != News::Kind::full, "a rank is blamed otherwise");
-                (news.kind == News::Kind::broken ? num_blamed : num_gone).fetch_add(1);
+            for (const PeerEvent& news : work.news) {
+                require(news.kind != PeerEvent::Kind::full, "a rank is blamed otherwise");
+                (news.kind == PeerEvent::Kind::broken ? num_blamed : num_gone).fetch_add(1);
             }
             for (Transfer* ended = work.first_ended; ended != nullptr;) {
                 auto* told = static_cast<std::atomic<bool>*>(ended->owner);
@@ -173,7 +173,7 @@ void run_threads(int num_threads, const Body& body) {
 // One thread of a rank that sends, and one that receives, with all other ranks and all tags mixed.
 class Program {
 public:
-    Program(Messenger& messenger, int rank, int num_ranks, std::uint64_t seed)
+    Program(P2PEngine& messenger, int rank, int num_ranks, std::uint64_t seed)
         : messenger_(messenger), rank_(rank), num_ranks_(num_ranks), seed_(seed) {}
 
     void send_all(std::uint64_t num_messages) {
@@ -264,7 +264,7 @@ private:
                 static_cast<int>(tag), static_cast<int>(number));
     }
 
-    Messenger& messenger_;
+    P2PEngine& messenger_;
     int rank_;
     int num_ranks_;
     std::uint64_t seed_;
@@ -273,7 +273,7 @@ private:
 // Closes all ranks, which must not take long.
 void leave(const Group& group) {
     run_threads(static_cast<int>(group.size()), [&](int rank) {
-        Messenger& own = *group[static_cast<std::size_t>(rank)];
+        P2PEngine& own = *group[static_cast<std::size_t>(rank)];
         const Deadline deadline(patience);
         own.close();
         own.drain(patience);
@@ -314,7 +314,7 @@ void any_source_takes_all(const Net& net, std::uint64_t num_messages) {
     const int num_ranks = static_cast<int>(net.hosts.size());
     const Group group = make_group(net);
     run_threads(num_ranks, [&](int rank) {
-        Messenger& own = *group[static_cast<std::size_t>(rank)];
+        P2PEngine& own = *group[static_cast<std::size_t>(rank)];
         std::uint64_t numbers[2]{};
         if (rank != 0) {
             for (std::uint64_t number = 0; number < num_messages; ++number) {
@@ -450,7 +450,7 @@ void a_rank_that_computes_takes_messages(const Net& net) {
 // each signal ends one wait, and each message is told of though nobody waits for it, in their order.
 void a_signal_ends_a_wait(const Net& net, std::uint64_t num_rounds) {
     const Group group = make_group(net);
-    Messenger& own = *group[1];
+    P2PEngine& own = *group[1];
     std::atomic<std::uint64_t> num_woken{0};
     std::atomic<bool> has_ended{false};
     std::atomic<std::uint64_t> num_heard{0};

@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <optional>
 
-#include "bindings/released.h"
-#include "engine/messenger.h"
+#include "bindings/gil_release.h"
+#include "engine/p2p_engine.h"
 
 namespace ferrodist {
 
@@ -50,8 +50,8 @@ inline std::optional<double> seconds_of(nanobind::handle object) {
 
 // Waits for a transfer on the stack, which has ended when this returns or throws.
 template <class Some>
-void await(Messenger& messenger, Some& transfer, double timeout) {
-    const Released released;
+void await(P2PEngine& messenger, Some& transfer, double timeout) {
+    const GilRelease released;
     try {
         if (!messenger.wait(transfer, timeout)) messenger.cancel(transfer);
     } catch (...) {

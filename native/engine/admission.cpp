@@ -1,15 +1,15 @@
-#include "engine/reception.h"
+#include "engine/admission.h"
 
 namespace ferrodist {
 
-bool Reception::announce(const std::shared_ptr<Message>& message) {
+bool Admission::announce(const std::shared_ptr<Message>& message) {
     if (!is_welcome(message->source, message->tag)) return false;
     if (mailbox.arrive(message)) return true;
-    tell(News::Kind::full, message->source, message);
+    tell(PeerEvent::Kind::full, message->source, message);
     return false;
 }
 
-bool Reception::is_welcome(int source, const Tag& tag) const {
+bool Admission::is_welcome(int source, const Tag& tag) const {
     if (is_closed_) return false;
     if (tag.group == 0) return is_world_there_;
     const auto found = groups_.find(tag.group);
@@ -18,7 +18,7 @@ bool Reception::is_welcome(int source, const Tag& tag) const {
     return !group.has_ended && (group.members.empty() || group.members[static_cast<std::size_t>(source)]);
 }
 
-void Reception::open_group(std::uint64_t group, const std::vector<int>& members) {
+void Admission::open_group(std::uint64_t group, const std::vector<int>& members) {
     Group& opened = groups_[group];
     opened.members.assign(num_ranks_, false);
     for (const int rank : members) opened.members[static_cast<std::size_t>(rank)] = true;
@@ -27,7 +27,7 @@ void Reception::open_group(std::uint64_t group, const std::vector<int>& members)
     });
 }
 
-void Reception::end_group(std::uint64_t group) {
+void Admission::end_group(std::uint64_t group) {
     groups_[group] = {.has_ended = true, .members = {}};
     if (group == 0) is_world_there_ = false;
     mailbox.for_each_waiting_message([&](Message& message) {
@@ -35,7 +35,7 @@ void Reception::end_group(std::uint64_t group) {
     });
 }
 
-void Reception::close() {
+void Admission::close() {
     is_closed_ = true;
     mailbox.for_each_receive([&](Receive& receive) { mailbox.fail(receive); });
     mailbox.drop_all();

@@ -1,4 +1,4 @@
-#include "transport/tcp/wire.h"
+#include "transport/tcp/tcp_channel.h"
 
 #include <fcntl.h>
 #include <sys/socket.h>
@@ -35,7 +35,7 @@ bool would_block(int error) {
 
 }  // namespace
 
-Wire::Wire(Descriptor socket, Lookout& lookout, std::size_t place)
+TcpChannel::TcpChannel(Descriptor socket, Poller& lookout, std::size_t place)
     : socket_(std::move(socket)),
       lookout_(lookout),
       place_(place),
@@ -47,11 +47,11 @@ Wire::Wire(Descriptor socket, Lookout& lookout, std::size_t place)
     lookout_.add(socket_.get(), place_);
 }
 
-std::size_t Wire::chunk_bytes() const noexcept {
+std::size_t TcpChannel::chunk_bytes() const noexcept {
     return max_payload_bytes;
 }
 
-Channel::Put Wire::put(const Frame& frame, const std::byte* payload) {
+Channel::Put TcpChannel::put(const Frame& frame, const std::byte* payload) {
     if (is_broken_) return Put::none;
     frame_ = frame;
     payload_ = payload;
@@ -61,7 +61,7 @@ Channel::Put Wire::put(const Frame& frame, const std::byte* payload) {
     return put;
 }
 
-Channel::Put Wire::finish() {
+Channel::Put TcpChannel::finish() {
     const std::size_t size = sizeof(Frame) + frame_.length;
     bool has_written = false;
     while (num_written_ < size && !is_broken_) {
@@ -91,7 +91,7 @@ Channel::Put Wire::finish() {
     return Put::whole;
 }
 
-void Wire::keep_rest() {
+void TcpChannel::keep_rest() {
     const std::size_t of_payload = num_written_ - std::min(num_written_, sizeof(Frame));
     if (copy_ || of_payload == frame_.length) return;
     copy_ = std::make_unique_for_overwrite<std::byte[]>(frame_.length);
@@ -99,14 +99,14 @@ void Wire::keep_rest() {
     payload_ = copy_.get();
 }
 
-bool Wire::set_blocked(bool is_blocked) {
+bool TcpChannel::set_blocked(bool is_blocked) {
     if (is_blocked != is_blocked_ && !has_ended_) lookout_.set_writing(socket_.get(), place_, is_blocked);
     is_blocked_ = is_blocked;
     return false;
 }
 
 // Reads until there are so many bytes in the buffer; false when they have not come.
-bool Wire::fill(std::size_t wanted) {
+bool TcpChannel::fill(std::size_t wanted) {
     if (start_ == stop_)
         start_ = stop_ = 0;
     else if (start_ + wanted > buffer_bytes) {
@@ -124,7 +124,7 @@ bool Wire::fill(std::size_t wanted) {
     return true;
 }
 
-std::size_t Wire::receive(std::byte* target, std::size_t room) {
+std::size_t TcpChannel::receive(std::byte* target, std::size_t room) {
     while (true) {
         const ssize_t count = ::recv(socket_.get(), target, room, MSG_DONTWAIT);
         if (count < 0 && errno == EINTR) continue;
@@ -136,14 +136,14 @@ std::size_t Wire::receive(std::byte* target, std::size_t room) {
 }
 
 // Nothing will come any more, so nothing that goes there is of use either: the other rank need not wait for that.
-void Wire::end_reading() noexcept {
+void TcpChannel::end_reading() noexcept {
     if (has_ended_) return;
     has_ended_ = is_broken_ = true;
     lookout_.remove(socket_.get());
     ::shutdown(socket_.get(), SHUT_WR);
 }
 
-Channel::Front Wire::front(Frame& frame) {
+Channel::Front TcpChannel::front(Frame& frame) {
     if (is_in_frame_) {
         header_.offset += header_.length - num_left_;
         header_.length = static_cast<std::uint32_t>(num_left_);
@@ -169,14 +169,14 @@ Channel::Front Wire::front(Frame& frame) {
     return has_ended_ ? Front::ended : Front::none;
 }
 
-Channel::Front Wire::give_out(Frame& frame) {
+Channel::Front TcpChannel::give_out(Frame& frame) {
     frame = header_;
     num_in_front_ = num_buffered() > 0 ? std::min(num_left_, num_buffered()) : num_left_;
     frame.length = static_cast<std::uint32_t>(num_in_front_);
     return Front::frame;
 }
 
-std::size_t Wire::take(std::byte* target, std::size_t length) {
+std::size_t TcpChannel::take(std::byte* target, std::size_t length) {
     std::size_t count = std::min(length, num_in_front_);
     if (num_buffered() > 0) {
         if (target != nullptr) std::memcpy(target, buffer_.get() + start_, count);
@@ -189,14 +189,14 @@ std::size_t Wire::take(std::byte* target, std::size_t length) {
     return count;
 }
 
-void Wire::pop() {
+void TcpChannel::pop() {
     (void)take(nullptr, num_in_front_);
     if (num_left_ > 0) return;
     is_in_frame_ = false;
     ++num_read_;
 }
 
-bool Wire::leave() {
+bool TcpChannel::leave() {
     const bool is_begun = num_written_ > 0 && num_written_ < sizeof(Frame) + frame_.length;
     if (is_begun && finish() != Put::whole && !is_broken_) return false;
     if (!has_left_) {

@@ -1,4 +1,4 @@
-#include "bindings/interruptions.h"
+#include "bindings/signal_check.h"
 
 #include <utility>
 
@@ -27,9 +27,9 @@ int raise(void* error) {
 
 }  // namespace
 
-Interruptions::Working::Working() noexcept { ++depth; }
+SignalCheck::Working::Working() noexcept { ++depth; }
 
-Interruptions::Working::~Working() {
+SignalCheck::Working::~Working() {
     if (--depth != 0 || kept == nullptr) return;
     PyObject* error = std::exchange(kept, nullptr);
     if (Py_AddPendingCall(&raise, error) == 0) return;

@@ -1,4 +1,4 @@
-#include "collectives/meeting.h"
+#include "collectives/handshake.h"
 
 #include <cstring>
 

@@ -2,7 +2,7 @@
 //
 // A call that does not simply come to its end gives back how far it has got, with no transfer of it under way, and the
 // long way goes on from there: it makes all errors, and does what is to be done for a call that is interrupted.
-#include "bindings/tensor_messages.h"
+#include "bindings/tensor_p2p.h"
 
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "base/deadline.h"
-#include "bindings/message_arguments.h"
+#include "bindings/p2p_arguments.h"
 #include "bindings/tensor.h"
 
 namespace nb = nanobind;
@@ -43,12 +43,12 @@ struct [[gnu::packed]] Head {
 static_assert(sizeof(Head) == 106);
 
 // The tensors that a rank sends and receives in a group.
-struct TensorMessages {
-    TensorMessages(std::shared_ptr<Messenger> its_messenger, std::uint64_t its_group, int its_rank,
+struct TensorP2P {
+    TensorP2P(std::shared_ptr<P2PEngine> its_messenger, std::uint64_t its_group, int its_rank,
                    std::vector<int> its_ranks)
         : messenger(std::move(its_messenger)), group(its_group), rank(its_rank), ranks(std::move(its_ranks)) {}
 
-    std::shared_ptr<Messenger> messenger;
+    std::shared_ptr<P2PEngine> messenger;
     std::uint64_t group;
     int rank;
     std::vector<int> ranks;  // by rank in the group: what the messenger calls it
@@ -102,7 +102,7 @@ double seconds_left(const Deadline& deadline) {
 
 // Waits for a transfer that has been started, which has ended when this returns. Returns what interrupted it.
 template <class Some>
-std::exception_ptr await_end(const TensorMessages& self, Some& transfer, const Deadline& deadline) {
+std::exception_ptr await_end(const TensorP2P& self, Some& transfer, const Deadline& deadline) {
     std::exception_ptr interruption;
     if (!self.is_open.load()) {
         const nb::gil_scoped_release released;
@@ -120,9 +120,9 @@ std::exception_ptr await_end(const TensorMessages& self, Some& transfer, const D
 }
 
 // Sends a message; false when it has not gone, and will not.
-bool deliver(const TensorMessages& self, const std::byte* data, std::size_t size, int peer, const Tag& tag,
+bool deliver(const TensorP2P& self, const std::byte* data, std::size_t size, int peer, const Tag& tag,
              const Deadline& deadline, std::exception_ptr& interruption) {
-    Messenger& messenger = *self.messenger;
+    P2PEngine& messenger = *self.messenger;
     if (size <= small_bytes && messenger.try_send(data, size, peer, tag)) return true;
     Send send(data, size, peer, tag);
     {
@@ -134,8 +134,8 @@ bool deliver(const TensorMessages& self, const std::byte* data, std::size_t size
 }
 
 // Takes a message into a receive; false when none has come that fits.
-bool take(const TensorMessages& self, Receive& receive, const Deadline& deadline, std::exception_ptr& interruption) {
-    Messenger& messenger = *self.messenger;
+bool take(const TensorP2P& self, Receive& receive, const Deadline& deadline, std::exception_ptr& interruption) {
+    P2PEngine& messenger = *self.messenger;
     if (receive.size > small_bytes || !messenger.start_if_open(receive, false)) {
         const nb::gil_scoped_release released;
         if (!messenger.start_if_open(receive, true)) return false;
@@ -145,7 +145,7 @@ bool take(const TensorMessages& self, Receive& receive, const Deadline& deadline
 }
 
 // `fd.send`. The elements get the next of `numbers`. None when it is done.
-nb::object send(const TensorMessages& self, nb::handle tensor, nb::handle dst, nb::handle tag, nb::handle timeout,
+nb::object send(const TensorP2P& self, nb::handle tensor, nb::handle dst, nb::handle tag, nb::handle timeout,
                 nb::handle numbers) {
     const auto peer = self.peer(dst, false);
     const auto user_tag = small_number(tag);
@@ -180,7 +180,7 @@ nb::object send(const TensorMessages& self, nb::handle tensor, nb::handle dst, n
 }
 
 // A small message goes whether or not its receiver is there.
-bool can_exchange(const TensorMessages& self, nb::handle tensor, nb::handle src) {
+bool can_exchange(const TensorP2P& self, nb::handle tensor, nb::handle src) {
     const auto view = view_tensor(tensor.ptr());
     return view && view->count * size_of(view->dtype) <= small_bytes && self.peer(src, true);
 }
@@ -204,7 +204,7 @@ struct Target {
 
 // Receives a tensor into the one that `target_of` gives for its head. Its result is made by `result_of`.
 template <class TargetOf, class ResultOf>
-nb::object receive(const TensorMessages& self, nb::handle src, nb::handle tag, nb::handle timeout,
+nb::object receive(const TensorP2P& self, nb::handle src, nb::handle tag, nb::handle timeout,
                    const TargetOf& target_of, const ResultOf& result_of) {
     const auto peer = self.peer(src, true);
     const auto user_tag = small_number(tag);
@@ -239,7 +239,7 @@ nb::object receive(const TensorMessages& self, nb::handle src, nb::handle tag, n
 }
 
 // `fd.recv_into`; the rank that sent it when it is done.
-nb::object receive_into(const TensorMessages& self, nb::handle tensor, nb::handle src, nb::handle tag,
+nb::object receive_into(const TensorP2P& self, nb::handle tensor, nb::handle src, nb::handle tag,
                         nb::handle timeout) {
     const auto view = view_tensor(tensor.ptr());
     if (!view) return not_begun();
@@ -250,7 +250,7 @@ nb::object receive_into(const TensorMessages& self, nb::handle tensor, nb::handl
 
 // `fd.recv`, into what `make(dtype, shape)` returns, the dtype as a number; it returns None for a tensor that is not to
 // be taken. The tensor and the rank that sent it when it is done.
-nb::object receive_new(const TensorMessages& self, nb::handle src, nb::handle tag, nb::handle timeout,
+nb::object receive_new(const TensorP2P& self, nb::handle src, nb::handle tag, nb::handle timeout,
                        nb::handle make) {
     const auto target_of = [&](const Head& head, std::exception_ptr& interruption) {
         const std::array<std::int64_t, max_dims> sizes = head.shape;
@@ -274,7 +274,7 @@ nb::object receive_new(const TensorMessages& self, nb::handle src, nb::handle ta
 }  // namespace
 
 void bind_tensor_messages(nb::module_& m) {
-    nb::class_<Unfinished>(m, "Unfinished", "How far a call of `TensorMessages` has got; the long way goes on from there.")
+    nb::class_<Unfinished>(m, "Unfinished", "How far a call of `TensorP2P` has got; the long way goes on from there.")
         .def_ro("seconds", &Unfinished::seconds, "That it took.")
         .def_ro("number", &Unfinished::number, nb::arg().none(),
                 "Of a send: the number of the elements, when they have yet to follow a head that has gone; else None.")
@@ -283,12 +283,12 @@ void bind_tensor_messages(nb::module_& m) {
         .def_ro("source", &Unfinished::source, "And the rank that sent it.")
         .def_ro("interruption", &Unfinished::interruption, nb::arg().none(), "The exception to raise, or None.");
 
-    nb::class_<TensorMessages>(m, "TensorMessages", "The short way of a group's tensors from rank to rank.",
+    nb::class_<TensorP2P>(m, "TensorP2P", "The short way of a group's tensors from rank to rank.",
                                nb::is_weak_referenceable())
-        .def(nb::init<std::shared_ptr<Messenger>, std::uint64_t, int, std::vector<int>>(), "messenger"_a, "group"_a,
+        .def(nb::init<std::shared_ptr<P2PEngine>, std::uint64_t, int, std::vector<int>>(), "messenger"_a, "group"_a,
              "rank"_a, "ranks"_a)
         .def(
-            "close", [](TensorMessages& self) { self.is_open.store(false); },
+            "close", [](TensorP2P& self) { self.is_open.store(false); },
             "Have all calls from now on go the long way; whoever calls this then ends those under way.")
         .def("can_exchange", &can_exchange, "tensor"_a.none(), "src"_a.none(),
              "Whether a `send` of the tensor and then a receive from ``src`` are as good as both at the same time.")

@@ -1,4 +1,4 @@
-#include "collectives/movement.h"
+#include "collectives/data_movement.h"
 
 #include <numeric>
 

@@ -15,9 +15,9 @@ namespace ferrodist {
 inline constexpr std::size_t copied_bytes = 16 * 1024;
 
 // A reduction under way: its fold and, after `enter`, every rank's factor.
-class Folder {
+class ReductionFolder {
 public:
-    Folder(Context& context, const Reduction& reduction)
+    ReductionFolder(Context& context, const Reduction& reduction)
         : context_(context),
           is_premultiplied_(reduction.op == ReduceOp::premultiplied_sum),
           is_mean_(reduction.op == ReduceOp::mean),

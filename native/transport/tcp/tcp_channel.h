@@ -12,14 +12,14 @@
 
 #include "base/descriptor.h"
 #include "transport/channel.h"
-#include "transport/tcp/lookout.h"
+#include "transport/tcp/poller.h"
 
 namespace ferrodist::tcp {
 
-class Wire final : public Channel {
+class TcpChannel final : public Channel {
 public:
     // `lookout` sees it at `place`.
-    Wire(Descriptor socket, Lookout& lookout, std::size_t place);
+    TcpChannel(Descriptor socket, Poller& lookout, std::size_t place);
 
     [[nodiscard]] std::size_t chunk_bytes() const noexcept override;
     [[nodiscard]] Put put(const Frame& frame, const std::byte* payload) override;
@@ -59,7 +59,7 @@ private:
     Front give_out(Frame& frame);
 
     Descriptor socket_;
-    Lookout& lookout_;
+    Poller& lookout_;
     std::size_t place_;
 
     // Writing.
@@ -72,7 +72,7 @@ private:
     bool is_broken_ = false;  // nothing can be written; what has come can still be read
     bool has_left_ = false;
 
-    // Reading.
+    // TransferMode.
     std::unique_ptr<std::byte[]> buffer_;
     std::size_t start_ = 0, stop_ = 0;  // of what is in it
     Frame header_;                      // of the frame that is being read

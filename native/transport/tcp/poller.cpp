@@ -1,4 +1,4 @@
-#include "transport/tcp/lookout.h"
+#include "transport/tcp/poller.h"
 
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -18,7 +18,7 @@ void check(bool is_good, const char* what) {
 
 }  // namespace
 
-Lookout::Lookout()
+Poller::Poller()
     : all_(::epoll_create1(EPOLL_CLOEXEC)),
       sleeper_(::epoll_create1(EPOLL_CLOEXEC)),
       alarm_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
@@ -30,49 +30,49 @@ Lookout::Lookout()
     check(::epoll_ctl(sleeper_.get(), EPOLL_CTL_ADD, all_.get(), &event) == 0, "epoll_ctl");
 }
 
-void Lookout::add(int socket, std::size_t place) {
+void Poller::add(int socket, std::size_t place) {
     epoll_event event{.events = EPOLLIN, .data = {.u64 = place}};
     check(::epoll_ctl(all_.get(), EPOLL_CTL_ADD, socket, &event) == 0, "epoll_ctl of a connection");
 }
 
-void Lookout::set_writing(int socket, std::size_t place, bool is_writing) const noexcept {
+void Poller::set_writing(int socket, std::size_t place, bool is_writing) const noexcept {
     epoll_event event{.events = EPOLLIN, .data = {.u64 = place}};
     if (is_writing) event.events |= EPOLLOUT;
     ::epoll_ctl(all_.get(), EPOLL_CTL_MOD, socket, &event);
 }
 
-void Lookout::remove(int socket) const noexcept {
+void Poller::remove(int socket) const noexcept {
     ::epoll_ctl(all_.get(), EPOLL_CTL_DEL, socket, nullptr);
 }
 
-Sights Lookout::look() const noexcept {
-    Sights sights;
+ReadySet Poller::look() const noexcept {
+    ReadySet sights;
     const int count = ::epoll_wait(all_.get(), sights.events_.data(), static_cast<int>(sights.events_.size()), 0);
     if (count > 0) sights.size_ = static_cast<std::size_t>(count);
     return sights;
 }
 
-void Lookout::watch(std::chrono::milliseconds longest) const noexcept {
+void Poller::watch(std::chrono::milliseconds longest) const noexcept {
     pollfd entry{.fd = all_.get(), .events = POLLIN, .revents = 0};
     ::poll(&entry, 1, static_cast<int>(longest.count()));
 }
 
-void Lookout::arm() noexcept {
+void Poller::arm() noexcept {
     is_armed_ = true;
     rearm(EPOLLIN | EPOLLONESHOT);
 }
 
-void Lookout::disarm() noexcept {
+void Poller::disarm() noexcept {
     is_armed_ = false;
     rearm(EPOLLONESHOT);
 }
 
-void Lookout::rearm(std::uint32_t events) const noexcept {
+void Poller::rearm(std::uint32_t events) const noexcept {
     epoll_event event{.events = events, .data = {.u64 = 0}};
     ::epoll_ctl(sleeper_.get(), EPOLL_CTL_MOD, all_.get(), &event);
 }
 
-bool Lookout::sleep() const noexcept {
+bool Poller::sleep() const noexcept {
     while (true) {
         epoll_event event{};
         const int count = ::epoll_wait(sleeper_.get(), &event, 1, -1);
@@ -81,12 +81,12 @@ bool Lookout::sleep() const noexcept {
     }
 }
 
-void Lookout::stop() const noexcept {
+void Poller::stop() const noexcept {
     const std::uint64_t one = 1;
     [[maybe_unused]] const auto size = ::write(alarm_.get(), &one, sizeof one);
 }
 
-void Lookout::drop() noexcept {
+void Poller::drop() noexcept {
     all_ = Descriptor();
     sleeper_ = Descriptor();
     alarm_ = Descriptor();

@@ -19,7 +19,7 @@
 namespace ferrodist::tcp {
 
 // Some of the connections that can be read or written.
-class Sights {
+class ReadySet {
 public:
     struct Sight {
         std::size_t place;
@@ -27,7 +27,7 @@ public:
         bool is_writable;
     };
 
-    Sights() noexcept {}  // and leaves the rest as it is
+    ReadySet() noexcept {}  // and leaves the rest as it is
 
     [[nodiscard]] std::size_t size() const noexcept { return size_; }
     [[nodiscard]] Sight operator[](std::size_t i) const noexcept {
@@ -38,14 +38,14 @@ public:
     }
 
 private:
-    friend class Lookout;
+    friend class Poller;
     std::array<epoll_event, 16> events_;
     std::size_t size_ = 0;
 };
 
-class Lookout {
+class Poller {
 public:
-    Lookout();
+    Poller();
 
     // All that comes of `socket` is seen at `place`, until it is removed.
     void add(int socket, std::size_t place);
@@ -53,7 +53,7 @@ public:
     void remove(int socket) const noexcept;
 
     // What can be done now, for any thread.
-    [[nodiscard]] Sights look() const noexcept;
+    [[nodiscard]] ReadySet look() const noexcept;
     // Blocks until something can be, or `longest` has passed.
     void watch(std::chrono::milliseconds longest) const noexcept;
 

@@ -1,4 +1,4 @@
-#include "bindings/short_ways.h"
+#include "bindings/fast_path.h"
 
 #include <nanobind/stl/unique_ptr.h>
 
@@ -12,9 +12,9 @@
 #include <utility>
 
 #include "bindings/failures.h"
-#include "bindings/released.h"
+#include "bindings/gil_release.h"
 #include "bindings/tensor.h"
-#include "collectives/movement.h"
+#include "collectives/data_movement.h"
 #include "collectives/reductions.h"
 
 namespace nb = nanobind;
@@ -225,7 +225,7 @@ void raise_for(const Way& way, const char* operation, nb::handle tensor, nb::han
 template <class Collective>
 void run(const Way& way, std::size_t size, const Collective& collective) {
     const std::uint64_t place = way.communicator->reserve();
-    const Released released(way.communicator->is_brief(size) ? Released::When::when_waiting : Released::When::at_once);
+    const GilRelease released(way.communicator->is_brief(size) ? GilRelease::When::when_waiting : GilRelease::When::at_once);
     way.communicator->run(place, way.timeout, collective);
 }
 
@@ -378,7 +378,7 @@ public:
             communicator_.free_kept();
             return pending_->wait(timeout);
         }
-        const Released released;
+        const GilRelease released;
         return communicator_.wait(*pending_, timeout);
     }
 

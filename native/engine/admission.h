@@ -11,7 +11,7 @@
 namespace ferrodist {
 
 // What a messenger's user is to do something about.
-struct News {
+struct PeerEvent {
     enum class Kind : int {
         full,    // `rank` sent `message`, and there is no room for what nobody asks for
         broken,  // `rank` wrote what no rank would write
@@ -24,15 +24,15 @@ struct News {
 };
 
 // A mailbox, and who may put something in. For one thread at a time.
-class Reception {
+class Admission {
 public:
-    Reception(int num_ranks, std::size_t its_eager_bytes, std::size_t max_unasked_bytes)
+    Admission(int num_ranks, std::size_t its_eager_bytes, std::size_t max_unasked_bytes)
         : eager_bytes(its_eager_bytes), mailbox(max_unasked_bytes), num_ranks_(static_cast<std::size_t>(num_ranks)) {}
 
     // Has a message wait for its bytes or its receive; false when it is not taken in.
     [[nodiscard]] bool announce(const std::shared_ptr<Message>& message);
     [[nodiscard]] bool is_welcome(int source, const Tag& tag) const;
-    void tell(News::Kind kind, int rank, std::shared_ptr<Message> message = nullptr) {
+    void tell(PeerEvent::Kind kind, int rank, std::shared_ptr<Message> message = nullptr) {
         news.push_back({.kind = kind, .rank = rank, .message = std::move(message)});
     }
 
@@ -45,7 +45,7 @@ public:
 
     const std::size_t eager_bytes;
     Mailbox mailbox;
-    std::vector<News> news;
+    std::vector<PeerEvent> news;
 
 private:
     struct Group {

@@ -16,11 +16,11 @@
 
 namespace ferrodist::shm {
 
-// Who sleeps: bits of `Bell::asleep`.
+// Who sleeps: bits of `Doorbell::asleep`.
 inline constexpr std::uint32_t waiter = 1;  // threads that wait for a transfer
 inline constexpr std::uint32_t keeper = 2;  // the thread that moves messages when nobody waits
 
-struct alignas(line_bytes) Bell {
+struct alignas(line_bytes) Doorbell {
     std::atomic<std::uint32_t> word;
     std::atomic<std::uint32_t> asleep;
 
@@ -35,6 +35,6 @@ struct alignas(line_bytes) Bell {
     // Sleeps while `word` is `seen`, for at most `longest`.
     void sleep(std::uint32_t seen, std::uint32_t as, std::chrono::nanoseconds longest);
 };
-static_assert(sizeof(Bell) == line_bytes);
+static_assert(sizeof(Doorbell) == line_bytes);
 
 }  // namespace ferrodist::shm

@@ -1,16 +1,16 @@
-#include "transport/shm/bell.h"
+#include "transport/shm/doorbell.h"
 
 #include "base/futex.h"
 
 namespace ferrodist::shm {
 
-void Bell::wake(std::uint32_t whom) {
+void Doorbell::wake(std::uint32_t whom) {
     if (whom == 0) return;
     word.fetch_add(1);
     futex_wake(word, Sleepers::of_host, whom);
 }
 
-void Bell::sleep(std::uint32_t seen, std::uint32_t as, std::chrono::nanoseconds longest) {
+void Doorbell::sleep(std::uint32_t seen, std::uint32_t as, std::chrono::nanoseconds longest) {
     futex_wait(word, seen, longest, Sleepers::of_host, as);
 }
 

@@ -13,11 +13,11 @@ constexpr Way other(Way way) {
     return way == Way::first ? Way::second : Way::first;
 }
 
-class Choice {
+class TwoWayAutotuner {
 public:
     // The second way is gone where it has been `least_gain` times as fast; one time in `trial_period` the other one than the
     // better is gone, for both are to be known.
-    constexpr Choice(double least_gain, unsigned trial_period) : least_gain_(least_gain), trial_period_(trial_period) {}
+    constexpr TwoWayAutotuner(double least_gain, unsigned trial_period) : least_gain_(least_gain), trial_period_(trial_period) {}
 
     [[nodiscard]] Way better() const noexcept {
         return recent_[0].best() > least_gain_ * recent_[1].best() ? Way::second : Way::first;
