@@ -21,7 +21,7 @@ import ferrodist as fd
 from ferrodist.errors import UnsupportedOpError
 from ferrodist.mesh import DeviceMesh
 from ferrodist.tensor import dispatch
-from ferrodist.tensor.fallback import PICKS
+from ferrodist.tensor.fallback import DATA_DEPENDENT
 from ferrodist.tensor.op_strategy import OpCall
 from ferrodist.tensor.ops.table import DECOMPOSITIONS, FAMILIES, RULES
 from ferrodist.tensor.placement import Partial, Replicate, Shard
@@ -87,7 +87,7 @@ def render() -> str:
     group.close()
     parts = [_HEAD, *[_render_family(family, ways) for family in FAMILIES if family.RULES]]
     parts.append(_SUBSTITUTES.format(names=_listed(DECOMPOSITIONS)))
-    table = format_table(["", "instead"], _merge([(f"`{name}`", instead) for name, instead in PICKS.values()]))
+    table = format_table(["", "instead"], _merge([(f"`{name}`", instead) for name, instead in DATA_DEPENDENT.values()]))
     parts.append(_PICKS.format(table=table))
     if untried := set(RULES) - set(ways):
         parts.append(_UNTRIED.format(names=_listed(untried)))
@@ -118,7 +118,7 @@ def collect_ways(mesh: DeviceMesh) -> Ways:
 @contextlib.contextmanager
 def _collected(ways: Ways) -> Iterator[None]:
     """Inside, calls that are decided anew add their ways."""
-    decide = dispatch._decide  # noqa: SLF001 - where all calls that rules decide come by
+    decide = dispatch._select  # noqa: SLF001 - where all calls that rules decide come by
     of_gradients: set[Operator] = set()
 
     def note(call: OpCall, rule: OpRule) -> Any:
@@ -134,10 +134,10 @@ def _collected(ways: Ways) -> Iterator[None]:
             of_gradients.add(call.operator)
         known, found = ways.setdefault(call.operator, (shapes, []))
         if shapes == known:
-            found += [way for way in map(_describe, rule.choices(fresh, 0)) if way not in found]
+            found += [way for way in map(_describe, rule.strategies(fresh, 0)) if way not in found]
         return recipe
 
-    with mock.patch.object(dispatch, "_decide", note):
+    with mock.patch.object(dispatch, "_select", note):
         yield
 
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 
+from ferrodist.arguments import check_int
 from ferrodist.collectives.arguments import (
     attach,
     check_dim,
-    check_integer,
     check_out,
     check_tensor,
     elements_overlap,
@@ -283,7 +283,7 @@ def all_to_all_single_uneven(
 
 def _check_counts(counts: Sequence[int], name: str, group: Backend) -> list[int]:
     """``counts`` as a list of ints, one for each rank."""
-    checked = [check_integer(count, f"{name}[{rank}]") for rank, count in enumerate(counts)]
+    checked = [check_int(f"{name}[{rank}]", count) for rank, count in enumerate(counts)]
     if len(checked) != group.world_size or any(count < 0 for count in checked):
         raise ValueError(f"{name} needs a number of rows for each rank, {group.world_size} in all, not {checked}")
     return checked

@@ -5,14 +5,14 @@ What an agent consists of, put together: the calls of a rank, those it makes and
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
+from ferrodist.arguments import check_int
 from ferrodist.backends.base import Backend
+from ferrodist.backends.lifecycle import ExitStage, at_exit, cancel_at_exit
 from ferrodist.backends.non_member import NonMemberGroup, check_group
-from ferrodist.collectives.arguments import check_integer
 from ferrodist.collectives.pytree import is_encodable
 from ferrodist.deadline import Deadline, check_timeout
 from ferrodist.errors import DistributedError, GroupClosedError, InvalidRankError, RpcError, ranks_text
@@ -279,9 +279,9 @@ class RpcAgent:
             raise TypeError(f"an RpcAgent is made with an RpcBackend or a group, not {type(backend).__name__}")
         self._functions = Functions()
         try:
-            _check_number("num_workers", num_workers)
-            _check_number("most_outstanding", most_outstanding)
-            _check_number("message_limit", message_limit, LEAST_MESSAGE_LIMIT)
+            check_int("num_workers", num_workers, min=1)
+            check_int("most_outstanding", most_outstanding, min=1)
+            check_int("message_limit", message_limit, min=LEAST_MESSAGE_LIMIT)
             _check_name(name)
             _check_bool("allow_pickle", allow_pickle)
             self._functions.register_all({} if functions is None else functions)
@@ -299,7 +299,9 @@ class RpcAgent:
                 message_limit=message_limit,
                 allow_pickle=allow_pickle,
             )
-        atexit.register(self.close)  # a thread that is in torch while the interpreter ends takes the process down
+        at_exit(
+            ExitStage.RPC_AGENTS, self.close
+        )  # a thread that is in torch while the interpreter ends takes the process down
         try:
             with _naming_limits(backend.rank):
                 self._switchboard.connector.start()
@@ -472,7 +474,7 @@ class RpcAgent:
 
     def close(self) -> None:
         """End all calls that are under way, here and for those who wait for this rank."""
-        atexit.unregister(self.close)
+        cancel_at_exit(ExitStage.RPC_AGENTS, self.close)
         self._switchboard.close()
 
     def _seconds(self, timeout: float | None) -> float:
@@ -487,7 +489,7 @@ class RpcAgent:
         return self._switchboard.names.find(to, deadline), deadline.remaining()
 
     def _rank_of(self, to: int) -> int:
-        rank = to if type(to) is int else check_integer(to, "the rank to call, where it is no name,")
+        rank = to if type(to) is int else check_int("the rank to call, where it is no name,", to)
         if not 0 <= rank < self.world_size:
             raise InvalidRankError(f"there is no rank {rank} to call: they are 0 to {self.world_size - 1}")
         return rank
@@ -495,11 +497,6 @@ class RpcAgent:
 
 def _naming_limits(rank: int) -> AbstractContextManager[None]:
     return naming_limits(f"the agent of rank {rank} can't start", (rank,), kind=DistributedError)
-
-
-def _check_number(option: str, number: int, least: int = 1) -> None:
-    if check_integer(number, option) < least:
-        raise ValueError(f"{option} must be at least {least}, not {number}")
 
 
 def _check_bool(option: str, value: object) -> None:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from ferrodist.collectives.arguments import check_integer, group_and_timeout
+from ferrodist.arguments import check_int
+from ferrodist.collectives.arguments import group_and_timeout
 from ferrodist.collectives.objects import broadcast_object
 from ferrodist.deadline import Deadline
 from ferrodist.errors import UnsupportedOpError
@@ -435,7 +436,7 @@ def _children_of(model: torch.nn.Sequential) -> Children:
 
 
 def _check_num_stages(num_stages: int, num_children: int) -> int:
-    num_stages = check_integer(num_stages, "num_stages")
+    num_stages = check_int("num_stages", num_stages)
     if not 1 <= num_stages <= num_children:
         raise ValueError(
             f"a Sequential of {counted(num_children, 'child')} has from 1 to {counted(num_children, 'stage')},"
@@ -451,7 +452,7 @@ def _check_counts(balance: Sequence[int], num_stages: int, num_children: int) ->
             f"balance must be Balance.PARAMETERS, Balance.TIMES or for each stage how many children it gets, not"
             f" {balance!r}"
         )
-    counts = tuple(check_integer(count, "a number of children") for count in balance)
+    counts = tuple(check_int("a number of children", count) for count in balance)
     if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_children:
         raise ValueError(
             f"{list(counts)} does not divide {counted(num_children, 'child')} into"
