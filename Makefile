@@ -72,8 +72,8 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 support: $(INSTALLED)
-	$(BIN)/python -m ferrodist.testing.support_table --write docs/support.md
-	$(BIN)/python -m ferrodist.testing.operator_table --write docs/dtensor-operators.md
+	$(BIN)/python tools/docs/support_table.py --write docs/support.md
+	$(BIN)/python tools/docs/dtensor_operators.py --write docs/dtensor-operators.md
 
 clean:
 	rm -rf $(VENV) .venv-torch-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,7 +1,7 @@
-"""Calls of operators on distributed tensors, small and of every kind, for pages and tests that go through all of them.
+"""Sample calls of operators on distributed tensors, of every kind, for pages and tests of all operators.
 
-`SAMPLES` are functions of a `Maker`, which makes their tensors; what they return is differentiated. `bind_sample` makes
-arguments by an operator's schema, where any will do.
+`SAMPLES` are functions of a `SampleFactory`, which creates their tensors; their results are differentiated.
+`bind_sample` creates arguments from an operator's schema, where any values will do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 
 
-class Maker:
+class SampleFactory:
     """Makes the tensors of samples, all placed alike where they have such a dim, and whole elsewhere.
 
     Args:
@@ -99,13 +99,13 @@ _BY_KIND: dict[str, Any] = {
 }
 
 
-def _fused_step(new: Maker, kind: type[torch.optim.Optimizer], **options: Any) -> None:
+def _fused_step(new: SampleFactory, kind: type[torch.optim.Optimizer], **options: Any) -> None:
     parameter = new(4, 6)
     parameter.grad = torch.ones_like(parameter)
     kind([parameter], fused=True, **options).step()  # type: ignore[call-arg]
 
 
-def _each_loss(new: Maker) -> list[Any]:
+def _each_loss(new: SampleFactory) -> list[Any]:
     x, y = new(4, 6), new(4, 6).detach()
     losses = (
         functional.mse_loss,
@@ -118,12 +118,12 @@ def _each_loss(new: Maker) -> list[Any]:
     return [loss(x, y) for loss in losses]
 
 
-def _attention(new: Maker) -> Any:
+def _attention(new: SampleFactory) -> Any:
     shape = (2, 4, 3, 8)
     return functional.scaled_dot_product_attention(new(*shape), new(*shape), new(*shape))
 
 
-SAMPLES: Sequence[Callable[[Maker], Any]] = (
+SAMPLES: Sequence[Callable[[SampleFactory], Any]] = (
     lambda new: new(4, 6).exp(),
     lambda new: new(4, 6) + new(6),
     lambda new: new(4, 6) * new(6),

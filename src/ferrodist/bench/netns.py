@@ -1,7 +1,7 @@
-"""Two hosts on one machine: network namespaces with a virtual cable between them.
+"""Two emulated hosts: network namespaces on one machine, with a virtual cable between them.
 
-Processes of one reach those of the other over TCP alone: abstract Unix sockets, loopback and addresses are each one's
-own. Files are shared, and Unix sockets that have a path, so the driver talks to the ranks of both as ever.
+Processes of one reach those of the other over TCP alone: each has its own abstract Unix sockets, loopback and
+addresses. They share files, and Unix sockets with a path, so that the driver talks to the ranks of both as usual.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from typing import TYPE_CHECKING
 
-from ferrodist.bench.peers import Peer
+from ferrodist.bench.cases import Peer
 from ferrodist.rendezvous.secret import make_secret
 
 if TYPE_CHECKING:
@@ -24,17 +24,16 @@ if TYPE_CHECKING:
 
 NUM_HOSTS = 2
 _DEVICE = "cable"
-_FIRST_PORT = 29_500  # in networks of our own
-_LIMIT = 20  # seconds, for a command of ip
-_AGENT_MODE = 0o700
+_FIRST_PORT = 29_500  # free: the networks are our own
+_COMMAND_TIMEOUT_SECONDS = 20
 
 
 class HostsUnavailableError(Exception):
-    """This machine makes no network namespaces; the message says why."""
+    """Network namespaces can't be created on this machine; the message says why."""
 
 
-def host_of(rank: int, num_ranks: int) -> int:
-    """Where a rank is: the first ranks are on the first host."""
+def host_index(rank: int, num_ranks: int) -> int:
+    """The host of a rank: the first ranks are on the first host."""
     return rank * NUM_HOSTS // num_ranks
 
 
@@ -42,7 +41,7 @@ class EmulatedHosts:
     """Two hosts and the cable between them; a context that removes them.
 
     Raises:
-        HostsUnavailableError: They can't be made.
+        HostsUnavailableError: They can't be created.
     """
 
     device = _DEVICE
@@ -55,11 +54,11 @@ class EmulatedHosts:
             raise HostsUnavailableError("two hosts on one machine need the program ip (apt-get install iproute2)")
         self._names = [f"ferrodist-{os.getpid()}-{side}" for side in "ab"]
         self.secret = make_secret()
-        self.addresses = [f"10.77.0.{number}" for number in range(1, NUM_HOSTS + 1)]
+        self.addresses = [f"10.77.0.{host + 1}" for host in range(NUM_HOSTS)]
 
     def __enter__(self) -> Self:
         try:
-            self._make()
+            self._create()
         except BaseException:
             self._remove()
             raise
@@ -68,21 +67,21 @@ class EmulatedHosts:
     def __exit__(self, *_: object) -> None:
         self._remove()
 
-    def meeting_of(self, peer: Peer) -> str:
-        """Where a peer's rank 0 can serve its others, while those of all peers are there."""
+    def rendezvous_address(self, peer: Peer) -> str:
+        """The address of a peer's store on rank 0; no two peers share one."""
         return f"{self.addresses[0]}:{_FIRST_PORT + list(Peer).index(peer)}"
 
-    def prefix(self, host: int) -> list[str]:
-        """What makes a command run on a host."""
+    def command_prefix(self, host: int) -> list[str]:
+        """The words before a command that make it run on a host."""
         return ["ip", "netns", "exec", self._names[host]]
 
-    def write_agent(self, path: Path) -> None:
-        """Write a program that is to these hosts what ssh is to others: ``agent [option ...] address command ...``.
+    def write_remote_shell(self, path: Path) -> None:
+        """Write a program that takes the place of ssh: ``PATH [option ...] address command ...``.
 
-        The command sees a host name of its own: an MPI takes hosts of one name for one.
+        The command sees a host name of its own: an MPI takes hosts of one name for one host.
         """
         cases = "\n".join(
-            f"    {address}) exec {shlex.join(self.prefix(host))} unshare --uts sh -c"
+            f"    {address}) exec {shlex.join(self.command_prefix(host))} unshare --uts sh -c"
             f' "hostname host-{host}; exec \\"\\$@\\"" sh sh -c "$*" ;;'
             for host, address in enumerate(self.addresses)
         )
@@ -91,9 +90,9 @@ class EmulatedHosts:
             f'case "$host" in\n{cases}\n    *) echo "there is no host $host" >&2; exit 1 ;;\nesac\n',
             encoding="utf-8",
         )
-        path.chmod(_AGENT_MODE)
+        path.chmod(0o700)
 
-    def _make(self) -> None:
+    def _create(self) -> None:
         first, second = self._names
         for name in self._names:
             _run(["ip", "netns", "add", name])
@@ -105,16 +104,22 @@ class EmulatedHosts:
 
     def _remove(self) -> None:
         for name in self._names:
-            with contextlib.suppress(HostsUnavailableError):  # it was not made
+            with contextlib.suppress(HostsUnavailableError):  # it does not exist
                 _run(["ip", "netns", "delete", name])
 
 
 def _run(command: Sequence[str]) -> None:
+    title = " ".join(command[:3])
     try:
         done = subprocess.run(  # noqa: S603 - a fixed command
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_TIMEOUT_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        raise HostsUnavailableError(f"{' '.join(command[:3])} took more than {_LIMIT} s") from None
+        raise HostsUnavailableError(f"{title} took more than {_COMMAND_TIMEOUT_SECONDS} s") from None
     if done.returncode != 0:
-        raise HostsUnavailableError(f"{' '.join(command[:3])}: {done.stderr.strip()}")
+        raise HostsUnavailableError(f"{title}: {done.stderr.strip()}")

@@ -1,9 +1,9 @@
-"""What works with what, as a page of documentation that is made from the code: ``docs/support.md``.
+"""The table of supported types, operations and engines, made from the code: ``docs/support.md``.
 
 ::
 
-    python -m ferrodist.testing.support_table                        # to standard output
-    python -m ferrodist.testing.support_table --write docs/support.md
+    python tools/docs/support_table.py                          # to standard output
+    python tools/docs/support_table.py --write docs/support.md
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from pages import format_table, write_page
 
 import ferrodist as fd
 from ferrodist.collectives.reduce_op import DTYPES, Op, PremultipliedSum, ReduceOp, check_reduction
-from ferrodist.testing.pages import format_table, write_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ OPERATIONS: dict[str, Op] = {**{op.name: op for op in ReduceOp}, "premultiplied_
 
 _HEAD = """# What works with what
 
-Made from the code by `python -m ferrodist.testing.support_table --write docs/support.md`; a test compares the two and
+Made from the code by `python tools/docs/support_table.py --write docs/support.md`; a test compares the two and
 tries every cell.
 """
 
@@ -172,7 +172,7 @@ def _num_places(started: str, count: int, group: Backend) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page."""
-    write_page("ferrodist.testing.support_table", render, arguments)
+    write_page("tools/docs/support_table.py", render, arguments)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 ::
 
-    python -m ferrodist.testing.operator_table                                  # to standard output
-    python -m ferrodist.testing.operator_table --write docs/dtensor-operators.md
+    python tools/docs/dtensor_operators.py                                    # to standard output
+    python tools/docs/dtensor_operators.py --write docs/dtensor-operators.md
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+from operator_samples import SAMPLES, SampleFactory, bind_sample
+from pages import format_table, write_page
 
 import ferrodist as fd
 from ferrodist.errors import UnsupportedOpError
@@ -23,8 +25,6 @@ from ferrodist.tensor.fallback import DATA_DEPENDENT
 from ferrodist.tensor.op_strategy import OpCall
 from ferrodist.tensor.ops.table import DECOMPOSITIONS, FAMILIES, RULES
 from ferrodist.tensor.placement import Partial, Replicate, Shard
-from ferrodist.testing.operator_samples import SAMPLES, Maker, bind_sample
-from ferrodist.testing.pages import format_table, write_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -40,8 +40,8 @@ Ways = dict[Operator, tuple[str, list[str]]]
 
 _HEAD = """# Operators of distributed tensors
 
-Made from the code by `python -m ferrodist.testing.operator_table --write docs/dtensor-operators.md`; a test compares
-the two.
+Made from the code by `python tools/docs/dtensor_operators.py --write docs/dtensor-operators.md`; a test compares the
+two.
 
 Operators are those of `torch.ops.aten`, to which torch's functions, modules and gradients come down. Each gives what it
 gives of plain tensors, however its inputs lie: a *way* is one in which they are computed in parts. `(4,6) (6,8): S(0),
@@ -106,12 +106,12 @@ def collect_ways(mesh: DeviceMesh) -> Ways:
         for sample, placement in itertools.product(SAMPLES, placements):
             # Not every operator can write to a tensor that lies anyhow.
             with contextlib.suppress(UnsupportedOpError):
-                _differentiate(sample(Maker(mesh, placement)))
+                _differentiate(sample(SampleFactory(mesh, placement)))
         for operator in sorted(set(RULES) - set(ways), key=str):
             for dtype in (torch.float32, torch.int64, torch.bool):
                 if operator not in ways:  # else it has taken another dtype
                     for placement in placements:
-                        _call_by_schema(operator, Maker(mesh, placement), dtype)
+                        _call_by_schema(operator, SampleFactory(mesh, placement), dtype)
     return ways
 
 
@@ -148,7 +148,7 @@ def _differentiate(result: Any) -> None:
             torch.autograd.backward(one, torch.ones_like(one), retain_graph=True)
 
 
-def _call_by_schema(operator: Operator, new: Maker, dtype: torch.dtype) -> None:
+def _call_by_schema(operator: Operator, new: SampleFactory, dtype: torch.dtype) -> None:
     tensors = (new(4, 6, dtype=dtype).detach() for _ in itertools.count())
     arguments = bind_sample(operator, tensors)
     if arguments is not None:
@@ -226,7 +226,7 @@ def _merge(rows: Iterable[Sequence[str]]) -> list[Sequence[str]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page."""
-    write_page("ferrodist.testing.operator_table", render, arguments)
+    write_page("tools/docs/dtensor_operators.py", render, arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pages of documentation that are made from the code."""
+"""Helpers of the scripts that write pages of docs/ from the code."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def write_page(module: str, render: Callable[[], str], arguments: Sequence[str] | None = None) -> None:
+def write_page(script: str, render: Callable[[], str], arguments: Sequence[str] | None = None) -> None:
     """Write a page to where the command line says.
 
     Args:
-        module: What the command runs, for its help.
-        render: Makes the page.
+        script: The path of the script, for its help.
+        render: Renders the page.
         arguments: The command line; None is the process's own.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Write the page.")
+    parser = argparse.ArgumentParser(prog=f"python {script}", description="Write the page.")
     parser.add_argument("--write", type=Path, metavar="PATH", help="a file; default: standard output")
     path: Path | None = parser.parse_args(arguments).write
     if path is None:
