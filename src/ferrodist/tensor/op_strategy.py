@@ -23,8 +23,8 @@ import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard, fold_alike
-from ferrodist.tensor.spec import DTensorSpec, sizes_before
+from ferrodist.tensor.placement import Partial, Placement, Replicate, Shard, reductions_commute
+from ferrodist.tensor.spec import DTensorSpec, sizes_before_axis
 from ferrodist.torch_private.operators import schema_of
 
 if TYPE_CHECKING:
@@ -56,15 +56,15 @@ class OpRule:
         by_value: Whether choices depend on the values of floating-point arguments, and not on their presence alone.
         copies: Whether the local outputs are copies where the operator gives views.
         picks: Whether the shapes of the outputs depend on the elements, given all arguments by name. Such a call is
-            computed on whole tensors, and only if all are, as `replication.compute_picks` does.
+            computed on whole tensors, and only if all are, as `replication.compute_data_dependent` does.
     """
 
-    choices: Callable[[OpCall, int], Sequence[OpStrategy]]
+    strategies: Callable[[OpCall, int], Sequence[OpStrategy]]
     local: Callable[[OpCall, Sequence[DTensorSpec], Sequence[DTensorSpec]], Callable[..., Any] | None] | None = None
     arguments: Callable[[OpCall, Sequence[DTensorSpec], Sequence[DTensorSpec]], Mapping[str, Any]] | None = None
-    by_value: bool = False
+    depends_on_values: bool = False
     copies: bool = False
-    picks: Callable[[Mapping[str, Any]], bool] | None = None
+    is_data_dependent: Callable[[Mapping[str, Any]], bool] | None = None
 
 
 class OpCall:
@@ -83,7 +83,7 @@ class OpCall:
         self.inputs: list[DTensorSpec] = []
         """The layouts among the arguments, in order; those in lists too."""
         map_tensors(self.inputs.append, list(arguments.values()), DTensorSpec)
-        self.chosen: list[OpStrategy] = []
+        self.selected: list[OpStrategy] = []
         """What has been decided for the first axes."""
 
     def __getitem__(self, name: str) -> Any:
@@ -166,71 +166,74 @@ def select_strategy(call: OpCall, rule: OpRule, fixed: Sequence[int]) -> bool:
     """
     for axis in range(call.mesh.ndim):
         best, least = None, math.inf
-        for choice in rule.choices(call, axis):
+        for strategy in rule.strategies(call, axis):
             if any(
-                not call.inputs[place].placements[axis] == choice.inputs[place] == choice.outputs[0] for place in fixed
+                not call.inputs[place].placements[axis] == strategy.inputs[place] == strategy.outputs[0]
+                for place in fixed
             ):
                 continue
-            cost = _cost(call.inputs, choice.inputs, axis)
-            if cost < least and _is_layout(call, choice, axis, writes=bool(fixed)):
-                best, least = choice, cost
+            cost = _cost(call.inputs, strategy.inputs, axis)
+            if cost < least and _is_layout(call, strategy, axis, writes=bool(fixed)):
+                best, least = strategy, cost
         if best is None:
             return False
-        call.chosen.append(best)
+        call.selected.append(best)
     return True
 
 
-def _is_layout(call: OpCall, choice: OpStrategy, axis: int, *, writes: bool) -> bool:
+def _is_layout(call: OpCall, strategy: OpStrategy, axis: int, *, writes: bool) -> bool:
     """Whether a choice, with those of the axes before, is a way in which tensors can lie."""
-    has_blocks = any(isinstance(then, Shard) and then.blocks > 1 for then in choice.outputs)
-    shapes = [layout.shape for layout in call.inputs]
+    has_blocks = any(isinstance(then, Shard) and then.blocks > 1 for then in strategy.outputs)
+    shapes = [spec.shape for spec in call.inputs]
     of_results = [tuple(result.shape) for result in call.results] if has_blocks and not writes else None
-    earlier = call.chosen
+    earlier = call.selected
     return all(
         _fits([one.inputs[place] for one in earlier], then, shapes[place], call, axis)
-        for place, then in enumerate(choice.inputs)
+        for place, then in enumerate(strategy.inputs)
     ) and all(
         _fits(
             [one.outputs[place] for one in earlier], then, None if of_results is None else of_results[place], call, axis
         )
-        for place, then in enumerate(choice.outputs)
+        for place, then in enumerate(strategy.outputs)
     )
 
 
 def _fits(before: Sequence[Placement], then: Placement, shape: tuple[int, ...] | None, call: OpCall, axis: int) -> bool:
     """Whether axes before leave as many equal blocks of a dim as there shall be, and are folded as this one."""
     if isinstance(then, Partial):
-        return all(fold_alike(one, then) for one in before if isinstance(one, Partial))
+        return all(reductions_commute(one, then) for one in before if isinstance(one, Partial))
     if isinstance(then, Shard) and then.blocks > 1 and shape is not None:
-        return all(size % then.blocks == 0 for size in sizes_before(shape, before, call.mesh.shape, axis, then.dim))
+        return all(
+            size % then.blocks == 0 for size in sizes_before_axis(shape, before, call.mesh.shape, axis, then.dim)
+        )
     return True
 
 
 def _cost(inputs: Sequence[DTensorSpec], wanted: Sequence[Placement], axis: int) -> float:
     pairs = list(zip(inputs, wanted, strict=True))
     asked = {
-        (layout.shape[then.dim], then.blocks)
-        for layout, then in pairs
-        if isinstance(then, Shard) and layout.placements[axis] == then
+        (spec.shape[then.dim], then.blocks)
+        for spec, then in pairs
+        if isinstance(then, Shard) and spec.placements[axis] == then
     }
-    return sum(_cost_of_one(layout, then, axis, asked) for layout, then in pairs)
+    return sum(_cost_of_one(spec, then, axis, asked) for spec, then in pairs)
 
 
-def _cost_of_one(layout: DTensorSpec, then: Placement, axis: int, asked: set[tuple[int, int]]) -> float:
+def _cost_of_one(spec: DTensorSpec, then: Placement, axis: int, asked: set[tuple[int, int]]) -> float:
     """Bytes that a rank sends to bring one input there, or infinity where it would be cut as nobody asked for.
 
     ``asked`` are the sizes, and the blocks, of what other inputs have divided already as they shall be.
     """
-    now = layout.placements[axis]
+    now = spec.placements[axis]
     if now == then:
         return 0.0
-    mesh_shape = layout.mesh.shape
+    mesh_shape = spec.mesh.shape
     num_ranks = mesh_shape[axis]
-    others = [size for at, size in enumerate(mesh_shape) if at != axis and isinstance(layout.placements[at], Shard)]
-    whole = math.prod(layout.shape) * layout.dtype.itemsize / math.prod(others)
+    others = [size for at, size in enumerate(mesh_shape) if at != axis and isinstance(spec.placements[at], Shard)]
+    whole = math.prod(spec.shape) * spec.dtype.itemsize / math.prod(others)
     share = whole * (num_ranks - 1) / num_ranks + _LITTLE
     if isinstance(then, Shard):
-        size = layout.shape[then.dim]
+        size = spec.shape[then.dim]
         if (then.blocks > 1 or size % num_ranks) and (size, then.blocks) not in asked:
             # Uneven parts come out, or it takes more than one step: only for the sake of an input that lies so already.
             return math.inf
@@ -244,7 +247,7 @@ def _cost_of_one(layout: DTensorSpec, then: Placement, axis: int, asked: set[tup
     return whole * _LITTLE
 
 
-Letters = Sequence[Hashable]
+Labels = Sequence[Hashable]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,40 +265,38 @@ class EinsumPattern:
         keeps: Other reductions that may be done after the operator as well as before it, of all its inputs.
     """
 
-    inputs: Sequence[Letters]
-    outputs: Sequence[Letters]
-    folds: Mapping[Hashable, ReduceOp] = field(default_factory=dict)
-    settled: Sequence[Hashable] = ()
+    inputs: Sequence[Labels]
+    outputs: Sequence[Labels]
+    reductions: Mapping[Hashable, ReduceOp] = field(default_factory=dict)
+    reduced_locally: Sequence[Hashable] = ()
     linear: Sequence[Sequence[int]] = ()
-    added: Sequence[int] = ()
-    keeps: Sequence[ReduceOp] = ()
+    addends: Sequence[int] = ()
+    commuting: Sequence[ReduceOp] = ()
 
 
-def strategies_of(pattern: EinsumPattern, call: OpCall, axis: int) -> list[OpStrategy]:
+def einsum_strategies(pattern: EinsumPattern, call: OpCall, axis: int) -> list[OpStrategy]:
     """The ways of computing an operator of this pattern along an axis."""
     num_inputs, num_outputs = len(pattern.inputs), len(pattern.outputs)
-    choices = [OpStrategy((Replicate(),) * num_inputs, (Replicate(),) * num_outputs)]
-    letters = dict.fromkeys(letter for dims in pattern.inputs for letter in dims if letter is not None)
-    for letter in letters:
-        folded = letter in pattern.folds or letter in pattern.settled
-        if not folded and any(letter not in dims for dims in pattern.outputs):
+    strategies = [OpStrategy((Replicate(),) * num_inputs, (Replicate(),) * num_outputs)]
+    labels = dict.fromkeys(label for dims in pattern.inputs for label in dims if label is not None)
+    for label in labels:
+        folded = label in pattern.reductions or label in pattern.reduced_locally
+        if not folded and any(label not in dims for dims in pattern.outputs):
             continue
-        lacking = Partial(pattern.folds[letter]) if letter in pattern.folds else Replicate()
-        for blocks in _blocks(pattern, call, axis, letter):
-            outputs = tuple(
-                Shard(dims.index(letter), blocks) if letter in dims else lacking for dims in pattern.outputs
-            )
-            choices.append(OpStrategy(_inputs(pattern, letter, blocks), outputs))
+        lacking = Partial(pattern.reductions[label]) if label in pattern.reductions else Replicate()
+        for blocks in _blocks(pattern, call, axis, label):
+            outputs = tuple(Shard(dims.index(label), blocks) if label in dims else lacking for dims in pattern.outputs)
+            strategies.append(OpStrategy(_inputs(pattern, label, blocks), outputs))
     ops = [ReduceOp.SUM]
-    if any(layout.placements[axis] == Partial(ReduceOp.MEAN) for layout in call.inputs):
+    if any(spec.placements[axis] == Partial(ReduceOp.MEAN) for spec in call.inputs):
         ops.append(ReduceOp.MEAN)
     for group, op in itertools.product(pattern.linear, ops):
         if _counts_bools(call, group):
             continue
         inputs = tuple(Partial(op) if place in group else Replicate() for place in range(num_inputs))
-        choices.append(OpStrategy(inputs, (Partial(op),) * num_outputs))
-    choices += [OpStrategy((Partial(op),) * num_inputs, (Partial(op),) * num_outputs) for op in pattern.keeps]
-    return choices
+        strategies.append(OpStrategy(inputs, (Partial(op),) * num_outputs))
+    strategies += [OpStrategy((Partial(op),) * num_inputs, (Partial(op),) * num_outputs) for op in pattern.commuting]
+    return strategies
 
 
 def _counts_bools(call: OpCall, group: Sequence[int]) -> bool:
@@ -306,23 +307,23 @@ def _counts_bools(call: OpCall, group: Sequence[int]) -> bool:
     return len(are_bool) > 1
 
 
-def _inputs(pattern: EinsumPattern, letter: Hashable, blocks: int) -> tuple[Placement, ...]:
-    folded = letter in pattern.folds
+def _inputs(pattern: EinsumPattern, label: Hashable, blocks: int) -> tuple[Placement, ...]:
+    folded = label in pattern.reductions
     return tuple(
-        Shard(dims.index(letter), blocks)
-        if letter in dims
+        Shard(dims.index(label), blocks)
+        if label in dims
         else Partial()
-        if folded and place in pattern.added
+        if folded and place in pattern.addends
         else Replicate()
         for place, dims in enumerate(pattern.inputs)
     )
 
 
-def _blocks(pattern: EinsumPattern, call: OpCall, axis: int, letter: Hashable) -> list[int]:
+def _blocks(pattern: EinsumPattern, call: OpCall, axis: int, label: Hashable) -> list[int]:
     """In how many blocks inputs are divided along the letter now; one is always among them."""
     found = {1}
-    for dims, layout in zip(pattern.inputs, call.inputs, strict=True):
-        placement = layout.placements[axis]
-        if letter in dims and isinstance(placement, Shard) and placement.dim == dims.index(letter):
+    for dims, spec in zip(pattern.inputs, call.inputs, strict=True):
+        placement = spec.placements[axis]
+        if label in dims and isinstance(placement, Shard) and placement.dim == dims.index(label):
             found.add(placement.blocks)
     return sorted(found)

@@ -16,7 +16,7 @@ from nccl_fakes import FakeEvent, FakeNccl, FakeStream, FakeStreams, FakeWork, f
 import ferrodist as fd
 from ferrodist.backends.nccl import communicator as communicator_module
 from ferrodist.backends.nccl.in_flight import InFlightOp, OpInfo
-from ferrodist.backends.nccl.watchdog import Watchdog, _open_watchdogs
+from ferrodist.backends.nccl.watchdog import Watchdog
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.collectives.engines import select
 from ferrodist.deadline import Deadline
@@ -213,7 +213,7 @@ def test_a_rank_has_one_gpu_in_a_group() -> None:
     group = alone()
     fd.allreduce(torch.ones(1), group=group)
     other = SimpleNamespace(device=torch.device("cuda", 1))
-    call = CollectiveSignature(operation="allreduce", sequence=1)
+    call = CollectiveSignature(operation="allreduce", sequence=group._executor.sequencer.reserve())
     with pytest.raises(fd.UnsupportedOpError, match=r"uses cpu .* a tensor on cuda:1.*set_device"):
         group._executor.launch(call, [other], lambda context: None, timeout=1.0)
     group.close()
@@ -289,8 +289,7 @@ def test_a_forked_child_leaves_nccl_alone() -> None:
     assert group.failure is None, "the parent's group has ended"
     group.close()
     assert communicator.log == ["all_reduce"]
-    for watch in list(_open_watchdogs):  # the parent's
-        watch.close()
+    group._watchdog.close()  # the parent's
 
 
 def test_a_child_that_closes_a_failed_group_asks_nothing_of_cuda() -> None:

@@ -28,7 +28,7 @@ from ferrodist.backends.nccl.in_flight import EnqueuedOp, InFlightOp, OpInfo
 from ferrodist.backends.nccl.verification import RingVerifier
 from ferrodist.backends.nccl.watchdog import NcclLivenessProbe
 from ferrodist.backends.polling import Backoff
-from ferrodist.backends.sequencer import WatchedTicketQueue
+from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.verification import left_reason
 from ferrodist.deadline import Deadline
@@ -100,7 +100,7 @@ class StreamExecutor:
         self._streams_of = streams_of
         self._watchdog = watchdog
         self._stream = stream
-        self.sequencer = WatchedTicketQueue(group)
+        self.sequencer = Sequencer(lambda: group.failure is not None)
         self.num_called = 0
         self._handle = CommunicatorHandle(group, library)
         self._outstanding: deque[InFlightOp] = deque()
@@ -128,20 +128,24 @@ class StreamExecutor:
         """
         deadline = Deadline(timeout)
         info = OpInfo(what=call, sequence=call.sequence, timeout=timeout)
-        with self._abort_on_error(call):
-            self.sequencer.await_turn(call.sequence, deadline)
-            try:
-                with self._handle.lock:
-                    self._check()
-                    self._open(tensors[0].device, call, info, deadline)
-                    self.num_called = call.sequence + 1
-                    self._verifier.send(self._group, call)
-                    started: list[InFlightOp] | None = getattr(self._local, "started", None)
-                    launched = self._enqueue(info, tensors, work, deadline, blocks_caller=started is None)
-                    if started is not None:
-                        started.append(launched)
-            finally:
-                self.sequencer.pass_on(call.sequence)
+        with (
+            self._abort_on_error(call),
+            self.sequencer.hold(call.sequence, deadline.remaining()) as has_turn,
+            self._handle.lock,
+        ):
+            self._check()
+            if not has_turn:
+                raise DistributedTimeoutError(
+                    f"operation {call.sequence} on group {self._group.name!r}: operations that other threads began"
+                    f" before it were not launched within {deadline.timeout:g} s"
+                )
+            self._open(tensors[0].device, call, info, deadline)
+            self.num_called = call.sequence + 1
+            self._verifier.send(self._group, call)
+            started: list[InFlightOp] | None = getattr(self._local, "started", None)
+            launched = self._enqueue(info, tensors, work, deadline, blocks_caller=started is None)
+            if started is not None:
+                started.append(launched)
 
     def launch_message(
         self, what: str, tensors: Sequence[torch.Tensor], work: Work, *, timeout: float, peers: Sequence[int]

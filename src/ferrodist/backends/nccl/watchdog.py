@@ -6,7 +6,6 @@ outstanding, and `NcclLivenessProbe` asks the other ranks how many operations th
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import struct
 import threading
@@ -16,7 +15,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from ferrodist.backends.lifecycle import snapshot_weak
+from ferrodist.backends.lifecycle import ExitStage, close_at_exit
 from ferrodist.backends.nccl.control_messages import listen, post
 from ferrodist.backends.nccl.in_flight import NO_SEQUENCE
 from ferrodist.backends.tags import Channel, channel_tag
@@ -198,7 +197,7 @@ class Watchdog:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
             # The interpreter ends daemon threads wherever they are, which may be inside CUDA.
-            _open_watchdogs.add(self)
+            close_at_exit(ExitStage.WATCHDOGS, self)
         self._changed.notify_all()
 
     def _run(self) -> None:
@@ -234,12 +233,3 @@ class Watchdog:
             while not (self._busy or self._reports or self._is_closed):
                 self._changed.wait()
             return not self._is_closed
-
-
-_open_watchdogs: weakref.WeakSet[Watchdog] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_watchdogs() -> None:
-    for watchdog in snapshot_weak(lambda: _open_watchdogs):
-        watchdog.close()

@@ -27,7 +27,7 @@ from ferrodist.parallel.module_init import (
     materialise,
     write_obstacle,
 )
-from ferrodist.tensor.dtensor import places_gradients
+from ferrodist.tensor.dtensor import is_grad_placement_hook
 from ferrodist.tensor.placement import Partial
 from ferrodist.torch_private.autograd import backward_hooks, has_accumulate_hooks
 from ferrodist.torch_private.modules import own_parameters
@@ -179,7 +179,7 @@ def _parameter_refusal(parameter: torch.nn.Parameter) -> str | None:
 
 
 def _has_hooks(parameter: torch.Tensor) -> bool:
-    others = any(not places_gradients(hook) for hook in backward_hooks(parameter).values())
+    others = any(not is_grad_placement_hook(hook) for hook in backward_hooks(parameter).values())
     return others or has_accumulate_hooks(parameter)
 
 

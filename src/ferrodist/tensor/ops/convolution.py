@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, Letters, OpRule, strategies_of
+from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpRule, einsum_strategies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 _BATCH, _IN, _OUT = "n", "i", "o"
 
 
-def _letters(call: OpCall, weight: DTensorSpec) -> tuple[Letters, Letters, Letters]:
+def _labels(call: OpCall, weight: DTensorSpec) -> tuple[Labels, Labels, Labels]:
     """Of the input, the weight and the output; channels of several groups are whole."""
     space = [None] * (weight.ndim - 2)
     channels = [_IN, _OUT] if call["groups"] == 1 else [None, None]
@@ -27,32 +27,32 @@ def _letters(call: OpCall, weight: DTensorSpec) -> tuple[Letters, Letters, Lette
     return [_BATCH, channels[0], *space], [*of_weight, *space], [_BATCH, channels[1], *space]
 
 
-def _forward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
-    tensor, weight, output = _letters(call, call.inputs[1])
-    biases: list[Letters] = [] if call["bias"] is None else [output[1:2]]
+def _forward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+    tensor, weight, output = _labels(call, call.inputs[1])
+    biases: list[Labels] = [] if call["bias"] is None else [output[1:2]]
     pattern = EinsumPattern(
         inputs=[tensor, weight, *biases],
         outputs=[output],
-        folds={_IN: ReduceOp.SUM},
+        reductions={_IN: ReduceOp.SUM},
         linear=((0, 2), (1, 2)) if biases else ((0,), (1,)),
-        added=(2,),
+        addends=(2,),
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
-def _backward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
-    tensor, weight, output = _letters(call, call.inputs[2])
+def _backward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+    tensor, weight, output = _labels(call, call.inputs[2])
     wanted = call["output_mask"]
     outputs = [one for one, want in zip((tensor, weight, output[1:2]), wanted, strict=True) if want]
     pattern = EinsumPattern(
         inputs=[output, tensor, weight],
         outputs=outputs,
-        folds={_BATCH: ReduceOp.SUM, _OUT: ReduceOp.SUM},
+        reductions={_BATCH: ReduceOp.SUM, _OUT: ReduceOp.SUM},
         # The gradient of the bias is that of the output, which ranks that divide the input channels have whole.
-        settled=(_IN,),
+        reduced_locally=(_IN,),
         linear=((0,),),
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
 def _bias_size(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Mapping[str, Any]:
@@ -64,9 +64,9 @@ def _of_nothing(
     call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
 ) -> Callable[..., Any] | None:
     """A rank without channels or samples has results of nothing, which torch refuses to compute for some of them."""
-    if all(0 not in layout.local_shape for layout in inputs):
+    if all(0 not in spec.local_shape for spec in inputs):
         return None
-    made = [(layout.local_shape, layout.dtype) for layout in outputs]
+    made = [(spec.local_shape, spec.dtype) for spec in outputs]
     wanted: Sequence[bool] = call.arguments.get("output_mask", ())
 
     def forward(
@@ -86,6 +86,8 @@ def _of_nothing(
 
 
 RULES: dict[torch._ops.OpOverload, OpRule] = {
-    _aten.convolution.default: OpRule(choices=_forward_choices, local=_of_nothing),
-    _aten.convolution_backward.default: OpRule(choices=_backward_choices, arguments=_bias_size, local=_of_nothing),
+    _aten.convolution.default: OpRule(strategies=_forward_strategies, local=_of_nothing),
+    _aten.convolution_backward.default: OpRule(
+        strategies=_backward_strategies, arguments=_bias_size, local=_of_nothing
+    ),
 }

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, OpStrategy, strategies_of
+from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, OpStrategy, einsum_strategies
 from ferrodist.tensor.placement import Partial, Replicate, Shard
-from ferrodist.tensor.spec import compute_range
+from ferrodist.tensor.spec import local_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -32,25 +32,25 @@ def _remark(call: OpCall, shape: tuple[int, ...], axis: int) -> tuple[object, ..
     return ("vocabulary", call.mesh.identity, shape, axis)
 
 
-def _leave_remark(recipes: dict[Any, Any], remark: tuple[object, ...]) -> None:
+def _leave_remark(dispatch_cache: dict[Any, Any], remark: tuple[object, ...]) -> None:
     """Leave a remark, and forget recipes of gradients that were made without it."""
-    if remark not in recipes:
+    if remark not in dispatch_cache:
         backward = id(_aten.embedding_dense_backward.default)
-        for key in [key for key in recipes if key[0] == backward]:
-            del recipes[key]
-        recipes[remark] = True
+        for key in [key for key in dispatch_cache if key[0] == backward]:
+            del dispatch_cache[key]
+        dispatch_cache[remark] = True
 
 
-def _choices(call: OpCall, axis: int) -> list[OpStrategy]:
+def _strategies(call: OpCall, axis: int) -> list[OpStrategy]:
     weight, indices = call.inputs
     places = [("i", dim) for dim in range(indices.ndim)]
     pattern = EinsumPattern(inputs=[[None, "d"], places], outputs=[[*places, "d"]], linear=((0,),))
     divided = weight.placements[axis] == Shard(0)
-    choices = strategies_of(pattern, call, axis)
+    strategies = einsum_strategies(pattern, call, axis)
     if divided:
-        _leave_remark(weight.recipes, _remark(call, weight.shape, axis))
-        choices.append(OpStrategy((Shard(0), Replicate()), (Partial(),)))
-    return choices
+        _leave_remark(weight.dispatch_cache, _remark(call, weight.shape, axis))
+        strategies.append(OpStrategy((Shard(0), Replicate()), (Partial(),)))
+    return strategies
 
 
 def _look_up(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
@@ -58,7 +58,7 @@ def _look_up(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTen
     del outputs
     if Shard(0) not in inputs[0].placements:
         return None
-    start, end = compute_range(inputs[0], 0)
+    start, end = local_range(inputs[0], 0)
     num_rows = inputs[0].shape[0]
 
     def look_up(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -73,17 +73,19 @@ def _look_up(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTen
     return look_up
 
 
-def _backward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
+def _backward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
     grad, indices = call.inputs
     places = [("i", dim) for dim in range(indices.ndim)]
     # By how often a number is there its gradient is scaled: all of them must be known.
-    folds: dict[Hashable, ReduceOp] = {} if call["scale_grad_by_freq"] else dict.fromkeys(places, ReduceOp.SUM)
-    pattern = EinsumPattern(inputs=[[*places, "d"], places], outputs=[[None, "d"]], folds=folds, linear=((0,),))
-    choices = strategies_of(pattern, call, axis)
+    reductions: dict[Hashable, ReduceOp] = {} if call["scale_grad_by_freq"] else dict.fromkeys(places, ReduceOp.SUM)
+    pattern = EinsumPattern(
+        inputs=[[*places, "d"], places], outputs=[[None, "d"]], reductions=reductions, linear=((0,),)
+    )
+    strategies = einsum_strategies(pattern, call, axis)
     divided = OpStrategy((Replicate(), Replicate()), (Shard(0),))
-    if _remark(call, (call["num_weights"], grad.shape[-1]), axis) in grad.recipes:
-        choices.insert(0, divided)
-    return choices
+    if _remark(call, (call["num_weights"], grad.shape[-1]), axis) in grad.dispatch_cache:
+        strategies.insert(0, divided)
+    return strategies
 
 
 def _backward(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
@@ -91,7 +93,7 @@ def _backward(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTe
     del inputs
     if Shard(0) not in outputs[0].placements:
         return None
-    start, end = compute_range(outputs[0], 0)
+    start, end = local_range(outputs[0], 0)
     padding, by_frequency = call["padding_idx"], call["scale_grad_by_freq"]
 
     def backward(grad: torch.Tensor, indices: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -107,6 +109,6 @@ def _backward(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTe
 
 
 RULES: dict[torch._ops.OpOverload, OpRule] = {
-    _aten.embedding.default: OpRule(choices=_choices, local=_look_up),
-    _aten.embedding_dense_backward.default: OpRule(choices=_backward_choices, local=_backward),
+    _aten.embedding.default: OpRule(strategies=_strategies, local=_look_up),
+    _aten.embedding_dense_backward.default: OpRule(strategies=_backward_strategies, local=_backward),
 }

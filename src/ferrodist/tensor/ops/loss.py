@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp, accumulation_dtype
-from ferrodist.tensor.op_strategy import EinsumPattern, Letters, OpRule, OpStrategy, strategies_of
+from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpRule, OpStrategy, einsum_strategies
 from ferrodist.tensor.ops.pointwise import broadcast_labels
-from ferrodist.tensor.ops.reduction import dividers, fold_over, positions
+from ferrodist.tensor.ops.reduction import cross_rank_reducer, local_indices, sharding_axes
 from ferrodist.tensor.placement import Partial, Replicate, Shard
 from ferrodist.torch_private.operators import private_aten
 
@@ -46,35 +46,35 @@ class Reduction(IntEnum):
     SUM = 2
 
 
-def _folded_choices(call: OpCall, axis: int) -> list[OpStrategy]:
+def _reduction_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
     """Of a loss: the inputs are broadcast, and folded unless each element's loss is asked for."""
-    shapes = [layout.shape for layout in call.inputs]
+    shapes = [spec.shape for spec in call.inputs]
     ndim = max(map(len, shapes))
-    keeps = call["reduction"] == Reduction.NONE
+    commuting = call["reduction"] == Reduction.NONE
     pattern = EinsumPattern(
         inputs=broadcast_labels(shapes, ndim),
-        outputs=[range(ndim) if keeps else ()],
-        folds={} if keeps else dict.fromkeys(range(ndim), ReduceOp.SUM),
+        outputs=[range(ndim) if commuting else ()],
+        reductions={} if commuting else dict.fromkeys(range(ndim), ReduceOp.SUM),
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
-def _gradient_choices(call: OpCall, axis: int) -> list[OpStrategy]:
+def _gradient_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
     """Of a loss's gradient: the first input is the result's gradient, a number unless each element has its loss."""
-    shapes = [layout.shape for layout in call.inputs]
+    shapes = [spec.shape for spec in call.inputs]
     ndim = len(call.results[0].shape)
     pattern = EinsumPattern(inputs=broadcast_labels(shapes, ndim), outputs=[range(ndim)], linear=((0,),))
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
 def _broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
-def _is_divided_mean(call: OpCall, layouts: Sequence[DTensorSpec]) -> bool:
+def _is_divided_mean(call: OpCall, specs: Sequence[DTensorSpec]) -> bool:
     """Whether a mean is asked for of which this rank has a part: that is then divided by the size of the whole."""
     return call["reduction"] == Reduction.MEAN and any(
-        isinstance(one, Shard) for layout in layouts for one in layout.placements
+        isinstance(one, Shard) for spec in specs for one in spec.placements
     )
 
 
@@ -89,7 +89,7 @@ def _mean_loss(
 ) -> Callable[..., Any] | None:
     if not _is_divided_mean(call, inputs):
         return None
-    count = math.prod(_broadcast([layout.shape for layout in inputs]))
+    count = math.prod(_broadcast([spec.shape for spec in inputs]))
     operator, result = call.operator, outputs[0].dtype
     wide = accumulation_dtype(result)
 
@@ -114,8 +114,8 @@ def _mean_gradient(
     return gradient
 
 
-_loss_rule = OpRule(choices=_folded_choices, local=_mean_loss, arguments=_mean_as_sum)
-_gradient_rule = OpRule(choices=_gradient_choices, local=_mean_gradient, arguments=_mean_as_sum)
+_loss_rule = OpRule(strategies=_reduction_strategies, local=_mean_loss, arguments=_mean_as_sum)
+_gradient_rule = OpRule(strategies=_gradient_strategies, local=_mean_gradient, arguments=_mean_as_sum)
 
 RULES: dict[torch._ops.OpOverload, OpRule] = {
     _aten.mse_loss.default: _loss_rule,
@@ -132,55 +132,55 @@ RULES: dict[torch._ops.OpOverload, OpRule] = {
 }
 
 
-def _class_dim(layout: DTensorSpec) -> int:
-    return min(1, layout.ndim - 1)
+def _class_dim(spec: DTensorSpec) -> int:
+    return min(1, spec.ndim - 1)
 
 
-def _letters(call: OpCall, place: int) -> tuple[Letters, Letters, list[Letters]]:
+def _labels(call: OpCall, place: int) -> tuple[Labels, Labels, list[Labels]]:
     """The letters of the input, whose number is given, of the target after it, and of the weights if there are any."""
-    layout, target = call.inputs[place], call.inputs[place + 1]
-    dims = range(layout.ndim)
-    batch = [dim for dim in dims if dim != _class_dim(layout)] if layout.ndim > 1 else [None] * target.ndim
+    spec, target = call.inputs[place], call.inputs[place + 1]
+    dims = range(spec.ndim)
+    batch = [dim for dim in dims if dim != _class_dim(spec)] if spec.ndim > 1 else [None] * target.ndim
     # Weights are whole: they are few, and any target may be any class.
     return dims, batch, [] if call["weight"] is None else [[None]]
 
 
-def _forward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
-    dims, batch, weights = _letters(call, 0)
+def _forward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+    dims, batch, weights = _labels(call, 0)
     pattern = EinsumPattern(
         inputs=[dims, batch, *weights],
         outputs=[batch if call["reduction"] == Reduction.NONE else (), ()],
-        folds=dict.fromkeys(dims, ReduceOp.SUM),
+        reductions=dict.fromkeys(dims, ReduceOp.SUM),
         linear=((0,),),
     )
     along = _class_dim(call.inputs[0])
-    choices = []
-    for choice in strategies_of(pattern, call, axis):
-        first = choice.inputs[0]
+    strategies = []
+    for strategy in einsum_strategies(pattern, call, axis):
+        first = strategy.inputs[0]
         in_parts = call["reduction"] == Reduction.SUM and isinstance(first, Shard) and first.dim != along
-        choices.append(OpStrategy(choice.inputs, (choice.outputs[0], Partial() if in_parts else Replicate())))
-    return choices
+        strategies.append(OpStrategy(strategy.inputs, (strategy.outputs[0], Partial() if in_parts else Replicate())))
+    return strategies
 
 
-def _backward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
-    dims, batch, weights = _letters(call, 1)
-    grad: Letters = batch if call["reduction"] == Reduction.NONE else ()
+def _backward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
+    dims, batch, weights = _labels(call, 1)
+    grad: Labels = batch if call["reduction"] == Reduction.NONE else ()
     pattern = EinsumPattern(inputs=[grad, dims, batch, *weights, ()], outputs=[dims], linear=((0,),))
-    choices = strategies_of(pattern, call, axis)
+    strategies = einsum_strategies(pattern, call, axis)
     if call["reduction"] == Reduction.MEAN:
-        return choices
+        return strategies
     # The total weight is not used, and may stay in parts.
     now = call.inputs[-1].placements[axis]
-    return [OpStrategy((*choice.inputs[:-1], now), choice.outputs) for choice in choices]
+    return [OpStrategy((*strategy.inputs[:-1], now), strategy.outputs) for strategy in strategies]
 
 
 class _Terms:
     """Which targets are among this rank's classes."""
 
-    def __init__(self, layout: DTensorSpec) -> None:
-        self.dim = _class_dim(layout)
-        self._num_classes = layout.shape[self.dim]
-        self._positions = positions(layout, self.dim) if dividers(layout, (self.dim,)) else None
+    def __init__(self, spec: DTensorSpec) -> None:
+        self.dim = _class_dim(spec)
+        self._num_classes = spec.shape[self.dim]
+        self._cached_indices = local_indices(spec, self.dim) if sharding_axes(spec, (self.dim,)) else None
 
     def find(self, target: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """For each target whether it counts, whether it is here, and the place of its class in this rank's part.
@@ -193,12 +193,12 @@ class _Terms:
         if wrong.any():
             raise IndexError(f"Target {target[wrong][0].item()} is out of bounds.")
         known = torch.where(counts, target, 0).long()
-        if self._positions is None:
+        if self._cached_indices is None:
             return counts, counts, known
-        if not self._positions.numel():
+        if not self._cached_indices.numel():
             return counts, torch.zeros_like(counts), known
-        index = torch.searchsorted(self._positions, known).clamp_(max=len(self._positions) - 1)
-        return counts, counts & (self._positions[index] == known), index
+        index = torch.searchsorted(self._cached_indices, known).clamp_(max=len(self._cached_indices) - 1)
+        return counts, counts & (self._cached_indices[index] == known), index
 
 
 def _weights(weight: torch.Tensor | None, target: torch.Tensor, counts: torch.Tensor, like: torch.Tensor) -> Any:
@@ -212,11 +212,11 @@ def _nll_forward(
     call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
 ) -> Callable[..., Any] | None:
     del call
-    layout = inputs[0]
-    if not any(isinstance(placement, Shard) for placement in layout.placements):
+    spec = inputs[0]
+    if not any(isinstance(placement, Shard) for placement in spec.placements):
         return None
-    terms = _Terms(layout)
-    fold = fold_over(layout, dividers(layout, [dim for dim in range(layout.ndim) if dim != terms.dim]))
+    terms = _Terms(spec)
+    fold = cross_rank_reducer(spec, sharding_axes(spec, [dim for dim in range(spec.ndim) if dim != terms.dim]))
     result = outputs[0].dtype
     wide = accumulation_dtype(result)
 
@@ -246,10 +246,10 @@ def _nll_backward(
     call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
 ) -> Callable[..., Any] | None:
     del call
-    layout = inputs[1]
-    if not dividers(layout, (_class_dim(layout),)):
+    spec = inputs[1]
+    if not sharding_axes(spec, (_class_dim(spec),)):
         return None
-    terms = _Terms(layout)
+    terms = _Terms(spec)
     shape = outputs[0].local_shape
 
     def backward(grad: torch.Tensor, tensor: torch.Tensor, target: torch.Tensor, *given: Any) -> torch.Tensor:
@@ -269,8 +269,8 @@ def _nll_backward(
     return backward
 
 
-_nll_forward_rule = OpRule(choices=_forward_choices, local=_nll_forward)
-_nll_backward_rule = OpRule(choices=_backward_choices, local=_nll_backward)
+_nll_forward_rule = OpRule(strategies=_forward_strategies, local=_nll_forward)
+_nll_backward_rule = OpRule(strategies=_backward_strategies, local=_nll_backward)
 
 RULES |= {
     _aten.nll_loss_forward.default: _nll_forward_rule,
@@ -280,36 +280,36 @@ RULES |= {
 }
 
 
-def _choices(linear: Sequence[Sequence[int]], call: OpCall, axis: int) -> list[OpStrategy]:
-    letters = range(call.inputs[0].ndim)
-    pattern = EinsumPattern(inputs=[letters] * len(call.inputs), outputs=[letters], linear=linear)
-    return strategies_of(pattern, call, axis)
+def _strategies(linear: Sequence[Sequence[int]], call: OpCall, axis: int) -> list[OpStrategy]:
+    labels = range(call.inputs[0].ndim)
+    pattern = EinsumPattern(inputs=[labels] * len(call.inputs), outputs=[labels], linear=linear)
+    return einsum_strategies(pattern, call, axis)
 
 
-def _divided_dim(call: OpCall, layout: DTensorSpec) -> tuple[int, tuple[int, ...]]:
+def _divided_dim(call: OpCall, spec: DTensorSpec) -> tuple[int, tuple[int, ...]]:
     """The dim along which it is computed, and the axes that divide it."""
-    dim = call["dim"] % max(layout.ndim, 1)
-    return dim, dividers(layout, (dim,))
+    dim = call["dim"] % max(spec.ndim, 1)
+    return dim, sharding_axes(spec, (dim,))
 
 
 def _forward(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
-    layout = inputs[0]
-    dim, axes = _divided_dim(call, layout)
+    spec = inputs[0]
+    dim, axes = _divided_dim(call, spec)
     if not axes:
         return None
-    fold = fold_over(layout, axes)
+    fold = cross_rank_reducer(spec, axes)
     result = outputs[0].dtype
     wide = accumulation_dtype(result)
-    is_empty = layout.local_shape[dim] == 0
-    rows = [1 if place == dim else size for place, size in enumerate(layout.local_shape)]
+    is_empty = spec.local_shape[dim] == 0
+    rows = [1 if place == dim else size for place, size in enumerate(spec.local_shape)]
     is_log = call.operator is private_aten.log_softmax.default
     is_safe = call.operator is private_aten.safe_softmax.default
 
     def forward(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
         del given, named  # as in the layouts
         elements = tensor.to(wide)
-        own = elements.new_full(rows, -math.inf) if is_empty else elements.amax(dim, keepdim=True)
-        largest = fold(own, ReduceOp.MAX)
+        owned_grad = elements.new_full(rows, -math.inf) if is_empty else elements.amax(dim, keepdim=True)
+        largest = fold(owned_grad, ReduceOp.MAX)
         shifted = elements - largest
         exponentials = shifted.exp()
         total = fold(exponentials.sum(dim, keepdim=True), ReduceOp.SUM)
@@ -323,11 +323,11 @@ def _forward(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTen
 
 
 def _backward(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
-    layout = inputs[0]
-    dim, axes = _divided_dim(call, layout)
+    spec = inputs[0]
+    dim, axes = _divided_dim(call, spec)
     if not axes:
         return None
-    fold = fold_over(layout, axes)
+    fold = cross_rank_reducer(spec, axes)
     result = outputs[0].dtype
     is_log = call.operator is private_aten.log_softmax_backward_data.default
 
@@ -344,8 +344,8 @@ def _backward(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTe
     return backward
 
 
-_forward_rule = OpRule(choices=partial(_choices, ()), local=_forward)
-_backward_rule = OpRule(choices=partial(_choices, ((0,),)), local=_backward)
+_forward_rule = OpRule(strategies=partial(_strategies, ()), local=_forward)
+_backward_rule = OpRule(strategies=partial(_strategies, ((0,),)), local=_backward)
 
 RULES |= {
     private_aten.softmax.default: _forward_rule,

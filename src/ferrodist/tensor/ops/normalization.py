@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, Letters, OpRule, strategies_of
+from ferrodist.tensor.op_strategy import EinsumPattern, Labels, OpRule, einsum_strategies
 from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
@@ -27,35 +27,35 @@ _aten = torch.ops.aten
 _CHANNEL = "c"
 
 
-def _letters(layout: DTensorSpec, *, divides_batch: bool) -> Letters:
+def _labels(spec: DTensorSpec, *, divides_batch: bool) -> Labels:
     """Of a tensor (B, C, ...), or of one number for each channel (C)."""
-    if layout.ndim == 1:
+    if spec.ndim == 1:
         return [_CHANNEL]
-    return [_CHANNEL if dim == 1 else dim if divides_batch else None for dim in range(layout.ndim)]
+    return [_CHANNEL if dim == 1 else dim if divides_batch else None for dim in range(spec.ndim)]
 
 
-def _batch_forward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
+def _batch_forward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
     is_training = call.arguments.get("training", False)
-    first = _letters(call.inputs[0], divides_batch=not is_training)
+    first = _labels(call.inputs[0], divides_batch=not is_training)
     pattern = EinsumPattern(
         inputs=[first, *[[_CHANNEL]] * (len(call.inputs) - 1)],
         outputs=[first, *[[_CHANNEL]] * (len(call.results) - 1)],
         # Of evaluation no statistics come out that the batch takes part in.
-        settled=[letter for letter in first if letter not in (_CHANNEL, None)],
+        reduced_locally=[label for label in first if label not in (_CHANNEL, None)],
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
-def _batch_backward_choices(call: OpCall, axis: int) -> list[OpStrategy]:
+def _batch_backward_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
     pattern = EinsumPattern(
-        inputs=[_letters(layout, divides_batch=False) for layout in call.inputs],
+        inputs=[_labels(spec, divides_batch=False) for spec in call.inputs],
         outputs=[
-            [_CHANNEL] if len(result.shape) == 1 else _letters(call.inputs[0], divides_batch=False)
+            [_CHANNEL] if len(result.shape) == 1 else _labels(call.inputs[0], divides_batch=False)
             for result in call.results
         ],
         linear=((0,),),
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
 def _forward(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
@@ -103,13 +103,13 @@ def _update(tensor: Any, weight: Any, bias: Any, *given: Any) -> tuple[Any, Any,
     return results[:3]  # type: ignore[no-any-return]
 
 
-_forward_rule = OpRule(choices=_batch_forward_choices, local=_forward)
+_forward_rule = OpRule(strategies=_batch_forward_strategies, local=_forward)
 
 RULES: dict[torch._ops.OpOverload, OpRule] = {
     private_aten.native_batch_norm_legit_functional.default: _forward_rule,
     private_aten.native_batch_norm_legit_no_training.default: _forward_rule,
     private_aten.native_batch_norm_legit.no_stats: _forward_rule,
-    _aten.native_batch_norm_backward.default: OpRule(choices=_batch_backward_choices, local=_backward),
+    _aten.native_batch_norm_backward.default: OpRule(strategies=_batch_backward_strategies, local=_backward),
 }
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
@@ -117,40 +117,40 @@ DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
 }
 
 
-def _layer_letters(call: OpCall) -> list[int | None]:
+def _layer_labels(call: OpCall) -> list[int | None]:
     """The dims of the input; those that are normalised have no letter."""
-    layout = call.inputs[0]
-    first = layout.ndim - len(call["normalized_shape"])
-    return [dim if dim < first else None for dim in range(layout.ndim)]
+    spec = call.inputs[0]
+    first = spec.ndim - len(call["normalized_shape"])
+    return [dim if dim < first else None for dim in range(spec.ndim)]
 
 
-def _group_letters(call: OpCall) -> list[int | None]:
+def _group_labels(call: OpCall) -> list[int | None]:
     """The first dim only: groups of channels, and what is behind them, are normalised together."""
     return [0, *[None] * (call.inputs[0].ndim - 1)]
 
 
-def _forward_choices(letters: Callable[[OpCall], list[int | None]], call: OpCall, axis: int) -> list[OpStrategy]:
-    first = letters(call)
-    outputs: list[Letters] = [first[: len(result.shape)] for result in call.results]
-    weights: list[Letters] = [[None] * layout.ndim for layout in call.inputs[1:]]
-    return strategies_of(EinsumPattern(inputs=[first, *weights], outputs=outputs), call, axis)
+def _forward_strategies(labels: Callable[[OpCall], list[int | None]], call: OpCall, axis: int) -> list[OpStrategy]:
+    first = labels(call)
+    outputs: list[Labels] = [first[: len(result.shape)] for result in call.results]
+    weights: list[Labels] = [[None] * spec.ndim for spec in call.inputs[1:]]
+    return einsum_strategies(EinsumPattern(inputs=[first, *weights], outputs=outputs), call, axis)
 
 
-def _backward_choices(letters: Callable[[OpCall], list[int | None]], call: OpCall, axis: int) -> list[OpStrategy]:
-    first = letters(call)
+def _backward_strategies(labels: Callable[[OpCall], list[int | None]], call: OpCall, axis: int) -> list[OpStrategy]:
+    first = labels(call)
     weights = [call[name] is not None for name in ("weight", "bias") if name in call.arguments]
     num_full = len(call.inputs) - sum(weights)
-    inputs: list[Letters] = [first[: layout.ndim] for layout in call.inputs[:num_full]]
-    inputs += [[None] * layout.ndim for layout in call.inputs[num_full:]]
-    outputs: list[Letters] = [first] if call["output_mask"][0] else []
+    inputs: list[Labels] = [first[: spec.ndim] for spec in call.inputs[:num_full]]
+    inputs += [[None] * spec.ndim for spec in call.inputs[num_full:]]
+    outputs: list[Labels] = [first] if call["output_mask"][0] else []
     outputs += [[None] * len(result.shape) for result in call.results[len(outputs) :]]
     pattern = EinsumPattern(
         inputs=inputs,
         outputs=outputs,
-        folds=dict.fromkeys([letter for letter in first if letter is not None], ReduceOp.SUM),
+        reductions=dict.fromkeys([label for label in first if label is not None], ReduceOp.SUM),
         linear=((0,),),
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
 def _local_batch(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Mapping[str, Any]:
@@ -186,7 +186,7 @@ def _narrow_statistics(
     """See [Note: statistics of small floats]."""
     del outputs
     operator = call.operator
-    dtype, of_statistics, *of_weights = [layout.dtype for layout in (inputs[1], inputs[2], *inputs[4:])]
+    dtype, of_statistics, *of_weights = [spec.dtype for spec in (inputs[1], inputs[2], *inputs[4:])]
     if of_statistics == dtype or any(one != dtype for one in of_weights):
         return None
 
@@ -209,14 +209,16 @@ def _contiguous(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[D
 
 
 RULES |= {
-    _aten.native_layer_norm.default: OpRule(choices=partial(_forward_choices, _layer_letters), local=_wide_statistics),
+    _aten.native_layer_norm.default: OpRule(
+        strategies=partial(_forward_strategies, _layer_labels), local=_wide_statistics
+    ),
     _aten.native_layer_norm_backward.default: OpRule(
-        choices=partial(_backward_choices, _layer_letters), local=_narrow_statistics
+        strategies=partial(_backward_strategies, _layer_labels), local=_narrow_statistics
     ),
     _aten.native_group_norm.default: OpRule(
-        choices=partial(_forward_choices, _group_letters), arguments=_local_batch, local=_contiguous
+        strategies=partial(_forward_strategies, _group_labels), arguments=_local_batch, local=_contiguous
     ),
     _aten.native_group_norm_backward.default: OpRule(
-        choices=partial(_backward_choices, _group_letters), arguments=_local_batch, local=_contiguous
+        strategies=partial(_backward_strategies, _group_labels), arguments=_local_batch, local=_contiguous
     ),
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
-from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, strategies_of
+from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, einsum_strategies
 from ferrodist.tensor.placement import Partial, Shard
 from ferrodist.tensor.spec import DTensorSpec
 from ferrodist.torch_private.operators import private_aten, schema_of
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 
 
-def keeps_parts(dtype: torch.dtype, result: torch.dtype) -> bool:
+def cast_is_linear(dtype: torch.dtype, result: torch.dtype) -> bool:
     """Whether parts of a sum that are cast are still parts of it: not of fractions that are cut off, nor rounded."""
     is_exact = dtype.is_floating_point and torch.promote_types(dtype, result) is result
     return result is dtype or is_exact
@@ -62,26 +62,26 @@ def broadcast_labels(shapes: Sequence[Sequence[int]], ndim: int) -> list[list[in
     ]
 
 
-def _choices(
-    linear: Callable[[OpCall], Sequence[Sequence[int]]], keeps: Sequence[ReduceOp], call: OpCall, axis: int
+def _strategies(
+    linear: Callable[[OpCall], Sequence[Sequence[int]]], commuting: Sequence[ReduceOp], call: OpCall, axis: int
 ) -> list[OpStrategy]:
-    shapes = [layout.shape for layout in call.inputs]
+    shapes = [spec.shape for spec in call.inputs]
     ndim = max(map(len, shapes))
-    letters = broadcast_labels(shapes, ndim)
+    labels = broadcast_labels(shapes, ndim)
     num_outputs = max(1, len(schema_of(call.operator).returns))
     # Divided tensors become the parts of a sum for nothing, but all of them have to be sent when it is read.
-    are_divided = all(isinstance(layout.placements[axis], Shard) for layout in call.inputs)
+    are_divided = all(isinstance(spec.placements[axis], Shard) for spec in call.inputs)
     pattern = EinsumPattern(
-        inputs=letters,
+        inputs=labels,
         outputs=[range(ndim)] * num_outputs,
         linear=() if are_divided else linear(call),
-        keeps=keeps if len(shapes) == 1 else (),
+        commuting=commuting if len(shapes) == 1 else (),
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
-def _rule(linear: Callable[[OpCall], Sequence[Sequence[int]]], keeps: Sequence[ReduceOp] = ()) -> OpRule:
-    return OpRule(choices=partial(_choices, linear, keeps))
+def _rule(linear: Callable[[OpCall], Sequence[Sequence[int]]], commuting: Sequence[ReduceOp] = ()) -> OpRule:
+    return OpRule(strategies=partial(_strategies, linear, commuting))
 
 
 def _in_nothing(call: OpCall) -> Sequence[Sequence[int]]:
@@ -131,12 +131,12 @@ def _in_masked(call: OpCall) -> Sequence[Sequence[int]]:
 
 def _in_cast(call: OpCall) -> Sequence[Sequence[int]]:
     """Parts are cast before they are added only where that loses nothing."""
-    return ((0,),) if keeps_parts(call.inputs[0].dtype, call.results[0].dtype) else ()
+    return ((0,),) if cast_is_linear(call.inputs[0].dtype, call.results[0].dtype) else ()
 
 
 def _in_copied(call: OpCall) -> Sequence[Sequence[int]]:
     """Unless what is copied is cast to whole numbers, which cuts fractions off, or is such, which may overflow."""
-    to, of = (layout.dtype for layout in call.inputs) if len(call.inputs) == 2 else (None, None)
+    to, of = (spec.dtype for spec in call.inputs) if len(call.inputs) == 2 else (None, None)
     alike = to is of or all(one is not None and (one.is_floating_point or one.is_complex) for one in (to, of))
     return _in_all(call) if alike else ()
 
@@ -205,10 +205,10 @@ def _add_number(
 ) -> Callable[..., Any] | None:
     """A number is added to one part of a sum only."""
     del outputs
-    layout = inputs[0]
+    spec = inputs[0]
     if len(call.inputs) > 1:
         return None
-    parts = [at for at, placement in zip(layout.coordinate, layout.placements, strict=True) if placement == Partial()]
+    parts = [at for at, placement in zip(spec.coordinate, spec.placements, strict=True) if placement == Partial()]
     return _leave if any(parts) else None
 
 
@@ -223,13 +223,13 @@ def _conjugate(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DT
     return torch.conj_physical
 
 
-_add_in_place_rule = OpRule(choices=partial(_choices, _in_sum_or_first, ()), local=_add_number)
-_masked_rule = OpRule(choices=partial(_choices, _in_masked, ()), by_value=True)
+_add_in_place_rule = OpRule(strategies=partial(_strategies, _in_sum_or_first, ()), local=_add_number)
+_masked_rule = OpRule(strategies=partial(_strategies, _in_masked, ()), depends_on_values=True)
 
 RULES: dict[torch._ops.OpOverload, OpRule] = {
     **{overload: rule for rule, names in _NAMES for overload in overloads(names.split())},
     **dict.fromkeys((_aten.add_.Scalar, _aten.add_.Tensor, _aten.sub_.Scalar, _aten.sub_.Tensor), _add_in_place_rule),
-    private_aten.conj.default: OpRule(choices=partial(_choices, _in_first, ()), local=_conjugate, copies=True),
+    private_aten.conj.default: OpRule(strategies=partial(_strategies, _in_first, ()), local=_conjugate, copies=True),
     _aten.masked_fill.Scalar: _masked_rule,
     _aten.masked_fill_.Scalar: _masked_rule,
 }

@@ -61,21 +61,21 @@ def check_generators(mesh: DeviceMesh, generator: torch.Generator | None, name: 
         )
 
 
-def part_of_whole(whole: torch.Tensor, layout: DTensorSpec) -> torch.Tensor:
+def local_of_full(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """This rank's part of a tensor that every rank has all of; it may share memory with that."""
-    return redistribute_local(whole, layout.whole, layout)
+    return redistribute_local(whole, spec.replicated, spec)
 
 
 _aten = torch.ops.aten
 
 
-def shape_alone(call: OpCall, axis: int) -> list[OpStrategy]:
+def keep_sharding(call: OpCall, axis: int) -> list[OpStrategy]:
     """As the input is divided, and whole where that is partial: nothing is moved."""
     now = call.inputs[0].placements[axis]
     return [OpStrategy((now,), (now if isinstance(now, Shard) else Replicate(),))]
 
 
-def all_whole(call: OpCall, axis: int) -> list[OpStrategy]:
+def all_replicated(call: OpCall, axis: int) -> list[OpStrategy]:
     """Nothing is divided: as what is drawn for an element depends on how many numbers those before it took."""
     del axis
     return [OpStrategy((Replicate(),) * len(call.inputs), (Replicate(),) * len(call.results))]
@@ -88,25 +88,25 @@ def _fresh(call: OpCall, axis: int) -> list[OpStrategy]:
 
 def _as_strided(tensor: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
     """A view of memory: autograd takes such of whole tensors, for the gradient of what was written to a view."""
-    layout: DTensorSpec = tensor._layout
+    spec: DTensorSpec = tensor._spec
     local = tensor._local
-    if any(placement != Replicate() for placement in layout.placements) or (
-        local.numel() > 1 and local.stride() != layout.stride
+    if any(placement != Replicate() for placement in spec.placements) or (
+        local.numel() > 1 and local.stride() != spec.stride
     ):
         raise UnsupportedOpError(
-            f"torch.as_strided is of memory, of which ranks have parts: {layout}; use views that name dims, or"
+            f"torch.as_strided is of memory, of which ranks have parts: {spec}; use views that name dims, or"
             " as_strided on full_tensor()"
         )
     start = tensor.storage_offset()
     offset = 0 if storage_offset is None else storage_offset - start
     view = local.as_strided(size, stride, local.storage_offset() + offset)
-    result = DTensorSpec.of(layout.mesh, layout.placements, view.shape, layout.dtype, view.stride())
+    result = DTensorSpec.make(spec.mesh, spec.placements, view.shape, spec.dtype, view.stride())
     return type(tensor)._wrap_view(view, result, tensor, offset)
 
 
 RULES: dict[torch._ops.OpOverload, OpRule] = {
     **{
-        operator: OpRule(choices=shape_alone)
+        operator: OpRule(strategies=keep_sharding)
         for operator in (
             _aten.zeros_like.default,
             _aten.ones_like.default,
@@ -115,7 +115,7 @@ RULES: dict[torch._ops.OpOverload, OpRule] = {
         )
     },
     **{
-        operator: OpRule(choices=_fresh)
+        operator: OpRule(strategies=_fresh)
         for operator in (
             _aten.new_zeros.default,
             _aten.new_ones.default,
@@ -129,9 +129,9 @@ RULES: dict[torch._ops.OpOverload, OpRule] = {
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {_aten.as_strided.default: _as_strided}
 
 
-def _whole(layout: DTensorSpec) -> torch.Tensor:
+def _whole(spec: DTensorSpec) -> torch.Tensor:
     """Memory for a whole tensor, which lies as the one of one process would: that decides who gets which number."""
-    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="cpu")
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
 
 
 def _written(call: OpCall, axis: int) -> list[OpStrategy]:
@@ -144,35 +144,35 @@ def _written(call: OpCall, axis: int) -> list[OpStrategy]:
 
 def _draw_in_place(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
     del outputs
-    layout, operator = inputs[0], call.operator
+    spec, operator = inputs[0], call.operator
 
     def draw(local: torch.Tensor, *others: Any, generator: torch.Generator | None = None) -> torch.Tensor:
-        check_generators(layout.mesh, generator, str(operator))
-        return local.copy_(part_of_whole(operator(_whole(layout), *others, generator=generator), layout))
+        check_generators(spec.mesh, generator, str(operator))
+        return local.copy_(local_of_full(operator(_whole(spec), *others, generator=generator), spec))
 
     return draw
 
 
 def _draw_alike(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
-    layout, (output,), operator = inputs[0], outputs, call.operator
+    spec, (output,), operator = inputs[0], outputs, call.operator
     takes_generator = any(argument.name == "generator" for argument in schema_of(operator).arguments)
 
     def draw(_: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         generator = named.get("generator") if takes_generator else None
-        check_generators(layout.mesh, generator, str(operator))
-        return part_of_whole(operator(_whole(layout), *others, **named), output)
+        check_generators(spec.mesh, generator, str(operator))
+        return local_of_full(operator(_whole(spec), *others, **named), output)
 
     return draw
 
 
 def _draw_from_whole(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
     del outputs
-    layout, operator = inputs[0], call.operator
+    spec, operator = inputs[0], call.operator
 
     def draw(local: torch.Tensor, *others: Any, **named: Any) -> Any:
         generators = [one for one in (*others, *named.values()) if isinstance(one, torch.Generator)]
-        check_generators(layout.mesh, generators[0] if generators else None, str(operator))
-        return operator(_whole(layout).copy_(local), *others, **named)
+        check_generators(spec.mesh, generators[0] if generators else None, str(operator))
+        return operator(_whole(spec).copy_(local), *others, **named)
 
     return draw
 
@@ -184,15 +184,15 @@ def _dropout(call: OpCall, axis: int) -> list[OpStrategy]:
 
 
 def _drop(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any]:
-    layout, mask_layout, operator = inputs[0], outputs[1], call.operator
+    spec, mask_spec, operator = inputs[0], outputs[1], call.operator
 
     def drop(local: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: FBT001
         if train is False:
             results: tuple[torch.Tensor, torch.Tensor] = operator(local, p, train)
             return results
-        check_generators(layout.mesh, None, str(operator))
+        check_generators(spec.mesh, None, str(operator))
         # The mask is drawn before anything is computed, from as many numbers as the tensor has elements.
-        mask = part_of_whole(operator(_whole(layout).fill_(1), p, train)[1], mask_layout)
+        mask = local_of_full(operator(_whole(spec).fill_(1), p, train)[1], mask_spec)
         return (local * mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
 
     return drop
@@ -202,16 +202,16 @@ _IN_PLACE = "bernoulli_ uniform_ normal_ exponential_ cauchy_ log_normal_ geomet
 _ALIKE = "rand_like randn_like randint_like"
 
 RULES |= {
-    **{one: OpRule(choices=_written, local=_draw_in_place) for one in overloads(_IN_PLACE.split())},
+    **{one: OpRule(strategies=_written, local=_draw_in_place) for one in overloads(_IN_PLACE.split())},
     **{
-        one: OpRule(choices=shape_alone, local=_draw_alike)
+        one: OpRule(strategies=keep_sharding, local=_draw_alike)
         for one in overloads(_ALIKE.split())
         if "Tensor" not in overload_name(one)
     },
     **{
-        one: OpRule(choices=all_whole, local=_draw_from_whole)
+        one: OpRule(strategies=all_replicated, local=_draw_from_whole)
         for one in (_aten.bernoulli.default, _aten.poisson.default, _aten.multinomial.default)
     },
-    _aten.bernoulli.p: OpRule(choices=shape_alone, local=_draw_alike),
-    _aten.native_dropout.default: OpRule(choices=_dropout, local=_drop),
+    _aten.bernoulli.p: OpRule(strategies=keep_sharding, local=_draw_alike),
+    _aten.native_dropout.default: OpRule(strategies=_dropout, local=_drop),
 }

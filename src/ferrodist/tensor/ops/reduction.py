@@ -21,12 +21,12 @@ import torch
 
 from ferrodist.collectives.reduce import allreduce
 from ferrodist.collectives.reduce_op import ReduceOp, accumulation_dtype
-from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, strategies_of
-from ferrodist.tensor.ops.pointwise import keeps_parts
-from ferrodist.tensor.ops.random import all_whole
+from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, einsum_strategies
+from ferrodist.tensor.ops.pointwise import cast_is_linear
+from ferrodist.tensor.ops.random import all_replicated
 from ferrodist.tensor.placement import Partial, Replicate, Shard
-from ferrodist.tensor.redistribute import extreme, note_move
-from ferrodist.tensor.spec import contiguous_stride, take_part
+from ferrodist.tensor.redistribute import extremum_identity, record_move
+from ferrodist.tensor.spec import contiguous_stride, shard_of
 from ferrodist.torch_private.operators import private_aten
 
 if TYPE_CHECKING:
@@ -36,24 +36,22 @@ if TYPE_CHECKING:
     from ferrodist.tensor.spec import DTensorSpec
 
 
-def dividers(layout: DTensorSpec, dims: Collection[int]) -> tuple[int, ...]:
+def sharding_axes(spec: DTensorSpec, dims: Collection[int]) -> tuple[int, ...]:
     """The axes that divide any of some dims."""
     return tuple(
-        axis
-        for axis, placement in enumerate(layout.placements)
-        if isinstance(placement, Shard) and placement.dim in dims
+        axis for axis, placement in enumerate(spec.placements) if isinstance(placement, Shard) and placement.dim in dims
     )
 
 
-def fold_over(layout: DTensorSpec, axes: tuple[int, ...]) -> Callable[[torch.Tensor, ReduceOp], torch.Tensor]:
+def cross_rank_reducer(spec: DTensorSpec, axes: tuple[int, ...]) -> Callable[[torch.Tensor, ReduceOp], torch.Tensor]:
     """What folds a tensor over the ranks along some axes of a layout's mesh, so that all of them have the result."""
     if not axes:
         return _same
-    part = layout.mesh_along(axes)
+    part = spec.mesh_along(axes)
     group = part.group
 
     def fold(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        note_move(tensor, part, Partial(op), Replicate())
+        record_move(tensor, part, Partial(op), Replicate())
         return allreduce(tensor, op, group=group)
 
     return fold
@@ -64,22 +62,22 @@ def _same(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     return tensor
 
 
-def positions(layout: DTensorSpec, dim: int) -> torch.Tensor:
+def local_indices(spec: DTensorSpec, dim: int) -> torch.Tensor:
     """Where in the whole dim the indices of this rank's part lie, in ascending order."""
-    num_ranks, coordinate = layout.mesh.shape, layout.coordinate
-    axes = dividers(layout, (dim,))
-    placements = [layout.placements[axis] for axis in axes]
+    num_ranks, coordinate = spec.mesh.shape, spec.coordinate
+    axes = sharding_axes(spec, (dim,))
+    placements = [spec.placements[axis] for axis in axes]
     blocks = [placement.blocks for placement in placements if isinstance(placement, Shard)]
     cuts = zip(blocks, [num_ranks[axis] for axis in axes], [coordinate[axis] for axis in axes], strict=True)
-    return _positions(layout.shape[dim], tuple(cuts))
+    return _cached_indices(spec.shape[dim], tuple(cuts))
 
 
 @functools.lru_cache(maxsize=256)
-def _positions(size: int, cuts: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
+def _cached_indices(size: int, cuts: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
     """One tensor for all calls that divide a dim alike, as a vocabulary: recipes keep it."""
     found = torch.arange(size, device="cpu")
     for blocks, num_ranks, at in cuts:
-        found = take_part(found, Shard(0, blocks), num_ranks, at)
+        found = shard_of(found, Shard(0, blocks), num_ranks, at)
     return found
 
 
@@ -105,30 +103,30 @@ def kept_labels(call: OpCall) -> list[int | None]:
     return [None if dim in gone else dim for dim in range(call.inputs[0].ndim) if keepdim or dim not in gone]
 
 
-def is_cut_off(call: OpCall) -> bool:
+def loses_partials(call: OpCall) -> bool:
     """Whether elements are cast before they are folded to a dtype in which parts of them are no parts any more."""
     dtype = call.arguments.get("dtype")
-    return dtype is not None and not keeps_parts(call.inputs[0].dtype, dtype)
+    return dtype is not None and not cast_is_linear(call.inputs[0].dtype, dtype)
 
 
 def _folded(
-    op: ReduceOp, linear: Sequence[Sequence[int]], keeps: Sequence[ReduceOp], call: OpCall, axis: int
+    op: ReduceOp, linear: Sequence[Sequence[int]], commuting: Sequence[ReduceOp], call: OpCall, axis: int
 ) -> list[OpStrategy]:
-    is_cut = is_cut_off(call)
+    is_cut = loses_partials(call)
     pattern = EinsumPattern(
         inputs=[range(call.inputs[0].ndim)],
         outputs=[kept_labels(call)],
-        folds=dict.fromkeys(reduced_dims(call), op),
+        reductions=dict.fromkeys(reduced_dims(call), op),
         linear=() if is_cut else linear,
-        keeps=() if is_cut else keeps,
+        commuting=() if is_cut else commuting,
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
 def _mean(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
     """The sum of this rank's part, divided by the size of the whole: parts need not be of one size."""
     gone = reduced_dims(call)
-    if not dividers(inputs[0], gone):
+    if not sharding_axes(inputs[0], gone):
         return None
     count = math.prod(inputs[0].shape[dim] for dim in gone)
     result, shape = outputs[0].dtype, outputs[0].local_shape
@@ -152,17 +150,17 @@ def _extremum(
 
     def neutral(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
         del given, named  # as in the layouts
-        return tensor.new_full(shape, extreme(op, dtype))
+        return tensor.new_full(shape, extremum_identity(op, dtype))
 
     return neutral
 
 
-def _rule(op: ReduceOp, *, linear: Sequence[Sequence[int]] = (), keeps: Sequence[ReduceOp] = ()) -> OpRule:
-    return OpRule(choices=partial(_folded, op, linear, keeps))
+def _rule(op: ReduceOp, *, linear: Sequence[Sequence[int]] = (), commuting: Sequence[ReduceOp] = ()) -> OpRule:
+    return OpRule(strategies=partial(_folded, op, linear, commuting))
 
 
 def _extremum_rule(op: ReduceOp) -> OpRule:
-    return OpRule(choices=partial(_folded, op, (), (op,)), local=partial(_extremum, op))
+    return OpRule(strategies=partial(_folded, op, (), (op,)), local=partial(_extremum, op))
 
 
 def _both_extrema(tensor: Any, *, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:
@@ -171,9 +169,9 @@ def _both_extrema(tensor: Any, *, dim: int | None = None, keepdim: bool = False)
 
 
 _sum_rule = _rule(ReduceOp.SUM, linear=((0,),))
-_mean_rule = OpRule(choices=partial(_folded, ReduceOp.SUM, ((0,),), ()), local=_mean)
+_mean_rule = OpRule(strategies=partial(_folded, ReduceOp.SUM, ((0,),), ()), local=_mean)
 _count_rule = _rule(ReduceOp.SUM)
-_product_rule = _rule(ReduceOp.PRODUCT, keeps=(ReduceOp.PRODUCT,))
+_product_rule = _rule(ReduceOp.PRODUCT, commuting=(ReduceOp.PRODUCT,))
 _all_rule, _any_rule = _rule(ReduceOp.MIN), _rule(ReduceOp.MAX)
 _max_rule, _min_rule = _extremum_rule(ReduceOp.MAX), _extremum_rule(ReduceOp.MIN)
 
@@ -199,30 +197,30 @@ RULES: dict[torch._ops.OpOverload, OpRule] = {
     _aten.any.dims: _any_rule,
     private_aten.is_all_true.default: _all_rule,
     private_aten.is_any_true.default: _any_rule,
-    _aten.histc.default: OpRule(choices=all_whole),
+    _aten.histc.default: OpRule(strategies=all_replicated),
 }
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {_aten.aminmax.default: _both_extrema}
 
 
-def settled_choices(call: OpCall, axis: int) -> list[OpStrategy]:
+def cross_rank_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
     """Any dim divided; the results are whole where one is that goes."""
     kept = kept_labels(call)
     pattern = EinsumPattern(
-        inputs=[range(call.inputs[0].ndim)], outputs=[kept] * len(call.results), settled=reduced_dims(call)
+        inputs=[range(call.inputs[0].ndim)], outputs=[kept] * len(call.results), reduced_locally=reduced_dims(call)
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
 def _moments(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
     """The mean first, then the sum of the squares of what the elements differ from it."""
-    layout = inputs[0]
+    spec = inputs[0]
     gone = reduced_dims(call)
-    axes = dividers(layout, gone)
-    if not axes and 0 not in layout.local_shape:  # of no elements torch warns
+    axes = sharding_axes(spec, gone)
+    if not axes and 0 not in spec.local_shape:  # of no elements torch warns
         return None
-    fold = fold_over(layout, axes)
-    count = math.prod(layout.shape[dim] for dim in gone)
+    fold = cross_rank_reducer(spec, axes)
+    count = math.prod(spec.shape[dim] for dim in gone)
     name = call.operator.overloadpacket.__name__
     dtypes = [output.dtype for output in outputs]
     shape = outputs[0].local_shape
@@ -245,10 +243,10 @@ def _moments(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTen
 def _norm(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Callable[..., Any] | None:
     """The norm of the parts' norms."""
     gone = reduced_dims(call)
-    axes = dividers(inputs[0], gone)
+    axes = sharding_axes(inputs[0], gone)
     if not axes:
         return None
-    fold = fold_over(inputs[0], axes)
+    fold = cross_rank_reducer(inputs[0], axes)
     result = outputs[0].dtype
     wide = accumulation_dtype(result)
     shape = outputs[0].local_shape
@@ -257,15 +255,15 @@ def _norm(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensor
     def norm(tensor: torch.Tensor, ord: float = 2, *given: Any, **named: Any) -> torch.Tensor:  # noqa: A002 # torch's
         del given, named  # as in the layouts
         if is_empty:
-            own = torch.full(shape, math.inf if ord < 0 else 0.0, dtype=wide, device="cpu")
+            owned_grad = torch.full(shape, math.inf if ord < 0 else 0.0, dtype=wide, device="cpu")
         else:
-            own = torch.linalg.vector_norm(tensor.to(_same_kind(tensor, wide)), ord, gone).reshape(shape)
+            owned_grad = torch.linalg.vector_norm(tensor.to(_same_kind(tensor, wide)), ord, gone).reshape(shape)
         if math.isinf(ord):
-            found = fold(own, ReduceOp.MAX if ord > 0 else ReduceOp.MIN)
+            found = fold(owned_grad, ReduceOp.MAX if ord > 0 else ReduceOp.MIN)
         elif ord == 0:
-            found = fold(own, ReduceOp.SUM)
+            found = fold(owned_grad, ReduceOp.SUM)
         else:
-            found = fold(own**ord, ReduceOp.SUM) ** (1 / ord)
+            found = fold(owned_grad**ord, ReduceOp.SUM) ** (1 / ord)
         return found.to(result)
 
     return norm
@@ -280,10 +278,10 @@ def _logsumexp(
     call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
 ) -> Callable[..., Any] | None:
     gone = reduced_dims(call)
-    axes = dividers(inputs[0], gone)
+    axes = sharding_axes(inputs[0], gone)
     if not axes:
         return None
-    fold = fold_over(inputs[0], axes)
+    fold = cross_rank_reducer(inputs[0], axes)
     result = outputs[0].dtype
     shape = outputs[0].local_shape
     is_empty = any(inputs[0].local_shape[dim] == 0 for dim in gone)
@@ -294,8 +292,8 @@ def _logsumexp(
         wide = tensor.to(accumulation_dtype(result))
         # Of complex numbers the size of their exponentials is that of the real part's.
         real = wide.real if wide.is_complex() else wide
-        own = real.new_full(kept, -math.inf) if is_empty else real.amax(gone, keepdim=True)
-        largest = fold(own, ReduceOp.MAX)
+        owned_grad = real.new_full(kept, -math.inf) if is_empty else real.amax(gone, keepdim=True)
+        largest = fold(owned_grad, ReduceOp.MAX)
         # Infinities would give NaN.
         shift = torch.where(largest.isinf(), 0.0, largest)
         total = fold((wide - shift).exp().sum(gone, keepdim=True), ReduceOp.SUM)
@@ -313,15 +311,15 @@ def _norm_each(tensors: Sequence[Any], ord: Any = 2, dtype: Any = None) -> list[
     return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
 
 
-_moments_rule = OpRule(choices=settled_choices, local=_moments)
+_moments_rule = OpRule(strategies=cross_rank_strategies, local=_moments)
 
 RULES |= {
     _aten.var.correction: _moments_rule,
     _aten.std.correction: _moments_rule,
     _aten.var_mean.correction: _moments_rule,
     _aten.std_mean.correction: _moments_rule,
-    _aten.linalg_vector_norm.default: OpRule(choices=settled_choices, local=_norm),
-    _aten.logsumexp.default: OpRule(choices=settled_choices, local=_logsumexp),
+    _aten.linalg_vector_norm.default: OpRule(strategies=cross_rank_strategies, local=_norm),
+    _aten.logsumexp.default: OpRule(strategies=cross_rank_strategies, local=_logsumexp),
 }
 
 DECOMPOSITIONS |= {
@@ -339,16 +337,16 @@ def _find(
     op: ReduceOp, call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]
 ) -> Callable[..., Any] | None:
     """Each part's extremum and its place in the whole; of equal ones the first counts, as torch has it."""
-    layout = inputs[0]
+    spec = inputs[0]
     gone = reduced_dims(call)
-    axes = dividers(layout, gone)
-    if not axes or any(layout.shape[dim] == 0 for dim in gone):  # of nothing there is none: torch raises
+    axes = sharding_axes(spec, gone)
+    if not axes or any(spec.shape[dim] == 0 for dim in gone):  # of nothing there is none: torch raises
         return None
-    fold = fold_over(layout, axes)
+    fold = cross_rank_reducer(spec, axes)
     dim = call["dim"]
-    where = [positions(layout, dim) for dim in gone]
-    whole = contiguous_stride([layout.shape[dim] for dim in gone])
-    sizes = [layout.local_shape[dim] for dim in gone]
+    where = [local_indices(spec, dim) for dim in gone]
+    whole = contiguous_stride([spec.shape[dim] for dim in gone])
+    sizes = [spec.local_shape[dim] for dim in gone]
     shape = outputs[0].local_shape
 
     def find(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
@@ -360,7 +358,7 @@ def _find(
             steps = [place[part] * step for place, part, step in zip(where, parts, whole, strict=True)]
             index = torch.stack(steps).sum(0)
         else:
-            values = tensor.new_full(shape, extreme(op, tensor.dtype))
+            values = tensor.new_full(shape, extremum_identity(op, tensor.dtype))
             index = torch.full(shape, _NOWHERE, device="cpu")
         values, index = values.reshape(shape), index.reshape(shape)
         best = fold(values, op)
@@ -376,25 +374,25 @@ def _along(linear: Sequence[Sequence[int]], call: OpCall, axis: int) -> list[OpS
     """The dim that it runs along must be whole; the others may be divided."""
     ndim = call.inputs[0].ndim
     dim = call["dim"] % max(ndim, 1)
-    letters = [None if place == dim else place for place in range(ndim)]
+    labels = [None if place == dim else place for place in range(ndim)]
     pattern = EinsumPattern(
-        inputs=[letters], outputs=[letters] * len(call.results), linear=() if is_cut_off(call) else linear
+        inputs=[labels], outputs=[labels] * len(call.results), linear=() if loses_partials(call) else linear
     )
-    return strategies_of(pattern, call, axis)
+    return einsum_strategies(pattern, call, axis)
 
 
 def _picked(call: OpCall, axis: int) -> list[OpStrategy]:
     """Reductions that need a whole dim."""
     gone = reduced_dims(call)
-    letters = [None if dim in gone else dim for dim in range(call.inputs[0].ndim)]
-    pattern = EinsumPattern(inputs=[letters], outputs=[kept_labels(call)] * len(call.results))
-    return strategies_of(pattern, call, axis)
+    labels = [None if dim in gone else dim for dim in range(call.inputs[0].ndim)]
+    pattern = EinsumPattern(inputs=[labels], outputs=[kept_labels(call)] * len(call.results))
+    return einsum_strategies(pattern, call, axis)
 
 
-_highest = OpRule(choices=settled_choices, local=partial(_find, ReduceOp.MAX))
-_lowest = OpRule(choices=settled_choices, local=partial(_find, ReduceOp.MIN))
-_cumsum_rule, _order_rule = OpRule(choices=partial(_along, ((0,),))), OpRule(choices=partial(_along, ()))
-_pick_rule = OpRule(choices=_picked)
+_highest = OpRule(strategies=cross_rank_strategies, local=partial(_find, ReduceOp.MAX))
+_lowest = OpRule(strategies=cross_rank_strategies, local=partial(_find, ReduceOp.MIN))
+_cumsum_rule, _order_rule = OpRule(strategies=partial(_along, ((0,),))), OpRule(strategies=partial(_along, ()))
+_pick_rule = OpRule(strategies=_picked)
 
 RULES |= {
     _aten.argmax.default: _highest,

@@ -13,7 +13,7 @@ import torch
 
 from ferrodist.collectives.reduce_op import ReduceOp
 from ferrodist.errors import UnsupportedOpError
-from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, OpStrategy, strategies_of
+from ferrodist.tensor.op_strategy import EinsumPattern, OpRule, OpStrategy, einsum_strategies
 from ferrodist.tensor.placement import PARTIAL_OPS, Partial, Replicate, Shard
 from ferrodist.torch_private.operators import private_aten
 
@@ -31,36 +31,36 @@ Order = list[int | None]
 """For each dim of a result, the dim of the input that it is, or None where it is none or has been cut."""
 
 
-def renamed(order: Callable[[OpCall], Sequence[int | None]], call: OpCall, axis: int) -> list[OpStrategy]:
+def dim_map_strategies(order: Callable[[OpCall], Sequence[int | None]], call: OpCall, axis: int) -> list[OpStrategy]:
     """The ways of an operator that only places elements: each dim of its results is one of its input's, or none."""
     results = len(call.results)
     pattern = EinsumPattern(
         inputs=[range(call.inputs[0].ndim)],
         outputs=[order(call)] * results,
         linear=((0,),),
-        keeps=_OTHER_FOLDS,
+        commuting=_OTHER_FOLDS,
     )
-    return without_unasked_sums(strategies_of(pattern, call, axis), call, axis)
+    return drop_needless_partials(einsum_strategies(pattern, call, axis), call, axis)
 
 
-def without_unasked_sums(choices: Sequence[OpStrategy], call: OpCall, axis: int) -> list[OpStrategy]:
+def drop_needless_partials(strategies: Sequence[OpStrategy], call: OpCall, axis: int) -> list[OpStrategy]:
     """Leave out ways that make a divided tensor the parts of a sum, if these are not much fewer bytes in the end.
 
     A divided dim that is cut may be gathered, once; or each rank may take zeros for what others have, and each result
     is a sum that costs twice its bytes when it is read. That is for results that are a small part of the tensor, and
     not for bools, as masks are: most operators on them need them whole.
     """
-    divided = [layout for layout in call.inputs if isinstance(layout.placements[axis], Shard)]
+    divided = [spec for spec in call.inputs if isinstance(spec.placements[axis], Shard)]
     results = sum(result.numel() for result in call.results)
-    small = 2 * results <= sum(math.prod(layout.shape) for layout in divided)
-    if small and not any(layout.dtype is torch.bool for layout in divided):
-        return list(choices)
+    small = 2 * results <= sum(math.prod(spec.shape) for spec in divided)
+    if small and not any(spec.dtype is torch.bool for spec in divided):
+        return list(strategies)
     return [
-        choice
-        for choice in choices
+        strategy
+        for strategy in strategies
         if not any(
-            isinstance(layout.placements[axis], Shard) and isinstance(placement, Partial)
-            for layout, placement in zip(call.inputs, choice.inputs, strict=True)
+            isinstance(spec.placements[axis], Shard) and isinstance(placement, Partial)
+            for spec, placement in zip(call.inputs, strategy.inputs, strict=True)
         )
     ]
 
@@ -151,7 +151,7 @@ def _padded(call: OpCall, axis: int) -> list[OpStrategy]:
     ndim, pad = call.inputs[0].ndim, call["pad"]
     order = _dims(call, *[ndim - 1 - place // 2 for place, size in enumerate(pad) if size])
     pattern = EinsumPattern(inputs=[range(ndim)], outputs=[order], linear=((0,),) if call["value"] == 0 else ())
-    return without_unasked_sums(strategies_of(pattern, call, axis), call, axis)
+    return drop_needless_partials(einsum_strategies(pattern, call, axis), call, axis)
 
 
 # [Note: pieces of a divided dim]
@@ -164,29 +164,29 @@ def _divides(call: OpCall, axis: int, placement: Shard, place: int = 0) -> bool:
     """Whether all ranks that divide the dim of an input have parts of one size."""
     num_ranks = call.mesh.shape[axis] * math.prod(
         size
-        for choice, size in zip(call.chosen, call.mesh.shape, strict=False)
-        if isinstance(before := choice.inputs[place], Shard) and before.dim == placement.dim
+        for strategy, size in zip(call.selected, call.mesh.shape, strict=False)
+        if isinstance(before := strategy.inputs[place], Shard) and before.dim == placement.dim
     )
     return call.inputs[place].shape[placement.dim] % (placement.blocks * num_ranks) == 0
 
 
 def _split(call: OpCall, axis: int) -> list[OpStrategy]:
-    layout, dim = call.inputs[0], call["dim"] % call.inputs[0].ndim
+    spec, dim = call.inputs[0], call["dim"] % call.inputs[0].ndim
     sizes = [result.shape[dim] for result in call.results]
     order = _dims(call) if len(sizes) == 1 else _dims(call, dim)
-    choices = renamed(lambda _: order, call, axis)
-    now = layout.placements[axis]
+    strategies = dim_map_strategies(lambda _: order, call, axis)
+    now = spec.placements[axis]
     if isinstance(now, Shard) and now.dim == dim and len(sizes) > 1 and len(set(sizes)) == 1 and sizes[0]:
         blocks, rest = divmod(now.blocks, len(sizes))
         if not rest and _divides(call, axis, now):
-            choices.append(OpStrategy((now,), (Shard(dim, blocks),) * len(sizes)))
-    return choices
+            strategies.append(OpStrategy((now,), (Shard(dim, blocks),) * len(sizes)))
+    return strategies
 
 
 def _local_split(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec]) -> Mapping[str, Any]:
     del inputs
     dim = call["dim"]
-    sizes = [layout.local_shape[dim] for layout in outputs]
+    sizes = [spec.local_shape[dim] for spec in outputs]
     if "split_size" in call.arguments:
         # One piece is more than a part has, where the dim is not cut.
         return {"split_size": max(sizes[0], 1) if len(sizes) > 1 else max(call["split_size"], 1)}
@@ -195,46 +195,46 @@ def _local_split(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequence[
 
 def _joined(call: OpCall, axis: int) -> list[OpStrategy]:
     """Of tensors one after the other along a dim; empty ones of one dim may be among them."""
-    shapes = [layout.shape for layout in call.inputs]
+    shapes = [spec.shape for spec in call.inputs]
     ndim = call.results[0].ndim
     dim = call["dim"] % max(ndim, 1)
-    letters: Order = [None if place == dim else place for place in range(ndim)]
-    inputs: list[Order] = [letters if len(shape) == ndim and shape != (0,) else [None] * len(shape) for shape in shapes]
-    choices = without_unasked_sums(strategies_of(_all_together(call, inputs, letters), call, axis), call, axis)
+    labels: Order = [None if place == dim else place for place in range(ndim)]
+    inputs: list[Order] = [labels if len(shape) == ndim and shape != (0,) else [None] * len(shape) for shape in shapes]
+    strategies = drop_needless_partials(einsum_strategies(_all_together(call, inputs, labels), call, axis), call, axis)
     now = call.inputs[0].placements[axis]
     if isinstance(now, Shard) and now.dim == dim:
-        alike = all(layout.shape == shapes[0] and layout.placements[axis] == now for layout in call.inputs)
+        alike = all(spec.shape == shapes[0] and spec.placements[axis] == now for spec in call.inputs)
         if alike and all(_divides(call, axis, now, place) for place in range(len(shapes))):
-            choices.append(OpStrategy((now,) * len(shapes), (Shard(dim, now.blocks * len(shapes)),)))
-    return choices
+            strategies.append(OpStrategy((now,) * len(shapes), (Shard(dim, now.blocks * len(shapes)),)))
+    return strategies
 
 
 def _stacked(call: OpCall, axis: int) -> list[OpStrategy]:
     order: Order = list(range(call.inputs[0].ndim))
     inputs = [list(order)] * len(call.inputs)
     order.insert(call["dim"] % (len(order) + 1), None)
-    return without_unasked_sums(strategies_of(_all_together(call, inputs, order), call, axis), call, axis)
+    return drop_needless_partials(einsum_strategies(_all_together(call, inputs, order), call, axis), call, axis)
 
 
 def _all_together(call: OpCall, inputs: Sequence[Order], output: Order) -> EinsumPattern:
     """All inputs are parts that are folded, or none; not where elements are cast, which may lose some of a sum."""
-    alike = len({layout.dtype for layout in call.inputs}) == 1
+    alike = len({spec.dtype for spec in call.inputs}) == 1
     return EinsumPattern(
         inputs=inputs,
         outputs=[output],
         linear=(range(len(inputs)),) if alike else (),
-        keeps=_OTHER_FOLDS if alike else (),
+        commuting=_OTHER_FOLDS if alike else (),
     )
 
 
 def _scattered(order: Callable[[OpCall], Order], call: OpCall, axis: int) -> list[OpStrategy]:
     """A tensor with what a slice, select or diagonal takes replaced by another."""
     taken = order(call)
-    letters = [dim if dim in taken else None for dim in range(call.inputs[0].ndim)]
+    labels = [dim if dim in taken else None for dim in range(call.inputs[0].ndim)]
     if len(call.inputs) == 1:  # A plain number replaces one element.
-        return strategies_of(EinsumPattern(inputs=[letters], outputs=[letters]), call, axis)
-    pattern = EinsumPattern(inputs=[letters, taken], outputs=[letters], linear=((0, 1),))
-    return strategies_of(pattern, call, axis)
+        return einsum_strategies(EinsumPattern(inputs=[labels], outputs=[labels]), call, axis)
+    pattern = EinsumPattern(inputs=[labels, taken], outputs=[labels], linear=((0, 1),))
+    return einsum_strategies(pattern, call, axis)
 
 
 def _order_of_slice_scatter(call: OpCall) -> Order:
@@ -250,7 +250,7 @@ def _slice_of_scatter(call: OpCall, inputs: Sequence[DTensorSpec], outputs: Sequ
 
 
 def _rule(order: Callable[[OpCall], Order], **more: Any) -> OpRule:
-    return OpRule(choices=partial(renamed, order), **more)
+    return OpRule(strategies=partial(dim_map_strategies, order), **more)
 
 
 _triangle_rule = _rule(lambda call: _dims(call, -2, -1))
@@ -265,13 +265,13 @@ RULES: dict[torch._ops.OpOverload, OpRule] = {
     _aten.unfold.default: _rule(_unfolded),
     _aten.unfold_backward.default: _rule(_unfold_backward, arguments=_local_input_sizes),
     _aten.unbind.int: _rule(_selected),
-    _aten.split.Tensor: OpRule(choices=_split, arguments=_local_split),
-    _aten.split_with_sizes.default: OpRule(choices=_split, arguments=_local_split),
-    _aten.unsafe_split.Tensor: OpRule(choices=_split, arguments=_local_split),
-    _aten.unsafe_split_with_sizes.default: OpRule(choices=_split, arguments=_local_split),
-    _aten.cat.default: OpRule(choices=_joined),
-    _aten.stack.default: OpRule(choices=_stacked),
-    _aten.constant_pad_nd.default: OpRule(choices=_padded, by_value=True),
+    _aten.split.Tensor: OpRule(strategies=_split, arguments=_local_split),
+    _aten.split_with_sizes.default: OpRule(strategies=_split, arguments=_local_split),
+    _aten.unsafe_split.Tensor: OpRule(strategies=_split, arguments=_local_split),
+    _aten.unsafe_split_with_sizes.default: OpRule(strategies=_split, arguments=_local_split),
+    _aten.cat.default: OpRule(strategies=_joined),
+    _aten.stack.default: OpRule(strategies=_stacked),
+    _aten.constant_pad_nd.default: OpRule(strategies=_padded, depends_on_values=True),
     _aten.flip.default: _rule(lambda call: _dims(call, *call["dims"])),
     _aten.roll.default: _rule(_rolled),
     _aten.repeat.default: _rule(_repeated),
@@ -280,10 +280,10 @@ RULES: dict[torch._ops.OpOverload, OpRule] = {
     _aten.tril_.default: _triangle_rule,
     _aten.triu_.default: _triangle_rule,
     _aten.slice_scatter.default: OpRule(
-        choices=partial(_scattered, _order_of_slice_scatter), arguments=_slice_of_scatter
+        strategies=partial(_scattered, _order_of_slice_scatter), arguments=_slice_of_scatter
     ),
-    _aten.select_scatter.default: OpRule(choices=partial(_scattered, _selected)),
-    _aten.diagonal_scatter.default: OpRule(choices=partial(_scattered, _diagonal)),
+    _aten.select_scatter.default: OpRule(strategies=partial(_scattered, _selected)),
+    _aten.diagonal_scatter.default: OpRule(strategies=partial(_scattered, _diagonal)),
 }
 
 
@@ -309,11 +309,11 @@ def _unsqueezed(call: OpCall) -> list[int | None]:
 
 
 def _squeezed(call: OpCall) -> list[int | None]:
-    layout = call.inputs[0]
+    spec = call.inputs[0]
     given = call.arguments.get("dim")
-    dims = range(layout.ndim) if given is None else [given] if isinstance(given, int) else given
-    gone = {dim % max(layout.ndim, 1) for dim in dims}
-    return [dim for dim in range(layout.ndim) if dim not in gone or layout.shape[dim] != 1]
+    dims = range(spec.ndim) if given is None else [given] if isinstance(given, int) else given
+    gone = {dim % max(spec.ndim, 1) for dim in dims}
+    return [dim for dim in range(spec.ndim) if dim not in gone or spec.shape[dim] != 1]
 
 
 def _expanded(call: OpCall) -> list[int | None]:
@@ -322,13 +322,13 @@ def _expanded(call: OpCall) -> list[int | None]:
     return [None] * more + [dim if shape[dim] == result[more + dim] else None for dim in range(len(shape))]
 
 
-def _squeeze_choices(call: OpCall, axis: int) -> list[OpStrategy]:
+def _squeeze_strategies(call: OpCall, axis: int) -> list[OpStrategy]:
     """A dim that goes has one element, which is on one rank only when it is divided: it must be whole."""
     order = _squeezed(call)
     return [
-        choice
-        for choice in renamed(_squeezed, call, axis)
-        if not isinstance(choice.inputs[0], Shard) or choice.inputs[0].dim in order
+        strategy
+        for strategy in dim_map_strategies(_squeezed, call, axis)
+        if not isinstance(strategy.inputs[0], Shard) or strategy.inputs[0].dim in order
     ]
 
 
@@ -373,15 +373,15 @@ def _groups(shape: Sequence[int], result: Sequence[int]) -> list[tuple[list[int]
 
 
 def _reshaped(call: OpCall, axis: int) -> list[OpStrategy]:
-    layout, result = call.inputs[0], call.results[0]
+    spec, result = call.inputs[0], call.results[0]
     whole: list[Placement] = [Replicate(), *[Partial(op) for op in PARTIAL_OPS]]
-    choices = [OpStrategy((placement,), (placement,)) for placement in whole]
-    now = layout.placements[axis]
-    if isinstance(now, Shard) and 0 not in layout.shape:
+    strategies = [OpStrategy((placement,), (placement,)) for placement in whole]
+    now = spec.placements[axis]
+    if isinstance(now, Shard) and 0 not in spec.shape:
         then = _follow(call, axis, now, list(result.shape))
         if then is not None:
-            choices.append(OpStrategy((now,), (then,)))
-    return choices
+            strategies.append(OpStrategy((now,), (then,)))
+    return strategies
 
 
 def _follow(call: OpCall, axis: int, now: Shard, result: list[int]) -> Shard | None:
@@ -393,8 +393,8 @@ def _follow(call: OpCall, axis: int, now: Shard, result: list[int]) -> Shard | N
     ((here, there),) = found
     if len(here) == len(there) == 1:
         return Shard(there[0], now.blocks)
-    for choice, num_ranks in zip(call.chosen, call.mesh.shape, strict=False):
-        (before,), (after,) = choice.inputs, choice.outputs
+    for strategy, num_ranks in zip(call.selected, call.mesh.shape, strict=False):
+        (before,), (after,) = strategy.inputs, strategy.outputs
         if isinstance(before, Shard) and isinstance(after, Shard) and before.dim in here:
             shape[before.dim] //= num_ranks
             result[after.dim] //= num_ranks
@@ -429,15 +429,19 @@ def _overload(name: str) -> torch._ops.OpOverload:
     return found
 
 
-_reshape_rule = OpRule(choices=_reshaped, arguments=_local_size, local=_reshape)
+_reshape_rule = OpRule(strategies=_reshaped, arguments=_local_size, local=_reshape)
 
 RULES |= {
-    **{_overload(name): OpRule(choices=partial(renamed, order)) for names, order in _RENAMED for name in names.split()},
     **{
-        _overload(name): OpRule(choices=_squeeze_choices, local=_squeeze)
+        _overload(name): OpRule(strategies=partial(dim_map_strategies, order))
+        for names, order in _RENAMED
+        for name in names.split()
+    },
+    **{
+        _overload(name): OpRule(strategies=_squeeze_strategies, local=_squeeze)
         for name in ("squeeze.default", "squeeze.dim", "squeeze.dims")
     },
-    _aten.expand.default: OpRule(choices=partial(renamed, _expanded), arguments=_local_size),
+    _aten.expand.default: OpRule(strategies=partial(dim_map_strategies, _expanded), arguments=_local_size),
     _aten.view.default: _reshape_rule,
     private_aten.unsafe_view.default: _reshape_rule,
 }
