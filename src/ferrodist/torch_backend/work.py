@@ -343,7 +343,7 @@ class CallbackStreams:
 _SEND_SECONDS = 10.0
 """How long messages may take to be received."""
 
-_ENDS = {"shutdown", "_leave_at_exit"}
+_ENDS = {"shutdown", "_leave_at_exit", "_run_exit_stage", "_run_first_stages"}
 
 _CALLING = ("ferrodist.backends.", "ferrodist.collectives.", "ferrodist.torch_backend.")
 _CALLED_BACK = "ferrodist.torch_backend.futures"

@@ -214,7 +214,7 @@ def test_a_rank_has_one_gpu_in_a_group() -> None:
     group = alone()
     fd.allreduce(torch.ones(1), group=group)
     other = SimpleNamespace(device=torch.device("cuda", 1))
-    call = CollectiveSignature(operation="allreduce", sequence=1)
+    call = CollectiveSignature(operation="allreduce", sequence=group._launcher.sequencer.reserve())
     with pytest.raises(fd.UnsupportedOpError, match=r"uses cpu .* a tensor on cuda:1.*set_device"):
         group._launcher.launch(call, [other], lambda lane: None, timeout=1.0)
     group.close()

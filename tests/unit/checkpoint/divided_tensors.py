@@ -3,7 +3,7 @@
 import torch
 
 from ferrodist import DTensor, Replicate, Shard
-from ferrodist.tensor.spec import DTensorSpec, check_placements, take_part
+from ferrodist.tensor.spec import DTensorSpec, check_placements, shard_of
 
 
 def random_bits(shape, dtype, seed=0):
@@ -24,7 +24,7 @@ def part_of(whole, mesh, placements):
     """This rank's part of a tensor."""
     for placement, size, at in zip(placements, mesh.shape, mesh.coordinate, strict=True):
         if isinstance(placement, Shard):
-            whole = take_part(whole, placement, size, at)
+            whole = shard_of(whole, placement, size, at)
     return whole.contiguous()
 
 

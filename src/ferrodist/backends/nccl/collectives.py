@@ -43,7 +43,7 @@ class NcclEngine:
 
     def reserve(self) -> int:
         """Take the next position among the group's collectives on GPUs."""
-        return self._launcher.places.reserve()
+        return self._launcher.sequencer.reserve()
 
     def begin_async(self) -> None:
         """Let the current stream not wait for what this thread calls, until `end_async`."""

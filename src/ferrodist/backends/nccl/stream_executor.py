@@ -2,7 +2,7 @@
 
 [Note: launching]
 `StreamExecutor.launch` puts work on the group's stream and returns: no rank waits for another there. Whatever thread
-comes, work goes out in the order of the places that `WatchedTicketQueue` gave, the same on all ranks, for NCCL
+comes, work goes out in the order of the tickets of its `Sequencer`, the same on all ranks, for NCCL
 matches by order alone. A *launched* operation is kept until the GPU has come past its end. Before its own work, the
 stream waits for what the caller's stream has been given; after it, the caller's stream waits for it, unless the
 operation was begun with `begin_async`: then `EnqueuedOp.wait_on_stream` does that.
@@ -28,7 +28,7 @@ from ferrodist.backends.nccl.communicator import CommunicatorHandle, NcclError, 
 from ferrodist.backends.nccl.streams import EnqueuedOp, InFlightOp, OpInfo
 from ferrodist.backends.nccl.verification import RingVerifier
 from ferrodist.backends.nccl.watchdog import NcclLivenessProbe
-from ferrodist.backends.sequencer import WatchedTicketQueue
+from ferrodist.backends.sequencer import Sequencer
 from ferrodist.backends.signature import CollectiveSignature
 from ferrodist.backends.verification import left_reason
 from ferrodist.deadline import Deadline
@@ -100,7 +100,7 @@ class StreamExecutor:
         self._streams = streams
         self._watch = watch
         self._stream = stream
-        self.places = WatchedTicketQueue(group)
+        self.sequencer = Sequencer(lambda: group.failure is not None)
         self.num_called = 0
         self._connection = CommunicatorHandle(group, library)
         self._outstanding: deque[InFlightOp] = deque()
@@ -128,20 +128,24 @@ class StreamExecutor:
         """
         deadline = Deadline(timeout)
         operation = OpInfo(what=call, sequence=call.sequence, timeout=timeout)
-        with self._ended_by(call):
-            self.places.await_turn(call.sequence, deadline)
-            try:
-                with self._connection.lock:
-                    self._check()
-                    self._open(tensors[0].device, call, operation, deadline)
-                    self.num_called = call.sequence + 1
-                    self._calls.tell(self._group, call)
-                    started: list[InFlightOp] | None = getattr(self._local, "started", None)
-                    launched = self._put(operation, tensors, work, deadline, holds_caller=started is None)
-                    if started is not None:
-                        started.append(launched)
-            finally:
-                self.places.pass_on(call.sequence)
+        with (
+            self._ended_by(call),
+            self.sequencer.hold(call.sequence, deadline.remaining()) as has_turn,
+            self._connection.lock,
+        ):
+            self._check()
+            if not has_turn:
+                raise DistributedTimeoutError(
+                    f"operation {call.sequence} on group {self._group.name!r}: operations that other threads began"
+                    f" before it were not launched within {deadline.timeout:g} s"
+                )
+            self._open(tensors[0].device, call, operation, deadline)
+            self.num_called = call.sequence + 1
+            self._calls.tell(self._group, call)
+            started: list[InFlightOp] | None = getattr(self._local, "started", None)
+            launched = self._put(operation, tensors, work, deadline, holds_caller=started is None)
+            if started is not None:
+                started.append(launched)
 
     def launch_message(
         self, what: str, tensors: Sequence[torch.Tensor], work: Work, *, timeout: float, peers: Sequence[int]

@@ -5,7 +5,6 @@ The thread that looks after what is on streams: deadlines, and failures of which
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import struct
 import threading
@@ -15,7 +14,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from ferrodist.backends.lifecycle import snapshot_weak
+from ferrodist.backends.lifecycle import ExitStage, close_at_exit
 from ferrodist.backends.nccl.streams import NO_PLACE
 from ferrodist.backends.tags import Channel, channel_tag
 from ferrodist.deadline import Deadline
@@ -204,7 +203,7 @@ class Watchdog:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
             # The interpreter ends daemon threads where they stand, which may be in CUDA.
-            _open_watches.add(self)
+            close_at_exit(ExitStage.WATCHDOGS, self)
         self._changed.notify_all()
 
     def _run(self) -> None:
@@ -240,12 +239,3 @@ class Watchdog:
             while not (self._busy or self._reports or self._is_closed):
                 self._changed.wait()
             return not self._is_closed
-
-
-_open_watches: weakref.WeakSet[Watchdog] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_watches() -> None:
-    for watch in snapshot_weak(lambda: _open_watches):
-        watch.close()
