@@ -168,7 +168,7 @@ def test_from_local_with_a_shape_sends_nothing():
         ([Shard(2), Replicate()], IndexError, r"Shard\(2\) along axis 'a': a tensor of shape \(4, 6\) has no such dim"),
         (["row", Replicate()], TypeError, "a placement is .*, not 'row'"),
         ([Shard(0), Shard(0, blocks=4)], ValueError, "dim 0 of 2 is not 4 equal blocks"),
-        ([Partial(), Partial(ReduceOp.MAX)], ValueError, "folds by max and sum, whose result depends on which comes"),
+        ([Partial(), Partial(ReduceOp.MAX)], ValueError, "reduces by max and sum, whose result depends on which comes"),
         (Replicate(), ValueError, "needs 2 placements"),
     ],
 )
@@ -186,7 +186,7 @@ def test_blocks_of_an_uneven_part():
 
 
 def test_placements_that_can_not_be():
-    with pytest.raises(TypeError, match="the number of a dim"):
+    with pytest.raises(TypeError, match="the index of a dim"):
         Shard(1.0)
     with pytest.raises(ValueError, match="at least one block"):
         Shard(0, blocks=0)
@@ -296,7 +296,7 @@ def test_gradients_of_parts():
             assert torch.equal(local.grad, expected)
         local = torch.ones(3, requires_grad=True)
         largest = DTensor.from_local(local, mesh, Partial(ReduceOp.MAX)).full_tensor()
-        with pytest.raises(RuntimeError, match=r"the parts of Partial\(max\) have no gradient"):
+        with pytest.raises(RuntimeError, match=r"the shards of Partial\(max\) have no gradient"):
             largest.sum().backward()
         tensor = fd.distribute(torch.ones(3), mesh, Replicate(), src=None).requires_grad_()
         (tensor.to_local(grad_placements=Partial()) * (group.rank + 1)).sum().backward()

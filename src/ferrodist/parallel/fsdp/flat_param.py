@@ -34,7 +34,7 @@ from ferrodist.parallel.fsdp.dtensor_params import cut_part, part_of, wrap_part
 from ferrodist.parallel.fsdp.flat_grad import FlatGradients
 from ferrodist.parallel.fsdp.flat_shard import as_piece, division_of
 from ferrodist.parallel.fsdp.memory import same_memory
-from ferrodist.tensor.dtensor import keep_grad_placements
+from ferrodist.tensor.grad_placements import keep_grad_placements
 from ferrodist.tensor.local_shards import FlatShard, annotate_flat_shard
 from ferrodist.torch_private.autograd import version_of
 from ferrodist.torch_private.modules import own_parameters
