@@ -127,10 +127,10 @@ def test_from_local_learns_the_shape():
         (
             [(3, 2), (1, 2)],
             Shard(0),
-            r"they have \(4, 2\) together, .* rank 0 has a part of shape \(2, 2\), not \(3, 2\)",
+            r"they have \(4, 2\) together, .* rank 0 has a shard of shape \(2, 2\), not \(3, 2\)",
         ),
-        ([(2, 2), (2, 3)], Shard(0), r"rank 1 has a part of shape \(2, 2\), not \(2, 3\)"),
-        ([(2, 2), (3, 2)], Replicate(), r"rank 1 has a part of shape \(2, 2\), not \(3, 2\)"),
+        ([(2, 2), (2, 3)], Shard(0), r"rank 1 has a shard of shape \(2, 2\), not \(2, 3\)"),
+        ([(2, 2), (3, 2)], Replicate(), r"rank 1 has a shard of shape \(2, 2\), not \(3, 2\)"),
         ([(2, 2), (2,)], Replicate(), r"rank 0 has torch.float32 of shape \(2, 2\).* and rank 1 has"),
     ],
 )
@@ -157,7 +157,7 @@ def test_from_local_with_a_shape_sends_nothing():
     """Each rank checks its own part."""
     mesh = DeviceMesh(fd.SimulatedBackend.create_group(2)[1], (2,))
     assert DTensor.from_local(torch.zeros(2, 4), mesh, Shard(0), shape=(5, 4)).shape == (5, 4)
-    with pytest.raises(ValueError, match=r"this rank's part .* has shape \(2, 4\), not \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"this rank's shard .* has shape \(2, 4\), not \(3, 4\)"):
         DTensor.from_local(torch.zeros(3, 4), mesh, Shard(0), shape=(5, 4))
 
 
