@@ -34,7 +34,8 @@ PARTS = {
     "communication": (
         *("tests/unit/collectives", "tests/unit/backends", "tests/unit/rendezvous", "tests/unit/checkpoint"),
         *("tests/unit/launch", "tests/unit/mesh", "tests/unit/bench", "tests/unit/torch_backend"),
-        *("tests/torch_backend/test_openings.py", "tests/multiprocess/test_demo.py"),
+        *("tests/torch_backend/test_openings.py", "tests/torch_backend/test_torch_examples.py"),
+        *("tests/multiprocess/test_bench.py", "tests/multiprocess/test_demo.py"),
     ),
     "tensor": ("tests/unit/tensor", "tests/unit/parallel", "tests/unit/testing"),
     "processes": (),
